@@ -126,28 +126,23 @@ def test_peft_folders_come_back(family, targets, tmp_path):
 
 @pytest.mark.slow
 @each_family()
-def test_in_bfloat16_a_replay_has_the_samplers_bits_and_a_scoring_pass_is_close(family):
+def test_in_bfloat16_a_scoring_pass_is_close_to_the_sampler(family):
     """Completions of 32 tokens that end at random, of a random model: the table in docs/pretrained.md."""
     config, params = golden(family)
-    policy, size = decoder_policy(replace(config, dtype="bfloat16")), 32
-    rows = row_numbers(N, 16)
+    policy = decoder_policy(replace(config, dtype="bfloat16"))
 
     @jax.jit
-    def sample(params, given):
-        options = {"max_tokens": size, "eos_ids": (5,), "given": given}
-        return sample_groups(policy, params, *prompts(), rows, jax.random.key(0), **options)
+    def sample_and_score(params):
+        options = {"max_tokens": 32, "eos_ids": (5,)}
+        sampled = sample_groups(policy, params, *prompts(), row_numbers(N, 16), jax.random.key(0), **options)
+        batch = Batch(*prompts(), sampled.completion_ids, sampled.completion_mask, jnp.ones((N, 16)))
+        return sampled, score_completion_tokens(policy, params, batch).logprobs
 
-    @jax.jit
-    def score(params, sampled):
-        batch = Batch(*prompts(), sampled.completion_ids, sampled.completion_mask, np.ones((N, 16), np.float32))
-        return score_completion_tokens(policy, params, batch).logprobs
-
-    sampled = sample(params, np.full((N, 16, size), -1, np.int32))
-    replayed = sample(params, sampled.completion_ids)
-    np.testing.assert_array_equal(replayed.sampler_logprobs, sampled.sampler_logprobs)
-    mask = np.asarray(sampled.completion_mask)
-    difference = np.abs(score(params, sampled) - sampled.sampler_logprobs)[mask]
-    print(f"\n{family}: {mask.sum()} tokens, mean exp {np.exp(difference).mean():.4f}, largest {difference.max():.3f}")
+    sampled, logprobs = jax.device_get(sample_and_score(params))
+    difference = np.abs(logprobs - sampled.sampler_logprobs)[sampled.completion_mask]
+    print(
+        f"\n{family}: {difference.size} tokens, mean exp {np.exp(difference).mean():.4f}, most {difference.max():.3f}"
+    )
     assert np.exp(difference).mean() < 1.05
     if config.experts is None:  # a token that goes to another expert may differ by any number
         assert difference.max() < 0.5

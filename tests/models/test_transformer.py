@@ -19,13 +19,10 @@ from grpo_jax.models.config import (
     Llama3Scaling,
     ModelConfig,
     Rotation,
-    YarnScaling,
 )
 from grpo_jax.models.geometry import (
-    LayerKind,
     geometry_of_rows,
     geometry_of_step,
-    layer_kinds,
 )
 from grpo_jax.models.layout import rows_of_groups, rows_of_prompts, rows_of_texts
 from grpo_jax.models.policy import decoder_policy
@@ -291,46 +288,6 @@ def test_rotation_turns_pairs_of_features_by_their_angle():
     np.testing.assert_array_equal(rotate(jnp.asarray(x), angles_of(jnp.asarray(positions), None, features)), x)
 
 
-def test_llama3_stretches_long_waves_only():
-    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
-    expected, kinds = [], []
-    for i in range(8):
-        frequency = 1000.0 ** (-2 * i / 16)
-        wavelength = 2 * np.pi / frequency
-        if wavelength < 64 / 4.0:
-            kinds.append("kept")
-        elif wavelength > 64 / 1.0:
-            kinds.append("stretched")
-            frequency /= 8.0
-        else:
-            kinds.append("between")
-            smooth = (64 / wavelength - 1.0) / (4.0 - 1.0)
-            frequency = (1 - smooth) * frequency / 8.0 + smooth * frequency
-        expected.append(frequency)
-    assert set(kinds) == {"kept", "between", "stretched"}
-    cos, sin = (x[0, :, 0, 8:] for x in angles_of(jnp.array([[1, 50]]), Rotation(1000.0, scaling), 16))
-    np.testing.assert_allclose(np.arctan2(sin, cos)[0], expected, rtol=1e-5)
-    np.testing.assert_allclose(cos[1], np.cos(50 * np.array(expected)), atol=1e-4)
-
-
-def test_yarn_mixes_frequencies_by_their_turns_in_the_original_context():
-    """θ = 100, R = 8, 64 tokens: waves turn 64/2π · θ^(−i/4) = 10.2, 3.2, 1.02 and .32 times.
-
-    Those of more than 6 turns are kept, those of fewer than 1 stretched.
-    """
-    scaling = YarnScaling(4.0, 64, beta_fast=6.0, beta_slow=1.0, truncate=False)
-    cos, sin = (x[0, 0, 0, 4:] for x in angles_of(jnp.array([[1]]), Rotation(100.0, scaling), 8))
-    factor = 0.1 * np.log(4.0) + 1
-    np.testing.assert_allclose(np.hypot(cos, sin), factor, rtol=1e-6)
-    plain = 100.0 ** (-np.arange(4) / 4)
-    # The places with 6 turns and with 1, from the same logarithm: i = 4 log(64 / 2π turns) / log 100.
-    first, last = (4 * np.log(64 / (2 * np.pi * turns)) / np.log(100) for turns in (6.0, 1.0))
-    stretched = np.clip((np.arange(4) - first) / (last - first), 0, 1)
-    assert (stretched[0], stretched[3]) == (0, 1)
-    assert 0 < stretched[1] < 1
-    np.testing.assert_allclose(np.arctan2(sin, cos), plain * (1 - stretched) + plain / 4 * stretched, rtol=1e-5)
-
-
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_who_may_look_where_in_a_group(window):
     g, s, p = 2, 5, 4
@@ -379,21 +336,6 @@ def test_who_may_look_where_in_packed_texts(window):
     np.testing.assert_array_equal(seen[:5], expected[:5])
     assert seen.diagonal().all()  # nobody reads what padding computes, but it sees something
     assert not seen[5:, :5].any()
-
-
-def test_layers_see_what_is_theirs():
-    """Window and rotation of layer 0, 1 and 2: none and global, 3 and local, none and none."""
-    positions, rows = jnp.arange(6)[None], rows_of_prompts(*np.ones((2, 1, 6), np.int32))
-    geometry = rows_seen(ALL, rows)
-    kinds = layer_kinds(ALL)
-    local = Rotation(20.0)
-    for kind, rotation, window in zip(kinds, ALL.rotations, (None, 3, None), strict=True):
-        own = rows_seen(dataclasses.replace(LLAMA, sliding_window=window), rows)
-        for traced in (kind, LayerKind(*map(jnp.int32, kind))):
-            seen = geometry.of_layer(traced)
-            np.testing.assert_array_equal(seen.masks[0], own.masks[0][0])
-            jax.tree.map(np.testing.assert_array_equal, seen.angles, angles_of(positions, rotation, 6))
-    assert ALL.rotations == (Rotation(1e4, ALL.rope_scaling), local, None)
 
 
 @pytest.mark.parametrize("use", ["hidden", "decoded", "packed"])
