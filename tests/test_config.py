@@ -41,12 +41,12 @@ class Experiment:
     task: TaskOptions = TaskOptions()
     output: flags.RunConfig = flags.RunConfig(Path("runs/experiment"))
     number: int = 3
-    """Of its own."""
+    """An option of the experiment."""
 
 
 @dataclass(frozen=True)
 class WithCritic:
-    """The same of PPO."""
+    """The groups of a command line of PPO."""
 
     ppo: PPOConfig = PPOConfig()
     output: flags.RunConfig = flags.RunConfig(Path("runs/experiment"))
@@ -306,7 +306,7 @@ def test_a_file_of_options_that_does_not_fit_is_refused_in_one_sentence(tmp_path
         (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit):
         parse("--config", tmp_path / name, "--run-dir", tmp_path / "run")
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert sentence in printed
+    assert printed.startswith("error: ")
+    assert printed.count("\n") == 1

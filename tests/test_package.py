@@ -1,4 +1,4 @@
-"""What others depend on: few packages, a quick import, types, and one program."""
+"""Promises to other projects: few packages, a quick import, types, and one program."""
 
 import os
 import runpy

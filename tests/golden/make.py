@@ -162,7 +162,7 @@ def random_ids() -> torch.Tensor:
 
 
 def save_golden(folder: Path, model: torch.nn.Module) -> None:
-    """What the model computes, and the gradients of the mean −log π of the tokens from number `PROMPT` on."""
+    """Saves logits, and the gradients of the mean −log π of the tokens from number `PROMPT` on."""
     ids = random_ids()
     logits = model.eval()(ids).logits
     np.savez_compressed(folder / "golden.npz", ids=ids.numpy().astype(np.int32), logits=logits.detach().numpy())

@@ -100,7 +100,7 @@ def test_a_mixture_equals_a_loop_over_tokens_and_experts(normalise):
 
 
 def test_gradients_of_a_mixture_equal_finite_differences():
-    """Also of the router, through the weights."""
+    """The router has a gradient too, through the weights."""
     arrays = randoms(*ARRAYS)
     check_grads(jax.jit(mixed), arrays, order=1, modes=["rev"], atol=2e-2, rtol=2e-2, eps=1e-3)
 
@@ -191,7 +191,7 @@ def test_the_routing_of_states_is_there_for_packed_completions_too():
 
 @pytest.mark.parametrize("router", [pytest.param("trained", marks=pytest.mark.slow), "frozen"])
 def test_a_frozen_router_stays_as_it_is(router):
-    """Under weight decay too, and all else learns."""
+    """It stays under weight decay too, and all else learns."""
     config = dataclasses.replace(MODEL, router=router, num_hidden_layers=1)
     policy, params, optimizer = decoder_policy(config), random_params(config), make_optimizer(1e-2, weight_decay=0.1)
     ids = np.random.default_rng(0).integers(0, 29, (2, 4))

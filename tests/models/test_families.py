@@ -152,7 +152,7 @@ def test_in_bfloat16_a_scoring_pass_is_close_to_the_sampler(family):
 @each_family()
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_quantised_base_is_sampled_scored_and_exported(family, kind, tmp_path):
-    """With adapters on it; what is computed is of the numbers that its codes stand for."""
+    """Adapters are on it. It computes with the numbers that its codes stand for."""
     config, _ = golden(family)
     policy, params = decoder_policy(config), adapted(family)
     on_codes = params._replace(base=load_params(GOLDEN / FULLEST[family], config, quantize=kind))
@@ -201,10 +201,10 @@ def test_eight_devices_find_the_gradients_of_one(family):
 
     devices, value_and_grad = Mesh(2, 2, 2), jax.value_and_grad(loss)
     expected = jax.jit(value_and_grad)(params)
-    found = to_numpy(compiled(value_and_grad, devices=devices)(place(params, devices)))
+    sharded = to_numpy(compiled(value_and_grad, devices=devices)(place(params, devices)))
     largest = max(np.linalg.norm(x) for x in jax.tree.leaves(expected[1]))
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), found[1], expected[1])
+    np.testing.assert_allclose(sharded[0], expected[0], rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), sharded[1], expected[1])
 
 
 def a_gradient(policy):
@@ -259,7 +259,7 @@ def test_programs_are_made_for_accelerators(family, kind, platform, monkeypatch)
 @pytest.mark.slow
 @each_family()
 def test_cudnns_attention_is_lowered_forward_and_backward(family, monkeypatch):
-    """Where it may be used, with heads that it has. JAX asks for the library before it lowers, which is not here."""
+    """Heads have sizes that it supports. JAX asks for the library, which is not here, before it lowers."""
     config = replace(golden(family)[0], dtype="bfloat16", head_dim=16, rope_scaling=None)
     if config.attn_logit_softcapping is not None:
         pytest.skip("refused: it has no cap")

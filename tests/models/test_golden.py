@@ -1,4 +1,4 @@
-"""What transformers and PEFT compute from the models in golden/, with gradients: made by golden/make.py."""
+"""Logits and gradients of transformers and PEFT for the models in golden/: see golden/make.py."""
 
 from functools import cache, partial
 

@@ -314,7 +314,7 @@ def test_a_broken_folder_is_refused(folder, name):
 
 
 def test_code_of_a_folder_is_never_run_nor_asked_about(folder, monkeypatch):
-    """Of a tokenizer of its own, by somebody who would say yes to anything."""
+    """The folder has a tokenizer class, and the user says yes to anything."""
     monkeypatch.setattr("builtins.input", lambda *words: "y")
     (folder / "own.py").write_text(f"open({str(folder / 'was_run')!r}, 'w')\nclass Own: pass\n")
     remove(folder, "tokenizer.json")

@@ -43,7 +43,7 @@ def hidden(params):
 
 @jax.jit
 def decoded(params):
-    """The same token by token, and after the last token."""
+    """Returns the same token by token, and the state after the last token."""
     ids, mask, completions = ragged_batch()
     first, decode, cache = POLICY.prefill(params, ids, mask, 2, 5)
 
@@ -56,7 +56,7 @@ def decoded(params):
 
 
 def loss(params):
-    """Of what predicts the first completion token, which all projections take part in: half the program to compile."""
+    """Sums the states of the first completion token, in which all projections take part: a smaller program."""
     ids, mask, completions = ragged_batch()
     weights = np.random.default_rng(1).normal(size=(2, 1, 1, 16)).astype(np.float32)
     return jnp.sum(weights * POLICY.hidden(params, ids, mask, completions[..., :1]))

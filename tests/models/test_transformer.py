@@ -224,7 +224,7 @@ def test_remat_stores_less_for_the_backward_pass():
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_inputs_of_layers_go_to_the_host_and_come_back(platform):
-    """As far as it goes without the machine: once there, and once back, in the loops over layers."""
+    """They move once there and once back, in the loops over layers: lowered for a machine that is not here."""
     *inputs, _ = ragged_batch()
 
     def moves(remat):
@@ -305,12 +305,12 @@ def test_who_may_look_where_in_a_group(window):
     config = dataclasses.replace(LLAMA, sliding_window=window)
     # The last token of a completion is not computed.
     rows = rows_of_groups(np.zeros((n, p), np.int32), prompt_mask, np.zeros((n, g, s + 1), np.int32))
-    found = rows_seen(config, rows)
-    ((of_prompt, of_completions),) = found.masks
+    seen_rows = rows_seen(config, rows)
+    ((of_prompt, of_completions),) = seen_rows.masks
     np.testing.assert_array_equal(of_prompt[:, 0, 0, 0], row[:, :p, :p])
     np.testing.assert_array_equal(of_completions[:, 0, 0, 0], row[:, p:])
     own = jnp.asarray(np.concatenate([place[:, :p], np.tile(place[:, p:], (1, g))], axis=1))
-    jax.tree.map(np.testing.assert_array_equal, found.angles[0], angles_of(own, Rotation(1e4), 8))
+    jax.tree.map(np.testing.assert_array_equal, seen_rows.angles[0], angles_of(own, Rotation(1e4), 8))
 
     # One token after the other into a cache: each sees what its row says.
     prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(prompt_mask.sum(-1)))
@@ -331,8 +331,8 @@ def test_who_may_look_where_in_packed_texts(window):
             same = texts[0, query] == texts[0, key] > 0 and positions[0, query] - positions[0, key] < near
             expected[query, key] = same or key == query
     config = dataclasses.replace(LLAMA, sliding_window=window)
-    found = rows_seen(config, rows_of_texts(np.zeros((1, 7), np.int32), texts))
-    seen = np.asarray(found.masks[0][1][0, 0, 0, 0])
+    seen_rows = rows_seen(config, rows_of_texts(np.zeros((1, 7), np.int32), texts))
+    seen = np.asarray(seen_rows.masks[0][1][0, 0, 0, 0])
     np.testing.assert_array_equal(seen[:5], expected[:5])
     assert seen.diagonal().all()  # nobody reads what padding computes, but it sees something
     assert not seen[5:, :5].any()
@@ -499,8 +499,8 @@ def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, scores
         tokens = P_A + step + S_A * np.arange(G_A)
         seen = np.broadcast_to(np.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))
         of_past = PREFIX_MASK[:, None, None, None, None], seen
-        given = (np.asarray(x)[:, tokens] for x in (queries, keys, values))
-        attended, cache = attend_next(*given, of_past, prompt, cache, np.int32(step))
+        next_tokens = (np.asarray(x)[:, tokens] for x in (queries, keys, values))
+        attended, cache = attend_next(*next_tokens, of_past, prompt, cache, np.int32(step))
         np.testing.assert_allclose(attended, expected[:, tokens], atol=1e-6)
 
 
@@ -526,8 +526,8 @@ def test_rms_norm():
     params = {"params": {"scale": jnp.asarray(scale, jnp.float32)}}
     np.testing.assert_allclose(RMSNorm(eps).apply(params, jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=1e-6)
     centered = {"params": {"offset": jnp.asarray(scale - 1, jnp.float32)}}
-    found = RMSNorm(eps, zero_centered=True).apply(centered, jnp.asarray(x, jnp.float32))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    normed = RMSNorm(eps, zero_centered=True).apply(centered, jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(normed, expected, rtol=1e-5, atol=1e-6)
 
 
 # ---- settings that cannot work

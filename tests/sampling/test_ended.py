@@ -67,8 +67,8 @@ def assert_same(left, right, temperature=1.0, atol=1e-6):
 def test_ended_completions_that_are_left_behind_change_nothing(eos_ids, tokens, limits, longest):
     samples = both(markov_policy(), max_tokens=tokens, eos_ids=tuple(eos_ids), pad_id=29)
     for seed in range(3):
-        given = random_table(V), *PROMPTS, ROWS, jax.random.key(seed), TEMPERATURE, limits
-        out, whole = (sample(*given) for sample in samples)
+        inputs = random_table(V), *PROMPTS, ROWS, jax.random.key(seed), TEMPERATURE, limits
+        out, whole = (sample(*inputs) for sample in samples)
         assert_same(out, whole, TEMPERATURE)
         lengths = np.asarray(out.completion_mask).sum(-1)
         assert longest in (None, lengths.max())
@@ -93,7 +93,7 @@ def test_the_completions_that_are_left_are_decoded_alone():
 
 @pytest.mark.slow
 def test_several_runs_at_once_give_what_each_gives():
-    """Under vmap a loop goes on until all runs are through it."""
+    """A loop continues under vmap until all runs are through it."""
     sample = sampler_of(markov_policy(), max_tokens=TOKENS, eos_ids=(3, 7))
     keys = jax.random.split(jax.random.key(0), 3)
     tables = np.stack([random_table(V, seed) for seed in range(3)])
@@ -108,8 +108,10 @@ def test_every_device_leaves_its_own_completions_behind():
     task = task_of_tokens((3, 7), 0, V)
     sampling = recipe(max_tokens=TOKENS, num_prompts=32, group_size=8).sampling
     wide = Prompts(*random_prompts(32, V), [])
-    given = random_table(V), wide, row_numbers(32, 8), np.ones((32, 8), np.float32), noise_of(2, SAMPLING, 0)
-    one, eight = (make_sampler(markov_policy(), task, sampling, devices=devices).complete(*given) for devices in (1, 8))
+    inputs = random_table(V), wide, row_numbers(32, 8), np.ones((32, 8), np.float32), noise_of(2, SAMPLING, 0)
+    one, eight = (
+        make_sampler(markov_policy(), task, sampling, devices=devices).complete(*inputs) for devices in (1, 8)
+    )
     assert_same(one, eight)
 
 
@@ -164,18 +166,18 @@ def test_layers_with_a_window_forget_what_it_does_not_see(layers, monkeypatch, a
     config = replace(CONFIG, num_key_value_heads=2, sliding_window=3, sliding_layers=layers)
     policy, params = decoder_policy(config), random_params(config)
     prompts = random_prompts(SHAPE[0], 50)
-    given = params, *prompts, row_numbers(*SHAPE), jax.random.key(0)
+    inputs = params, *prompts, row_numbers(*SHAPE), jax.random.key(0)
     options = {"max_tokens": 21, "eos_ids": (3,), "pad_id": 1}
-    expected = sampler_of(policy, **options)(*given)
+    expected = sampler_of(policy, **options)(*inputs)
     monkeypatch.setattr(geometry, "AT_ONCE", 2)
 
     def slots(params):
         return [layer.values for layer in policy.prefill(params, *prompts, SHAPE[1], 21)[2][1]]
 
     assert {x.shape[-2] for x in jax.eval_shape(slots, params)} == ({5} if layers is None else {21, 5})
-    assert_same(sampler_of(policy, **options)(*given), expected, atol=1e-5)
+    assert_same(sampler_of(policy, **options)(*inputs), expected, atol=1e-5)
     assume(grows_from=1, rooms=3)
-    assert_same(sampler_of(policy, **options)(*given), expected, atol=1e-5)
+    assert_same(sampler_of(policy, **options)(*inputs), expected, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -41,14 +41,21 @@ def programs_of(config):
     policy, params = decoder_policy(config), params_of(config)
 
     def begin(numbers):
-        given = (*PROMPTS, numbers, jax.random.key(1))
+        inputs = (*PROMPTS, numbers, jax.random.key(1))
         return begin_episodes(
-            policy, params, *given, max_tokens=OWN, environment_tokens=OTHERS, eos_ids=EOS, temperature=1.3, pad_id=0
+            policy,
+            params,
+            *inputs,
+            max_tokens=OWN,
+            environment_tokens=OTHERS,
+            eos_ids=EOS,
+            temperature=1.3,
+            pad_id=0,
         )
 
     def go_on(episodes, replies, counts, goes_on):
-        given = params, episodes, replies, counts, goes_on
-        return continue_episodes(policy, *given, max_tokens=OWN, eos_ids=EOS)
+        inputs = params, episodes, replies, counts, goes_on
+        return continue_episodes(policy, *inputs, max_tokens=OWN, eos_ids=EOS)
 
     return jax.jit(begin), jax.jit(go_on)
 
@@ -80,8 +87,8 @@ def config(request):
 def test_the_first_turn_is_a_completion_without_an_environment(config):
     policy, params = decoder_policy(config), params_of(config)
     options = {"max_tokens": OWN, "eos_ids": EOS, "temperature": 1.3, "pad_id": 0}
-    given = (*PROMPTS, NUMBERS, jax.random.key(1))
-    alone = jax.jit(lambda params: sample_groups(policy, params, *given, **options))(params)
+    inputs = (*PROMPTS, NUMBERS, jax.random.key(1))
+    alone = jax.jit(lambda params: sample_groups(policy, params, *inputs, **options))(params)
     first = programs_of(config)[0](NUMBERS).running.out
     np.testing.assert_array_equal(first.completion_ids[..., :OWN], alone.completion_ids)
     np.testing.assert_array_equal(first.completion_mask[..., :OWN], alone.completion_mask)
@@ -145,9 +152,9 @@ def test_in_float64_values_and_gradients_are_those_of_each_episode_alone():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here.parent, here)))}
     command = [sys.executable, here / "in_float64.py"]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    found = json.loads(printed.splitlines()[-1])
-    assert found.pop("turns") == 3
-    assert all(difference < 1e-12 for difference in found.values()), found
+    differences = json.loads(printed.splitlines()[-1])
+    assert differences.pop("turns") == 3
+    assert all(difference < 1e-12 for difference in differences.values()), differences
 
 
 def test_tokens_lie_in_order_and_are_told_apart():
@@ -159,12 +166,12 @@ def test_tokens_lie_in_order_and_are_told_apart():
         assert (np.diff(turn[:length]) >= 0).all()
         assert own.sum() <= OWN
         for number, count in enumerate(COUNTS, 1):
-            heard = (turn == number) & ~own
+            observation = (turn == number) & ~own
             if own[turn > number].any():  # the episode went on
-                assert heard.sum() == count[place]
-                assert ids[heard].tolist() == replies(number - 1)[place][: count[place]].tolist()
-            said = ids[(turn == number) & own]
-            assert not np.isin(said[:-1], EOS).any()
+                assert observation.sum() == count[place]
+                assert ids[observation].tolist() == replies(number - 1)[place][: count[place]].tolist()
+            action = ids[(turn == number) & own]
+            assert not np.isin(action[:-1], EOS).any()
         assert not out.sampler_logprobs[place][~own].any()
 
 

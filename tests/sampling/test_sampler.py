@@ -121,7 +121,7 @@ ROWS, V = (2, 3), 12
 
 
 def kept(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """Which tokens of one row stay, by sorting. Also how close top-p and min-p were to deciding otherwise."""
+    """Sorts one row. Returns which tokens stay, and how close top-p and min-p were to deciding otherwise."""
     probs = np.exp(log_softmax(logits))
     keep, margin = np.ones(len(probs), bool), np.inf
     if top_k > 0:
