@@ -8,8 +8,6 @@ rewards, advantages), the lines of metrics.jsonl, results.json, and the gradient
 differ by 1e-6 of each leaf's norm. Most runs take more than one step, so that staleness and moving references have an
 effect; later steps are compared too, with a wider bound, since their parameters already differ by rounding.
 
-The script also kills runs of the working tree, resumes them, and compares their bytes with runs that were not killed.
-
 It drives each version only through what a rebuild preserves: the command line and the files of a run. Gradients are
 read where the library calls optax's AdamW, so the comparison needs no internal name of either version. When a rebuild
 renames an option, a file's field or a metric on purpose, enter both names in RENAMED_OPTIONS or RENAMED_FIELDS.
@@ -25,7 +23,6 @@ import os
 import re
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -296,23 +293,6 @@ CASES: Mapping[str, Case] = {
     **{f"{name}_mesh": Case(f"{FAMILIES[name].args} {MESH}", 8) for name in SPREAD},
 }
 
-LONG = "--steps 5 --checkpoint-every 1"
-# Runs that are killed during the n-th update and resumed.
-KILLED: Mapping[str, tuple[Case, int]] = {
-    "killed_grpo": (Case(f"{TWO} {LONG} --eval-every 2"), 4),
-    "killed_staleness": (Case(f"{THREE} {LONG} --staleness 2 --correction token"), 4),
-    "killed_environment": (Case(f"{EPISODES} {LONG} --environment user.py:make"), 3),
-    "killed_lora": (Case(f"{TWO} {LONG} --lora-rank 2 --ref-sync-steps 2"), 4),
-    "killed_ppo": (Case(f"{PPO} {LONG}"), 7),  # two updates a step, of policy and critic
-    "killed_sft": (Case(f"{SFT} {LONG}"), 4),
-    "killed_reward_model": (Case(f"{REWARD_MODEL} {LONG}"), 4),
-    "killed_dpo": (Case(f"{DPO} {LONG}"), 4),
-    "killed_kto": (Case(f"{KTO} {LONG}"), 4),
-    "killed_online_preferences": (Case(ONLINE, module="experiments.online_preference"), 11),
-}
-COMPARED = ("metrics.jsonl", "rollouts.jsonl", "results.json", "inputs.json")
-
-
 # ---- in a process of one version
 
 
@@ -322,25 +302,19 @@ class Job(NamedTuple):
     name: str
     case: Case
     folder: str  # where its run and gradients go
-    more: tuple[str, ...] = ()  # arguments at the end
-    kill_at: int = 0  # the update during which the process kills itself; 0: none
-    exports: bool = False
 
 
 class Gradients:
     """The gradients that AdamW receives, by leaf and number of the update."""
 
-    def __init__(self, kill_at: int = 0) -> None:
-        """Collects; with `kill_at` the process ends at that update."""
+    def __init__(self) -> None:
+        """Begins without any."""
         self.arrays: dict[str, np.ndarray] = {}
-        self._kill_at, self._updates, self._lock = kill_at, 0, threading.Lock()
+        self._lock = threading.Lock()
 
     def add(self, names: Sequence[str], count: Any, leaves: Sequence[Any]) -> None:
         """Adds the gradients of one update. Devices of pmap repeat the same ones, which are stored once."""
         with self._lock:
-            self._updates += 1
-            if self._updates == self._kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
             for name, leaf in zip(names, leaves, strict=True):
                 value, again = np.array(leaf), 0
                 key = f"{int(count)}|{again}|{name}"
@@ -394,7 +368,7 @@ def drive(tree: Path, jobs: Sequence[Job]) -> None:
     package = Path(sys.modules[module.split(".")[0]].__file__ or "")
     assert package.is_relative_to(tree), f"{package} is not in {tree}"
     for job in jobs:
-        current[:] = [Gradients(job.kill_at)]
+        current[:] = [Gradients()]
         out, started = Path(job.folder), time.perf_counter()
         print(f"--- {job.name}", flush=True)
         status = attempt(main, job)
@@ -410,14 +384,11 @@ def attempt(main: Any, job: Job) -> str:
     run = ["--run-dir", f"{job.folder}/run"]
     try:
         if job.case.module:
-            sys.argv = [job.case.module, *job.case.args.split(), *run, "--no-compilation-cache", *job.more]
+            sys.argv = [job.case.module, *job.case.args.split(), *run, "--no-compilation-cache"]
             runpy.run_module(job.case.module, run_name="__main__")
         else:
-            sys.argv = ["grpo-jax", "train", *job.case.args.split(), *run, "--no-compilation-cache", *job.more]
+            sys.argv = ["grpo-jax", "train", *job.case.args.split(), *run, "--no-compilation-cache"]
             main()
-            if job.exports:
-                sys.argv = ["grpo-jax", "export", f"{job.folder}/run", f"{job.folder}/exported"]
-                main()
     except SystemExit as ended:
         return f"exit status {ended.code}" if ended.code else ""
     except BaseException:
@@ -463,8 +434,8 @@ def start(version: Version, jobs: Sequence[Job], inputs: Path, cache: Path) -> N
                 file.write("\nthis process hung\n")
         left = [job for job in left if not status_of(job)]
         if left:
-            text = "killed" if left[0].kill_at else "the process died"
-            (Path(left[0].folder) / "status.json").write_text(json.dumps({"status": text, "seconds": 0}))
+            ended = {"status": "the process died", "seconds": 0}
+            (Path(left[0].folder) / "status.json").write_text(json.dumps(ended))
             left = left[1:]
 
 
@@ -599,33 +570,6 @@ def common_end(one: str, other: str) -> int:
     return count
 
 
-# ---- kills
-
-
-def check_kill(name: str, case: Case, kill_at: int, version: Version, folder: Path) -> list[str]:
-    """Returns how a run that was killed and resumed differs from one that was not."""
-    inputs, cache, exports = folder / "inputs", folder / "cache", not case.module and "reward-model" not in case.args
-    whole, cut = (folder / version.name / f"{name}_{kind}" for kind in ("whole", "cut"))
-    start(version, [Job(name, case, str(whole), exports=exports)], inputs, cache)
-    start(version, [Job(name, case, str(cut), kill_at=kill_at)], inputs, cache)
-    if (killed := json.loads((cut / "status.json").read_text())["status"]) != "killed":
-        return [f"{name}: the run was to be killed but ended with '{killed}'"]
-    (cut / "status.json").unlink()
-    start(version, [Job(name, case, str(cut), more=("--resume",), exports=exports)], inputs, cache)
-    ends = [json.loads((run / "status.json").read_text())["status"] for run in (whole, cut)]
-    if any(ends):
-        return [f"{name}: whole it ended with '{ends[0]}', resumed with '{ends[1]}'"]
-    files = [f"run/{file}" for file in COMPARED if (whole / "run" / file).exists()]
-    files += [str(file.relative_to(whole)) for file in whole.glob("exported/*.safetensors")]
-    differing = [file for file in files if not same_bytes(whole / file, cut / file)]
-    return [f"{name}: {file} has other bytes after a kill" for file in differing]
-
-
-def same_bytes(one: Path, other: Path) -> bool:
-    """Tells whether two files exist and have the same bytes."""
-    return one.exists() and other.exists() and one.read_bytes() == other.read_bytes()
-
-
 # ---- the whole comparison
 
 
@@ -651,20 +595,6 @@ def compare_versions(names: Sequence[str], old: Version, new: Version, folder: P
             yield from differences
 
 
-def check_kills(names: Sequence[str], version: Version, folder: Path) -> Iterator[str]:
-    """Kills and resumes runs, two at a time; yields what differs."""
-
-    def check(name: str) -> list[str]:
-        case, kill_at = KILLED[name]
-        differences = check_kill(name, in_new_names(case), kill_at, version, folder)
-        print(f"{'DIFFERS' if differences else 'agrees'}: {name}", flush=True)
-        return differences
-
-    with ThreadPoolExecutor(2) as pool:
-        for differences in pool.map(check, names):
-            yield from differences
-
-
 def compare(commit: str, only: Sequence[str], folder: Path) -> list[str]:
     """Checks the commit out, runs everything, and returns what differs."""
     started = time.perf_counter()
@@ -676,7 +606,6 @@ def compare(commit: str, only: Sequence[str], folder: Path) -> list[str]:
     try:
         old, new = Version("old", folder / "tree"), Version("new", TREE)
         differences = list(compare_versions([name for name in CASES if not only or name in only], old, new, folder))
-        differences += check_kills([name for name in KILLED if not only or name in only], new, folder)
     finally:
         subprocess.run([*git, "remove", "--force", str(folder / "tree")], check=True)
     print(*differences, sep="\n")
@@ -688,20 +617,17 @@ def compare(commit: str, only: Sequence[str], folder: Path) -> list[str]:
 def main() -> None:
     """Reads the command line."""
     if sys.argv[1:2] == ["--drive"]:
-        jobs = [
-            Job(name, Case(*case), folder, tuple(more), *rest)
-            for name, case, folder, more, *rest in json.loads(sys.argv[3])
-        ]
+        jobs = [Job(name, Case(*case), folder) for name, case, folder in json.loads(sys.argv[3])]
         drive(Path(sys.argv[2]), jobs)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", nargs="?", default=COMMIT)
-    parser.add_argument("--only", nargs="+", default=(), choices=[*CASES, *KILLED], metavar="NAME")
+    parser.add_argument("--only", nargs="+", default=(), choices=[*CASES], metavar="NAME")
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
     parser.add_argument("--keep", type=Path, help="an empty or new folder that keeps all runs")
     options = parser.parse_args()
     if options.list:
-        print(*CASES, *KILLED, sep="\n")
+        print(*CASES, sep="\n")
         return
     with tempfile.TemporaryDirectory(prefix="compare_") as temporary:
         folder = options.keep.absolute() if options.keep else Path(temporary)

@@ -86,7 +86,7 @@ def _share_contexts() -> None:
 
 
 def _resident_bytes() -> float:
-    """Of this process; unknown is infinite."""
+    """Returns the memory of this process; unknown is infinite."""
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if _STATM.exists() else float("inf")
 
 

@@ -11,6 +11,7 @@ from typing import get_args
 
 import jax
 import pytest
+from tiny import refused
 
 from grpo_jax.checks import validate, validate_ppo
 from grpo_jax.config import (
@@ -24,7 +25,6 @@ from grpo_jax.config import (
     run_of,
     with_options,
 )
-from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.options import from_json, option_types, options_of
 from grpo_jax.runs import flags
@@ -41,12 +41,12 @@ class Experiment:
     task: TaskOptions = TaskOptions()
     output: flags.RunConfig = flags.RunConfig(Path("runs/experiment"))
     number: int = 3
-    """Of its own."""
+    """An option of the experiment."""
 
 
 @dataclass(frozen=True)
 class WithCritic:
-    """The same of PPO."""
+    """The groups of a command line of PPO."""
 
     ppo: PPOConfig = PPOConfig()
     output: flags.RunConfig = flags.RunConfig(Path("runs/experiment"))
@@ -58,50 +58,47 @@ def parse(*args, config=Experiment):
 
 # ---- recipes
 
-# kl_coef, epsilon_low, epsilon_high, kl_in_reward, group_size, temperature, temperature_spread, as published.
+# kl_coef, epsilon_low and epsilon_high as published.
 PUBLISHED = {
-    "grpo": (0.04, 0.2, 0.2, False, 8, 1.0, 0.0),
-    "rank": (0.04, 0.2, 0.2, False, 8, 1.0, 0.0),
-    "dr_grpo": (0.0, 0.2, 0.2, False, 8, 1.0, 0.0),
-    "dapo": (0.0, 0.2, 0.28, False, 8, 1.0, 0.0),
-    "gspo": (0.0, 3e-4, 4e-4, False, 8, 1.0, 0.0),
-    "cispo": (0.0, 1.0, 4.0, False, 8, 1.0, 0.0),
-    "rloo": (0.05, 0.2, 0.2, True, 8, 1.0, 0.0),
-    "companion_post": (0.01, 0.2, 0.2, False, 8, 0.7, 0.3),
-    "introduction_post": (0.01, 0.15, 0.15, False, 12, 1.0, 0.0),
-    "introduction_post_rank": (0.01, 0.15, 0.15, False, 12, 1.0, 0.0),
-    "gmpo": (0.0, 0.4, 0.4, False, 8, 1.0, 0.0),
-    "sapo": (0.0, None, None, False, 8, 1.0, 0.0),
-    "dppo": (0.0, None, None, False, 8, 1.0, 0.0),
-    "luspo": (0.0, 3e-4, 4e-4, False, 8, 1.0, 0.0),
-    "vespo": (0.0, None, None, False, 8, 1.0, 0.0),
-    "opo": (0.0, None, None, False, 8, 1.0, 0.0),
-    "gpg": (0.0, None, None, False, 8, 1.0, 0.0),
-    "max_rl": (0.0, 0.2, 0.2, False, 8, 1.0, 0.0),
-    "lite_ppo": (0.0, 0.2, 0.2, False, 8, 1.0, 0.0),
-    "pass_at_k": (0.0, 0.2, 0.2, False, 8, 1.0, 0.0),
-    "bnpo": (0.0, 0.2, 0.2, False, 8, 1.0, 0.0),
+    "grpo": (0.04, 0.2, 0.2),
+    "rank": (0.04, 0.2, 0.2),
+    "dr_grpo": (0.0, 0.2, 0.2),
+    "dapo": (0.0, 0.2, 0.28),
+    "gspo": (0.0, 3e-4, 4e-4),
+    "cispo": (0.0, 1.0, 4.0),
+    "rloo": (0.05, 0.2, 0.2),
+    "companion_post": (0.01, 0.2, 0.2),
+    "introduction_post": (0.01, 0.15, 0.15),
+    "introduction_post_rank": (0.01, 0.15, 0.15),
+    "gmpo": (0.0, 0.4, 0.4),
+    "luspo": (0.0, 3e-4, 4e-4),
+    **dict.fromkeys(("max_rl", "lite_ppo", "pass_at_k", "bnpo"), (0.0, 0.2, 0.2)),
+    **dict.fromkeys(("sapo", "dppo", "vespo", "opo", "gpg"), (0.0, None, None)),
+}
+# Options that only some presets change.
+USUAL = {"kl_in_reward": False, "group_size": 8, "temperature": 1.0, "temperature_spread": 0.0}
+USUAL |= {"entropy_coef": 0.0, "delta": None, "kl_bias_correction": False}
+UNUSUAL = {
+    "rloo": {"kl_in_reward": True},
+    "companion_post": {"temperature": 0.7, "temperature_spread": 0.3},
+    "introduction_post": {"group_size": 12},
+    "introduction_post_rank": {"group_size": 12},
 }
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_recipe_has_the_published_numbers(preset):
+def test_a_recipe_has_the_published_numbers_and_the_objective_of_the_preset(preset):
     config = recipe(preset)
-    loss, sampling = config.loss, config.sampling
-    found = (loss.kl_coef, loss.epsilon_low, loss.epsilon_high, loss.kl_in_reward)
-    assert (*found, sampling.group_size, sampling.temperature, sampling.temperature_spread) == PUBLISHED[preset]
-    assert (loss.entropy_coef, loss.delta, loss.kl_bias_correction) == (0.0, None, False)
+    options, expected = options_of(config), USUAL | UNUSUAL.get(preset, {})
+    assert (config.loss.kl_coef, config.loss.epsilon_low, config.loss.epsilon_high) == PUBLISHED[preset]
+    assert {name: options[name] for name in expected} == expected
+    assert config.loss.objective == PRESETS[preset]
     validate(config)
 
 
 def test_the_presets_that_there_are_are_those_of_the_command_line_and_of_the_table():
     assert set(get_args(Preset)) == PRESETS.keys() == PUBLISHED.keys()
     assert RECIPES.keys() <= PRESETS.keys()
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_objective_of_a_recipe_is_the_preset(preset):
-    assert recipe(preset).loss.objective == PRESETS[preset]
 
 
 def test_the_objective_has_the_numbers_of_the_config():
@@ -164,9 +161,8 @@ def test_a_preset_brings_its_numbers_and_other_options_replace_them():
     ],
 )
 def test_an_unknown_option_is_refused_in_a_sentence(options, words):
-    with pytest.raises(UsageError, match=words) as error:
+    with refused(words):
         with_options(GRPOConfig(), **options)
-    assert "\n" not in str(error.value)
 
 
 def test_options_round_trip():
@@ -248,7 +244,7 @@ def test_json_round_trips(config):
     saved = json.loads(json.dumps(dataclasses.asdict(changed), default=str))
     del saved["output"]["run_dir"]
     assert from_json(config, saved) == changed
-    with pytest.raises(UsageError, match="no option no_such_option"):
+    with refused("no option no_such_option"):
         from_json(config, {"output": {"no_such_option": 1}})
 
 
@@ -266,7 +262,7 @@ def test_a_run_is_resumed_with_the_options_that_it_had(tmp_path):
     again = parse("--resume", "--run-dir", tmp_path / "run")
     assert with_options(again, resume=False) == config
     flags.open_run(parse("--resume", "--preset", "dapo", "--run-dir", tmp_path / "run"))  # what it had
-    with pytest.raises(UsageError, match=r"began with other options \(kl_coef, preset\)"):
+    with refused(r"began with other options \(kl_coef, preset\)"):
         flags.open_run(parse("--resume", "--preset", "grpo", "--kl-coef", 0.2, "--run-dir", tmp_path / "run"))
 
 
@@ -295,15 +291,13 @@ def test_options_come_from_a_file_and_flags_replace_them(tmp_path):
         ("a.json", '{"nubmer": 1}', "no option nubmer"),
         ("a.json", '{"train": {"learning_rate": "1e-3"}}', "learning_rate is '1e-3' in"),
         ("a.json", '{"number": true}', "number is True in"),
-        ("a.json", '{"preset": "nonsense"}', "nonsense"),
         ("a.json", "[1]", "must be a mapping"),
         ("a.json", "{", "cannot be read"),
-        ("a.yaml", "a: [", "cannot be read"),
         ("none.json", None, "cannot be read"),
         ("a.json", '{"seed": 1, "train": {"seed": 2}}', "seed is given twice"),
         ("a.yaml", "number: 1\nother: {number: 2}", "number is given twice"),
         ("a.json", '{"a":' * 200_000 + "1" + "}" * 200_000, "cannot be read"),
-        ("a.yaml", "[" * 3_000 + "]" * 3_000, "cannot be read"),
+        ("a.yaml", "[" * 1_000 + "]" * 1_000, "cannot be read"),
         ("a.yaml", "a: &a [1, 1]\nb: &b [*a, *a]\nlora_targets: [*b, *b]", "aliases"),
     ],
 )
@@ -312,7 +306,7 @@ def test_a_file_of_options_that_does_not_fit_is_refused_in_one_sentence(tmp_path
         (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit):
         parse("--config", tmp_path / name, "--run-dir", tmp_path / "run")
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert sentence in printed
+    assert printed.startswith("error: ")
+    assert printed.count("\n") == 1

@@ -6,6 +6,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
+from tiny import task_of_tokens
 
 from grpo_jax.config import recipe
 from grpo_jax.models.config import ModelConfig
@@ -16,32 +17,13 @@ from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.rl.update import learn
-from grpo_jax.tasks.task import Task
 
-MODEL = ModelConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    dtype="bfloat16",
-    remat="layer",
-)
+MODEL = ModelConfig(32, 16, 24, 2, 2, 1, 8, dtype="bfloat16", remat="layer")
 N, G, P, T = 4, 2, 5, 6
-CONFIG = recipe(
-    num_prompts=N,
-    group_size=G,
-    max_tokens=T,
-    top_k=10,
-    top_p=0.9,
-    min_p=0.01,
-    warmup_steps=2,
-    weight_decay=0.1,
-    minibatches=2,
-    microbatches=2,
-)
-POLICY, TASK = decoder_policy(MODEL), Task(None, None, None, None, (3, 4), 0, MODEL.vocab_size)
+SIZES = {"num_prompts": N, "group_size": G, "max_tokens": T, "minibatches": 2, "microbatches": 2}
+LIMITS = {"top_k": 10, "top_p": 0.9, "min_p": 0.01}
+CONFIG = recipe(**SIZES, **LIMITS, warmup_steps=2, weight_decay=0.1)
+POLICY, TASK = decoder_policy(MODEL), task_of_tokens((3, 4), 0, MODEL.vocab_size)
 METHOD = grpo_method(POLICY, CONFIG)
 
 
@@ -69,9 +51,7 @@ LEARN = STATE, {"policy": None}, None, SCORED, REWARDS, (NUMBER, NUMBER)
 
 
 @pytest.mark.parametrize(
-    ("program", "args"),
-    [(sample, SAMPLE), (score, SCORE), (update, LEARN)],
-    ids=["sample", "score", "learn"],
+    ("program", "args"), [(sample, SAMPLE), (score, SCORE), (update, LEARN)], ids=["sample", "score", "learn"]
 )
 def test_lowers_for_tpu_and_cuda(program, args):
     exported = jax.export.export(jax.jit(program), platforms=["tpu", "cuda"])(*args)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, get_args, get_type_hints
 
 import pytest
+from tiny import refused
 
 from grpo_jax.config import AdamWConfig, CheckpointConfig, GRPOConfig, PhaseConfig, PPOConfig, with_options
-from grpo_jax.errors import UsageError
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.options import (
     FINITE,
@@ -51,7 +51,7 @@ def test_a_number_is_in_all_ranges_of_its_type_or_refused_in_a_sentence(name):
     for value in good:
         check_number("some_option", value, hint)
     for value, words in bad.items():
-        with pytest.raises(UsageError, match=f"^some_option is {re.escape(str(value))}: it must be {words}"):
+        with refused(f"^some_option is {re.escape(str(value))}: it must be {words}"):
             check_number("some_option", value, hint)
 
 
@@ -78,9 +78,9 @@ class Outer:
 def test_options_of_all_groups_are_checked():
     check_ranges(Outer())
     check_ranges(Outer(Inner(0.5)))
-    with pytest.raises(UsageError, match="share is 2: it must be at most 1"):
+    with refused("share is 2: it must be at most 1"):
         check_ranges(Outer(Inner(2)))
-    with pytest.raises(UsageError, match="size is 0"):
+    with refused("size is 0"):
         check_ranges(Outer(size=0))
 
 
@@ -113,7 +113,7 @@ def test_a_phase_on_data_is_checked_by_the_same_ranges():
     assert (config.steps, config.learning_rate) == (4, 1e-2)
     check_supervised(config, seed=0, rows=8, name="num_rows")
     for option, value in {"steps": 0, "weight_decay": -1.0, "save_every_minutes": math.nan, "log_every": 0}.items():
-        with pytest.raises(UsageError, match=f"^{option} is {value}: it must be at least"):
+        with refused(f"^{option} is {value}: it must be at least"):
             check_supervised(with_options(config, **{option: value}), seed=0, rows=8, name="num_rows")
-    with pytest.raises(UsageError, match="seed is -1"):
+    with refused("seed is -1"):
         check_supervised(config, seed=-1, rows=8, name="num_rows")

@@ -1,16 +1,18 @@
-"""What others depend on: few packages, a quick import, types, and one program."""
+"""Promises to other projects: few packages, a quick import, types, and one program."""
 
-import json
 import os
+import runpy
 import subprocess
 import sys
 import tomllib
 import venv
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
+
+from grpo_jax import commands
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -71,7 +73,7 @@ def test_commands_are_listed_without_jax():
 
 
 def test_a_command_loads_nothing_of_features_that_are_off():
-    features = (
+    features = [
         "rl.ppo",
         "rl.distillation",
         "rl.episodes",
@@ -79,7 +81,7 @@ def test_a_command_loads_nothing_of_features_that_are_off():
         "tasks.environments",
         "tasks.adapters",
         "offline",
-    )
+    ]
     ran = python("-c", "import sys, grpo_jax.commands.grpo; print(*sys.modules)")
     assert not [name for name in ran.stdout.split() if name.startswith(tuple(f"grpo_jax.{part}" for part in features))]
     assert "grpo_jax.prepare" in ran.stdout.split()
@@ -92,56 +94,32 @@ def test_the_extra_is_asked_for_in_one_sentence():
     assert "pip install 'grpo_jax[train]'" in ran.stderr
 
 
-# Of each command line, as the program or as a module of a clone: the exit status, and what it says.
-STARTS = """
-import contextlib, io, json, runpy, sys
-import grpo_jax.commands as commands
-
-def start(file, *args):
-    said = io.StringIO()
-    sys.argv = [file, *args]
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        try:
-            runpy.run_module(file, run_name="__main__", alter_sys=True) if "." in file else commands.main()
-        except SystemExit as ended:
-            return ended.code or 0, said.getvalue()
-    return 0, said.getvalue()
-
-print(json.dumps([start(*line.split()) for line in sys.argv[1:]]))
-"""
-LINES = [
-    "bin/grpo-jax train -h",
-    "bin/grpo-jax evaluate -h",
-    "grpo-jax export no-such-run out",
-    "grpo-jax report no-such-run",
-    "experiments.train -h",
-    "experiments.evaluate -h",
-]
-
-
-@cache
-def started():
-    """(exit status, text) of each line, from one process: to import what they need takes seconds."""
-    ran = python("-c", STARTS, *LINES, COLUMNS="120")
-    assert ran.returncode == 0, ran.stderr
-    return dict(zip(LINES, json.loads(ran.stdout), strict=True))
+def run_command(file, *args):
+    """Runs the program, or a module of a clone, in this process. Returns the exit status."""
+    program = partial(runpy.run_module, file, run_name="__main__", alter_sys=True) if "." in file else commands.main
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [file, *args])
+        patch.setenv("COLUMNS", "120")
+        with pytest.raises(SystemExit) as ended:
+            program()
+    return ended.value.code or 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "evaluate"])
-def test_a_command_and_its_module_in_a_clone_have_one_help(name):
-    module = f"experiments.{name}"
-    helps = [started()[line][1] for line in (f"bin/grpo-jax {name} -h", f"{module} -h")]
-    heads, rest = zip(*(text.split("[-h]", 1) for text in helps), strict=True)
-    assert [" ".join(head.split()) for head in heads] == [f"usage: grpo-jax {name}", f"usage: python -m {module}"]
+def test_a_command_and_its_module_in_a_clone_have_one_help(name, capsys):
+    statuses = run_command("grpo-jax", name, "-h"), run_command(f"experiments.{name}", "-h")
+    assert statuses == (0, 0)
+    _, ours, others = capsys.readouterr().out.split("usage: ")
+    heads, rest = zip(*(text.split("[-h]", 1) for text in (ours, others)), strict=True)
+    assert [" ".join(head.split()) for head in heads] == [f"grpo-jax {name}", f"python -m experiments.{name}"]
     assert rest[0].split() == rest[1].split()
 
 
 @pytest.mark.parametrize("line", ["export no-such-run out", "report no-such-run"])
-def test_commands_of_a_run_name_it(line):
-    status, said = started()[f"grpo-jax {line}"]
-    assert status == 2
-    assert "no-such-run" in said
+def test_commands_of_a_run_name_it(line, capsys):
+    assert run_command("grpo-jax", *line.split()) == 2
+    assert "no-such-run" in capsys.readouterr().err
 
 
 USER = '''

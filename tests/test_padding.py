@@ -43,11 +43,11 @@ def completions(params) -> Completions:
 
 @pytest.fixture(scope="module")
 def inside(completions):
-    """Where the padding id was sampled, and another token after it."""
+    """Returns places where the padding id was sampled, and another token after it."""
     followed = np.pad(completions.completion_mask[..., 1:], [(0, 0), (0, 0), (0, 1)])
-    found = (completions.completion_ids == PAD) & completions.completion_mask & followed
-    assert found.any()
-    return found
+    places = (completions.completion_ids == PAD) & completions.completion_mask & followed
+    assert places.any()
+    return places
 
 
 def test_what_is_sampled_does_not_depend_on_the_padding_id(params, completions, inside):

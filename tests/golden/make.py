@@ -17,21 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-    set_seed,
-)
+from transformers import AutoConfig, set_seed
 from transformers.models.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HERE = Path(__file__).parent
@@ -69,119 +55,105 @@ LONG = ROPE | {
 }
 ORIGINAL = {"original_max_position_embeddings": 40}
 FOUR = {"num_hidden_layers": 4}
+EXPERTS = {"head_dim": 6, "moe_intermediate_size": 8}
 # Low enough to bend many scores.
 CAPS = {"query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+LOCAL = ROPE | {"rope_theta": 10.0}
+# Name of a folder -> family, and fields that differ from SHAPE and from plain rotations.
 MODELS = {
-    "llama": LlamaConfig(**SHAPE, rope_parameters=ROPE, tie_word_embeddings=False),
-    "llama_biases": LlamaConfig(**SHAPE, rope_parameters=ROPE, attention_bias=True, mlp_bias=True),
-    "llama3_rope": LlamaConfig(**SHAPE, rope_parameters=LLAMA3, head_dim=10, tie_word_embeddings=True),
-    # SmolLM: an odd number of key heads, tied.
-    "smollm": LlamaConfig(
-        **SHAPE | {"hidden_size": 18, "num_attention_heads": 9, "num_key_value_heads": 3},
-        rope_parameters=ROPE,
-        tie_word_embeddings=True,
+    "llama": ("llama", UNTIED),
+    "llama_biases": ("llama", BIASES),
+    "llama3_rope": ("llama", {"rope_parameters": LLAMA3, "head_dim": 10} | TIED),
+    # SmolLM has an odd number of key heads.
+    "smollm": ("llama", {"hidden_size": 18, "num_attention_heads": 9, "num_key_value_heads": 3} | TIED),
+    "llama_linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama_dynamic": ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 3.0}}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral_window": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", TIED),
+    "qwen2_mixed": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2_yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"head_dim": 6} | TIED),
+    "qwen3_yarn": ("qwen3", {"rope_parameters": YARN | YARN_OPTIONS, "head_dim": 16}),
+    "qwen3_biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
+    "smollm3": ("smollm3", FOUR | {"no_rope_layers": [1, 0, 1, 1]}),
+    "smollm3_window": ("smollm3", FOUR | BIASES | UNTIED | {"use_sliding_window": True, "sliding_window": 5}),
+    "olmo2": ("olmo2", {}),
+    "olmo2_biases": ("olmo2", {"rope_parameters": YARN, "attention_bias": True} | TIED),
+    "phi3": ("phi3", {}),
+    "phi3_window": ("phi3", {"hidden_size": 32, "rope_parameters": LONG, "sliding_window": 7} | ORIGINAL),
+    "gemma": ("gemma", {"head_dim": 6}),
+    "gemma2": ("gemma2", {"head_dim": 6, "sliding_window": 5} | CAPS),
+    "gemma2_untied": (
+        "gemma2",
+        UNTIED
+        | {
+            "num_hidden_layers": 3,
+            "head_dim": 6,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attention_bias": True,
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": 1.0,
+        },
     ),
-    "mistral": MistralConfig(**SHAPE, rope_parameters=ROPE, sliding_window=None),
-    "mistral_window": MistralConfig(**SHAPE, rope_parameters=ROPE, sliding_window=7),
-    "qwen2": Qwen2Config(**SHAPE, rope_parameters=ROPE, tie_word_embeddings=True),
-    "qwen2_mixed": Qwen2Config(
-        **SHAPE, rope_parameters=ROPE, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 3,
+            "rope_parameters": {"sliding_attention": LOCAL, "full_attention": LINEAR},
+            "head_dim": 6,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 9,
+        },
     ),
-    "qwen3": Qwen3Config(**SHAPE, rope_parameters=ROPE, head_dim=6, tie_word_embeddings=True),
-    "llama_linear": LlamaConfig(**SHAPE, rope_parameters=LINEAR),
-    "llama_dynamic": LlamaConfig(**SHAPE, rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 3.0}),
-    "qwen2_yarn": Qwen2Config(**SHAPE, rope_parameters=YARN),
-    "qwen3_yarn": Qwen3Config(**SHAPE, rope_parameters=YARN | YARN_OPTIONS, head_dim=16),
-    "smollm3": SmolLM3Config(**SHAPE | FOUR, rope_parameters=ROPE, no_rope_layers=[1, 0, 1, 1]),
-    "smollm3_window": SmolLM3Config(
-        **SHAPE | FOUR,
-        rope_parameters=ROPE,
-        use_sliding_window=True,
-        sliding_window=5,
-        attention_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=False,
+    "gemma3_capped": (
+        "gemma3_text",
+        UNTIED
+        | {
+            "num_hidden_layers": 7,
+            "rope_parameters": {"sliding_attention": LOCAL, "full_attention": ROPE},
+            "head_dim": 4,
+            "sliding_window": 7,
+            "attention_bias": True,
+            "final_logit_softcapping": 4.0,
+        },
     ),
-    "olmo2": Olmo2Config(**SHAPE, rope_parameters=ROPE),
-    "olmo2_biases": Olmo2Config(**SHAPE, rope_parameters=YARN, attention_bias=True, tie_word_embeddings=True),
-    "phi3": Phi3Config(**SHAPE, rope_parameters=dict(ROPE)),
-    "phi3_window": Phi3Config(**SHAPE | {"hidden_size": 32}, rope_parameters=LONG, sliding_window=7, **ORIGINAL),
-    "gemma": GemmaConfig(**SHAPE, rope_parameters=ROPE, head_dim=6),
-    "gemma2": Gemma2Config(**SHAPE, rope_parameters=ROPE, head_dim=6, sliding_window=5, **CAPS),
-    "gemma2_untied": Gemma2Config(
-        **SHAPE | {"num_hidden_layers": 3},
-        rope_parameters=ROPE,
-        head_dim=6,
-        sliding_window=5,
-        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
-        attention_bias=True,
-        tie_word_embeddings=False,
-        final_logit_softcapping=3.0,
-        attn_logit_softcapping=1.0,
+    "qwen3_moe": (
+        "qwen3_moe",
+        EXPERTS
+        | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 7}
+        | {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ),
-    "gemma3": Gemma3TextConfig(
-        **SHAPE | {"num_hidden_layers": 3},
-        rope_parameters={"sliding_attention": ROPE | {"rope_theta": 10.0}, "full_attention": LINEAR},
-        head_dim=6,
-        sliding_window=5,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        query_pre_attn_scalar=9,
-    ),
-    "gemma3_capped": Gemma3TextConfig(
-        **SHAPE | {"num_hidden_layers": 7},
-        rope_parameters={"sliding_attention": ROPE | {"rope_theta": 10.0}, "full_attention": ROPE},
-        head_dim=4,
-        sliding_window=7,
-        attention_bias=True,
-        tie_word_embeddings=False,
-        final_logit_softcapping=4.0,
-    ),
-    "qwen3_biases": Qwen3Config(**SHAPE, rope_parameters=ROPE, head_dim=8, attention_bias=True),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SHAPE,
-        rope_parameters=ROPE,
-        head_dim=6,
-        attention_bias=True,
-        use_sliding_window=True,
-        sliding_window=7,
-        num_experts=5,
-        num_experts_per_tok=3,
-        moe_intermediate_size=8,
-        norm_topk_prob=True,
-    ),
-    "qwen3_moe_plain": Qwen3MoeConfig(
-        **SHAPE,
-        rope_parameters=ROPE,
-        head_dim=6,
-        tie_word_embeddings=True,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
-    ),
-    "mixtral": MixtralConfig(
-        **SHAPE | {"intermediate_size": 8},
-        rope_parameters=ROPE,
-        head_dim=6,
-        num_local_experts=4,
-        num_experts_per_tok=2,
+    "qwen3_moe_plain": ("qwen3_moe", EXPERTS | TIED | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (
+        "mixtral",
+        {"intermediate_size": 8, "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
 
 
+def make_config(family: str, changes: dict) -> AutoConfig:
+    """Returns the configuration of a tiny model."""
+    return AutoConfig.for_model(family, **SHAPE | {"rope_parameters": dict(ROPE)} | changes)
+
+
 PROMPT = 9
-# Of each family the one with the most options.
-WITH_GRADIENTS = (
-    "llama_biases",
-    "mistral_window",
-    "qwen2_mixed",
-    "qwen3_biases",
-    "smollm3_window",
-    "olmo2_biases",
-    "phi3_window",
-    "gemma",
-    "gemma2_untied",
-    "gemma3_capped",
-)
+# Those without are variants of them, with fewer options.
+WITHOUT_GRADIENTS = {"llama", "llama3_rope", "llama_dynamic", "llama_linear", "smollm", "mistral", "qwen2"} | {
+    "qwen2_yarn",
+    "qwen3",
+    "qwen3_yarn",
+    "smollm3",
+    "olmo2",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "adapter",
+}
 
 
 def random_ids() -> torch.Tensor:
@@ -190,11 +162,11 @@ def random_ids() -> torch.Tensor:
 
 
 def save_golden(folder: Path, model: torch.nn.Module) -> None:
-    """What the model computes, and the gradients of the mean −log π of the tokens from number `PROMPT` on."""
+    """Saves logits, and the gradients of the mean −log π of the tokens from number `PROMPT` on."""
     ids = random_ids()
     logits = model.eval()(ids).logits
     np.savez_compressed(folder / "golden.npz", ids=ids.numpy().astype(np.int32), logits=logits.detach().numpy())
-    if folder.name not in WITH_GRADIENTS:
+    if folder.name in WITHOUT_GRADIENTS:
         return
     loss = torch.nn.functional.cross_entropy(logits[:, PROMPT - 1 : -1].flatten(0, 1), ids[:, PROMPT:].flatten())
     parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
@@ -216,12 +188,12 @@ def main() -> None:
     """Writes folders anew."""
     asked = sys.argv[1:] or [*MODELS, "adapter", "classifier"]
     set_seed(0)
-    for name, config in MODELS.items():
+    for name, (family, changes) in MODELS.items():
         if name not in asked:
             continue
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(make_config(family, changes), attn_implementation="eager")
         randomise(model)
         model.save_pretrained(folder)
         save_golden(folder, model)
@@ -249,7 +221,7 @@ def save_adapter() -> None:
 
 def save_classifier(folder: Path) -> None:
     """A reward model as transformers has it."""
-    config = LlamaConfig(**SHAPE | {"pad_token_id": 0}, rope_parameters=ROPE, num_labels=1, tie_word_embeddings=False)
+    config = make_config("llama", {"pad_token_id": 0, "num_labels": 1} | UNTIED)
     model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
     randomise(model)
     model.save_pretrained(folder)

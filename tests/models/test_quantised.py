@@ -1,12 +1,6 @@
 """Kernels in 8 and 4 bits: numbers by hand, what a model computes with them, adapters on them, and their folder."""
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from statistics import NormalDist
 
 import jax
@@ -14,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from safetensors.numpy import save_file
+from tiny import GOLDEN, load_golden, ragged_prompts, random_params, randomly_adapted, refused
 
-from grpo_jax.errors import UsageError
 from grpo_jax.models import quantised
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.families import config_to_huggingface
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.lora import add_adapters, merge, sites
 from grpo_jax.models.params import is_quantised
@@ -27,19 +19,10 @@ from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise, quantise_params
 from grpo_jax.models.trainable import join, split
-from grpo_jax.models.weights import Tensor, load_params, tensor_layout
+from grpo_jax.models.weights import load_params
 from grpo_jax.rl.optimizer import init_state
 
-GOLDEN = Path(__file__).parents[1] / "golden/llama"
-CONFIG = ModelConfig(
-    vocab_size=24,
-    hidden_size=16,
-    intermediate_size=20,
-    head_dim=4,
-    rope_theta=100.0,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-)
+CONFIG, BASE = load_golden("llama")
 POLICY = decoder_policy(CONFIG)
 # One program in place of one for each operation.
 dequantised = jax.jit(quantised.dequantised, static_argnums=1)
@@ -143,18 +126,8 @@ def test_compiled_or_not(kind):
 
 
 @cache
-def base():
-    return load_params(GOLDEN, CONFIG)
-
-
-@cache
 def adapted(kind):
-    """All seven projections adapted, by random matrices."""
-    new = add_adapters(quantise_params(base(), kind), jax.random.key(0), rank=3, alpha=6.0)
-    rng = np.random.default_rng(0)
-    return new._replace(
-        adapters=jax.tree.map(lambda x: rng.normal(scale=0.3, size=x.shape).astype(np.float32), new.adapters)
-    )
+    return randomly_adapted(quantise_params(BASE, kind), rank=3, alpha=6.0)
 
 
 def on_plain_numbers(params):
@@ -163,75 +136,30 @@ def on_plain_numbers(params):
 
 
 def ragged_batch():
-    """Prompts of 2 and 5 tokens, and two completions of 4 for each."""
-    rng = np.random.default_rng(0)
-    mask = np.arange(5) >= np.array([[3], [0]])
-    return rng.integers(0, 24, (2, 5), np.int32) * mask, mask, rng.integers(0, 24, (2, 2, 4), np.int32)
+    """Returns prompts of 2 and 5 tokens, and two completions of 4 for each."""
+    return *ragged_prompts([2, 5], 24), np.random.default_rng(0).integers(0, 24, (2, 2, 4), np.int32)
 
 
-def hidden_states(params):
-    return POLICY.hidden(params, *ragged_batch())
-
-
-hidden = jax.jit(hidden_states)
-
-
-@jax.jit
-def decoded(params):
-    """The same token by token."""
-    ids, mask, completions = ragged_batch()
-    first, decode, cache = POLICY.prefill(params, ids, mask, 2, 4)
-
-    def step(cache, token):
-        state, cache = decode(cache, *token)
-        return cache, state
-
-    _, states = jax.lax.scan(step, cache, (completions.transpose(2, 0, 1)[:3], jnp.arange(3)))
-    return jnp.concatenate([jnp.broadcast_to(first[:, None], (1, *states.shape[1:])), states]).transpose(1, 2, 0, 3)
-
-
-@pytest.mark.slow
 @QUICK_FORMATS
 def test_a_model_computes_with_the_numbers_that_codes_stand_for(kind):
-    quantised = hidden(adapted(kind))
-    np.testing.assert_allclose(quantised, hidden(on_plain_numbers(adapted(kind))), atol=1e-5)
-    assert np.abs(quantised - hidden(adapted(kind)._replace(base=base()))).max() > 1e-3
-
-
-@pytest.mark.slow
-@QUICK_FORMATS
-def test_decoding_computes_with_the_same_numbers(kind):
-    np.testing.assert_allclose(decoded(adapted(kind)), hidden(adapted(kind)), atol=1e-5)
-
-
-@QUICK_FORMATS
-def test_gradients_of_adapters_against_finite_differences(kind):
-    trained, frozen = split(adapted(kind))
-    ids, mask, completions = ragged_batch()
-    weights = np.random.default_rng(1).normal(size=(2, 1, 1, 16)).astype(np.float32)
+    """Compares hidden states, and the gradients of adapters, with those on plain arrays."""
+    weights = np.random.default_rng(1).normal(size=(2, 2, 4, 16)).astype(np.float32)
 
     @jax.jit
-    def loss(trained):
-        return jnp.sum(weights * POLICY.hidden(join(trained, frozen), ids, mask, completions[..., :1]))
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss(trained, frozen):
+        hidden = POLICY.hidden(join(trained, frozen), *ragged_batch())
+        return jnp.sum(weights * hidden), hidden
 
-    gradient = jax.jit(jax.grad(loss))(trained)
-    rng = np.random.default_rng(2)
-    for _ in range(3):
-        direction = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), trained)
-        there, back = (jax.tree.map(lambda x, d, s=s: x + s * 1e-3 * d, trained, direction) for s in (1, -1))
-        along = sum(float(jnp.vdot(g, d)) for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True))
-        assert (loss(there) - loss(back)) / 2e-3 == pytest.approx(along, rel=0.01)
-    plain = jax.jit(jax.grad(lambda trained: loss_of(on_plain_numbers(join(trained, frozen)), weights)))(trained)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), gradient, plain)
-
-
-def loss_of(params, weights):
-    ids, mask, completions = ragged_batch()
-    return jnp.sum(weights * POLICY.hidden(params, ids, mask, completions[..., :1]))
+    params, exact = adapted(kind), adapted(kind)._replace(base=BASE)
+    ((_, hidden), gradient), ((_, expected), plain) = (loss(*split(x)) for x in (params, on_plain_numbers(params)))
+    np.testing.assert_allclose(hidden, expected, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gradient, plain)
+    assert np.abs(hidden - loss(*split(exact))[0][1]).max() > 1e-3
 
 
 def test_new_adapters_are_those_of_the_plain_base():
-    of_both = [add_adapters(of, jax.random.key(0), rank=3, alpha=6.0).adapters for of in (base(), adapted("nf4").base)]
+    of_both = [add_adapters(of, jax.random.key(0), rank=3, alpha=6.0).adapters for of in (BASE, adapted("nf4").base)]
     jax.tree.map(np.testing.assert_array_equal, *of_both)
 
 
@@ -269,44 +197,18 @@ def test_programs_dequantise_one_layer_at_a_time(kind, experts):
 # ---- experts
 
 MIXTURE = ModelConfig(24, 16, 20, 2, 2, 1, 8, experts=ExpertsConfig(4, 2, 10, norm_topk_prob=True))
-TOKENS = np.random.default_rng(3).integers(0, 24, (1, 6), np.int32)
 
 
 def test_experts_are_quantised_one_by_one_and_routers_are_not():
-    policy = decoder_policy(replace(MIXTURE, initializer_range=0.3))
-    params = policy.init(jax.random.key(0))
+    params = random_params(MIXTURE)
     of = quantise_params(params, "nf4")["layers"]["mlp"]
     plain = params["layers"]["mlp"]
     np.testing.assert_array_equal(of["router"]["kernel"], plain["router"]["kernel"])
     assert of["down_proj"]["kernel"].codes.shape == (2, 4, 5, 16)  # two of 10 inputs in a byte
     for layer, expert in np.ndindex(2, 4):
         own = there_and_back(plain["down_proj"]["kernel"][layer, expert], "nf4")
-        found = jax.tree.map(lambda x: x[layer, expert], of["down_proj"]["kernel"])  # noqa: B023, called here
-        jax.tree.map(np.testing.assert_array_equal, found, own)
-
-
-@pytest.mark.slow
-def test_a_mixture_computes_with_the_numbers_that_codes_stand_for():
-    policy = decoder_policy(replace(MIXTURE, initializer_range=0.3))
-    codes = quantise_params(policy.init(jax.random.key(0)), "nf4")
-    numbers = dequantise_params(codes)
-
-    @jax.jit
-    def by_pass(params):
-        return policy.hidden(params, TOKENS[:, :2], np.ones((1, 2), bool), TOKENS[:, None, 2:])[0, 0]
-
-    @jax.jit
-    def by_token(params):
-        first, decode, cache = policy.prefill(params, TOKENS[:, :2], np.ones((1, 2), bool), 1, 4)
-
-        def step(cache, token):
-            state, cache = decode(cache, *token)
-            return cache, state[:, 0]
-
-        return jnp.concatenate([first, jax.lax.scan(step, cache, (TOKENS[:, 2:5].T[:, None], jnp.arange(3)))[1][:, 0]])
-
-    np.testing.assert_array_equal(by_pass(codes), by_pass(numbers))
-    np.testing.assert_allclose(by_token(codes), by_pass(numbers), atol=1e-5)
+        of_expert = jax.tree.map(lambda x: x[layer, expert], of["down_proj"]["kernel"])  # noqa: B023, called here
+        jax.tree.map(np.testing.assert_array_equal, of_expert, own)
 
 
 # ---- what is refused
@@ -314,13 +216,13 @@ def test_a_mixture_computes_with_the_numbers_that_codes_stand_for():
 
 def test_what_frozen_bits_cannot_be(tmp_path):
     params = adapted("int8")
-    with pytest.raises(UsageError, match="quantised parameters are frozen: train adapters"):
+    with refused("quantised parameters are frozen: train adapters"):
         init_state(params.base, None)
-    with pytest.raises(UsageError, match="quantised already"):
+    with refused("quantised already"):
         quantise_params(params.base, "nf4")
-    with pytest.raises(UsageError, match=r"merge them into the original one, as params._replace"):
+    with refused(r"merge them into the original one, as params._replace"):
         merge(params)
-    with pytest.raises(UsageError, match="quantised: save the original ones"):
+    with refused("quantised: save the original ones"):
         save_pretrained(tmp_path / "out", params.base, CONFIG)
 
 
@@ -330,8 +232,8 @@ def test_what_frozen_bits_cannot_be(tmp_path):
 @FORMATS
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_folder_is_quantised_as_its_parameters_are(kind, dtype):
-    loaded = load_params(GOLDEN, CONFIG, dtype=dtype, quantize=kind)
-    in_memory = quantise_params(load_params(GOLDEN, CONFIG, dtype=dtype), kind)
+    loaded = load_params(GOLDEN / "llama", CONFIG, dtype=dtype, quantize=kind)
+    in_memory = quantise_params(load_params(GOLDEN / "llama", CONFIG, dtype=dtype), kind)
     assert jax.tree.structure(loaded) == jax.tree.structure(in_memory)
     jax.tree.map(np.testing.assert_array_equal, loaded, in_memory)
 
@@ -347,8 +249,8 @@ def test_a_folder_is_quantised_onto_a_mesh(kind):
             lambda x: jax.tree.map(lambda _: of_codes, x) if is_quantised(x) else spec, shapes, is_leaf=is_quantised
         )
 
-    loaded = load_params(GOLDEN, CONFIG, quantize=kind, sharding=cut)
-    jax.tree.map(np.testing.assert_array_equal, loaded, load_params(GOLDEN, CONFIG, quantize=kind))
+    loaded = load_params(GOLDEN / "llama", CONFIG, quantize=kind, sharding=cut)
+    jax.tree.map(np.testing.assert_array_equal, loaded, load_params(GOLDEN / "llama", CONFIG, quantize=kind))
     kernel = loaded["layers"]["mlp"]["gate_proj"]["kernel"]  # [2, 16, 20]
     assert {x.data.shape for x in kernel.codes.addressable_shards} == {(1, 8 if kind == "nf4" else 16, 5)}
 
@@ -358,69 +260,14 @@ def test_adapters_go_onto_the_original_base(kind, tmp_path):
     """And merged into it, they are as far from what was trained as the base is from its codes."""
     params = adapted(kind)
     folder = save_adapter(tmp_path / "adapter", params, base="original")
-    back = load_adapter(folder, base())
+    back = load_adapter(folder, BASE)
     jax.tree.map(np.testing.assert_array_equal, back.adapters, params.adapters)
     as_trained, merged = merge(on_plain_numbers(params)), merge(back)
     for block, name in sites():
         one, other, plain, codes = (
             np.asarray(tree["layers"][block][name]["kernel"])
-            for tree in (as_trained, merged, base(), dequantise_params(params.base))
+            for tree in (as_trained, merged, BASE, dequantise_params(params.base))
         )
         np.testing.assert_allclose(other - one, plain - codes, atol=1e-6)
         error = np.linalg.norm(plain - codes) / np.linalg.norm(plain)
         assert error < (0.01 if kind == "int8" else 0.1)
-
-
-MEASURE = """
-import sys
-from pathlib import Path
-
-import jax
-import jax.numpy as jnp
-
-from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.weights import load_params, read_json
-
-def memory(kind):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(kind))
-
-folder, kind = Path(sys.argv[1]), sys.argv[2]
-jnp.zeros(3).block_until_ready()
-before = memory("VmRSS")
-params = load_params(folder, config_from_huggingface(read_json(folder / "config.json")), quantize=kind)
-print(memory("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(params)))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize("experts", [None, ExpertsConfig(8, 2, 352, norm_topk_prob=True)], ids=["dense", "experts"])
-def test_loading_peaks_near_the_quantised_size(experts, tmp_path):
-    sizes = 8000, 1024, 2816, 48, 16, 16, 64
-    config = ModelConfig(*sizes, tie_word_embeddings=False, qk_norm=experts is not None, experts=experts)
-    rng, weights = np.random.default_rng(0), 0
-    weight_map: dict[str, str] = {}
-    layout = tensor_layout(config)
-    tensors = jax.tree.leaves(layout, is_leaf=lambda x: isinstance(x, Tensor))
-    for layer in range(config.num_hidden_layers):
-        of_layer = {
-            x.name.format(layer, expert): x.shape
-            for x in tensors
-            if x.stacked or layer == 0
-            for expert in range(experts.num_experts if experts and x.stacked == 2 else 1)
-        }
-        drawn = {name: (0.02 * rng.standard_normal(x, np.float32)).astype(jnp.bfloat16) for name, x in of_layer.items()}
-        save_file(drawn, tmp_path / f"{layer}.safetensors")
-        weight_map |= dict.fromkeys(drawn, f"{layer}.safetensors")
-        weights += sum(x.nbytes for x in drawn.values())
-    assert weights > 1e9
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (tmp_path / "config.json").write_text(json.dumps(config_to_huggingface(config)))
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    for kind in ("int8", "nf4"):
-        command = [sys.executable, "-c", MEASURE, str(tmp_path), kind]
-        output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-        peak, size = map(int, output.split())
-        print(kind, peak / size)
-        assert peak < 1.3 * size

@@ -1,4 +1,4 @@
-"""Which parameters are trained, by the shape of their tree: `join` puts together what `split` took apart."""
+"""Trained parameters by the shape of their tree: `join` puts together what `split` took apart."""
 
 import jax
 import jax.numpy as jnp

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from texts import states_of_texts
+from tiny import ragged_prompts, random_params, refused, states_of_texts
 
-from grpo_jax.errors import UsageError
 from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows
 from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, widen
 from grpo_jax.models.config import (
@@ -20,28 +19,17 @@ from grpo_jax.models.config import (
     Llama3Scaling,
     ModelConfig,
     Rotation,
-    YarnScaling,
 )
 from grpo_jax.models.geometry import (
-    LayerKind,
     geometry_of_rows,
     geometry_of_step,
-    layer_kinds,
 )
 from grpo_jax.models.layout import rows_of_groups, rows_of_prompts, rows_of_texts
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.rotary import rotary_angles, rotate
 from grpo_jax.models.transformer import RMSNorm, Transformer, decoding_layout
 
-LLAMA = ModelConfig(
-    vocab_size=29,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+LLAMA = ModelConfig(29, 32, 48, 2, 4, 2, 8)
 # Every option at once, more than any architecture has: one program to compile instead of one for each.
 ALL = dataclasses.replace(
     LLAMA,
@@ -82,27 +70,15 @@ angles_of = jax.jit(rotary_angles, static_argnums=(1, 2))
 rows_seen = jax.jit(geometry_of_rows, static_argnums=0)
 
 
-@cache
-def random_params(config):
-    """Every leaf random: the initial biases of 0 and norms of 1 would hide mistakes."""
-    rng = np.random.default_rng(0)
-
-    def leaf(path, shape):
-        noise = rng.normal(scale=0.1, size=shape.shape).astype(np.float32)
-        return jnp.asarray(1 + noise if path[-1].key == "scale" else noise)
-
-    return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(decoder_policy(config).init, jax.random.key(0)))
-
-
 def ragged_batch():
-    """Prompts of different lengths padded on the left, completions, and their ragged mask."""
+    """Returns prompts of different lengths padded on the left, completions, and their ragged mask."""
     rng = np.random.default_rng(0)
-    mask = np.arange(P) >= P - np.array(PROMPT_LENGTHS)[:, None]
-    ids = np.zeros((N, P), np.int32)
-    ids[mask] = rng.integers(0, LLAMA.vocab_size, mask.sum())
     completions = rng.integers(0, LLAMA.vocab_size, (N, G, T), dtype=np.int32)
-    completion_mask = np.arange(T) < rng.integers(1, T + 1, (N, G, 1))
-    return ids, mask, completions, completion_mask
+    return (
+        *ragged_prompts(PROMPT_LENGTHS, LLAMA.vocab_size),
+        completions,
+        np.arange(T) < rng.integers(1, T + 1, (N, G, 1)),
+    )
 
 
 def repeated_hidden(config, params, prompt_ids, prompt_mask, completion_ids):
@@ -138,42 +114,7 @@ def loss_and_grads(hidden_fn, config):
         logprobs = jax.nn.log_softmax(hidden @ decoder_policy(config).unembedding(params).T)
         return jnp.sum(weights * jnp.take_along_axis(logprobs, inputs[2][..., None], axis=-1)[..., 0]), hidden
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))(random_params(config))
-
-
-# ---- several texts in a row
-
-
-@pytest.mark.slow
-def test_packed_texts_are_as_each_alone():
-    config = ALL
-    params, policy = random_params(config), decoder_policy(config)
-    ids = np.random.default_rng(4).integers(0, config.vocab_size, (2, 12), dtype=np.int32)
-    texts = np.array([[1, 1, 1, 1, 2, 3, 3, 3, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
-    alone = Transformer(config)
-
-    def one_by_one(params, ids, texts):
-        del texts
-        pieces = [(0, 0, 4), (0, 4, 5), (0, 5, 10), (1, 0, 12)]
-        rows = (ids[None, row, start:end] for row, start, end in pieces)
-        lengths = (end - start for _, start, end in pieces)
-        seen = (geometry_of_rows(config, rows_of_prompts(*np.ones((2, 1, length), np.int32))) for length in lengths)
-        states = (alone.apply({"params": params}, row, own)[0] for row, own in zip(rows, seen, strict=True))
-        return jnp.concatenate([state[0] for state in states])
-
-    packed = partial(states_of_texts, policy)
-
-    def value(hidden, params):
-        states = hidden(params, ids, texts)
-        states = states[texts > 0] if states.ndim == 3 else states
-        return jnp.sum(jnp.sin(states * jnp.arange(states.shape[0])[:, None])), states
-
-    gradients = (jax.value_and_grad(partial(value, hidden), has_aux=True) for hidden in (packed, one_by_one))
-    ((_, states), grads), ((_, expected_states), expected_grads) = (jax.jit(f)(params) for f in gradients)
-    np.testing.assert_allclose(states, expected_states, rtol=2e-5, atol=2e-5)
-    for tree in (grads, expected_grads):
-        tree.pop("unembedding", None)  # not used here
-    assert max(relative_differences(grads, expected_grads).values()) < 1e-5
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(random_params(config, 0.1))
 
 
 # ---- the prompt once, or G times
@@ -191,95 +132,50 @@ def test_shared_prompt_equals_repeated_prompt(config):
 
 
 def test_one_completion_token():
-    params, (ids, mask, completions, _) = random_params(LLAMA), ragged_batch()
-    first = jax.jit(partial(shared_hidden, LLAMA))(params, ids, mask, completions[..., :1])
-    assert first.shape == (N, G, 1, LLAMA.hidden_size)
-    (_, expected), _ = loss_and_grads(repeated_hidden, LLAMA)
-    np.testing.assert_allclose(first, expected[:, :, :1], atol=1e-5)
+    ids, mask, completions, _ = ragged_batch()
+    first = jax.jit(partial(shared_hidden, ALL))(random_params(ALL, 0.1), ids, mask, completions[..., :1])
+    assert first.shape == (N, G, 1, ALL.hidden_size)
+    np.testing.assert_allclose(first, loss_and_grads(shared_hidden, ALL)[0][1][:, :, :1], atol=1e-5)
 
 
 @pytest.fixture(scope="module")
 def hidden_fn():
-    """ids, mask, completions, and optionally other parameters -> hidden states, compiled once."""
+    """ids, mask, completions, and optionally other parameters -> hidden states behind wide padding, compiled once."""
     compiled = jax.jit(partial(shared_hidden, ALL))
-    return lambda *batch, params=None: compiled(params or random_params(ALL), *batch)
+
+    def hidden(ids, mask, completions, params=None):
+        wide = (np.pad(x, ((0, 0), (5, 0))) for x in (ids, mask))
+        return np.asarray(compiled(random_params(ALL, 0.1) if params is None else params, *wide, completions))
+
+    return hidden
 
 
-def test_width_of_padding_does_not_matter(hidden_fn):
+def test_width_and_ids_of_padding_do_not_matter(hidden_fn):
     ids, mask, completions, _ = ragged_batch()
-    wide = [np.pad(x, ((0, 0), (5, 0))) for x in (ids, mask)]
-    np.testing.assert_allclose(hidden_fn(*wide, completions), hidden_fn(ids, mask, completions), atol=1e-5)
-
-
-def test_ids_of_padding_do_not_matter(hidden_fn):
-    ids, mask, completions, _ = ragged_batch()
-    other = np.where(mask, ids, 17)
-    assert (other != ids).any()
-    np.testing.assert_array_equal(hidden_fn(other, mask, completions), hidden_fn(ids, mask, completions))
+    hidden = hidden_fn(ids, mask, completions)
+    np.testing.assert_allclose(hidden, loss_and_grads(shared_hidden, ALL)[0][1], atol=1e-5)
+    np.testing.assert_array_equal(hidden_fn(np.where(mask, ids, 17), mask, completions), hidden)
 
 
 def test_each_token_reaches_what_follows_it_and_nothing_else(hidden_fn):
     ids, mask, completions, _ = ragged_batch()
-    before = np.asarray(hidden_fn(ids, mask, completions))
-    changed = completions.copy()
-    changed[1, 2, 2] = (changed[1, 2, 2] + 1) % ALL.vocab_size
-    differs = (np.asarray(hidden_fn(ids, mask, changed)) != before).any(-1)
-    expected = np.zeros((N, G, T), bool)
-    expected[1, 2, 3:] = True  # at t is what predicts token t, so token 2 is first seen at 3
-    np.testing.assert_array_equal(differs, expected)
-
-
-def test_prompt_tokens_reach_their_own_group_only(hidden_fn):
-    ids, mask, completions, _ = ragged_batch()
-    before = np.asarray(hidden_fn(ids, mask, completions))
-    changed = ids.copy()
-    changed[1, 0] = (changed[1, 0] + 1) % ALL.vocab_size  # row 1 has no padding
-    differs = (np.asarray(hidden_fn(changed, mask, completions)) != before).any(-1)
-    expected = np.zeros((N, G, T), bool)
-    expected[1] = True
-    np.testing.assert_array_equal(differs, expected)
+    before, reached = hidden_fn(ids, mask, completions), np.zeros((2, N, G, T), bool)
+    of_completion, of_prompt = completions.copy(), ids.copy()
+    of_completion[1, 2, 2] = (of_completion[1, 2, 2] + 1) % ALL.vocab_size
+    reached[0, 1, 2, 3:] = True  # at t is what predicts token t, so token 2 is first seen at 3
+    of_prompt[1, 0] = (of_prompt[1, 0] + 1) % ALL.vocab_size  # row 1 has no padding
+    reached[1, 1] = True
+    for changed, expected in zip(((ids, of_completion), (of_prompt, completions)), reached, strict=True):
+        np.testing.assert_array_equal((hidden_fn(changed[0], mask, changed[1]) != before).any(-1), expected)
 
 
 def test_norms_of_queries_and_keys_undo_the_size_of_their_projections(hidden_fn):
     *batch, _ = ragged_batch()
-    params = random_params(ALL)
+    params = random_params(ALL, 0.1)
     attention = params["layers"]["attention"]
     larger = {name: jax.tree.map(lambda x: 8 * x, attention[name]) for name in ("q_proj", "k_proj")}
     changed = params | {"layers": params["layers"] | {"attention": attention | larger}}
     np.testing.assert_allclose(hidden_fn(*batch, params=changed), hidden_fn(*batch), atol=1e-4)  # but for epsilon
-
-
-# ---- under other wrappers
-
-
-def summed(params, prompt_ids, prompt_mask, completion_ids):
-    return jnp.sum(jnp.sin(shared_hidden(LLAMA, params, prompt_ids, prompt_mask, completion_ids)))
-
-
-@pytest.mark.slow
-def test_eight_devices_find_the_gradients_of_one():
-    params, inputs = random_params(LLAMA), [np.tile(x, (8, *[1] * (x.ndim - 1))) for x in ragged_batch()[:3]]
-    expected = jax.jit(jax.grad(summed))(params, *inputs)
-    spec = jax.sharding.PartitionSpec
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("data",))
-    # Gradients of what all devices have the same of are summed over devices by JAX.
-    sharded = jax.shard_map(jax.grad(summed), mesh=mesh, in_specs=(spec(), *[spec("data")] * 3), out_specs=spec())
-    pieces = [x.reshape(8, -1, *x.shape[1:]) for x in inputs]
-    mapped = jax.pmap(jax.grad(summed), in_axes=(None, 0, 0, 0))(params, *pieces)
-    assert max(relative_differences(jax.jit(sharded)(params, *inputs), expected).values()) <= 1e-5
-    assert max(relative_differences(jax.tree.map(lambda x: x.sum(0), mapped), expected).values()) <= 1e-5
-
-
-@pytest.mark.slow
-def test_several_models_at_once():
-    *inputs, _ = ragged_batch()
-    params = random_params(LLAMA)
-    models = [params, jax.tree.map(lambda x: 1.1 * x, params)]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *models)
-    together = jax.jit(jax.vmap(partial(shared_hidden, LLAMA), (0, None, None, None)))(stacked, *inputs)
-    single = jax.jit(partial(shared_hidden, LLAMA))
-    for model, states in zip(models, together, strict=True):
-        np.testing.assert_allclose(states, single(model, *inputs), atol=1e-5)
 
 
 # ---- other forms of the same decoder
@@ -287,7 +183,7 @@ def test_several_models_at_once():
 
 @MOST_OPTIONS
 def test_scanned_layers_equal_separate_layers(config):
-    params, (ids, mask, *_) = random_params(config), ragged_batch()
+    params, (ids, mask, *_) = random_params(config, 0.1), ragged_batch()
 
     @partial(jax.jit, static_argnums=0)
     def apply(model, params):
@@ -302,18 +198,11 @@ def test_scanned_layers_equal_separate_layers(config):
         np.testing.assert_allclose(own.values, stacked.values[layer], atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["layer", pytest.param("offload", marks=pytest.mark.slow)])
-def test_remat_changes_neither_values_nor_gradients(remat):
-    (value, _), grads = loss_and_grads(shared_hidden, dataclasses.replace(LLAMA, remat=remat))
-    (expected_value, _), expected_grads = loss_and_grads(shared_hidden, LLAMA)
-    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
-    assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
-
-
-def test_a_loop_over_layers_changes_neither_values_nor_gradients(assume):
-    (expected_value, _), expected_grads = loss_and_grads(shared_hidden, LLAMA)
-    assume(unrolled_layers=0)  # they are unrolled on a CPU
-    (value, _), grads = loss_and_grads.__wrapped__(shared_hidden, LLAMA)
+@pytest.mark.parametrize("remat", ["layer", "none", pytest.param("offload", marks=pytest.mark.slow)])
+def test_a_loop_over_layers_and_remat_change_neither_values_nor_gradients(remat, assume):
+    (expected_value, _), expected_grads = loss_and_grads(shared_hidden, ALL)
+    assume(unrolled_layers=0)  # without remat they are unrolled on a CPU
+    (value, _), grads = loss_and_grads.__wrapped__(shared_hidden, dataclasses.replace(ALL, remat=remat))
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
 
@@ -327,7 +216,7 @@ def test_remat_stores_less_for_the_backward_pass():
         def backward(params):
             return jax.vjp(lambda params: shared_hidden(config, params, *inputs), params)[1]
 
-        return sum(x.size for x in jax.tree.leaves(jax.eval_shape(backward, random_params(LLAMA))))
+        return sum(x.size for x in jax.tree.leaves(jax.eval_shape(backward, random_params(LLAMA, 0.1))))
 
     assert stored("layer") < stored("none") / 2
 
@@ -335,40 +224,29 @@ def test_remat_stores_less_for_the_backward_pass():
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_inputs_of_layers_go_to_the_host_and_come_back(platform):
-    """As far as it goes without the machine: once there, and once back, in the loops over layers."""
+    """They move once there and once back, in the loops over layers: lowered for a machine that is not here."""
     *inputs, _ = ragged_batch()
 
     def moves(remat):
         def loss(params):
             return jnp.sum(shared_hidden(dataclasses.replace(LLAMA, remat=remat), params, *inputs))
 
-        program = jax.export.export(jax.jit(jax.grad(loss)), platforms=[platform])(random_params(LLAMA))
+        program = jax.export.export(jax.jit(jax.grad(loss)), platforms=[platform])(random_params(LLAMA, 0.1))
         return program.mlir_module().count('_xla_buffer_placement = "pinned_host"')
 
     assert moves("layer") == 0
     assert moves("offload") == 1
 
 
-@pytest.mark.slow
-def test_attention_in_a_row_is_the_same_decoder():
-    *inputs, _ = ragged_batch()
-    config = dataclasses.replace(ALL, attn_logit_softcapping=None)
-    hidden, expected = (
-        jax.jit(partial(shared_hidden, dataclasses.replace(config, attention=kind)))(random_params(ALL), *inputs)
-        for kind in ("xla", "shared")
-    )
-    np.testing.assert_allclose(hidden, expected, atol=1e-5)
-
-
 def test_bfloat16_is_close_to_float32():
     *inputs, _ = ragged_batch()
-    config = dataclasses.replace(LLAMA, dtype="bfloat16")
-    half = jax.jit(lambda params: shared_hidden(config, params, *inputs))(random_params(LLAMA))
-    (_, exact), _ = loss_and_grads(shared_hidden, LLAMA)
+    config = dataclasses.replace(ALL, dtype="bfloat16")
+    half = jax.jit(lambda params: shared_hidden(config, params, *inputs))(random_params(ALL, 0.1))
+    (_, exact), _ = loss_and_grads(shared_hidden, ALL)
     assert half.dtype == jnp.bfloat16
-    # A rounding to 8 bits is off by up to 2⁻⁹; the sums of two layers stay within a few of the last bit.
+    # A rounding to 8 bits is off by up to 2⁻⁹; the sums of three layers stay within a few of the last bit.
     error = np.linalg.norm(np.asarray(half, np.float32) - exact) / np.linalg.norm(exact)
-    assert 1e-4 < error < 0.03
+    assert 1e-4 < error < 0.05
 
 
 def num_equations(jaxpr):
@@ -377,21 +255,16 @@ def num_equations(jaxpr):
     return len(jaxpr.eqns) + sum(num_equations(sub) for sub in inner)
 
 
-@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_only_separate_layers_grow_the_program(scan_layers):
+def test_more_layers_do_not_grow_the_program():
     def size(layers):
         config = dataclasses.replace(LLAMA, num_hidden_layers=layers)
-        model = Transformer(config, scan_layers=scan_layers)
-        ids = jnp.zeros((1, 3), jnp.int32)
+        model, ids = Transformer(config), jnp.zeros((1, 3), jnp.int32)
         inputs = ids, rows_seen(config, rows_of_prompts(ids, ids > 0))
         params = jax.eval_shape(model.init, jax.random.key(0), *inputs)
         gradient = jax.grad(lambda params: jnp.sum(model.apply(params, *inputs)[0]))
         return num_equations(jax.make_jaxpr(gradient)(params).jaxpr)
 
-    if scan_layers:
-        assert size(8) == size(2)
-    else:
-        assert size(8) > 2 * size(2)
+    assert size(8) == size(2)
 
 
 # ---- the parts, against loops
@@ -415,46 +288,6 @@ def test_rotation_turns_pairs_of_features_by_their_angle():
     np.testing.assert_array_equal(rotate(jnp.asarray(x), angles_of(jnp.asarray(positions), None, features)), x)
 
 
-def test_llama3_stretches_long_waves_only():
-    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
-    expected, kinds = [], []
-    for i in range(8):
-        frequency = 1000.0 ** (-2 * i / 16)
-        wavelength = 2 * np.pi / frequency
-        if wavelength < 64 / 4.0:
-            kinds.append("kept")
-        elif wavelength > 64 / 1.0:
-            kinds.append("stretched")
-            frequency /= 8.0
-        else:
-            kinds.append("between")
-            smooth = (64 / wavelength - 1.0) / (4.0 - 1.0)
-            frequency = (1 - smooth) * frequency / 8.0 + smooth * frequency
-        expected.append(frequency)
-    assert set(kinds) == {"kept", "between", "stretched"}
-    cos, sin = (x[0, :, 0, 8:] for x in angles_of(jnp.array([[1, 50]]), Rotation(1000.0, scaling), 16))
-    np.testing.assert_allclose(np.arctan2(sin, cos)[0], expected, rtol=1e-5)
-    np.testing.assert_allclose(cos[1], np.cos(50 * np.array(expected)), atol=1e-4)
-
-
-def test_yarn_mixes_frequencies_by_their_turns_in_the_original_context():
-    """θ = 100, R = 8, 64 tokens: waves turn 64/2π · θ^(−i/4) = 10.2, 3.2, 1.02 and .32 times.
-
-    Those of more than 6 turns are kept, those of fewer than 1 stretched.
-    """
-    scaling = YarnScaling(4.0, 64, beta_fast=6.0, beta_slow=1.0, truncate=False)
-    cos, sin = (x[0, 0, 0, 4:] for x in angles_of(jnp.array([[1]]), Rotation(100.0, scaling), 8))
-    factor = 0.1 * np.log(4.0) + 1
-    np.testing.assert_allclose(np.hypot(cos, sin), factor, rtol=1e-6)
-    plain = 100.0 ** (-np.arange(4) / 4)
-    # The places with 6 turns and with 1, from the same logarithm: i = 4 log(64 / 2π turns) / log 100.
-    first, last = (4 * np.log(64 / (2 * np.pi * turns)) / np.log(100) for turns in (6.0, 1.0))
-    stretched = np.clip((np.arange(4) - first) / (last - first), 0, 1)
-    assert (stretched[0], stretched[3]) == (0, 1)
-    assert 0 < stretched[1] < 1
-    np.testing.assert_allclose(np.arctan2(sin, cos), plain * (1 - stretched) + plain / 4 * stretched, rtol=1e-5)
-
-
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_who_may_look_where_in_a_group(window):
     g, s, p = 2, 5, 4
@@ -472,12 +305,12 @@ def test_who_may_look_where_in_a_group(window):
     config = dataclasses.replace(LLAMA, sliding_window=window)
     # The last token of a completion is not computed.
     rows = rows_of_groups(np.zeros((n, p), np.int32), prompt_mask, np.zeros((n, g, s + 1), np.int32))
-    found = rows_seen(config, rows)
-    ((of_prompt, of_completions),) = found.masks
+    seen_rows = rows_seen(config, rows)
+    ((of_prompt, of_completions),) = seen_rows.masks
     np.testing.assert_array_equal(of_prompt[:, 0, 0, 0], row[:, :p, :p])
     np.testing.assert_array_equal(of_completions[:, 0, 0, 0], row[:, p:])
     own = jnp.asarray(np.concatenate([place[:, :p], np.tile(place[:, p:], (1, g))], axis=1))
-    jax.tree.map(np.testing.assert_array_equal, found.angles[0], angles_of(own, Rotation(1e4), 8))
+    jax.tree.map(np.testing.assert_array_equal, seen_rows.angles[0], angles_of(own, Rotation(1e4), 8))
 
     # One token after the other into a cache: each sees what its row says.
     prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(prompt_mask.sum(-1)))
@@ -498,44 +331,28 @@ def test_who_may_look_where_in_packed_texts(window):
             same = texts[0, query] == texts[0, key] > 0 and positions[0, query] - positions[0, key] < near
             expected[query, key] = same or key == query
     config = dataclasses.replace(LLAMA, sliding_window=window)
-    found = rows_seen(config, rows_of_texts(np.zeros((1, 7), np.int32), texts))
-    seen = np.asarray(found.masks[0][1][0, 0, 0, 0])
+    seen_rows = rows_seen(config, rows_of_texts(np.zeros((1, 7), np.int32), texts))
+    seen = np.asarray(seen_rows.masks[0][1][0, 0, 0, 0])
     np.testing.assert_array_equal(seen[:5], expected[:5])
     assert seen.diagonal().all()  # nobody reads what padding computes, but it sees something
     assert not seen[5:, :5].any()
 
 
-def test_layers_see_what_is_theirs():
-    """Window and rotation of layer 0, 1 and 2: none and global, 3 and local, none and none."""
-    positions, rows = jnp.arange(6)[None], rows_of_prompts(*np.ones((2, 1, 6), np.int32))
-    geometry = rows_seen(ALL, rows)
-    kinds = layer_kinds(ALL)
-    local = Rotation(20.0)
-    for kind, rotation, window in zip(kinds, ALL.rotations, (None, 3, None), strict=True):
-        own = rows_seen(dataclasses.replace(LLAMA, sliding_window=window), rows)
-        for traced in (kind, LayerKind(*map(jnp.int32, kind))):
-            seen = geometry.of_layer(traced)
-            np.testing.assert_array_equal(seen.masks[0], own.masks[0][0])
-            jax.tree.map(np.testing.assert_array_equal, seen.angles, angles_of(positions, rotation, 6))
-    assert ALL.rotations == (Rotation(1e4, ALL.rope_scaling), local, None)
+@pytest.mark.parametrize("use", ["hidden", "decoded", "packed"])
+def test_texts_that_change_their_rotations_are_refused(use):
+    policy = decoder_policy(dataclasses.replace(LLAMA, rope_scaling=DynamicScaling(2.0, P + T - 3)))
+    ids, mask, completions, _ = ragged_batch()
 
-
-@pytest.mark.parametrize("name", ["hidden", "decoded", "packed"])
-def test_texts_that_change_their_rotations_are_refused(name):
-    config = dataclasses.replace(LLAMA, rope_scaling=DynamicScaling(2.0, P + T - 3))
-    policy, (ids, mask, completions, _) = decoder_policy(config), ragged_batch()
-
-    def decoded(params):
+    def compute(params):
+        if use == "hidden":
+            return policy.hidden(params, ids, mask, completions)
+        if use == "packed":
+            return states_of_texts(policy, params, np.repeat(ids, 2, axis=1), np.ones((N, 2 * P), int))
         _, decode, cache = policy.prefill(params, ids, mask, G, T)
         return decode(cache, completions[..., 0], jnp.int32(0))
 
-    given = {
-        "hidden": lambda params: policy.hidden(params, ids, mask, completions),
-        "decoded": decoded,
-        "packed": lambda params: states_of_texts(policy, params, np.repeat(ids, 2, axis=1), np.ones((N, 2 * P), int)),
-    }
-    with pytest.raises(UsageError, match=f"longer than the {P + T - 3} above which"):
-        jax.eval_shape(given[name], random_params(LLAMA))
+    with refused(f"longer than the {P + T - 3} above which"):
+        jax.eval_shape(compute, random_params(LLAMA, 0.1))
 
 
 N_A, G_A, K_A, Q_A, S_A, E_A, P_A = 2, 3, 2, 2, 3, 4, 4
@@ -596,52 +413,76 @@ def test_gradients_of_attention(scores):
     check_grads(attended, inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
-SIZES_A = [(2048 + 77, 2048 + 77), (2304, 2304 + 40)]  # queries and keys; more keys: a prompt before them
+def attention_at_once(queries, keys, values, mask):
+    """`attend` with all scores in memory."""
+    scores = jnp.einsum("nkgqse,nkgce->nkgqsc", queries, keys) / np.sqrt(queries.shape[-1])
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+    return jnp.einsum("nkgqsc,nkgce->nkgqse", weights, values)
 
 
-def attention_of(size, num_keys, window=None, heads=(1, 2)):
-    """The gradient program of `attend` for random ragged texts, and that of all scores at once; with its arguments."""
-    k, q, e = *heads, 8
-    place, own = np.arange(num_keys), np.arange(size) + num_keys - size
-    seen = (place <= own[:, None]) & (place >= own[:, None] - (window or num_keys))
-    seen = np.stack([seen, seen & ((place >= 30) | (place == own[:, None]))])  # the second is padded on the left
-    mask = jnp.asarray(seen[:, None, None, None])
-    rng = np.random.default_rng(0)
-    shapes = (2, k, 1, q, size, e), (2, k, 1, num_keys, e), (2, k, 1, num_keys, e)
-    arguments = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+def attention_inputs(size, num_keys, heads, features):
+    """Returns random queries, keys and values of two rows."""
+    rng, (k, q) = np.random.default_rng(0), heads
+    shapes = (2, k, 1, q, size, features), (2, k, 1, num_keys, features), (2, k, 1, num_keys, features)
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
-    def plain(queries, keys, values, mask):
-        scores = jnp.einsum("nkgqse,nkgce->nkgqsc", queries, keys) / np.sqrt(e)
-        return jnp.einsum("nkgqsc,nkgce->nkgqse", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), values)
 
-    def program(fn):
-        return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(3 * fn(*x))), (0, 1, 2)))
+def gradient_program(attention):
+    return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(3 * attention(*x))), (0, 1, 2)))
 
-    return program(attend), program(plain), [*arguments, mask]
+
+def ragged_mask(size, num_keys, window=None):
+    """The second of two rows is padded on the left; more keys than queries are a prompt before them."""
+    place, own = np.arange(num_keys), np.arange(size)[:, None] + num_keys - size
+    seen = (place <= own) & (place >= own - (window or num_keys))
+    seen = np.stack([seen, seen & ((place >= 30) | (place == own))])
+    return jnp.asarray(seen[:, None, None, None])
 
 
 @pytest.mark.parametrize(
-    ("sizes", "window"),
+    ("size", "num_keys", "window"),
     [
-        pytest.param(SIZES_A[0], None, id="ragged", marks=pytest.mark.slow),
-        pytest.param(SIZES_A[1], 700, id="window", marks=pytest.mark.slow),
+        pytest.param(2048 + 77, 2048 + 77, None, marks=pytest.mark.slow),
+        pytest.param(2304, 2304 + 40, 700, marks=pytest.mark.slow),
+        (300, 305, None),
     ],
 )
-def test_attention_of_long_texts_is_that_of_all_scores_at_once(sizes, window):
-    ours, plain, arguments = attention_of(*sizes, window)
-    value, grads = ours(*arguments)
-    expected, expected_grads = plain(*arguments)
+def test_attention_in_blocks_is_that_of_all_scores_at_once(size, num_keys, window):
+    inputs, mask = attention_inputs(size, num_keys, (1, 2), 8), ragged_mask(size, num_keys, window)
+    value, grads = gradient_program(attend)(*inputs, mask)
+    expected, expected_grads = gradient_program(attention_at_once)(*inputs, mask)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert np.linalg.norm(grad - expected_grad) <= 1e-5 * np.linalg.norm(expected_grad)
+
+
+def test_blocks_leave_out_keys_beyond_their_reach():
+    """300 queries are three blocks, the last one short. A window and a ragged prefix are in the mask."""
+    size, reach = 300, 100
+    places, own = np.arange(size + 5) - 5, np.arange(size)[:, None]
+    causal = (places <= own) & (own - places < reach) | (places < 0)
+    prefix = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool)
+    there = np.concatenate([prefix, np.ones((2, size), bool)], axis=-1)
+    arguments = (
+        *attention_inputs(size, size + 5, (1, 2), 4),
+        jnp.asarray((causal & there[:, None])[:, None, None, None]),
+    )
+    made = gradient_program(partial(attend, prefix=5, reach=reach))(*arguments)
+    expected = gradient_program(attention_at_once)(*arguments)
+    np.testing.assert_allclose(made[0], expected[0], rtol=1e-5)
+    for grad, expected_grad in zip(made[1], expected[1], strict=True):
         assert np.linalg.norm(grad - expected_grad) <= 1e-5 * np.linalg.norm(expected_grad)
 
 
 @pytest.mark.slow
 def test_attention_of_long_texts_needs_a_sixteenth_of_the_memory():
     """At 8,192 tokens, compiled and not run."""
-    ours, plain, arguments = attention_of(8192, 8192, heads=(2, 2))
-    needed, of_plain = (f.lower(*arguments).compile().memory_analysis().temp_size_in_bytes for f in (ours, plain))
-    assert needed <= of_plain / 16
+    arguments = *attention_inputs(8192, 8192, (2, 2), 8), ragged_mask(8192, 8192)
+    needed, at_once = (
+        gradient_program(f).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+        for f in (attend, attention_at_once)
+    )
+    assert needed <= at_once / 16
 
 
 # Features of keys first as on a CPU, and not as on other devices.
@@ -658,8 +499,8 @@ def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, scores
         tokens = P_A + step + S_A * np.arange(G_A)
         seen = np.broadcast_to(np.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))
         of_past = PREFIX_MASK[:, None, None, None, None], seen
-        given = (np.asarray(x)[:, tokens] for x in (queries, keys, values))
-        attended, cache = attend_next(*given, of_past, prompt, cache, np.int32(step))
+        next_tokens = (np.asarray(x)[:, tokens] for x in (queries, keys, values))
+        attended, cache = attend_next(*next_tokens, of_past, prompt, cache, np.int32(step))
         np.testing.assert_allclose(attended, expected[:, tokens], atol=1e-6)
 
 
@@ -678,48 +519,6 @@ def test_fused_attention_has_the_same_values_and_gradients():
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), value_and_grads("xla"), value_and_grads("shared"))
 
 
-@pytest.mark.parametrize(("size", "reach"), [(128, None), (300, None), (300, 100)])
-def test_blocks_of_queries_are_the_whole_attention(size, reach):
-    """300 queries are three blocks, the last one short; a window and a ragged prefix are in the mask."""
-    rng = np.random.default_rng(0)
-    shape = 2, 1, 2, 2, size, 4  # N, K, G, Q, S, E
-    queries, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
-    keys, values = (jnp.asarray(rng.normal(size=(2, 1, 2, size + 5, 4)), jnp.float32) for _ in range(2))
-    places = np.arange(size + 5) - 5
-    causal = (places <= np.arange(size)[:, None]) & (np.arange(size)[:, None] - places < (reach or 150))
-    causal |= (places < 0) if reach else False
-    prefix = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool)
-    given = np.concatenate([prefix, np.ones((2, size), bool)], axis=-1)
-    mask = jnp.asarray((causal & given[:, None])[:, None, None, None])
-
-    def whole(queries, keys, values):
-        scores = jnp.einsum("nkgqse,nkgce->nkgqsc", queries, keys) / 2  # √E
-        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
-        return jnp.einsum("nkgqsc,nkgce->nkgqse", weights, values)
-
-    def value_and_grads(fn):
-        def summed(*arrays):
-            out = fn(*arrays)
-            return jnp.sum(out * weights), out
-
-        return jax.jit(jax.value_and_grad(summed, (0, 1, 2), has_aux=True))(queries, keys, values)
-
-    (_, attended), grads = value_and_grads(lambda *arrays: attend(*arrays, mask, prefix=5, reach=reach))
-    (_, expected), expected_grads = value_and_grads(whole)
-    np.testing.assert_allclose(attended, expected, atol=1e-5)
-    for gradient, other in zip(grads, expected_grads, strict=True):
-        np.testing.assert_allclose(gradient, other, atol=1e-5 * float(jnp.linalg.norm(other)))
-
-
-@pytest.mark.slow
-def test_a_group_of_one_is_the_first_of_a_larger_group():
-    prompt_ids, prompt_mask, completion_ids, _ = ragged_batch()
-    hidden = jax.jit(partial(shared_hidden, ALL, random_params(ALL)))
-    several = hidden(prompt_ids, prompt_mask, completion_ids)
-    alone = hidden(prompt_ids, prompt_mask, completion_ids[:, :1])
-    np.testing.assert_allclose(alone, several[:, :1], atol=1e-5)
-
-
 def test_rms_norm():
     eps = 0.1
     x, scale = np.random.default_rng(0).normal(size=(2, 5, 16)), np.linspace(-1, 2, 16)
@@ -727,8 +526,8 @@ def test_rms_norm():
     params = {"params": {"scale": jnp.asarray(scale, jnp.float32)}}
     np.testing.assert_allclose(RMSNorm(eps).apply(params, jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=1e-6)
     centered = {"params": {"offset": jnp.asarray(scale - 1, jnp.float32)}}
-    found = RMSNorm(eps, zero_centered=True).apply(centered, jnp.asarray(x, jnp.float32))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    normed = RMSNorm(eps, zero_centered=True).apply(centered, jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(normed, expected, rtol=1e-5, atol=1e-6)
 
 
 # ---- settings that cannot work
@@ -747,9 +546,8 @@ def test_rms_norm():
     ],
 )
 def test_settings_that_cannot_work(change, named):
-    with pytest.raises(UsageError, match=named) as error:
+    with refused(named):
         dataclasses.replace(LLAMA, **change)
-    assert "\n" not in str(error.value)
 
 
 def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():

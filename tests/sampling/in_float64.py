@@ -18,6 +18,7 @@ import test_sampled_episodes as episodes
 
 from grpo_jax.rl.sampler import to_batch
 from grpo_jax.rl.scorers import score_completion_tokens
+from grpo_jax.rl.types import Batch
 
 PLACES = [(0, 0), (0, 2), (1, 1)]
 
@@ -63,16 +64,7 @@ def of_one(batch, weights, out, place):
     row, length = place[0], int((out.turn[place] > 0).sum())
     prompt = episodes.PROMPTS[0][row][episodes.PROMPTS[1][row]][None]
     ids, mask = (x[place][None, None, :length] for x in (out.completion_ids, out.completion_mask))
-    one = batch._replace(
-        prompt_ids=prompt,
-        prompt_mask=np.ones_like(prompt, bool),
-        completion_ids=ids,
-        completion_mask=mask,
-        temperature=np.full((1, 1), 1.3),
-        sampler_logprobs=None,
-        truncated=None,
-        turn=None,
-    )
+    one = Batch(prompt, np.ones_like(prompt, bool), ids, mask, np.full((1, 1), 1.3))
     return one, mask, weights[place][None, None, :length]
 
 

@@ -39,25 +39,12 @@ def markov_policy(on_decode=lambda step, num_rows: None):
     return Policy(lambda key: None, lambda table: jnp.eye(table.shape[-1]), states, prefill, select=select)
 
 
-def row_numbers(num_prompts, group_size):
-    return np.arange(num_prompts * group_size, dtype=np.int32).reshape(num_prompts, group_size)
-
-
 def sampler_of(policy, **options):
     """(params, prompt_ids, prompt_mask, rows, key, temperature, truncation) -> Completions, compiled."""
 
     def sample(params, prompt_ids, prompt_mask, rows, key, temperature=1.0, truncation=None):
-        return sample_groups(
-            policy,
-            params,
-            prompt_ids,
-            prompt_mask,
-            rows,
-            key,
-            temperature=temperature,
-            truncation=truncation,
-            **options,
-        )
+        limits = {"temperature": temperature, "truncation": truncation}
+        return sample_groups(policy, params, prompt_ids, prompt_mask, rows, key, **limits, **options)
 
     return jax.jit(sample)
 

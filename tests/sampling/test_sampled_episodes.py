@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import row_numbers
 
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
@@ -25,7 +26,7 @@ N, G = 2, 3
 PLAIN = ModelConfig(V, 16, 24, 2, 4, 2, 4, initializer_range=0.4)
 WINDOW = dataclasses.replace(PLAIN, sliding_window=3, sliding_layers=(1,))
 PROMPTS = np.array([[0, 0, 1, 2], [3, 4, 5, 6]], np.int32), np.array([[False, False, True, True], [True] * 4])
-NUMBERS = np.arange(N * G, dtype=np.int32).reshape(N, G)
+NUMBERS = row_numbers(N, G)
 # Tokens of the environment after the first and the second turn: none, few, and more than are computed at a time.
 COUNTS = np.array([[[1, 0, 40], [2, 3, 1]], [[1, 2, 3], [5, 33, 1]]])
 
@@ -40,14 +41,21 @@ def programs_of(config):
     policy, params = decoder_policy(config), params_of(config)
 
     def begin(numbers):
-        given = (*PROMPTS, numbers, jax.random.key(1))
+        inputs = (*PROMPTS, numbers, jax.random.key(1))
         return begin_episodes(
-            policy, params, *given, max_tokens=OWN, environment_tokens=OTHERS, eos_ids=EOS, temperature=1.3, pad_id=0
+            policy,
+            params,
+            *inputs,
+            max_tokens=OWN,
+            environment_tokens=OTHERS,
+            eos_ids=EOS,
+            temperature=1.3,
+            pad_id=0,
         )
 
     def go_on(episodes, replies, counts, goes_on):
-        given = params, episodes, replies, counts, goes_on
-        return continue_episodes(policy, *given, max_tokens=OWN, eos_ids=EOS)
+        inputs = params, episodes, replies, counts, goes_on
+        return continue_episodes(policy, *inputs, max_tokens=OWN, eos_ids=EOS)
 
     return jax.jit(begin), jax.jit(go_on)
 
@@ -57,7 +65,7 @@ def replies(turn):
     return np.random.default_rng(turn).integers(0, V, (N, G, OTHERS)).astype(np.int32)
 
 
-def played(config=PLAIN, counts=COUNTS, waits=()):
+def played(config=WINDOW, counts=COUNTS, waits=()):
     """Episodes after three turns; those of `waits` end after the first."""
     begin, go_on = programs_of(config)
     episodes = begin(NUMBERS)
@@ -79,8 +87,8 @@ def config(request):
 def test_the_first_turn_is_a_completion_without_an_environment(config):
     policy, params = decoder_policy(config), params_of(config)
     options = {"max_tokens": OWN, "eos_ids": EOS, "temperature": 1.3, "pad_id": 0}
-    given = (*PROMPTS, NUMBERS, jax.random.key(1))
-    alone = jax.jit(lambda params: sample_groups(policy, params, *given, **options))(params)
+    inputs = (*PROMPTS, NUMBERS, jax.random.key(1))
+    alone = jax.jit(lambda params: sample_groups(policy, params, *inputs, **options))(params)
     first = programs_of(config)[0](NUMBERS).running.out
     np.testing.assert_array_equal(first.completion_ids[..., :OWN], alone.completion_ids)
     np.testing.assert_array_equal(first.completion_mask[..., :OWN], alone.completion_mask)
@@ -109,12 +117,14 @@ def test_probabilities_are_those_of_the_same_tokens_in_one_pass(config):
 
 
 LONG = 45  # tokens of a first turn: more than the 3 + 32 slots of a layer with a window
-ALL_WINDOWS = dataclasses.replace(PLAIN, sliding_window=3)
+ONLY_LAYER = dataclasses.replace(PLAIN, sliding_window=3, num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("config", [WINDOW, ALL_WINDOWS], ids=["one layer", "all layers"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(WINDOW, marks=pytest.mark.slow), ONLY_LAYER], ids=["one of two layers", "the only layer"]
+)
 def test_completions_that_wait_for_a_long_first_turn_keep_what_a_window_still_sees(config):
-    policy, params, numbers = decoder_policy(config), params_of(config), np.arange(16, dtype=np.int32).reshape(N, 8)
+    policy, params, numbers = decoder_policy(config), params_of(config), row_numbers(N, 8)
 
     @jax.jit
     def two_turns(params):
@@ -139,12 +149,12 @@ def test_completions_that_wait_for_a_long_first_turn_keep_what_a_window_still_se
 @pytest.mark.slow
 def test_in_float64_values_and_gradients_are_those_of_each_episode_alone():
     here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here.parent, here)))}
     command = [sys.executable, here / "in_float64.py"]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    found = json.loads(printed.splitlines()[-1])
-    assert found.pop("turns") == 3
-    assert all(difference < 1e-12 for difference in found.values()), found
+    differences = json.loads(printed.splitlines()[-1])
+    assert differences.pop("turns") == 3
+    assert all(difference < 1e-12 for difference in differences.values()), differences
 
 
 def test_tokens_lie_in_order_and_are_told_apart():
@@ -156,12 +166,12 @@ def test_tokens_lie_in_order_and_are_told_apart():
         assert (np.diff(turn[:length]) >= 0).all()
         assert own.sum() <= OWN
         for number, count in enumerate(COUNTS, 1):
-            heard = (turn == number) & ~own
+            observation = (turn == number) & ~own
             if own[turn > number].any():  # the episode went on
-                assert heard.sum() == count[place]
-                assert ids[heard].tolist() == replies(number - 1)[place][: count[place]].tolist()
-            said = ids[(turn == number) & own]
-            assert not np.isin(said[:-1], EOS).any()
+                assert observation.sum() == count[place]
+                assert ids[observation].tolist() == replies(number - 1)[place][: count[place]].tolist()
+            action = ids[(turn == number) & own]
+            assert not np.isin(action[:-1], EOS).any()
         assert not out.sampler_logprobs[place][~own].any()
 
 
@@ -175,7 +185,7 @@ def test_what_others_do_changes_no_token():
 
 
 def test_the_number_of_turns_and_their_lengths_compile_nothing():
-    begin, go_on = programs_of(PLAIN)
+    begin, go_on = programs_of(WINDOW)
     played()
     before = begin._cache_size(), go_on._cache_size()
     played(counts=np.ones((5, N, G), np.int64))

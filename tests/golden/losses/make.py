@@ -231,7 +231,7 @@ def trainer(cls, *, args=None, logprobs=None, old="old", **attributes):
 
 
 def batch_of(old: str = "old", **more) -> dict[str, torch.Tensor]:
-    """What TRL's losses take."""
+    """Returns the arguments of TRL's losses."""
     mask = tensor("mask")
     ids = torch.zeros(ROWS, dtype=torch.long)
     return {
@@ -320,7 +320,7 @@ def trl_losses() -> None:
 
 
 def trl_batch(cls, rewards: np.ndarray, **options) -> dict[str, torch.Tensor]:
-    """What a trainer makes of generated completions: rewards [K, N, G], NaN where one does not apply."""
+    """Returns a trainer's batch of generated completions: rewards [K, N, G], NaN where one does not apply."""
     by_row = torch.from_numpy(rewards.reshape(len(rewards), -1).T.astype(np.float64))
     weights = torch.from_numpy(INPUTS["reward_weights"].astype(np.float64)) if len(rewards) > 1 else torch.ones(1)
     defaults = {

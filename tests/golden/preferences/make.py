@@ -85,7 +85,7 @@ def stacked(x: torch.Tensor) -> torch.Tensor:
 
 
 def sums(logprobs: torch.Tensor) -> torch.Tensor:
-    """Of tokens, [N, 2]."""
+    """Returns the sums over tokens, [N, 2]."""
     return (logprobs * MASK).sum(-1)
 
 
@@ -114,7 +114,7 @@ def trainer(cls, **attributes):
 
 
 def outputs(logprobs: torch.Tensor) -> SimpleNamespace:
-    """What a model of TRL returns, masked as it masks; none of the rest enters a loss."""
+    """Returns the output of a model of TRL, masked as it masks; none of the rest enters a loss."""
     zeros = torch.zeros_like(logprobs)
     return SimpleNamespace(log_probs=logprobs, entropy=zeros, mean_logits=zeros, is_top1=zeros > 0)
 
@@ -185,14 +185,14 @@ def kto(name: str, **options) -> None:
 
 
 def rated(name: str, **options) -> None:
-    """The same of M completions, each with a mismatched one; `input.rated` has both, and a gradient at one alone."""
+    """Saves the same for M completions and mismatched ones; `input.rated` has both, and a gradient at one alone."""
     mask, ref = tensor("rated_mask"), tensor("rated_ref")
     ratings = mask[:, 0], (ref * mask)[:, 0].sum(-1), tensor("rated_desirable")
     save(name, lambda x: loss_of_kto(x[:, 0], *ratings, x[:, 1], ref[:, 1], mask[:, 1], **options), of="rated")
 
 
 def loss_of_kto(logprobs, mask, ref_sums, desirable, others, ref_of_others, mask_of_others, **options) -> torch.Tensor:
-    """What KTOTrainer computes of completions and of mismatched ones, from log-probabilities of their tokens."""
+    """Returns KTOTrainer's loss of completions and mismatched ones, from log-probabilities of their tokens."""
     padded, other = with_prompt(mask), with_prompt(mask_of_others)
     inputs = {
         "input_ids": padded,

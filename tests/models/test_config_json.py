@@ -1,0 +1,203 @@
+"""config.json of Hugging Face: fields, what families leave unsaid, what is refused, and the way back."""
+
+import math
+
+import pytest
+from tiny import GOLDEN, refused
+
+from grpo_jax.models.config import ExpertsConfig, Llama3Scaling, ModelConfig
+from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
+from grpo_jax.models.weights import read_json
+
+CONFIG_JSON = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "rope_scaling": None,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+WINDOW = {"sliding_window": 5}
+QWEN_WINDOW = WINDOW | {"model_type": "qwen2", "use_sliding_window": True}
+MOE = {"model_type": "qwen3_moe"}
+
+
+def test_config_of_earlier_transformers():
+    expected = ModelConfig(100, 32, 64, 3, 4, 2, 8, rope_theta=5000.0, rms_norm_eps=1e-5, remat="layer")
+    assert config_from_huggingface(CONFIG_JSON, remat="layer") == expected
+
+
+@pytest.mark.parametrize("scaling", [{}, LLAMA3], ids=["plain", "llama3"])
+def test_rotations_of_earlier_and_later_transformers(scaling):
+    renamed = {name: value for name, value in CONFIG_JSON.items() if not name.startswith("rope_")}
+    renamed["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0} | scaling
+    config = config_from_huggingface(renamed)
+    assert config == config_from_huggingface(CONFIG_JSON | {"rope_scaling": scaling or None})
+    assert config.rope_theta == 5000.0
+    assert config.rope_scaling == (Llama3Scaling(8.0, 1.0, 4.0, 8192) if scaling else None)
+
+
+def window(size, layers=None):
+    return {"sliding_window": size, "sliding_layers": layers}
+
+
+def only(*names):
+    """Returns all fields of biases and norms, of which these are true."""
+    return {name: name in names for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")}
+
+
+def experts(*fields, norm_topk_prob=False):
+    return {"experts": ExpertsConfig(*fields, norm_topk_prob=norm_topk_prob)}
+
+
+# Where a file does not say something, it means what transformers takes it to mean.
+FIELDS = [
+    ({"model_type": "mistral"} | WINDOW, window(5)),
+    ({"model_type": "mistral", "sliding_window": None}, window(None)),
+    ({"model_type": "mistral"}, window(4096)),
+    (WINDOW, window(None)),  # Llama has none
+    (QWEN_WINDOW | {"use_sliding_window": False}, window(None)),
+    (QWEN_WINDOW | {"max_window_layers": 0}, window(5)),
+    (QWEN_WINDOW | {"max_window_layers": 1}, window(5, (1, 2))),
+    (QWEN_WINDOW, window(None)),  # from layer 28 on
+    (QWEN_WINDOW | {"model_type": "qwen3", "max_window_layers": 2}, window(5, (2,))),
+    (QWEN_WINDOW | {"model_type": "qwen3_moe", "max_window_layers": 2}, window(5)),
+    (WINDOW | {"model_type": "mixtral"}, window(5)),
+    ({"model_type": "mixtral"}, window(None)),
+    (QWEN_WINDOW | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, window(5, (0,))),
+    ({"attention_bias": True}, only("qkv_bias", "o_bias")),
+    ({"mlp_bias": True}, only("mlp_bias")),
+    ({"model_type": "mistral", "attention_bias": True, "mlp_bias": True}, only()),  # it has none
+    ({"model_type": "qwen2", "mlp_bias": True}, only("qkv_bias")),
+    ({"model_type": "qwen3", "attention_bias": True}, only("qk_norm", "qkv_bias", "o_bias")),
+    ({"model_type": "qwen3"}, only("qk_norm") | {"head_dim": 128, "experts": None}),
+    ({"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
+    ({"num_key_value_heads": None}, {"num_key_value_heads": 4}),
+    ({"head_dim": 16}, {"head_dim": 16}),
+    ({"rope_scaling": {"type": "default"}}, {"rope_theta": 5000.0, "rope_scaling": None}),
+    (MOE, experts(128, 8, 768)),
+    (MOE | {"num_experts": 4, "num_experts_per_tok": 2}, experts(4, 2, 768)),
+    (MOE | {"num_local_experts": 16, "norm_topk_prob": True}, experts(16, 8, 768, norm_topk_prob=True)),
+    (MOE | {"mlp_only_layers": [], "decoder_sparse_step": 1}, experts(128, 8, 768)),
+    ({"model_type": "mixtral", "rope_theta": None}, experts(8, 2, 64, norm_topk_prob=True) | {"rope_theta": 1e6}),
+    ({"model_type": "mixtral", "num_local_experts": 3}, experts(3, 2, 64, norm_topk_prob=True)),
+]
+
+
+@pytest.mark.parametrize(("change", "fields"), FIELDS)
+def test_fields(change, fields):
+    file = {name: value for name, value in (CONFIG_JSON | change).items() if name != "rope_theta" or value}
+    config = config_from_huggingface(file)
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+# Field -> values that no model has.
+BAD = {
+    "model_type": ["gpt2", "gpt_oss", None],
+    "num_hidden_layers": [10**9, -1],
+    "hidden_size": ["x", 10**30],
+    "num_attention_heads": [0],
+    "num_key_value_heads": [3],
+    "head_dim": [0],
+    "rope_theta": ["x", -5, math.nan],
+    "rms_norm_eps": [-1000],
+    "max_position_embeddings": ["long"],
+    "tie_word_embeddings": ["no"],
+    "hidden_act": ["gelu"],
+    "partial_rotary_factor": [0.5],
+    "quantization_config": [{"bits": 4}],
+}
+# Family, further fields, and what the sentence names.
+BAD_IN_FAMILIES = [
+    ("llama", {"hidden_size": 63}, "num_attention_heads"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok"),
+    ("qwen3_moe", {"num_experts": "x"}, "num_experts"),
+    ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob"),
+    ("gemma3", {"text_config": {}}, "towers for images"),
+    ("gemma3n", {}, "towers for images"),
+    ("pixtral", {"vision_config": {"depth": 2}}, "towers for images"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+    ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    ("phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor"),
+    ("phi3", {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
+    ("mistral", {"sliding_window": -1}, "sliding_window"),
+    ("qwen2", {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "layer_types"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1.5}, "max_window_layers"),
+]
+# Kind of rotary scaling, its fields, and what the sentence names.
+BAD_SCALINGS = [
+    ("proportional", {"factor": 2.0}, "proportional"),
+    ("linear", {}, "lacks factor"),
+    ("linear", {"factor": -2.0}, "factor"),
+    ("dynamic", {"factor": 2.0}, "lacks original_max"),
+    ("llama3", {"factor": 8.0}, "low_freq_factor"),
+    ("yarn", {"factor": 4.0}, "yarn"),
+]
+
+
+def refusals():
+    """Yields a change of the file, and what the sentence names."""
+    yield from (({field: value}, field) for field, values in BAD.items() for value in values)
+    yield from (({"model_type": family} | change, words) for family, change, words in BAD_IN_FAMILIES)
+    yield from (({"rope_scaling": {"type": kind} | change}, words) for kind, change, words in BAD_SCALINGS)
+    yield {"rope_scaling": "llama3"}, "rope scaling"
+    longrope = {"type": "longrope", "short_factor": [1], "long_factor": [1]}
+    yield {"model_type": "phi3", "max_position_embeddings": 64, "rope_scaling": longrope}, "short_factor"
+
+
+@pytest.mark.parametrize(("change", "words"), list(refusals()))
+def test_a_file_that_is_not_supported_is_refused(change, words):
+    with refused(words):
+        config_from_huggingface(CONFIG_JSON | change)
+
+
+def test_a_file_that_lacks_fields_is_refused():
+    with refused("lacks vocab_size, hidden_size"):
+        config_from_huggingface({"model_type": "llama", "intermediate_size": 1})
+
+
+@pytest.mark.parametrize("name", sorted(file.parent.name for file in GOLDEN.glob("*/config.json")))
+def test_a_made_file_says_what_transformers_wrote(name):
+    original = read_json(GOLDEN / name / "config.json")
+    config = config_from_huggingface(original)
+    made = config_to_huggingface(config)
+    assert config_from_huggingface(made) == config
+    # Mistral without a window is Llama.
+    same_family = made["model_type"] == original["model_type"]
+    assert same_family or (name, made["model_type"]) == ("mistral", "llama")
+    shared = made.keys() & original.keys() - (set() if same_family else {"architectures", "model_type"})
+    assert all(says(made[key], original[key]) for key in shared)
+
+
+def says(made, original):
+    """Tells whether a value says all that the original does, and maybe what transformers derives by itself."""
+    if not isinstance(original, dict):
+        return made == original
+    return original.keys() <= made.keys() and all(says(made[key], value) for key, value in original.items())
+
+
+@pytest.mark.parametrize(
+    "change", [{"o_bias": True}, {"unrotated_layers": (1,), "qk_norm": True}, {"qk_norm": True, "mlp_bias": True}]
+)
+def test_configurations_that_no_architecture_has_are_refused(change):
+    with refused("combination"):
+        config_to_huggingface(ModelConfig(vocab_size=24, **change))

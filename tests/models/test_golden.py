@@ -1,0 +1,202 @@
+"""Logits and gradients of transformers and PEFT for the models in golden/: see golden/make.py."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny import GOLDEN, load_golden, randomly_adapted, refused, slow_unless
+
+from grpo_jax.functional import token_logprobs
+from grpo_jax.functional.numerics import softcapped
+from grpo_jax.models.huggingface import save_pretrained
+from grpo_jax.models.lora import add_adapters, merge
+from grpo_jax.models.peft import load_adapter, save_adapter
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.weights import load_params
+from grpo_jax.planning.memory import num_params
+
+NAMES = sorted(file.parent.name for file in GOLDEN.glob("*/config.json"))
+WITH_GRADIENTS = sorted(file.parent.name for file in GOLDEN.glob("*/gradients.npz"))
+# Together the quick ones have every kind of norm, bias, window, cap and rotation.
+QUICK_GRADIENTS = ("gemma3_capped",)
+QUICK = ("llama/adapter", "llama3_rope", "llama_linear", "llama_biases", "qwen3_yarn", "mixtral", "smollm3_window")
+QUICK_DECODED = ("gemma2_untied", "phi3_window", "olmo2_biases")
+DECODED = (*WITH_GRADIENTS, "gemma3", "qwen3")
+
+
+@cache
+def logits_fn(config, group_size=1):
+    """(params, ids [B, S], length of the prompt) -> logits [B, S - length, V] that predict the tokens behind it."""
+    policy = decoder_policy(config)
+
+    @jax.jit
+    def logits(params, *batch):
+        return softcapped(policy.hidden(params, *batch)[:, -1] @ policy.unembedding(params).T, policy.softcap)
+
+    return lambda params, ids, length: logits(params, *padded(ids, length, group_size))
+
+
+def padded(ids, length, group_size=1):
+    """Returns a prompt of `length` tokens behind three of padding, and the rest as the last of its completions."""
+    prompt, rest = np.pad(ids[:, :length], ((0, 0), (3, 0))), ids[:, length:]
+    completions = np.stack([rest[:, ::-1]] * (group_size - 1) + [rest], axis=1)
+    return prompt, np.broadcast_to(np.arange(length + 3) >= 3, prompt.shape), completions
+
+
+def golden_of(name):
+    """Returns configuration, parameters, and arrays of transformers."""
+    folder, _, adapter = name.partition("/")
+    config, params = load_golden(folder)
+    return config, load_adapter(GOLDEN / name, params) if adapter else params, np.load(GOLDEN / name / "golden.npz")
+
+
+def with_fused_experts(name, tensors):
+    """Returns tensors by names, with one for all experts of a layer, which is how transformers 5 holds them."""
+    config, tensors = load_golden(name)[0], dict(tensors)
+    module, *projections = ("mlp", "gate_proj", "up_proj", "down_proj")
+    if name == "mixtral":
+        module, *projections = ("block_sparse_moe", "w1", "w3", "w2")
+    for layer in range(config.num_hidden_layers):
+        stem, numbers = f"model.layers.{layer}", range(config.experts.num_experts)
+        gate, up, down = (
+            np.stack([tensors.pop(f"{stem}.{module}.experts.{i}.{projection}.weight") for i in numbers])
+            for projection in projections
+        )
+        tensors[f"{stem}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{stem}.mlp.experts.down_proj"] = down
+        tensors[f"{stem}.mlp.gate.weight"] = tensors.pop(f"{stem}.{module}.gate.weight")
+    return tensors
+
+
+@pytest.mark.parametrize("name", slow_unless(QUICK, [*NAMES, "llama/adapter"]))
+def test_logits(name):
+    config, params, golden = golden_of(name)
+    logits = logits_fn(config, 2)(params, golden["ids"], 9)
+    np.testing.assert_allclose(logits, golden["logits"][:, 8:-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", slow_unless(QUICK_GRADIENTS, WITH_GRADIENTS))
+def test_logits_and_gradients(name, tmp_path):
+    """Gradients are those of the mean −log π of the second of two completions that share a prompt."""
+    config, params, golden = golden_of(name)
+    expected, policy = np.load(GOLDEN / name / "gradients.npz"), decoder_policy(config)
+
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss(params, batch):
+        hidden, unembedding = policy.hidden(params, *batch)[:, -1], policy.unembedding(params)
+        logprobs = token_logprobs(hidden, unembedding, batch[2][:, -1], softcap=policy.softcap).logprobs
+        return -jnp.mean(logprobs), softcapped(hidden @ unembedding.T, policy.softcap)
+
+    (value, logits), gradients = jax.jit(loss)(params, padded(golden["ids"], 9, 2))
+    np.testing.assert_allclose(logits, golden["logits"][:, 8:-1], atol=1e-4)
+    np.testing.assert_allclose(value, expected["loss"], rtol=1e-5)
+    folder = save_pretrained(tmp_path / "gradients", gradients, config, source=GOLDEN / name)
+    least = 1e-3 * max(np.linalg.norm(x) for x in expected.values())  # the bias of keys that nobody rotates has none
+    tensors = load_file(folder / "model.safetensors")
+    for tensor, gradient in (with_fused_experts(name, tensors) if config.experts else tensors).items():
+        norm = max(np.linalg.norm(expected[tensor]), least)
+        assert np.linalg.norm(gradient - expected[tensor]) <= 1e-4 * norm, tensor
+
+
+@pytest.mark.parametrize("name", slow_unless(QUICK_DECODED, DECODED))
+def test_logits_one_token_after_the_other(name):
+    config, params, golden = golden_of(name)
+    policy = decoder_policy(config)
+
+    @jax.jit
+    def decoded(params, prompt, mask, completion):
+        tokens = completion.transpose(2, 0, 1)
+        first, decode, cache = policy.prefill(params, prompt, mask, 1, len(tokens) + 1)
+
+        def step(cache, token):
+            state, cache = decode(cache, *token)
+            return cache, state[:, 0]
+
+        _, states = jax.lax.scan(step, cache, (tokens, jnp.arange(len(tokens))))
+        logits = jnp.concatenate([first[None], states]).swapaxes(0, 1) @ policy.unembedding(params).T
+        return softcapped(logits, policy.softcap)
+
+    logits = decoded(params, *padded(golden["ids"], 9))
+    np.testing.assert_allclose(logits, golden["logits"][:, 8:], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_that_are_one_tensor_a_layer(name, tmp_path):
+    """transformers 5 writes them so with save_original_format=False."""
+    (config, params), tensors = (
+        load_golden(name),
+        with_fused_experts(name, load_file(GOLDEN / name / "model.safetensors")),
+    )
+    save_file(tensors, tmp_path / "model.safetensors")
+    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), load_params(tmp_path, config), params)
+    tensors["model.layers.1.mlp.experts.down_proj"] = tensors["model.layers.1.mlp.experts.down_proj"][:-1].copy()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with refused(r"hold no tensor 'model.layers.1.*experts"):
+        load_params(tmp_path, config)
+
+
+def test_parameters_are_counted():
+    for name in NAMES:
+        config, params = load_golden(name)
+        assert num_params(config) == sum(x.size for x in jax.tree.leaves(params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "expert"), [("qwen3_moe", "mlp.experts.4.up_proj"), ("mixtral", "block_sparse_moe.experts.3.w3")]
+)
+def test_adapted_experts_are_merged_saved_and_loaded(name, expert, tmp_path):
+    config, params, golden = golden_of(name)
+    new, adapted = add_adapters(params, jax.random.key(0), rank=2, alpha=3.0), randomly_adapted(params, alpha=3.0)
+    logits = partial(logits_fn(config), ids=golden["ids"], length=9)
+    assert np.abs(logits(params) - logits(adapted)).max() > 0.1
+    np.testing.assert_allclose(logits(adapted), logits(merge(adapted)), atol=1e-4)
+    np.testing.assert_array_equal(logits(new), logits(params))
+    folder = save_adapter(tmp_path / "out", adapted, base="somewhere")
+    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), load_adapter(folder, params), adapted)
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert saved[f"base_model.model.model.layers.1.{expert}.lora_A.weight"].shape == (2, 16)
+
+
+# ---- with transformers and PEFT themselves
+
+
+def torch_logits(load, folder, ids):
+    """Returns the logits of a folder that `load` reads. Only the eager attention has every kind of mask."""
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        model = load(folder, attn_implementation="eager", dtype="float32").eval()
+        return model(torch.from_numpy(ids.astype(np.int64))).logits.numpy()
+
+
+def random_ids(config):
+    return np.random.default_rng(1).integers(0, config.vocab_size, (2, 30))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_reads_a_saved_folder(name, tmp_path):
+    pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    (config, params), load = load_golden(name), AutoModelForCausalLM.from_pretrained
+    expected = torch_logits(load, GOLDEN / name, random_ids(config))
+    np.testing.assert_allclose(logits_fn(config)(params, random_ids(config), 9), expected[:, 8:-1], atol=1e-4)
+    # With the original's config.json, and with one made from the configuration.
+    for source in (GOLDEN / name, None):
+        folder = save_pretrained(tmp_path / str(source is None), params, config, source=source, max_shard_bytes=4000)
+        np.testing.assert_array_equal(torch_logits(load, folder, random_ids(config)), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", *WITH_GRADIENTS])
+def test_peft_reads_a_saved_adapter(name, tmp_path):
+    """PEFT reads an expert's adapter by the name of transformers 4, and makes one of all experts of it."""
+    peft = pytest.importorskip("peft")
+    config, params = load_golden(name)
+    adapted = randomly_adapted(params, alpha=3.0)
+    base, fused = str(GOLDEN / name), config.fused_projections
+    folder = save_adapter(tmp_path / "out", adapted, base=base, fused_projections=fused)
+    expected = torch_logits(peft.AutoPeftModelForCausalLM.from_pretrained, folder, random_ids(config))
+    np.testing.assert_allclose(logits_fn(config)(adapted, random_ids(config), 9), expected[:, 8:-1], atol=1e-4)

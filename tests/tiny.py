@@ -1,0 +1,148 @@
+"""Tiny models, parameters, prompts and tasks that many tests need."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.data.types import Prompts, pad_prompts, rng
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import config_from_huggingface
+from grpo_jax.models.layout import rows_of_texts
+from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.params import Adapted
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.tasks.task import Task
+
+# Models of transformers with what it computes from them: see golden/make.py.
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@contextlib.contextmanager
+def refused(words: str) -> Iterator[None]:
+    """Asserts that its block raises a `UsageError` of one line, in which the pattern `words` occurs."""
+    with pytest.raises(UsageError, match=words) as error:
+        yield
+    assert "\n" not in str(error.value)
+
+
+def slow_unless(quick: Any, values: Any) -> list[Any]:
+    """Returns parameters of a test, of which those that are not among `quick` are slow."""
+    return [pytest.param(x, id=str(x), marks=() if x in quick else pytest.mark.slow) for x in values]
+
+
+# ---- models
+
+
+def tiny_config(vocab_size: int, **changes: Any) -> ModelConfig:
+    """Returns a decoder of one layer, which compiles in a moment, with some fields changed."""
+    return replace(ModelConfig(vocab_size, 16, 32, 1, 2, 1, 8, initializer_range=0.3), **changes)
+
+
+def random_like(shapes: Any, scale: float = 0.3, seed: int = 0) -> Any:
+    """Returns random leaves of these shapes. Norms are near 1: the first values of biases and norms hide mistakes."""
+    noise = np.random.default_rng(seed)
+
+    def leaf(path: Any, x: Any) -> jax.Array:
+        drawn = noise.normal(scale=scale, size=x.shape).astype(np.float32)
+        return jnp.asarray(1 + drawn if path[-1].key == "scale" else drawn)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+@cache
+def random_params(config: ModelConfig, scale: float = 0.3) -> Any:
+    """Returns parameters of a decoder with random biases and norms."""
+    return random_like(jax.eval_shape(decoder_policy(config).init, jax.random.key(0)), scale)
+
+
+def randomly_adapted(params: Any, rank: int = 2, alpha: float = 4.0, scale: float = 0.3) -> Adapted:
+    """Returns parameters with adapters on all projections that change something: a B of 0 hides mistakes."""
+    new = add_adapters(params, jax.random.key(0), rank=rank, alpha=alpha)
+    return new._replace(adapters=random_like(new.adapters, scale))
+
+
+@cache
+def load_golden(name: str) -> tuple[ModelConfig, Any]:
+    """Returns the configuration and the parameters of a folder in golden/."""
+    config = config_from_huggingface(read_json(GOLDEN / name / "config.json"))
+    return config, load_params(GOLDEN / name, config)
+
+
+def states_of_texts(policy: Policy, params: Any, ids: Any, texts: Any) -> jax.Array:
+    """Returns the state at each token `[R, S, D]`: texts get one token more, because states are those before a token.
+
+    Args:
+      policy: of a model.
+      params: its parameters.
+      ids: int `[R, S]`.
+      texts: int `[R, S]`, texts numbered from 1.
+    """
+    ids, texts = (jnp.pad(jnp.asarray(x), [(0, 0), (0, 1)]) for x in (ids, texts))
+    return policy.states(params, rows_of_texts(ids, texts))[0][:, 0, 1:]
+
+
+# ---- prompts and tasks
+
+
+def ragged_prompts(lengths: Any, vocab_size: int, width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns random ids `[N, P]` of prompts that are padded on the left with 0, and their mask."""
+    lengths = np.asarray(lengths)[:, None]
+    width = lengths.max() if width is None else width
+    mask = np.arange(width) >= width - lengths
+    return np.random.default_rng(0).integers(0, vocab_size, mask.shape, np.int32) * mask, mask
+
+
+def row_numbers(num_prompts: int, group_size: int) -> np.ndarray:
+    """Returns the numbers of completions, int32 `[N, G]`."""
+    return np.arange(num_prompts * group_size, dtype=np.int32).reshape(num_prompts, group_size)
+
+
+def digits(ids: Any) -> str:
+    """Returns the text of a completion: its ids in a row."""
+    return "".join(map(str, ids))
+
+
+def digit_prompts(step: int, count: int = 8, length: int = 2, pad_id: int = 7) -> Prompts:
+    """Returns the prompts of a step: random ids below 6, padded to one more than their length."""
+    tokens = rng(step).integers(0, 6, (count, length)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(x)} for x in tokens], width=length + 1, pad_id=pad_id)
+
+
+def digit_task(reward: Any, prompts: Callable[[int], Prompts] = digit_prompts, vocab_size: int = 8) -> Task:
+    """Returns a task of prompts of digits, where 6 ends a completion and 7 is padding."""
+    return Task(prompts, reward, prompts(999), digits, (6,), 7, vocab_size)
+
+
+def task_of_tokens(eos_ids: tuple[int, ...], pad_id: int, vocab_size: int) -> Task:
+    """Returns a task that has nothing but its tokens, for samplers."""
+    return Task(None, None, None, None, eos_ids, pad_id, vocab_size)  # type: ignore[arg-type]
+
+
+# ---- folders
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    """Writes a tokenizer of the words t0, t1 … whose end is t5."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(size)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "eos_token": "t5"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    """Replaces some fields of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
