@@ -18,6 +18,8 @@ class Shape(NamedTuple):
     prompt: int  # tokens
     completion: int
     group_size: int = 8
+    median_prompt: int = 0  # tokens of prompts that are log-normal up to `prompt`; 0: they are not
+    usual_prompt: int = 0  # tokens of all prompts but one in 512, which has `prompt`; 0: all have `prompt`
     mean_length: int = 0  # of completions, in tokens, where a uniform choice of tokens ends them; 0: none ends
 
 
@@ -27,6 +29,8 @@ SHAPES = {
     "tiny": Shape(TINY, 16, 16, 32),
     "tiny256": Shape(TINY, 16, 16, 256),
     "tiny1024": Shape(TINY, 4, 16, 1024),
+    "skewed": Shape(TINY, 16, 1024, 32, median_prompt=100),
+    "one-long": Shape(TINY, 16, 1024, 32, usual_prompt=16),
     "mid": Shape(MID, 4, 16, 128),
     "prompt": Shape(MID, 1, 512, 64),
     # Weights so small that every token is about as likely as any other.
@@ -36,14 +40,31 @@ SHAPES = {
     "qwen3-0.6b": Shape(MODELS["Qwen3-0.6B"], 16, 64, 256),
     "qwen3-0.6b-2048": Shape(MODELS["Qwen3-0.6B"], 256, 64, 128),
 }
-CpuShape = Literal["tiny", "tiny256", "tiny1024", "mid", "prompt", "long-tail"]
+CpuShape = Literal["tiny", "tiny256", "tiny1024", "skewed", "one-long", "mid", "prompt", "long-tail"]
 ShapeName = Literal[CpuShape, "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen3-0.6b-2048"]
+
+
+_ROWS = 1024  # prompts of the data
+
+
+def prompt_lengths(shape: Shape) -> np.ndarray:
+    """Returns the tokens of each prompt of the data; the longest is in the first step."""
+    if shape.median_prompt:
+        lengths = shape.median_prompt * np.exp(rng(1).normal(0, 0.75, _ROWS))
+        lengths = np.clip(lengths, 4, shape.prompt).astype(int)
+        lengths[0] = shape.prompt
+        return lengths
+    lengths = np.full(_ROWS, shape.usual_prompt or shape.prompt)
+    lengths[::512] = shape.prompt
+    return lengths
 
 
 def random_prompts(shape: Shape, step: int, *, seed: int = 0) -> Prompts:
     """Returns prompts of a step with random ids, and their text for an example."""
     ids = rng(seed, step).integers(0, shape.model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
-    return Prompts(ids, np.ones(ids.shape, bool), [{"prompt": str(row)} for row in ids])
+    rows = (step * shape.num_prompts + np.arange(shape.num_prompts)) % _ROWS
+    mask = np.arange(shape.prompt) >= shape.prompt - prompt_lengths(shape)[rows][:, None]
+    return Prompts(ids, mask, [{"prompt": str(row[-16:])} for row in ids])
 
 
 class Cost(NamedTuple):

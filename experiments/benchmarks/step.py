@@ -25,9 +25,9 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from experiments.benchmarks.shapes import SHAPES, ShapeName, random_prompts
+from experiments.benchmarks.shapes import SHAPES, ShapeName, prompt_lengths, random_prompts
 from grpo_jax.config import recipe
-from grpo_jax.data.types import Completion, Example, Prompts
+from grpo_jax.data.types import Completion, Example, Prompts, choose_widths
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
@@ -44,7 +44,8 @@ class Config:
     """Options of the benchmark."""
 
     shape: ShapeName = "tiny"
-    """tiny, tiny256, tiny1024: a million parameters and completions of 32, 256 or 1,024 tokens. mid, prompt: 48
+    """tiny, tiny256, tiny1024: a million parameters and completions of 32, 256 or 1,024 tokens. skewed, one-long: tiny
+    with log-normal prompts of up to 1,024 tokens, or one such prompt in 512. mid, prompt: 48
     million, and completions of 128 tokens or prompts of 512. long-tail: mid with completions of 64 tokens in the mean
     and 256 at most. The others are for accelerators."""
     steps: int = 9
@@ -82,6 +83,9 @@ def main(config: Config) -> None:
     vocab_size = shape.model.vocab_size
     ends = tuple(range(vocab_size // shape.mean_length)) if shape.mean_length else (-1,)
     task = Task(prompts, reward, prompts(0), lambda ids: " ".join(map(str, ids)), ends, 0, vocab_size)
+    lengths = prompt_lengths(shape)
+    longest = lengths.reshape(-1, shape.num_prompts).max(axis=-1)
+    task = task._replace(prompt_widths=choose_widths(lengths), batch_widths=choose_widths(longest))
     params = jax.block_until_ready(jax.jit(policy.init)(jax.random.key(0)))
     ready = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

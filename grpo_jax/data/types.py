@@ -1,5 +1,6 @@
 """Types of data: examples, prompts, completions, rewards."""
 
+import itertools
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -114,6 +115,50 @@ def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example],
         ids[row, width - len(tokens) :] = tokens
         mask[row, width - len(tokens) :] = True
     return Prompts(ids, mask, list(examples))
+
+
+_MOST_WIDTHS = 3  # of prompts; each is compiled into the programs
+_NARROWEST = 16  # tokens
+
+
+def choose_widths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:
+    """Chooses the widths that prompts are padded to, so that there is the least padding.
+
+    Args:
+      lengths: tokens of each prompt; not empty.
+
+    Returns:
+      At most three widths, ascending. The last one is the longest prompt's.
+    """
+    sorted_lengths, longest = np.sort(np.asarray(lengths)), int(max(lengths))
+    # Halves and three quarters of the longest prompt, of its half, and so on, as multiples of 8.
+    scales = [scale / 2**power for power in range(longest.bit_length()) for scale in (1.0, 0.75)]
+    rounded = {-(-int(longest * scale) // 8) * 8 for scale in scales}
+    narrower = sorted(width for width in rounded if _NARROWEST <= width < longest)
+    # Fewer widths come first, since the first of equals is chosen.
+    counts = range(_MOST_WIDTHS)
+    choices = [(*chosen, longest) for count in counts for chosen in itertools.combinations(narrower, count)]
+
+    def padded_tokens(widths: tuple[int, ...]) -> int:
+        fitting = np.searchsorted(sorted_lengths, widths, side="right")
+        return int(np.diff(fitting, prepend=0) @ np.asarray(widths))
+
+    return min(choices, key=padded_tokens)
+
+
+def useful_widths(widths: Sequence[int], prompt: int, group_tokens: int) -> tuple[int, ...]:
+    """Returns those widths that save at least a tenth of the tokens compared with the next wider one, and P.
+
+    Args:
+      widths: ascending.
+      prompt: P.
+      group_tokens: G · T, which a prompt's completions have.
+    """
+    useful = [prompt]
+    for width in sorted(widths, reverse=True):
+        if useful[-1] + group_tokens >= 1.1 * (width + group_tokens):
+            useful.append(width)
+    return tuple(reversed(useful))
 
 
 def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tuple[np.ndarray, np.ndarray]:

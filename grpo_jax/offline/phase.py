@@ -28,7 +28,7 @@ from grpo_jax.models.trainable import join
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import Seed, Size, check_number, check_ranges
 from grpo_jax.rl.optimizer import init_state, learning_rate_schedule, make_optimizer, steps_taken
-from grpo_jax.rl.pieces import Microbatches, by_prompts, computed_in_pieces
+from grpo_jax.rl.pieces import Pieces, by_prompts, computed_in_pieces
 from grpo_jax.rl.types import Logs, TrainState
 from grpo_jax.rl.update import train_step
 
@@ -89,7 +89,7 @@ def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitProg
     )
     optimizer = make_optimizer(learning_rate, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
 
-    def pieces(rows: Any) -> Microbatches | None:
+    def pieces(rows: Any) -> Pieces:
         return by_prompts(jax.tree.leaves(rows)[0].shape[0], config.microbatches)
 
     def map_pieces(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Any:

@@ -81,8 +81,10 @@ def compile_programs(
     sampler = sampler or make_sampler(policy, task, config.sampling, devices=devices_of(config))
     devices = sampler.devices
 
+    where: Any = {"devices": devices, "prompt_widths": task.prompt_widths}
+
     def score(trained, extras, frozen, start, batch):
-        return score_rollout(method, config, models_of(trained, frozen, start, extras), batch, devices=devices)
+        return score_rollout(method, config, models_of(trained, frozen, start, extras), batch, **where)
 
     score_program = compiled(score, 0, devices=devices) if method.scorers else None
 
@@ -93,7 +95,7 @@ def compile_programs(
         return batch._replace(**fields)
 
     def learn(state, frozen, start, batch, rewards, clock):
-        return update.learn(method, config, state, frozen, start, batch, rewards, (clock[0], clock[1]), devices=devices)
+        return update.learn(method, config, state, frozen, start, batch, rewards, (clock[0], clock[1]), **where)
 
     def initial_state(trained):
         state = init_state(jax.tree.map(jnp.copy, trained), method.optimizer)

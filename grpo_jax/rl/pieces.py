@@ -4,12 +4,14 @@ Letters as in `types`; R rows of packed completions, S tokens of a row, C pieces
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
+from grpo_jax.data.types import useful_widths
 from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
 from grpo_jax.rl.types import Array, Batch, Method
@@ -31,30 +33,62 @@ class Piece(NamedTuple):
 
 
 class Microbatches(NamedTuple):
-    """Pieces of a batch, each of the same shape. None in place of this: the batch is computed at once."""
+    """Pieces of a batch, each of the same shape."""
 
     prompts: Array  # int32 [C, n], of each piece
     members: Array  # bool [C, n, G or 1], the completions of the prompt that the piece computes
     num_used: int | jax.Array  # pieces to compute, at most C; the others are empty
     width: int | None  # S; None: completions are not packed
+    prompt_width: int | None = None  # tokens of a prompt that a piece computes, the last ones; None: all P
 
 
-def choose_pieces(method: Method, config: GRPOConfig, batch: Batch) -> Microbatches | None:
-    """Returns the pieces that a batch is computed in, of the rows that one device has; None: it is one piece."""
+# One entry for each width of prompts, the widest first. Empty: the batch is computed at once.
+Pieces = tuple[Microbatches, ...]
+
+
+class PromptWidths(NamedTuple):
+    """Widths that prompts are cut to in pieces, and the pieces of each width."""
+
+    lengths: Array  # int [N], tokens of each prompt
+    widths: tuple[int, ...]  # ascending; the last one holds every prompt
+    rows: tuple[int, ...]  # prompts, or rows of packed completions, in a piece of each width
+
+
+def choose_pieces(method: Method, config: GRPOConfig, batch: Batch, widths: tuple[int, ...] = ()) -> Pieces:
+    """Returns the pieces that a batch is computed in, of the rows that one device has.
+
+    Args:
+      method: says whether completions may be packed.
+      config: the run.
+      batch: of N prompts.
+      widths: of prompts, ascending (`data.types.choose_widths`). A piece is as wide as its longest prompt needs.
+    """
     num_prompts, group_size, tokens = batch.completion_ids.shape
-    local, optimizer = num_prompts // batch_parts(), config.optimizer
-    piece = choose_piece(
-        local,
-        batch.prompt_ids.shape[-1],
-        group_size,
-        tokens,
-        microbatches=optimizer.microbatches,
-        piece_tokens=optimizer.piece_tokens or traits_of_backend().piece_tokens,
+    local, prompt, group_tokens = num_prompts // batch_parts(), batch.prompt_ids.shape[-1], group_size * tokens
+    microbatches, piece_tokens = config.optimizer.microbatches, config.optimizer.piece_tokens
+    piece_tokens = piece_tokens or traits_of_backend().piece_tokens
+    choose = partial(
+        choose_piece,
+        group_size=group_size,
+        tokens=tokens,
+        microbatches=microbatches,
+        piece_tokens=piece_tokens,
         packs=method.packs,
     )
+    widths = useful_widths(widths, prompt, group_tokens)
+    piece = choose(local, prompt)
+    if len(widths) == 1 or (piece.rows == local and not piece.is_packed):
+        sorting = None
+    else:
+        # Most prompts are short, so the narrowest width decides whether completions are packed.
+        piece = choose(local, widths[0])
+        row = piece.width * piece.texts
+        fitting = (piece.rows if microbatches else max(1, piece_tokens // (width + row)) for width in widths)
+        lengths = jnp.sum(batch.prompt_mask, axis=-1, dtype=jnp.int32)
+        sorting = PromptWidths(lengths, widths, tuple(min(rows, local) for rows in fitting))
     if piece.is_packed:
-        return packed(lengths_of(batch.completion_mask), piece.width, piece.rows)
-    return by_prompts(num_prompts, local // piece.rows)
+        return packed(lengths_of(batch.completion_mask), piece.width, piece.rows, sorting)
+    return by_prompts(num_prompts, local // piece.rows, sorting)
 
 
 def choose_piece(
@@ -132,21 +166,22 @@ def _largest_divisor(number: int, tokens: int, limit: int) -> int:
     return max((d for d in range(1, number + 1) if number % d == 0 and d * tokens <= limit), default=1)
 
 
-def by_prompts(num_prompts: int, pieces: int) -> Microbatches | None:
+def by_prompts(num_prompts: int, pieces: int, sorting: PromptWidths | None = None) -> Pieces:
     """Pieces of whole prompts. On a mesh each has as many of every part of the batch.
 
     Args:
       num_prompts: N.
       pieces: C; with the parts of the batch it divides N.
+      sorting: widths of prompts; None: all are computed at full width.
     """
-    if pieces == 1:
-        return None
-    parts, prompts = batch_parts(), jnp.arange(num_prompts, dtype=jnp.int32)
-    prompts = prompts.reshape(pieces, -1) if parts == 1 else _side_by_side(prompts.reshape(parts, pieces, -1))
-    return Microbatches(prompts, jnp.ones((*prompts.shape, 1), bool), pieces, None)
+    if pieces == 1 and sorting is None:
+        return ()
+    local = num_prompts // batch_parts()
+    prompts = jnp.arange(num_prompts, dtype=jnp.int32).reshape(-1, local)
+    return _cut(prompts, jnp.ones((*prompts.shape, 1), bool), local, local // pieces, None, sorting)
 
 
-def packed(lengths: jax.Array, width: int, rows: int) -> Microbatches:
+def packed(lengths: jax.Array, width: int, rows: int, sorting: PromptWidths | None = None) -> Pieces:
     """Pieces of packed completions. A row has completions of one prompt, as many as fit: first the longest.
 
     On a mesh each part of the batch is packed by itself, and a piece has rows of all parts. As many pieces are computed
@@ -156,15 +191,57 @@ def packed(lengths: jax.Array, width: int, rows: int) -> Microbatches:
       lengths: int `[N, G]`, tokens of each completion, at most `width`; 0 for those that are left out.
       width: S, tokens of a row.
       rows: n, of a piece; on a mesh of each part.
+      sorting: widths of prompts; None: all are computed at full width.
     """
     parts, num_prompts = batch_parts(), lengths.shape[0]
-    if parts == 1:
-        return _packed_part(lengths, width, rows)
-    part_lengths = lengths.reshape(parts, -1, lengths.shape[-1])
-    pack = jax.vmap(lambda lengths: _packed_part(lengths, width, rows)._replace(width=0))
-    prompts, members, num_used, _ = pack(part_lengths)
-    prompts += jnp.arange(0, num_prompts, num_prompts // parts, dtype=jnp.int32)[:, None, None]
-    return Microbatches(_side_by_side(prompts), _side_by_side(members), jnp.max(num_used), width)
+    prompts, members, num_rows = jax.vmap(partial(_pack, width=width))(lengths.reshape(parts, -1, lengths.shape[-1]))
+    prompts += jnp.arange(0, num_prompts, num_prompts // parts, dtype=jnp.int32)[:, None]
+    return _cut(prompts, members, num_rows, rows, width, sorting)
+
+
+def _cut(
+    prompts: jax.Array,
+    members: jax.Array,
+    num_rows: int | jax.Array,
+    rows: int,
+    width: int | None,
+    sorting: PromptWidths | None,
+) -> Pieces:
+    """Cuts the rows of each part of a batch into pieces.
+
+    Args:
+      prompts: int32 `[parts, R]`, of each row; rows that are used come first.
+      members: bool `[parts, R, G or 1]`.
+      num_rows: that are used, of each part.
+      rows: n, of a piece, without `sorting`.
+      width: S.
+      sorting: rows are sorted by the width of their prompts, and cut from the widest on. The last rows of a width share
+        a piece with the first ones of the next narrower width. So only the last piece of all has empty rows.
+    """
+    size = prompts.shape[1]
+    counts: list[Any] = [num_rows]
+    shapes: list[tuple[int | None, int]] = [(None, rows)]
+    if sorting is not None:
+        number = jnp.searchsorted(jnp.asarray(sorting.widths), sorting.lengths[prompts])
+        number = jnp.where(jnp.arange(size) < jnp.reshape(num_rows, (-1, 1)), number, -1)
+        order = jnp.argsort(-number, axis=-1, stable=True)
+        prompts = jnp.take_along_axis(prompts, order, axis=-1)
+        members = jnp.take_along_axis(members, order[..., None], axis=1)
+        counts = [jnp.sum(number >= place, axis=-1) for place in range(len(sorting.widths))]
+        shapes = list(zip(sorting.widths, sorting.rows, strict=True))
+    pieces: list[Microbatches] = []
+    taken: Any = 0
+    for count, (prompt_width, n) in zip(reversed(counts), reversed(shapes), strict=True):
+        left = count if isinstance(count, int) else jnp.maximum(jnp.max(count) - taken, 0)
+        places = jnp.arange(size + -size % n) + taken
+        is_used = places < jnp.reshape(num_rows, (-1, 1))
+        places = jnp.minimum(places, size - 1)
+        chosen, of_pieces = prompts[:, places], members[:, places] & is_used[..., None]
+        chosen, of_pieces = (_side_by_side(x.reshape(len(x), -1, n, *x.shape[2:])) for x in (chosen, of_pieces))
+        num_used = -(-left // n)
+        pieces.append(Microbatches(chosen, of_pieces, num_used, width, prompt_width))
+        taken += num_used * n
+    return tuple(pieces)
 
 
 def _side_by_side(x: jax.Array) -> jax.Array:
@@ -173,8 +250,8 @@ def _side_by_side(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _packed_part(lengths: jax.Array, width: int, rows: int) -> Microbatches:
-    """`packed` of one part of a batch."""
+def _pack(lengths: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Packs completions of one part of a batch: the prompt and the members of each row, and how many rows are used."""
     num_prompts, group_size = lengths.shape
     numbers = jnp.arange(group_size)
 
@@ -195,23 +272,25 @@ def _packed_part(lengths: jax.Array, width: int, rows: int) -> Microbatches:
     members = (chosen[:, None] == numbers[:, None]) & (lengths > 0)[:, None]  # [N, row, G]
     members = members.reshape(-1, group_size)
     is_used = jnp.any(members, axis=-1)
-    size = num_prompts * group_size
-    order = _true_places(is_used, size + -size % rows)  # the last piece is filled up
+    order = _true_places(is_used, num_prompts * group_size)
     prompts = jnp.minimum(order // group_size, num_prompts - 1)
-    members = jnp.pad(members, [(0, 1), (0, 0)])[order]
-    num_used = -(-jnp.sum(is_used, dtype=jnp.int32) // rows)
-    return Microbatches(prompts.reshape(-1, rows), members.reshape(-1, rows, group_size), num_used, width)
+    return prompts, jnp.pad(members, [(0, 1), (0, 0)])[order], jnp.sum(is_used, dtype=jnp.int32)
 
 
 def take(batch: Any, microbatches: Microbatches, number: Array) -> Any:
     """A piece of a batch. Completions that it does not compute are masked."""
     prompts, members = microbatches.prompts[number], microbatches.members[number]
     piece = spread(jax.tree.map(lambda x: x[prompts], batch), BATCH)
-    if microbatches.width is None:
+    begin = -(microbatches.prompt_width or 0)
+    if begin:
+        piece = piece._replace(prompt_ids=piece.prompt_ids[:, begin:], prompt_mask=piece.prompt_mask[:, begin:])
+    elif microbatches.width is None:
         return piece
     piece = piece._replace(completion_mask=piece.completion_mask & members[..., None])
     if piece.weights is not None:
         piece = piece._replace(weights=jnp.where(members[..., None], piece.weights, 0))
+    if microbatches.width is None:
+        return piece
     tokens = jnp.arange(piece.completion_mask.shape[-1]) < lengths_of(piece.completion_mask)[..., None]
     return piece._replace(packed=_true_places(tokens.reshape(len(prompts), -1), microbatches.width))
 
@@ -236,22 +315,22 @@ def _places(ranks: jax.Array, width: int) -> jax.Array:
     return jnp.full(width, size, jnp.int32).at[ranks].set(places, mode="drop")
 
 
-def computed_in_pieces(fn: Callable[[Any], Any], batch: Any, microbatches: Microbatches | None) -> Any:
+def computed_in_pieces(fn: Callable[[Any], Any], batch: Any, pieces: Pieces) -> Any:
     """The function of a batch, one piece after another. Completions must not depend on each other.
 
     Args:
       fn: batch -> arrays `[N, G, ...]`.
       batch: of N prompts.
-      microbatches: of the batch.
+      pieces: of the batch.
 
     Returns:
       What fn gives for the whole batch; 0 for completions in no piece.
     """
-    if microbatches is None:
+    if not pieces:
         return fn(batch)
     num_prompts = jax.tree.leaves(batch)[0].shape[0]
 
-    def put(number: jax.Array, total: Any) -> Any:
+    def put(microbatches: Microbatches, number: jax.Array, total: Any) -> Any:
         prompts, members = microbatches.prompts[number], microbatches.members[number]
 
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
@@ -259,6 +338,8 @@ def computed_in_pieces(fn: Callable[[Any], Any], batch: Any, microbatches: Micro
 
         return jax.tree.map(add, total, fn(take(batch, microbatches, number)))
 
-    shapes = jax.eval_shape(lambda: fn(take(batch, microbatches, 0)))
-    zeros = spread(jax.tree.map(lambda x: jnp.zeros((num_prompts, *x.shape[1:]), x.dtype), shapes), BATCH)
-    return jax.lax.fori_loop(0, microbatches.num_used, put, zeros)
+    shapes = jax.eval_shape(lambda: fn(take(batch, pieces[0], 0)))
+    total = spread(jax.tree.map(lambda x: jnp.zeros((num_prompts, *x.shape[1:]), x.dtype), shapes), BATCH)
+    for microbatches in pieces:
+        total = jax.lax.fori_loop(0, microbatches.num_used, partial(put, microbatches), total)
+    return total

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import SamplingConfig
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.types import Prompts, useful_widths
 from grpo_jax.devices import Devices, all_rows, compiled, map_rows, place, to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
@@ -29,6 +29,8 @@ class Sampler(NamedTuple):
     # The policy's own program: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the
     # devices. None: an engine samples, or several programs sample episodes
     program: Callable[..., Completions] | None = None
+    # Widths that prompts are sampled at, ascending: each compiles a program when it is first needed. Empty: P
+    prompt_widths: tuple[int, ...] = ()
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
@@ -53,8 +55,12 @@ class Sampler(NamedTuple):
         """
         if not prompts.mask[:, -1].all():
             raise UsageError("prompts must be padded on the left: data.types.pad_prompts does it")
+        longest, widest = int(prompts.mask.sum(axis=-1).max()), prompts.ids.shape[1]
+        begin = widest - next((width for width in self.prompt_widths if width >= longest), widest)
         ids, mask, numbers, temperature = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
-        completions = self.draw(params, prompts._replace(ids=ids, mask=mask), numbers, temperature, noise)
+        columns = to_devices((prompts.ids[:, begin:], prompts.mask[:, begin:]), self.devices) if begin else (ids, mask)
+        narrow = prompts._replace(ids=columns[0], mask=columns[1])
+        completions = self.draw(params, narrow, numbers, temperature, noise)
         return to_batch(ids, mask, temperature, completions), completions
 
     def complete(self, params: Params, *args: Any) -> Completions:
@@ -74,10 +80,12 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
     Raises:
       UsageError: the task has an environment, and the policy cannot continue after its replies.
     """
+    group_tokens, longest = sampling.group_size * sampling.row_tokens, max(task.batch_widths, default=0)
+    widths = useful_widths(task.batch_widths, longest, group_tokens)
     if task.environment is not None:
         from grpo_jax.rl.episodes import episode_sampler  # a run without an environment does not load it
 
-        return Sampler(episode_sampler(policy, task, sampling, devices), devices)
+        return Sampler(episode_sampler(policy, task, sampling, devices), devices, prompt_widths=widths)
 
     def sample(params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions:
         def sample_rows(shared, prompt_ids, prompt_mask, numbers, temperature) -> Completions:
@@ -93,7 +101,7 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
         noise = to_devices(noise, devices, axes=None)
         return run_program(params, prompts.ids, prompts.mask, numbers, temperature, noise)
 
-    return Sampler(draw, devices, run_program)
+    return Sampler(draw, devices, run_program, widths)
 
 
 def sample_completions(

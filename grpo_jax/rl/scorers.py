@@ -33,7 +33,13 @@ class TokenScores(NamedTuple):
 
 
 def score_rollout(
-    method: Method, config: GRPOConfig, models: Params, batch: Batch, *, devices: Devices = 1
+    method: Method,
+    config: GRPOConfig,
+    models: Params,
+    batch: Batch,
+    *,
+    devices: Devices = 1,
+    prompt_widths: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Runs the method's scorers over a rollout.
 
@@ -43,6 +49,7 @@ def score_rollout(
       models: by role, before the update on the batch.
       batch: as sampled.
       devices: that share the rows.
+      prompt_widths: as in `pieces.choose_pieces`.
 
     Returns:
       Fields of the batch, `[N, G, ...]`.
@@ -52,7 +59,7 @@ def score_rollout(
         def score_piece(piece: Batch) -> dict[str, Any]:
             return {name: array for scorer in method.scorers for name, array in scorer(models, piece).items()}
 
-        return computed_in_pieces(score_piece, rows, choose_pieces(method, config, rows))
+        return computed_in_pieces(score_piece, rows, choose_pieces(method, config, rows, prompt_widths))
 
     return map_rows(score_rows, devices)(models, batch)
 

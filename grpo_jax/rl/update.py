@@ -21,7 +21,7 @@ from grpo_jax.models.sharding import laid_out
 from grpo_jax.models.trainable import join
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.optimizer import steps_taken
-from grpo_jax.rl.pieces import Microbatches, choose_pieces, take
+from grpo_jax.rl.pieces import Microbatches, Pieces, choose_pieces, take
 from grpo_jax.rl.types import SHUFFLING, Array, Batch, Learned, Logs, Method, RewardArrays, TrainState, step_key
 
 # Metrics of optimizer steps, not of tokens.
@@ -42,6 +42,7 @@ def learn(
     clock: tuple[Array, Array],
     *,
     devices: Devices = 1,
+    prompt_widths: tuple[int, ...] = (),
 ) -> tuple[TrainState, Learned]:
     """Computes advantages, takes all optimizer steps on a rollout, and runs the method's hooks.
 
@@ -55,6 +56,7 @@ def learn(
       rewards: of its completions.
       clock: the seed of the run, and the number of the iteration, from 0.
       devices: that share the rows.
+      prompt_widths: as in `pieces.choose_pieces`.
 
     Returns:
       The next state, and what to log.
@@ -64,7 +66,8 @@ def learn(
     batch, advantages, logs = method.advantage(rewards, batch, kl_coef)
 
     # ---- every prompt once an epoch, in shuffled minibatches
-    step = partial(optimizer_step, method, config, frozen, start, devices)
+    pieces = partial(choose_pieces, method, config, widths=prompt_widths)
+    step = partial(optimizer_step, method, config, frozen, start, devices, pieces)
     state, metrics, order = update_epochs(step, state, batch, config, clock, devices)
 
     # ---- what moves after the updates
@@ -143,10 +146,11 @@ def optimizer_step(
     frozen: Any,
     start: Params | None,
     devices: Devices,
+    pieces: Callable[[Batch], Pieces],
     state: TrainState,
     minibatch: Batch,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Takes one optimizer step of a method on a minibatch; the other arguments are those of `learn`."""
+    """Takes one optimizer step of a method on a minibatch; other arguments as in `learn` and `train_step`."""
 
     def loss_fn(trained: Params, others: Any, piece: Batch) -> tuple[jax.Array, Logs]:
         return loss_of(method, models_of(trained, *others), piece)
@@ -163,7 +167,7 @@ def optimizer_step(
         loss_fn=loss_fn,
         weights_of=partial(weights_of, num_completions=minibatch.temperature.size),
         optimizer=method.optimizer,
-        pieces=lambda rows: choose_pieces(method, config, rows),
+        pieces=pieces,
         devices=devices,
     )
     tokens = jnp.sum(minibatch.completion_mask)
@@ -192,7 +196,7 @@ def train_step(
     loss_fn: LossFn,
     weights_of: Callable[[jax.Array], jax.Array],
     optimizer: optax.GradientTransformation,
-    pieces: Callable[[Any], Microbatches | None] = lambda rows: None,
+    pieces: Callable[[Any], Pieces] = lambda rows: (),
     devices: Devices = 1,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Takes one optimizer step. Gradients that are not finite change only the count of skipped steps.
@@ -204,7 +208,7 @@ def train_step(
       loss_fn: (trained parameters, others, batch with weights) -> Σ weights · loss, logs.
       weights_of: mask of the whole batch -> weights, as the functions of `functional.aggregation`.
       optimizer: an optax transformation.
-      pieces: rows of one device -> the pieces that they are computed in; None: at once.
+      pieces: rows of one device -> the pieces that they are computed in. Default: at once.
       devices: that share the rows.
 
     Returns:
@@ -234,37 +238,39 @@ def train_step(
 
 
 def accumulate_grads(
-    loss_fn: Callable[[Params, Any], tuple[jax.Array, Logs]],
-    params: Params,
-    batch: Any,
-    microbatches: Microbatches | None = None,
+    loss_fn: Callable[[Params, Any], tuple[jax.Array, Logs]], params: Params, batch: Any, pieces: Pieces = ()
 ) -> tuple[Params, jax.Array, Logs]:
-    """Σ over microbatches of ∇ loss_fn, one at a time in memory.
+    """Σ over pieces of ∇ loss_fn, one at a time in memory.
 
     Args:
       loss_fn: (params, batch with weights) -> (Σ weights · per-token loss, logs).
       params: where to differentiate.
       batch: leading axis N; its weights are already made from all of it.
-      microbatches: of the batch; None: it is computed in one piece.
+      pieces: of the batch.
 
     Returns:
       Gradients, loss and logs of the whole batch.
     """
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    if microbatches is None:
+    if not pieces:
         (loss, logs), grads = grad_fn(params, batch)
         return laid_out(grads), loss, logs
 
-    def add(number: jax.Array, total: Any) -> Any:
+    def add(microbatches: Microbatches, number: jax.Array, total: Any) -> Any:
         (loss, logs), grads = grad_fn(params, take(batch, microbatches, number))
         return _combine(total, (laid_out(grads), loss, logs))
 
-    shapes = jax.eval_shape(lambda: grad_fn(params, take(batch, microbatches, 0)))
+    shapes = jax.eval_shape(lambda: grad_fn(params, take(batch, pieces[0], 0)))
     (loss, logs), grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    grads = laid_out(grads)
     logs = logs._replace(maxima=jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), logs.maxima))
-    # An empty piece is computed too if every completion is left out: the maxima would stay −∞.
-    return jax.lax.fori_loop(0, jnp.maximum(microbatches.num_used, 1), add, (grads, loss, logs))
+    total = laid_out(grads), loss, logs
+    for microbatches in pieces:
+        num_used = microbatches.num_used
+        if microbatches is pieces[-1]:
+            # An empty piece is computed too if every completion is left out: the maxima would stay −∞.
+            num_used = jnp.maximum(num_used, 1 if len(pieces) == 1 else sum(x.num_used for x in pieces) == 0)
+        total = jax.lax.fori_loop(0, num_used, partial(add, microbatches), total)
+    return total
 
 
 def _combine(total: Any, piece: Any) -> Any:

@@ -7,12 +7,16 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from grpo_jax.data import digests
 from grpo_jax.data.rows import batches, check_messages, column, hash_of_prompt, kind_of
 from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, in_chat
-from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, check_num_prompts, pad_prompts
+from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, check_num_prompts, choose_widths, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.tasks.task import Task, padding_id
+
+_STEPS = 100  # whose longest prompts decide the widths that prompts are sampled at
 
 
 def text_task(
@@ -92,6 +96,7 @@ def text_task(
     size = len(encoded.training.examples)
     check_num_prompts(num_prompts, size)
     batch, width = batches(size, num_prompts, seed), encoded.width
+    lengths = np.array([len(ids) for ids in encoded.training.token_ids] + [width])
     pad_id = padding_id(tokenizer, vocab_size)
 
     def padded(rows: EncodedRows, numbers: Iterable[int]) -> Prompts:
@@ -113,6 +118,8 @@ def text_task(
         open_ended=open_ended,
         notes=encoded.notes,
         answer=answer,
+        prompt_widths=choose_widths(lengths),
+        batch_widths=choose_widths([*(lengths[batch(step)].max() for step in range(_STEPS)), width]),
         rows=digests.of_values(encoded.training.token_ids, encoded.training.examples),
     )
 
