@@ -27,7 +27,7 @@ class Task(NamedTuple):
     notes: tuple[str, ...] = ()  # what a user should know of the prompts, such as how many were dropped
     answer: Answer | None = None  # what completions vote on (maj@n), where it makes sense
     environment: "Environment | None" = None  # what answers each turn; None: a completion is its only turn
-    # Widths that prompts are padded to: those of pieces, and those of the longest prompts of steps. See `choose_widths`.
+    # Widths that prompts are padded to: of pieces, and of the longest prompts of steps. See `data.types.choose_widths`.
     # Empty: all prompts have about the same length
     prompt_widths: tuple[int, ...] = ()
     batch_widths: tuple[int, ...] = ()

@@ -173,7 +173,7 @@ def test_packed_episodes_have_the_gradient_of_padded_ones():
 
     @functools.partial(jax.jit, static_argnums=1)
     def gradients(params, packs):
-        pieces = packed(lengths_of(batch.completion_mask), mask.shape[-1], 4) if packs else None
+        pieces = packed(lengths_of(batch.completion_mask), mask.shape[-1], 4) if packs else ()
         return accumulate_grads(loss_fn, params, batch, pieces)[:2]
 
     for one, two in zip(*(jax.tree.leaves(gradients(decoder_params(), packs)) for packs in (True, False)), strict=True):

@@ -56,7 +56,7 @@ compiled = jax.jit(packed, static_argnums=(1, 2))
 
 def rows_of(lengths, width, rows):
     """`packed`, as one program."""
-    return compiled(lengths, width, rows)._replace(width=width)
+    return compiled(lengths, width, rows)[0]._replace(width=width)
 
 
 def test_rows_by_hand():
@@ -156,7 +156,7 @@ def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder)
     @functools.partial(jax.jit, static_argnums=1)
     def gradient(batch, in_rows):
         batch = batch._replace(weights=aggregation(batch.completion_mask, num_completions=N * G))
-        pieces = packed(lengths_of(batch.completion_mask), 8, 2) if in_rows else None
+        pieces = packed(lengths_of(batch.completion_mask), 8, 2) if in_rows else ()
         return accumulate_grads(loss_fn, {"policy": params}, batch, pieces)
 
     whole = gradient(batch, False)
@@ -188,7 +188,7 @@ def test_packed_completions_have_the_scores_and_the_gradient_of_ppo(kind):
 
     @functools.partial(jax.jit, static_argnums=1)
     def both(batch, in_rows):
-        pieces = packed(lengths_of(batch.completion_mask), 8, 2) if in_rows else None
+        pieces = packed(lengths_of(batch.completion_mask), 8, 2) if in_rows else ()
         scores = computed_in_pieces(lambda batch: score(policy, critic, params, batch), batch, pieces)
         weighted = batch._replace(weights=aggregation(batch.completion_mask, num_completions=N * G))
         return scores, accumulate_grads(loss_of(method), params, weighted, pieces)
