@@ -97,7 +97,7 @@ def test_gradients_and_scores_are_those_of_one_width(packs):
 
     (whole, scores), (found, more) = both(batch, ()), both(batch, WIDTHS)
     for a, b in zip(jax.tree.leaves(whole[0]), jax.tree.leaves(found[0]), strict=True):
-        assert 0 < jnp.linalg.norm(a)
+        assert jnp.linalg.norm(a) > 0
         assert jnp.linalg.norm(a - b) <= 1e-6 * jnp.linalg.norm(a)
     for name, (total, weight) in whole[2].means.items():
         np.testing.assert_allclose(found[2].means[name], (total, weight), rtol=1e-5, atol=1e-6, err_msg=name)
