@@ -310,6 +310,11 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
     run.console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
     if not plan.fits:
         run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
+    sampled_widths = prepared.programs.sampler.prompt_widths
+    if len(sampled_widths) > 1:
+        widths = ", ".join(map(str, sampled_widths))
+        words = f"prompts are sampled at widths of {widths} tokens; the first step of each width compiles a program"
+        run.console.print(words, markup=False, highlight=False, soft_wrap=True)
     keep_description(run, pretrained, prepared.options.model, chat)
     if "teacher" in prepared.models:
         keep_files(run, "teacher", prepared.models["teacher"].pretrained.folder)
