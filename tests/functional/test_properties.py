@@ -277,7 +277,7 @@ def in_16_bits():
     def of_case(case, is_short):
         arrays = {key: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x for key, x in case.arrays.items()}
         for key, x in arrays.items():
-            if x.dtype == jnp.bfloat16 and (not is_short or key in ("advantages", "weights", "token_penalty")):
+            if x.dtype == jnp.bfloat16 and (not is_short or key in ("advantages", "weights")):
                 arrays[key] = x.astype(np.float32)
         return case.function(**arrays, **case.numbers)
 
