@@ -174,15 +174,6 @@ def test_few_rows_times_a_transposed_matrix_are_the_product_of_numpy(rows, by_co
     np.testing.assert_array_equal(np.asarray(y), x @ matrix.T)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
-@pytest.mark.parametrize(("start", "begins"), [(0, 0), (3, 3), (4, 3)])
-def test_a_slice_is_written_where_it_belongs_and_nowhere_else(start, begins, dtype):
-    array, part = jnp.arange(10, dtype=dtype).reshape(2, 5), -jnp.ones((2, 2), dtype)
-    expected = np.array(array)
-    expected[:, begins : begins + 2] = -1
-    chex.assert_trees_all_equal(jax.jit(write_slice)(array, part, {-1: start}), jnp.asarray(expected))
-
-
 def test_a_slice_is_written_at_a_place_of_two_axes():
     written = jax.jit(write_slice)(jnp.zeros((2, 3, 4)), jnp.ones((1, 3, 2)), {0: 1, -1: 2})
     expected = np.zeros((2, 3, 4))
