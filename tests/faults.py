@@ -38,7 +38,8 @@ def copy_tree(target: Path) -> None:
 
 def run_tests(tree: Path, tests: list[str], cache: Path) -> tuple[str, str]:
     """Returns "caught", "missed" or "error", and the test that failed first."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "1", "-p", "no:cacheprovider", "--tb=no", *tests]
+    # In this process: a worker of xdist would run the rest of its files before it stops.
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no", *tests]
     environment = {**os.environ, **CACHE, "PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": str(cache)}
     try:
         run = subprocess.run(

@@ -8,19 +8,14 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from grpo_jax.functional import (
-    constant_length_weights,
-    sequence_mean_weights,
-    sequence_sum_weights,
-    token_mean_weights,
-)
+from grpo_jax import functional as F
 
 WEIGHTS = {
-    "token_mean": token_mean_weights,
-    "sequence_mean": sequence_mean_weights,
-    "sequence_sum": sequence_sum_weights,
-    "constant_length": constant_length_weights,
-    "constant_length_of_9": partial(constant_length_weights, max_length=9),
+    "token_mean": F.token_mean_weights,
+    "sequence_mean": F.sequence_mean_weights,
+    "sequence_sum": F.sequence_sum_weights,
+    "constant_length": F.constant_length_weights,
+    "constant_length_of_9": partial(F.constant_length_weights, max_length=9),
 }
 every_weight = pytest.mark.parametrize("name", WEIGHTS)
 
@@ -74,6 +69,6 @@ def test_a_mean_of_microbatch_means_is_another_number():
     # Rows of 1 and 3 tokens with losses 4 and 0: the token mean is 4/4 = 1, the mean of means (4 + 0)/2 = 2.
     mask = jnp.asarray(np.arange(3) < np.array([1, 3])[:, None])
     per_token = jnp.array([[4.0, 0, 0], [0, 0, 0]])
-    assert_allclose(jnp.sum(token_mean_weights(mask) * per_token), 1)
-    of_each = [jnp.sum(token_mean_weights(mask[i : i + 1]) * per_token[i : i + 1]) for i in range(2)]
+    assert_allclose(jnp.sum(F.token_mean_weights(mask) * per_token), 1)
+    of_each = [jnp.sum(F.token_mean_weights(mask[i : i + 1]) * per_token[i : i + 1]) for i in range(2)]
     assert_allclose(sum(of_each) / 2, 2)

@@ -6,24 +6,13 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from grpo_jax.functional import (
-    adaptive_entropy_coef,
-    adaptive_kl_coef,
-    entropy,
-    jsd_full,
-    kl_abs,
-    kl_full,
-    kl_k1,
-    kl_k2,
-    kl_k3,
-    kl_unbiased,
-)
+from grpo_jax import functional as F
 
-ESTIMATORS = [kl_k1, kl_k2, kl_k3, kl_abs, kl_unbiased]
+ESTIMATORS = [F.kl_k1, F.kl_k2, F.kl_k3, F.kl_abs, F.kl_unbiased]
 
 
 def kl_reverse(logits, ref_logits):
-    return kl_full(logits, ref_logits, reverse=True)
+    return F.kl_full(logits, ref_logits, reverse=True)
 
 
 def random_logits(*shape):
@@ -35,8 +24,8 @@ def random_logits(*shape):
 
 # π = 1/2, π_ref = 1/4: x = log 2. k1 = 0.6931, k2 = 0.6931²/2 = 0.2402, k3 = 1/2 − 1 + 0.6931 = 0.1931.
 # The other way round x = −log 2, and k3 = 2 − 1 − 0.6931 = 0.3069.
-BY_HAND = [(kl_k1, 0.6931, -0.6931), (kl_k2, 0.2402, 0.2402), (kl_k3, 0.1931, 0.3069)]
-BY_HAND += [(kl_abs, 0.6931, 0.6931), (kl_unbiased, 0.1931, 0.3069)]
+BY_HAND = [(F.kl_k1, 0.6931, -0.6931), (F.kl_k2, 0.2402, 0.2402), (F.kl_k3, 0.1931, 0.3069)]
+BY_HAND += [(F.kl_abs, 0.6931, 0.6931), (F.kl_unbiased, 0.1931, 0.3069)]
 
 
 @pytest.mark.parametrize(("estimator", "nats", "other_way"), BY_HAND)
@@ -46,7 +35,7 @@ def test_estimators_by_hand(estimator, nats, other_way):
     assert_allclose(estimator(ref_logprobs, logprobs), [other_way], atol=5e-5)
     # A policy that is its reference does not diverge, and is not pushed by it; of k1 the expected gradient is 0.
     assert_array_equal(estimator(logprobs, logprobs), [0])
-    assert estimator is kl_k1 or jax.grad(lambda x: estimator(x, logprobs)[0])(logprobs) == 0
+    assert estimator is F.kl_k1 or jax.grad(lambda x: estimator(x, logprobs)[0])(logprobs) == 0
 
 
 def test_weather_models():
@@ -54,7 +43,7 @@ def test_weather_models():
     # KL(B ‖ A) = 0.6 log(6/7) + 0.3 log(3/2) + 0 = −0.09249 + 0.12164 = 0.02915 (rounded earlier: 0.030).
     # KL(A ‖ B) = 0.7 log(7/6) + 0.2 log(2/3) = 0.10791 − 0.08109 = 0.02681.
     a, b = jnp.log(jnp.array([0.7, 0.2, 0.1])), jnp.log(jnp.array([0.6, 0.3, 0.1]))
-    for function, first, second in ((kl_full, a, b), (kl_reverse, b, a)):
+    for function, first, second in ((F.kl_full, a, b), (kl_reverse, b, a)):
         assert_allclose(function(second, first), 0.02915, atol=1e-5)
         assert_allclose(function(first, second), 0.02681, atol=1e-5)
 
@@ -68,16 +57,16 @@ def test_weather_models():
     ],
 )
 def test_entropy_by_hand(probabilities, nats):
-    assert_allclose(entropy(jnp.log(jnp.array(probabilities))), nats, atol=5e-5)
+    assert_allclose(F.entropy(jnp.log(jnp.array(probabilities))), nats, atol=5e-5)
 
 
 def test_jsd_by_hand():
     # π_T = (1/2, 1/2), π = (1/4, 3/4), β = 1/2: M = (3/8, 5/8). KL(π_T ‖ M) = ½ log 4/3 + ½ log 4/5 = 0.1438 − 0.1116 =
     # 0.0323; KL(π ‖ M) = ¼ log 2/3 + ¾ log 6/5 = −0.1014 + 0.1367 = 0.0354. Their mean is 0.0338.
     student, teacher = jnp.log(jnp.array([0.25, 0.75])), jnp.log(jnp.array([0.5, 0.5]))
-    assert_allclose(jsd_full(student, teacher), 0.0338, atol=5e-5)
+    assert_allclose(F.jsd_full(student, teacher), 0.0338, atol=5e-5)
     # β = 1/4: M = (5/16, 11/16). ¼ (½ log 8/5 + ½ log 8/11) + ¾ (¼ log 4/5 + ¾ log 12/11) = 0.0190 + 0.0071.
-    assert_allclose(jsd_full(student, teacher, beta=0.25), 0.0260, atol=5e-5)
+    assert_allclose(F.jsd_full(student, teacher, beta=0.25), 0.0260, atol=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +84,7 @@ def test_jsd_by_hand():
 )
 def test_adaptive_kl_coef_by_hand(kl, options, coefficient):
     options = {"target": 6.0, "num_samples": 1000} | options
-    assert_allclose(adaptive_kl_coef(jnp.array(0.1), jnp.array(kl), **options), coefficient, rtol=1e-5)
+    assert_allclose(F.adaptive_kl_coef(jnp.array(0.1), jnp.array(kl), **options), coefficient, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +102,7 @@ def test_adaptive_kl_coef_by_hand(kl, options, coefficient):
 )
 def test_adaptive_entropy_coef_by_hand(coefficient, entropy_now, options, following):
     coefficient, entropy_now = jnp.array(coefficient), jnp.array(entropy_now)
-    assert_allclose(adaptive_entropy_coef(coefficient, entropy_now, **options), following, rtol=1e-5, atol=1e-9)
+    assert_allclose(F.adaptive_entropy_coef(coefficient, entropy_now, **options), following, rtol=1e-5, atol=1e-9)
 
 
 # --- float32 ---
@@ -124,15 +113,15 @@ def test_k3_is_never_negative_and_is_the_value_of_the_unbiased_estimator_to_the_
     rng = np.random.default_rng(0)
     x, ref = (rng.normal(size=4096) * 2.0 ** rng.integers(-30, 4, 4096)).astype(np.float32), np.zeros(4096, np.float32)
     for function in (lambda f: f, jax.jit):
-        k3 = function(kl_k3)(jnp.asarray(x), jnp.asarray(ref))
+        k3 = function(F.kl_k3)(jnp.asarray(x), jnp.asarray(ref))
         assert np.min(k3) >= 0
-        assert_array_equal(function(kl_unbiased)(jnp.asarray(x), jnp.asarray(ref)), k3)
+        assert_array_equal(function(F.kl_unbiased)(jnp.asarray(x), jnp.asarray(ref)), k3)
 
 
 @pytest.mark.parametrize("x", [1e-2, -1e-2, 1e-3, -1e-3, 1e-4, -1e-4])
 def test_k3_keeps_its_digits_near_zero(x):
     # k3 ≈ x²/2 (1 − x/3). With exp in place of expm1 the rounding of 1 alone is 6e-8, all of it at x = 1e-4.
-    assert_allclose(kl_k3(jnp.array([x]), jnp.zeros(1)), [x * x / 2 * (1 - x / 3)], rtol=1e-2)
+    assert_allclose(F.kl_k3(jnp.array([x]), jnp.zeros(1)), [x * x / 2 * (1 - x / 3)], rtol=1e-2)
 
 
 # --- expectations, by enumeration of a small vocabulary ---
@@ -142,8 +131,8 @@ def test_k3_keeps_its_digits_near_zero(x):
 def test_which_estimators_are_unbiased(estimator):
     logits, ref_logits = random_logits(4, 6)
     log_p, log_q = jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits)
-    ratio = jnp.sum(jnp.exp(log_p) * estimator(log_p, log_q), axis=-1) / kl_full(logits, ref_logits)
-    if estimator in (kl_k2, kl_abs):
+    ratio = jnp.sum(jnp.exp(log_p) * estimator(log_p, log_q), axis=-1) / F.kl_full(logits, ref_logits)
+    if estimator in (F.kl_k2, F.kl_abs):
         assert np.all(np.abs(ratio - 1) > 0.05)
     else:
         assert_allclose(ratio, np.ones(4), rtol=1e-4)
@@ -152,10 +141,10 @@ def test_which_estimators_are_unbiased(estimator):
 @pytest.mark.parametrize(
     ("estimator", "divergence"),
     [
-        (kl_k1, lambda logits, _: jnp.zeros(())),  # Σ π ∇ log π = ∇ Σ π = 0
-        (kl_k2, kl_full),  # Σ π x ∇ log π
-        (kl_k3, kl_reverse),  # Σ π (1 − π_ref/π) ∇ log π = −Σ π_ref ∇ log π
-        (kl_unbiased, kl_full),
+        (F.kl_k1, lambda logits, _: jnp.zeros(())),  # Σ π ∇ log π = ∇ Σ π = 0
+        (F.kl_k2, F.kl_full),  # Σ π x ∇ log π
+        (F.kl_k3, kl_reverse),  # Σ π (1 − π_ref/π) ∇ log π = −Σ π_ref ∇ log π
+        (F.kl_unbiased, F.kl_full),
     ],
 )
 def test_expected_on_policy_gradients(estimator, divergence):
@@ -172,8 +161,8 @@ def test_expected_on_policy_gradients(estimator, divergence):
 def test_divided_by_its_weight_the_jsd_tends_to_either_kl():
     with jax.enable_x64(True):
         logits = [jnp.asarray(x, jnp.float64) / 5 for x in random_logits(3, 6)]  # not far apart
-        assert_allclose(jsd_full(*logits, beta=1e-6) / 1e-6, kl_full(*logits, reverse=True), rtol=1e-4)
-        assert_allclose(jsd_full(*logits, beta=1 - 1e-6) / 1e-6, kl_full(*logits), rtol=1e-4)
+        assert_allclose(F.jsd_full(*logits, beta=1e-6) / 1e-6, F.kl_full(*logits, reverse=True), rtol=1e-4)
+        assert_allclose(F.jsd_full(*logits, beta=1 - 1e-6) / 1e-6, F.kl_full(*logits), rtol=1e-4)
 
 
 # --- excluded tokens ---
@@ -181,7 +170,7 @@ def test_divided_by_its_weight_the_jsd_tends_to_either_kl():
 EXCLUDED = np.array([False, True, False, False, True])
 
 
-@pytest.mark.parametrize("function", [kl_full, kl_reverse, jsd_full, lambda logits, _: entropy(logits)])
+@pytest.mark.parametrize("function", [F.kl_full, kl_reverse, F.jsd_full, lambda logits, _: F.entropy(logits)])
 def test_excluded_by_both_is_removed(function):
     logits = random_logits(5)
     excluded = [jnp.where(EXCLUDED, -jnp.inf, x) for x in logits]
@@ -197,15 +186,15 @@ def test_excluded_by_both_is_removed(function):
 def test_excluded_by_one_side():
     # Uniform over two of three against uniform over three: log(3/2). The other way round is infinite.
     of_two, of_three = jnp.array([0.0, 0.0, -jnp.inf]), jnp.zeros(3)
-    assert_allclose(kl_full(of_two, of_three), np.log(1.5), rtol=1e-6)
-    assert kl_full(of_three, of_two) == jnp.inf
+    assert_allclose(F.kl_full(of_two, of_three), np.log(1.5), rtol=1e-6)
+    assert F.kl_full(of_three, of_two) == jnp.inf
     # The mixture of the Jensen–Shannon divergence has both.
-    assert jnp.isfinite(jsd_full(of_two, of_three) + jsd_full(of_three, of_two))
-    for function in (kl_full, jsd_full):
+    assert jnp.isfinite(F.jsd_full(of_two, of_three) + F.jsd_full(of_three, of_two))
+    for function in (F.kl_full, F.jsd_full):
         assert jnp.all(jnp.isfinite(jax.grad(function)(of_two, of_three)))
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, float("nan")])
 def test_a_beta_outside_of_0_and_1_is_refused(beta):
     with pytest.raises(ValueError, match="beta"):
-        jsd_full(jnp.zeros(3), jnp.zeros(3), beta=beta)
+        F.jsd_full(jnp.zeros(3), jnp.zeros(3), beta=beta)

@@ -12,17 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
-from grpo_jax.functional import (
-    bucket_logits,
-    entropy,
-    jsd_full,
-    kl_full,
-    teacher_advantages,
-    token_jsd,
-    token_kl,
-    token_logprobs,
-    top_tokens,
-)
+from grpo_jax import functional as F
 
 ROWS, WIDTH, FEATURES = 2, 6, 3
 # Vocabulary and greatest width of a slice. The last slice overlaps the one before it in
@@ -49,25 +39,25 @@ class Function(NamedTuple):
 
 
 def logprobs_of_hidden(arrays, softcap=None, ref_softcap=None, **options):
-    return token_logprobs(arrays["hidden"], arrays["unembedding"], arrays["ids"][..., 0], softcap=softcap, **options)
+    return F.token_logprobs(arrays["hidden"], arrays["unembedding"], arrays["ids"][..., 0], softcap=softcap, **options)
 
 
 def logprobs_of_logits(logits, ref_logits, ids):
     logprobs = jax.nn.log_softmax(logits)
-    return jnp.take_along_axis(logprobs, ids[..., :1], axis=-1)[..., 0], entropy(logits)
+    return jnp.take_along_axis(logprobs, ids[..., :1], axis=-1)[..., 0], F.entropy(logits)
 
 
 def kl_of_hidden(arrays, **options):
-    return token_kl(*(arrays[x] for x in ("hidden", "unembedding", "ref_hidden", "ref_unembedding")), **options)
+    return F.token_kl(*(arrays[x] for x in ("hidden", "unembedding", "ref_hidden", "ref_unembedding")), **options)
 
 
 def jsd_of_hidden(arrays, ref_softcap=None, **options):
     both = (arrays[x] for x in ("hidden", "unembedding", "ref_hidden", "ref_unembedding"))
-    return token_jsd(*both, teacher_softcap=ref_softcap, beta=arrays["beta"], **options)
+    return F.token_jsd(*both, teacher_softcap=ref_softcap, beta=arrays["beta"], **options)
 
 
 def buckets_of_hidden(arrays, ref_softcap=None, **options):
-    return bucket_logits(arrays["hidden"], arrays["unembedding"], arrays["ids"], **options)
+    return F.bucket_logits(arrays["hidden"], arrays["unembedding"], arrays["ids"], **options)
 
 
 def buckets_of_logits(logits, ref_logits, ids):
@@ -78,9 +68,9 @@ def buckets_of_logits(logits, ref_logits, ids):
 
 FUNCTIONS = {
     "logprobs": Function(logprobs_of_hidden, logprobs_of_logits),
-    "kl": Function(kl_of_hidden, lambda logits, ref, ids: kl_full(logits, ref)),
+    "kl": Function(kl_of_hidden, lambda logits, ref, ids: F.kl_full(logits, ref)),
     "kl_reverse": Function(
-        partial(kl_of_hidden, reverse=True), lambda logits, ref, ids: kl_full(logits, ref, reverse=True)
+        partial(kl_of_hidden, reverse=True), lambda logits, ref, ids: F.kl_full(logits, ref, reverse=True)
     ),
     "jsd": Function(jsd_of_hidden, None),
     "buckets": Function(buckets_of_hidden, buckets_of_logits),
@@ -109,7 +99,7 @@ def dense(name, arrays, softcap=None, ref_softcap=None):
 
     ref = [jax.lax.stop_gradient(arrays[x]) for x in ("ref_hidden", "ref_unembedding")]
     both = logits(arrays["hidden"], arrays["unembedding"], softcap), logits(*ref, ref_softcap)
-    return jsd_full(*both, beta=arrays["beta"]) if name == "jsd" else FUNCTIONS[name].of_logits(*both, arrays["ids"])
+    return F.jsd_full(*both, beta=arrays["beta"]) if name == "jsd" else FUNCTIONS[name].of_logits(*both, arrays["ids"])
 
 
 def sliced(name, arrays, **options):
@@ -145,27 +135,27 @@ def assert_close(result, expected, rtol=1e-4, atol=2e-5):
 def test_logprobs_by_hand():
     # Logits (0, log 3): π = (1/4, 3/4). log ¼ = −1.3863, log ¾ = −0.2877, H = ¼ · 1.3863 + ¾ · 0.2877 = 0.5623.
     arguments = jnp.ones((2, 1)), jnp.log(jnp.array([[1.0], [3.0]])), jnp.array([0, 1])
-    result = token_logprobs(*arguments)
+    result = F.token_logprobs(*arguments)
     assert_allclose(result.logprobs, [-1.3863, -0.2877], atol=5e-5)
     assert_allclose(result.entropy, [0.5623, 0.5623], atol=5e-5)
     # τ = ½ squares the odds: logits (0, log 9), π = (1/10, 9/10). log 0.1 = −2.3026, log 0.9 = −0.1054,
     # H = 0.2303 + 0.0948 = 0.3251.
-    result = token_logprobs(*arguments, temperature=0.5)
+    result = F.token_logprobs(*arguments, temperature=0.5)
     assert_allclose(result.logprobs, [-2.3026, -0.1054], atol=5e-5)
     assert_allclose(result.entropy, [0.3251, 0.3251], atol=5e-5)
     # c·tanh(z/c) of z = (0, 2) with c = 1: (0, tanh 2 = .9640); p = e^.964 / (1 + e^.964) = 2.6222 / 3.6222 = .7239.
-    logprobs, _ = token_logprobs(jnp.ones((2, 1)), jnp.array([[0.0], [2.0]]), jnp.array([0, 1]), softcap=1.0)
+    logprobs, _ = F.token_logprobs(jnp.ones((2, 1)), jnp.array([[0.0], [2.0]]), jnp.array([0, 1]), softcap=1.0)
     assert_allclose(np.exp(logprobs), [0.2761, 0.7239], atol=5e-5)
     # A vocabulary of one token is certain.
-    assert_array_equal(token_logprobs(jnp.ones((1, 1)), jnp.ones((1, 1)), jnp.array([0])), np.zeros((2, 1)))
+    assert_array_equal(F.token_logprobs(jnp.ones((1, 1)), jnp.ones((1, 1)), jnp.array([0])), np.zeros((2, 1)))
 
 
 def test_the_margin_of_20_nats_by_hand():
     # log π = −log(1 + 2 e⁻²⁰) = −4.1223e-9; z − log Σ exp z is 0 in float32.
     hidden, ids = np.float32([[20, 0, 0]]), np.int32([0])
-    value, gradient = jax.value_and_grad(lambda hidden: token_logprobs(hidden, np.eye(3, dtype=np.float32), ids)[0][0])(
-        hidden
-    )
+    value, gradient = jax.value_and_grad(
+        lambda hidden: F.token_logprobs(hidden, np.eye(3, dtype=np.float32), ids)[0][0]
+    )(hidden)
     assert_allclose(value, -4.1223e-9, rtol=1e-4)
     assert_allclose(gradient, [[4.1223e-9, -2.0612e-9, -2.0612e-9]], rtol=1e-4)
 
@@ -174,23 +164,23 @@ def test_divergences_by_hand():
     # The models of the weather and the pair of test_divergence.py; τ = ½ squares the odds: (1/2, 1/2) stays, (1/4, 3/4)
     # becomes (1/10, 9/10). ½ log 5 + ½ log 5/9 = 0.5108.
     one, a, b = np.ones((1, 1), np.float32), *np.log(np.float32([[[0.7], [0.2], [0.1]], [[0.6], [0.3], [0.1]]]))
-    assert_allclose(token_kl(one, b, one, a), [0.02915], atol=5e-5)
-    assert_allclose(token_kl(one, a, one, b, reverse=True), [0.02915], atol=5e-5)
-    assert_allclose(token_kl(one, a, one, b), [0.0268], atol=5e-5)
+    assert_allclose(F.token_kl(one, b, one, a), [0.02915], atol=5e-5)
+    assert_allclose(F.token_kl(one, a, one, b, reverse=True), [0.02915], atol=5e-5)
+    assert_allclose(F.token_kl(one, a, one, b), [0.0268], atol=5e-5)
     even, uneven = np.log(np.float32([[0.5], [0.5]])), np.log(np.float32([[1], [3]]))
-    assert_allclose(token_kl(one, even, one, uneven, temperature=0.5), [0.5108], atol=5e-5)
-    assert_allclose(token_jsd(one, uneven, one, even), [0.0338], atol=5e-5)
-    assert_allclose(token_jsd(one, uneven, one, even, beta=0.25), [0.0260], atol=5e-5)
+    assert_allclose(F.token_kl(one, even, one, uneven, temperature=0.5), [0.5108], atol=5e-5)
+    assert_allclose(F.token_jsd(one, uneven, one, even), [0.0338], atol=5e-5)
+    assert_allclose(F.token_jsd(one, uneven, one, even, beta=0.25), [0.0260], atol=5e-5)
 
 
 def test_buckets_by_hand():
     # Of the weights 5, 2, 3, 6 the second and the fourth are chosen: 2, 6, and 5 + 3.
     one, weights = np.ones((1, 1), np.float32), np.float32([[5], [2], [3], [6]])
-    buckets, arguments = jax.jit(bucket_logits), (one, np.log(weights), np.int32([[1, 3]]))
+    buckets, arguments = jax.jit(F.bucket_logits), (one, np.log(weights), np.int32([[1, 3]]))
     assert_allclose(np.exp(buckets(*arguments)), [[2, 6, 8]], rtol=1e-5)
     # τ = ½ squares them: 4, 36, and 25 + 9.
     assert_allclose(np.exp(buckets(*arguments, temperature=0.5)), [[4, 36, 34]], rtol=1e-5)
-    assert_array_equal(jax.jit(top_tokens, static_argnums=2)(one, weights, 3), [[3, 0, 2]])
+    assert_array_equal(jax.jit(F.top_tokens, static_argnums=2)(one, weights, 3), [[3, 0, 2]])
 
 
 # --- all logits at once ---
@@ -245,7 +235,7 @@ def test_top_tokens_are_those_of_all_logits(slice_width, vocabulary, width):
     arrays = random_arrays(vocabulary)
     for k in (1, 3, vocabulary):
         expected = np.argsort(-(arrays["hidden"] @ arrays["unembedding"].T), axis=-1)[..., :k]
-        assert_array_equal(jax.jit(partial(top_tokens, k=k))(arrays["hidden"], arrays["unembedding"]), expected)
+        assert_array_equal(jax.jit(partial(F.top_tokens, k=k))(arrays["hidden"], arrays["unembedding"]), expected)
 
 
 # --- digits ---
@@ -269,13 +259,13 @@ def test_a_probability_near_one_keeps_its_digits_and_its_gradient(slice_width, m
     log_p[rows] = logprobs
     slopes = -np.exp(log_p)
     slopes[rows] = np.exp(-np.logaddexp(0, logits[rows] - of_rest))  # 1 − π
-    result = jax.jit(partial(token_logprobs))(*arguments)
+    result = jax.jit(partial(F.token_logprobs))(*arguments)
     # z has an error of half an ulp, which log 1 / (1 − π) does not enlarge: 2e-5 is 5 ulps of a logit of 60.
     assert_allclose(result.logprobs, logprobs, rtol=2e-5, atol=0)
     entropies = -(np.exp(log_p) * log_p).sum(-1)
     assert_allclose(result.entropy[:2], entropies[:2], rtol=2e-5, atol=0)
     assert_allclose(result.entropy[2], entropies[2], atol=1e-5)  # another token than the chosen one is near certain
-    gradient = jax.jit(jax.grad(lambda hidden: jnp.sum(token_logprobs(hidden, *arguments[1:]).logprobs)))
+    gradient = jax.jit(jax.grad(lambda hidden: jnp.sum(F.token_logprobs(hidden, *arguments[1:]).logprobs)))
     assert_allclose(gradient(arguments[0]), slopes, rtol=2e-5, atol=1e-37)
 
 
@@ -439,13 +429,15 @@ def test_wrong_shapes_are_refused(name, changes):
 @pytest.mark.parametrize("k", [0, 12])
 def test_more_tokens_than_there_are_are_refused(k):
     with pytest.raises(ValueError, match=f"k is {k}"):
-        top_tokens(random_arrays()["hidden"], random_arrays()["unembedding"], k)
+        F.top_tokens(random_arrays()["hidden"], random_arrays()["unembedding"], k)
 
 
 # --- truncated divergences, and advantages of a teacher ---
 
 
-@pytest.mark.parametrize("divergence", [kl_full, pytest.param(partial(kl_full, reverse=True), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "divergence", [F.kl_full, pytest.param(partial(F.kl_full, reverse=True), marks=pytest.mark.slow)]
+)
 def test_a_truncated_divergence_grows_with_its_tokens_up_to_that_of_all(slice_width, divergence):
     slice_width(4)
     arrays = random_arrays()
@@ -453,8 +445,8 @@ def test_a_truncated_divergence_grows_with_its_tokens_up_to_that_of_all(slice_wi
 
     @jax.jit
     def of_both():
-        ids = [top_tokens(*models[1], k) for k in (1, 3, 10, 11)]
-        return jnp.stack([divergence(*(bucket_logits(*model, x) for model in models)) for x in ids])
+        ids = [F.top_tokens(*models[1], k) for k in (1, 3, 10, 11)]
+        return jnp.stack([divergence(*(F.bucket_logits(*model, x) for model in models)) for x in ids])
 
     truncated, whole = of_both(), divergence(*(hidden @ matrix.T for hidden, matrix in models))
     assert np.all(np.diff(truncated, axis=0) >= -1e-6)
@@ -469,11 +461,11 @@ def test_expected_gradient_of_teacher_advantages_is_that_of_the_reverse_kl():
 
     def surrogate(logits):
         log_q, log_p = jax.nn.log_softmax(logits), jax.nn.log_softmax(teacher)
-        return -jnp.sum(jax.lax.stop_gradient(jnp.exp(log_q)) * teacher_advantages(log_q, log_p) * log_q)
+        return -jnp.sum(jax.lax.stop_gradient(jnp.exp(log_q)) * F.teacher_advantages(log_q, log_p) * log_q)
 
-    assert_allclose(jax.grad(surrogate)(student), jax.grad(kl_full)(student, teacher), atol=1e-6)
+    assert_allclose(jax.grad(surrogate)(student), jax.grad(F.kl_full)(student, teacher), atol=1e-6)
     # The teacher thinks the first token e^½ times less likely than the policy does, and the second more likely.
-    assert_allclose(teacher_advantages(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -0.5])), [-0.5, 1.5])
+    assert_allclose(F.teacher_advantages(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -0.5])), [-0.5, 1.5])
 
 
 # --- memory ---

@@ -5,24 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.functional import (
-    PRESETS,
-    clip_cov_term,
-    clipped_surrogate,
-    gdpo_advantages,
-    group_advantages,
-    grpo_loss,
-    kl_k3,
-    overlong_penalty,
-    per_token,
-    ratio_term,
-    sequence_mean_weights,
-    token_kl,
-    token_log_ratio,
-    token_logprobs,
-    unclipped_surrogate,
-    whiten,
-)
+from grpo_jax import functional as F
 
 
 def ones(*shape):
@@ -39,24 +22,24 @@ COLUMN = A[:, None]  # of which broadcasting would make every completion's numbe
     [
         # The function, the argument, the shape that it has to have and why, and the shape that it has.
         (
-            lambda: grpo_loss(X, ones(2, 4), A, MASK),
+            lambda: F.grpo_loss(X, ones(2, 4), A, MASK),
             ["grpo_loss", "old_logprobs", "[2, 3]", "[..., T]", "logprobs has [2, 3]", "[2, 4]"],
         ),
-        (lambda: grpo_loss(X, X, ones(3), MASK), ["advantages", "[2] or [2, 3]", "[...] or [..., T]", "has [3]"]),
-        (lambda: grpo_loss(ones(), X, A, MASK), ["logprobs", "[..., T], but has []"]),
-        (lambda: grpo_loss(X, X, COLUMN, MASK), ["grpo_loss", "advantages", "[2, 1]"]),
-        (lambda: token_logprobs(HIDDEN, ones(4, 7), IDS), ["unembedding", "[V, 4]", "[V, D]", "ids has [2, 3]"]),
-        (lambda: token_kl(HIDDEN, WEIGHT, HIDDEN, WEIGHT[1:]), ["ref_unembedding", "[7, 4]"]),
-        (lambda: gdpo_advantages(ones(4, 2, 3), weights=ones(1)), ["gdpo_advantages", "weights", "[4]"]),
-        (lambda: per_token(COLUMN, X), ["per_token", "advantages", "[2] or [2, 3]"]),
-        (lambda: clipped_surrogate(X, COLUMN), ["clipped_surrogate", "advantages", "log_ratio has [2, 3]", "[2, 1]"]),
-        (lambda: clip_cov_term(X, X, COLUMN, MASK, key=jax.random.key(0)), ["clip_cov_term", "advantages"]),
-        (lambda: grpo_loss(X, X, 1.0, MASK), ["advantages", "[...] or [..., T]", "float"]),
-        (lambda: token_logprobs(0.5, WEIGHT, IDS), ["hidden", "[..., D]", "float"]),
-        (lambda: token_logprobs(HIDDEN, WEIGHT, [[0] * 3] * 2), ["ids", "[...]", "list", "jnp.array(ids)"]),
-        (lambda: group_advantages(1.0), ["rewards", "[..., G]", "float"]),
-        (lambda: sequence_mean_weights([True]), ["mask", "[..., T]", "list", "jnp.array(mask)"]),
-        (lambda: overlong_penalty((3,), max_length=9, buffer=2), ["lengths", "tuple"]),
+        (lambda: F.grpo_loss(X, X, ones(3), MASK), ["advantages", "[2] or [2, 3]", "[...] or [..., T]", "has [3]"]),
+        (lambda: F.grpo_loss(ones(), X, A, MASK), ["logprobs", "[..., T], but has []"]),
+        (lambda: F.grpo_loss(X, X, COLUMN, MASK), ["grpo_loss", "advantages", "[2, 1]"]),
+        (lambda: F.token_logprobs(HIDDEN, ones(4, 7), IDS), ["unembedding", "[V, 4]", "[V, D]", "ids has [2, 3]"]),
+        (lambda: F.token_kl(HIDDEN, WEIGHT, HIDDEN, WEIGHT[1:]), ["ref_unembedding", "[7, 4]"]),
+        (lambda: F.gdpo_advantages(ones(4, 2, 3), weights=ones(1)), ["gdpo_advantages", "weights", "[4]"]),
+        (lambda: F.per_token(COLUMN, X), ["per_token", "advantages", "[2] or [2, 3]"]),
+        (lambda: F.clipped_surrogate(X, COLUMN), ["clipped_surrogate", "advantages", "log_ratio has [2, 3]", "[2, 1]"]),
+        (lambda: F.clip_cov_term(X, X, COLUMN, MASK, key=jax.random.key(0)), ["clip_cov_term", "advantages"]),
+        (lambda: F.grpo_loss(X, X, 1.0, MASK), ["advantages", "[...] or [..., T]", "float"]),
+        (lambda: F.token_logprobs(0.5, WEIGHT, IDS), ["hidden", "[..., D]", "float"]),
+        (lambda: F.token_logprobs(HIDDEN, WEIGHT, [[0] * 3] * 2), ["ids", "[...]", "list", "jnp.array(ids)"]),
+        (lambda: F.group_advantages(1.0), ["rewards", "[..., G]", "float"]),
+        (lambda: F.sequence_mean_weights([True]), ["mask", "[..., T]", "list", "jnp.array(mask)"]),
+        (lambda: F.overlong_penalty((3,), max_length=9, buffer=2), ["lengths", "tuple"]),
     ],
 )
 def test_a_shape_is_named_with_what_was_expected(call, words):
@@ -67,27 +50,27 @@ def test_a_shape_is_named_with_what_was_expected(call, words):
 
 
 def test_a_term_that_mixes_up_shapes_is_refused_when_it_is_called():
-    wrong = PRESETS["grpo"]._replace(
-        term=lambda logprobs, old, advantages, mask: whiten(advantages, mask), constants={}
+    wrong = F.PRESETS["grpo"]._replace(
+        term=lambda logprobs, old, advantages, mask: F.whiten(advantages, mask), constants={}
     )
     with pytest.raises(AssertionError, match=r"whiten: mask .*\[2\]"):
         wrong.loss(X, X, A, MASK, ref_logprobs=X)
 
 
 def test_numbers_and_arrays_of_numpy_are_taken_where_they_may_be():
-    assert group_advantages(np.array([1.0, 1.0], np.float32)).shape == (2,)
-    assert kl_k3(-1.0, -1.0) == 0
-    assert clipped_surrogate(X, 1.0).shape == clipped_surrogate(X, jnp.array(1.0)).shape == (2, 3)
-    assert clipped_surrogate(jnp.array(0.0), 1.0).shape == ()
-    assert ratio_term(token_log_ratio, unclipped_surrogate)(X, X, 1.0, MASK).shape == (2, 3)
+    assert F.group_advantages(np.array([1.0, 1.0], np.float32)).shape == (2,)
+    assert F.kl_k3(-1.0, -1.0) == 0
+    assert F.clipped_surrogate(X, 1.0).shape == F.clipped_surrogate(X, jnp.array(1.0)).shape == (2, 3)
+    assert F.clipped_surrogate(jnp.array(0.0), 1.0).shape == ()
+    assert F.ratio_term(F.token_log_ratio, F.unclipped_surrogate)(X, X, 1.0, MASK).shape == (2, 3)
 
 
 def test_a_missing_argument_is_named_with_the_function():
     with pytest.raises(TypeError, match=r"grpo_loss.*completion_mask"):
-        grpo_loss(X, X, A)
+        F.grpo_loss(X, X, A)
 
 
 def test_one_epsilon_is_told_that_there_are_two():
-    for term in (grpo_loss, ratio_term(token_log_ratio, unclipped_surrogate)):
+    for term in (F.grpo_loss, F.ratio_term(F.token_log_ratio, F.unclipped_surrogate)):
         with pytest.raises(TypeError, match=r"epsilon_low and epsilon_high"):
             term(X, X, A, MASK, epsilon=0.2)

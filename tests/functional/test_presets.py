@@ -9,22 +9,9 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from test_loops import by_rank, centered, leave_one_out, max_rl, pass_at, standardised
 
-from grpo_jax.functional import (
-    PRESETS,
-    Objective,
-    check,
-    clip_cov_term,
-    constant_length_weights,
-    group_advantages,
-    grpo_loss,
-    ignore_lengths,
-    kl_k1,
-    sequence_mean_weights,
-    sequence_sum_weights,
-    token_mean_weights,
-)
+from grpo_jax import functional as F
 
-every_preset = pytest.mark.parametrize("name", PRESETS)
+every_preset = pytest.mark.parametrize("name", F.PRESETS)
 POSTS = ("companion_post", "introduction_post", "introduction_post_rank")
 
 # Two groups of two completions, of 4, 2, 0 and 3 tokens.
@@ -50,7 +37,7 @@ def compiled():
             loss = partial(preset.loss, ref_logprobs=None if preset.kl_in_reward else ref_logprobs)
             return jax.value_and_grad(loss, has_aux=True)(logprobs, old_logprobs, advantages, mask)
 
-        return {name: of(preset) for name, preset in PRESETS.items()}
+        return {name: of(preset) for name, preset in F.PRESETS.items()}
 
     return jax.jit(of_all)
 
@@ -187,7 +174,7 @@ ADVANTAGES_OF = {
 
 @every_preset
 def test_advantages_are_the_formula_written_out(name):
-    advantages = jax.jit(PRESETS[name].advantages)(REWARDS, REWARD_LENGTHS)
+    advantages = jax.jit(F.PRESETS[name].advantages)(REWARDS, REWARD_LENGTHS)
     assert_allclose(advantages, ADVANTAGES_OF.get(name, of_groups(standardised)), rtol=1e-4, atol=1e-6)
 
 
@@ -198,59 +185,59 @@ OF_BATCH = ("gpg", "lite_ppo")  # those of other presets look only at their grou
 def test_advantages_of_a_batch_over_devices_are_those_of_the_whole(name, spread):
     rewards = np.arange(8, dtype=np.float32)[:, None, None] * REWARDS
     lengths = np.broadcast_to(REWARD_LENGTHS, rewards.shape)
-    result = spread(partial(PRESETS[name].advantages, axis_name="data"))(rewards, lengths)
-    assert_allclose(result, PRESETS[name].advantages(rewards, lengths), rtol=1e-5, atol=1e-6)
+    result = spread(partial(F.PRESETS[name].advantages, axis_name="data"))(rewards, lengths)
+    assert_allclose(result, F.PRESETS[name].advantages(rewards, lengths), rtol=1e-5, atol=1e-6)
 
 
 @every_preset
 def test_which_advantages_look_at_other_groups(name):
-    advantages = jax.jit(PRESETS[name].advantages)
+    advantages = jax.jit(F.PRESETS[name].advantages)
     alone = advantages(REWARDS[:2], REWARD_LENGTHS[:2])
     assert np.allclose(advantages(REWARDS, REWARD_LENGTHS)[:2], alone) == (name not in OF_BATCH)
 
 
 def test_where_presets_have_their_kl_and_their_ratio():
-    assert {name for name, a in PRESETS.items() if a.ratio_to_sampler} == {"dppo"}
-    kl_coefs = {name: a.kl_coef for name, a in PRESETS.items() if a.kl_coef}
+    assert {name for name, a in F.PRESETS.items() if a.ratio_to_sampler} == {"dppo"}
+    kl_coefs = {name: a.kl_coef for name, a in F.PRESETS.items() if a.kl_coef}
     assert kl_coefs == {"grpo": 0.04, "rank": 0.04, "rloo": 0.05} | dict.fromkeys(POSTS, 0.01)
-    assert {name for name, a in PRESETS.items() if a.kl_in_reward} == {"rloo"}
-    assert not any(a.kl_bias_correction for a in PRESETS.values())
+    assert {name for name, a in F.PRESETS.items() if a.kl_in_reward} == {"rloo"}
+    assert not any(a.kl_bias_correction for a in F.PRESETS.values())
 
 
 def test_ignore_lengths_gives_constants_and_no_lengths():
     rewards, rubbish = jnp.asarray(REWARDS), jnp.full((3, 8), jnp.nan)
-    expected = group_advantages(rewards, ddof=0, eps=0.5)
-    assert_array_equal(ignore_lengths(group_advantages, ddof=0, eps=0.5)(rewards, rubbish), expected)
+    expected = F.group_advantages(rewards, ddof=0, eps=0.5)
+    assert_array_equal(F.ignore_lengths(F.group_advantages, ddof=0, eps=0.5)(rewards, rubbish), expected)
 
 
 # --- constants ---
 
 
 def test_constants_are_replaced_by_name_and_never_shared():
-    grpo = PRESETS["grpo"]
+    grpo = F.PRESETS["grpo"]
     changed = grpo.with_constants(epsilon_high=0.3, delta=4.0)
     assert changed.constants == {"epsilon_low": 0.2, "epsilon_high": 0.3, "delta": 4.0}
-    assert grpo.constants == Objective(group_advantages).constants == {"epsilon_low": 0.2, "epsilon_high": 0.2}
-    for objective in (*PRESETS.values(), changed):
+    assert grpo.constants == F.Objective(F.group_advantages).constants == {"epsilon_low": 0.2, "epsilon_high": 0.2}
+    for objective in (*F.PRESETS.values(), changed):
         with pytest.raises(TypeError):
             objective.constants["epsilon_high"] = 0.5
 
 
 def test_objectives_are_hashed_by_their_fields():
-    changed = PRESETS["grpo"].with_constants(epsilon_high=0.3)
-    again = PRESETS["grpo"]._replace(constants={"epsilon_high": 0.3, "epsilon_low": 0.2})
+    changed = F.PRESETS["grpo"].with_constants(epsilon_high=0.3)
+    again = F.PRESETS["grpo"]._replace(constants={"epsilon_high": 0.3, "epsilon_low": 0.2})
     assert changed == again
     assert hash(changed) == hash(again)
-    assert len({hash(objective) for objective in PRESETS.values()}) == len(PRESETS)
+    assert len({hash(objective) for objective in F.PRESETS.values()}) == len(F.PRESETS)
     # So they may be static arguments.
     loss = jax.jit(lambda x, objective: objective.loss(x, x, ADVANTAGES, MASK)[0], static_argnums=1)
-    assert loss(NEW.astype(np.float32), PRESETS["dapo"]).shape == ()
+    assert loss(NEW.astype(np.float32), F.PRESETS["dapo"]).shape == ()
 
 
 def test_options_of_an_objective_are_those_of_the_loss():
     logprobs, old_logprobs, ref_logprobs = random_logprobs()
     arguments, weights = (logprobs, old_logprobs, ADVANTAGES, MASK), np.asarray(TOKEN_MEAN, np.float32)
-    grpo = PRESETS["grpo"]
+    grpo = F.PRESETS["grpo"]
     pairs = [
         (grpo._replace(kl_coef=0.0), {}, {}),
         (grpo._replace(kl_bias_correction=True), {"ref_logprobs": ref_logprobs}, {"kl_bias_correction": True}),
@@ -260,61 +247,64 @@ def test_options_of_an_objective_are_those_of_the_loss():
     results = []
     for objective, options, of_loss in pairs:
         results.append(jax.jit(objective.loss)(*arguments, **options))
-        expected = jax.jit(partial(grpo_loss, **of_loss))(*arguments, **options)
+        expected = jax.jit(partial(F.grpo_loss, **of_loss))(*arguments, **options)
         jax.tree.map(partial(assert_allclose, rtol=1e-6), results[-1], expected)
     assert len({round(float(loss), 4) for loss, _ in results}) == len(pairs)
 
 
 # --- check ---
 
-GROUP = ignore_lengths(group_advantages)
-OF_COMPLETIONS = Objective(GROUP, per_completion=True)
+GROUP = F.ignore_lengths(F.group_advantages)
+OF_COMPLETIONS = F.Objective(GROUP, per_completion=True)
 
 
 @pytest.mark.parametrize(
     "objective",
     [
-        *PRESETS.values(),
-        *(Objective(GROUP, aggregation=x) for x in (token_mean_weights, constant_length_weights, sequence_sum_weights)),
-        OF_COMPLETIONS._replace(aggregation=sequence_sum_weights),
-        OF_COMPLETIONS._replace(aggregation=partial(sequence_mean_weights)),
-        PRESETS["grpo"]._replace(divergence=kl_k1, kl_bias_correction=True),
-        PRESETS["grpo"]._replace(divergence=kl_k1, kl_in_reward=True),
-        PRESETS["grpo"]._replace(divergence=kl_k1, kl_coef=0.0),
-        PRESETS["dapo"]._replace(term=partial(clip_cov_term, key=jax.random.key(0))),
-        PRESETS["cispo"].with_constants(epsilon_high=0.5),
-        PRESETS["grpo"].with_constants(delta=1.3),
-        PRESETS["gmpo"].with_constants(epsilon_low=0.0),
+        *F.PRESETS.values(),
+        *(
+            F.Objective(GROUP, aggregation=x)
+            for x in (F.token_mean_weights, F.constant_length_weights, F.sequence_sum_weights)
+        ),
+        OF_COMPLETIONS._replace(aggregation=F.sequence_sum_weights),
+        OF_COMPLETIONS._replace(aggregation=partial(F.sequence_mean_weights)),
+        F.PRESETS["grpo"]._replace(divergence=F.kl_k1, kl_bias_correction=True),
+        F.PRESETS["grpo"]._replace(divergence=F.kl_k1, kl_in_reward=True),
+        F.PRESETS["grpo"]._replace(divergence=F.kl_k1, kl_coef=0.0),
+        F.PRESETS["dapo"]._replace(term=partial(F.clip_cov_term, key=jax.random.key(0))),
+        F.PRESETS["cispo"].with_constants(epsilon_high=0.5),
+        F.PRESETS["grpo"].with_constants(delta=1.3),
+        F.PRESETS["gmpo"].with_constants(epsilon_low=0.0),
     ],
 )
 def test_what_makes_sense_is_accepted(objective):
-    check(objective)
+    F.check(objective)
 
 
 @pytest.mark.parametrize(
     ("objective", "words"),
     [
-        (OF_COMPLETIONS._replace(aggregation=token_mean_weights), "sequence_mean_weights"),
-        (OF_COMPLETIONS._replace(aggregation=constant_length_weights), "sequence_mean_weights"),
-        (PRESETS["gmpo"]._replace(aggregation=partial(token_mean_weights)), "sequence_mean_weights"),
-        (PRESETS["grpo"]._replace(divergence=kl_k1), "kl_k1.*kl_unbiased.*kl_in_reward"),
-        (PRESETS["grpo"]._replace(kl_coef=-1.0), "kl_coef is -1.0"),
-        (PRESETS["grpo"]._replace(entropy_coef=float("inf")), "entropy_coef is inf"),
-        (PRESETS["grpo"]._replace(kl_in_reward=True, kl_bias_correction=True), "kl_bias_correction.*kl_in_reward"),
-        (PRESETS["grpo"].with_constants(epsilon_low=float("nan")), "epsilon_low is nan"),
-        (PRESETS["cispo"].with_constants(epsilon_high=-0.5), "epsilon_high is -0.5"),
-        (PRESETS["grpo"].with_constants(delta=1.0), "delta is 1.0"),
+        (OF_COMPLETIONS._replace(aggregation=F.token_mean_weights), "sequence_mean_weights"),
+        (OF_COMPLETIONS._replace(aggregation=F.constant_length_weights), "sequence_mean_weights"),
+        (F.PRESETS["gmpo"]._replace(aggregation=partial(F.token_mean_weights)), "sequence_mean_weights"),
+        (F.PRESETS["grpo"]._replace(divergence=F.kl_k1), "kl_k1.*kl_unbiased.*kl_in_reward"),
+        (F.PRESETS["grpo"]._replace(kl_coef=-1.0), "kl_coef is -1.0"),
+        (F.PRESETS["grpo"]._replace(entropy_coef=float("inf")), "entropy_coef is inf"),
+        (F.PRESETS["grpo"]._replace(kl_in_reward=True, kl_bias_correction=True), "kl_bias_correction.*kl_in_reward"),
+        (F.PRESETS["grpo"].with_constants(epsilon_low=float("nan")), "epsilon_low is nan"),
+        (F.PRESETS["cispo"].with_constants(epsilon_high=-0.5), "epsilon_high is -0.5"),
+        (F.PRESETS["grpo"].with_constants(delta=1.0), "delta is 1.0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(objective, words):
     with pytest.raises(ValueError, match=words) as error:
-        check(objective)
+        F.check(objective)
     assert "\n" not in str(error.value)
 
 
 @every_preset
 def test_what_a_preset_declares(name):
-    objective = PRESETS[name]
+    objective = F.PRESETS[name]
     arrays = -np.ones((1, 2), np.float32), -np.ones((1, 2), np.float32), np.ones(1, np.float32), np.ones((1, 2), bool)
 
     def first_token(logprobs):
@@ -332,10 +322,10 @@ def test_what_a_preset_declares(name):
 
 @every_preset
 def test_the_smallest_group_is_declared(name):
-    least = PRESETS[name].min_group_size
+    least = F.PRESETS[name].min_group_size
 
     def advantages(size):
-        return PRESETS[name].advantages(jnp.array([1.0, 0.0, 0.0, 2.0])[:size], jnp.array([3, 1, 2, 5])[:size])
+        return F.PRESETS[name].advantages(jnp.array([1.0, 0.0, 0.0, 2.0])[:size], jnp.array([3, 1, 2, 5])[:size])
 
     assert jnp.isfinite(advantages(least)).all()
     if name == "pass_at_k":
@@ -344,16 +334,16 @@ def test_the_smallest_group_is_declared(name):
     else:
         assert not advantages(least - 1).any()
     with pytest.raises(ValueError, match=r"group_size is .*at least"):
-        check(PRESETS[name], group_size=least - 1)
+        F.check(F.PRESETS[name], group_size=least - 1)
 
 
 def test_a_reference_is_asked_for_and_refused_by_methods_that_read_it_elsewhere():
     logprobs, old_logprobs, ref_logprobs = random_logprobs()
     arguments = logprobs, old_logprobs, ADVANTAGES, MASK
     with pytest.raises(ValueError, match="give ref_logprobs"):
-        PRESETS["grpo"].loss(*arguments)
+        F.PRESETS["grpo"].loss(*arguments)
     with pytest.raises(ValueError, match="kl_penalized_rewards"):
-        PRESETS["rloo"].loss(*arguments, ref_logprobs=ref_logprobs)
+        F.PRESETS["rloo"].loss(*arguments, ref_logprobs=ref_logprobs)
 
 
 def test_values_on_policy():
