@@ -1,5 +1,6 @@
-"""Agreement with what TRL, verl, rlax and torch computed: golden/losses/make.py says how, and where they differ."""
+"""Agreement with what TRL, verl, rlax and torch computed: golden/*/make.py says how, and where they differ."""
 
+import inspect
 from functools import cache, partial
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from grpo_jax import functional as F
 from grpo_jax.functional import PRESETS
@@ -23,7 +25,7 @@ def assert_close(result, name):
     expected = GOLDEN[name]
     assert np.any(expected != 0)
     scale = np.max(np.abs(expected)) if expected.ndim else 1
-    np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6 * min(scale, 1))
+    assert_allclose(result, expected, rtol=1e-6, atol=1e-6 * min(scale, 1))
 
 
 # --- losses, and their gradients in one input ---
@@ -290,6 +292,110 @@ def test_array(name):
     assert_close(arrays()[name], name)
 
 
+# --- losses of pairs and divergences of a teacher, in float64 ---
+
+
+def load(folder):
+    """Reads what TRL computed; see make.py of the folder. Returns the inputs, and the results."""
+    with np.load(Path(__file__).parents[1] / "golden" / folder / "golden.npz") as file:
+        golden = {name: x if x.dtype == bool else x.astype(np.float64) for name, x in file.items()}
+    inputs = {name.removeprefix("input."): golden.pop(name) for name in list(golden) if name.startswith("input.")}
+    return inputs, golden
+
+
+P, OF_PAIRS = load("preferences")
+S, OF_TEACHER = load("distillation")
+
+
+def total_of(name, mask="mask"):
+    return jnp.sum(jnp.where(P[mask], P[name] if isinstance(name, str) else name, 0), axis=-1)
+
+
+def pairs(loss, logprobs, *, reference=True, **constants):
+    """The mean of a loss over TRL's pairs, from log-probabilities of tokens [N, 2, T]."""
+    arrays = {}
+    for i, side in enumerate(("chosen", "rejected")):
+        of_reference = total_of("ref")[:, i]
+        arrays[side], arrays[f"{side}_length"] = total_of(logprobs)[:, i], P["mask"].sum(-1)[:, i]
+        arrays[f"ref_{side}"] = of_reference if reference else jnp.zeros_like(of_reference)
+    taken = inspect.signature(loss).parameters
+    return jnp.mean(loss(**{name: x for name, x in arrays.items() if name in taken}, **constants))
+
+
+def kto(logprobs, **constants):
+    kl = F.kto_kl(total_of("mismatched", "mismatched_mask"), total_of("mismatched_ref", "mismatched_mask"))
+    return jnp.mean(F.kto_loss(total_of(logprobs), total_of("ref"), P["desirable"], kl=kl, **constants))
+
+
+def rated(logprobs, estimates_kl=True, **constants):
+    """Completions in the first row, mismatched ones in the second."""
+    policy, ref = total_of(logprobs, "rated_mask").T, total_of("rated_ref", "rated_mask").T
+    kl = F.kto_kl(policy[1], ref[1]) if estimates_kl else 0.0
+    return jnp.mean(F.kto_loss(policy[0], ref[0], P["rated_desirable"], kl=kl, **constants))
+
+
+PAIR_LOSSES = {
+    "dpo": partial(pairs, F.dpo_loss),
+    "robust_dpo": partial(pairs, F.robust_dpo_loss),
+    "length_normalized_dpo": partial(pairs, F.length_normalized_dpo_loss),
+    "ipo": partial(pairs, F.ipo_loss),
+    "hinge": partial(pairs, F.hinge_loss, beta=0.4),
+    "cpo": partial(pairs, F.cpo_loss),
+    "conservative_without_reference": partial(pairs, F.dpo_loss, reference=False, label_smoothing=0.1),
+    "hinge_without_reference": partial(pairs, F.hinge_loss, reference=False),
+    "ipo_without_reference": partial(pairs, F.ipo_loss, reference=False, tau=0.5),
+    "simpo": partial(pairs, F.simpo_loss),
+    "orpo": partial(pairs, F.orpo_loss),
+    "kto": kto,
+    "kto_weighted": partial(kto, beta=0.5, desirable_weight=1.5, undesirable_weight=0.5),
+    "kto_rated": partial(rated, beta=0.5, desirable_weight=1.25, undesirable_weight=0.75),
+    "apo_zero": partial(rated, beta=0.5, estimates_kl=False),
+}
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+def test_losses_of_pairs(name):
+    logprobs = P["rated" if name in ("kto_rated", "apo_zero") else "logprobs"]
+    with jax.enable_x64(True):
+        loss, gradient = jax.jit(jax.value_and_grad(PAIR_LOSSES[name]))(logprobs)
+    assert_allclose(loss, OF_PAIRS[f"{name}.loss"], rtol=1e-9)
+    assert np.any(OF_PAIRS[f"{name}.gradient"])
+    assert_allclose(gradient, OF_PAIRS[f"{name}.gradient"], rtol=1e-8, atol=1e-12)
+
+
+DIVERGENCES = {
+    "forward_kl": partial(F.kl_full, reverse=True),
+    "jsd_0.1": partial(F.jsd_full, beta=0.1),
+    "jsd_0.5": F.jsd_full,
+    "jsd_0.9": partial(F.jsd_full, beta=0.9),
+    "reverse_kl": F.kl_full,
+}
+
+
+@pytest.mark.parametrize("kind", ["full", "top"])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences_of_a_teacher(kind, name):
+    def loss(student):
+        logits = student / 0.7, S["teacher"] / 0.7
+        if kind == "top":  # the five likeliest tokens of the teacher, and the others in one bucket
+            ids = jax.lax.top_k(S["teacher"], 5)[1]
+            is_chosen = jax.nn.one_hot(ids, 17, dtype=bool).any(-2)
+            others = [jax.nn.logsumexp(jnp.where(is_chosen, -jnp.inf, x), axis=-1, keepdims=True) for x in logits]
+            chosen = [jnp.take_along_axis(x, ids, axis=-1) for x in logits]
+            logits = [jnp.concatenate(both, axis=-1) for both in zip(chosen, others, strict=True)]
+        result = DIVERGENCES[name](*logits)
+        return jnp.sum(result), result
+
+    with jax.enable_x64(True):
+        (_, values), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(S["student"])
+    assert_allclose(values, OF_TEACHER[f"{kind}.{name}.values"], rtol=1e-9)
+    assert_allclose(gradient, OF_TEACHER[f"{kind}.{name}.gradient"], rtol=1e-8, atol=1e-10)
+
+
 def test_every_golden_array_is_compared():
-    compared = {f"{name}.{part}" for name in ALL for part in ("loss", "gradient")} | set(ARRAYS)
-    assert compared == set(GOLDEN)
+    assert {f"{name}.{part}" for name in ALL for part in ("loss", "gradient")} | set(ARRAYS) == set(GOLDEN)
+    assert {f"{name}.{part}" for name in PAIR_LOSSES for part in ("loss", "gradient")} == set(OF_PAIRS)
+    of_teacher = {f"{kind}.{name}" for kind in ("full", "top") for name in DIVERGENCES}
+    assert {f"{name}.{part}" for name in of_teacher for part in ("values", "gradient")} == set(OF_TEACHER)
+    of_mismatched = np.sum((P["mismatched"] - P["mismatched_ref"]) * P["mismatched_mask"], axis=-1)
+    assert of_mismatched.mean() > 0.5  # a KL that is not cut off at 0

@@ -1,23 +1,15 @@
+"""Losses on preferences and the critic's: numbers derived by hand, extremes, and which losses are the same."""
+
 import inspect
-from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
-from hypothesis.extra import numpy as hnp
-from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax import functional as F
 from grpo_jax.functional import bradley_terry_loss, critic_loss
-
-few = settings(max_examples=25, deadline=None, derandomize=True)
-numbers = hnp.arrays(np.float32, 6, elements=st.floats(-8, 8, width=32))
-jitted_pair = jax.jit(bradley_terry_loss)
-jitted_critic = jax.jit(critic_loss)
 
 
 def random_numbers(count):
@@ -44,26 +36,6 @@ def test_pairs_by_hand(chosen, rejected, options, loss):
     assert_allclose(bradley_terry_loss(jnp.array(chosen), jnp.array(rejected), **options), loss, atol=1e-4)
 
 
-@few
-@given(numbers, numbers, numbers)
-def test_pairs_equal_a_plain_loop(chosen, rejected, margin):
-    expected = [
-        -np.log(1 / (1 + np.exp(-(float(c) - float(r) - float(m))))) + 0.25 * (float(c) + float(r)) ** 2
-        for c, r, m in zip(chosen, rejected, margin, strict=True)
-    ]
-    assert_allclose(jitted_pair(chosen, rejected, margin=margin, center_coef=0.25), expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_pairs_under_jit_and_vmap_equal_eager():
-    chosen, rejected, margin = map(jnp.asarray, random_numbers(3))
-    expected = bradley_terry_loss(chosen, rejected, margin=margin, center_coef=0.01)
-    assert_allclose(jitted_pair(chosen, rejected, margin=margin, center_coef=0.01), expected, rtol=1e-5)
-    mapped = jax.vmap(lambda c, r, m: bradley_terry_loss(c, r, margin=m, center_coef=0.01))(chosen, rejected, margin)
-    assert_allclose(mapped, expected, rtol=1e-5)
-    assert_allclose(bradley_terry_loss(chosen, rejected, margin=0.0), bradley_terry_loss(chosen, rejected))
-
-
 def pair_gradients(chosen, rejected, margin, center_coef):
     def total(chosen, rejected):
         return jnp.sum(bradley_terry_loss(chosen, rejected, margin=margin, center_coef=center_coef))
@@ -82,33 +54,12 @@ def test_gradient_of_a_pair_is_the_probability_of_the_other_order(center_coef):
     assert_allclose(of_rejected, wrong + centering, rtol=1e-5, atol=1e-6)
 
 
-def test_gradient_of_a_pair_equals_finite_differences():
-    check_grads(
-        jax.jit(lambda *arrays: bradley_terry_loss(*arrays[:2], margin=arrays[2], center_coef=0.25)),
-        random_numbers(3),
-        order=1,
-        modes=["rev"],
-        eps=1e-2,
-    )
-
-
 def test_extreme_pairs_stay_finite():
     chosen = np.array([1e4, -1e4, 1e30, -1e30], np.float32)
-    assert_allclose(jitted_pair(chosen, -chosen), [0, 2e4, 0, 2e30], rtol=1e-6)
+    assert_allclose(bradley_terry_loss(chosen, -chosen), [0, 2e4, 0, 2e30], rtol=1e-6)
     of_chosen, of_rejected = pair_gradients(chosen, -chosen, 0.0, 0.0)
     assert_array_equal(of_chosen, [0, -1, 0, -1])
     assert_array_equal(of_rejected, [0, 1, 0, 1])
-
-
-@few
-@given(numbers, numbers, st.integers(-8, 8))
-def test_without_centering_only_the_difference_counts(chosen, rejected, shift):
-    shifted = jitted_pair(chosen + np.float32(shift), rejected + np.float32(shift))
-    assert_allclose(shifted, jitted_pair(chosen, rejected), rtol=1e-4, atol=1e-5)
-    # log σ(z) − log σ(−z) = z.
-    assert_allclose(
-        jitted_pair(rejected, chosen) - jitted_pair(chosen, rejected), chosen - rejected, rtol=1e-4, atol=1e-5
-    )
 
 
 # --- policies on pairs ---
@@ -164,58 +115,10 @@ def test_equations_as_they_stand_are_of_sums():
     of_policy = arrays["chosen"], arrays["rejected"]
     assert_allclose(F.cpo_loss(*of_policy, beta=0.2), [3.3133], atol=1e-4)  # 0.3133 + 3
     assert_allclose(F.hinge_loss(*of_policy), [0.5])  # 1 − 0.1 · 5
-    with pytest.raises(TypeError, match="ref_chosen is given alone"):
+    with pytest.raises(TypeError, match=r"ref_chosen.*ref_rejected"):
         F.hinge_loss(*of_policy, ref_chosen=arrays["ref_chosen"])
-    with pytest.raises(TypeError, match="rejected_length is given alone"):
+    with pytest.raises(TypeError, match=r"rejected_length.*chosen_length"):
         F.ipo_loss(**arrays, rejected_length=jnp.array([2]))
-
-
-def log_sigmoid(z):
-    return -np.log1p(np.exp(-z))
-
-
-def one_pair(name, c, r, ref_c, ref_r, n_c, n_r):
-    """The equations of one pair in plain Python, with the constants of their sources."""
-    h = (c - ref_c) - (r - ref_r)
-    by_length = (c - ref_c) / n_c - (r - ref_r) / n_r
-    odds_c, odds_r = (np.exp(x) / (1 - np.exp(x)) for x in (c / n_c, r / n_r))
-    return {
-        "dpo_loss": -log_sigmoid(0.1 * h),
-        "robust_dpo_loss": (-0.9 * log_sigmoid(0.1 * h) + 0.1 * log_sigmoid(-0.1 * h)) / 0.8,
-        "length_normalized_dpo_loss": -log_sigmoid(5 * by_length),
-        "ipo_loss": (by_length - 5) ** 2,
-        "hinge_loss": max(0, 1 - 0.1 * h),
-        "simpo_loss": -log_sigmoid(2 * c / n_c - 2 * r / n_r - 1),
-        "orpo_loss": -c / n_c - 0.1 * log_sigmoid(np.log(odds_c) - np.log(odds_r)),
-        "cpo_loss": -log_sigmoid(0.1 * c - 0.1 * r) - c / n_c,
-    }[name]
-
-
-@every_pair_loss
-def test_losses_of_pairs_equal_a_plain_loop_jitted_mapped_or_not(loss):
-    arrays = random_pairs()
-    rows = zip(*(x.tolist() for x in arrays.values()), strict=True)
-    expected = [one_pair(loss.__name__, *row) for row in rows]
-    arrays = given_to(loss, {name: jnp.asarray(x) for name, x in arrays.items()})
-    for function in (loss, jax.jit(loss), jax.vmap(loss)):
-        assert_allclose(function(**arrays), expected, rtol=2e-5, atol=1e-6)
-    halves = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
-    assert loss(**halves).dtype == jnp.float32
-
-
-@every_pair_loss
-def test_gradients_of_pairs_equal_finite_differences_and_the_reference_has_none(loss):
-    arrays = given_to(loss, random_pairs())
-    others = {name: x for name, x in arrays.items() if name not in ("chosen", "rejected")}
-
-    def of_policy(chosen, rejected):
-        return loss(chosen, rejected, **others)
-
-    check_grads(jax.jit(of_policy), (arrays["chosen"], arrays["rejected"]), order=1, modes=["rev"], eps=1e-2, rtol=0.02)
-    references = {name: x for name, x in others.items() if name.startswith("ref_")}
-    gradients = jax.grad(lambda refs: jnp.sum(loss(**arrays | refs)))(references)
-    for gradient in gradients.values():
-        assert_array_equal(gradient, np.zeros(6))
 
 
 @every_pair_loss
@@ -262,26 +165,6 @@ def test_kto_by_hand():
     assert_allclose(F.kto_kl(*mismatched, where=jnp.zeros(3, bool)), 0.0)
 
 
-def test_kto_equals_a_plain_loop_and_finite_differences():
-    logprobs, ref, z = (-np.abs(x) for x in random_numbers(3))
-    desirable = np.array([True, False] * 3)
-    expected = []
-    for x, y, is_good in zip(logprobs.tolist(), ref.tolist(), desirable, strict=True):
-        value = 1 / (1 + np.exp(-0.5 * (x - y - 1.5) * (1 if is_good else -1)))
-        expected.append((1.25 if is_good else 1.0) * (1 - value))
-    loss = partial(F.kto_loss, kl=1.5, beta=0.5, desirable_weight=1.25)
-    arrays = jnp.asarray(logprobs), jnp.asarray(ref), jnp.asarray(desirable)
-    for function in (loss, jax.jit(loss), jax.vmap(loss)):
-        assert_allclose(function(*arrays), expected, rtol=1e-5)
-    check_grads(jax.jit(lambda x: loss(x, *arrays[1:])), (logprobs,), order=1, modes=["rev"], eps=1e-2, rtol=0.02)
-    of_kl = jax.grad(lambda x: jnp.sum(F.kto_loss(*arrays, kl=F.kto_kl(x, arrays[1]))))(-jnp.asarray(z))
-    assert_array_equal(of_kl, np.zeros(6))
-    far = jnp.array([0.0, -1e4, 0.0, -1e4, 0.0, -1e4])
-    value, gradient = jax.value_and_grad(lambda x: jnp.sum(loss(x, far[::-1], arrays[2])))(far)
-    assert np.isfinite(value)
-    assert np.isfinite(gradient).all()
-
-
 def test_the_kl_of_a_batch_does_not_depend_on_how_it_is_spread(spread):
     ref, logprobs = (x.reshape(8, 3) for x in np.random.default_rng(0).normal(size=(2, 24)).astype(np.float32))
     where = np.arange(24).reshape(8, 3) % 5 > 0
@@ -292,93 +175,6 @@ def test_the_kl_of_a_batch_does_not_depend_on_how_it_is_spread(spread):
     whole = F.kto_kl(jnp.asarray(logprobs), jnp.asarray(ref), where=jnp.asarray(where))
     assert whole > 0
     assert_allclose(spread(kl)(logprobs, ref, where), np.full((8, 3), whole), rtol=1e-6)
-
-
-# --- what TRL computes: golden/preferences/make.py says how ---
-
-with np.load(Path(__file__).parents[1] / "golden" / "preferences" / "golden.npz") as file:
-    GOLDEN = {name: x if x.dtype == bool else x.astype(np.float64) for name, x in file.items()}
-D = {name.removeprefix("input."): GOLDEN.pop(name) for name in list(GOLDEN) if name.startswith("input.")}
-
-
-def mean_over_pairs(loss, logprobs, *, reference=True, **constants):
-    """The mean of a loss over TRL's pairs, from log-probabilities of tokens [N, 2, T]."""
-    sums = {"chosen": logprobs, "rejected": logprobs, "ref_chosen": D["ref"], "ref_rejected": D["ref"]}
-    sides = ("chosen", "rejected")
-    arrays = {
-        name: jnp.sum(jnp.where(D["mask"], x, 0), axis=-1)[:, sides.index(name.removeprefix("ref_"))]
-        for name, x in sums.items()
-    }
-    if not reference:
-        arrays = {name: jnp.zeros_like(x) if name.startswith("ref_") else x for name, x in arrays.items()}
-    lengths = {f"{side}_length": D["mask"].sum(-1)[:, i] for i, side in enumerate(sides)}
-    return jnp.mean(loss(**given_to(loss, arrays | lengths), **constants))
-
-
-def kto_of_trl(logprobs, **constants):
-    def total(name, mask):
-        return jnp.sum(jnp.where(D[mask], D[name], 0), axis=-1)
-
-    kl = F.kto_kl(total("mismatched", "mismatched_mask"), total("mismatched_ref", "mismatched_mask"))
-    logprobs = jnp.sum(jnp.where(D["mask"], logprobs, 0), axis=-1)
-    return jnp.mean(F.kto_loss(logprobs, total("ref", "mask"), D["desirable"], kl=kl, **constants))
-
-
-def rated_of_trl(logprobs, estimates_kl=True, **constants):
-    """Completions in the first row, mismatched ones in the second."""
-    own, other = (jnp.sum(jnp.where(D["rated_mask"], x, 0), axis=-1).T for x in (logprobs, D["rated_ref"]))
-    kl = F.kto_kl(own[1], other[1]) if estimates_kl else 0.0
-    return jnp.mean(F.kto_loss(own[0], other[0], D["rated_desirable"], kl=kl, **constants))
-
-
-OF_TRL = {
-    "dpo": partial(mean_over_pairs, F.dpo_loss),
-    "robust_dpo": partial(mean_over_pairs, F.robust_dpo_loss),
-    "length_normalized_dpo": partial(mean_over_pairs, F.length_normalized_dpo_loss),
-    "ipo": partial(mean_over_pairs, F.ipo_loss),
-    "hinge": partial(mean_over_pairs, F.hinge_loss, beta=0.4),
-    "cpo": partial(mean_over_pairs, F.cpo_loss),
-    "conservative_without_reference": partial(mean_over_pairs, F.dpo_loss, reference=False, label_smoothing=0.1),
-    "hinge_without_reference": partial(mean_over_pairs, F.hinge_loss, reference=False),
-    "ipo_without_reference": partial(mean_over_pairs, F.ipo_loss, reference=False, tau=0.5),
-    "simpo": partial(mean_over_pairs, F.simpo_loss),
-    "orpo": partial(mean_over_pairs, F.orpo_loss),
-    "kto": kto_of_trl,
-    "kto_weighted": partial(kto_of_trl, beta=0.5, desirable_weight=1.5, undesirable_weight=0.5),
-    "kto_rated": partial(rated_of_trl, beta=0.5, desirable_weight=1.25, undesirable_weight=0.75),
-    "apo_zero": partial(rated_of_trl, beta=0.5, estimates_kl=False),
-}
-
-
-@pytest.mark.parametrize("name", OF_TRL)
-def test_losses_and_gradients_of_trl(name):
-    given = D["rated" if name in ("kto_rated", "apo_zero") else "logprobs"]
-    with jax.enable_x64(True):
-        loss, gradient = jax.jit(jax.value_and_grad(OF_TRL[name]))(jnp.asarray(given, jnp.float64))
-    assert_allclose(loss, GOLDEN[f"{name}.loss"], rtol=1e-9)
-    assert np.any(GOLDEN[f"{name}.gradient"])
-    assert_allclose(gradient, GOLDEN[f"{name}.gradient"], rtol=1e-8, atol=1e-12)
-
-
-def test_every_loss_of_trl_is_compared():
-    of_mismatched = np.sum((D["mismatched"] - D["mismatched_ref"]) * D["mismatched_mask"], axis=-1)
-    assert of_mismatched.mean() > 0.5  # a KL that is not cut off at 0
-    assert {f"{name}.{part}" for name in OF_TRL for part in ("loss", "gradient")} == set(GOLDEN)
-
-
-def test_masked_tokens_of_pairs_count_as_removed():
-    """Whatever padding holds, the loss and its gradients are those of the tokens alone."""
-    width = int(D["mask"][2:].sum(-1).max())
-    rubbish = np.where(D["mask"], D["logprobs"], np.float32(np.nan))
-
-    def total(logprobs, mask):
-        sums = jnp.sum(jnp.where(mask, logprobs, 0), axis=-1)
-        return jnp.sum(F.dpo_loss(sums[:, 0], sums[:, 1], jnp.zeros(3), jnp.zeros(3)))
-
-    padded = jax.value_and_grad(total)(jnp.asarray(rubbish[2:]), D["mask"][2:])
-    removed = jax.value_and_grad(total)(jnp.asarray(D["logprobs"][2:, :, :width]), D["mask"][2:, :, :width])
-    assert_allclose(padded[0], removed[0], rtol=1e-6)
-    assert_allclose(padded[1][..., :width], removed[1], rtol=1e-6)
 
 
 # --- the critic ---
@@ -397,60 +193,8 @@ def test_critic_by_hand(value, old_value, loss, clipped_loss):
     assert_allclose(critic_loss(value, returns, old_values=old_value, clip=10.0), loss, rtol=1e-4)
 
 
-@few
-@given(numbers, numbers, numbers)
-def test_critic_equals_a_plain_loop(values, returns, old_values):
-    expected = []
-    for v, r, old in zip(values.tolist(), returns.tolist(), old_values.tolist(), strict=True):
-        clipped = min(max(v, old - 0.5), old + 0.5)
-        expected.append(max((v - r) ** 2, (clipped - r) ** 2) / 2)
-    assert_allclose(jitted_critic(values, returns, old_values=old_values, clip=0.5), expected, rtol=1e-4, atol=1e-5)
-    assert_allclose(jitted_critic(values, returns), [(v - r) ** 2 / 2 for v, r in zip(values, returns, strict=True)])
-
-
-@pytest.mark.slow
-def test_critic_under_jit_and_vmap_equals_eager():
-    values, returns, old_values = map(jnp.asarray, random_numbers(3))
-    expected = critic_loss(values, returns, old_values=old_values)
-    assert_allclose(jitted_critic(values, returns, old_values=old_values), expected, rtol=1e-5)
-    mapped = jax.vmap(lambda v, r, old: critic_loss(v, r, old_values=old))(values, returns, old_values)
-    assert_allclose(mapped, expected, rtol=1e-5)
-
-
-def critic_gradients(values, returns, old_values=None):
-    def total(values, returns, old_values):
-        return jnp.sum(critic_loss(values, returns, old_values=old_values))
-
-    arguments = (0, 1) if old_values is None else (0, 1, 2)
-    return jax.jit(jax.grad(total, arguments))(values, returns, old_values)
-
-
-def test_gradient_of_the_critic_is_its_error_and_nothing_moves_the_returns():
-    values, returns, _ = random_numbers(3)
-    of_values, of_returns = critic_gradients(values, returns)
-    assert_allclose(of_values, values - returns, rtol=1e-6)
-    assert_array_equal(of_returns, np.zeros(6))
-
-
 def test_gradient_of_the_critic_is_gone_where_the_clipped_value_is_worse():
-    # As by hand above: twice clipped and worse, twice as without a clip. Old values have no gradient either.
+    # As by hand above: twice clipped and worse, twice as without a clip.
     values, old_values = np.array([[v, old] for v, old, *_ in BY_HAND], np.float32).T
-    of_values, of_returns, of_old = critic_gradients(values, np.full(4, 3, np.float32), old_values)
-    assert_allclose(of_values, [0, 0, 1, 0.1], rtol=1e-4)
-    assert_array_equal(of_returns, np.zeros(4))
-    assert_array_equal(of_old, np.zeros(4))
-
-
-@pytest.mark.parametrize("clipped", [False, True])
-def test_gradient_of_the_critic_equals_finite_differences(clipped):
-    values, returns, old_values = random_numbers(3)
-    options = {"old_values": old_values} if clipped else {}
-    check_grads(
-        jax.jit(lambda v: critic_loss(v, returns, **options)),
-        (values,),
-        order=1,
-        modes=["rev"],
-        eps=1e-3,
-        rtol=2e-2,
-        atol=2e-2,
-    )
+    gradient = jax.grad(lambda values: jnp.sum(critic_loss(values, jnp.full(4, 3.0), old_values=old_values)))(values)
+    assert_allclose(gradient, [0, 0, 1, 0.1], rtol=1e-4)

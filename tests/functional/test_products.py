@@ -1,5 +1,8 @@
 """Products that are written for a backend give what the plain formulas give, whichever backend they are written for."""
 
+from functools import partial
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +21,9 @@ from grpo_jax.functional.products import (
     product,
     rms_norm,
     sum_over_queries,
+    times_transposed,
     traits_of_backend,
+    transposed,
     write_slice,
 )
 
@@ -145,3 +150,38 @@ def test_rows_are_multiplied_by_columns_only_in_float32():
         assert not products.multiplies_by_columns(jnp.bfloat16)
     with assume_traits(**GPU._asdict()):
         assert not products.multiplies_by_columns(jnp.float32)
+
+
+# ---- products and writes without copies
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(4, 3), (3, 4), (2, 1, 6, 5)])
+def test_a_transposed_array_has_the_numbers_of_any_other(shape, dtype):
+    x = jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
+    chex.assert_trees_all_equal(jax.jit(transposed)(x), jnp.asarray(np.swapaxes(np.asarray(x), -1, -2)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [(1,), (3,), (8,), (2, 3), ()])
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_few_rows_times_a_transposed_matrix_are_the_product_of_numpy(rows, by_columns, dtype):
+    rng = np.random.default_rng(0)
+    x, matrix = rng.integers(-8, 9, (*rows, 5)), rng.integers(-8, 9, (40, 5))  # exact in both types
+    multiply = jax.jit(partial(times_transposed, dtype=jnp.float32, by_columns=by_columns))
+    y = multiply(jnp.asarray(x, dtype), jnp.asarray(matrix, dtype))
+    assert y.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(y), x @ matrix.T)
+
+
+def test_a_slice_is_written_at_a_place_of_two_axes():
+    written = jax.jit(write_slice)(jnp.zeros((2, 3, 4)), jnp.ones((1, 3, 2)), {0: 1, -1: 2})
+    expected = np.zeros((2, 3, 4))
+    expected[1, :, 2:] = 1
+    np.testing.assert_array_equal(written, expected)
+
+
+def test_no_copy_of_a_bfloat16_array_is_made_in_float32_to_write_a_slice_of_it():
+    array, part = jnp.zeros((64, 32), jnp.bfloat16), jnp.ones((1, 32), jnp.bfloat16)
+    written = jax.jit(lambda array, part, start: write_slice(array, part, {0: start}), donate_argnums=0)
+    assert "f32[64,32]" not in written.lower(array, part, 3).compile().as_text()

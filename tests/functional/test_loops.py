@@ -1,0 +1,667 @@
+"""Every function against its equation as a plain loop over Python numbers, on random inputs with random masks."""
+
+from functools import partial
+from itertools import combinations
+
+import jax
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from grpo_jax import functional as F
+
+SHAPE = 4, 6  # completions, tokens
+INF = float("inf")
+
+
+def quarters(rng, *shape):
+    """Numbers of few levels, so that groups have ties; their sums are exact in float32."""
+    return (rng.integers(-2, 7, shape) / 4).astype(np.float32)
+
+
+def normal(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def random_mask(rng, *shape):
+    return rng.random(shape) < rng.random()
+
+
+def over_rows(loop):
+    """Makes a loop over the tokens of one completion, which gets lists of those that count, one over completions.
+
+    The last array is the mask; arrays without tokens are repeated on all of them.
+    """
+
+    def of_batch(*arrays):
+        *arrays, mask = arrays
+        result = np.zeros(mask.shape)
+        for i in np.flatnonzero(mask.any(-1)):
+            rows = [np.broadcast_to(x[i], mask[i].shape)[mask[i]].astype(float).tolist() for x in arrays]
+            result[i, mask[i]] = loop(*rows)
+        return result
+
+    return of_batch
+
+
+# --- advantages of groups: a loop gets a list of groups without what is left out ---
+
+
+def mean_of(group):
+    return sum(group) / max(len(group), 1)
+
+
+def centered(group):
+    return [r - mean_of(group) for r in group]
+
+
+def deviation(values, ddof=1):
+    return (sum(r**2 for r in centered(values)) / max(len(values) - ddof, 1)) ** 0.5
+
+
+def standardised(group):
+    return [r / (deviation(group) + 1e-6) if max(group) > min(group) else 0.0 for r in centered(group)]
+
+
+def leave_one_out(group):
+    return [r - (sum(group) - r) / (len(group) - 1) if len(group) > 1 else 0.0 for r in group]
+
+
+def by_rank(group):
+    """Equal rewards share the mean of their ranks."""
+    return standardised([-sum(r > x for r in group) - sum(r == x for r in group) / 2 for x in group])
+
+
+def max_rl(group):
+    return [r / mean_of(group) if mean_of(group) > 0 else 0.0 for r in centered(group)]
+
+
+def best_of_group(group):
+    others = [group[:i] + group[i + 1 :] for i in range(len(group))]
+    return [max(r - max(rest), 0.0) if rest else 0.0 for r, rest in zip(group, others, strict=True)]
+
+
+def pass_at(k, group):
+    """A subset of k is worth 1 if one of it is right. A completion gets the mean of its subsets, all standardised."""
+    subsets = list(combinations(range(len(group)), k))
+    worth = np.array([float(any(group[i] > 0 for i in subset)) for subset in subsets])
+    if not subsets or worth.std() == 0:
+        return [0.0] * len(group)
+    scores = list(zip((worth - worth.mean()) / worth.std(), subsets, strict=True))
+    return [np.mean([score for score, subset in scores if i in subset]) for i in range(len(group))]
+
+
+def lengths_of(rewards):
+    """Lengths from 1 to 7 tokens, made of the rewards: a completion that is left out takes its own along."""
+    return 1 + abs(4 * rewards).astype(int) % 7
+
+
+def opo(group):
+    lengths = lengths_of(np.array(group)).tolist()
+    baseline = sum(n * r for n, r in zip(lengths, group, strict=True)) / sum(lengths)
+    return [r - baseline for r in group]
+
+
+def batch_std(batch):
+    of_batch = deviation([r for group in batch for r in group]) + 1e-6
+    return [[r / of_batch for r in centered(group)] for group in batch]
+
+
+def gpg(batch):
+    rows, signals = (sum(len(g) for g in batch if g and max(g) - min(g) >= least) for least in (0, 1e-3))
+    return [[r * rows / max(signals, 1) for r in centered(group)] for group in batch]
+
+
+def each(loop):
+    return lambda batch: [loop(group) if group else [] for group in batch]
+
+
+def of_groups(function, loop):
+    """The loop gets what counts, and what is left out gets 0, whatever it is."""
+
+    def expected(rewards, where):
+        batch = [rewards[i, where[i]].astype(float).tolist() for i in range(len(rewards))]
+        result = np.zeros(rewards.shape)
+        result[where] = [a for group in loop(batch) for a in group]
+        return result
+
+    def draw(rng):
+        return quarters(rng, 3, 5), random_mask(rng, 3, 5)
+
+    def of_both(rewards, where):
+        return function(rewards, where=where)
+
+    return of_both, expected, draw
+
+
+# --- advantages of several rewards, of turns and of spans ---
+
+GDPO_WEIGHTS = np.float32([1, 0.5])  # no two standardised rewards of up to four cancel
+
+
+def gdpo(rewards):
+    total, applies = np.zeros(rewards.shape[1:]), ~np.isnan(rewards).all(0)
+    for reward, weight in zip(rewards, GDPO_WEIGHTS.tolist(), strict=True):
+        for n, group in enumerate(reward):
+            places = np.flatnonzero(~np.isnan(group))
+            total[n, places] += [weight * a for a in (standardised(group[places].tolist()) if len(places) else [])]
+    if applies.sum() < 2 or np.ptp(total[applies]) < 1e-9:
+        return np.zeros(total.shape)
+    return np.where(applies, (total - total[applies].mean()) / (total[applies].std(ddof=1) + 1e-6), 0)
+
+
+def turns(rewards, where):
+    result = np.zeros(rewards.shape)
+    for n, (group, present) in enumerate(zip(rewards, where, strict=True)):
+        to_come = {
+            (i, k): float(sum(group[i, j] for j in range(k, len(group[i])) if present[i, j]))
+            for i, k in zip(*np.nonzero(present), strict=True)
+        }
+        for k in {turn for _, turn in to_come}:
+            same = [place for place in to_come if place[1] == k]
+            among = same if len(same) > 1 else list(to_come)
+            scores = standardised([to_come[place] for place in among])
+            for place, advantage in zip(among, scores, strict=True):
+                if place in same:
+                    result[n, *place] = advantage
+    return result
+
+
+def spans(rewards, ends):
+    """By turns: the number of the span of each token, then their advantages."""
+    result = np.zeros(rewards.shape)
+    for n in range(len(rewards)):
+        earned = [rewards[n, i, ends[n, i]].tolist() for i in range(len(rewards[n]))]
+        most = max([1, *map(len, earned)])
+        by_span = np.array([row + [0.0] * (most - len(row)) for row in earned])
+        by_turn = turns(by_span[None], np.array([[k < len(row) for k in range(most)] for row in earned])[None])[0]
+        for i, t in np.ndindex(rewards.shape[1:]):
+            if earned[i]:
+                result[n, i, t] = by_turn[i, min(int(ends[n, i, :t].sum()), len(earned[i]) - 1)]
+    return result
+
+
+def draw_several(rng):
+    return (np.where(rng.random((2, 3, 4)) < 0.8, quarters(rng, 2, 3, 4), np.float32(np.nan)),)
+
+
+def draw_turns(rng):
+    return quarters(rng, 2, 3, 4), np.arange(4) < rng.integers(0, 5, (2, 3, 1))
+
+
+def draw_spans(rng):
+    return quarters(rng, 2, 3, 5), random_mask(rng, 2, 3, 5)
+
+
+# --- returns ---
+
+
+def whitened(values, mask, eps=1e-4):
+    counted = values[mask].astype(float).tolist()
+    if not counted or max(counted) - min(counted) < 1e-9:
+        return np.zeros(values.shape)
+    return np.where(mask, (values - mean_of(counted)) / (deviation(counted) + eps), 0)
+
+
+def gae(rewards, values, bootstrap, num_steps=None, gamma=0.9, lam=0.8):
+    """The sum as it is written."""
+    following = [*values[1:], bootstrap[0]]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
+    discounts = [(gamma * lam) ** k for k in range(num_steps or len(deltas))]
+    return [sum(d * x for d, x in zip(discounts, deltas[n:], strict=False)) for n in range(len(deltas))]
+
+
+def draw_gae(rng):
+    return normal(rng, *SHAPE), normal(rng, *SHAPE), normal(rng, SHAPE[0], 1), random_mask(rng, *SHAPE)
+
+
+def of_gae(num_steps):
+    def function(rewards, values, bootstrap, mask):
+        return F.generalized_advantages(
+            rewards, values, mask, bootstrap=bootstrap[:, 0], num_steps=num_steps, gamma=0.9, lam=0.8
+        )
+
+    return function, over_rows(partial(gae, num_steps=num_steps)), draw_gae
+
+
+def at_end(rewards):
+    return [0.0] * (len(rewards) - 1) + rewards[-1:]
+
+
+def discounted(rewards, penalty, gamma=0.5):
+    """γ is a power of two, so that returns that are equal in the loop are equal in float32."""
+    token_rewards = [r - p for r, p in zip(at_end(rewards), penalty, strict=True)]
+    return [sum(gamma**k * x for k, x in enumerate(token_rewards[n:])) for n in range(len(token_rewards))]
+
+
+def reinforce_pp(rewards, penalty, mask):
+    return whitened(over_rows(discounted)(rewards[:, None], penalty, mask), mask)
+
+
+def reinforce_pp_baseline(rewards, mask):
+    against_group = np.array([centered(group) for group in rewards.astype(float).tolist()])
+    return whitened(np.broadcast_to(against_group[..., None], mask.shape), mask)
+
+
+def overlong(length):
+    start = 20 - 6
+    return 0 if length <= start else -1 if length >= 20 else -(length - start) / 6
+
+
+def kl_penalized(rewards, logprobs, ref, mask):
+    return rewards - 0.1 * over_rows(lambda x, y: np.subtract(x, y))(logprobs, ref, mask).sum(-1)
+
+
+# --- weights ---
+
+
+def weights(of_token, mask):
+    """`of_token(length, completions, tokens)` is the weight of a token of a completion of so many tokens."""
+    completions, tokens = sum(map(any, mask.tolist())), int(mask.sum())
+    return over_rows(lambda row: [of_token(len(row), completions, tokens)] * len(row))(mask, mask)
+
+
+def of_mask(function, of_token):
+    return function, partial(weights, of_token), lambda rng: (random_mask(rng, *SHAPE),)
+
+
+def elementwise(loop):
+    return np.vectorize(lambda *numbers: loop(*map(float, numbers)), otypes=[float])
+
+
+def of_log_ratio(function, loop):
+    return function, elementwise(lambda d: loop(np.exp(d))), lambda rng: (normal(rng, *SHAPE),)
+
+
+def on_policy(log_ratio, advantages):
+    """Means of quarters over up to six tokens never are 0.26."""
+    return [not (a < 0 and -mean_of(log_ratio) > 0.26) for a in advantages]
+
+
+def top_entropy(entropy, mask):
+    descending = sorted(entropy[mask].tolist(), reverse=True)
+    return mask & (entropy >= descending[int(0.5 * (len(descending) - 1))]) if descending else mask
+
+
+# --- divergences ---
+
+ESTIMATORS = {
+    "kl_k1": lambda x: x,
+    "kl_k2": lambda x: x * x / 2,
+    "kl_k3": lambda x: np.exp(-x) - 1 + x,
+    "kl_abs": abs,
+    "kl_unbiased": lambda x: np.exp(-x) - 1 + x,
+}
+
+
+def softmax(logits):
+    weights = [np.exp(z) for z in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def kl(p, q):
+    return sum(a * np.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def jsd(p, q, beta=0.3):
+    mixture = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
+    return beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
+
+
+def of_logits(function, loop, count=2):
+    def expected(*logits):
+        rows = zip(*(x.astype(float).tolist() for x in logits), strict=True)
+        return [loop(*map(softmax, row)) for row in rows]
+
+    return function, expected, lambda rng: tuple(normal(rng, *SHAPE) for _ in range(count))
+
+
+# --- log-ratios, surrogates, terms, losses ---
+
+
+def clip(x, low, high):
+    return min(max(x, low), high)
+
+
+def differences(new, old):
+    return [a - b for a, b in zip(new, old, strict=True)]
+
+
+def sequence_sum(new, old):
+    return [clip(sum(differences(new, old)), -40, 40)] * len(new)
+
+
+def sequence_mean(new, old):
+    return [mean_of(differences(new, old))] * len(new)
+
+
+def clipped(ratio, a, epsilon_low=0.2, epsilon_high=0.2, delta=INF):
+    """Dual-clip PPO for δ above 1 + ε, as in verl; INTELLECT-2 and TRL bound the ratio, which is the same."""
+    loss = -min(ratio * a, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * a)
+    two_sided = -min(min(ratio, delta) * a, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * a)
+    assert a >= 0 or delta < 1 + epsilon_high or two_sided == pytest.approx(min(loss, -delta * a))
+    return min(loss, -delta * a) if a < 0 else loss
+
+
+def cispo(ratio, a, epsilon_low=1.0, epsilon_high=4.0):
+    return -clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * a * np.log(ratio)
+
+
+def sapo(ratio, a, tau_positive=1.0, tau_negative=1.05):
+    tau = tau_positive if a > 0 else tau_negative
+    return -a * 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
+
+
+EPSILONS = [{"epsilon_low": low, "epsilon_high": high} for low, high in [(0.0, 0.28), (0.2, 0.0), (1.0, 4.0)]]
+SURROGATES = {
+    "clipped_surrogate": (clipped, [{}, *EPSILONS]),
+    "bounded_surrogate": (clipped, [e | {"delta": d} for e, d in zip(EPSILONS, [1.5, 3.0, 8.0], strict=True)]),
+    "unclipped_surrogate": (lambda ratio, a: -ratio * a, [{}]),
+    "cispo_surrogate": (cispo, [{}, *EPSILONS]),
+    "sapo_surrogate": (sapo, [{}, *({"tau_positive": p, "tau_negative": n} for p, n in [(0.5, 3.0), (4.0, 1.0)])]),
+}
+
+
+def reinforce(new, old, advantages):
+    return [-a * x for a, x in zip(advantages, new, strict=True)]
+
+
+def gmpo(new, old, advantages):
+    exponents = [min(d, 0.4) if a > 0 else max(d, -0.4) for a, d in zip(advantages, differences(new, old), strict=True)]
+    return [-a * np.exp(mean_of(exponents)) for a in advantages]
+
+
+def dppo(new, old, advantages):
+    loss = []
+    for a, x, y in zip(advantages, new, old, strict=True):
+        moved = np.exp(x) - np.exp(y)
+        dropped = moved > 0.2 if a > 0 else moved < -0.2
+        loss.append((0 if dropped else -np.exp(x - y) * a) + 1e-3 * (x - y) ** 2)
+    return loss
+
+
+def vespo(new, old, advantages):
+    log_w = clip(sum(clip(d, -20, 20) for d in differences(new, old)), np.log(1e-8), 20)
+    constants = [(2, 3) if a >= 0 else (3, 2) for a in advantages]
+    phi = [np.exp(lam + k * log_w - lam * np.exp(log_w)) for k, lam in constants]
+    return [-f * a * x for f, a, x in zip(phi, advantages, new, strict=True)]
+
+
+def covariance(logprobs, advantages, mask):
+    by_token = np.broadcast_to(advantages, mask.shape)
+    if not mask.any():
+        return np.zeros(mask.shape)
+    mean_a, mean_x = mean_of(by_token[mask].astype(float).tolist()), mean_of(logprobs[mask].astype(float).tolist())
+    return over_rows(lambda x, a: [(b - mean_a) * (y - mean_x) for y, b in zip(x, a, strict=True)])(
+        logprobs, advantages, mask
+    )
+
+
+def draw_term(rng):
+    logprobs, old_logprobs = (-rng.exponential(size=SHAPE).astype(np.float32) for _ in range(2))
+    return logprobs, old_logprobs, normal(rng, SHAPE[0], 1), random_mask(rng, *SHAPE)
+
+
+def of_term(function, loop):
+    def of_completions(logprobs, old_logprobs, advantages, mask):
+        return function(logprobs, old_logprobs, advantages[:, 0], mask)
+
+    return of_completions, over_rows(loop), draw_term
+
+
+def of_ratio(function, loop):
+    return function, over_rows(loop), lambda rng: [x for i, x in enumerate(draw_term(rng)) if i != 2]
+
+
+LOG_RATIOS = {"token": differences, "sequence": sequence_sum, "gspo": sequence_mean}
+CHOICES = {  # log-ratio, surrogate, divergence
+    "grpo": ("token", "clipped_surrogate", "kl_k3"),
+    "cispo": ("token", "cispo_surrogate", "kl_k2"),
+    "sequence": ("sequence", "clipped_surrogate", "kl_k1"),
+    "gspo": ("gspo", "cispo_surrogate", "kl_k3"),
+}
+
+
+def of_loss(log_ratio, surrogate, divergence):
+    def expected(new, old, advantages, mask, ref, weights):
+        term = SURROGATES[surrogate][0]
+
+        def row(new, old, advantages, ref, weights):
+            ratios = [np.exp(d) for d in LOG_RATIOS[log_ratio](new, old)]
+            kls = [0.04 * ESTIMATORS[divergence](x) for x in differences(new, ref)]
+            return [w * (term(*of) + k) for w, k, *of in zip(weights, kls, ratios, advantages, strict=True)]
+
+        return over_rows(row)(new, old, advantages, ref, weights, mask).sum()
+
+    def function(new, old, advantages, mask, ref, weights):
+        term = F.ratio_term(getattr(F, f"{log_ratio}_log_ratio"), getattr(F, surrogate))
+        options = {"ref_logprobs": ref, "weights": weights, "divergence": getattr(F, divergence)}
+        return F.grpo_loss(new, old, advantages[:, 0], mask, term=term, **options)[0]
+
+    def draw(rng):
+        return *draw_term(rng), -rng.exponential(size=SHAPE).astype(np.float32), rng.random(SHAPE).astype(np.float32)
+
+    return function, expected, draw
+
+
+def objective(rhos, advantages, old, ref, epsilon=0.3, beta=0.5):
+    policy = [r * o for r, o in zip(rhos, old, strict=True)]
+    policy, ref = ([float(x) / sum(map(float, xs)) for x in xs] for xs in (policy, ref))
+    divergence = sum(p * np.log(p / q + 1e-10) for p, q in zip(policy, ref, strict=True))
+    return -mean_of([clipped(float(r), float(a), epsilon, epsilon) for r, a in zip(rhos, advantages, strict=True)]) - (
+        beta * divergence
+    )
+
+
+def draw_objective(rng):
+    positive = [rng.uniform(0.125, 4, 5).astype(np.float32) for _ in range(3)]
+    return positive[0], normal(rng, 5), *positive[1:]
+
+
+# --- preferences ---
+
+
+def log_sigmoid(z):
+    return -np.log1p(np.exp(-z))
+
+
+def of_pair(name, c, r, ref_c, ref_r, n_c, n_r):
+    """The equations of one pair, with the constants of their sources."""
+    h = (c - ref_c) - (r - ref_r)
+    by_length = (c - ref_c) / n_c - (r - ref_r) / n_r
+    odds_c, odds_r = (np.exp(x) / (1 - np.exp(x)) for x in (c / n_c, r / n_r))
+    return {
+        "dpo": -log_sigmoid(0.1 * h),
+        "robust_dpo": (-0.9 * log_sigmoid(0.1 * h) + 0.1 * log_sigmoid(-0.1 * h)) / 0.8,
+        "length_normalized_dpo": -log_sigmoid(5 * by_length),
+        "ipo": (by_length - 5) ** 2,
+        "hinge": max(0, 1 - 0.1 * h),
+        "simpo": -log_sigmoid(2 * c / n_c - 2 * r / n_r - 1),
+        "orpo": -c / n_c - 0.1 * log_sigmoid(np.log(odds_c) - np.log(odds_r)),
+        "cpo": -log_sigmoid(0.1 * c - 0.1 * r) - c / n_c,
+    }[name]
+
+
+def of_pairs(name, takes):
+    def function(*arrays):
+        return getattr(F, f"{name}_loss")(*(x for x, taken in zip(arrays, takes, strict=True) if taken))
+
+    def draw(rng):
+        return *(-4 * rng.exponential(size=(4, 6)) - 0.1).astype(np.float32), *rng.integers(1, 7, (2, 6))
+
+    return function, elementwise(partial(of_pair, name)), draw
+
+
+def bradley_terry(chosen, rejected, margin):
+    return -log_sigmoid(chosen - rejected - margin) + 0.25 * (chosen + rejected) ** 2
+
+
+def kto(x, y, is_good):
+    return (1.25 if is_good else 1.0) * (1 - 1 / (1 + np.exp(-0.5 * (x - y - 1.5) * (1 if is_good else -1))))
+
+
+def kto_kl(logprobs, ref, where):
+    return max(0, mean_of((logprobs - ref)[where].astype(float).tolist()))
+
+
+def critic(v, r, old):
+    return max((v - r) ** 2, (clip(v, old - 0.5, old + 0.5) - r) ** 2) / 2
+
+
+def draw_normal(rng):
+    return tuple(normal(rng, *SHAPE) for _ in range(3))
+
+
+def draw_kto(rng):
+    return normal(rng, 6), normal(rng, 6), rng.random(6) < 0.5
+
+
+ALL_BUT_LENGTHS, ALL_BUT_REFERENCE = (1, 1, 1, 1, 0, 0), (1, 1, 0, 0, 1, 1)
+
+# name -> function, loop, inputs of a random generator
+LOOPS = {
+    "group": of_groups(F.group_advantages, each(standardised)),
+    "centered": of_groups(F.centered_advantages, each(centered)),
+    "leave_one_out": of_groups(F.leave_one_out_advantages, each(leave_one_out)),
+    "rank": of_groups(F.rank_advantages, each(by_rank)),
+    "batch_std": of_groups(F.batch_std_advantages, batch_std),
+    "opo": of_groups(lambda rewards, where: F.opo_advantages(rewards, lengths_of(rewards), where=where), each(opo)),
+    "gpg": of_groups(F.gpg_advantages, gpg),
+    "max_rl": of_groups(F.max_rl_advantages, each(max_rl)),
+    "best_of_group": of_groups(F.best_of_group_advantages, each(best_of_group)),
+    **{
+        f"pass_at_{k}": of_groups(partial(F.pass_at_k_advantages, k=k), each(partial(pass_at, k))) for k in (1, 2, 3, 5)
+    },
+    "group_ranks": (
+        F.group_ranks,
+        lambda rewards: [[1 + sum(row > r) for r in row] for row in rewards],
+        lambda rng: (quarters(rng, 3, 5),),
+    ),
+    "remax": (
+        F.remax_advantages,
+        lambda rewards, greedy: [[r - g for r in row] for row, g in zip(rewards, greedy, strict=True)],
+        lambda rng: (quarters(rng, 3, 5), quarters(rng, 3)),
+    ),
+    "gdpo": (partial(F.gdpo_advantages, weights=GDPO_WEIGHTS), gdpo, draw_several),
+    "turn": (lambda rewards, where: F.turn_advantages(rewards, where=where), turns, draw_turns),
+    "span": (F.span_advantages, spans, draw_spans),
+    "whiten": (F.whiten, whitened, lambda rng: (quarters(rng, *SHAPE), random_mask(rng, *SHAPE))),
+    "gae": of_gae(None),
+    "gae_of_3_steps": of_gae(3),
+    "rewards_at_end": (
+        lambda rewards, mask: F.rewards_at_end(rewards[:, 0], mask),
+        over_rows(at_end),
+        lambda rng: (normal(rng, SHAPE[0], 1), random_mask(rng, *SHAPE)),
+    ),
+    "reinforce_pp": (
+        lambda rewards, penalty, mask: F.reinforce_pp_advantages(rewards, mask, token_penalty=penalty, gamma=0.5),
+        reinforce_pp,
+        lambda rng: (quarters(rng, SHAPE[0]), quarters(rng, *SHAPE), random_mask(rng, *SHAPE)),
+    ),
+    "reinforce_pp_baseline": (
+        F.reinforce_pp_baseline_advantages,
+        reinforce_pp_baseline,
+        lambda rng: (quarters(rng, 2, 2), random_mask(rng, 2, 2, 6)),
+    ),
+    "overlong": (
+        partial(F.overlong_penalty, max_length=20, buffer=6),
+        elementwise(overlong),
+        lambda rng: (rng.integers(0, 30, 20),),
+    ),
+    "kl_penalized": (
+        partial(F.kl_penalized_rewards, kl_coef=0.1),
+        kl_penalized,
+        lambda rng: (normal(rng, SHAPE[0]), *draw_normal(rng)[:2], random_mask(rng, *SHAPE)),
+    ),
+    "token_mean": of_mask(F.token_mean_weights, lambda length, completions, tokens: 1 / tokens),
+    "sequence_mean": of_mask(F.sequence_mean_weights, lambda length, completions, tokens: 1 / length / completions),
+    "sequence_sum": of_mask(F.sequence_sum_weights, lambda length, completions, tokens: 1 / completions),
+    "constant_length": of_mask(F.constant_length_weights, lambda length, completions, tokens: 1 / 6 / completions),
+    "of_9_completions": of_mask(
+        partial(F.constant_length_weights, max_length=7, num_completions=9), lambda *_: 1 / 7 / 9
+    ),
+    "truncated": of_log_ratio(F.truncated_weights, lambda w: min(w, 2)),
+    "masked": of_log_ratio(F.masked_weights, lambda w: w if 0.5 <= w <= 5 else 0.0),
+    "rejection": of_log_ratio(partial(F.rejection_weights, low=0.5, high=1.5), lambda w: float(0.5 <= w <= 1.5)),
+    "on_policy": (
+        lambda log_ratio, advantages, mask: F.on_policy_completions(log_ratio, advantages, mask, threshold=0.26),
+        over_rows(on_policy),
+        lambda rng: (quarters(rng, *SHAPE), normal(rng, *SHAPE), random_mask(rng, *SHAPE)),
+    ),
+    "top_entropy": (
+        partial(F.top_entropy_tokens, share=0.5),
+        top_entropy,
+        lambda rng: (quarters(rng, *SHAPE), random_mask(rng, *SHAPE)),
+    ),
+    "keep": (
+        F.keep_completions,
+        lambda mask, keep: [[m and k for m in row] for row, k in zip(mask.tolist(), keep, strict=True)],
+        lambda rng: (random_mask(rng, *SHAPE), random_mask(rng, SHAPE[0])),
+    ),
+    **{
+        name: (getattr(F, name), elementwise(lambda x, y, loop=loop: loop(x - y)), lambda rng: draw_normal(rng)[:2])
+        for name, loop in ESTIMATORS.items()
+    },
+    "kl_full": of_logits(F.kl_full, kl),
+    "kl_reverse": of_logits(partial(F.kl_full, reverse=True), lambda p, q: kl(q, p)),
+    "jsd": of_logits(partial(F.jsd_full, beta=0.3), lambda q, p: jsd(p, q)),
+    "entropy": of_logits(F.entropy, lambda p: -sum(x * np.log(x) for x in p), count=1),
+    "token_log_ratio": of_ratio(F.token_log_ratio, differences),
+    "sequence_log_ratio": of_ratio(F.sequence_log_ratio, sequence_sum),
+    "sequence_mean_log_ratio": of_ratio(F.sequence_mean_log_ratio, sequence_mean),
+    "gspo_log_ratio": of_ratio(F.gspo_log_ratio, sequence_mean),
+    **{
+        f"{name}_{i}": (
+            partial(getattr(F, name.replace("bounded", "clipped")), **constants),
+            elementwise(lambda d, a, loop=loop, constants=constants: loop(np.exp(d), a, **constants)),
+            lambda rng: (2 * normal(rng, *SHAPE), normal(rng, *SHAPE)),
+        )
+        for name, (loop, variants) in SURROGATES.items()
+        for i, constants in enumerate(variants)
+    },
+    "reinforce": of_term(F.reinforce_term, reinforce),
+    "gmpo": of_term(F.gmpo_term, gmpo),
+    "dppo": of_term(F.dppo_term, dppo),
+    "vespo": of_term(F.vespo_term, vespo),
+    "covariance": (
+        lambda logprobs, advantages, mask: F.token_covariance(logprobs, advantages[:, 0], mask),
+        covariance,
+        lambda rng: [x for i, x in enumerate(draw_term(rng)) if i != 1],
+    ),
+    **{f"loss_{name}": of_loss(*choice) for name, choice in CHOICES.items()},
+    "objective": (partial(F.grpo_objective, epsilon=0.3, beta=0.5), objective, draw_objective),
+    "dpo": of_pairs("dpo", ALL_BUT_LENGTHS),
+    "robust_dpo": of_pairs("robust_dpo", ALL_BUT_LENGTHS),
+    "length_normalized_dpo": of_pairs("length_normalized_dpo", (1,) * 6),
+    "ipo": of_pairs("ipo", (1,) * 6),
+    "hinge": of_pairs("hinge", ALL_BUT_LENGTHS),
+    "simpo": of_pairs("simpo", ALL_BUT_REFERENCE),
+    "orpo": of_pairs("orpo", ALL_BUT_REFERENCE),
+    "cpo": of_pairs("cpo", (1, 1, 0, 0, 1, 0)),
+    "bradley_terry": (
+        lambda chosen, rejected, margin: F.bradley_terry_loss(chosen, rejected, margin=margin, center_coef=0.25),
+        elementwise(bradley_terry),
+        draw_normal,
+    ),
+    "kto": (partial(F.kto_loss, kl=1.5, beta=0.5, desirable_weight=1.25), elementwise(kto), draw_kto),
+    "kto_kl": (lambda logprobs, ref, where: F.kto_kl(logprobs, ref, where=where), kto_kl, draw_kto),
+    "critic": (
+        lambda v, r, old: F.critic_loss(v, r, old_values=old, clip=0.5),
+        elementwise(critic),
+        draw_normal,
+    ),
+    "critic_without_clip": (
+        F.critic_loss,
+        elementwise(lambda v, r: (v - r) ** 2 / 2),
+        lambda rng: draw_normal(rng)[:2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_equals_a_plain_loop(name):
+    function, loop, draw = LOOPS[name]
+    compiled = jax.jit(function)
+    for seed in range(12):
+        arrays = draw(np.random.default_rng(seed))
+        assert_allclose(compiled(*arrays), loop(*arrays), rtol=2e-4, atol=1e-5, err_msg=f"seed {seed}")
