@@ -69,11 +69,10 @@ from grpo_jax.devices import num_devices, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
 from grpo_jax.models.heads import add_head
-from grpo_jax.models.trainable import join, split
+from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.pairs import pair_batches, score_pairs
+from grpo_jax.offline.pairs import pair_batches, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.reward_model import pair_rewards, reward_model_objective
 from grpo_jax.offline.sft import mean_nll, sft_objective
 from grpo_jax.prepare import Loaded, load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function

@@ -12,8 +12,8 @@ from experiments.common import forward_flops, held_bytes, over_seeds
 from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import EncodedPairs
-from grpo_jax.hardware import update_flops
-from grpo_jax.offline.reward_model import evaluate_pairs
+from grpo_jax.devices import update_flops
+from grpo_jax.offline.pairs import evaluate_pairs
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.scorers import needs_old_logprobs
 from grpo_jax.rl.types import TrainState

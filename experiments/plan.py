@@ -37,8 +37,7 @@ from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import model_folder
 from grpo_jax.models.params import Quantize
 from grpo_jax.models.weights import read_json
-from grpo_jax.planning.accelerators import DEVICES, Device
-from grpo_jax.planning.memory import Estimate, Shape, decoder_shapes, estimate, num_params, parts_of
+from grpo_jax.planning.memory import DEVICES, Device, Estimate, Shape, decoder_shapes, estimate, num_params, parts_of
 from grpo_jax.planning.plan import GB, Plan, choose
 from grpo_jax.runs.flags import read_flags, refusing
 

@@ -39,8 +39,14 @@ from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.kto import kto_objective
-from grpo_jax.offline.pairs import PairBatch, pair_batches, pair_logprobs, preference_objective, score_pairs
+from grpo_jax.offline.pairs import (
+    PairBatch,
+    kto_objective,
+    pair_batches,
+    pair_logprobs,
+    preference_objective,
+    score_pairs,
+)
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import flags, terminal

@@ -35,8 +35,8 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import Objective
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.params import split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.prepare import load_model
@@ -44,8 +44,8 @@ from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.iteration import Programs
-from grpo_jax.rl.sampler import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.scorers import score_completion_tokens
+from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import SAMPLING, Array, Batch, Graded, noise_of
 from grpo_jax.rl.update import optimizer_step
 from grpo_jax.runs import flags

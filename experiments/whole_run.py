@@ -19,15 +19,15 @@ from grpo_jax.checks import validate
 from grpo_jax.config import GRPOConfig, PPOConfig, run_of, with_options
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
+from grpo_jax.models.params import join, split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl.evaluate import heldout_calls
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.optimizer import init_state
-from grpo_jax.rl.sampler import completion_numbers, group_temperatures, sample_completions, to_batch
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
+from grpo_jax.rl.source import completion_numbers, group_temperatures, sample_completions, to_batch
 from grpo_jax.rl.types import EVALUATION, REWARD, SAMPLING, Array, Method, RewardArrays, TrainState, step_key
 from grpo_jax.rl.update import learn, models_of
 from grpo_jax.sampling.sampler import Completions

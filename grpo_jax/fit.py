@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from grpo_jax.devices import devices_of, place, shardings
-from grpo_jax.models.trainable import join, split
+from grpo_jax.models.params import join, split
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs, take_step
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.folder import RunFolder
@@ -27,7 +27,7 @@ def fit(
     Args:
       objective: such as `sft_objective`, `distillation_objective`, `preference_objective`, `kto_objective` or
         `reward_model_objective`.
-      params: where training starts, as the objective takes them; `trainable.split` says which of them are trained.
+      params: where training starts, as the objective takes them; `models.params.split` says which of them are trained.
       batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x the `devices.parts` of
         the devices. Every host makes the whole batch.
       config: the phase.
@@ -36,7 +36,7 @@ def fit(
       evaluate: (all parameters, steps taken) -> numbers to log, called at step 0 and every `config.eval_every` steps.
 
     Returns:
-      The final state. The model is `trainable.join(state.params, trainable.split(params)[1])`.
+      The final state. The model is `join(state.params, split(params)[1])`, both of `models.params`.
 
     Raises:
       UsageError: the configuration cannot work.

@@ -92,7 +92,7 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
     if not options.distributed and not any(value is not None for value in named.values()):
         return
     _check(options)
-    # Its handler of SIGTERM would replace that of `runs.stopping`.
+    # Its handler of SIGTERM would replace that of `runs.runner`.
     jax.config.update("jax_enable_preemption_service", False)
     global _note
     _note = note

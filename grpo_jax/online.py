@@ -22,17 +22,16 @@ from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
 from grpo_jax.hosts import check_alone
+from grpo_jax.models.params import join, split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.pairs import pair_batches
+from grpo_jax.offline.pairs import pair_batches, reward_model_objective
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.reward_model import reward_model_objective
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
-from grpo_jax.rl.sampler import completion_numbers, group_temperatures
+from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import LABELLING, TrainState, noise_of
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task

@@ -14,9 +14,8 @@ import jax
 from grpo_jax.checks import validate, validate_ppo
 from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, run_of, with_options
 from grpo_jax.data.text import uses_chat
-from grpo_jax.devices import devices_of, load_shardings, parts, place, size
+from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
 from grpo_jax.errors import UsageError
-from grpo_jax.hardware import memory_limit
 from grpo_jax.hosts import gather
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, load_tokenizer, model_folder
 from grpo_jax.models.lora import add_adapters
@@ -27,7 +26,7 @@ from grpo_jax.planning.plan import Plan, choose, shape_of
 from grpo_jax.rl.grpo import check_teacher, make_programs
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.iteration import Programs
-from grpo_jax.rl.sampler import Sampler
+from grpo_jax.rl.source import Sampler
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, keep_files
 from grpo_jax.tasks.task import Task

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 from grpo_jax import devices as where
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Reward, Rewards
-from grpo_jax.models.trainable import join, split
+from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grade import grader_warnings
 from grpo_jax.rl.iteration import Programs, check_programs, iterate, make_iteration
-from grpo_jax.rl.sampler import Sampler
-from grpo_jax.rl.source import empty_queue
+from grpo_jax.rl.source import Sampler, empty_queue
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
@@ -54,7 +53,7 @@ def train(
       until: the step to stop at. A later call continues from there, perhaps with another reward. None: the last step.
 
     Returns:
-      The final state. The models are `trainable.join(state.params, trainable.split(params)[1])`.
+      The final state. The models are `join(state.params, split(params)[1])`, both of `models.params`.
 
     Raises:
       UsageError: the configuration cannot work.

@@ -21,15 +21,13 @@ from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import merge
-from grpo_jax.models.params import Adapted, format_of
-from grpo_jax.models.trainable import join, split
+from grpo_jax.models.params import Adapted, format_of, join, split
 from grpo_jax.options import check_known, fits, option_types
 from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.pretrained import restore
-from grpo_jax.runs.resume import fresh_folder
 from grpo_jax.runs.terminal import METHOD_CURVES, finish
 from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.dataset import text_task

@@ -28,7 +28,7 @@ from grpo_jax.config import (
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.options import from_json, option_types, options_of
 from grpo_jax.runs import flags
-from grpo_jax.runs.resume import differing_options
+from grpo_jax.runs.folder import differing_options
 from grpo_jax.tasks.options import TaskOptions
 
 

@@ -11,7 +11,7 @@ from tiny import task_of_tokens
 from grpo_jax.config import recipe
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl import sampler
+from grpo_jax.rl import source
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.scorers import score_rollout
@@ -38,12 +38,12 @@ REWARDS = RewardArrays(shape(N, G), shape(N, G, dtype=jnp.bool_))
 NUMBER = shape(dtype=jnp.uint32)
 
 
-sample = partial(sampler.sample_completions, POLICY, TASK, CONFIG.sampling)
+sample = partial(source.sample_completions, POLICY, TASK, CONFIG.sampling)
 score = partial(score_rollout, METHOD, CONFIG)
 update = partial(learn, METHOD, CONFIG)
 
 SAMPLE = PARAMS, PROMPTS, shape(N, G, dtype=jnp.int32), shape(N, G), KEY
-BATCH = sampler.to_batch(*PROMPTS, shape(N, G), jax.eval_shape(sample, *SAMPLE))
+BATCH = source.to_batch(*PROMPTS, shape(N, G), jax.eval_shape(sample, *SAMPLE))
 SCORE = {"policy": PARAMS, "reference": PARAMS}, BATCH
 SCORED = BATCH._replace(**jax.eval_shape(score, *SCORE))
 STATE = jax.eval_shape(lambda params: init_state(params, METHOD.optimizer), {"policy": PARAMS})

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from grpo_jax import hardware
-from grpo_jax.hardware import memory_limit, peak_flops
+from grpo_jax import devices
+from grpo_jax.devices import memory_limit, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,11 @@ def test_the_peak_of_other_devices_is_not_known():
 
 def test_a_cpu_has_what_is_left_of_the_machine_and_no_more_than_its_group(monkeypatch):
     ours = sum(x.nbytes for x in jax.live_arrays())
-    monkeypatch.setattr(hardware, "_available", lambda: 10**9)
-    monkeypatch.setattr(hardware, "_cgroup_limit", lambda: 4 * 10**8)
+    monkeypatch.setattr(devices, "_available", lambda: 10**9)
+    monkeypatch.setattr(devices, "_cgroup_limit", lambda: 4 * 10**8)
     assert memory_limit() == 4 * 10**8
     assert memory_limit(4) == 10**8
-    monkeypatch.setattr(hardware, "_cgroup_limit", lambda: 2**60)
+    monkeypatch.setattr(devices, "_cgroup_limit", lambda: 2**60)
     assert memory_limit() == 10**9 + ours
 
 
@@ -44,4 +44,4 @@ def test_a_cpu_has_what_is_left_of_the_machine_and_no_more_than_its_group(monkey
 def test_the_limit_of_a_group_is_read_from_its_file(tmp_path, file, text, limit):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)
-    assert hardware._cgroup_limit(tmp_path) == limit
+    assert devices._cgroup_limit(tmp_path) == limit

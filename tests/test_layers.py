@@ -21,7 +21,6 @@ ORDER = [
     "checks",
     "hosts",
     "devices",
-    "hardware",
     "rl",
     "planning",
     "offline",

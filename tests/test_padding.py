@@ -9,10 +9,9 @@ from grpo_jax.data.packing import pack
 from grpo_jax.data.types import pad_prompts
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.grade import decode_groups, grade_completions
-from grpo_jax.rl.readable import readable
-from grpo_jax.rl.sampler import to_batch
+from grpo_jax.rl.grade import decode_groups, grade_completions, readable
 from grpo_jax.rl.scorers import score_completion_tokens
+from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import Rollout
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.tasks.task import Task

@@ -27,12 +27,12 @@ from experiments.benchmarks.shapes import SHAPES, Shape, ShapeName, cost_of
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import Prompts
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
+from grpo_jax.models.params import split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.trainable import split
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
-from grpo_jax.rl.sampler import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.scorers import score_rollout
+from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import RewardArrays, noise_of
 from grpo_jax.rl.update import models_of
 from grpo_jax.tasks.task import Task

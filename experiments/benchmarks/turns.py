@@ -28,7 +28,7 @@ from grpo_jax.devices import to_devices, to_numpy
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.episodes import EpisodePrograms, episode_programs, play
-from grpo_jax.rl.sampler import completion_numbers, group_temperatures
+from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.tasks.task import Task
 

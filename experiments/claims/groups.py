@@ -18,7 +18,7 @@ from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.sampler import to_batch
+from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import REWARD, SAMPLING, RewardArrays, step_key
 from grpo_jax.rl.update import loss_of
 from grpo_jax.sampling.sampler import Completions, sample_groups

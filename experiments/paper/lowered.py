@@ -15,16 +15,15 @@ from grpo_jax.config import GRPOConfig, PPOConfig, run_of
 from grpo_jax.devices import Devices, Mesh, compiled, devices_of, shardings
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.params import Quantize
+from grpo_jax.models.params import Quantize, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.sharding import BATCH
-from grpo_jax.models.trainable import split
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.rl.sampler import to_batch
 from grpo_jax.rl.scorers import score_rollout
+from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.tasks.task import Task
 

@@ -38,11 +38,11 @@ from grpo_jax.options import fits, flattened, from_json, option_types
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, summary
 from grpo_jax.rl.guards import check_tokens
-from grpo_jax.rl.sampler import make_sampler
+from grpo_jax.rl.source import make_sampler
 from grpo_jax.runs import flags
 from grpo_jax.runs.files import write_json, write_text
+from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.pretrained import load_run, phase_of
-from grpo_jax.runs.resume import read_inputs
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task

@@ -26,8 +26,17 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.offline.kto import RatedLoss, kto_objective, rated_terms, with_reference_point
-from grpo_jax.offline.pairs import PairBatch, evaluate_terms, pair_logprobs, score_pairs, with_intervals
+from grpo_jax.offline.pairs import (
+    PairBatch,
+    RatedLoss,
+    evaluate_terms,
+    kto_objective,
+    pair_logprobs,
+    rated_terms,
+    score_pairs,
+    with_intervals,
+    with_reference_point,
+)
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Positive, Size, Weight
 

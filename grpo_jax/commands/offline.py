@@ -23,7 +23,7 @@ from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.trainable import join, split
+from grpo_jax.models.params import join, split
 from grpo_jax.offline.pairs import PairBatch, pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import Objective, SupervisedConfig, check_supervised
 from grpo_jax.options import Fraction, Seed, Size

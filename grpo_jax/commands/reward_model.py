@@ -27,9 +27,8 @@ from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferenc
 from grpo_jax.devices import devices_of, to_numpy
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.offline.pairs import score_pairs
+from grpo_jax.offline.pairs import PairEvaluation, evaluate_pairs, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.reward_model import PairEvaluation, evaluate_pairs, pair_rewards, reward_model_objective
 from grpo_jax.options import Fraction, Size, Weight
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs.folder import RunFolder

@@ -15,7 +15,7 @@ from grpo_jax.errors import UsageError, user_path
 from grpo_jax.options import option_types, suggestion
 from grpo_jax.runs import flags
 from grpo_jax.runs.files import read_object
-from grpo_jax.runs.resume import numbered_runs
+from grpo_jax.runs.folder import numbered_runs
 
 # Each is a module of this folder, with its options (`Config`) and what they start (`main`).
 Method = Literal["grpo", "ppo", "sft", "reward-model", "dpo", "kto"]

@@ -16,7 +16,7 @@ from grpo_jax.models import huggingface, peft
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params import Adapted, holds_quantised
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.sampler import Sampler
+from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 

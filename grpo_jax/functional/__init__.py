@@ -27,14 +27,6 @@ from grpo_jax.functional.advantages import (
     whiten as whiten,
 )
 
-# Weights of tokens
-from grpo_jax.functional.aggregation import (
-    constant_length_weights as constant_length_weights,
-    sequence_mean_weights as sequence_mean_weights,
-    sequence_sum_weights as sequence_sum_weights,
-    token_mean_weights as token_mean_weights,
-)
-
 # Corrections of the policy term, and masks
 from grpo_jax.functional.correction import (
     keep_completions as keep_completions,
@@ -69,14 +61,19 @@ from grpo_jax.functional.logprobs import (
     top_tokens as top_tokens,
 )
 
+# Weights of tokens
 # Whole losses and their metrics
 from grpo_jax.functional.losses import (
     Metrics as Metrics,
     clipped_term as clipped_term,
+    constant_length_weights as constant_length_weights,
     grpo_loss as grpo_loss,
     grpo_objective as grpo_objective,
     masked_sum as masked_sum,
     policy_metrics as policy_metrics,
+    sequence_mean_weights as sequence_mean_weights,
+    sequence_sum_weights as sequence_sum_weights,
+    token_mean_weights as token_mean_weights,
     weighted_sum as weighted_sum,
 )
 

@@ -23,14 +23,16 @@ from grpo_jax.functional.advantages import (
     pass_at_k_advantages,
     rank_advantages,
 )
-from grpo_jax.functional.aggregation import (
+from grpo_jax.functional.divergence import kl_k1, kl_k3
+from grpo_jax.functional.losses import (
+    Metrics,
+    clipped_term,
     constant_length_weights,
+    grpo_loss,
     sequence_mean_weights,
     sequence_sum_weights,
     token_mean_weights,
 )
-from grpo_jax.functional.divergence import kl_k1, kl_k3
-from grpo_jax.functional.losses import Metrics, clipped_term, grpo_loss
 from grpo_jax.functional.numerics import AxisName, is_zero
 from grpo_jax.functional.policy_gradient import (
     Term,

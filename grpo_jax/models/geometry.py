@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
+from grpo_jax.models.attention import Angles, rotary_angles
 from grpo_jax.models.cache import Prefix
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.layout import Rows, positions_in_texts
-from grpo_jax.models.rotary import Angles, rotary_angles
 
 
 class Seen(NamedTuple):

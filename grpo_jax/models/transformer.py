@@ -25,13 +25,12 @@ from jax.ad_checkpoint import checkpoint_name
 from grpo_jax.errors import missing
 from grpo_jax.functional.products import product, rms_norm, times_transposed, traits_of_backend
 from grpo_jax.models import sharding
-from grpo_jax.models.attention import Scores, attend_past, attend_rows
+from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
 from grpo_jax.models.cache import KeyValues, Prefix
 from grpo_jax.models.config import Activation, ModelConfig
 from grpo_jax.models.geometry import Geometry, LayerKind, Seen, layer_kinds
 from grpo_jax.models.params import Params as Params, Quantised, holds_quantised, is_quantised
 from grpo_jax.models.quantised import beside, dequantised
-from grpo_jax.models.rotary import rotate
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
 
 try:

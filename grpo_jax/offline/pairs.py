@@ -1,34 +1,41 @@
-"""Two completions of each prompt: what DPO and its relatives, KTO and reward models have in common, and the first two.
+"""Two completions of each prompt: objectives of DPO and its relatives, KTO and reward models, and what they share.
 
 A pair is one prompt with two completions, so that the prompt is computed once for both. They are a chosen and a
 rejected one, or for KTO a rated one and one of another prompt. An objective scores completions, as log-probabilities
 (`pair_logprobs`) or by the head of a reward model, and its `Terms` say what the scores of a batch cost. What a
 reference gives a completion does not change, so it is computed once, before training.
 
-DPO (2305.18290) and its relatives learn from preferences without a reward model: `preference_objective`.
+DPO (2305.18290) and its relatives learn from preferences without a reward model: `preference_objective`. Reward models
+(Bradley & Terry 1952; 2203.02155) score completions: `reward_model_objective`. KTO (2402.01306) learns from ratings,
+completions that are good or bad without another one beside them: `kto_objective`. Its loss compares how far the policy
+has moved towards a completion with how far it has moved at all, z₀: a number of the whole batch. It is made of
+completions of other prompts, in a pass of their own and without gradient, before the pass that has one.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import special
 
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.rows import batches
 from grpo_jax.data.types import pad_completions, pad_prompts
 from grpo_jax.devices import Devices
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import token_mean_weights
-from grpo_jax.models.policy import Policy
+from grpo_jax.functional import bradley_terry_loss, kto_kl, kto_loss, token_mean_weights
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.heads import Headed, scores
+from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import Objective, row_scorer
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Array, Batch, Logs
-from grpo_jax.statistics import bootstrap
+from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
 
 
 class PairBatch(NamedTuple):
@@ -271,3 +278,139 @@ def preference_terms(loss: PairLoss, logprobs: Array, batch: PairBatch) -> tuple
 
 def _by_side(name: str, values: Array) -> dict[str, Array]:
     return {name.format(side): values[:, place] for place, side in enumerate(("chosen", "rejected"))}
+
+
+# ---- reward models
+
+
+@cache  # so that phases with one shape share their programs
+def reward_model_objective(config: ModelConfig, *, center_coef: float = 0.0) -> Objective:
+    """−log σ(r_chosen − r_rejected − margin), the mean over pairs.
+
+    Its parameters are those of `heads.add_head`; with adapters, only those and the head are trained. Batches are those
+    of `pairs.pair_batches`.
+
+    Args:
+      config: the decoder's shape, from `heads.add_head`.
+      center_coef: as in `functional.bradley_terry_loss`, 0.
+    """
+    return pair_objective(partial(pair_rewards, config), partial(reward_terms, center_coef=center_coef))
+
+
+def pair_rewards(config: ModelConfig, params: Headed, batch: PairBatch) -> jax.Array:
+    """Returns the rewards of both completions, float32 `[N, 2]`."""
+    return scores(decoder_policy(config), params, *batch[:4])
+
+
+def reward_terms(rewards: Array, batch: PairBatch, *, center_coef: float = 0.0) -> tuple[jax.Array, PairMetrics]:
+    """Returns the loss of each pair, whether it is in the right order, its difference and its mean reward."""
+    chosen, rejected = rewards[:, 0], rewards[:, 1]
+    losses = bradley_terry_loss(chosen, rejected, margin=batch.margin, center_coef=center_coef)
+    right = jnp.where(chosen == rejected, 0.5, chosen > rejected)
+    metrics = {"accuracy": right, "difference": chosen - rejected, "reward": (chosen + rejected) / 2}
+    return losses, of_every_pair(metrics)
+
+
+class PairEvaluation(NamedTuple):
+    """How well scores predict which of two answers was chosen."""
+
+    accuracy: Interval  # share of pairs in the right order, ties half; resampling pairs
+    nll: Interval  # −log σ(r_chosen − r_rejected), nats; equal scores give log 2 = 0.693
+    calibration: Calibration  # of the preference for the answer with the higher score
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers by name, for logs and tables."""
+        named = self.accuracy.named("accuracy") | self.nll.named("nll")
+        return named | {"calibration_error": self.calibration.error}
+
+
+def evaluate_pairs(pair_scores: np.ndarray, *, bins: int = 10) -> PairEvaluation:
+    """Returns accuracy, likelihood and calibration of scores.
+
+    The prediction is that the answer with the higher score was chosen, with probability σ(|difference|). Calibration
+    compares these probabilities with how often the prediction was right.
+
+    Args:
+      pair_scores: `[M, 2]`, of chosen and rejected.
+      bins: of the calibration curve, 10.
+
+    Returns:
+      The evaluation.
+
+    Raises:
+      UsageError: there are no pairs.
+    """
+    difference = np.asarray(pair_scores, np.float64) @ np.array([1, -1])
+    right = np.where(difference == 0, 0.5, difference > 0)
+    curve = calibration(special.expit(np.abs(difference)), right, bins=bins)
+    return PairEvaluation(bootstrap(right), bootstrap(-special.log_expit(difference)), curve)
+
+
+# ---- ratings
+
+# `functional.kto_loss` with its constants bound: (logprobs [N], ref_logprobs [N], desirable [N], *, kl) -> [N]
+RatedLoss = Callable[..., jax.Array]
+
+
+def kto_objective(policy: Policy, loss: RatedLoss = kto_loss, *, estimates_kl: bool = True) -> Objective:
+    """Returns the mean loss of rated completions, with z₀ of the whole batch.
+
+    Its parameters are the policy's; of `lora.Adapted` only the adapters are trained. Batches are those of
+    `pairs.pair_batches` with `desirable`, and with `ref_logprobs` of both completions.
+
+    Args:
+      policy: the model's functions.
+      loss: with its constants bound, such as `partial(kto_loss, beta=0.5)`.
+      estimates_kl: whether z₀ is `kto_kl` of the mismatched completions, as in KTO. Otherwise it is 0, which makes the
+        loss APO-zero's (2408.06266), and saves a pass.
+    """
+
+    def prepare(params: Params, batch: PairBatch, map_pieces: Callable[..., Any]) -> PairBatch:
+        if not estimates_kl:
+            return with_reference_point(batch, None)
+        mismatched = map_pieces(partial(side_logprobs, policy, 1), params, batch)
+        return with_reference_point(batch, mismatched[:, 0])
+
+    return pair_objective(partial(side_logprobs, policy, 0), partial(rated_terms, loss), prepare)
+
+
+def side_logprobs(policy: Policy, side: int, params: Params, batch: PairBatch) -> jax.Array:
+    """Returns log-probabilities of the completions of the prompts (side 0), or of the mismatched ones (1), `[N, 1]`."""
+    ids, mask = (x[:, side : side + 1] for x in (batch.completion_ids, batch.completion_mask))
+    return pair_logprobs(policy, params, batch._replace(completion_ids=ids, completion_mask=mask))
+
+
+def with_reference_point(batch: PairBatch, mismatched: Array | None) -> PairBatch:
+    """Adds z₀ to a batch.
+
+    Args:
+      batch: all completions that share z₀.
+      mismatched: log-probabilities of the mismatched completions, `[N]`; None: z₀ is 0.
+    """
+    is_real = jnp.any(batch.completion_mask[:, 1], axis=-1)
+    kl = 0.0 if mismatched is None else kto_kl(mismatched, batch.ref_logprobs[:, 1], where=is_real)
+    return batch._replace(kl=jnp.full(len(batch.desirable), kl, jnp.float32))
+
+
+def rated_terms(loss: RatedLoss, logprobs: Array, batch: PairBatch) -> tuple[jax.Array, PairMetrics]:
+    """Returns the loss of each completion, and what is logged of it.
+
+    `log_ratio_desirable` and `log_ratio_undesirable` are log π/π_ref of whole completions, in nats. `accuracy` is 1
+    where a completion is on its side of z₀: its log-ratio is above where it is desirable and below where it is not; ½
+    where it is equal. `kl` is z₀.
+
+    Args:
+      loss: as in `kto_objective`.
+      logprobs: of completions, `[N, 1]`; a second column is not read.
+      batch: with z₀.
+    """
+    losses = loss(logprobs[:, 0], batch.ref_logprobs[:, 0], batch.desirable, kl=batch.kl)
+    log_ratio = logprobs[:, 0] - batch.ref_logprobs[:, 0]
+    beyond = jnp.where(batch.desirable, log_ratio - batch.kl, batch.kl - log_ratio)
+    everyone = jnp.ones_like(batch.desirable)
+    return losses, {
+        "accuracy": (jnp.where(beyond == 0, 0.5, beyond > 0), everyone),
+        "kl": (batch.kl, everyone),
+        "log_ratio_desirable": (log_ratio, batch.desirable),
+        "log_ratio_undesirable": (log_ratio, ~batch.desirable),
+    }

@@ -24,7 +24,7 @@ from grpo_jax.devices import (
     to_numpy,
 )
 from grpo_jax.errors import UsageError
-from grpo_jax.models.trainable import join
+from grpo_jax.models.params import join
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import Seed, Size, check_number, check_ranges
 from grpo_jax.rl.optimizer import init_state, learning_rate_schedule, make_optimizer, steps_taken

@@ -35,8 +35,8 @@ from grpo_jax.rl.advantages import masked
 from grpo_jax.rl.grpo import check_teacher, grpo_method
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
-from grpo_jax.rl.sampler import Sampler
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
+from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, Method, RewardArrays, TeacherOutputs, Term
 from grpo_jax.tasks.task import Task
 

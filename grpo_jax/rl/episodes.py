@@ -18,7 +18,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import place_and_reason
 from grpo_jax.rl.grade import read_text
-from grpo_jax.rl.sampler import truncation_of
+from grpo_jax.rl.source import truncation_of
 from grpo_jax.rl.types import Batch, EpisodeRecord, Graded, Reader, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import Completions

@@ -13,7 +13,7 @@ from grpo_jax.hosts import share_out
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import RewardScores, score_completions
 from grpo_jax.rl.grade import decode_groups
-from grpo_jax.rl.sampler import Sampler
+from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import EVALUATION, noise_of
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.statistics import best_of, bootstrap, majority

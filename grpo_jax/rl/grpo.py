@@ -13,10 +13,9 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rl.advantages import group_advantage
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
-from grpo_jax.rl.moving import moving_parts
-from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer
-from grpo_jax.rl.sampler import Sampler
+from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer, moving_parts
 from grpo_jax.rl.scorers import TokenScores, old_scorer, reference_scorer, score_completion_tokens
+from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.terms import forward_of, policy_terms
 from grpo_jax.rl.types import Batch, Forward, Logs, Method, Term
 from grpo_jax.tasks.task import Task

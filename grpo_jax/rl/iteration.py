@@ -21,25 +21,25 @@ from grpo_jax.devices import (
     compiled,
     devices_of,
     local_rows,
+    peak_flops,
     place,
     pop_bytes_moved,
     size,
     to_devices,
     to_numpy,
+    update_flops,
 )
 from grpo_jax.errors import UsageError
-from grpo_jax.hardware import peak_flops, update_flops
+from grpo_jax.models.params import FROZEN_ROLES, join, split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.trainable import FROZEN_ROLES, join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl import source as sources, update
-from grpo_jax.rl.grade import grading, read_completions, reporting, reward_arrays
+from grpo_jax.rl.grade import grading, read_completions, readable, reporting, reward_arrays
 from grpo_jax.rl.guards import ratio_warning
 from grpo_jax.rl.optimizer import init_state
-from grpo_jax.rl.readable import readable
-from grpo_jax.rl.sampler import Sampler, make_sampler
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
+from grpo_jax.rl.source import Sampler, make_sampler
 from grpo_jax.rl.types import REWARD_AXES, Array, Batch, Learned, Method, RewardArrays, Rollout, TrainState
 from grpo_jax.rl.update import models_of
 from grpo_jax.tasks.task import Task

@@ -33,7 +33,6 @@ from grpo_jax.rl.advantages import kl_logs, masked
 from grpo_jax.rl.grpo import grpo_method, optimizer_of, schedule_of
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
-from grpo_jax.rl.sampler import Sampler
 from grpo_jax.rl.scorers import (
     TokenScores,
     hidden_states,
@@ -42,6 +41,7 @@ from grpo_jax.rl.scorers import (
     score_completion_tokens,
     unpack_completions,
 )
+from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Array, Batch, Forward, Logs, Method, RewardArrays, Term
 from grpo_jax.tasks.task import Task
 

@@ -17,8 +17,8 @@ import optax
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import Devices, size, spread_over, sum_rows
 from grpo_jax.functional import constant_length_weights
+from grpo_jax.models.params import join
 from grpo_jax.models.sharding import laid_out
-from grpo_jax.models.trainable import join
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.optimizer import steps_taken
 from grpo_jax.rl.pieces import Microbatches, Pieces, choose_pieces, take
@@ -206,7 +206,7 @@ def train_step(
       others: what the loss reads and is not differentiated, such as frozen parameters.
       batch: of N rows, with a `completion_mask` and room for `weights`.
       loss_fn: (trained parameters, others, batch with weights) -> Σ weights · loss, logs.
-      weights_of: mask of the whole batch -> weights, as the functions of `functional.aggregation`.
+      weights_of: mask of the whole batch -> weights, as `functional.token_mean_weights` does.
       optimizer: an optax transformation.
       pieces: rows of one device -> the pieces that they are computed in. Default: at once.
       devices: that share the rows.

@@ -31,11 +31,10 @@ from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.hosts import HostOptions
 from grpo_jax.options import between, check_ranges, flattened, from_json, option_types, options_of
-from grpo_jax.runs import compilation, stopping
+from grpo_jax.runs import compilation, runner
 from grpo_jax.runs.card import COMMAND
 from grpo_jax.runs.files import read_object
-from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.resume import fresh_folder, numbered_runs
+from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs
 from grpo_jax.runs.trackers import weights_and_biases
 
 
@@ -297,10 +296,10 @@ def main(
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what it raises, with every traceback
     sys.unraisablehook = _print_unraisable
     try:
-        with stopping.listening(say_note, partial(_leave, config.output)):
+        with runner.listening(say_note, partial(_leave, config.output)):
             run(config)
             hosts.gather("the end", None)  # others would take a host that has nothing left to do for one that is gone
-    except stopping.Stopped as stopped:
+    except runner.Stopped as stopped:
         hosts.gather("the end", None)
         say_refusal(f"stopped by {stopped}; the last step is saved: add --resume to continue {config.output.run_dir}")
         raise SystemExit(_code(config.output, stopped.number)) from None

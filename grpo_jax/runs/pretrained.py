@@ -16,14 +16,13 @@ from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Target, add_adapters, fingerprint, merge
-from grpo_jax.models.params import Adapted, Quantize
+from grpo_jax.models.params import Adapted, Quantize, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import files, resume
+from grpo_jax.runs import files
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.folder import SIDE_PHASES, RunFolder
+from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, check_inputs, read_inputs, run_digest
 
 _LORA_FILE = "lora.json"
 
@@ -116,11 +115,11 @@ def keep_files(run: RunFolder, part: str, folder: Path) -> None:
 
 def _check_description(run: Path) -> None:
     """Refuses a run whose model/ has other files than the model that it began with."""
-    noted, folder = resume.read_inputs(run).get("model"), run / "model"
+    noted, folder = read_inputs(run).get("model"), run / "model"
     if noted is not None:  # a loop of your own may have noted nothing
         before = {name: noted[name] for name in noted if huggingface.is_copied(name.partition(" of ")[0])}
         now = digests.of_files(folder, filter(huggingface.is_copied, huggingface.files_of(folder)))
-        resume.check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
+        check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
 
 
 # ---- out of it
@@ -221,7 +220,7 @@ def restore(
         raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
     config = config_from_huggingface(weights.read_json(description / "config.json"), **overrides)
     like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
-    with Checkpoints(run / "checkpoints" / phase, run=partial(resume.run_digest, run, phase)) as checkpoints:
+    with Checkpoints(run / "checkpoints" / phase, run=partial(run_digest, run, phase)) as checkpoints:
         if lora is None:
             params, step = checkpoints.restore_params(like, step)
         else:

@@ -7,9 +7,9 @@ import jax
 from experiments.claims.bench import Setting
 from experiments.common import forward_flops
 from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
-from grpo_jax.hardware import update_flops
+from grpo_jax.devices import update_flops
+from grpo_jax.models.params import split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.optimizer import init_state

@@ -17,8 +17,8 @@ import optax
 import pytest
 
 from grpo_jax.config import recipe
+from grpo_jax.models.params import split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.trainable import split
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.types import Batch, RewardArrays

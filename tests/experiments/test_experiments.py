@@ -41,8 +41,8 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.lora import merge
+from grpo_jax.models.params import join, split
 from grpo_jax.models.peft import load_adapter
-from grpo_jax.models.trainable import join, split
 from grpo_jax.prepare import load_model
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags

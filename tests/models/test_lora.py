@@ -15,10 +15,9 @@ from tiny import GOLDEN, change_json, load_golden, ragged_prompts, randomly_adap
 
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge, sites
-from grpo_jax.models.params import Adapted
+from grpo_jax.models.params import Adapted, join, split
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Linear
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.rl.optimizer import init_state

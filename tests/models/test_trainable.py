@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.models.heads import Headed
-from grpo_jax.models.params import Adapted
-from grpo_jax.models.trainable import join, split
+from grpo_jax.models.params import Adapted, join, split
 
 BASE = {"embedding": jnp.arange(6.0).reshape(3, 2), "layers": {"kernel": jnp.ones((2, 2))}}
 ADAPTERS = {"layers": {"kernel": {"a": jnp.ones((2, 1)), "b": jnp.zeros((1, 2))}}}

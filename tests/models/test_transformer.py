@@ -26,7 +26,7 @@ from grpo_jax.models.geometry import (
 )
 from grpo_jax.models.layout import rows_of_groups, rows_of_prompts, rows_of_texts
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.rotary import rotary_angles, rotate
+from grpo_jax.models.attention import rotary_angles, rotate
 from grpo_jax.models.transformer import RMSNorm, Transformer, decoding_layout
 
 LLAMA = ModelConfig(29, 32, 48, 2, 4, 2, 8)

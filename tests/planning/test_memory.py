@@ -13,7 +13,7 @@ from experiments.planning.models import MODELS
 from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.trainable import split
+from grpo_jax.models.params import split
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
 

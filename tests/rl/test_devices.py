@@ -32,15 +32,15 @@ from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.params import join, split
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.trainable import join, split
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.rl import pieces
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
+from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import REWARD_AXES, Batch, Method, RewardArrays, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder

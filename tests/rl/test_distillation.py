@@ -19,8 +19,8 @@ from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.params import join, split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.trainable import join, split
 from grpo_jax.prepare import check_vocabulary, load_teacher
 from grpo_jax.rl.distillation import distillation_method, make_distillation_programs
 from grpo_jax.rl.grpo import grpo_method, make_programs

@@ -16,7 +16,7 @@ from grpo_jax.data.types import pad_completions, pad_prompts
 from grpo_jax.devices import compiled, sum_rows
 from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
-from grpo_jax.models.trainable import split
+from grpo_jax.models.params import split
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import DistillationTarget, distillation_loss, distillation_objective, mean_divergence
 from grpo_jax.rl.pieces import by_prompts

@@ -11,10 +11,9 @@ from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component, Prompts, Span, pad_prompts, rng
 from grpo_jax.devices import to_devices
 from grpo_jax.errors import UsageError
+from grpo_jax.rl.grade import token_texts
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.readable import token_texts
-from grpo_jax.rl.sampler import to_batch
-from grpo_jax.rl.source import fresh, select_groups, until_spread
+from grpo_jax.rl.source import fresh, select_groups, to_batch, until_spread
 from grpo_jax.rl.types import Graded, Rollout
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder

@@ -21,8 +21,8 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.pieces import lengths_of, packed
-from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.scorers import score_completion_tokens
+from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Forward, noise_of
 from grpo_jax.rl.update import accumulate_grads
 from grpo_jax.runs.checkpoint import params_sha256

@@ -17,7 +17,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.builtin import formula_vote, number_vote
 from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
-from grpo_jax.rl.sampler import make_sampler
+from grpo_jax.rl.source import make_sampler
 from grpo_jax.statistics import best_of, bootstrap, majority, paired_difference
 from grpo_jax.tasks.task import Task
 

@@ -20,15 +20,14 @@ from grpo_jax.devices import place, to_devices
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.heads import Headed
-from grpo_jax.models.params import Adapted
+from grpo_jax.models.params import Adapted, join, split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.trainable import join, split
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.options import options_of
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.ppo import critic_policy, ppo_method
-from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
+from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import REWARD_AXES, SAMPLING, Batch, RewardArrays, noise_of
 from grpo_jax.tasks.task import Task
 

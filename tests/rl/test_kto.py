@@ -17,10 +17,18 @@ from grpo_jax.fit import fit
 from grpo_jax.functional import kto_loss
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.params import split
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.trainable import split
-from grpo_jax.offline.kto import kto_objective, rated_terms, with_reference_point
-from grpo_jax.offline.pairs import PairBatch, evaluate_terms, pair_batches, pair_logprobs, score_pairs
+from grpo_jax.offline.pairs import (
+    PairBatch,
+    evaluate_terms,
+    kto_objective,
+    pair_batches,
+    pair_logprobs,
+    rated_terms,
+    score_pairs,
+    with_reference_point,
+)
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rl.pieces import by_prompts, computed_in_pieces
 from grpo_jax.rl.update import accumulate_grads

@@ -15,7 +15,7 @@ from grpo_jax.config import PPOConfig, recipe, run_of, with_options
 from grpo_jax.devices import place, to_devices, to_numpy
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.heads import Headed
-from grpo_jax.models.trainable import split
+from grpo_jax.models.params import split
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.optimizer import has_weight_decay, make_optimizer

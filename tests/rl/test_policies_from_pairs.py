@@ -15,8 +15,8 @@ from grpo_jax.fit import fit
 from grpo_jax.functional import dpo_loss, ipo_loss, orpo_loss, simpo_loss, token_logprobs
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.params import split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.trainable import split
 from grpo_jax.offline.pairs import (
     evaluate_terms,
     needs_reference,

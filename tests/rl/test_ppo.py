@@ -19,8 +19,8 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import Headed
 from grpo_jax.models.huggingface import save_description, save_pretrained
 from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge
+from grpo_jax.models.params import join, split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.trainable import join, split
 from grpo_jax.models.weights import load_params
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.ppo import (

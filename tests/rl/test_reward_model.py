@@ -35,15 +35,22 @@ from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.params import join, split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.trainable import join, split
 from grpo_jax.models.weights import load_params, read_json
-from grpo_jax.offline.pairs import pad_pairs, pair_batches, pair_weights, score_pairs
+from grpo_jax.offline.pairs import (
+    evaluate_pairs,
+    pad_pairs,
+    pair_batches,
+    pair_rewards,
+    pair_weights,
+    reward_model_objective,
+    score_pairs,
+)
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.reward_model import evaluate_pairs, pair_rewards, reward_model_objective
 from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
 from grpo_jax.rl.grade import decode_groups, grade_completions
-from grpo_jax.rl.sampler import completion_numbers, make_sampler
+from grpo_jax.rl.source import completion_numbers, make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256

@@ -14,7 +14,7 @@ from grpo_jax.config import recipe, with_options
 from grpo_jax.devices import to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.sampler import completion_numbers, group_temperatures
+from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder

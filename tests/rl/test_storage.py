@@ -29,8 +29,7 @@ from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import checkpoint as seal
 from grpo_jax.runs.checkpoint import Checkpoints, check_seal, params_sha256
 from grpo_jax.runs.files import hold
-from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.resume import fresh_folder
+from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 

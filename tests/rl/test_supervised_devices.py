@@ -34,13 +34,20 @@ from grpo_jax.devices import Devices, place, to_devices, to_numpy
 from grpo_jax.fit import fit
 from grpo_jax.functional import dpo_loss
 from grpo_jax.models.heads import Headed, add_head
+from grpo_jax.models.params import split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.trainable import split
 from grpo_jax.offline import phase
-from grpo_jax.offline.kto import kto_objective
-from grpo_jax.offline.pairs import pad_pairs, pair_batches, pair_logprobs, preference_objective, score_pairs
+from grpo_jax.offline.pairs import (
+    kto_objective,
+    pad_pairs,
+    pair_batches,
+    pair_logprobs,
+    pair_rewards,
+    preference_objective,
+    reward_model_objective,
+    score_pairs,
+)
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
-from grpo_jax.offline.reward_model import pair_rewards, reward_model_objective
 from grpo_jax.offline.sft import DistillationTarget, distillation_objective, mean_divergence, sft_objective, text_nll
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.runs import flags, stopping
+from grpo_jax.runs import flags, runner
 
 WHERE = Path(__file__).parents[1] / "rl"
 
@@ -93,8 +93,8 @@ def test_a_second_ctrl_c_ends_a_run_whose_step_hangs(tmp_path):
 
 FORKS = """
 import os, signal, time
-from grpo_jax.runs import flags, stopping
-with stopping.listening(print, lambda number: os._exit(9)):
+from grpo_jax.runs import flags, runner
+with runner.listening(print, lambda number: os._exit(9)):
     child = os.fork()
     if not child:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -112,7 +112,7 @@ def test_a_fork_ends_by_the_signal_and_is_not_the_run():
 def test_signals_have_their_usual_effect_before_and_after():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     threads = threading.active_count()
-    with stopping.listening(print, lambda number: None):
+    with runner.listening(print, lambda number: None):
         assert signal.getsignal(signal.SIGTERM) != before[0]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert threading.active_count() == threads
@@ -122,15 +122,15 @@ def test_what_is_asked_for_during_training_is_answered_at_its_end():
     said: list[str] = []
 
     def train():
-        with stopping.between_steps() as asked:
+        with runner.between_steps() as asked:
             assert not asked()
             for _ in range(2):  # again is no haste: schedulers repeat themselves
                 os.kill(os.getpid(), signal.SIGTERM)
             while not asked():
                 time.sleep(0.01)
 
-    with stopping.listening(said.append, lambda number: None), pytest.raises(stopping.Stopped, match="SIGTERM"):
+    with runner.listening(said.append, lambda number: None), pytest.raises(runner.Stopped, match="SIGTERM"):
         train()
     assert len(said) == 1
-    with stopping.between_steps() as asked:  # later training of the same process is not asked to stop
+    with runner.between_steps() as asked:  # later training of the same process is not asked to stop
         assert not asked()

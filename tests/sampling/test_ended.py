@@ -17,7 +17,7 @@ from grpo_jax.data.types import Prompts
 from grpo_jax.models import geometry
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.sampler import make_sampler
+from grpo_jax.rl.source import make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.sampling.categorical import Truncation
 from grpo_jax.sampling.sampler import sample_groups

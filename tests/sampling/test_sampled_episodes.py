@@ -16,8 +16,8 @@ from tiny import row_numbers
 
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.sampler import to_batch
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
+from grpo_jax.rl.source import to_batch
 from grpo_jax.sampling.episodes import begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import sample_groups
 
