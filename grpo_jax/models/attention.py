@@ -140,6 +140,9 @@ def rotate(x: jax.Array, angles: Angles) -> jax.Array:
     return (exact * cos + jnp.concatenate([second, first], axis=-1) * sin).astype(x.dtype)
 
 
+# ---- attention
+
+
 class Scores(NamedTuple):
     """How attention makes its scores of products q·k."""
 

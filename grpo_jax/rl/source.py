@@ -175,6 +175,8 @@ def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
     return np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
 
 
+# ---- sources
+
 Queue = tuple[Any, ...]
 Draw = Callable[[Params, int], Rollout]  # (policy's parameters, index of prompts and noise) -> rollout
 Source = Callable[[Queue, Params, int, Callable[[], None]], tuple[Queue, Rollout]]
