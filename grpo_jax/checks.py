@@ -3,7 +3,7 @@
 A check yields a sentence for everything that it refuses; a run is refused with the first.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 from grpo_jax.config import (
@@ -89,6 +89,29 @@ def check_episodes(options: SamplingConfig, *, has_environment: bool) -> None:
     _refuse_first(_episodes(options, has_environment))
 
 
+def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
+    """Refuses a model that nothing is learned from, and options without the model that they need.
+
+    Args:
+      config: the run.
+      roles: of the models that there are.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    _refuse_first(_teacher(config.distillation, "teacher" in roles))
+
+
+def check_control(config: GRPOConfig) -> None:
+    """Refuses a control, whose rewards are a coin toss, if the policy learns from more than rewards.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    if config.distillation.teacher:
+        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
+
+
 def _refuse_first(*checks: Iterable[str]) -> None:
     for sentence in chain.from_iterable(checks):
         raise UsageError(sentence)
@@ -107,6 +130,7 @@ def _mesh(config: MeshConfig) -> Sentences:
 def _distillation(config: GRPOConfig) -> Sentences:
     options, loss = config.distillation, config.loss
     if options.distillation == "none":
+        yield from _teacher(options, bool(options.teacher))
         for name, value in options_of(options).items():
             if value != getattr(DistillationConfig, name):
                 yield f"{name} is {value}, but distillation is none: leave it out, or choose a distillation"
@@ -124,6 +148,14 @@ def _distillation(config: GRPOConfig) -> Sentences:
     for name, is_set in without_effect.items():
         if is_set and is_zero(options.reward_coef):
             yield f"reward_coef is 0, so {name} would change nothing: leave it out, or set reward_coef above 0"
+
+
+def _teacher(config: DistillationConfig, is_there: bool) -> Sentences:
+    kind = config.distillation
+    if is_there and kind == "none":
+        yield "there is a teacher, but distillation is none: set it to reverse_kl, forward_kl, jsd or k1"
+    if kind != "none" and not is_there:
+        yield f"distillation {kind} needs a teacher: name a model with the same tokenizer as teacher"
 
 
 def _divergence(config: DistillationConfig) -> Sentences:
@@ -265,6 +297,8 @@ def _updates(config: GRPOConfig, num_devices: int) -> Sentences:
 
 def _groups_in_ppo(run: GRPOConfig) -> Sentences:
     of, kind = run.loss.advantages_of, run.distillation.distillation
+    if run.distillation.teacher:
+        yield "PPO takes no teacher: leave it out, or take --method grpo"
     if of != "sum":
         yield f'advantages_of "{of}" is for groups, but PPO has a critic for the sum of the rewards: set it to "sum"'
     if kind != "none":

@@ -270,6 +270,8 @@ class DistillationConfig:
     """Weight β of the teacher in jsd's mixture. Near 0 it is like forward_kl, near 1 like reverse_kl."""
     reward_coef: Weight = 1.0
     """Weight of the advantages from rewards, with a teacher. 0: completions of training are not graded."""
+    teacher: str = ""
+    """Folder or hub id of the model that the policy learns from. It must have the policy's tokenizer. Empty: none."""
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,16 @@ class GRPOConfig(PhaseConfig):
     reference: ReferenceConfig = ReferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def needs_rewards(self) -> bool:
+        """True if completions of training are graded."""
+        return self.distillation.reward_coef > 0
+
+    @property
+    def packs(self) -> bool:
+        """True if the loss needs only numbers of sampled tokens, so that completions of a prompt may share a row."""
+        return self.loss.divergence == "preset" and self.distillation.distillation in ("none", "k1")
 
 
 # ---- presets

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
-from grpo_jax.checks import validate, validate_ppo
+from grpo_jax.checks import check_models, validate, validate_ppo
 from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, run_of, with_options
 from grpo_jax.data.text import uses_chat
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
@@ -23,7 +23,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
 from grpo_jax.planning.plan import Plan, choose, shape_of
-from grpo_jax.rl.grpo import check_teacher, make_programs
+from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.source import Sampler
@@ -57,21 +57,19 @@ Options = TypeVar("Options", bound=RunOptions)
 # ---- models
 
 
-def load_models(
-    options: ModelOptions, config: GRPOConfig, *, teacher: str | Path = "", pretrained: Pretrained | None = None
-) -> Models:
+def load_models(options: ModelOptions, config: GRPOConfig, *, pretrained: Pretrained | None = None) -> Models:
     """Loads the policy, and its teacher if there is one, where the devices of the run take them.
 
     Args:
       options: of the model.
       config: the run.
-      teacher: folder of a Hugging Face model, or its id on the hub; empty: there is none.
       pretrained: as in `load_model`.
 
     Raises:
       UsageError: a model is missing, or models and options do not fit each other.
     """
-    check_teacher(config, has_teacher=bool(teacher))
+    teacher = config.distillation.teacher
+    check_models(config, ("policy", "teacher") if teacher else ("policy",))
     sharding = load_shardings(devices_of(config))
     policy = load_model(options, seed=config.seed, pretrained=pretrained, sharding=sharding)
     if not teacher:
@@ -279,14 +277,14 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     Raises:
       UsageError: nothing fits; the sentence names what would.
     """
-    policy, devices = models["policy"], devices_of(run_of(options.train))
-    shape = shape_of(
-        options.train,
-        options.model,
-        task.prompts(0).ids.shape[-1],
-        parts=parts(devices),
-        teacher=models["teacher"].pretrained.config if "teacher" in models else None,
-    )
+    policy, config = models["policy"], run_of(options.train)
+    devices = devices_of(config)
+    shape = shape_of(options.train, options.model, task.prompts(0).ids.shape[-1], parts=parts(devices))
+    if "teacher" in models:
+        from grpo_jax.rl.distillation import output_bytes  # a run without a teacher does not load it
+
+        scorer = models["teacher"].pretrained.config
+        shape = shape._replace(scorer=scorer, output_bytes=output_bytes(config.distillation, scorer))
     limits = gather("the memory of a device", memory_limit(min(size(devices), jax.local_device_count())))
     plan = choose(policy.pretrained.config, shape, min(limits), remat=options.model.remat)
     pretrained = policy.pretrained._replace(config=plan.model)
@@ -315,7 +313,8 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
         words = f"prompts are sampled at widths of {widths} tokens; the first step of each width compiles a program"
         run.console.print(words, markup=False, highlight=False, soft_wrap=True)
     keep_description(run, pretrained, prepared.options.model, chat)
-    if "teacher" in prepared.models:
-        keep_files(run, "teacher", prepared.models["teacher"].pretrained.folder)
+    for role, model in prepared.models.items():
+        if role != "policy":
+            keep_files(run, role, model.pretrained.folder)
     width = prepared.task.heldout.ids.shape[1] + prepared.programs.config.sampling.row_tokens
     run.warn(length_warning(width, pretrained.config.max_position_embeddings))

@@ -49,7 +49,6 @@ class GRPOTrainer:
         clip_epsilon: float | None = None,
         environment: ReplyFn | None = None,
         tools: Sequence[Callable[..., Any]] = (),
-        teacher: str | Path | None = None,
         environment_factory: Callable[[], Any] | None = None,
         run_dir: str | Path = "runs/grpo_trainer",
         **options: Any,
@@ -68,8 +67,6 @@ class GRPOTrainer:
             message.
           tools: functions that the policy may call, with type hints and docstrings, in place of an environment. The
             tokenizer needs a chat template.
-          teacher: folder of a Hugging Face model, or its id on the hub, with the model's tokenizer; the option
-            `distillation` says what is learned from it.
           environment_factory: a class written for TRL, in place of both: its methods are tools, and what its `reset`
             returns stands behind the prompt. `tasks.adapters.trl_reward` makes a reward of what it earned.
           run_dir: folder of the run; a number is added if it holds one.
@@ -90,7 +87,6 @@ class GRPOTrainer:
         instead = "give a folder, an id on the hub, or load_pretrained of either"
         _check_type("model", model, (str, Path, Pretrained), instead)
         _check_type("run_dir", run_dir, (str, Path), "give the path of a folder")
-        _check_type("teacher", teacher, (str, Path, NoneType), "give the path of a folder")
         for name, function in {"environment": environment, "environment_factory": environment_factory}.items():
             _check_type(name, function, (Callable, NoneType), "it must be a function or a class")
         if not isinstance(tools, Sequence) or not all(callable(tool) and hasattr(tool, "__name__") for tool in tools):
@@ -110,7 +106,7 @@ class GRPOTrainer:
             options, model = options | settings, model.folder
         self._options = with_options(RunOptions(GRPOConfig()), model=str(model), **options)
         run, model_options = run_of(self._options.train), self._options.model
-        self._models = load_models(model_options, run, teacher=teacher or "", pretrained=pretrained)
+        self._models = load_models(model_options, run, pretrained=pretrained)
 
     def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:
         """Trains from the model given, in a new run; a second call begins there again.
@@ -221,8 +217,9 @@ _NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "True o
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Returns a value as its type hint has it: NumPy's numbers become Python's, and lists tuples."""
+    """Returns a value as its type hint has it: NumPy's numbers become Python's, lists tuples, and paths texts."""
     value = value.item() if isinstance(value, np.generic) else list(value) if isinstance(value, tuple) else value
+    value = str(value) if isinstance(value, Path) and hint is str else value
     if fits(value, hint):
         return tuple(value) if isinstance(value, list) else value
     origin, kinds = get_origin(hint), get_args(hint) or (hint,)

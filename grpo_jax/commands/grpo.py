@@ -20,11 +20,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_jax.checks import check_control
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import EngineOptions, GRPOConfig, recipe, run_of
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.devices import devices_of, parts
-from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.prepare import GRPO, Algorithm, RunOptions, begin, load_models, prepare
 from grpo_jax.runs import flags, terminal
@@ -53,27 +53,22 @@ class Config(RewardOptions):
     """Options of the run."""
 
     train: GRPOConfig = recipe(eval_every=20)
-    teacher: str = ""
-    """Folder or hub id of the model that the policy learns from. It must have the policy's tokenizer. Empty: none."""
 
 
 def main(config: Config) -> None:
     """Loads models and task, then trains."""
-    if config.teacher and config.control:
-        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
-    train_by_rewards(config, GRPO, teacher=config.teacher)
+    train_by_rewards(config, GRPO)
 
 
 # ---- for all methods that learn from rewards
 
 
-def train_by_rewards(options: RewardOptions, algorithm: Algorithm, *, teacher: str = "") -> None:
+def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
     """Trains by rewards; leaves a group, a table, curves, a page, and the checksum.
 
     Args:
       options: of the command line.
       algorithm: the method.
-      teacher: as in `load_models`.
 
     Raises:
       UsageError: one sentence that says what to change.
@@ -81,7 +76,9 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm, *, teacher: s
     started, config = time.perf_counter(), run_of(options.train)
     algorithm.validate(options.train, num_devices=parts(devices_of(config)))  # before a checkpoint is read
     check_task_options(options.task)
-    models = load_models(options.model, config, teacher=teacher)
+    if options.control:
+        check_control(config)
+    models = load_models(options.model, config)
     with task_of(options, models["policy"].pretrained) as task:
         prepared = prepare(algorithm, options, models, task, engine=options.engine, note=flags.say_note)
         run, programs = flags.open_run(prepared.options), prepared.programs

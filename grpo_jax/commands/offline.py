@@ -79,7 +79,7 @@ class Job(NamedTuple):
     curves: Sequence[Any]  # as for `terminal.save_results`
     notes: Sequence[str]  # what was dropped, cut and packed, in words
     warnings: Mapping[str, str]
-    teacher: Loaded | None = None
+    others: Mapping[str, Loaded] = {}  # frozen models by role, whose files a resumed run must find again
     reference: Callable[[Any], Reference] | None = None  # start's parameters -> what is computed once
     summary: Callable[[Any], dict[str, float]] = with_intervals  # of an evaluation
     # (parameters, evaluation) -> held-out metrics; None: the summary
@@ -137,8 +137,8 @@ def open_run(job: Job) -> RunFolder:
     """Opens the folder of a run, with the model's description, notes and digests of all that it is made of."""
     run = flags.open_run(job.config)
     keep_description(run, job.model.pretrained, job.config.model, job.config.chat)
-    if job.teacher:
-        keep_files(run, "teacher", job.teacher.pretrained.folder)
+    for role, model in job.others.items():
+        keep_files(run, role, model.pretrained.folder)
     for note in job.notes:
         run.console.print(note, markup=False, highlight=False)
     run.warn(job.warnings)

@@ -170,7 +170,7 @@ def prepare(config: Config) -> Job:
         evaluate=lambda params, reference: evaluate(params["policy"], reference),
         log=log_both,
         curves=TAUGHT_CURVES,
-        teacher=teacher,
+        others={"teacher": teacher},
     )
 
 

@@ -1,4 +1,4 @@
-"""How far the policy is from the reference, or a student from its teacher, per token.
+"""How far the policy is from another distribution, such as the reference's or a teacher's, per token.
 
 k1, k2 and k3 estimate KL(π ‖ π_ref) from the log-probabilities of sampled tokens, x = log π − log π_ref, as means over
 samples of π: http://joschu.net/blog/kl-approx.html. Where the samples are of an older policy, `grpo_loss` corrects them
@@ -191,16 +191,17 @@ def kl_full(logits: jax.Array, ref_logits: jax.Array, *, reverse: bool = False) 
     return jnp.sum(_expectation_terms(log_p, log_q), axis=-1)
 
 
-@takes(logits="... V", teacher_logits="... V", beta="number")
-def jsd_full(logits: jax.Array, teacher_logits: jax.Array, *, beta: jax.Array | float = 0.5) -> jax.Array:
+@takes(logits="... V", ref_logits="... V", beta="number")
+def jsd_full(logits: jax.Array, ref_logits: jax.Array, *, beta: jax.Array | float = 0.5) -> jax.Array:
     """JSD_β = β KL(π_T ‖ M) + (1 − β) KL(π ‖ M), M = β π_T + (1 − β) π. GKD (2306.13649), equation 1.
 
-    The generalised Jensen–Shannon divergence of a student π and its teacher π_T. Divided by β it tends to the forward
-    KL(π_T ‖ π) as β goes to 0; divided by 1 − β, to the reverse KL(π ‖ π_T) as β goes to 1. `kl_full` has these two.
+    The generalised Jensen–Shannon divergence of the policy π and another, such as a teacher π_T. Divided by β it tends
+    to the forward KL(π_T ‖ π) as β goes to 0; divided by 1 − β, to the reverse KL(π ‖ π_T) as β goes to 1. `kl_full`
+    has these two.
 
     Args:
-      logits: `[..., V]`, unnormalised, of the student.
-      teacher_logits: `[..., V]`, unnormalised, of the teacher.
+      logits: `[..., V]`, unnormalised, of the policy.
+      ref_logits: `[..., V]`, unnormalised, of the other distribution.
       beta: β, between 0 and 1; 0.5 is the symmetric divergence, as in TRL.
 
     Returns:
@@ -215,14 +216,14 @@ def jsd_full(logits: jax.Array, teacher_logits: jax.Array, *, beta: jax.Array | 
       0.6931
     """
     check_beta(beta)
-    log_q, log_p = jax.nn.log_softmax(upcast(logits)), jax.nn.log_softmax(upcast(teacher_logits))
+    log_q, log_p = jax.nn.log_softmax(upcast(logits)), jax.nn.log_softmax(upcast(ref_logits))
     beta = jnp.asarray(beta, log_q.dtype)
     possible = (log_q > -jnp.inf) | (log_p > -jnp.inf)
     log_mixture = jnp.logaddexp(
         jnp.where(possible, log_p, 0) + jnp.log(beta), jnp.where(possible, log_q, 0) + jnp.log1p(-beta)
     )
-    of_teacher, of_student = _expectation_terms(log_p, log_mixture), _expectation_terms(log_q, log_mixture)
-    return jnp.sum(beta * of_teacher + (1 - beta) * of_student, axis=-1)
+    of_ref, of_policy = _expectation_terms(log_p, log_mixture), _expectation_terms(log_q, log_mixture)
+    return jnp.sum(beta * of_ref + (1 - beta) * of_policy, axis=-1)
 
 
 @takes(logits="... V")

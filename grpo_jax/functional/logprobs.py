@@ -115,33 +115,33 @@ def token_kl(
     return (_kl(ref, policy) if reverse else _kl(policy, ref)).reshape(shape)
 
 
-@takes(hidden="... D", unembedding="V D", teacher_hidden="... E", teacher_unembedding="V E", beta="number")
+@takes(hidden="... D", unembedding="V D", ref_hidden="... E", ref_unembedding="V E", beta="number")
 def token_jsd(
     hidden: jax.Array,
     unembedding: jax.Array,
-    teacher_hidden: jax.Array,
-    teacher_unembedding: jax.Array,
+    ref_hidden: jax.Array,
+    ref_unembedding: jax.Array,
     *,
     beta: jax.Array | float = 0.5,
     temperature: jax.Array | float = 1.0,
     softcap: jax.Array | float | None = None,
-    teacher_softcap: jax.Array | float | None = None,
+    ref_softcap: jax.Array | float | None = None,
 ) -> jax.Array:
     """JSD_β = β KL(π_T ‖ M) + (1 − β) KL(π ‖ M), M = β π_T + (1 − β) π; π ∝ exp(W h / τ), so π_T. GKD (2306.13649).
 
     `jsd_full` of the logits without holding `[..., T, V]`: slice by slice, as in `token_logprobs`. Differentiable in
-    `hidden`, `unembedding`, `beta` and `temperature`; the teacher gets no gradient.
+    `hidden`, `unembedding`, `beta` and `temperature`; the other model, such as a teacher π_T, gets no gradient.
 
     Args:
-      hidden: `[..., T, D]`, of the student's decoder after its last norm.
+      hidden: `[..., T, D]`, of the policy's decoder after its last norm.
       unembedding: `[V, D]`.
-      teacher_hidden: `[..., T, D']`, of the teacher's decoder, which may have another width.
-      teacher_unembedding: `[V, D']`.
+      ref_hidden: `[..., T, D']`, of the other model's decoder, which may have another width.
+      ref_unembedding: `[V, D']`.
       beta: β, between 0 and 1. Near 0 the divergence is β times the forward KL, near 1 it is (1 − β) times the reverse
         one. 0.5 as in the paper's symmetric divergence and in TRL.
       temperature: τ > 0 of the sampler, for both models, broadcasts against `[..., T]`. Default 1.
-      softcap: c > 0 of the student, as in `token_logprobs`; None, the default: its logits are not capped.
-      teacher_softcap: that of the teacher.
+      softcap: c > 0 of the policy, as in `token_logprobs`; None, the default: its logits are not capped.
+      ref_softcap: that of the other model.
 
     Returns:
       float32 `[..., T]` in nats, never negative; up to about 1e-6 by rounding where the distributions are equal.
@@ -157,11 +157,11 @@ def token_jsd(
     """
     check_beta(beta)
     shape = hidden.shape[:-1]
-    teacher = jax.lax.stop_gradient((teacher_hidden, teacher_unembedding, teacher_softcap))
-    student, taught = _logits_of((hidden, unembedding, softcap), teacher, temperature=temperature)
+    reference = jax.lax.stop_gradient((ref_hidden, ref_unembedding, ref_softcap))
+    policy, ref = _logits_of((hidden, unembedding, softcap), reference, temperature=temperature)
     # β in the type of the logits under shard_map, as `_logits_of` says.
-    beta = jnp.asarray(beta, jnp.float32) + 0 * student.scale
-    return _jsd(student, taught, beta).reshape(shape)
+    beta = jnp.asarray(beta, jnp.float32) + 0 * policy.scale
+    return _jsd(policy, ref, beta).reshape(shape)
 
 
 @takes(hidden="... D", unembedding="V D")
@@ -383,31 +383,31 @@ def _gradients_of_two(first, second, first_normalizer, second_normalizer, d_firs
 
 
 @jax.custom_vjp
-def _jsd(student: _Logits, teacher: _Logits, beta: jax.Array):
-    """JSD_β of the teacher P and the student Q, `[R]`, with β `[R]`."""
-    return _jsd_forward(student, teacher, beta)[0]
+def _jsd(policy: _Logits, ref: _Logits, beta: jax.Array):
+    """JSD_β of the reference P and the policy Q, `[R]`, with β `[R]`."""
+    return _jsd_forward(policy, ref, beta)[0]
 
 
 def _to_mixture(log_q, log_p, beta):
     """log Q − log M and log P − log M of one slice, `[R, C]`."""
     gap = log_q - log_p
-    over_teacher = jnp.logaddexp(jnp.log(beta)[:, None], jnp.log1p(-beta)[:, None] + gap)  # log M − log P
-    return gap - over_teacher, -over_teacher
+    over_ref = jnp.logaddexp(jnp.log(beta)[:, None], jnp.log1p(-beta)[:, None] + gap)  # log M − log P
+    return gap - over_ref, -over_ref
 
 
-def _jsd_forward(student, teacher, beta):
+def _jsd_forward(policy, ref, beta):
     """Takes one pass for the normalisers, and one for KL(Q ‖ M) and KL(P ‖ M)."""
-    slices = jnp.arange(_num_slices(student))
+    slices = jnp.arange(_num_slices(policy))
 
     def normalizers(index):
-        (z, part), (other, _) = _slice_logits(student, index), _slice_logits(teacher, index)
+        (z, part), (other, _) = _slice_logits(policy, index), _slice_logits(ref, index)
         return _moments(z, z, part), _moments(other, other, part)
 
-    of_student, of_teacher = jax.lax.map(normalizers, slices)
-    normalizer, other_normalizer = _combine(*of_student)[0], _combine(*of_teacher)[0]
+    of_policy, of_ref = jax.lax.map(normalizers, slices)
+    normalizer, other_normalizer = _combine(*of_policy)[0], _combine(*of_ref)[0]
 
     def divergences(index):
-        (z, part), (other, _) = _slice_logits(student, index), _slice_logits(teacher, index)
+        (z, part), (other, _) = _slice_logits(policy, index), _slice_logits(ref, index)
         log_q, log_p = z - normalizer[:, None], other - other_normalizer[:, None]
         of_q, of_p = _to_mixture(log_q, log_p, beta)
         terms = jnp.exp(log_q) * of_q, jnp.exp(log_p) * of_p
@@ -416,7 +416,7 @@ def _jsd_forward(student, teacher, beta):
     # Rounding may leave a little less than 0 where the distributions are equal.
     kl_q, kl_p = (jnp.maximum(jnp.sum(x, axis=0), 0) for x in jax.lax.map(divergences, slices))
     jsd = beta * kl_p + (1 - beta) * kl_q
-    return jsd, (student, teacher, beta, normalizer, other_normalizer, kl_q, kl_p)
+    return jsd, (policy, ref, beta, normalizer, other_normalizer, kl_q, kl_p)
 
 
 def _jsd_backward(residuals, d_jsd):
@@ -424,17 +424,17 @@ def _jsd_backward(residuals, d_jsd):
 
     ∂JSD/∂β = KL(P ‖ M) − KL(Q ‖ M).
     """
-    student, teacher, beta, normalizer, other_normalizer, kl_q, kl_p = residuals
+    policy, ref, beta, normalizer, other_normalizer, kl_q, kl_p = residuals
 
-    def d_student(log_q, log_p):
+    def d_policy(log_q, log_p):
         of_q, _ = _to_mixture(log_q, log_p, beta)
         return (d_jsd * (1 - beta))[:, None] * jnp.exp(log_q) * (of_q - kl_q[:, None])
 
-    def d_teacher(log_q, log_p):
+    def d_ref(log_q, log_p):
         _, of_p = _to_mixture(log_q, log_p, beta)
         return (d_jsd * beta)[:, None] * jnp.exp(log_p) * (of_p - kl_p[:, None])
 
-    gradients = _gradients_of_two(student, teacher, normalizer, other_normalizer, d_student, d_teacher)
+    gradients = _gradients_of_two(policy, ref, normalizer, other_normalizer, d_policy, d_ref)
     return *gradients, d_jsd * (kl_p - kl_q)
 
 

@@ -1,6 +1,7 @@
 """Parameters: nodes of their tree other than arrays, and which parts of it are trained, whatever the method.
 
-Parameters are those of one model, or a dict of models by their role: "policy", and perhaps "critic" and "teacher".
+Parameters are those of one model, or a dict of models by their role: "policy", perhaps "critic", and others that are
+frozen.
 """
 
 from dataclasses import dataclass
@@ -64,13 +65,14 @@ def holds_quantised(params: Any) -> bool:
     return format_of(params) != "none"
 
 
-FROZEN_ROLES = ("teacher",)
+TRAINED_ROLES = ("policy", "critic")
 
 
 def split(params: Any) -> tuple[Any, Any]:
     """Splits parameters into those that are trained and those that are not.
 
-    Adapters are trained and their base is not. A head is always trained, and a teacher never. All else is trained.
+    Adapters are trained and their base is not. A head is always trained. Models of other roles than `TRAINED_ROLES` are
+    frozen. All else is trained.
 
     Args:
       params: of one model, plain, `lora.Adapted` or `heads.Headed`; or a dict of models by role.
@@ -85,8 +87,8 @@ def split(params: Any) -> tuple[Any, Any]:
         return params._replace(decoder=trained), frozen
     if not has_roles(params):
         return params, None
-    parts = {role: (None, model) if role in FROZEN_ROLES else split(model) for role, model in params.items()}
-    trained = {role: part for role, (part, _) in parts.items() if role not in FROZEN_ROLES}
+    parts = {role: split(model) if role in TRAINED_ROLES else (None, model) for role, model in params.items()}
+    trained = {role: part for role, (part, _) in parts.items() if role in TRAINED_ROLES}
     return trained, {role: part for role, (_, part) in parts.items()}
 
 
@@ -95,7 +97,7 @@ def join(trained: Any, frozen: Any) -> Any:
     if isinstance(trained, Headed):
         return trained._replace(decoder=join(trained.decoder, frozen))
     if has_roles(frozen):
-        return {role: part if role in FROZEN_ROLES else join(trained[role], part) for role, part in frozen.items()}
+        return {role: join(trained[role], part) if role in TRAINED_ROLES else part for role, part in frozen.items()}
     return trained if frozen is None else Adapted(frozen[0], trained, frozen[1])
 
 

@@ -5,9 +5,9 @@ program and ask its `memory_analysis()` for the exact number (`python -m experim
 
 peak = held + max(sampling, scoring, learning), in bytes:
 
-- held = parameters + two moments of AdamW + a copy of what is trained (the reference) + a teacher
+- held = parameters + two moments of AdamW + a copy of what is trained (the reference) + a model that scores rollouts
 - sampling = layers laid out for decoding + keys and values + the larger of the prompts' pass and one token's logits
-- scoring = a teacher's pass over one piece
+- scoring = that model's pass over one piece
 - learning = max(gradients + activations of one piece, 1.2 moments: the step of the optimizer)
 
 Parameters are counted from the trees that the model makes, cut over a mesh as `models.sharding` cuts them. The rest
@@ -85,8 +85,8 @@ class Shape(NamedTuple):
     param_dtype: Dtype = "float32"  # of the decoder's parameters
     quantize: Quantize = "none"  # format of its frozen projections
     critic: Literal["none", "own", "shared"] = "none"
-    teacher: ModelConfig | None = None  # of distillation; its parameters have the dtype of the student's activations
-    distillation_top_k: int | None = None  # 0: hidden states of the whole rollout are held; None: one number a token
+    scorer: ModelConfig | None = None  # a frozen model that scores rollouts, with parameters of the activations' dtype
+    output_bytes: int = 0  # that it gives each token of a rollout
     copies: int = 1  # of what is trained: the start, and a reference that moves
     fsdp: int = 1
     tensor: int = 1
@@ -125,18 +125,18 @@ class Estimate(NamedTuple):
     params: int  # of the decoder, adapters and a critic
     optimizer: int  # the two moments of AdamW
     start: int  # the trained parameters as they were, for the reference; and a reference that moves
-    teacher: int  # its parameters, and its outputs for a rollout
+    scorer: int  # the parameters of a model that scores rollouts, and its outputs for one
     decoding: int  # the layers again, laid out for decoding, and the unembedding if it is cast
     cache: int  # keys and values of prompts and completions
     choosing: int  # a pass over the prompts, or the logits of one token of each completion
-    scoring: int  # a teacher's pass over one piece; other scores need less than learning
+    scoring: int  # a pass of that model over one piece; other scores need less than learning
     gradients: int  # of one piece, and the sum over several
     activations: int  # of one piece, with its logits
 
     @property
     def held(self) -> int:
         """Bytes that stay on the device between programs."""
-        return self.params + self.optimizer + self.start + self.teacher
+        return self.params + self.optimizer + self.start + self.scorer
 
     @property
     def sampling(self) -> int:
@@ -164,18 +164,18 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     Returns:
       Bytes by purpose.
     """
-    trained, teacher = bytes_on_device(trained_shapes(model, shape), shape.mesh), shape.teacher
+    trained, scorer = bytes_on_device(trained_shapes(model, shape), shape.mesh), shape.scorer
     prompts, rows = shape.num_prompts * shape.prompt_tokens, shape.num_prompts * shape.group_size
     prefill = prompts * (2 * model.num_hidden_layers * _keys(model, shape) + _projected(model, shape))
     return Estimate(
         params=trained + (bytes_on_device(frozen_shapes(model, shape), shape.mesh) if shape.lora_rank else 0),
         optimizer=2 * trained,
         start=shape.copies * trained,
-        teacher=_teacher(model, shape),
+        scorer=_scorer(model, shape),
         decoding=_decoding(model, shape),
         cache=_cache(model, shape),
         choosing=max(prefill * _bytes(model, shape), 3 * FLOAT32 * rows * model.vocab_size // shape.tensor),
-        scoring=_activations(replace(teacher, dtype=model.dtype, remat="layer"), shape) if teacher else 0,
+        scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
         gradients=trained * min(shape.num_pieces, 2),
         activations=_activations(model, shape),
     )
@@ -338,16 +338,9 @@ def _logits(model: ModelConfig, shape: Shape) -> int:
     return FLOAT32 * rows * (2 * width + stored + 2 * model.hidden_size) + cast
 
 
-def _teacher(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of a teacher's parameters and outputs: hidden states, a few logits, or one number a token."""
-    if shape.teacher is None:
+def _scorer(model: ModelConfig, shape: Shape) -> int:
+    """Returns the bytes of the parameters and outputs of a model that scores rollouts."""
+    if shape.scorer is None:
         return 0
-    match shape.distillation_top_k:
-        case None:
-            outputs = FLOAT32
-        case 0:
-            outputs = BYTES[model.dtype] * shape.teacher.hidden_size
-        case top_k:
-            outputs = FLOAT32 * (2 * top_k + 1)
-    params = BYTES[model.dtype] * size_on_device(decoder_shapes(shape.teacher), shape.mesh)
-    return params + outputs * shape.num_prompts * shape.group_size * shape.max_tokens
+    params = BYTES[model.dtype] * size_on_device(decoder_shapes(shape.scorer), shape.mesh)
+    return params + shape.output_bytes * shape.num_prompts * shape.group_size * shape.max_tokens

@@ -57,7 +57,6 @@ def shape_of(
     prompt_tokens: int,
     *,
     parts: int,
-    teacher: ModelConfig | None = None,
 ) -> Shape:
     """Returns what the memory of a run depends on.
 
@@ -66,10 +65,8 @@ def shape_of(
       options: of the model.
       prompt_tokens: P.
       parts: how many parts of the mesh prompts are spread over.
-      teacher: of distillation.
     """
     run = run_of(config)
-    by_token = run.distillation.distillation in ("none", "k1")
     return Shape(
         num_prompts=run.sampling.num_prompts // parts,
         group_size=run.sampling.group_size,
@@ -78,14 +75,12 @@ def shape_of(
         minibatches=run.optimizer.minibatches,
         microbatches=run.optimizer.microbatches,
         piece_tokens=run.optimizer.piece_tokens,
-        packs=run.loss.divergence == "preset" and by_token and not _reads_ends(config),
+        packs=run.packs and not _reads_ends(config),
         lora_rank=options.lora_rank,
         lora_targets=options.lora_targets,
         param_dtype=options.param_dtype,
         quantize=options.quantize,
         critic=config.critic.critic if isinstance(config, PPOConfig) else "none",
-        teacher=teacher,
-        distillation_top_k=None if by_token else run.distillation.distillation_top_k,
         copies=1 + (run.reference.ref_sync_steps > 0),
         fsdp=run.mesh.fsdp,
         tensor=run.mesh.tensor,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.checks import validate
+from grpo_jax.checks import check_models, validate
 from grpo_jax.config import DistillationConfig, GRPOConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
@@ -29,10 +29,11 @@ from grpo_jax.functional import (
     weighted_sum,
 )
 from grpo_jax.functional.numerics import is_zero
+from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.advantages import masked
-from grpo_jax.rl.grpo import check_teacher, grpo_method
+from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
@@ -63,7 +64,7 @@ def make_distillation_programs(
     Raises:
       UsageError: one sentence that says what to change.
     """
-    check_teacher(config, has_teacher=True)
+    check_models(config, ("policy", "teacher"))
     validate(config, num_devices=parts(devices_of(config)))
     check_task(task, config)
     check_top_k(config.distillation, task.vocab_size)
@@ -107,7 +108,6 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
         scorers=(*grpo.scorers, scorer),
         advantage=taught_advantage(advantage, options),
         terms=grpo.terms if by_token else (*grpo.terms, teacher_term(policy, teacher, options)),
-        packs=grpo.packs and by_token,
     )
 
 
@@ -166,6 +166,20 @@ def outputs_of_states(
     ids = top_tokens(hidden, unembedding, config.distillation_top_k)
     logits = bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=head.softcap)
     return TeacherOutputs(ids=ids, logits=logits)
+
+
+def output_bytes(config: DistillationConfig, teacher: ModelConfig) -> int:
+    """Returns the bytes that `teacher_outputs` holds for each token of a rollout.
+
+    Args:
+      config: of the run.
+      teacher: its decoder.
+    """
+    if config.distillation == "k1":
+        return 4
+    if not config.distillation_top_k:
+        return jnp.dtype(teacher.dtype).itemsize * teacher.hidden_size
+    return 4 * (2 * config.distillation_top_k + 1)
 
 
 def taught_advantage(advantage: Advantage, config: DistillationConfig) -> Advantage:
@@ -228,7 +242,7 @@ def token_divergence(
         return kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
     of_teacher = outputs.hidden, teacher.unembedding[:size]
     if kind == "jsd":
-        return token_jsd(hidden, unembedding, *of_teacher, beta=beta, teacher_softcap=teacher.softcap, **common)
+        return token_jsd(hidden, unembedding, *of_teacher, beta=beta, ref_softcap=teacher.softcap, **common)
     return token_kl(
         hidden, unembedding, *of_teacher, reverse=kind == "forward_kl", ref_softcap=teacher.softcap, **common
     )

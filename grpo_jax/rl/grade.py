@@ -37,7 +37,7 @@ def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: D
       config: the run.
       devices: where rollouts lie.
     """
-    reward = reward if config.distillation.reward_coef else no_reward
+    reward = reward if config.needs_rewards else no_reward
     compares_parts, parts_of = config.loss.advantages_of == "turns", reader_of(task).parts
 
     def grade(rollout: Rollout) -> Rollout:
@@ -62,7 +62,7 @@ def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Calla
       reward: as in `grading`.
       config: the run.
     """
-    is_graded, reader = config.distillation.reward_coef > 0, reader_of(task)
+    is_graded, reader = config.needs_rewards, reader_of(task)
     is_first = True
 
     def report(rollout: Rollout, step: int) -> Rollout:

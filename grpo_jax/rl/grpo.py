@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.checks import validate
-from grpo_jax.config import GRPOConfig, LossConfig
+from grpo_jax.checks import check_models, validate
+from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import devices_of, parts
-from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.advantages import group_advantage
@@ -34,22 +33,9 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sa
       UsageError: one sentence that says what to change.
     """
     validate(config, num_devices=parts(devices_of(config)))
-    check_teacher(config, has_teacher=False)
+    check_models(config, ("policy",))
     check_task(task, config)
     return compile_programs(grpo_method(policy, config), policy, task, config, sampler=sampler)
-
-
-def check_teacher(config: GRPOConfig, *, has_teacher: bool) -> None:
-    """Refuses a teacher that nothing is learned from, and the reverse.
-
-    Raises:
-      UsageError: one sentence that says what to change.
-    """
-    kind = config.distillation.distillation
-    if has_teacher and kind == "none":
-        raise UsageError("there is a teacher, but distillation is none: set it to reverse_kl, forward_kl, jsd or k1")
-    if kind != "none" and not has_teacher:
-        raise UsageError(f"distillation {kind} needs a teacher: name a model with the same tokenizer as teacher")
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
@@ -78,14 +64,9 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         scorers=(*old_scorer(score, config), *reference_scorer(policy, config)),
         extras=extras,
         after=after,
-        packs=packs(config.loss),
+        packs=config.packs,
         summarise=summarise,
     )
-
-
-def packs(config: LossConfig) -> bool:
-    """Returns whether the loss can be computed of packed completions."""
-    return config.divergence == "preset"
 
 
 def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:

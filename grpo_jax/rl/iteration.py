@@ -30,7 +30,7 @@ from grpo_jax.devices import (
     update_flops,
 )
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import FROZEN_ROLES, join, split
+from grpo_jax.models.params import TRAINED_ROLES, join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
@@ -285,7 +285,7 @@ def read_line(
 
 def _computed(frozen: Any) -> Any:
     """Returns the frozen parameters that an update computes with: not those of models that only score."""
-    return {role: part for role, part in frozen.items() if role not in FROZEN_ROLES}
+    return {role: part for role, part in frozen.items() if role in TRAINED_ROLES}
 
 
 def check_programs(programs: Programs, config: GRPOConfig) -> None:

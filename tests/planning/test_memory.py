@@ -10,12 +10,13 @@ from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
 from experiments.paper.memory_table import table
 from experiments.planning.models import MODELS
-from grpo_jax.config import PPOConfig, recipe, with_options
+from grpo_jax.config import DistillationConfig, PPOConfig, recipe, with_options
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.params import split
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
+from grpo_jax.rl.distillation import output_bytes
 
 README = Path(__file__).parents[2] / "README.md"
 MIXTURE = replace(TINY, experts=ExpertsConfig(8, 2, TINY.intermediate_size // 2, norm_topk_prob=True))
@@ -149,12 +150,14 @@ def test_a_teacher_counts_with_its_parameters_and_outputs():
     teacher = replace(SMALL, hidden_size=16)
     shape = Shape(num_prompts=8, group_size=4, max_tokens=16)
     alone = estimate(SMALL, shape)
-    assert alone.teacher == alone.scoring == 0
+    assert alone.scorer == alone.scoring == 0
     tokens = 8 * 4 * 16
-    for top_k, of_token in ((0, 4 * 16), (5, 4 * 5 + 4 * 6), (None, 4)):  # hidden states; ids and logits; one number
-        needs = estimate(SMALL, shape._replace(teacher=teacher, distillation_top_k=top_k))
-        assert needs.teacher == 4 * memory.num_params(teacher) + of_token * tokens
-        assert needs.held == alone.held + needs.teacher
+    for kind, top_k, of_token in (("jsd", 0, 4 * 16), ("jsd", 5, 4 * 5 + 4 * 6), ("k1", 0, 4)):
+        size = output_bytes(DistillationConfig(kind, distillation_top_k=top_k), teacher)
+        assert size == of_token  # hidden states; ids and logits; one number
+        needs = estimate(SMALL, shape._replace(scorer=teacher, output_bytes=size))
+        assert needs.scorer == 4 * memory.num_params(teacher) + of_token * tokens
+        assert needs.held == alone.held + needs.scorer
         assert needs.scoring > 0
         assert needs._replace(scoring=10**9).peak == needs.held + 10**9
 
@@ -205,7 +208,7 @@ def test_the_peak_is_that_of_sampling_or_learning_or_scoring():
         params=1,
         optimizer=10,
         start=4,
-        teacher=0,
+        scorer=0,
         decoding=100,
         cache=0,
         choosing=0,

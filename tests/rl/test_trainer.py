@@ -271,7 +271,7 @@ def test_turns_that_cannot_be_are_refused(folder, tmp_path, options, message):
         ({"reward_model": {"a": 1.0}}, "reward_model must be called"),
         ({"reward_model": {"a": Component(Threes(), None)}}, "the weight of reward a is None"),
         ({"run_dir": None}, "run_dir is of type NoneType: give the path of a folder"),
-        ({"teacher": 5}, "teacher is of type int: give the path of a folder"),
+        ({"teacher": 5}, "teacher is 5: it must be a text"),
         ({"tools": 5}, "tools must be a list of functions"),
         ({"tools": ["add"]}, "tools must be a list of functions"),
         ({"tools": [partial(add, 1)]}, "each with a name: write a def around a partial"),
