@@ -30,8 +30,7 @@ from scipy import special
 from experiments import common
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
 from grpo_jax import hosts
-from grpo_jax.data.preferences import EncodedPairs
-from grpo_jax.data.ratings import EncodedRatings, with_mismatched
+from grpo_jax.data.preferences import EncodedPairs, EncodedRatings, with_mismatched
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit

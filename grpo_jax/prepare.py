@@ -22,7 +22,7 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
-from grpo_jax.planning.plan import Plan, choose, shape_of
+from grpo_jax.planning.memory import Plan, choose, shape_of
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.iteration import Programs

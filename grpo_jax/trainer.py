@@ -12,10 +12,9 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, ModelOptions, run_of, with_options
-from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
+from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of, reply_encoder
 from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message, prompt_limit
-from grpo_jax.data.turns import reply_encoder
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, user_path
@@ -30,8 +29,7 @@ from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.pretrained import restore
 from grpo_jax.runs.terminal import METHOD_CURVES, finish
 from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
-from grpo_jax.tasks.dataset import text_task
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, text_task
 from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
 from grpo_jax.train import train
 

@@ -31,7 +31,7 @@ from grpo_jax.data.types import Completion, Example, Prompts, choose_widths
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
-from grpo_jax.runs import compilation
+from grpo_jax.runs import progress
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
@@ -59,7 +59,7 @@ class Config:
 def main(config: Config) -> None:
     """Prints a line of JSON an iteration, and one of medians."""
     if config.cache:
-        compilation.use_cache()
+        progress.use_cache()
     shape, marks = SHAPES[config.shape], list[tuple[float, float]]()
     policy = decoder_policy(shape.model)
     run_config = recipe(

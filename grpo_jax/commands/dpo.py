@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 from grpo_jax import functional
 from grpo_jax.commands.offline import Job, PairOptions, encoding, load_data, pair_job, run_method
 from grpo_jax.commands.train import Method
-from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences
+from grpo_jax.data.types import hash_values
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.offline.pairs import (
@@ -93,7 +93,7 @@ def prepare(config: Config) -> Job:
         objective=preference_objective(data.model.policy, loss),
         score=partial(score_pairs, pair_logprobs, data.model.policy),
         evaluate=partial(evaluate_terms, partial(preference_terms, loss)),
-        digest=lambda pairs: digests.of_values(pairs.prompts, pairs.answers),
+        digest=lambda pairs: hash_values(pairs.prompts, pairs.answers),
         has_reference=needs_reference(loss),
         curves=CURVES,
     )

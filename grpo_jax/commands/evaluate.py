@@ -27,8 +27,8 @@ from rich.table import Table
 
 from grpo_jax.checks import check_episodes, validate
 from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.data import digests
 from grpo_jax.data.text import Overlong, prompt_limit
+from grpo_jax.data.types import hash_prompts
 from grpo_jax.errors import UsageError, abbreviate, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained
@@ -231,7 +231,7 @@ def show(console: Console, numbers: dict[str, float], title: str) -> None:
 def changed(run: Path, phase: str | None, task: Task) -> bool:
     """Returns whether the held-out prompts of a run have changed."""
     inputs = read_inputs(run).get(phase_of(run, phase), {})
-    return inputs.get("held-out prompts") != digests.of_prompts(task.heldout)
+    return inputs.get("held-out prompts") != hash_prompts(task.heldout)
 
 
 def load(options: Options) -> tuple[Pretrained, int | None]:

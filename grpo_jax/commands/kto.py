@@ -19,9 +19,8 @@ import numpy as np
 
 from grpo_jax.commands.offline import Job, PairOptions, encoding, load_data, pair_job, run_method
 from grpo_jax.commands.train import Method
-from grpo_jax.data import digests
-from grpo_jax.data.preferences import EncodedPairs
-from grpo_jax.data.ratings import Rating, encode_ratings, read_ratings, with_mismatched, with_none
+from grpo_jax.data.preferences import EncodedPairs, Rating, encode_ratings, read_ratings, with_mismatched, with_none
+from grpo_jax.data.types import hash_values
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
 from grpo_jax.hosts import check_alone
@@ -88,7 +87,7 @@ def prepare(config: Config) -> Job:
         objective=kto_objective(data.model.policy, loss, estimates_kl=estimates_kl),
         score=partial(score_pairs, pair_logprobs, data.model.policy),
         evaluate=evaluate,
-        digest=lambda pairs: digests.of_values(pairs.prompts, [ids for ids, _ in pairs.answers], pairs.desirable),
+        digest=lambda pairs: hash_values(pairs.prompts, [ids for ids, _ in pairs.answers], pairs.desirable),
         has_reference=True,
         summary=summary,
         curves=CURVES,

@@ -16,9 +16,9 @@ import numpy as np
 
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
-from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
 from grpo_jax.data.text import ending_id, prompt_limit
+from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
@@ -161,7 +161,7 @@ def reference_arrays(run: RunFolder, job: Job, params: Any) -> Reference:
 
     arrays = load_or_compute_arrays(run.path / "reference.npz", make)
     names = sorted(arrays)
-    run.keep_inputs("reference", {"reference.npz": digests.of_values(names, *(arrays[name] for name in names))})
+    run.keep_inputs("reference", {"reference.npz": hash_values(names, *(arrays[name] for name in names))})
     return arrays
 
 

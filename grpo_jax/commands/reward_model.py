@@ -22,8 +22,8 @@ import numpy as np
 from grpo_jax.commands.offline import Job, PairOptions, Rows, encoding, load_data, pair_job, run_method
 from grpo_jax.commands.train import Method
 from grpo_jax.config import ModelOptions
-from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences
+from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, to_numpy
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.huggingface import Pretrained
@@ -95,7 +95,7 @@ def prepare(config: Config) -> Job:
         objective=reward_model_objective(shape, center_coef=config.center_coef),
         score=score,
         evaluate=lambda rewards, pairs: evaluate_pairs(rewards, bins=config.bins),
-        digest=lambda pairs: digests.of_values(*pairs[:3]),
+        digest=lambda pairs: hash_values(*pairs[:3]),
         summary=PairEvaluation.numbers,
         rows=rows,
         leave=leave,

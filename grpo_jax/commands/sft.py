@@ -22,11 +22,10 @@ from grpo_jax.checks import validate_divergence
 from grpo_jax.commands.offline import Job, Reference, Values, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions
-from grpo_jax.data import digests
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.rows import read_rows, text_column
 from grpo_jax.data.text import check_ids, encode_completions, prompt_limit, uses_chat
-from grpo_jax.data.types import Prompts, pad_prompts
+from grpo_jax.data.types import Prompts, hash_prompts, hash_values, pad_prompts
 from grpo_jax.devices import devices_of, load_shardings
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
@@ -44,9 +43,8 @@ from grpo_jax.prepare import load_model, load_teacher
 from grpo_jax.rl.distillation import check_top_k
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags
-from grpo_jax.tasks.dataset import encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
-from grpo_jax.tasks.task import padding_id
+from grpo_jax.tasks.task import encode_rows, padding_id
 
 CURVES = ((("loss", "heldout_nll"), "NLL, nats a token (dots: held out)"), ("entropy", "entropy, nats a token"))
 TAUGHT_CURVES = (
@@ -145,9 +143,9 @@ def prepare(config: Config) -> Job:
         evaluate=evaluate,
         log=log,
         inputs={
-            "held-out prompts": digests.of_prompts(texts.heldout_prompts),
-            "held-out texts": digests.of_values(*texts.heldout[:3]),
-            "training rows": digests.of_values(*texts.training[:3]),
+            "held-out prompts": hash_prompts(texts.heldout_prompts),
+            "held-out texts": hash_values(*texts.heldout[:3]),
+            "training rows": hash_values(*texts.training[:3]),
         },
         title="held-out completions, nats a token [95% interval]",
         curves=CURVES,

@@ -1,7 +1,11 @@
-"""Types of data: examples, prompts, completions, rewards."""
+"""Types of data: examples, prompts, completions, and rewards, which are checked here. Digests of them and of files."""
 
+import hashlib
 import itertools
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+import json
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence, Set, Sized
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -218,3 +222,104 @@ class Line(NamedTuple):
     groups: Sequence[dict[str, Any]] = ()  # of the rollout, for people to read
     times: Mapping[str, Any] | None = None  # arguments of `RunFolder.log_times`; None: no times are written
     skipped: Skipped | None = None
+
+
+# ---- what a reward function returned
+
+
+class BadReward(ValueError):
+    """A reason why a reward function gave no reward; `reason` is among `processes.REASONS`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def checked_rewards(answer: Any, completions: Sequence[Completion]) -> list[Number | tuple[Span, ...] | BadReward]:
+    """Returns what each completion earned: None, a float that may be infinite or NaN, spans, or why there is none.
+
+    Args:
+      answer: whatever a reward function returned for the completions.
+      completions: B.
+
+    Raises:
+      BadReward: it is not B numbers or spans.
+    """
+    count = len(completions)
+    if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | Mapping | Set):
+        raise BadReward("not numbers", f"the function returned {type(answer).__name__}, not a list")
+    # Never more than one too many: it may be a million, or have no end.
+    values = list(itertools.islice(answer, count + 1))
+    if len(values) != count:
+        number = f"{len(answer)}" if isinstance(answer, Sized) else "more" if len(values) > count else f"{len(values)}"
+        raise BadReward("wrong length", f"the function returned {number} rewards for {count} completions")
+    return [_checked_reward(*pair) for pair in zip(values, completions, strict=True)]
+
+
+def _checked_reward(value: Any, completion: Completion) -> Number | tuple[Span, ...] | BadReward:
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        from grpo_jax.data import spans  # a run without spans does not load it
+
+        try:
+            if spans.are_spans(value):
+                return spans.checked(value, completion)
+        except spans.BadSpans as error:
+            return BadReward("bad spans", str(error))
+    if isinstance(value, str | bytes):  # float() would read them
+        raise BadReward("not numbers", f"the function returned a reward of type {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        return BadReward("nan", "the function returned an integer that is larger than any float")
+    except (TypeError, ValueError) as error:
+        raise BadReward("not numbers", one_line(error)) from None
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the type and the words of an error, shortened."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MESSAGE_CHARACTERS]
+
+
+# ---- digests: equal exactly when the contents are
+
+_THREADS = 4  # hashing leaves Python's lock
+
+
+def hash_file(file: Path) -> str:
+    """Returns the SHA-256 of a file's contents, in hexadecimal."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns digests of files, each read once.
+
+    Args:
+      folder: that they are below.
+      names: their paths in it.
+
+    Returns:
+      name -> digest.
+    """
+    names = sorted(names)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(names, pool.map(hash_file, (folder / name for name in names)), strict=True))
+
+
+def hash_values(*values: Any) -> str:
+    """Returns the digest of arrays, and of values as JSON has them. Only the type of other values counts."""
+    digest = hashlib.sha256()
+    for value in values:
+        if isinstance(value, np.ndarray):
+            digest.update(f"{value.dtype} {value.shape}".encode())
+            digest.update(np.ascontiguousarray(value).tobytes())
+        else:
+            digest.update(json.dumps(value, default=lambda x: type(x).__name__).encode())
+    return digest.hexdigest()
+
+
+def hash_prompts(prompts: Prompts) -> str:
+    """Returns the digest of prompts and their columns."""
+    return hash_values(prompts.ids, prompts.mask, prompts.examples)

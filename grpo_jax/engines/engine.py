@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from grpo_jax.config import EngineOptions
-from grpo_jax.engines.completions import Answer, Asked, Tokens, Wrong, believed, body_of
-from grpo_jax.engines.http import Gone, Refused, ask
+from grpo_jax.engines.completions import Answer, Asked, Gone, Refused, Tokens, Wrong, ask, believed, body_of
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.transformer import Params

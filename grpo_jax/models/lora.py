@@ -27,16 +27,6 @@ Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 
-def variables(params: Params) -> dict[str, Any]:
-    """Collections for `Transformer.apply`: with adapters, their B already scaled."""
-    if not isinstance(params, Adapted):
-        return {"params": params}
-    scaled = jax.tree_util.tree_map_with_path(
-        lambda path, x: x * params.scale if path[-1].key == "b" else x, params.adapters
-    )
-    return {"params": params.base, "lora": scaled}
-
-
 def add_adapters(
     params: Params, key: jax.Array, *, rank: int, alpha: float, targets: Sequence[Target] = TARGETS
 ) -> Adapted:

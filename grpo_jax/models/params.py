@@ -49,6 +49,16 @@ class Adapted(NamedTuple):
     scale: jax.Array  # float32 scalar, α/r
 
 
+def variables(params: Params) -> dict[str, Any]:
+    """Returns the collections for `Transformer.apply`: with adapters, their B already scaled."""
+    if not isinstance(params, Adapted):
+        return {"params": params}
+    scaled = jax.tree_util.tree_map_with_path(
+        lambda path, x: x * params.scale if path[-1].key == "b" else x, params.adapters
+    )
+    return {"params": params.base, "lora": scaled}
+
+
 def is_quantised(x: Any) -> bool:
     """Tells whether a leaf of a tree of parameters is a quantised kernel."""
     return isinstance(x, Quantised)

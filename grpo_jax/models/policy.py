@@ -18,7 +18,7 @@ from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, select_completi
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import geometry_of_rows, geometry_of_step, geometry_of_tokens, slots_of
 from grpo_jax.models.layout import Rows, rows_of_groups, rows_of_prompts
-from grpo_jax.models.lora import variables
+from grpo_jax.models.params import variables
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import (
     Params,

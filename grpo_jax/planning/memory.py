@@ -1,7 +1,7 @@
-"""A coarse estimate of the memory that a run needs on one device, from shapes only.
+"""A coarse estimate of the memory that a run needs on one device, from shapes only, and the plan that follows from it.
 
-The planner reads it before anything is compiled. It is made to be quick and rarely too low, not to be exact: compile a
-program and ask its `memory_analysis()` for the exact number (`python -m experiments.plan --compile` does).
+The plan is chosen before anything is compiled. The estimate is made to be quick and rarely too low, not to be exact:
+compile a program and ask its `memory_analysis()` for the exact number (`python -m experiments.plan --compile` does).
 
 peak = held + max(sampling, scoring, learning), in bytes:
 
@@ -15,10 +15,16 @@ are round formulas. tests/planning/test_memory.py compares them with what XLA on
 they are at most 10% too low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. Fragmentation is
 not included, nor what compilers of accelerators do differently.
 
+A plan is the fastest way to compute a run that fits into the memory of a device. The fastest are pieces of
+`Traits.piece_tokens`, and remat "none". If these do not fit, pieces are halved, down to one prompt with its
+completions, and only then remat is turned on. The choice depends only on the model, the shape and the limit. It becomes
+a part of the run's options, so that a resumed run computes as before.
+
 Letters as in `models.transformer`: N prompts of P tokens, G completions of T tokens each.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -26,10 +32,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, PPOConfig, run_of
+from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
-from grpo_jax.functional.products import GPU, Traits
+from grpo_jax.functional.products import GPU, Traits, traits_of_backend
 from grpo_jax.models import sharding
-from grpo_jax.models.config import Dtype, ModelConfig
+from grpo_jax.models.config import Dtype, ModelConfig, Remat
 from grpo_jax.models.geometry import slots_of
 from grpo_jax.models.heads import without_vocabulary
 from grpo_jax.models.lora import TARGETS, Target, add_adapters
@@ -38,27 +46,6 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.pieces import Piece, choose_piece
-
-
-class Device(NamedTuple):
-    """Limits of one device."""
-
-    flops: float  # dense products in bfloat16, a second
-    memory: float  # bytes
-    bandwidth: float  # bytes of memory, a second
-    link: float  # bytes to other devices in one direction, a second
-
-
-# NVIDIA's data sheet of the H100 SXM: 900 GB/s of NVLink in both directions, within a host of eight. Google's pages of
-# each TPU (cloud.google.com/tpu/docs/v5e, v5p, v6e, read in November 2026): the interconnect in both directions is 400,
-# 1,200 and 800 GB/s.
-DEVICES = {
-    "h100": Device(989e12, 80e9, 3.35e12, 450e9),
-    "v5e": Device(197e12, 16e9, 819e9, 200e9),
-    "v5p": Device(459e12, 95 * 2**30, 2765e9, 600e9),
-    "v6e": Device(918e12, 32e9, 1600e9, 400e9),
-}
-
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -344,3 +331,159 @@ def _scorer(model: ModelConfig, shape: Shape) -> int:
         return 0
     params = BYTES[model.dtype] * size_on_device(decoder_shapes(shape.scorer), shape.mesh)
     return params + shape.output_bytes * shape.num_prompts * shape.group_size * shape.max_tokens
+
+
+# ---- the plan
+
+# A plan may take so much of a device, for the estimate may be too low: by up to 10% in our measurements on a CPU.
+_SHARE = 0.85
+GB = 1e9
+
+
+class Plan(NamedTuple):
+    """The way a run is computed, and its need of memory."""
+
+    model: ModelConfig  # with its remat
+    shape: Shape  # with its piece_tokens
+    estimate: Estimate
+    limit: int  # bytes of a device
+
+    @property
+    def fits(self) -> bool:
+        """True if the device has the memory, with a margin for the error of the estimate."""
+        return self.estimate.peak <= _SHARE * self.limit
+
+    @property
+    def options(self) -> dict[str, int | Remat]:
+        """The choice, as options of a run."""
+        pieces = {} if self.shape.microbatches else {"piece_tokens": self.shape.piece_tokens}
+        return {**pieces, "remat": self.model.remat}
+
+    def __str__(self) -> str:
+        pieces = self.shape.num_pieces
+        microbatches = f"{pieces} microbatch{'es' if pieces > 1 else ''}"
+        sizes = f"about {_in_gb(self.estimate.peak)} of {_in_gb(self.limit)} GB"
+        return f"plan: {microbatches}, remat {self.model.remat}: {sizes}"
+
+
+def _in_gb(size: int) -> str:
+    """Returns bytes in GB, with two digits if they are few."""
+    return f"{size / GB:.0f}" if size >= 10 * GB else f"{size / GB:.2g}"
+
+
+def shape_of(
+    config: GRPOConfig | PPOConfig,
+    options: ModelOptions,
+    prompt_tokens: int,
+    *,
+    parts: int,
+) -> Shape:
+    """Returns what the memory of a run depends on.
+
+    Args:
+      config: of the run.
+      options: of the model.
+      prompt_tokens: P.
+      parts: how many parts of the mesh prompts are spread over.
+    """
+    run = run_of(config)
+    return Shape(
+        num_prompts=run.sampling.num_prompts // parts,
+        group_size=run.sampling.group_size,
+        prompt_tokens=prompt_tokens,
+        max_tokens=run.sampling.row_tokens,
+        minibatches=run.optimizer.minibatches,
+        microbatches=run.optimizer.microbatches,
+        piece_tokens=run.optimizer.piece_tokens,
+        packs=run.packs and not _reads_ends(config),
+        lora_rank=options.lora_rank,
+        lora_targets=options.lora_targets,
+        param_dtype=options.param_dtype,
+        quantize=options.quantize,
+        critic=config.critic.critic if isinstance(config, PPOConfig) else "none",
+        copies=1 + (run.reference.ref_sync_steps > 0),
+        fsdp=run.mesh.fsdp,
+        tensor=run.mesh.tensor,
+        traits=traits_of_backend(),
+    )
+
+
+def _reads_ends(config: GRPOConfig | PPOConfig) -> bool:
+    """Tells whether PPO reads the values after completions. These are not packed."""
+    return isinstance(config, PPOConfig) and config.critic.bootstrap_truncated
+
+
+def choose(model: ModelConfig, shape: Shape, limit: int, *, remat: PlannedRemat = "auto") -> Plan:
+    """Chooses the fastest plan that fits.
+
+    Args:
+      model: the decoder.
+      shape: of the run; microbatches or piece_tokens above 0 fix its pieces.
+      limit: bytes that a device has.
+      remat: "auto" to choose it.
+
+    Returns:
+      The plan. If pieces and remat are both fixed, it may not fit.
+
+    Raises:
+      UsageError: nothing fits; the sentence names what would.
+    """
+    plans = list(_plans(model, shape, limit, remat))
+    if len(plans) == 1:
+        return plans[0]
+    chosen = next((plan for plan in plans if plan.fits), None)
+    if chosen is None:
+        raise UsageError(_describe_what_fits(model, shape, limit, plans[-1]))
+    return chosen
+
+
+def _plans(model: ModelConfig, shape: Shape, limit: int, remat: PlannedRemat) -> Iterator[Plan]:
+    """Yields the plans to choose from, from the fastest to the smallest."""
+    remats: tuple[Remat, ...] = ("none", "layer") if remat == "auto" else (remat,)
+    for decoder in (replace(model, remat=choice) for choice in remats):
+        for sized in (shape._replace(piece_tokens=tokens) for tokens in _piece_sizes(shape)):
+            yield Plan(decoder, sized, estimate(decoder, sized), limit)
+
+
+def _piece_sizes(shape: Shape) -> list[int]:
+    """Returns tokens of a piece: the fastest, and halves of it while a piece has more than one row."""
+    sizes = [shape.piece_tokens or shape.traits.piece_tokens]
+    if shape.microbatches or shape.piece_tokens:
+        return sizes
+    while shape._replace(piece_tokens=sizes[-1]).piece.rows > 1:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _describe_what_fits(model: ModelConfig, shape: Shape, limit: int, smallest: Plan) -> str:
+    """Returns one sentence: how much is needed, and what to set instead."""
+
+    def if_it_fits(words: str, model: ModelConfig, shape: Shape) -> list[str]:
+        plan = list(_plans(model, shape, limit, "layer"))[-1]
+        return [f"{words} (about {_in_gb(plan.estimate.peak)} GB)"] if plan.fits else []
+
+    lora = shape._replace(lora_rank=16, param_dtype="bfloat16")
+    half = replace(model, dtype="bfloat16")
+    ways = []
+    if model.dtype != "bfloat16":
+        ways += if_it_fits("dtype bfloat16", half, shape)
+    if shape.lora_rank and shape.quantize != "nf4":
+        ways += if_it_fits("quantize nf4", model, shape._replace(quantize="nf4"))
+    if not shape.lora_rank:
+        ways += if_it_fits("lora_rank 16, param_dtype bfloat16", model, lora)
+        ways = ways or if_it_fits("lora_rank 16, param_dtype bfloat16, dtype bfloat16", half, lora)
+    for devices in (2, 4, 8, 16, 32, 64):
+        cut = shape._replace(
+            num_prompts=max(shape.num_prompts // devices, shape.minibatches), fsdp=shape.fsdp * devices
+        )
+        if more := if_it_fits(f"fsdp {cut.fsdp} on {devices} times as many devices", model, cut):
+            ways += more
+            break
+    if shape.num_prompts > 1:
+        ways += if_it_fits("num_prompts 1", model, shape._replace(num_prompts=1, minibatches=1))
+    instead = ", or ".join(ways) or "a smaller model, or fewer and shorter completions"
+    return (
+        f"the run needs about {_in_gb(smallest.estimate.peak)} GB of {_in_gb(limit)} on each device, even in the "
+        f"smallest microbatches with remat layer: set {instead}; or set microbatches and remat, which are then not "
+        "planned"
+    )

@@ -24,10 +24,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.data import coroutines
-from grpo_jax.data.types import Completion, Component, Example, Number, Reward, Rewards, Span
+from grpo_jax.data.types import (
+    BadReward,
+    Completion,
+    Component,
+    Example,
+    Number,
+    Reward,
+    Rewards,
+    Span,
+    checked_rewards,
+)
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.processes import Grader
-from grpo_jax.rewards.worker import BadReward, checked_rewards
 
 
 class RewardScores(NamedTuple):

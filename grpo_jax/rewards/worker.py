@@ -8,7 +8,6 @@ import faulthandler
 import importlib
 import importlib.util
 import inspect
-import itertools
 import json
 import os
 import pickle
@@ -17,15 +16,20 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.data import digests
 from grpo_jax.data.coroutines import run_to_end
-from grpo_jax.data.types import MESSAGE_CHARACTERS, Completion, Number, Span
+from grpo_jax.data.types import (
+    MESSAGE_CHARACTERS,
+    BadReward,
+    checked_rewards,
+    hash_file,
+    one_line,
+)
 from grpo_jax.errors import UsageError
 
 _STDERR = 2
@@ -103,7 +107,7 @@ def _call_maker(kind: str, spec: str, maker: Any, arguments: Mapping[str, Any]) 
         raise UsageError(
             f"the {kind} {spec!r} refuses its arguments ({', '.join(arguments) or 'none'}): expected a function of "
             f"({parameters}, *, further keywords), or one of these keywords that returns a function of ({parameters}); "
-            f"{_one_line(error)}"
+            f"{one_line(error)}"
         ) from error
     if not callable(function):
         raise UsageError(
@@ -165,7 +169,7 @@ def import_place(kind: str, place: str, spec: str) -> Any:
     except (Exception, SystemExit) as error:  # whatever the module's own lines raise
         is_relative = isinstance(error, ImportError) and "no known parent package" in str(error)
         remedy = "; name it as package.module:function" if is_relative else ""
-        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {_one_line(error)}{remedy}") from error
+        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {one_line(error)}{remedy}") from error
 
 
 def digest_of_source(spec: str) -> str:
@@ -174,68 +178,11 @@ def digest_of_source(spec: str) -> str:
     if place.partition(".")[0] == __name__.partition(".")[0]:
         return ""
     file = Path(getattr(sys.modules.get(_module_name(place)), "__file__", None) or "")
-    return digests.of_file(file) if file.is_file() else ""
+    return hash_file(file) if file.is_file() else ""
 
 
 def _module_name(place: str) -> str:
     return f"reward_file_{Path(place).stem}" if place.endswith(".py") else place
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MESSAGE_CHARACTERS]
-
-
-# ---- results
-
-
-class BadReward(ValueError):
-    """A reason why a reward function gave no reward; `reason` is among `processes.REASONS`."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-def checked_rewards(answer: Any, completions: Sequence[Completion]) -> list[Number | tuple[Span, ...] | BadReward]:
-    """Returns what each completion earned: None, a float that may be infinite or NaN, spans, or why there is none.
-
-    Args:
-      answer: whatever a reward function returned for the completions.
-      completions: B.
-
-    Raises:
-      BadReward: it is not B numbers or spans.
-    """
-    count = len(completions)
-    if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | Mapping | Set):
-        raise BadReward("not numbers", f"the function returned {type(answer).__name__}, not a list")
-    # Never more than one too many: it may be a million, or have no end.
-    values = list(itertools.islice(answer, count + 1))
-    if len(values) != count:
-        number = f"{len(answer)}" if isinstance(answer, Sized) else "more" if len(values) > count else f"{len(values)}"
-        raise BadReward("wrong length", f"the function returned {number} rewards for {count} completions")
-    return [_checked_reward(*pair) for pair in zip(values, completions, strict=True)]
-
-
-def _checked_reward(value: Any, completion: Completion) -> Number | tuple[Span, ...] | BadReward:
-    if value is None:
-        return None
-    if isinstance(value, list | tuple):
-        from grpo_jax.data import spans  # a run without spans does not load it
-
-        try:
-            if spans.are_spans(value):
-                return spans.checked(value, completion)
-        except spans.BadSpans as error:
-            return BadReward("bad spans", str(error))
-    if isinstance(value, str | bytes):  # float() would read them
-        raise BadReward("not numbers", f"the function returned a reward of type {type(value).__name__}")
-    try:
-        return float(value)
-    except OverflowError:
-        return BadReward("nan", "the function returned an integer that is larger than any float")
-    except (TypeError, ValueError) as error:
-        raise BadReward("not numbers", _one_line(error)) from None
 
 
 # ---- the child process

@@ -32,8 +32,7 @@ from grpo_jax.functional.numerics import is_zero
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.advantages import masked
-from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.grpo import grpo_method, masked
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens

@@ -1,22 +1,54 @@
-"""GRPO, or what a preset makes of it: rewards are compared within groups."""
+"""GRPO, or what a preset makes of it: rewards are compared within groups.
+
+Its advantages are functions of `functional`, applied to a scored batch. Its terms of the loss are the preset's
+objective and the KL over the whole vocabulary. PPO and distillation add theirs. Letters as in `types`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from grpo_jax.checks import check_models, validate
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, LossConfig
 from grpo_jax.devices import devices_of, parts
+from grpo_jax.errors import UsageError
+from grpo_jax.functional import (
+    gdpo_advantages,
+    keep_completions,
+    kl_penalized_rewards,
+    masked_sum,
+    masked_weights,
+    on_policy_completions,
+    per_token,
+    rejection_weights,
+    sequence_log_ratio,
+    sequence_mean_log_ratio,
+    span_advantages,
+    token_kl,
+    token_log_ratio,
+    top_entropy_tokens,
+    truncated_weights,
+    weighted_sum,
+)
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.advantages import group_advantage
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer, moving_parts
-from grpo_jax.rl.scorers import TokenScores, old_scorer, reference_scorer, score_completion_tokens
+from grpo_jax.rl.scorers import (
+    TokenScores,
+    hidden_and_routing,
+    hidden_states,
+    old_scorer,
+    reference_scorer,
+    score_completion_tokens,
+)
 from grpo_jax.rl.source import Sampler
-from grpo_jax.rl.terms import forward_of, policy_terms
-from grpo_jax.rl.types import Batch, Forward, Logs, Method, Term
+from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, Method, RewardArrays, Term
 from grpo_jax.tasks.task import Task
 
 
@@ -108,3 +140,201 @@ def _busiest_expert(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
     from grpo_jax.models.experts import busiest
 
     return metrics | {"busiest_expert": busiest(metrics.pop("expert_share"))}
+
+
+# ---- from rewards to advantages
+
+
+def group_advantage(config: LossConfig) -> Advantage:
+    """Returns the advantage function of methods that compare rewards within groups: of sums, components or parts."""
+    compare = {"components": by_component, "turns": by_part, "spans": by_part}.get(config.advantages_of)
+
+    def advantage(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, Any]]:
+        total, logs, batch = penalized_rewards(rewards.rewards, batch, config, kl_coef)
+        if compare is not None:
+            advantages = compare(rewards)
+        else:
+            lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
+            advantages = config.objective.advantages(total, lengths, where=rewards.applicable)
+        return masked(batch._replace(advantages=advantages), config), advantages, logs
+
+    return advantage
+
+
+def by_component(rewards: RewardArrays) -> jax.Array:
+    """`gdpo_advantages` of several rewards, `[N, G]`."""
+    advantages = gdpo_advantages(jnp.moveaxis(rewards.components, -1, 0), weights=rewards.weights)
+    return jnp.where(jnp.isnan(rewards.rewards), jnp.nan, advantages)  # a reward that is NaN stays visible
+
+
+def by_part(rewards: RewardArrays) -> jax.Array:
+    """`span_advantages` of turns or spans, `[N, G, T]`."""
+    ends = ~jnp.isnan(rewards.parts)
+    advantages = span_advantages(jnp.where(ends, rewards.parts, 0), ends, where=rewards.applicable)
+    is_bad = rewards.applicable & jnp.isnan(rewards.rewards)
+    return jnp.where(is_bad[..., None], jnp.nan, advantages)  # a reward that is NaN stays visible
+
+
+def penalized_rewards(
+    rewards: Array, batch: Batch, config: LossConfig, kl_coef: Array
+) -> tuple[Array, dict[str, jax.Array], Batch]:
+    """rᵢ − β Σₜ k1, if the KL is in the reward. The loss then needs no reference.
+
+    Args:
+      rewards: `[N, G]`.
+      batch: with old and reference log-probabilities.
+      config: the run's.
+      kl_coef: β of the step.
+
+    Returns:
+      Rewards for the advantages, metrics of the KL, and the batch for the loss.
+    """
+    if not (config.kl_in_reward and config.objective.has_reference):
+        return rewards, {}, batch
+    penalized = kl_penalized_rewards(
+        rewards, batch.old_logprobs, batch.ref_logprobs, batch.completion_mask, kl_coef=kl_coef
+    )
+    return penalized, kl_logs(batch, kl_coef), batch._replace(ref_logprobs=None)
+
+
+def kl_logs(batch: Batch, kl_coef: Array) -> dict[str, jax.Array]:
+    """Returns metrics of a KL in the reward: k1 of a token and of a completion, in nats, and its coefficient."""
+    mask = batch.completion_mask
+    total = jnp.sum(jnp.where(mask, batch.old_logprobs - batch.ref_logprobs, 0))
+    counts = {"kl": jnp.sum(mask), "kl_completion": jnp.sum(jnp.any(mask, axis=-1))}
+    return {name: total / jnp.maximum(count, 1) for name, count in counts.items()} | {"kl_coef": jnp.asarray(kl_coef)}
+
+
+def masked(batch: Batch, config: LossConfig) -> Batch:
+    """Leaves out truncated completions and tokens of low entropy, as the configuration says.
+
+    A truncated completion leaves the mask, and so the KL too. A token of low entropy loses only its advantage
+    (2506.01939).
+
+    Args:
+      batch: with advantages, and entropies if they are needed.
+      config: the run's.
+    """
+    if config.top_entropy < 1:
+        entropy, mask = batch.old_entropy, batch.completion_mask
+        keep = top_entropy_tokens(entropy, mask, share=config.top_entropy)
+        batch = batch._replace(advantages=jnp.where(keep, per_token(batch.advantages, entropy), 0))
+    if config.mask_truncated:
+        batch = batch._replace(completion_mask=keep_completions(batch.completion_mask, ~batch.truncated))
+    return batch
+
+
+# ---- terms of the loss, which are added
+
+# What a correction compares, and what it makes of the ratio.
+_CORRECTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
+    "token": (token_log_ratio, truncated_weights),
+    "sequence": (sequence_log_ratio, partial(truncated_weights, cap=3.0)),
+    "icepop": (token_log_ratio, masked_weights),
+    "geometric": (sequence_mean_log_ratio, rejection_weights),
+}
+
+
+def forward_of(policy: Policy) -> Callable[[Params, Batch], Forward]:
+    """Returns the forward pass that the terms of a loss share."""
+
+    def forward(models: Params, batch: Batch) -> Forward:
+        states, routing = hidden_and_routing(policy, models["policy"], batch)
+        scores = score_completion_tokens(policy, models["policy"], batch, hidden=states)
+        return Forward(states, scores.logprobs, scores.entropy, routing)
+
+    return forward
+
+
+def policy_terms(policy: Policy, config: LossConfig) -> tuple[Term, ...]:
+    """Returns the objective of a preset, and the KL over the whole vocabulary if the run asks for it."""
+    if config.divergence == "preset":
+        return (objective_term(config),)
+    return objective_term(config), full_kl_term(policy, config)
+
+
+def objective_term(config: LossConfig) -> Term:
+    """`Objective.loss` of the preset, with corrected advantages."""
+    in_full = config.divergence != "preset"
+    objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective
+
+    def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
+        if objective.has_reference and not objective.kl_in_reward and batch.ref_logprobs is None:
+            raise UsageError(
+                "kl_coef is above 0, but the batch has no ref_logprobs: score it under a reference, or set 0"
+            )
+        mask, fresh = batch.completion_mask, jax.lax.stop_gradient(forward.logprobs)
+        old_logprobs = fresh if batch.old_logprobs is None else batch.old_logprobs
+        advantages, more = corrected_advantages(batch, fresh, old_logprobs, config)
+        loss, metrics = objective.loss(
+            forward.logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            ref_logprobs=batch.ref_logprobs,
+            entropy=forward.entropy,
+            weights=batch.weights,
+        )
+        # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
+        sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
+        mismatch = jnp.where(mask, fresh - sampled, 0)
+        metrics["entropy"] = masked_sum(forward.entropy, mask)
+        metrics["sampler_mismatch"] = masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
+        return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
+
+    return term
+
+
+def full_kl_term(policy: Policy, config: LossConfig) -> Term:
+    """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
+
+    def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
+        if "reference" not in models:
+            raise UsageError(
+                f"divergence {config.divergence} needs the parameters of a reference: give them to the loss"
+            )
+        reference = models["reference"]
+        kl = token_kl(
+            forward.states,
+            policy.unembedding(models["policy"]),
+            hidden_states(policy, reference, batch),
+            policy.unembedding(reference),
+            temperature=batch.temperature[..., None],
+            reverse=config.divergence == "reverse",
+            softcap=policy.softcap,
+            ref_softcap=policy.softcap,
+        )
+        mask = batch.completion_mask
+        return config.kl_coef * weighted_sum(kl, batch.weights, mask), Logs({"kl": masked_sum(kl, mask)})
+
+    return term
+
+
+def corrected_advantages(
+    batch: Batch, logprobs: jax.Array, old_logprobs: jax.Array, config: LossConfig
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Applies `correction` and `off_policy_threshold` to advantages.
+
+    Args:
+      batch: with advantages and the sampler's log-probabilities.
+      logprobs: `[N, G, T]`, of the policy.
+      old_logprobs: `[N, G, T]`, of the policy that sampled, as the trainer computes them.
+      config: the run's.
+
+    Returns:
+      Advantages `[N, G]` or `[N, G, T]`, and metrics.
+    """
+    advantages, mask, metrics = batch.advantages, batch.completion_mask, {}
+    if config.correction != "none":
+        log_ratio, weights_of = _CORRECTIONS[config.correction]
+        sampled = batch.sampler_logprobs if batch.truncated_logprobs is None else batch.truncated_logprobs
+        weights = weights_of(log_ratio(old_logprobs, sampled, mask))
+        advantages = per_token(advantages, weights) * weights
+        metrics["correction"] = masked_sum(weights, mask)
+    if config.off_policy_threshold is not None:
+        # Against the sampler: against old_logprobs it would change nothing in the first optimizer step.
+        drift = token_log_ratio(logprobs, batch.sampler_logprobs, mask)
+        keep = on_policy_completions(drift, batch.advantages, mask, threshold=config.off_policy_threshold)
+        advantages = jnp.where(keep, per_token(advantages, logprobs), 0)
+        metrics["on_policy_share"] = masked_sum(keep, mask)
+    return advantages, metrics

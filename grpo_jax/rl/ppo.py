@@ -29,8 +29,7 @@ from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.advantages import kl_logs, masked
-from grpo_jax.rl.grpo import grpo_method, optimizer_of, schedule_of
+from grpo_jax.rl.grpo import grpo_method, kl_logs, masked, optimizer_of, schedule_of
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.scorers import (

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import __version__, hosts
-from grpo_jax.data import digests
+from grpo_jax.data.types import hash_files, hash_values
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.models.transformer import Params
 
@@ -330,7 +330,7 @@ def write_seal(folder: Path, lines: Mapping[str, str], *, step: int, run: str | 
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     seal = Seal(_digests(folder, names - {_EMPTY_WORDS}), dict(lines), step, run, __version__)
     temporary = folder / f"{_SEAL_FILE}.tmp"
-    text = json.dumps(seal._asdict() | {_DIGEST: digests.of_values(seal._asdict())}, indent=1) + "\n"
+    text = json.dumps(seal._asdict() | {_DIGEST: hash_values(seal._asdict())}, indent=1) + "\n"
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, folder / _SEAL_FILE)
 
@@ -354,7 +354,7 @@ def check_seal(folder: Path, part: str = "") -> tuple[Seal | None, str]:
         noted = fields.pop(_DIGEST, None)
         seal = Seal(**fields)
         files, _ = _mapping(seal.files), _mapping(seal.lines)
-        if noted != digests.of_values(fields):
+        if noted != hash_values(fields):
             return None, f"its {_SEAL_FILE} is damaged"
     except (OSError, ValueError, TypeError, RecursionError):
         return None, f"its {_SEAL_FILE} cannot be read"
@@ -373,10 +373,10 @@ def check_seal(folder: Path, part: str = "") -> tuple[Seal | None, str]:
 
 def _digests(folder: Path, names: Set[str]) -> dict[str, str]:
     """Digests of the files of a checkpoint, without the time at which it was renamed."""
-    current = digests.of_files(folder, names - {_DATED})
+    current = hash_files(folder, names - {_DATED})
     if _DATED in names:
         metadata = _mapping(json.loads((folder / _DATED).read_text(encoding="utf-8")))
-        current[_DATED] = digests.of_values({name: value for name, value in metadata.items() if name != _TIME})
+        current[_DATED] = hash_values({name: value for name, value in metadata.items() if name != _TIME})
     return current
 
 

@@ -18,6 +18,8 @@ from grpo_jax import hosts
 from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.options import fits
 
+COMMAND = "command.txt"  # how a run was started, a line each time
+
 
 def finite(value: Any) -> Any:
     """The value with null for NaN and infinity, which JSON does not have."""

@@ -31,9 +31,8 @@ from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.hosts import HostOptions
 from grpo_jax.options import between, check_ranges, flattened, from_json, option_types, options_of
-from grpo_jax.runs import compilation, runner
-from grpo_jax.runs.card import COMMAND
-from grpo_jax.runs.files import read_object
+from grpo_jax.runs import progress, runner
+from grpo_jax.runs.files import COMMAND, read_object
 from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs
 from grpo_jax.runs.trackers import weights_and_biases
 
@@ -348,7 +347,7 @@ def _code(output: RunConfig, number: int) -> int:
 def keep_programs() -> None:
     """Lets JAX keep compiled programs in the user's cache folder; a note says why where it cannot."""
     try:
-        compilation.use_cache()
+        progress.use_cache()
     except UsageError as error:
         say_note(str(error))
 

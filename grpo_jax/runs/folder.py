@@ -24,14 +24,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
-from grpo_jax.data import digests
+from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.options import flattened
 from grpo_jax.runs.checkpoint import Checkpoints, saved_steps
-from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.files import complete_lines, finite, hold, read_lines, read_object, write_json, write_text
-from grpo_jax.runs.progress import RunConsole, Show, progress, waiting
+from grpo_jax.runs.progress import RunConsole, Show, count_programs, progress, waiting
 from grpo_jax.runs.trackers import Tracker, tensorboard
 
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
@@ -441,7 +440,7 @@ def run_digest(run: Path, phase: str) -> str | None:
     if (noted := noted_options(run, inputs)) is None:
         return None
     options = _shaping(noted) | {"steps": _shaped_by_steps(noted)}  # their number matters only where it shapes steps
-    return digests.of_values(phase, dict(sorted(options.items())), inputs.get(phase))
+    return hash_values(phase, dict(sorted(options.items())), inputs.get(phase))
 
 
 def noted_options(run: Path, inputs: Mapping[str, Mapping[str, str]]) -> dict[str, Any] | None:

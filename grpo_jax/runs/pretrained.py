@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import ModelOptions
-from grpo_jax.data import digests
 from grpo_jax.data.text import uses_chat
+from grpo_jax.data.types import hash_files
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface, weights
 from grpo_jax.models.config import Dtype, ModelConfig
@@ -109,7 +109,7 @@ def keep_files(run: RunFolder, part: str, folder: Path) -> None:
     Raises:
       UsageError: the run is resumed, and they are others.
     """
-    files = digests.of_files(folder, huggingface.files_of(folder))
+    files = hash_files(folder, huggingface.files_of(folder))
     run.keep_inputs(part, {f"{name} of the {part}": digest for name, digest in files.items()})
 
 
@@ -118,7 +118,7 @@ def _check_description(run: Path) -> None:
     noted, folder = read_inputs(run).get("model"), run / "model"
     if noted is not None:  # a loop of your own may have noted nothing
         before = {name: noted[name] for name in noted if huggingface.is_copied(name.partition(" of ")[0])}
-        now = digests.of_files(folder, filter(huggingface.is_copied, huggingface.files_of(folder)))
+        now = hash_files(folder, filter(huggingface.is_copied, huggingface.files_of(folder)))
         check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
 
 

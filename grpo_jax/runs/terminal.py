@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_jax.runs import report
-from grpo_jax.runs.compilation import in_words, programs_so_far
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder, is_coin
+from grpo_jax.runs.progress import in_words, programs_so_far
 
 
 def print_table(run: RunFolder, title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:

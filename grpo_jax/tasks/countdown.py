@@ -15,8 +15,7 @@ import numpy as np
 
 from grpo_jax.data.rows import Row
 from grpo_jax.data.types import Example, rng
-from grpo_jax.tasks.dataset import text_task
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, text_task
 
 LARGEST_NUMBER = 50
 TARGETS = range(10, 101)

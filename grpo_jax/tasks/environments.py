@@ -1,13 +1,24 @@
-"""Environments and tools that a command line names."""
+"""Environments and tools that a command line names. They run in processes, which are killed when they hang."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from grpo_jax.data.episodes import Environment, episode_return as episode_return
-from grpo_jax.data.turns import reply_encoder
+from grpo_jax.data.episodes import (
+    FAILURES,
+    MAX_CHARACTERS,
+    Environment,
+    Key,
+    Reply,
+    Transcript,
+    checked_reply,
+    episode_return as episode_return,
+    messages_of,
+    reply_encoder,
+)
+from grpo_jax.data.types import Example
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.rewards.environments import environment_in_processes
+from grpo_jax.rewards.processes import Processes, ProcessOptions, Unanswered
 from grpo_jax.rewards.worker import digest_of_source
 from grpo_jax.tasks.adapters import load_factory, trl_tools
 from grpo_jax.tasks.options import TaskOptions
@@ -42,3 +53,51 @@ def tools_of(options: TaskOptions) -> dict[str, Callable[..., Any]]:
     if options.environment_factory:
         return trl_tools(load_factory(options.environment_factory))
     return load_tools(options.tools) if options.tools else {}
+
+
+_MOST_BYTES = 12 * MAX_CHARACTERS  # of a reply: JSON writes some characters as two of six each
+
+
+@contextmanager
+def environment_in_processes(
+    spec: str, encode: Callable[[str], Sequence[int]], **options: Any
+) -> Iterator[Environment]:
+    """Opens an environment whose function runs in child processes, which end with the block.
+
+    A call that hangs, raises, dies or returns anything other than a reply ends its episode, and no other episode.
+
+    Args:
+      spec: "package.module:function" or "path/to/file.py:function", (example, transcript, key) -> `Reply`; async too.
+      encode: text of a reply -> ids.
+      **options: fields of `processes.ProcessOptions` but chunk, with their defaults: deadline 10 (seconds for a reply),
+        budget 60 (seconds for the replies of a turn of all episodes; those that have none by then end) …
+
+    Yields:
+      The environment.
+
+    Raises:
+      UsageError: an impossible option, or the function cannot be loaded.
+    """
+    processes = Processes("environment", spec, ProcessOptions(chunk=1, **options), _read_reply, _MOST_BYTES)
+    messages: dict[str, str] = {}
+
+    def ask(examples: Sequence[Example], transcripts: Sequence[Transcript], keys: Sequence[Key]) -> list[Reply]:
+        questions = [(tuple(transcript), key) for transcript, key in zip(transcripts, keys, strict=True)]
+        replies = [_reply(answer) for answer in processes.ask(examples, questions)]
+        messages.update(messages_of(replies))
+        return replies
+
+    try:
+        yield Environment(ask, encode, messages, source=processes.source)
+    finally:
+        processes.close()
+
+
+def _read_reply(value: Any) -> Reply:
+    return checked_reply(Reply(**value))
+
+
+def _reply(answer: Reply | Unanswered) -> Reply:
+    if isinstance(answer, Reply):
+        return answer
+    return Reply(failure=answer.reason if answer.reason in FAILURES else "not a reply", message=answer.message)

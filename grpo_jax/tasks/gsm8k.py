@@ -10,8 +10,7 @@ from typing import Any
 from grpo_jax.data.rows import Row, read_rows, text_column
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.builtin import number_vote
-from grpo_jax.tasks.dataset import text_task
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, text_task
 
 INSTRUCTION = 'Think step by step, and end with a line of "####" and the number, such as "#### 72".'
 # A base model continues the first; the second is a user's message.

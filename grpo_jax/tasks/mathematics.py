@@ -11,8 +11,7 @@ from typing import Any
 from grpo_jax.data.rows import Row, column, read_rows, text_column
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.builtin import formula_vote
-from grpo_jax.tasks.dataset import text_task
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, text_task
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 # A base model continues the first; the second is a user's message. Braces of a template are doubled.

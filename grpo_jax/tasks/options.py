@@ -16,10 +16,9 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import Bound, Size
 from grpo_jax.rewards.reward import open_rewards, parse_reward
 from grpo_jax.tasks.countdown import countdown_task
-from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.gsm8k import gsm8k_task
 from grpo_jax.tasks.mathematics import math_rows, math_task
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, text_task
 
 # Strict and lenient grading side by side: a model that learns the format alone raises the first only.
 _REWARDS = {

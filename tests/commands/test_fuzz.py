@@ -39,11 +39,11 @@ from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import option_types
 from grpo_jax.runs import flags
-from grpo_jax.runs.card import model_card
+from grpo_jax.runs.export import model_card
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import LoraDescription
 from grpo_jax.runs.report import write_report
-from grpo_jax.tasks.dataset import text_task
+from grpo_jax.tasks.task import text_task
 from grpo_jax.tasks.tools import load_tools, schemas_of
 
 SECONDS = 10.0  # of the processor, which other programs do not lengthen

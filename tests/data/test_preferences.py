@@ -5,8 +5,7 @@ import json
 import pytest
 
 from grpo_jax.commands.sft import Config, read_completions
-from grpo_jax.data.preferences import read_preferences
-from grpo_jax.data.ratings import read_ratings
+from grpo_jax.data.preferences import read_preferences, read_ratings
 from grpo_jax.errors import UsageError
 
 USER = {"role": "user", "content": "Hi"}

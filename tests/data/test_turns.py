@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from grpo_jax.data.turns import delimiters, reply_encoder
+from grpo_jax.data.episodes import delimiters, reply_encoder
 from grpo_jax.errors import UsageError
 
 PHI3 = Path(__file__).parents[2].parent / "shared/data/hf-tokenizers/phi-3-mini"

@@ -2,14 +2,14 @@
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from completions.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from server import Server
 
 from grpo_jax.config import EngineOptions
-from grpo_jax.engines import http
+from grpo_jax.engines import completions
 from grpo_jax.engines.completions import Asked, Tokens
 from grpo_jax.engines.engine import Engine
 from grpo_jax.errors import Interruption, UsageError
@@ -59,7 +59,7 @@ def test_completions_come_in_the_order_asked(server, tmp_path):
 
 
 def test_a_redirect_does_not_carry_the_key_to_another_server(monkeypatch):
-    monkeypatch.setenv(http.KEY, "secret")
+    monkeypatch.setenv(completions.KEY, "secret")
     keys = {}
 
     class Answers(BaseHTTPRequestHandler):
@@ -76,7 +76,7 @@ def test_a_redirect_does_not_carry_the_key_to_another_server(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
-        assert http.ask(f"http://127.0.0.1:{server.server_port}/first", timeout=9) == b""
+        assert completions.ask(f"http://127.0.0.1:{server.server_port}/first", timeout=9) == b""
     finally:
         server.shutdown()
         server.server_close()
@@ -189,5 +189,5 @@ def test_requests_are_json_that_both_servers_read(server, tmp_path):
 
 
 def test_what_is_no_address_is_told():
-    with pytest.raises(http.Refused, match=r"^nowhere/v1 is no address, such as http://host:8000"):
-        http.ask("nowhere/v1", timeout=1.0)
+    with pytest.raises(completions.Refused, match=r"^nowhere/v1 is no address, such as http://host:8000"):
+        completions.ask("nowhere/v1", timeout=1.0)

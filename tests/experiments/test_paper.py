@@ -14,8 +14,7 @@ from experiments.plan import Config
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_to_huggingface
-from grpo_jax.planning.memory import Shape, estimate
-from grpo_jax.planning.plan import Plan
+from grpo_jax.planning.memory import Plan, Shape, estimate
 
 MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 

@@ -20,7 +20,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.sampling.sampler import sample_groups
-from grpo_jax.tasks.dataset import text_task
+from grpo_jax.tasks.task import text_task
 
 STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 needs_stories = pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")

@@ -8,8 +8,7 @@ from experiments.benchmarks.shapes import MID
 from grpo_jax.config import ModelOptions, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import CPU
-from grpo_jax.planning.memory import Shape, estimate
-from grpo_jax.planning.plan import choose, shape_of
+from grpo_jax.planning.memory import Shape, choose, estimate, shape_of
 
 # Four prompts of 1,040 tokens; on an accelerator pieces of 16,384 tokens, so that all are one.
 SHAPE = Shape(4, 8, 16, 128, piece_tokens=0)

@@ -7,7 +7,7 @@ import pytest
 from grpo_jax.data.episodes import MAX_CHARACTERS, Reply
 from grpo_jax.data.types import Completion, Turn
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.environments import environment_in_processes
+from grpo_jax.tasks.environments import environment_in_processes
 
 FILE = """
 import asyncio, os, re, signal, sys, time

@@ -15,8 +15,8 @@ from grpo_jax.devices import to_devices
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.update import minibatch_order
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
-from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.progress import count_programs
 from grpo_jax.tasks.task import Task
 
 N, G, P, T = 4, 2, 3, 5

@@ -18,12 +18,10 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.advantages import masked
-from grpo_jax.rl.grpo import grpo_method, make_programs
+from grpo_jax.rl.grpo import corrected_advantages, grpo_method, make_programs, masked
 from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.optimizer import sync_reference
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.terms import corrected_advantages
 from grpo_jax.rl.types import SAMPLING, Batch, TrainState, noise_of
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.data.ratings import EncodedRatings, Rating, read_ratings, with_mismatched, with_none
+from grpo_jax.data.preferences import EncodedRatings, Rating, read_ratings, with_mismatched, with_none
 from grpo_jax.devices import compiled, map_rows, sum_rows
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit

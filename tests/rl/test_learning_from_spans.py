@@ -12,9 +12,8 @@ from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component, Span
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import group_advantages
-from grpo_jax.rl.advantages import by_part
 from grpo_jax.rl.grade import grade_completions, reward_arrays
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.grpo import by_part, make_programs
 from grpo_jax.rl.types import Graded
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions

@@ -12,8 +12,8 @@ from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
 from grpo_jax.rl.types import Logs
-from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.progress import count_programs
 
 CONFIG = SupervisedConfig(10, 1e-2, log_every=5, checkpoint_every=4)
 START = {"mean": jnp.zeros(())}

@@ -54,8 +54,8 @@ from grpo_jax.rl.source import completion_numbers, make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.progress import count_programs
 from grpo_jax.statistics import calibration, paired_difference
 
 GOLDEN = Path(__file__).parents[1] / "golden/llama"

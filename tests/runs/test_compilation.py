@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.runs.compilation import Programs, in_words
+from grpo_jax.runs.progress import Programs, in_words
 
 # An experiment whose run compiles programs and says how many.
 SCRIPT = """
 from dataclasses import dataclass
 from pathlib import Path
 import jax
-from grpo_jax.runs import compilation, flags
+from grpo_jax.runs import progress, flags
 
 @dataclass(frozen=True)
 class Config:
@@ -22,7 +22,7 @@ class Config:
 
 def run(config):
     jax.jit(lambda x: x * 2)(1.0).block_until_ready()
-    print(*compilation.programs_so_far())
+    print(*progress.programs_so_far())
 
 flags.main(Config, run, None)
 """

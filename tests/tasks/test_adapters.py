@@ -11,7 +11,6 @@ import pytest
 from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Turn
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.environments import environment_in_processes
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.tasks.adapters import (
     gymnasium_environment,
@@ -26,6 +25,7 @@ from grpo_jax.tasks.adapters import (
     verifiers_reward,
     verifiers_rows,
 )
+from grpo_jax.tasks.environments import environment_in_processes
 from grpo_jax.tasks.tools import schemas_of
 
 

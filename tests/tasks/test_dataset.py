@@ -14,9 +14,9 @@ from hypothesis import given, settings, strategies as st
 from grpo_jax.data.rows import Row, batches, read_rows
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_tokenizer
-from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.gsm8k import gsm8k_rows, gsm8k_task
 from grpo_jax.tasks.mathematics import INSTRUCTION, math_rows, math_task
+from grpo_jax.tasks.task import text_task
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the shared data")

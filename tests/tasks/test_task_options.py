@@ -5,8 +5,7 @@ import json
 import pytest
 
 from experiments.tasks import arithmetic
-from grpo_jax.data import digests
-from grpo_jax.data.types import Completion
+from grpo_jax.data.types import Completion, hash_file
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
@@ -128,7 +127,7 @@ def test_the_source_of_tools_of_a_package_is_known_as_that_of_a_file(tmp_path, m
         options = {"tools": f"{place}:add", "reward": ("length(maximum=3)",)}
         with opened(tmp_path, pretrained, ["1+1=", "1+2="], **options) as task:
             sources.append(task.environment.source)
-    assert sources == [digests.of_file(tmp_path / "my_tools/sums.py")] * 2
+    assert sources == [hash_file(tmp_path / "my_tools/sums.py")] * 2
 
 
 def test_messages_with_an_environment_are_refused_without_the_template_of_its_replies(tmp_path, pretrained):

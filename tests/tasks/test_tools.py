@@ -7,7 +7,7 @@ import pytest
 from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Turn
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.environments import environment_in_processes
+from grpo_jax.tasks.environments import environment_in_processes
 from grpo_jax.tasks.tools import Call, calls_of, count_calls, load_tools, parse_tools, reply_with, schemas_of
 
 
