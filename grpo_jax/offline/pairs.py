@@ -107,7 +107,7 @@ def pair_batches(
     """Makes batches of pairs: every pair once an epoch, in an order that is a function of the seed.
 
     Args:
-      pairs: M; of ratings those of `ratings.with_mismatched`.
+      pairs: M; of ratings those of `data.preferences.with_mismatched`.
       num_pairs: N, at most M unless `fills_up`.
       seed: of the order.
       ref_logprobs: float32 `[M, 2]`, of `score_pairs`; None: no reference.

@@ -230,7 +230,7 @@ def load_factory(text: str) -> Factory:
 
 
 def environment_of_factory(*, factory: str) -> ReplyFn:
-    """`trl_environment` of the class that a text names: `rewards.environments` calls this in its processes."""
+    """`trl_environment` of the class that a text names: `environments` calls this in its processes."""
     return trl_environment(load_factory(factory))
 
 

@@ -181,5 +181,5 @@ def load_tools(text: str) -> dict[str, Callable[..., Any]]:
 
 
 def environment_of_tools(*, tools: str) -> ReplyFn:
-    """The environment of the functions that a text names: `rewards.environments` calls this in its processes."""
+    """The environment of the functions that a text names: `environments` calls this in its processes."""
     return reply_with(load_tools(tools))

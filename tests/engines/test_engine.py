@@ -2,10 +2,10 @@
 
 import json
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from completions.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from server import Server
 
 from grpo_jax.config import EngineOptions
