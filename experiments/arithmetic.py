@@ -27,7 +27,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.terminal import finish
+from grpo_jax.runs.report import finish
 from grpo_jax.train import train_with_control
 
 MODEL = ModelConfig(vocab_size=arithmetic.VOCAB_SIZE, initializer_range=0.1)

@@ -22,7 +22,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.rl.types import Batch
-from grpo_jax.runs import terminal
+from grpo_jax.runs import report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs
@@ -215,13 +215,13 @@ def save_over_seeds(
       curves: metrics with their titles.
     """
     phases = {method: [f"{method}_{seed}" for seed in seeds] for method in runs if method not in NO_RUNS}
-    terminal.save_curves(run, curves, phases)
+    report.save_curves(run, curves, phases)
     write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
 
 
 def print_last_groups(run: RunFolder, phase: str = "grpo") -> None:
     """Prints the last two groups of a phase."""
-    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase][-2:])
+    report.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase][-2:])
 
 
 def print_heldout(
@@ -241,7 +241,7 @@ def print_heldout(
       further: rows below, as text.
     """
     table = {name: [cell(row, column) for column in columns] for name, row in rows.items()}
-    terminal.print_table(run, title, tuple(columns.values()), table | dict(further or {}))
+    report.print_table(run, title, tuple(columns.values()), table | dict(further or {}))
 
 
 def print_over_seeds(
@@ -249,4 +249,4 @@ def print_over_seeds(
 ) -> None:
     """Prints a table of what was measured with each seed: `columns` of each row."""
     which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
-    terminal.print_table(run, f"{measure}, {which}", columns, table)
+    report.print_table(run, f"{measure}, {which}", columns, table)

@@ -40,9 +40,9 @@ from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rewards.constitution import Judge, constitution, model_judge, read_principles
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.terminal import explain_control
+from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
@@ -124,7 +124,7 @@ def main(config: Config) -> None:
             results[name] = numbers(end) | judgement(judge, end, task)
         collect(runs, results)
     show(run, runs, seeds)
-    terminal.say_end(run, started)
+    report.say_end(run, started)
 
 
 def keeps(name: str, word: str) -> bool:
@@ -222,9 +222,9 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     columns += [(kind, name) for kind in ("yes_", "agrees_") for name in ("start", "constitution")]
     table = {key: [f"{rows[name][kind + key]:.3f}" for kind, name in columns] for key in PRINCIPLES}
     titles = ("gold", "after", "ceiling", "yes", "after", "agree", "after")
-    terminal.print_table(run, "gold, the judge's yes, and how often they agree, before and after", titles, table)
+    report.print_table(run, "gold, the judge's yes, and how often they agree, before and after", titles, table)
     table = {name: [cell(rows[name], key) for key in ("believed", "injected")] for name in ("start", "constitution")}
-    terminal.print_table(run, "the judge's yes where gold says no", ("word", "word?y"), table)
+    report.print_table(run, "the judge's yes where gold says no", ("word", "word?y"), table)
     common.save_over_seeds(run, runs, rows, seeds, CURVES)
 
 

@@ -40,7 +40,7 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Batch, noise_of
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task
@@ -132,7 +132,7 @@ def main(config: Config) -> None:
             train_by(method, config, models, world)
             collect(runs, {method: numbers_of(method, config, world, score)})
     show(config, run, runs, seeds)
-    terminal.say_end(run, started)
+    report.say_end(run, started)
 
 
 def new_models(config: Config) -> Models:

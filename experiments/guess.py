@@ -32,7 +32,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import Evaluation, Samples, summary
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
-from grpo_jax.runs.terminal import finish
+from grpo_jax.runs.report import finish
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import learn, train_with_control
 

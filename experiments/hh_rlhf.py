@@ -80,7 +80,7 @@ from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description
@@ -195,8 +195,8 @@ def main(config: Config) -> None:
     phases = {title: [f"{name}_{seed}" for seed in seeds] for name, title in METHODS.items()}
     times = {title: step_seconds(run, names) for title, names in phases.items()}
     print_tables(run, results, times, control=METHODS["control"])
-    terminal.save_curves(run, CURVES, phases)
-    terminal.say_end(run, started)
+    report.save_curves(run, CURVES, phases)
+    report.say_end(run, started)
     run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)
 
 

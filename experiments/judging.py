@@ -17,9 +17,9 @@ from grpo_jax.offline.pairs import evaluate_pairs
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.scorers import needs_old_logprobs
 from grpo_jax.rl.types import TrainState
-from grpo_jax.runs import terminal
+from grpo_jax.runs import report
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.terminal import explain_control
+from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import bootstrap, cell
 
 Answers = dict[str, np.ndarray]  # number -> [M, n], of the sampled answers
@@ -212,7 +212,7 @@ def print_tables(
 
     def show(title: str, columns: Mapping[str, str], rows: Mapping[str, Mapping[str, float]]) -> None:
         cells = {name: [cell(row, key) for key in columns] for name, row in rows.items()}
-        terminal.print_table(run, title, tuple(columns.values()), cells)
+        report.print_table(run, title, tuple(columns.values()), cells)
 
     sizes, rows = results["pairs"], results["rows"]
     names = {"accuracy": "accuracy", "nll": "NLL", "calibration_error": "calibration error"}
@@ -239,7 +239,7 @@ def print_tables(
     }
     columns = ("sampled tokens", "trained", "TFLOP (x SFT)", "MiB held", "s a step", "reward's share")
     peak = max(one["peak_memory_mb"] for one in times.values())
-    terminal.print_table(run, f"cost of the first seed; peak memory of the run {peak:,.0f} MiB", columns, table)
+    report.print_table(run, f"cost of the first seed; peak memory of the run {peak:,.0f} MiB", columns, table)
 
 
 def _means(values: np.ndarray) -> np.ndarray:

@@ -44,10 +44,10 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import LABELLING, Batch, noise_of
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.terminal import explain_control
+from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
@@ -166,7 +166,7 @@ def main(config: Config) -> None:
             options = with_options(seeded.train, advantages_of=chosen.config.loss.advantages_of)
             scores[phase] = means(learn({"policy": start}, task, options, run, chosen, phase=phase, reward=reward)[1])
     show(run, config, scores)
-    terminal.say_end(run, started)
+    report.say_end(run, started)
 
 
 def task_of(config: Config) -> Task:
@@ -254,9 +254,9 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
         for method, points in sweep.items()
     }
     title = "held-out own and order_score by the weight of own, and the share of the square that they cover"
-    terminal.print_table(run, title, (*sweep["sum"], "covered"), lines)
+    report.print_table(run, title, (*sweep["sum"], "covered"), lines)
     save_front(run, sweep, {"start": point("start", EQUAL)}, SCORES[1:])
-    terminal.save_curves(run, CURVES, {method: phases[method] for method in (*METHODS, "coin")})
+    report.save_curves(run, CURVES, {method: phases[method] for method in (*METHODS, "coin")})
     write_json(run.path / "results.json", {"over_seeds": rows, "covered": covered, "runs": scores})
 
 

@@ -48,9 +48,9 @@ from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.types import Batch
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.terminal import explain_control
+from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import evaluate_heldout, learn
@@ -121,7 +121,7 @@ def main(config: Config) -> None:
         results = run_seed(policy, start, untrained, with_options(config, seed=seed), run, programs)
         collect(runs, results)
     show(run, runs, seeds)
-    terminal.say_end(run, started)
+    report.say_end(run, started)
 
 
 def run_seed(
@@ -248,7 +248,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     models = {
         method: [rows[method]["claimed"], gain[method], *(rows[method][x] for x in accuracies)] for method in LEARNED
     }
-    terminal.print_table(run, title, columns, models)
+    report.print_table(run, title, columns, models)
     common.save_over_seeds(run, runs, rows, seeds, CURVES)
 
 

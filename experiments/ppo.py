@@ -25,9 +25,9 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.terminal import explain_control
+from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import random_reward
 from grpo_jax.train import evaluate_heldout, learn
@@ -88,7 +88,7 @@ def main(config: Config) -> None:
             row["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))
             collect(runs, {method: row})
     show(run, runs, seeds)
-    terminal.say_end(run, started)
+    report.say_end(run, started)
 
 
 def grpo_config(config: PPOConfig) -> GRPOConfig:
@@ -129,7 +129,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     }
     print_over_seeds(run, "accuracy on 1,000 held-out additions", seeds, columns, table)
     explain_control(run, table)
-    common.save_over_seeds(run, runs, rows, seeds, terminal.curves_of(run, CURVES))
+    common.save_over_seeds(run, runs, rows, seeds, report.curves_of(run, CURVES))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from grpo_jax.offline.pairs import (
 )
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.rl.types import TrainState
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 
@@ -113,7 +113,7 @@ def main(config: Config) -> None:
     print_over_seeds(run, "exact, by enumeration", seeds, list(COLUMNS.values()), table)
     curves = (("loss", "loss of a batch"), ("accuracy", "accuracy of a batch"), ("heldout_objective", "J"))
     common.save_over_seeds(run, runs, rows, seeds, curves)
-    terminal.say_end(run, started)
+    report.say_end(run, started)
 
 
 def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, float]]:

@@ -26,9 +26,9 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, report
 from grpo_jax.runs.pretrained import keep_description
-from grpo_jax.runs.terminal import finish
+from grpo_jax.runs.report import finish
 from grpo_jax.statistics import cell
 from grpo_jax.train import train_with_control
 
@@ -105,7 +105,7 @@ def main(config: Config) -> None:
     names = ("greedy", "start_nll", "kl", "repeated")  # of greedy, the interval would be too wide for a terminal
     table = {title: [cell(row, "avg"), *(row[name] for name in names)] for title, row in rows.items()}
     title = f"{len(task.heldout.examples)} held-out openings, with 95% intervals"
-    terminal.print_table(run, title, ("reward", "greedy", "NLL at start", "KL", "repeated"), table)
+    report.print_table(run, title, ("reward", "greedy", "NLL at start", "KL", "repeated"), table)
     finish(run, rows, checksum, CURVES, started)
 
 

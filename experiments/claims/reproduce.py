@@ -42,8 +42,8 @@ from experiments.claims.pages import (
 from experiments.claims.questions import BY_ID, CLAIMS, COIN, PAGES, QUESTIONS
 from experiments.claims.verdicts import LOOKS, interval
 from grpo_jax.errors import UsageError
-from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.terminal import explain_control
+from grpo_jax.runs import flags, report
+from grpo_jax.runs.report import explain_control
 
 Answers = Mapping[str, Mapping[str, Any]]  # by question, as `answers.answer` returns them
 
@@ -115,7 +115,7 @@ def show(bench: Bench, name: str, answer: Mapping[str, Any]) -> None:
     """Prints the table and the numbers of an answer."""
     run, result, seeds = bench.run, result_of(answer), ", ".join(map(str, bench.seeds))
     columns, rows = rows_as_text(result)
-    terminal.print_table(
+    report.print_table(
         run, f"{name}: means ± half a 95% interval over seeds {seeds}; {bench.size.steps} steps", columns, rows
     )
     if not QUESTIONS[name].computed_by:  # else the coin's row is no run
@@ -125,7 +125,7 @@ def show(bench: Bench, name: str, answer: Mapping[str, Any]) -> None:
         for key, (values, _) in answer["primary"].items()
     }
     numbers |= {it.measure: [it.words, number(it.interval)] for it in result.also}
-    terminal.print_table(run, "what the sources say of it", ("", "measured"), numbers)
+    report.print_table(run, "what the sources say of it", ("", "measured"), numbers)
     words = [result.note] if result.learned else [f"{UNLEARNED}: {WHY_UNLEARNED}", result.note]
     words += [f"{result.seconds:.0f} s; to look at: {run.path / name}.png"]
     run.console.print("\n".join(filter(None, words)), markup=False, highlight=False, soft_wrap=True)

@@ -27,7 +27,7 @@ from grpo_jax.data.text import prompt_limit
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.prepare import GRPO, Algorithm, RunOptions, begin, load_models, prepare
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
@@ -88,7 +88,7 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
         show_group(run, algorithm.phase)
         show_results(run, results[0], len(task.heldout.examples))
         show_ungraded(run, programs.config, algorithm.phase)
-        terminal.finish(run, *results, terminal.METHOD_CURVES, started, phases=phases)
+        report.finish(run, *results, report.METHOD_CURVES, started, phases=phases)
 
 
 def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextManager[Task]:
@@ -109,14 +109,14 @@ def show_group(run: RunFolder, phase: str) -> None:
     """Prints the last group of a phase's rollouts, of those with advantages other than 0 if there are any."""
     groups = [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase]
     spread = [group for group in groups if len(set(group["rewards"])) > 1]
-    terminal.print_groups(run, (spread or groups)[-1:])
+    report.print_groups(run, (spread or groups)[-1:])
 
 
 def show_results(run: RunFolder, rows: Mapping[str, Mapping[str, float]], num_heldout: int) -> None:
     """Prints the evaluations of `train_with_control`, side by side."""
     names = [name for name in rows["after"] if not name.endswith(("_low", "_high"))]
     table = {name: [cell(row, name) for row in rows.values()] for name in names}
-    terminal.print_table(run, f"{num_heldout} held-out prompts [95% interval]", tuple(rows), table)
+    report.print_table(run, f"{num_heldout} held-out prompts [95% interval]", tuple(rows), table)
 
 
 def show_ungraded(run: RunFolder, config: GRPOConfig, phase: str) -> None:
@@ -129,4 +129,4 @@ def show_ungraded(run: RunFolder, config: GRPOConfig, phase: str) -> None:
     total = sampled * config.sampling.num_prompts * config.sampling.group_size
     if counts:
         rows = {name: (count, f"{count / total:.1%}") for name, count in counts.items()}
-        terminal.print_table(run, f"without a number, of {total} completions in training", ("count", "share"), rows)
+        report.print_table(run, f"without a number, of {total} completions in training", ("count", "share"), rows)

@@ -29,7 +29,7 @@ from grpo_jax.offline.phase import Objective, SupervisedConfig, check_supervised
 from grpo_jax.options import Fraction, Seed, Size
 from grpo_jax.prepare import Loaded, decide_chat, load_model
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, report
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.files import load_or_compute_arrays
 from grpo_jax.runs.folder import RunFolder
@@ -76,7 +76,7 @@ class Job(NamedTuple):
     evaluate: Callable[[Any, Reference], Any]  # (parameters, reference) -> `Values`, or another evaluation
     inputs: Mapping[str, str]  # digests of the data, which a resumed run must find again
     title: str  # of the table
-    curves: Sequence[Any]  # as for `terminal.save_results`
+    curves: Sequence[Any]  # as for `report.save_results`
     notes: Sequence[str]  # what was dropped, cut and packed, in words
     warnings: Mapping[str, str]
     others: Mapping[str, Loaded] = {}  # frozen models by role, whose files a resumed run must find again
@@ -128,9 +128,9 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     if run.writes:
         names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(("_low", "_high")))
         table = {name: [cell(row, name) for row in rows.values()] for name in names}
-        terminal.print_table(run, job.title, tuple(rows), table)
-        terminal.save_results(run, {**rows, **more}, checksum, job.curves, (job.phase,))
-        terminal.say_end(run, started)
+        report.print_table(run, job.title, tuple(rows), table)
+        report.save_results(run, {**rows, **more}, checksum, job.curves, (job.phase,))
+        report.say_end(run, started)
 
 
 def open_run(job: Job) -> RunFolder:

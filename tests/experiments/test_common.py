@@ -9,7 +9,7 @@ from rich.console import Console
 from experiments import online_preference
 from experiments.common import over_seeds
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.terminal import explain_control
+from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import interval_over_runs
 
 
