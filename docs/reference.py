@@ -121,7 +121,8 @@ def page() -> str:
     for method, options in methods.items():
         listed = {*everywhere, *(rewards if method in ("grpo", "ppo") else ()), "method"}
         rest = {name: option for name, option in options.items() if name not in listed}
-        parts += [f"## train: only {method}\n" if method in ("grpo", "ppo") else f"## train: {method}\n", rows(rest)]
+        title = f"## train: only {method}\n" if method in ("grpo", "ppo") else f"## train: {method}\n"
+        parts += [title, rows(rest)] if rest else []
     for command, config_class in COMMANDS.items():
         parts += [f"## {command}\n", rows(dict(options_of_class(config_class)))]
     return "\n".join(parts)

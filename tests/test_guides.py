@@ -20,8 +20,7 @@ from experiments.planning.models import MODELS
 from grpo_jax.commands.train import module_of
 from grpo_jax.errors import UsageError
 from grpo_jax.options import option_types
-from grpo_jax.planning.memory import Shape
-from grpo_jax.planning.plan import GB, choose
+from grpo_jax.planning.memory import GB, Shape, choose
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
