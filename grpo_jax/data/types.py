@@ -65,6 +65,11 @@ class Completion(str):
         """The actions of the policy, one in each turn."""
         return tuple(turn.action for turn in self.turns)
 
+    @property
+    def observations(self) -> tuple["Completion", ...]:
+        """The observations that the environment answered with. The last action of an episode may have none."""
+        return tuple(turn.observation for turn in self.turns if turn.observation is not None)
+
     def __getnewargs__(self):
         # So that it can be sent to another process.
         return str(self), self.ids, self.truncated, self._turns, self.ending

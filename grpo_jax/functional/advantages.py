@@ -417,10 +417,10 @@ def turn_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, whe
         rounding = 1e-6 * largest.reshape(*largest.shape, *[1] * (returns.ndim - largest.ndim))
         return jnp.where(spread <= rounding, 0, advantages)
 
-    by_turn = standardised(returns.swapaxes(-1, -2), where.swapaxes(-1, -2)).swapaxes(-1, -2)
+    separately = standardised(returns.swapaxes(-1, -2), where.swapaxes(-1, -2)).swapaxes(-1, -2)
     flat = (*returns.shape[:-2], returns.shape[-2] * returns.shape[-1])
-    of_group = standardised(returns.reshape(flat), where.reshape(flat)).reshape(returns.shape)
-    return jnp.where(jnp.sum(where, axis=-2, keepdims=True) < 2, of_group, by_turn)
+    pooled = standardised(returns.reshape(flat), where.reshape(flat)).reshape(returns.shape)
+    return jnp.where(jnp.sum(where, axis=-2, keepdims=True) < 2, pooled, separately)
 
 
 @takes(logprobs="...", teacher_logprobs="...")

@@ -148,9 +148,9 @@ def _text(result: Any) -> str:
 
 def count_calls(completion: Completion) -> dict[str, float]:
     """How often an episode called a tool, and how many of these calls were answered by an error."""
-    turns = [turn for turn in completion.turns if turn.observation is not None]
-    calls = sum(len(calls_of(turn.action)) for turn in turns)
-    return {"calls": calls, "bad_calls": sum(len(_ERRORS.findall(turn.observation or "")) for turn in turns)}
+    observations = completion.observations
+    calls = sum(len(calls_of(action)) for action in completion.actions[: len(observations)])
+    return {"calls": calls, "bad_calls": sum(len(_ERRORS.findall(text)) for text in observations)}
 
 
 # ---- as a command line names them
