@@ -14,11 +14,10 @@ from grpo_jax.models import quantised
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.lora import add_adapters, merge, sites
-from grpo_jax.models.params import is_quantised
+from grpo_jax.models.params import is_quantised, join, split
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise, quantise_params
-from grpo_jax.models.params import join, split
 from grpo_jax.models.weights import load_params
 from grpo_jax.rl.optimizer import init_state
 

@@ -11,7 +11,7 @@ import pytest
 from jax.test_util import check_grads
 from tiny import ragged_prompts, random_params, refused, states_of_texts
 
-from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows
+from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
 from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, widen
 from grpo_jax.models.config import (
     DynamicScaling,
@@ -26,7 +26,6 @@ from grpo_jax.models.geometry import (
 )
 from grpo_jax.models.layout import rows_of_groups, rows_of_prompts, rows_of_texts
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.attention import rotary_angles, rotate
 from grpo_jax.models.transformer import RMSNorm, Transformer, decoding_layout
 
 LLAMA = ModelConfig(29, 32, 48, 2, 4, 2, 8)

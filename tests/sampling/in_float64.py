@@ -16,8 +16,8 @@ if __name__ == "__main__":  # before the library is imported, and in no other pr
 
 import test_sampled_episodes as episodes
 
-from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.scorers import score_completion_tokens
+from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import Batch
 
 PLACES = [(0, 0), (0, 2), (1, 1)]
