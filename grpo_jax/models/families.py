@@ -53,9 +53,8 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        reason = _refused(config)
         raise UsageError(
-            f"model_type {abbreviate(model_type)} is not supported{reason}; choose one of {tuple(FAMILIES)}"
+            f"model_type {abbreviate(model_type)} is not supported{_refused(config)}; choose one of {tuple(FAMILIES)}"
         )
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}

@@ -32,9 +32,8 @@ from grpo_jax.functional.presets import PRESETS
 from grpo_jax.hosts import HostOptions
 from grpo_jax.options import between, check_ranges, flattened, from_json, option_types, options_of
 from grpo_jax.runs import progress, runner
-from grpo_jax.runs.files import COMMAND, read_object
+from grpo_jax.runs.files import COMMAND, read_object, weights_and_biases
 from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs
-from grpo_jax.runs.trackers import weights_and_biases
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,18 @@ from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.options import flattened
 from grpo_jax.runs.checkpoint import Checkpoints, saved_steps
-from grpo_jax.runs.files import complete_lines, finite, hold, read_lines, read_object, write_json, write_text
+from grpo_jax.runs.files import (
+    Tracker,
+    complete_lines,
+    finite,
+    hold,
+    read_lines,
+    read_object,
+    tensorboard,
+    write_json,
+    write_text,
+)
 from grpo_jax.runs.progress import RunConsole, Show, count_programs, progress, waiting
-from grpo_jax.runs.trackers import Tracker, tensorboard
 
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
 _LINE = {"phase": str, "step": int}

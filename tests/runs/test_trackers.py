@@ -9,8 +9,8 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from grpo_jax.errors import UsageError
+from grpo_jax.runs.files import weights_and_biases
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.trackers import weights_and_biases
 
 
 def events(folder):
