@@ -53,7 +53,7 @@ def kl_of_hidden(arrays, **options):
 
 def jsd_of_hidden(arrays, ref_softcap=None, **options):
     both = (arrays[x] for x in ("hidden", "unembedding", "ref_hidden", "ref_unembedding"))
-    return F.token_jsd(*both, teacher_softcap=ref_softcap, beta=arrays["beta"], **options)
+    return F.token_jsd(*both, ref_softcap=ref_softcap, beta=arrays["beta"], **options)
 
 
 def buckets_of_hidden(arrays, ref_softcap=None, **options):

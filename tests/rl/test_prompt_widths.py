@@ -19,8 +19,8 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.pieces import PromptWidths, by_prompts, choose_pieces, computed_in_pieces, take
-from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.scorers import score_completion_tokens
+from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Batch, noise_of
 from grpo_jax.rl.update import accumulate_grads, train_step
 from grpo_jax.tasks.task import Task
