@@ -50,7 +50,7 @@ from experiments.judging import (
     step_seconds,
     supervised_cost,
 )
-from experiments.tasks.dialogue import candid, dialogue_rows, taken_up
+from experiments.tasks.dialogue import candid, dialogue_rows, pack_chosen, split_by_dialogue, taken_up
 from grpo_jax import hosts
 from grpo_jax.commands.offline import encoding
 from grpo_jax.commands.reward_model import answer_lengths
@@ -60,9 +60,7 @@ from grpo_jax.data.preferences import (
     EncodedPairs,
     Preference,
     encode_preferences,
-    pack_chosen,
     read_preferences,
-    split_by_dialogue,
 )
 from grpo_jax.data.types import Component, Reward
 from grpo_jax.devices import num_devices, place

@@ -32,8 +32,8 @@ import numpy as np
 from experiments import common
 from experiments.common import Seeds, collect, completions_batch, over_seeds, print_over_seeds, seeds_of
 from experiments.tasks import letters
+from experiments.tasks.rounds import OnlineConfig, bradley_terry_judge, train_online
 from grpo_jax.config import GRPOConfig, recipe, with_options
-from grpo_jax.data.preferences import bradley_terry_judge
 from grpo_jax.data.types import Component, Example, pad_completions, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -42,7 +42,6 @@ from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.online import OnlineConfig, train_online
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs

@@ -29,7 +29,6 @@ ORDER = [
     "prepare",
     "train",
     "fit",
-    "online",
     "trainer",
     "commands",
     "experiments",

@@ -7,8 +7,12 @@ analogues of helpfulness and honesty, not measurements of them: an answer may ta
 import re
 from collections.abc import Sequence
 
-from grpo_jax.data.preferences import Preference, question
+from grpo_jax.data.packing import Packed, pack
+from grpo_jax.data.preferences import ASSISTANT, TURN, EncodedPairs, Preference
+from grpo_jax.data.rows import hash_of_prompt
+from grpo_jax.data.text import Message
 from grpo_jax.data.types import Completion, Example
+from grpo_jax.errors import UsageError
 
 _WORD = re.compile(r"[a-z]{4,}")
 _NUMBER = re.compile(r"\d+")
@@ -31,6 +35,59 @@ _HEDGE = re.compile(
     r"|could be|may be|it depends|as far as i)\b"
 )
 _ABSOLUTE = re.compile(r"\b(?:always|never|definitely|certainly|everyone|everybody|nobody|completely|absolutely)\b")
+
+
+def opening(prompt: str | list[Message]) -> str | list[Message]:
+    """How a dialogue begins: a transcript up to the assistant's first turn, messages up to the user's first."""
+    if isinstance(prompt, str):
+        return prompt.split(ASSISTANT)[0]
+    return prompt[: next((i for i, message in enumerate(prompt, 1) if message["role"] == "user"), len(prompt))]
+
+
+def question(prompt: str | list[Message]) -> str:
+    """Returns the last message of the user."""
+    if isinstance(prompt, str):
+        return TURN.split(prompt.removesuffix(ASSISTANT))[-1].strip()
+    return prompt[-1]["content"]
+
+
+def split_by_dialogue(preferences: Sequence[Preference], number: int) -> list[list[Preference]]:
+    """Parts of about equal size, by a hash of how dialogues begin: what continues one dialogue is in one part.
+
+    Data sets have several pairs from different turns of a dialogue, whose prompts differ.
+
+    Args:
+      preferences: all.
+      number: of parts.
+
+    Returns:
+      The parts.
+
+    Raises:
+      UsageError: one of them would be empty.
+    """
+    parts: list[list[Preference]] = [[] for _ in range(number)]
+    for pair in preferences:
+        parts[int(number * hash_of_prompt(opening(pair.prompt)))].append(pair)
+    if not all(parts):
+        raise UsageError(f"{len(preferences)} pairs do not fill {number} parts: give more")
+    return parts
+
+
+def pack_chosen(pairs: EncodedPairs, eos_id: int, max_tokens: int) -> Packed:
+    """Prompts and chosen answers as rows for SFT.
+
+    Args:
+      pairs: whose answers were cut to `max_tokens`.
+      eos_id: ends answers of fewer tokens; those of as many were cut, or might as well have been.
+      max_tokens: T.
+
+    Returns:
+      Rows that hold two texts at least.
+    """
+    answers = [[*chosen, eos_id][:max_tokens] for chosen, _ in pairs.answers]
+    longest = max(len(prompt) + len(answer) for prompt, answer in zip(pairs.prompts, answers, strict=True))
+    return pack(pairs.prompts, answers, width=2 * longest)
 
 
 def dialogue_rows(preferences: Sequence[Preference]) -> list[Example]:

@@ -3,27 +3,21 @@
 A preference is a pair of answers to a prompt, of which one was chosen. A rating is one answer, which is good or bad.
 """
 
-import json
 import os
 import re
-import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-from scipy import special
-
-from grpo_jax.data.packing import Packed, pack
 from grpo_jax.data.rows import check_messages, hash_of_prompt, kind_of, read_rows, text_column
 from grpo_jax.data.text import Message, encode_answers
-from grpo_jax.data.types import LARGEST_REWARD, Completion, Example, rng
+from grpo_jax.data.types import LARGEST_REWARD, rng
 from grpo_jax.errors import UsageError
 
 # Of a transcript of Anthropic's HH-RLHF (2204.05862).
 ASSISTANT = "\n\nAssistant:"
-_TURN = re.compile(r"\n\n(Human|Assistant):")
+TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 NO_PROMPT = "with an empty prompt"  # why a row is dropped
 
@@ -45,10 +39,6 @@ class Preference(NamedTuple):
     chosen: str
     rejected: str
     margin: float = 0.0  # by how much better the chosen one was said to be
-
-
-# (examples, one completion of each, another) -> whether the first is the better one; None: the judge does not choose
-PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
 
 
 class EncodedPairs(NamedTuple):
@@ -123,19 +113,6 @@ def prompt_of(row: Mapping[str, Any]) -> str | list[Message] | None:
     return prompt or None
 
 
-def write_preferences(path: Path, preferences: Sequence[Preference]) -> None:
-    """Writes a .jsonl that `read_preferences` reads; a reader sees all of it or nothing.
-
-    Args:
-      path: of the file; its folder is made.
-      preferences: those to write.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(pair._asdict()) + "\n" for pair in preferences), encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Preference | str:
     """Two transcripts of HH-RLHF as a prompt and what the assistant says last in each.
 
@@ -153,12 +130,12 @@ def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Pref
     end = shared.rfind(ASSISTANT) + len(ASSISTANT)
     if end < len(ASSISTANT) or not shared.startswith("\n\nHuman:"):
         return "without a common prompt"
-    if any(_TURN.search(text[end:]) for text in (chosen, rejected)):
+    if any(TURN.search(text[end:]) for text in (chosen, rejected)):
         return "with turns after the answer"
     prompt = shared[:end]
     if not chat:
         return _checked(Preference(prompt, chosen[end:], rejected[end:]))
-    _, *spoken = _TURN.split(prompt.removesuffix(ASSISTANT))
+    _, *spoken = TURN.split(prompt.removesuffix(ASSISTANT))
     messages = [
         {"role": _ROLES[who], "content": text.strip()} for who, text in zip(spoken[::2], spoken[1::2], strict=True)
     ]
@@ -197,43 +174,6 @@ def split_preferences(preferences: Sequence[Kind], heldout_share: float = 0.2) -
     return training, heldout
 
 
-def opening(prompt: str | list[Message]) -> str | list[Message]:
-    """How a dialogue begins: a transcript up to the assistant's first turn, messages up to the user's first."""
-    if isinstance(prompt, str):
-        return prompt.split(ASSISTANT)[0]
-    return prompt[: next((i for i, message in enumerate(prompt, 1) if message["role"] == "user"), len(prompt))]
-
-
-def question(prompt: str | list[Message]) -> str:
-    """Returns the last message of the user."""
-    if isinstance(prompt, str):
-        return _TURN.split(prompt.removesuffix(ASSISTANT))[-1].strip()
-    return prompt[-1]["content"]
-
-
-def split_by_dialogue(preferences: Sequence[Preference], number: int) -> list[list[Preference]]:
-    """Parts of about equal size, by a hash of how dialogues begin: what continues one dialogue is in one part.
-
-    Data sets have several pairs from different turns of a dialogue, whose prompts differ.
-
-    Args:
-      preferences: all.
-      number: of parts.
-
-    Returns:
-      The parts.
-
-    Raises:
-      UsageError: one of them would be empty.
-    """
-    parts: list[list[Preference]] = [[] for _ in range(number)]
-    for pair in preferences:
-        parts[int(number * hash_of_prompt(opening(pair.prompt)))].append(pair)
-    if not all(parts):
-        raise UsageError(f"{len(preferences)} pairs do not fill {number} parts: give more")
-    return parts
-
-
 def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **options: Any) -> EncodedPairs:
     """Token ids of preferences.
 
@@ -254,79 +194,6 @@ def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **opti
     return EncodedPairs(
         encoded.prompts, [(chosen, rejected) for chosen, rejected in encoded.answers], margins, encoded.notes
     )
-
-
-def pack_chosen(pairs: EncodedPairs, eos_id: int, max_tokens: int) -> Packed:
-    """Prompts and chosen answers as rows for SFT.
-
-    Args:
-      pairs: whose answers were cut to `max_tokens`.
-      eos_id: ends answers of fewer tokens; those of as many were cut, or might as well have been.
-      max_tokens: T.
-
-    Returns:
-      Rows that hold two texts at least.
-    """
-    answers = [[*chosen, eos_id][:max_tokens] for chosen, _ in pairs.answers]
-    longest = max(len(prompt) + len(answer) for prompt, answer in zip(pairs.prompts, answers, strict=True))
-    return pack(pairs.prompts, answers, width=2 * longest)
-
-
-def ask_judge(
-    examples: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion], judge: PairJudge
-) -> list[Preference]:
-    """Asks a judge which of two completions of a prompt is the better one.
-
-    Args:
-      examples: M, with the column "prompt".
-      firsts: M completions of them.
-      seconds: M others.
-      judge: called once, with all three.
-
-    Returns:
-      The preferences, without the pairs for which the judge returned None.
-
-    Raises:
-      UsageError: the judge did not say yes, no or None of each pair.
-    """
-    answers = list(judge(examples, firsts, seconds))
-    if len(answers) != len(examples) or not all(isinstance(answer, bool | np.bool_ | None) for answer in answers):
-        raise UsageError(
-            f"the judge must return True, False or None for each of {len(examples)} pairs: whether the first is better"
-        )
-    asked = zip(examples, firsts, seconds, answers, strict=True)
-    return [
-        Preference(example["prompt"], str(first), str(second))
-        if better
-        else Preference(example["prompt"], str(second), str(first))
-        for example, first, second, better in asked
-        if better is not None
-    ]
-
-
-def bradley_terry_judge(
-    utility: Callable[[Sequence[Example], Sequence[Completion]], Sequence[float]], *, seed: int
-) -> PairJudge:
-    """A judge that errs: it prefers the first with probability σ(u₁ − u₂) (Bradley and Terry).
-
-    Args:
-      utility: (examples, completions) -> u; the difference of two is a log-odds.
-      seed: of its errors. Of the same two completions in the same order it always says the same.
-
-    Returns:
-      The judge.
-    """
-
-    def judge(examples: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion]) -> list[bool]:
-        difference = np.subtract(utility(examples, firsts), utility(examples, seconds))
-        texts = (
-            "\x1f".join((str(example["prompt"]), *pair))
-            for example, *pair in zip(examples, firsts, seconds, strict=True)
-        )
-        draws = np.array([rng(seed, zlib.crc32(text.encode())).random() for text in texts])
-        return (draws < special.expit(difference)).tolist()
-
-    return judge
 
 
 _ORDER = 1  # stream of random numbers; 0 orders batches

@@ -11,9 +11,9 @@ import pytest
 from experiments import hh_rlhf as experiment
 from experiments.judging import best_answers, correlation, prompt_numbers
 from experiments.tasks.characters import Characters
-from experiments.tasks.dialogue import candid, dialogue_rows, taken_up
+from experiments.tasks.dialogue import candid, dialogue_rows, opening, question, split_by_dialogue, taken_up
 from grpo_jax.data.packing import pack, packed_pieces
-from grpo_jax.data.preferences import Preference, opening, question, split_by_dialogue
+from grpo_jax.data.preferences import Preference
 from grpo_jax.data.types import Completion
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig

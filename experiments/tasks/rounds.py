@@ -5,19 +5,19 @@ those, until it finds what the model is wrong about (2210.10760). So the policy 
 judge sees pairs of what it writes by then (iterated RLHF, 2204.05862; iterative GRPO, Algorithm 1 of 2402.03300).
 """
 
+import json
+import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from scipy import special
+
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.preferences import (
-    PairJudge,
-    Preference,
-    ask_judge,
-    encode_preferences,
-    read_preferences,
-    write_preferences,
-)
+from grpo_jax.data.preferences import Preference, encode_preferences, read_preferences
 from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
@@ -37,6 +37,8 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 
+# (examples, one completion of each, another) -> whether the first is the better one; None: the judge does not choose
+PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
 _PATIENCE = 4  # times the rollouts that are needed if all completions differ
 
 
@@ -233,3 +235,76 @@ def _check(config: GRPOConfig, online: OnlineConfig, task: Task) -> None:
         raise UsageError(
             'the reward of the task must be a dict of rewards that are added to "reward_model": {} adds none'
         )
+
+
+# ---- judges
+
+
+def write_preferences(path: Path, preferences: Sequence[Preference]) -> None:
+    """Writes a .jsonl that `read_preferences` reads; a reader sees all of it or nothing.
+
+    Args:
+      path: of the file; its folder is made.
+      preferences: those to write.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(json.dumps(pair._asdict()) + "\n" for pair in preferences), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def ask_judge(
+    examples: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion], judge: PairJudge
+) -> list[Preference]:
+    """Asks a judge which of two completions of a prompt is the better one.
+
+    Args:
+      examples: M, with the column "prompt".
+      firsts: M completions of them.
+      seconds: M others.
+      judge: called once, with all three.
+
+    Returns:
+      The preferences, without the pairs for which the judge returned None.
+
+    Raises:
+      UsageError: the judge did not say yes, no or None of each pair.
+    """
+    answers = list(judge(examples, firsts, seconds))
+    if len(answers) != len(examples) or not all(isinstance(answer, bool | np.bool_ | None) for answer in answers):
+        raise UsageError(
+            f"the judge must return True, False or None for each of {len(examples)} pairs: whether the first is better"
+        )
+    asked = zip(examples, firsts, seconds, answers, strict=True)
+    return [
+        Preference(example["prompt"], str(first), str(second))
+        if better
+        else Preference(example["prompt"], str(second), str(first))
+        for example, first, second, better in asked
+        if better is not None
+    ]
+
+
+def bradley_terry_judge(
+    utility: Callable[[Sequence[Example], Sequence[Completion]], Sequence[float]], *, seed: int
+) -> PairJudge:
+    """A judge that errs: it prefers the first with probability σ(u₁ − u₂) (Bradley and Terry).
+
+    Args:
+      utility: (examples, completions) -> u; the difference of two is a log-odds.
+      seed: of its errors. Of the same two completions in the same order it always says the same.
+
+    Returns:
+      The judge.
+    """
+
+    def judge(examples: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion]) -> list[bool]:
+        difference = np.subtract(utility(examples, firsts), utility(examples, seconds))
+        texts = (
+            "\x1f".join((str(example["prompt"]), *pair))
+            for example, *pair in zip(examples, firsts, seconds, strict=True)
+        )
+        draws = np.array([rng(seed, zlib.crc32(text.encode())).random() for text in texts])
+        return (draws < special.expit(difference)).tolist()
+
+    return judge

@@ -9,15 +9,23 @@ import pytest
 
 from experiments import online_preference as experiment
 from experiments.tasks import letters
+from experiments.tasks.rounds import (
+    OnlineConfig,
+    ask_judge,
+    bradley_terry_judge,
+    draw_replay,
+    sample_pairs,
+    train_online,
+    write_preferences,
+)
 from grpo_jax.config import recipe
-from grpo_jax.data.preferences import Preference, ask_judge, bradley_terry_judge, read_preferences, write_preferences
+from grpo_jax.data.preferences import Preference, read_preferences
 from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.online import OnlineConfig, draw_replay, sample_pairs, train_online
 from grpo_jax.rewards.learned import RewardModel
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
