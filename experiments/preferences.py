@@ -30,7 +30,7 @@ from scipy import special
 from experiments import common
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
 from grpo_jax import hosts
-from grpo_jax.data.preferences import EncodedPairs, EncodedRatings, with_mismatched
+from grpo_jax.data.preferences import EncodedPairs, with_mismatched
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
@@ -157,9 +157,8 @@ def train_on_ratings(
 ) -> TrainState:
     """KTO on the completions of pairs, twice as many in a step; `phase` are further arguments of `fit`."""
     prompts = [prompt for prompt in pairs.prompts for _ in range(2)]
-    ratings = EncodedRatings(
-        prompts, [ids for pair in pairs.answers for ids in pair], [True, False] * len(pairs.prompts)
-    )
+    answers = [(ids, list[int]()) for pair in pairs.answers for ids in pair]
+    ratings = EncodedPairs(prompts, answers, [0.0] * len(answers), desirable=[True, False] * len(pairs.prompts))
     mismatched = with_mismatched(ratings, seed)
     ref_logprobs = score_pairs(pair_logprobs, POLICY, params, mismatched, num_pairs=512)
     batches = pair_batches(mismatched, 2 * config.num_pairs, seed, ref_logprobs=ref_logprobs)

@@ -19,7 +19,7 @@ import numpy as np
 
 from grpo_jax.commands.offline import Job, PairOptions, encoding, load_data, pair_job, run_method
 from grpo_jax.commands.train import Method
-from grpo_jax.data.preferences import EncodedPairs, Rating, encode_ratings, read_ratings, with_mismatched, with_none
+from grpo_jax.data.preferences import EncodedPairs, Rating, encode_ratings, read_ratings, with_mismatched
 from grpo_jax.data.types import hash_values
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
@@ -119,9 +119,9 @@ def encode(config: Config, ratings: Sequence[Rating], pretrained: Pretrained) ->
     """
     options = encoding(pretrained, config.model, config.max_tokens, chat=bool(config.chat))
     encoded = encode_ratings(pretrained.tokenizer, ratings, **options)
-    good = sum(encoded.desirable)
-    words = f"completions to train on: {good} good, {len(encoded.desirable) - good} bad"
-    pairs = with_mismatched(encoded, config.seed) if config.reference_point == "kl" else with_none(encoded)
+    good = sum(encoded.desirable or ())
+    words = f"completions to train on: {good} good, {len(encoded.prompts) - good} bad"
+    pairs = with_mismatched(encoded, config.seed) if config.reference_point == "kl" else encoded
     return pairs._replace(notes=(*pairs.notes, words))
 
 

@@ -207,15 +207,6 @@ class Rating(NamedTuple):
     desirable: bool
 
 
-class EncodedRatings(NamedTuple):
-    """M ratings as token ids."""
-
-    prompts: list[list[int]]  # [M], each of at least one token
-    completions: list[list[int]]  # [M], each of at least one token
-    desirable: list[bool]  # [M]
-    notes: tuple[str, ...] = ()  # what was dropped or cut, in words
-
-
 def read_ratings(source: str | Path, *, chat: bool = False) -> tuple[list[Rating], dict[str, int]]:
     """Ratings of a file, a folder or a data set on the hub.
 
@@ -262,8 +253,8 @@ def _ratings_of(row: Mapping[str, Any], *, chat: bool) -> list[Rating] | str:
     return [Rating(prompt, completion, row["label"])] if completion.strip() else "with an empty completion"
 
 
-def encode_ratings(tokenizer: Any, ratings: Sequence[Rating], **options: Any) -> EncodedRatings:
-    """Token ids of ratings.
+def encode_ratings(tokenizer: Any, ratings: Sequence[Rating], **options: Any) -> EncodedPairs:
+    """Encodes ratings as pairs whose second completion is empty, for a loss without an estimate of the KL.
 
     Args:
       tokenizer: of transformers.
@@ -281,21 +272,17 @@ def encode_ratings(tokenizer: Any, ratings: Sequence[Rating], **options: Any) ->
         **options,
     )
     desirable = [ratings[number].desirable for number in encoded.numbers]
-    return EncodedRatings(encoded.prompts, [ids for (ids,) in encoded.answers], desirable, encoded.notes)
+    answers = [(ids, list[int]()) for (ids,) in encoded.answers]
+    return EncodedPairs(encoded.prompts, answers, [0.0] * len(answers), encoded.notes, desirable)
 
 
-def with_none(ratings: EncodedRatings) -> EncodedPairs:
-    """Each completion, and beside it an empty one: for a loss without an estimate of the KL."""
-    return _pairs(ratings, [[] for _ in ratings.completions])
-
-
-def with_mismatched(ratings: EncodedRatings, seed: int) -> EncodedPairs:
-    """Each completion, and beside it one of another prompt: the next of another prompt in a random order.
+def with_mismatched(ratings: EncodedPairs, seed: int) -> EncodedPairs:
+    """Pairs each completion with one of another prompt: the next of another prompt in a random order.
 
     Which one it is depends on the ratings and the seed alone. So what a reference gives it can be computed once.
 
     Args:
-      ratings: M.
+      ratings: M, of `encode_ratings`.
       seed: of the order.
 
     Returns:
@@ -316,9 +303,5 @@ def with_mismatched(ratings: EncodedRatings, seed: int) -> EncodedPairs:
         if ratings.prompts[following] != ratings.prompts[number]:
             other = following
         others[number], following = other, number
-    return _pairs(ratings, [ratings.completions[others[number]] for number in range(len(order))])
-
-
-def _pairs(ratings: EncodedRatings, mismatched: Sequence[list[int]]) -> EncodedPairs:
-    answers = list(zip(ratings.completions, mismatched, strict=True))
-    return EncodedPairs(ratings.prompts, answers, [0.0] * len(answers), ratings.notes, ratings.desirable)
+    completions = [ids for ids, _ in ratings.answers]
+    return ratings._replace(answers=[(ids, completions[others[number]]) for number, ids in enumerate(completions)])

@@ -137,9 +137,9 @@ def open_task(
             seed=seed,
             max_prompt_tokens=max_prompt_tokens,
             overlong=overlong,
-            **({} if options.template is None else {"template": options.template}),
-            **({} if options.system is None else {"system": options.system}),
-            **({} if tools is None else {"tools": tools}),
+            template=options.template,
+            system=options.system,
+            tools=tools,
         )
         yield task._replace(environment=environment)
 
@@ -215,8 +215,7 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
         held = {"heldout_share": 0.0}
     if options.task == "math":
         return partial(math_task, rows=rows, **held)
-    column: dict[str, Any] = {} if options.template is not None else {"prompt_column": options.prompt_column}
-    return partial(text_task, rows=rows, **held, **column)
+    return partial(text_task, rows=rows, prompt_column=options.prompt_column, **held)
 
 
 def usual_num_heldout(num_rows: int) -> int:

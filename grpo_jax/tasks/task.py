@@ -101,18 +101,9 @@ def text_task(
     num_prompts: int,
     seed: int,
     reward: Reward | Rewards,
-    prompt_column: str = "prompt",
-    template: str | None = None,
-    chat: bool = False,
-    system: str | None = None,
-    heldout_rows: Sequence[Mapping[str, Any]] | None = None,
-    heldout_share: float = 0.1,
-    num_heldout: int | None = None,
-    max_prompt_tokens: int | None = None,
-    overlong: Overlong = "drop",
-    tools: Sequence[Mapping[str, Any]] | None = None,
     open_ended: bool = False,
     answer: Answer | None = None,
+    **encoding: Any,
 ) -> Task:
     """A task from rows. Every training prompt is seen once an epoch, in an order that is a function of the seed.
 
@@ -128,19 +119,9 @@ def text_task(
       seed: of the order.
       reward: on examples, which are all columns of a row, with the text as encoded as "prompt" (in place of a column
         of that name); or several by name.
-      prompt_column: text, or a list of chat messages.
-      template: instead of a column, a text with {column} in it; {{ and }} are braces. Nothing but names of columns is
-        understood, whose text or number is put in.
-      chat: makes a text the user's message, for the tokenizer's chat template.
-      system: a system message before prompts that have none; for text, with `chat` alone.
-      heldout_rows: never trained on: a training prompt that is among them is dropped.
-      heldout_share: without heldout_rows, about this share of the prompts is held out. 0: all are trained on, and the
-        same are "held out", which a note says.
-      num_heldout: of heldout_rows at most this many; without heldout_rows, this many different prompts instead of a
-        share. Always those whose hash is smallest.
-      max_prompt_tokens, overlong, tools: as in `encode_prompts`.
       open_ended: completions are meant to be cut.
       answer: what completions of a prompt vote on, such as `rewards.builtin.number_vote`; None: there is no vote.
+      encoding: further options of `encode_rows`.
 
     Returns:
       The task; its notes count the prompts that were dropped or cut.
@@ -150,22 +131,7 @@ def text_task(
     """
     if num_prompts < 1:
         raise UsageError(f"num_prompts is {num_prompts}: it must be at least 1")
-    encoded = encode_rows(
-        tokenizer,
-        eos_ids,
-        rows,
-        vocab_size=vocab_size,
-        prompt_column=prompt_column,
-        template=template,
-        chat=chat,
-        system=system,
-        heldout_rows=heldout_rows,
-        heldout_share=heldout_share,
-        num_heldout=num_heldout,
-        max_prompt_tokens=max_prompt_tokens,
-        overlong=overlong,
-        tools=tools,
-    )
+    encoded = encode_rows(tokenizer, eos_ids, rows, vocab_size=vocab_size, **encoding)
     size = len(encoded.training.examples)
     check_num_prompts(num_prompts, size)
     batch, width = batches(size, num_prompts, seed), encoded.width
@@ -234,7 +200,31 @@ def encode_rows(
     overlong: Overlong = "drop",
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> RowsOfTask:
-    """Splits rows by their prompts and encodes the prompts. Arguments and errors are those of `text_task`."""
+    """Splits rows by their prompts and encodes the prompts.
+
+    Args:
+      tokenizer: of transformers.
+      eos_ids: what ends a completion.
+      rows: for training, and if there are no others for holding out.
+      vocab_size: of the model.
+      prompt_column: text, or a list of chat messages.
+      template: instead of a column, a text with {column} in it; {{ and }} are braces. Nothing but names of columns is
+        understood, whose text or number is put in.
+      chat: makes a text the user's message, for the tokenizer's chat template.
+      system: a system message before prompts that have none; for text, with `chat` alone.
+      heldout_rows: never trained on: a training prompt that is among them is dropped.
+      heldout_share: without heldout_rows, about this share of the prompts is held out. 0: all are trained on, and the
+        same are "held out", which a note says.
+      num_heldout: of heldout_rows at most this many; without heldout_rows, this many different prompts instead of a
+        share. Always those whose hash is smallest.
+      max_prompt_tokens, overlong, tools: as in `encode_prompts`.
+
+    Returns:
+      The rows of both sides.
+
+    Raises:
+      UsageError: rows, columns, template or split do not work, in one sentence that says where.
+    """
     if num_heldout is not None and num_heldout < 1:
         raise UsageError(f"num_heldout is {num_heldout}: it must be at least 1")
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.data.preferences import EncodedRatings, Rating, read_ratings, with_mismatched, with_none
+from grpo_jax.data.preferences import EncodedPairs, Rating, read_ratings, with_mismatched
 from grpo_jax.devices import compiled, map_rows, sum_rows
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
@@ -139,6 +139,11 @@ PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
 PHASE = SupervisedConfig(6, 1e-2, warmup_steps=2, decay="linear", checkpoint_every=2, log_every=1)
 
 
+def encoded(prompts, completions, desirable):
+    answers = [(ids, []) for ids in completions]
+    return EncodedPairs(prompts, answers, [0.0] * len(answers), desirable=desirable)
+
+
 def tidy_ratings(number, seed=0):
     """Desirable completions repeat a low token, the others a high token; all end."""
     rng = np.random.default_rng(seed)
@@ -147,7 +152,7 @@ def tidy_ratings(number, seed=0):
     completions = [
         [int(rng.integers(0, 5) + (0 if good else 5))] * int(rng.integers(1, 5)) + [EOS] for good in desirable
     ]
-    return EncodedRatings(prompts, completions, desirable)
+    return encoded(prompts, completions, desirable)
 
 
 RATINGS = tidy_ratings(40)
@@ -231,11 +236,10 @@ def test_a_batch_that_pieces_cannot_share_is_refused(tmp_path):
 
 def test_a_mismatched_completion_is_of_another_prompt_and_nearly_all_serve():
     prompts = [[number // 2] for number in range(40)]  # two completions of each
-    ratings = EncodedRatings(prompts, [[number, EOS] for number in range(40)], [True, False] * 20)
+    ratings = encoded(prompts, [[number, EOS] for number in range(40)], [True, False] * 20)
     pairs = with_mismatched(ratings, seed=3)
-    assert [own for own, _ in pairs.answers] == ratings.completions
-    assert pairs.desirable == with_none(ratings).desirable == ratings.desirable
-    assert {len(other) for _, other in with_none(ratings).answers} == {0}
+    assert [own for own, _ in pairs.answers] == [own for own, _ in ratings.answers]
+    assert pairs.desirable == ratings.desirable
     others = [other[0] for _, other in pairs.answers]
     assert all(other // 2 != number // 2 for number, other in enumerate(others))
     assert len(set(others)) > 35
@@ -247,7 +251,7 @@ def test_a_mismatched_completion_is_of_another_prompt_and_nearly_all_serve():
 @pytest.mark.parametrize("odd", [0, 3, 6])
 def test_a_mismatched_completion_is_found_where_there_are_hardly_any(odd):
     prompts = [[int(number == odd)] for number in range(7)]
-    ratings = EncodedRatings(prompts, [[number] for number in range(7)], [True] * 7)
+    ratings = encoded(prompts, [[number] for number in range(7)], [True] * 7)
     pairs = with_mismatched(ratings, seed=0)
     for number, (_, other) in enumerate(pairs.answers):
         assert other != [odd] if number == odd else other == [odd]
