@@ -134,8 +134,6 @@ class CheckpointConfig:
     """Steps between held-out evaluations; 0: only before and after training."""
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0: only at the end."""
-    save_every_minutes: Weight = 0.0
-    """Minutes after which the next step also saves a checkpoint; 0: never."""
 
 
 # ---- groups of GRPO and PPO

@@ -47,7 +47,7 @@ def fit(
     return run_steps(
         run,
         phase,
-        Pace(config.steps, config.eval_every, config.checkpoint_every, config.save_every_minutes, evaluates_end=False),
+        Pace(config.steps, config.eval_every, config.checkpoint_every, evaluates_end=False),
         initial_state=lambda: programs.init_state(trained),
         step=partial(take_step, programs, config, phase, frozen, batches),
         place=partial(place, devices=devices),

@@ -82,7 +82,6 @@ def train(
             config.steps,
             logging.eval_every,
             logging.checkpoint_every,
-            logging.save_every_minutes,
             logging.keep_checkpoints,
             logging.profile_steps,
         ),

@@ -112,8 +112,8 @@ def test_a_phase_on_data_is_checked_by_the_same_ranges():
     config = SupervisedConfig(4, 1e-2, devices=1)
     assert (config.steps, config.learning_rate) == (4, 1e-2)
     check_supervised(config, seed=0, rows=8, name="num_rows")
-    for option, value in {"steps": 0, "weight_decay": -1.0, "save_every_minutes": math.nan, "log_every": 0}.items():
-        with refused(f"^{option} is {value}: it must be at least"):
+    for option, value in {"steps": 0, "weight_decay": -1.0, "max_grad_norm": math.nan, "log_every": 0}.items():
+        with refused(f"^{option} is {value}: it must be "):
             check_supervised(with_options(config, **{option: value}), seed=0, rows=8, name="num_rows")
     with refused("seed is -1"):
         check_supervised(config, seed=-1, rows=8, name="num_rows")

@@ -5,8 +5,7 @@ import itertools
 import json
 import os
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,12 +29,7 @@ class Checkpoints:
 
     A save that was cut off by a crash is ignored, and one that is damaged is found by its seal; the one before it
     restores.
-
-    Attributes:
-      lines: file of the run -> digest of the lines that led to the restored checkpoint; empty before that.
     """
-
-    lines: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -43,8 +37,6 @@ class Checkpoints:
         *,
         keep: int = 2,
         every: int = 0,
-        minutes: float = 0.0,
-        lines: Callable[[], Mapping[str, str]] = dict,
         run: Callable[[], str | None] = lambda: None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
@@ -54,15 +46,12 @@ class Checkpoints:
           folder: of the phase.
           keep: the newest so many stay.
           every: steps after which one is due; 0: none for that.
-          minutes: after which one is due; 0: none for that.
-          lines: digests of the run's lines so far, to be kept with a checkpoint.
           run: the digest of what the run began with, as in `Seal`; checkpoints of another run are passed over.
           warn: says a sentence; None: on stderr.
         """
-        self._folder, self._keep, self._lines_so_far, self._warn = folder.absolute(), keep, lines, warn or _say
-        self._every, self._minutes, self._run = every, minutes, run
-        self._saving: tuple[int, Mapping[str, str]] | None = None
-        self._last_save = time.monotonic()
+        self._folder, self._keep, self._every = folder.absolute(), keep, every
+        self._run, self._warn = run, warn or _say
+        self._saving = 0  # the step
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -80,21 +69,17 @@ class Checkpoints:
         alone = hosts.count() == 1
         single = jax.tree.map(lambda x: x.addressable_data(0) if alone and x.is_fully_replicated else x, state)
         items = {name: ocp.args.StandardSave(item) for name, item in _items(single).items()}
-        self._manager.wait_until_finished()  # the seal of the one before needs its lines
+        self._manager.wait_until_finished()  # the seal of the one before needs its step
         self._check_room(state)
-        self._saving = step, dict(self._lines_so_far())
+        self._saving = step
         if not self._manager.save(step, args=ocp.args.Composite(**items)):
             raise UsageError(f"step {step} cannot be saved in {self._folder}, which holds a later one: start a new run")
-        self._last_save = time.monotonic()
 
     def _seal(self) -> None:
         """Before the checkpoint gets its name: it appears with its seal, or not at all."""
-        if self._saving and hosts.is_first():
-            step, lines = self._saving
-            folder, unnamed = (self._folder / f"{step}{end}" for end in ("", ocp.path.atomicity.TMP_DIR_SUFFIX))
-            complete = unnamed if unnamed.is_dir() else folder
-            wait_for_description(complete)
-            write_seal(complete, lines, step=step, run=self._run())
+        if hosts.is_first():
+            folder, unnamed = (self._folder / f"{self._saving}{end}" for end in ("", ocp.path.atomicity.TMP_DIR_SUFFIX))
+            write_seal(unnamed if unnamed.is_dir() else folder, step=self._saving, run=self._run())
 
     def _check_room(self, state: State) -> None:
         """Refuses to go on where the disk has no room for a checkpoint, before a half of it is written."""
@@ -108,10 +93,7 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Returns whether to save after a step."""
-        if self._every and step % self._every == 0:
-            return True
-        minutes = (time.monotonic() - self._last_save) / 60
-        return self._minutes > 0 and hosts.first_says("whether to save", minutes >= self._minutes)
+        return self._every > 0 and step % self._every == 0
 
     def restore(
         self, like: Callable[[], State], shardings: Callable[[State], State] | None = None
@@ -130,26 +112,24 @@ class Checkpoints:
         """
         shapes = jax.eval_shape(like)
         self._check_room(shapes)
-        newest = self._where_to_go_on() if hosts.is_first() else (0, {})
-        step, self.lines = hosts.first_says("where the run goes on", newest)
-        if not step:
+        if not (step := hosts.first_says("where the run goes on", self._where_to_go_on() if hosts.is_first() else 0)):
             return like(), 0
         restored = self._restore(step, _items(shapes), None if shardings is None else _items(shardings(shapes)))
         return shapes._replace(params=restored["params"], **restored["rest"]), step
 
-    def _where_to_go_on(self) -> tuple[int, Mapping[str, str]]:
-        """The newest step that verifies, and its lines; 0 where nothing was saved. What is newer gets another name."""
+    def _where_to_go_on(self) -> int:
+        """Returns the newest step that verifies, or 0 where nothing was saved. What is newer gets another name."""
         if not (steps := saved_steps(self._folder)):
-            return 0, {}
-        step, lines, passed = self._newest(steps)
+            return 0
+        step, passed = self._newest(steps)
         for wrong in passed:
             (self._folder / str(wrong)).rename(_unused(self._folder / f"damaged-{wrong}"))
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; the run goes on from step {step}")
-        return step, lines
+        return step
 
-    def _newest(self, steps: Sequence[int], part: str = "") -> tuple[int, Mapping[str, str], dict[int, str]]:
-        """The newest of these steps that verifies, its lines, and why newer ones do not."""
+    def _newest(self, steps: Sequence[int], part: str = "") -> tuple[int, dict[int, str]]:
+        """Returns the newest of these steps that verifies, and why newer ones do not."""
         passed: dict[int, str] = {}
         for step in sorted(steps, reverse=True):
             seal, wrong = check_seal(self._folder / str(step), part)
@@ -163,7 +143,7 @@ class Checkpoints:
             elif seal and seal.run != (run := self._run()) and None not in (seal.run, run):
                 wrong = "it is of another run, or of one that began with other options or rows"
             elif seal:
-                return step, seal.lines, passed
+                return step, passed
             passed[step] = wrong
         raise UsageError(
             f"{self._folder}: {_in_words(passed)}, and there is no other: put its files back, or start a new run"
@@ -185,7 +165,7 @@ class Checkpoints:
         steps = sorted(saved_steps(self._folder))
         if step not in (None, *steps) or not steps:
             raise UsageError(f"there is no checkpoint of step {step or 0} in {self._folder}, only of {steps}")
-        chosen, _, passed = self._newest([step] if step else steps, "params/")
+        chosen, passed = self._newest([step] if step else steps, "params/")
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; step {chosen} is taken")
         names = self._names(chosen)
@@ -280,15 +260,14 @@ def params_sha256(params: Any) -> str:
 
 _SEAL_FILE = "digests.json"  # within the folder of the checkpoint, so that both are deleted together
 _DIGEST = "digest"  # of the seal itself
-# What orbax writes after a checkpoint is sealed: a time into the first, and the second, which nobody reads.
-_DATED, _TIME, _EMPTY_WORDS = "_CHECKPOINT_METADATA", "commit_timestamp_nsecs", "commit_success.txt"
+# What orbax may write after a checkpoint is sealed, and nothing here reads.
+_UNSEALED = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
 class Seal(NamedTuple):
     """The contents of a checkpoint's seal."""
 
     files: Mapping[str, str]  # path in its folder -> digest
-    lines: Mapping[str, str]  # file of the run -> digest of the lines that led to the checkpoint
     step: int | None = None
     run: str | None = None  # digest of what the run began with; None: it did not note that
     version: str = "0.1.0"  # of this library, which did not note it before 0.2.0
@@ -299,36 +278,15 @@ class Seal(NamedTuple):
         return self.version.rpartition(".")[0] == __version__.rpartition(".")[0]
 
 
-def wait_for_description(folder: Path, *, seconds: float = 60.0) -> None:
-    """Waits until orbax has written what a checkpoint holds, which it does in a thread of its own.
-
-    On a busy machine that thread may write after all else is complete, and the file would differ from its seal.
-
-    Args:
-      folder: of the checkpoint.
-      seconds: after which it is sealed as it is.
-    """
-    end = time.monotonic() + seconds
-    while not _is_described(folder / _DATED) and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-def _is_described(file: Path) -> bool:
-    try:
-        return bool(_mapping(json.loads(file.read_text(encoding="utf-8")))["item_handlers"])
-    except (OSError, ValueError, TypeError, KeyError):  # half of it is written
-        return False
-
-
-def write_seal(folder: Path, lines: Mapping[str, str], *, step: int, run: str | None = None) -> None:
+def write_seal(folder: Path, *, step: int, run: str | None = None) -> None:
     """Seals a complete checkpoint.
 
     Args:
       folder: of the checkpoint.
-      lines, step, run: as in `Seal`.
+      step, run: as in `Seal`.
     """
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-    seal = Seal(_digests(folder, names - {_EMPTY_WORDS}), dict(lines), step, run, __version__)
+    seal = Seal(hash_files(folder, names - _UNSEALED), step, run, __version__)
     temporary = folder / f"{_SEAL_FILE}.tmp"
     text = json.dumps(seal._asdict() | {_DIGEST: hash_values(seal._asdict())}, indent=1) + "\n"
     temporary.write_text(text, encoding="utf-8")
@@ -350,37 +308,20 @@ def check_seal(folder: Path, part: str = "") -> tuple[Seal | None, str]:
     if not (folder / _SEAL_FILE).exists():
         return None, "it was never completed" if any(folder.iterdir()) else "it is empty"
     try:
-        fields = dict(_mapping(json.loads((folder / _SEAL_FILE).read_text(encoding="utf-8"))))
+        fields = json.loads((folder / _SEAL_FILE).read_text(encoding="utf-8"))
         noted = fields.pop(_DIGEST, None)
         seal = Seal(**fields)
-        files, _ = _mapping(seal.files), _mapping(seal.lines)
+        files = dict(seal.files)
         if noted != hash_values(fields):
             return None, f"its {_SEAL_FILE} is damaged"
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None, f"its {_SEAL_FILE} cannot be read"
     try:
         if missing := [name for name in files if not (folder / name).is_file()]:
             return None, f"it lacks {missing[0]}"
-        current = _digests(folder, {name for name in files if name.startswith((part, _DATED))})
+        current = hash_files(folder, (name for name in files if name.startswith(part)))
     except OSError as error:
         return None, f"it cannot be read ({error.strerror})"
-    except (ValueError, TypeError):
-        return None, f"{_DATED} is damaged"
     if changed := [name for name, digest in current.items() if digest != files[name]]:
         return None, f"{changed[0]} is damaged"
     return seal, ""
-
-
-def _digests(folder: Path, names: Set[str]) -> dict[str, str]:
-    """Digests of the files of a checkpoint, without the time at which it was renamed."""
-    current = hash_files(folder, names - {_DATED})
-    if _DATED in names:
-        metadata = _mapping(json.loads((folder / _DATED).read_text(encoding="utf-8")))
-        current[_DATED] = hash_values({name: value for name, value in metadata.items() if name != _TIME})
-    return current
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError
-    return value

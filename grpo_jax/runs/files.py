@@ -5,7 +5,6 @@ event files of TensorBoard, and Weights & Biases.
 """
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -13,13 +12,13 @@ import socket
 import struct
 import time
 import uuid
-import weakref
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import filelock
 import numpy as np
 
 from grpo_jax import hosts
@@ -160,41 +159,20 @@ def load_or_compute_arrays(file: Path, make: Callable[[], Mapping[str, np.ndarra
 _LOCK_FILE = "lock"
 
 
-class Lock:
-    """Holds a folder until it is collected, or its process ends, however it ends. See `hold`."""
-
-    def __init__(self, folder: Path) -> None:
-        file = (folder / _LOCK_FILE).open("a+", encoding="utf-8")
-        self._release = weakref.finalize(self, file.close)
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            try:
-                # Of the process: a fork does not inherit it, and the system releases it.
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                self._release()
-                raise UsageError(
-                    f"{holder} is writing to the run in {folder}: wait for its end, or end it, to go on with this run"
-                ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-
-
-_held: "weakref.WeakValueDictionary[Path, Lock]" = weakref.WeakValueDictionary()
-
-
-def hold(folder: Path) -> Lock:
-    """The lock of a folder, which this process may hold already.
+def hold(folder: Path) -> filelock.BaseFileLock:
+    """Takes the lock on the folder of a run: for as long as anything holds it, no other process gets it.
 
     Raises:
-      UsageError: another process holds it; the sentence says which, and on which host.
+      UsageError: another process has it.
     """
-    folder = folder.resolve()
-    lock = _held.get(folder)
-    if lock is None:
-        lock = _held[folder] = Lock(folder)
+    lock = filelock.FileLock(folder.resolve() / _LOCK_FILE, timeout=0, thread_local=False, is_singleton=True)
+    try:
+        with contextlib.suppress(NotImplementedError):  # some network file systems have no locks
+            lock.acquire()
+    except filelock.Timeout:
+        raise UsageError(
+            f"another process is writing to the run in {folder}: wait for its end, or end it, to continue this run"
+        ) from None
     return lock
 
 

@@ -9,7 +9,6 @@ All hosts read the same folder.
 """
 
 import glob
-import hashlib
 import json
 import re
 import time
@@ -26,7 +25,7 @@ from rich.markup import escape
 from grpo_jax import hosts
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
-from grpo_jax.errors import UsageError, abbreviate
+from grpo_jax.errors import UsageError
 from grpo_jax.options import flattened
 from grpo_jax.runs.checkpoint import Checkpoints, saved_steps
 from grpo_jax.runs.files import (
@@ -96,7 +95,6 @@ class RunFolder:
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
-        self._digests: dict[tuple[str, str], Any] = {}  # (file, phase) -> of the lines so far
         self.trackers: list[Tracker] = []
         self.programs = count_programs()
         if self.writes:
@@ -115,23 +113,9 @@ class RunFolder:
         self.trackers.append(tensorboard(path / "tensorboard"))
 
     def _keep_options(self, config: dict[str, Any]) -> None:
-        """Writes the options of a new run; refuses to go on with others.
-
-        config.json is there to be read, and so it may be edited; inputs.json holds the options that matter as well.
-        """
+        """Writes the options of a new run; refuses to go on with others."""
         file, now = self.path / OPTIONS_FILE, flattened(json.loads(json.dumps(config)))  # as the file holds them
-        saved = flattened(read_object(file)) if file.exists() else None
-        noted = noted_options(self.path, read_inputs(self.path))
-        began = next(options for options in (noted, saved, now) if options is not None)
-        if not read_inputs(self.path) and (self.path / "checkpoints").exists():
-            self.warn_once(
-                "inputs",
-                f"{self.path / INPUTS_FILE} is gone, so it is not known whether options, rows, rewards and model are "
-                "those that the run began with",
-            )
-        if edited := [name for name in differing_options(began, saved or began) if name != "steps"]:
-            before = ", ".join(f"{name} was {abbreviate(began.get(name))}" for name in edited)
-            raise UsageError(f"{file} is not what it was when the run began ({before}): mend it, or start a new run")
+        began = flattened(read_object(file)) if file.exists() else now
         differing = differing_options(began, now)
         if differing == ["steps"]:
             check_more_steps(began, now)
@@ -140,13 +124,8 @@ class RunFolder:
                 f"the run in {self.path} began with other options ({', '.join(differing)}): leave these out, or start "
                 "a new run"
             )
-        if saved is None or differing:
+        if differing or not file.exists():
             write_text(file, json.dumps(config, indent=2) + "\n")
-        if noted is None or differing:  # after config.json, so that a crash in between leaves more steps there
-            began |= {name: now[name] for name in differing}
-            remaining = began.keys() - (FREE_OPTIONS - ROUNDING_OPTIONS.keys())
-            as_text = {name: json.dumps(began[name]) for name in sorted(remaining)}
-            write_json(self.path / INPUTS_FILE, read_inputs(self.path) | {OPTIONS_FILE: as_text})
         self._warn_of_devices(ROUNDING_OPTIONS | began, ROUNDING_OPTIONS | now)
 
     def _warn_of_devices(self, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -224,36 +203,22 @@ class RunFolder:
         for group in groups:
             self._append("rollouts.jsonl", {"phase": phase, "step": step, **group})
 
-    def rewind(self, phase: str, step: int, lines: Mapping[str, str] | None = None) -> None:
+    def rewind(self, phase: str, step: int) -> None:
         """Drops lines of `phase` after `step`, all of them for 0, and a last line cut off by a crash.
 
         Args:
           phase: that begins, or begins again.
           step: reached.
-          lines: file -> digest that the lines up to there had, as `Checkpoints` keeps it; a warning says where they are
-            others now.
         """
         if not self.writes:
             return
         for name, fields in _LINE_FILES.items():
             file = self.path / name
-            self._digests.pop((name, phase), None)
-            if not file.exists():
-                continue
-            remaining = ""
-            for line, record in complete_lines(file, fields):
-                if record["phase"] == phase and (record["step"] > step or step == 0):
-                    continue
-                remaining += line + "\n"
-                if record["phase"] == phase:
-                    self._count_line(name, phase, line)
-            write_text(file, remaining)
-        if changed := [name for name, digest in (lines or {}).items() if self._line_digests(phase).get(name) != digest]:
-            self.warn_once(
-                f"lines {phase}",
-                f"{' and '.join(changed)} lost lines of {phase} up to step {step}, or hold others than the run wrote: "
-                "curves are not to be trusted there, but the run goes on exactly",
-            )
+            if file.exists():
+                done = step or -1  # of a phase that begins, also the line before its first step is dropped
+                lines = complete_lines(file, fields)
+                remaining = [line for line, record in lines if record["phase"] != phase or record["step"] <= done]
+                write_text(file, "".join(line + "\n" for line in remaining))
         numbers = [line for name in _NUMBER_FILES for line in self.lines(name) if line["phase"] == phase]
         for tracker in self.trackers:
             tracker.restart(phase, numbers)
@@ -277,25 +242,15 @@ class RunFolder:
         line = json.dumps(finite(record), allow_nan=False)
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        self._count_line(name, record["phase"], line)
-
-    def _count_line(self, name: str, phase: str, line: str) -> None:
-        self._digests.setdefault((name, phase), hashlib.sha256()).update(line.encode() + b"\n")
-
-    def _line_digests(self, phase: str) -> dict[str, str]:
-        """File -> digest of the lines of a phase so far."""
-        return {name: digest.hexdigest() for (name, of), digest in self._digests.items() if of == phase}
 
     # ---- checkpoints, times, words
 
-    def checkpoints(self, phase: str, *, keep: int, every: int = 0, minutes: float = 0.0) -> Checkpoints:
+    def checkpoints(self, phase: str, *, keep: int, every: int = 0) -> Checkpoints:
         """The checkpoints of a phase; the others as in `Checkpoints`."""
         return Checkpoints(
             self.path / "checkpoints" / phase,
             keep=keep,
             every=every,
-            minutes=minutes,
-            lines=partial(self._line_digests, phase),
             run=partial(run_digest, self.path, phase),
             warn=partial(self.warn_once, f"checkpoints of {phase}"),
         )
@@ -366,7 +321,6 @@ FREE_OPTIONS = frozenset(
         "tensor",
         "keep_checkpoints",
         "checkpoint_every",
-        "save_every_minutes",
         "wandb",
         "compilation_cache",
         "stop_code",
@@ -385,7 +339,7 @@ _UNBEGUN = {"lock", f"{OPTIONS_FILE}.tmp"}  # what a run leaves that is killed b
 
 
 def read_inputs(folder: Path) -> dict[str, dict[str, str]]:
-    """Returns what inputs.json of a run holds: part -> name of an input -> its digest, or an option's value as JSON."""
+    """Returns what inputs.json of a run holds: part -> name of an input -> its digest."""
     file = folder / INPUTS_FILE
     return read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
 
@@ -437,7 +391,7 @@ def _shaping(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_digest(run: Path, phase: str) -> str | None:
-    """Returns the digest of the options and rows that a phase began with; None where the run has not noted them.
+    """Returns the digest of the options and inputs of a phase; None where the run has not noted them.
 
     Runs that compute the same have the same digest. A run that may be continued with more steps keeps its digest.
 
@@ -445,23 +399,12 @@ def run_digest(run: Path, phase: str) -> str | None:
       run: its folder.
       phase: of the run.
     """
-    inputs = read_inputs(run)
-    if (noted := noted_options(run, inputs)) is None:
+    inputs, file = read_inputs(run).get(phase), run / OPTIONS_FILE
+    if inputs is None or not file.exists():
         return None
-    options = _shaping(noted) | {"steps": _shaped_by_steps(noted)}  # their number matters only where it shapes steps
-    return hash_values(phase, dict(sorted(options.items())), inputs.get(phase))
-
-
-def noted_options(run: Path, inputs: Mapping[str, Mapping[str, str]]) -> dict[str, Any] | None:
-    """Returns the options in inputs.json by name; None: there are none, as in runs of earlier versions."""
-    try:
-        return (
-            {name: json.loads(value) for name, value in inputs[OPTIONS_FILE].items()}
-            if OPTIONS_FILE in inputs
-            else None
-        )
-    except ValueError:
-        raise UsageError(f"{run / INPUTS_FILE} is not as a run writes it: mend it, or start a new run") from None
+    options = flattened(read_object(file))
+    shaping = _shaping(options) | {"steps": _shaped_by_steps(options)}  # the number matters only where it shapes them
+    return hash_values(phase, dict(sorted(shaping.items())), inputs)
 
 
 def check_more_steps(saved: dict[str, Any], config: dict[str, Any]) -> None:

@@ -134,7 +134,6 @@ class Pace(NamedTuple):
     steps: int  # of the phase in all
     eval_every: int = 0  # 0: never
     checkpoint_every: int = 0  # 0: only at the end
-    save_every_minutes: float = 0.0  # 0: never for that
     keep_checkpoints: int = 2
     profile_steps: int = 0
     evaluates_end: bool = True  # also if the last step is no multiple of eval_every
@@ -174,13 +173,11 @@ def run_steps(
     """
     end = pace.steps if until is None else until
     evaluate = evaluate if pace.eval_every else None
-    phase_checkpoints = run.checkpoints(
-        phase, keep=pace.keep_checkpoints, every=pace.checkpoint_every, minutes=pace.save_every_minutes
-    )
+    phase_checkpoints = run.checkpoints(phase, keep=pace.keep_checkpoints, every=pace.checkpoint_every)
     with between_steps() as asked_to_stop, phase_checkpoints as checkpoints:
         state, done = checkpoints.restore(initial_state, shardings)
         state = place(state)
-        run.rewind(phase, done, checkpoints.lines)
+        run.rewind(phase, done)
         if evaluate and done == 0:
             run.log(phase, 0, evaluate(state, 0))
         pending: Pending | None = None

@@ -89,7 +89,7 @@ def test_a_prompt_of_a_million_characters_is_bounded_by_the_model_and_counted(tm
         (["--group-size", 10**9], "a rollout has less than 2^31 tokens"),
         (["--lora-rank", 10**30], f"lora_rank is {10**30}: it must be at most 64, the width of the model"),
         (["--reward-memory-mb", 0], "memory_mb is 0: it must be at least 1"),
-        (["--save-every-minutes", "nan"], "save_every_minutes is nan: it must be at least 0"),
+        (["--weight-decay", "nan"], "weight_decay is nan: it must be at least 0"),
         (["--stop-code", 256], "stop_code is 256: it must be between 0 and 255"),
     ],
 )

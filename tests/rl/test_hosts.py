@@ -211,17 +211,6 @@ def test_all_hosts_go_on_from_the_newest_checkpoint_that_verifies(tmp_path, slow
 
 
 @pytest.mark.slow
-def test_hosts_agree_when_minutes_are_over(tmp_path, slow_run):
-    minutes = ("--checkpoint-every", "0", "--save-every-minutes", "0.02")
-    finish(launch(tmp_path, *SLOW, *minutes, "--devices", "0", number=2))
-    saved = sorted(int(path.name) for path in (tmp_path / "run/checkpoints/grpo").iterdir())
-    assert len(saved) == 2
-    assert saved[0] < saved[1] == 12
-    metrics = [(folder / "run/metrics.jsonl").read_bytes() for folder in (tmp_path, slow_run)]
-    assert metrics[0] == metrics[1]
-
-
-@pytest.mark.slow
 def test_gradients_that_are_not_finite_on_one_host_end_all_after_as_many_steps(tmp_path):
     more = ("--mode", "nan", "--max-skipped", "2", "--max-rollouts", "1", "--devices", "0")
     said = finish(launch(tmp_path, *SLOW, *more, number=2), (2, 2))
