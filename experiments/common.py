@@ -3,11 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 
 from experiments.tasks.characters import Characters
 from grpo_jax import hosts
@@ -219,9 +224,41 @@ def save_over_seeds(
     write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
 
 
+def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
+    """The completions of each group below one another, with rewards and advantages; of episodes their turns."""
+    for group in groups:
+        table = Table(box=box.SIMPLE_HEAD, title=escape(f"prompt {group['prompt']!r}"), title_justify="left")
+        table.add_column("completion", overflow="fold")
+        for column in ("tokens", "reward", "advantage"):
+            table.add_column(column, justify="right")
+        columns = (group[name] for name in ("completions", "lengths", "rewards", "advantages"))
+        rows = zip(*columns, strict=False)  # where a line is damaged, the report says so
+        for i, (text, length, reward, advantage) in enumerate(rows):
+            earned = "–" if reward is None else f"{reward:.2f}"  # none: it does not apply
+            compared = "–" if advantage is None else f"{advantage:+.2f}"
+            table.add_row(escape(_episode(group, i) or repr(text)), str(length), earned, compared)
+        run.console.print(table)
+
+
+def _episode(group: Mapping[str, Any], i: int) -> str:
+    """Returns the turns of completion i, an action or an observation a line; "" where no environment answers.
+
+    The group's "turns" have the turn of each token, negative in observations. A damaged line may lack entries.
+    """
+    rows = [group.get(name) or [] for name in ("turns", "tokens", "turn_advantages")]
+    numbers, tokens, advantages = (row[i] if i < len(row) else [] for row in rows)
+    lines = []
+    for number, part in groupby(zip(numbers, tokens, strict=False), key=itemgetter(0)):
+        text = "".join(token for _, token in part)
+        advantage = advantages[number - 1] if 0 < number <= len(advantages) else None
+        compared = "" if advantage is None else f"  ({advantage:+.2f})"
+        lines.append(f"{number} {text!r}{compared}" if number > 0 else f"  > {text!r}")
+    return "\n".join(lines)
+
+
 def print_last_groups(run: RunFolder, phase: str = "grpo") -> None:
     """Prints the last two groups of a phase."""
-    report.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase][-2:])
+    print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase][-2:])
 
 
 def print_heldout(

@@ -14,8 +14,6 @@ Other methods are --method ppo, sft, reward-model, dpo and kto; each has a --hel
 """
 
 import time
-from collections import Counter
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +26,6 @@ from grpo_jax.devices import devices_of, parts
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.prepare import GRPO, Algorithm, RunOptions, begin, load_models, prepare
 from grpo_jax.runs import flags, report
-from grpo_jax.runs.folder import RunFolder
-from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import CONTROL, train_with_control
@@ -85,9 +81,7 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
         begin(run, prepared, chat=options.task.chat)
         phases = (algorithm.phase, CONTROL) if options.control else (algorithm.phase,)
         results = train_with_control(prepared.params, task, programs.config, run, programs, phases=phases)
-        show_group(run, algorithm.phase)
-        show_results(run, results[0], len(task.heldout.examples))
-        show_ungraded(run, programs.config, algorithm.phase)
+        report.print_results(run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", results[0])
         report.finish(run, *results, report.METHOD_CURVES, started, phases=phases)
 
 
@@ -103,30 +97,3 @@ def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextMa
         max_prompt_tokens=prompt_limit(options.model.max_prompt_tokens, longest, sampling.row_tokens),
         overlong=options.model.overlong,
     )
-
-
-def show_group(run: RunFolder, phase: str) -> None:
-    """Prints the last group of a phase's rollouts, of those with advantages other than 0 if there are any."""
-    groups = [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase]
-    spread = [group for group in groups if len(set(group["rewards"])) > 1]
-    report.print_groups(run, (spread or groups)[-1:])
-
-
-def show_results(run: RunFolder, rows: Mapping[str, Mapping[str, float]], num_heldout: int) -> None:
-    """Prints the evaluations of `train_with_control`, side by side."""
-    names = [name for name in rows["after"] if not name.endswith(("_low", "_high"))]
-    table = {name: [cell(row, name) for row in rows.values()] for name in names}
-    report.print_table(run, f"{num_heldout} held-out prompts [95% interval]", tuple(rows), table)
-
-
-def show_ungraded(run: RunFolder, config: GRPOConfig, phase: str) -> None:
-    """Prints how many completions of a phase's rollouts got no number, by reward and reason, if there were any."""
-    lines = [line for line in run.lines() if line["phase"] == phase]
-    counts: Counter[str] = Counter()
-    for line in lines:
-        counts.update({name: count for name, count in line.items() if name.startswith("ungraded_")})
-    sampled = sum(line.get("rollouts", 1) for line in lines if line["step"])
-    total = sampled * config.sampling.num_prompts * config.sampling.group_size
-    if counts:
-        rows = {name: (count, f"{count / total:.1%}") for name, count in counts.items()}
-        report.print_table(run, f"without a number, of {total} completions in training", ("count", "share"), rows)

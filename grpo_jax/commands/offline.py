@@ -34,7 +34,7 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.files import load_or_compute_arrays
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, keep_files
-from grpo_jax.statistics import cell, paired_difference
+from grpo_jax.statistics import paired_difference
 
 Values = Mapping[str, np.ndarray]  # numbers of each held-out pair or text, by name; the first is what is minimised
 Rows = dict[str, dict[str, Any]]  # of the final table, by name
@@ -126,9 +126,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     more = job.leave(run, after, trained)
     checksum = params_sha256(state.params)
     if run.writes:
-        names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(("_low", "_high")))
-        table = {name: [cell(row, name) for row in rows.values()] for name in names}
-        report.print_table(run, job.title, tuple(rows), table)
+        report.print_results(run, job.title, rows)
         report.save_results(run, {**rows, **more}, checksum, job.curves, (job.phase,))
         report.say_end(run, started)
 

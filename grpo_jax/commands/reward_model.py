@@ -85,7 +85,6 @@ def prepare(config: Config) -> Job:
         whole = to_numpy(params)  # on all hosts
         if run.writes:
             keep_model(run, RewardModel(shape, whole, loaded.tokenizer, loaded.eos_ids, loaded.folder))
-            save_calibration(run, after)
         curve = after.calibration._asdict()
         return {"calibration": {name: np.asarray(value).tolist() for name, value in curve.items()}}
 
@@ -130,26 +129,3 @@ def keep_model(run: RunFolder, model: RewardModel) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     complete.rename(folder)
     run.console.print(f"reward model: {folder}", markup=False, highlight=False, soft_wrap=True)
-
-
-def save_calibration(run: RunFolder, evaluation: PairEvaluation) -> None:
-    """calibration.png: how often the preferred answer was the chosen one, by how surely it was preferred."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    curve = evaluation.calibration
-    spread = 1.96 * np.sqrt(curve.predicted * (1 - curve.predicted) / curve.sizes)
-    figure, axis = plt.subplots(figsize=(4, 3.6), layout="constrained")
-    axis.plot([0.5, 1], [0.5, 1], "k:", linewidth=1, label="calibrated")
-    axis.fill_between(
-        curve.predicted, curve.predicted - spread, curve.predicted + spread, alpha=0.15, label="95% if calibrated"
-    )
-    axis.plot(curve.predicted, curve.frequency, "o-", label=f"error {curve.error:.3f}")
-    axis.set_xlabel("predicted probability of the preferred answer")
-    axis.set_ylabel("share where it was the chosen one")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.savefig(run.path / "calibration.png", dpi=120)
-    plt.close(figure)

@@ -1,6 +1,7 @@
 """Writes a checkpoint of a run as a Hugging Face folder, which transformers, vLLM and load_pretrained load.
 
-A README.md beside it holds the results of the run, the command line and the options; --push-to-hub uploads the folder.
+A README.md beside it holds the results of the run, the command line and the options. `hf upload` takes the
+folder to the hub.
 With LoRA the adapters are merged into the model, or written separately (--adapter) as a folder that PEFT loads.
 
   grpo-jax export runs/train trained-model
@@ -12,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import huggingface_hub
 import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
 import grpo_jax
-from grpo_jax.errors import UsageError, reason_of, user_path
+from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models import huggingface, peft, weights
 from grpo_jax.options import fits, flattened
 from grpo_jax.runs.files import COMMAND, read_object, write_text
@@ -45,8 +45,6 @@ class Options:
     """Folder of the base of a LoRA run, if it has moved."""
     adapter: bool = False
     """Write only the adapters of a LoRA run."""
-    push_to_hub: str = ""
-    """Repository on the hub, as user/name, to upload the folder to; a new one is private."""
 
 
 def export(options: Options) -> int:
@@ -63,8 +61,6 @@ def export(options: Options) -> int:
     """
     if options.adapter and options.dtype != "model":
         raise UsageError("adapters are always written in float32: leave out --dtype")
-    if options.push_to_hub:
-        check_login()  # before anything is written
     run, out = user_path(options.run), user_path(options.out)
     source = run / "model"
     trained = restore(run, options.phase, options.step, base=options.base, adapter=options.adapter)
@@ -79,38 +75,7 @@ def export(options: Options) -> int:
             dtype = jnp.dtype(dtype if options.dtype == "model" else options.dtype)
             huggingface.save_pretrained(partial, trained.merged(), trained.config, source=source, dtype=dtype)
         write_text(partial / "README.md", card)
-    if options.push_to_hub:
-        push(out, options.push_to_hub)
     return trained.step
-
-
-def check_login() -> None:
-    """Refuses to go on without a token of the hub.
-
-    Raises:
-      UsageError: there is none.
-    """
-    if not huggingface_hub.get_token():
-        raise UsageError("you are not logged in to the hub: run `hf auth login`, or set HF_TOKEN")
-
-
-def push(folder: Path, repo: str) -> None:
-    """Uploads a folder to the hub.
-
-    Args:
-      folder: an exported one.
-      repo: user/name. It is made, private, if there is none.
-
-    Raises:
-      UsageError: the hub refuses it, or cannot be reached.
-    """
-    api = huggingface_hub.HfApi()
-    try:
-        api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"grpo_jax: {folder.name}")
-    except Exception as error:  # a failed connection's class is of an HTTP client that changes with the hub's library
-        why = reason_of(error).rstrip(".")
-        raise UsageError(f"{folder} was not uploaded to {repo} ({why}): the folder itself is complete") from None
 
 
 def command() -> None:

@@ -12,14 +12,12 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain, groupby, repeat
-from operator import itemgetter
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from grpo_jax.errors import UsageError, reason_of, user_path
@@ -27,6 +25,7 @@ from grpo_jax.options import flattened
 from grpo_jax.runs.files import finite, parse_line, read_lines, read_object, write_json, write_text
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, is_coin
 from grpo_jax.runs.progress import in_words, programs_so_far
+from grpo_jax.statistics import cell
 
 MAX_BYTES = 5_000_000  # of the page; rollouts are left out to keep to it
 _CURVE_POINTS = 500  # of a curve, at most
@@ -286,36 +285,16 @@ def print_table(run: RunFolder, title: str, columns: Sequence[str], rows: Mappin
     run.console.print(table)
 
 
-def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
-    """The completions of each group below one another, with rewards and advantages; of episodes their turns."""
-    for group in groups:
-        table = Table(box=box.SIMPLE_HEAD, title=escape(f"prompt {group['prompt']!r}"), title_justify="left")
-        table.add_column("completion", overflow="fold")
-        for column in ("tokens", "reward", "advantage"):
-            table.add_column(column, justify="right")
-        columns = (group[name] for name in ("completions", "lengths", "rewards", "advantages"))
-        rows = zip(*columns, strict=False)  # where a line is damaged, the report says so
-        for i, (text, length, reward, advantage) in enumerate(rows):
-            earned = "–" if reward is None else f"{reward:.2f}"  # none: it does not apply
-            compared = "–" if advantage is None else f"{advantage:+.2f}"
-            table.add_row(escape(_episode(group, i) or repr(text)), str(length), earned, compared)
-        run.console.print(table)
+def print_results(run: RunFolder, title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
+    """Prints a table of results with their intervals: a column for each row of results.json.
 
-
-def _episode(group: Mapping[str, Any], i: int) -> str:
-    """Returns the turns of completion i, an action or an observation a line; "" where no environment answers.
-
-    The group's "turns" have the turn of each token, negative in observations. A damaged line may lack entries.
+    Args:
+      run: for its console.
+      title: of the table.
+      rows: name of a row -> numbers by name, with "_low" and "_high" behind the names of bounds.
     """
-    rows = [group.get(name) or [] for name in ("turns", "tokens", "turn_advantages")]
-    numbers, tokens, advantages = (row[i] if i < len(row) else [] for row in rows)
-    lines = []
-    for number, part in groupby(zip(numbers, tokens, strict=False), key=itemgetter(0)):
-        text = "".join(token for _, token in part)
-        advantage = advantages[number - 1] if 0 < number <= len(advantages) else None
-        compared = "" if advantage is None else f"  ({advantage:+.2f})"
-        lines.append(f"{number} {text!r}{compared}" if number > 0 else f"  > {text!r}")
-    return "\n".join(lines)
+    names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(("_low", "_high")))
+    print_table(run, title, tuple(rows), {name: [cell(row, name) for row in rows.values()] for name in names})
 
 
 def save_results(

@@ -1,4 +1,4 @@
-"""Environments that were written for other libraries, unchanged: Gymnasium's with texts, classes for TRL, verifiers'.
+"""Environments that were written for other libraries, unchanged: Gymnasium's with texts, and classes for TRL.
 
 They keep a state, and an environment here is a function that keeps none. So each reply begins with a fresh state, and
 what the policy did before is done again. It must then answer as it did: what it draws at random it draws from the seed
@@ -13,11 +13,10 @@ import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.coroutines import run_to_end
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example, Number, Reward, Turn
 from grpo_jax.errors import UsageError
@@ -269,125 +268,7 @@ async def _waited(value: Awaitable[Any] | Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-# ---- verifiers
-
-
-def verifiers_rows(environment: Any) -> list[dict[str, Any]]:
-    """The rows of an environment's dataset, as it shows them to the policy.
-
-    Args:
-      environment: a `SingleTurnEnv` or `MultiTurnEnv` of verifiers before 0.4, such as `load_environment` returns.
-
-    Returns:
-      Rows with "prompt", its messages, the columns that its rewards read, and the "row" as it was.
-
-    Raises:
-      UsageError: it has tools, which the prompts would not name, or no rows.
-    """
-    if getattr(environment, "tool_defs", None):
-        raise UsageError("environments of verifiers with tools have no adapter: give their functions as tools")
-    try:
-        return [{**row, "row": dict(row)} for row in environment.get_dataset()]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"the environment gives no rows ({type(error).__name__}: {error}): take one that load_environment of "
-            "verifiers returns, with a dataset"
-        ) from error
-
-
-def verifiers_environment(environment: Any) -> ReplyFn:
-    """Makes an environment of one of verifiers: it replies with the messages that a rollout adds after a turn.
-
-    Its own code plays the rollout, with the turns of the transcript in place of a model. An episode ends where one of
-    its stop conditions says so.
-
-    Args:
-      environment: as for `verifiers_rows`.
-
-    Returns:
-      (example, transcript, key) -> reply; examples are of `verifiers_rows`.
-    """
-
-    def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
-        del key
-        with _drawing(_draws_of(_row(example))):
-            rollout = run_to_end(_rolled_out(environment, example, transcript))
-        return Reply(done=True) if rollout.observation is None else Reply(rollout.observation)
-
-    return reply
-
-
-def verifiers_reward(environment: Any) -> Reward:
-    """Makes a reward of the rubric of an environment, which plays the episode once more: its weighted sum.
-
-    Rewards that compare the episodes of a group are not for this.
-    """
-
-    def graded(examples: Sequence[Example], completions: Sequence[Completion]) -> list[Number]:
-        return [one(example, text.turns) for example, text in zip(examples, completions, strict=True)]
-
-    def one(example: Example, turns: Sequence[Turn]) -> float:
-        async def score() -> float:
-            state = (await _rolled_out(environment, example, turns)).state
-            await environment.rubric.score_rollout(state)
-            await environment.rubric.cleanup(state)
-            return float(state["reward"])
-
-        with _drawing(_draws_of(_row(example))):
-            return run_to_end(score())
-
-    return graded
-
-
-class _Rollout(NamedTuple):
-    state: Any
-    observation: str | None  # what follows the last turn; None where the rollout has ended
-
-
-async def _rolled_out(environment: Any, example: Example, turns: Sequence[Turn]) -> _Rollout:
-    """A rollout of verifiers in which these turns were said, as far as they go."""
-    try:
-        from verifiers.clients import Client
-    except ImportError as error:
-        raise UsageError(f"environments of verifiers need verifiers before 0.4: {error}") from error
-    Client.register(_Sayings)  # which is what verifiers asks of a client
-    try:
-        return _Rollout(await environment.rollout(dict(_row(example)), _Sayings(turns), "policy", {}), None)
-    except _NothingLeft as asked:
-        return _Rollout(asked.state, _said_last(asked.messages))
-
-
-class _Sayings:
-    """A client of verifiers that says what was said, and then stops the rollout."""
-
-    def __init__(self, turns: Sequence[Turn]) -> None:
-        self._left = iter(turns)
-
-    async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **options: Any) -> Any:
-        """The next turn, as verifiers' `Client` answers."""
-        from verifiers.types import Response, ResponseMessage
-
-        turn = next(self._left, None)
-        if turn is None:
-            raise _NothingLeft(prompt, options["state"])
-        message = ResponseMessage(content=str(turn.action), finish_reason="stop", is_truncated=False)
-        return Response(id="", created=0, model=model, message=message)
-
-
-class _NothingLeft(Exception):
-    """The rollout asks for a turn that has not been said."""
-
-    def __init__(self, messages: Sequence[Any], state: Any) -> None:
-        self.messages, self.state = messages, state
-
-
-def _said_last(messages: Sequence[Any]) -> str:
-    """The texts behind the last message of the policy, a line each."""
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-    return "\n".join(str(message["content"]) for message in messages[last + 1 :])
-
-
-# ---- all of them
+# ---- what environments of TRL draw
 
 
 def _draws_of(row: Mapping[str, Any]) -> list[Any]:

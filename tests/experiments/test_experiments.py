@@ -14,7 +14,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +36,6 @@ from experiments import (
 from experiments.tasks.arithmetic import EOS_ID
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import ModelOptions
-from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.lora import merge
@@ -301,37 +299,6 @@ def test_lora_trains_and_saves_adapters_alone(lora_run):
     assert moments == 2 * trained + 2  # and two counts of steps
     on_disk = sum(file.stat().st_size for file in (folder / "run/checkpoints").rglob("*") if file.is_file())
     assert on_disk < 4 * 3 * trained + 2**16
-
-
-@needs_stories
-def test_an_exported_folder_is_pushed_to_the_hub_or_a_sentence_says_why_not(lora_run, tmp_path, monkeypatch):
-    folder, calls = lora_run[0], []
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    with pytest.raises(UsageError, match="not logged in to the hub: run `hf auth login`"):
-        export(Options(folder / "run", tmp_path / "out", push_to_hub="me/model"))
-    assert not (tmp_path / "out").exists()
-
-    class Hub:
-        def create_repo(self, repo, *, private, exist_ok):
-            calls.append((repo, private, exist_ok))
-
-        def upload_folder(self, *, repo_id, folder_path, commit_message):
-            calls.append((repo_id, {file.name for file in Path(folder_path).iterdir()}))
-
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    export(Options(folder / "run", tmp_path / "out", push_to_hub="me/model"))
-    assert calls[0] == ("me/model", True, True)
-    assert calls[1][0] == "me/model"
-    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= calls[1][1]
-
-    def offline(*args, **kwargs):
-        raise ConnectionError("Name or service not known")
-
-    monkeypatch.setattr(Hub, "create_repo", offline)
-    with pytest.raises(UsageError, match=r"was not uploaded to me/model \(Name or service not known\): the folder"):
-        export(Options(folder / "run", tmp_path / "other", push_to_hub="me/model"))
-    assert (tmp_path / "other/README.md").exists()
 
 
 @needs_stories

@@ -12,7 +12,7 @@ from pages import EPISODE, HOSTILE, data_of, everywhere, group, make_run, metric
 from rich.console import Console
 
 import grpo_jax.runs.report
-from grpo_jax.runs import report
+from experiments.common import print_groups
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.report import MAX_BYTES, write_report
 
@@ -67,13 +67,13 @@ def test_long_episodes_are_cut_as_completions_are():
 
 def test_the_terminal_prints_an_episode_turn_by_turn(tmp_path):
     run = RunFolder(tmp_path / "run", {}, console=Console(record=True, width=100))
-    report.print_groups(run, [group(1, **EPISODE), group(2)])
+    print_groups(run, [group(1, **EPISODE), group(2)])
     printed = run.console.export_text()
     starts = ["1 '7'  (+0.70)", "> '>'", "2 'a'  (-0.20)", "1 '<b>'  (-0.70)", "'Tom had a cat.'"]
     places = [printed.index(start) for start in starts]
     assert places == sorted(places)
     damaged = {"turns": [[1]], "turn_advantages": [[]], "completions": ["79", "8"]}
-    report.print_groups(run, [group(1, **EPISODE | damaged)])
+    print_groups(run, [group(1, **EPISODE | damaged)])
     assert re.search(r"1 '7' .*'8' ", run.console.export_text(), re.DOTALL)
 
 

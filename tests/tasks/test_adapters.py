@@ -1,4 +1,4 @@
-"""Environments for Gymnasium, TRL and verifiers, as they were written for these."""
+"""Environments for Gymnasium and TRL, as they were written for these."""
 
 import asyncio
 import inspect
@@ -21,9 +21,6 @@ from grpo_jax.tasks.adapters import (
     trl_reward,
     trl_rows,
     trl_tools,
-    verifiers_environment,
-    verifiers_reward,
-    verifiers_rows,
 )
 from grpo_jax.tasks.environments import environment_in_processes
 from grpo_jax.tasks.tools import schemas_of
@@ -310,96 +307,3 @@ def test_a_waiting_episode_can_be_cancelled():
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())
     assert random.getstate() == state
-
-
-# ---- verifiers
-
-
-@pytest.fixture(scope="module")
-def counting():
-    """An environment of verifiers that counts down from a number of its row, beside one that it draws."""
-    vf = pytest.importorskip("verifiers", reason="needs verifiers")
-    datasets = pytest.importorskip("datasets")
-    if not hasattr(vf, "MultiTurnEnv"):
-        pytest.skip("needs verifiers before 0.4")
-
-    class Counting(vf.MultiTurnEnv):
-        async def setup_state(self, state):
-            state["left"], state["drawn"] = state["info"]["left"], random.randint(0, 999)
-
-        @vf.stop
-        async def counted_down(self, state):
-            return state["left"] <= 0
-
-        async def env_response(self, messages, state, **kwargs):
-            await asyncio.sleep(0)
-            state["left"] -= int(messages[-1].content)
-            said = [f"{state['left']} left", f"drawn {state['drawn']}"]
-            reply = [{"role": "user", "content": text} for text in said]
-            if state["left"] <= 0:
-                state["final_env_response"] = reply
-            return reply
-
-    def down(state, answer):
-        return float(state["left"] <= 0) + (answer == "yes")
-
-    def spoken(completion):
-        return float(sum(message.role == "assistant" for message in completion))
-
-    rows = [{"question": f"Count down from {left}.", "answer": "yes", "info": {"left": left}} for left in (3, 5)]
-    rubric = vf.Rubric(funcs=[down, spoken], weights=[1.0, 0.1])
-    return Counting(dataset=datasets.Dataset.from_list(rows), rubric=rubric, max_turns=4, system_prompt="Be brief.")
-
-
-def test_an_environment_of_verifiers(counting):
-    row, other = verifiers_rows(counting)
-    assert [message["content"] for message in row["prompt"]] == ["Be brief.", "Count down from 3."]
-    reply, reward = verifiers_environment(counting), verifiers_reward(counting)
-    first = reply(row, turns("1"), (0,))
-    assert first.text.startswith("2 left\ndrawn ")
-    assert not first.done
-    assert first == reply(row, turns("1"), (9,))
-    assert reply(row, turns("1", "1"), (0,)).text == first.text.replace("2 left", "1 left")
-    assert first.text.split()[-1] != reply(other, turns("3"), (0,)).text.split()[-1]
-    assert reply(row, turns("1", "2"), (0,)).done
-    assert reply(row, turns("0", "0", "0", "0"), (0,)).done  # its own number of turns
-    episodes = [Completion("", turns=turns(*said)) for said in (("1", "2"), ("1", "1"), ("0",) * 4)]
-    assert reward([row] * 3, episodes) == pytest.approx([2.2, 1.2, 1.4])
-    (failed,) = asked(reply, [(row, turns("one"), (0,))])
-    assert failed.failure == "raised"
-
-
-def test_an_environment_of_verifiers_with_one_turn_or_with_tools(counting):
-    import verifiers as vf
-
-    def right(completion, answer):
-        return float(completion[-1].content == answer)
-
-    (row, _), rubric = verifiers_rows(counting), vf.Rubric(funcs=[right])
-    single = vf.SingleTurnEnv(dataset=counting.get_dataset(), rubric=rubric)
-    assert verifiers_environment(single)(row, turns("yes"), (0,)) == Reply(done=True)
-    assert verifiers_reward(single)([row, row], [Completion("", turns=turns(text)) for text in ("yes", "no")]) == [1, 0]
-
-    def add(a: int, b: int) -> int:
-        """Adds.
-
-        Args:
-            a: one.
-            b: other.
-        """
-        return a + b
-
-    with pytest.raises(UsageError, match="give their functions as tools"):
-        verifiers_rows(vf.ToolEnv(tools=[add], dataset=counting.get_dataset(), rubric=rubric))
-
-
-@pytest.mark.parametrize("rows", [None, 3, [1], "ab"])
-def test_what_has_no_rows_is_refused_without_verifiers_too(rows):
-    class Empty:
-        def get_dataset(self):
-            return rows
-
-    with pytest.raises(UsageError, match="the environment gives no rows"):
-        verifiers_rows(Empty())
-    with pytest.raises(UsageError, match="take one that load_environment of verifiers returns"):
-        verifiers_rows(rows)
