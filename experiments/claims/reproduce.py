@@ -99,7 +99,7 @@ def is_open(name: str, known: Answers) -> bool:
 def answer_all(bench: Bench, names: Sequence[str]) -> Answers:
     """Returns the answers to questions; those on disk are read."""
     known = dict[str, Mapping[str, Any]]()
-    with bench.run.progress("question", len(names), seldom=False) as progress:
+    with bench.run.progress("question", len(names)) as progress:
         for place, name in enumerate(names):
             bench.say = partial(_say, progress, place, name)
             known[name] = answers.present_answer(bench, name) or answers.answer(bench, name)

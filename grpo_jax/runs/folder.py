@@ -275,11 +275,9 @@ class RunFolder:
             yield
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
 
-    def progress(
-        self, phase: str, total: int, completed: int = 0, *, seldom: bool = True
-    ) -> AbstractContextManager[Show]:
+    def progress(self, phase: str, total: int, completed: int = 0) -> AbstractContextManager[Show]:
         """A bar, or lines where there is no terminal; call what this yields with the step reached and a few words."""
-        return progress(self.console, phase, total, completed, seldom=seldom)
+        return progress(self.console, phase, total, completed)
 
     def waiting(self, words: str) -> AbstractContextManager[Callable[[str], None]]:
         """Words on what takes its time; call what this yields with others."""

@@ -7,10 +7,9 @@ start.
 import hashlib
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,9 +27,6 @@ _LOCK_SECONDS = 10
 # JAX times every program that it asks for, also one that it finds in the cache.
 _REQUEST_EVENT, _READ_EVENT = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 _seen = {_REQUEST_EVENT: 0, _READ_EVENT: 0}  # events since this module was imported
-# A program is written down for the compiler just before it is asked for.
-_WRITTEN_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-_to_call: list[Callable[[], None]] = []
 
 
 class Programs(NamedTuple):
@@ -56,17 +52,6 @@ def count_programs() -> Callable[[], Programs]:
     return since
 
 
-@contextmanager
-def before_programs(say: Callable[[], None]) -> Iterator[None]:
-    """Calls `say` once, before the first program of the block is compiled or read; never, if there is none."""
-    _to_call.append(say)
-    try:
-        yield
-    finally:
-        if say in _to_call:
-            _to_call.remove(say)
-
-
 def in_words(programs: Programs) -> str:
     """For example "3 programs compiled, 6 loaded from the cache"."""
     read = f", {programs.read} loaded from the cache" if programs.read else ""
@@ -79,14 +64,7 @@ def cache_folder() -> Path:
     JAX tells devices apart, but not the processors that its CPU programs are compiled for. A home folder may be shared
     by machines that differ.
     """
-    if os.environ.get("XDG_CACHE_HOME"):
-        base = Path(os.environ["XDG_CACHE_HOME"])
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path.home() / ".cache"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base.absolute() / "grpo_jax" / "jax" / _processor()
 
 
@@ -134,19 +112,13 @@ def _delete_incomplete(folder: Path) -> None:
                 program.unlink()
 
 
-def _count(event: str, **_: str | int) -> None:
+def _count(event: str, duration_secs: float = 0.0, **_: str | int) -> None:
     if event in _seen:
         _seen[event] += 1
 
 
-def _count_timed(event: str, duration_secs: float, **_: str | int) -> None:
-    _count(event)
-    while event == _WRITTEN_EVENT and _to_call:
-        _to_call.pop()()
-
-
 jax.monitoring.register_event_listener(_count)
-jax.monitoring.register_event_duration_secs_listener(_count_timed)
+jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 # ---- steps
@@ -170,7 +142,7 @@ class RunConsole(Console):
 
 
 @contextmanager
-def progress(console: Console, phase: str, total: int, completed: int = 0, *, seldom: bool = True) -> Iterator[Show]:
+def progress(console: Console, phase: str, total: int, completed: int = 0) -> Iterator[Show]:
     """Shows progress; call what this yields with the step reached and a few words.
 
     Args:
@@ -178,14 +150,14 @@ def progress(console: Console, phase: str, total: int, completed: int = 0, *, se
       phase: what is going on.
       total: steps.
       completed: of them, before.
-      seldom: whether lines that come too fast are left out; the first and the last one stay.
     """
     if not _moves(console):
         if 0 < completed < total:
             _print(console, f"{phase}: continues after step {completed} of {total}")
-        lines = _Lines(console, phase, total, completed, seldom)
-        with before_programs(lines.compiling) if completed < total else nullcontext():
-            yield lines.show
+        if completed < total:
+            _print(console, f"{phase}: {_COMPILING}")
+        lines = _Lines(console, phase, total, completed)
+        yield lines.show
         lines.end()
         return
     columns = (
@@ -197,9 +169,8 @@ def progress(console: Console, phase: str, total: int, completed: int = 0, *, se
         TextColumn("{task.fields[words]}"),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(phase, total=total, completed=completed, words="")
-        with before_programs(lambda: bar.update(task, words=_COMPILING, refresh=True)):
-            yield lambda step, words="": bar.update(task, completed=step, words=words)
+        task = bar.add_task(phase, total=total, completed=completed, words=_COMPILING)
+        yield lambda step, words="": bar.update(task, completed=step, words=words)
 
 
 @contextmanager
@@ -224,16 +195,13 @@ def in_time(seconds: float) -> str:
 class _Lines:
     """Progress as lines of text."""
 
-    def __init__(self, console: Console, phase: str, total: int, completed: int, seldom: bool) -> None:
-        self._console, self._phase, self._total, self._seldom = console, phase, total, seldom
+    def __init__(self, console: Console, phase: str, total: int, completed: int) -> None:
+        self._console, self._phase, self._total = console, phase, total
         self._started = self._said = time.perf_counter()
         self._first: tuple[int, float] | None = None  # the first step shown, and when: from then on nothing compiles
         self._programs = count_programs()
         self._said_step = completed
         self._left_out: tuple[int, str] | None = None
-
-    def compiling(self) -> None:
-        _print(self._console, f"{self._phase}: {_COMPILING}")
 
     def show(self, step: int, words: str = "") -> None:
         now = time.perf_counter()
@@ -253,7 +221,7 @@ class _Lines:
     def _due(self, step: int, now: float) -> bool:
         waited, done = now - self._said, step - self._said_step
         often = waited >= _SECONDS and done >= _SHARE * self._total
-        return not self._seldom or often or waited >= _LONGEST_SECONDS
+        return often or waited >= _LONGEST_SECONDS
 
     def _say(self, step: int, words: str, note: str = "") -> None:
         now = time.perf_counter()

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.options import flattened
-from grpo_jax.runs.files import finite, parse_line, read_lines, read_object, write_json, write_text
+from grpo_jax.runs.files import complete_lines, finite, read_lines, read_object, write_json, write_text
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, is_coin
 from grpo_jax.runs.progress import in_words, programs_so_far
 from grpo_jax.statistics import cell
@@ -77,9 +77,8 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
     if not (folder / "config.json").exists():
         raise UsageError(f"{folder} holds no config.json: name the folder of a run")
     metrics, times = (read_lines(folder / f"{name}.jsonl", _LINE) for name in ("metrics", "times"))
-    file = folder / "rollouts.jsonl"
-    index = _index(file, None) if file.exists() else {}
-    names = list(dict.fromkeys([*(line["phase"] for line in metrics), *index]))
+    groups = _read_groups(folder / "rollouts.jsonl")
+    names = list(dict.fromkeys([*(line["phase"] for line in metrics), *groups]))
     if unknown := [phase for phase in phases if phase not in names]:
         raise UsageError(f"{folder} has no lines of a phase {unknown[0]!r}: its phases are {names}")
     names = [phase for phase in names if phase in phases or not phases]
@@ -105,7 +104,7 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
         digest = hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[0].encode()).digest()
         page = page.replace(f"<!--{tag} hash-->", f"sha256-{base64.b64encode(digest).decode()}")
     room = MAX_BYTES - len(page.encode()) - len(_json(run).encode()) - 2_000  # for words about the rollouts
-    rollouts = _rollouts(file, {p: index[p] for p in names if p in index}, room)
+    rollouts = _rollouts({phase: groups[phase] for phase in names if phase in groups}, room)
     write_text(folder / "report.html", page.replace("<!--run-->", _json(run | rollouts)))
     return folder / "report.html"
 
@@ -183,52 +182,40 @@ def _compact_curve(points: Points) -> list[Any]:
 # ---- rollouts
 
 
-class _Place(NamedTuple):
-    """A line of rollouts.jsonl."""
-
-    start: int  # its first byte
-    length: int  # bytes in the file
-    size: int  # bytes on the page
+_Groups = dict[str, dict[int, list[Line]]]  # phase -> step -> lines of rollouts.jsonl
 
 
-_Index = dict[str, dict[int, list[_Place]]]  # phase -> step -> groups
+def _read_groups(file: Path) -> _Groups:
+    groups: _Groups = {}
+    for number, (_, line) in enumerate(complete_lines(file, _GROUP) if file.exists() else (), 1):
+        count, parts = len(line["completions"]), line.get("components") or {}
+        if len(line["rewards"]) != count or any(len(values) != count for values in parts.values()):
+            raise UsageError(f"line {number} of {file} has other numbers of rewards than of completions: mend it")
+        groups.setdefault(line["phase"], {}).setdefault(line["step"], []).append(line)
+    return groups
 
 
-def _index(file: Path, characters: int | None) -> _Index:
-    """Returns the places of groups: many long rollouts are more than memory should hold."""
-    index: _Index = {}
-    start = 0
-    with file.open("rb") as lines:
-        for number, raw in enumerate(lines, 1):
-            if raw.endswith(b"\n"):  # or it was cut off
-                where = f"line {number} of {file}"
-                line = parse_line(raw, where, _GROUP)
-                count, parts = len(line["completions"]), line.get("components") or {}
-                if len(line["rewards"]) != count or any(len(values) != count for values in parts.values()):
-                    raise UsageError(f"{where} has other numbers of rewards than of completions: mend it")
-                place = _Place(start, len(raw), len(_json(_compact_group(line, characters)).encode()) + 1)
-                index.setdefault(line["phase"], {}).setdefault(line["step"], []).append(place)
-            start += len(raw)
-    return index
-
-
-def _rollouts(file: Path, index: _Index, room: int) -> dict[str, Any]:
+def _rollouts(groups: _Groups, room: int) -> dict[str, Any]:
     """Returns as many groups as `room` bytes hold, and a sentence about those left out."""
-    limit, most = f"{MAX_BYTES / 1e6:g} MB", max(map(len, index.values()), default=0)
+    limit, most = f"{MAX_BYTES / 1e6:g} MB", max(map(len, groups.values()), default=0)
     counts = [*range(most, 2, -max(1, most // 50)), 2]
-    for characters in _TEXT_LIMITS if index else ():
-        sizes = index if characters is None else _index(file, characters)
+    for characters in _TEXT_LIMITS if groups else ():
+        shown = {
+            phase: {step: [_compact_group(line, characters) for line in lines] for step, lines in steps.items()}
+            for phase, steps in groups.items()
+        }
+        sizes = {p: {step: len(_json(lines).encode()) + 30 for step, lines in shown[p].items()} for p in shown}
         for count in counts:
-            chosen = {p: {step: sizes[p][step] for step in _spaced([*steps], count)} for p, steps in index.items()}
-            places = [place for steps in chosen.values() for groups in steps.values() for place in groups]
-            if sum([place.size + 30 for place in places]) > room:
+            chosen = {phase: _spaced([*steps], count) for phase, steps in shown.items()}
+            if sum(sizes[phase][step] for phase, steps in chosen.items() for step in steps) > room:
                 continue
-            fewer = [p for p in index if len(chosen[p]) < len(index[p])]
-            cuts = [f"{len(chosen[p])} of {len(index[p])} steps of {p}" for p in fewer]
+            fewer = [p for p in groups if len(chosen[p]) < len(groups[p])]
+            cuts = [f"{len(chosen[p])} of {len(groups[p])} steps of {p}" for p in fewer]
             cuts += [f"the first {characters} characters of a prompt, completion or column"] if characters else []
             about = f"To stay below {limit} this page shows {', '.join(cuts)}. The rest is in rollouts.jsonl."
-            return {"rollouts": _read_groups(file, chosen, characters), "about": about if cuts else ""}
-    about = f"The groups are too large for a page of {limit}: read rollouts.jsonl." if index else ""
+            rollouts = {phase: [[step, shown[phase][step]] for step in steps] for phase, steps in chosen.items()}
+            return {"rollouts": rollouts, "about": about if cuts else ""}
+    about = f"The groups are too large for a page of {limit}: read rollouts.jsonl." if groups else ""
     return {"rollouts": {}, "about": about}
 
 
@@ -236,17 +223,6 @@ def _spaced(steps: Sequence[int], count: int) -> list[int]:
     """Returns up to `count` evenly spaced steps, with the first and the last."""
     count = min(count, len(steps))
     return [steps[round(i * (len(steps) - 1) / max(count - 1, 1))] for i in range(count)]
-
-
-def _read_groups(file: Path, chosen: _Index, characters: int | None) -> dict[str, list[Any]]:
-    """Returns pairs of a step and its groups, by phase."""
-    with file.open("rb") as lines:
-
-        def read(place: _Place) -> dict[str, Any]:
-            lines.seek(place.start)
-            return _compact_group(json.loads(lines.read(place.length)), characters)
-
-        return {p: [[step, [*map(read, groups)]] for step, groups in steps.items()] for p, steps in chosen.items()}
 
 
 def _compact_group(line: Line, characters: int | None) -> dict[str, Any]:

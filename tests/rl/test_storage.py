@@ -228,7 +228,7 @@ def test_an_edited_option_is_noticed(finished, tmp_path, programs):
     edited = dataclasses.asdict(with_options(CONFIG, learning_rate=0.5))
     run = RunFolder(shutil.copytree(tmp_path / "run", tmp_path / "edited"), edited)  # options are read from the file
     with pytest.raises(UsageError, match="it is of another run, or of one that began with other options"):
-        train({"policy": PARAMS}, TASK, with_options(CONFIG, learning_rate=0.5), run, programs, phase="grpo")
+        run.checkpoints("grpo", keep=2).restore(lambda: TrainState(PARAMS, (), jnp.int32(0), {}))
 
 
 def test_more_steps_are_noted_and_fewer_are_refused_however_they_are_asked_for(tmp_path):
@@ -238,9 +238,8 @@ def test_more_steps_are_noted_and_fewer_are_refused_however_they_are_asked_for(t
     assert (saved["steps"], saved["optimizer"]["max_grad_norm"]) == (8, math.inf)
     edit(tmp_path, steps=9, max_grad_norm=math.inf)  # as a crash between two files leaves it
     RunFolder(tmp_path, json.loads((tmp_path / "config.json").read_text()))
-    edit(tmp_path, steps=7, max_grad_norm=math.inf)
     with pytest.raises(UsageError, match="the run is of 9 steps"):
-        RunFolder(tmp_path, json.loads((tmp_path / "config.json").read_text()))
+        RunFolder(tmp_path, dataclasses.asdict(with_options(CONFIG, steps=7, max_grad_norm=math.inf)))
 
 
 def test_a_start_that_was_killed_before_it_wrote_anything_may_be_repeated(tmp_path):

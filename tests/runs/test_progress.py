@@ -61,14 +61,12 @@ def test_quick_steps_get_a_line_in_thirty_seconds_and_slow_ones_one_in_ten_minut
     assert len(lines_of(clock, 1000, 0.1)) == 6  # the first two, three of 30 s, and the last
     slow = lines_of(clock, 100, 310)
     assert [line.split()[2] for line in slow[1:]] == ["1", *map(str, range(3, 100, 2)), "100"]
-    assert len(lines_of(clock, 12, 1, seldom=False)) == 13
 
 
-def test_a_phase_that_compiles_nothing_does_not_speak_of_it(clock):
+def test_a_phase_that_compiles_nothing_says_so_after_a_step(clock):
     lines_of(clock, 100, 5)
     lines = lines_of(clock, 100, 5, compiles=False)
-    assert lines[0] == "grpo: step 1 of 100, reward 1, 25 s"
-    assert not any("compil" in line for line in lines)
+    assert lines[1] == "grpo: step 1 of 100, reward 1, 25 s"
 
 
 def test_a_resumed_phase_says_where_it_goes_on(clock):
@@ -114,15 +112,12 @@ def test_a_terminal_has_a_bar(clock):
     assert "step 4 of 4" not in console.file.getvalue()
 
 
-@pytest.mark.parametrize("compiles", [True, False])
-def test_a_bar_says_that_a_program_compiles_until_the_first_step(clock, compiles):
+def test_a_bar_says_that_programs_may_compile_until_the_first_step(clock):
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
     with progress(console, "grpo", 4) as show:
-        if compiles:
-            compile_one()
         show(1, "reward 1")
     shown = console.file.getvalue()
-    assert ("compiling or loading programs" in shown) is compiles
+    assert "compiling or loading programs" in shown
     assert shown.rfind("reward 1") > shown.rfind("compiling")  # the newest
 
 
