@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import filelock
 import jax
@@ -112,7 +112,7 @@ def _delete_incomplete(folder: Path) -> None:
                 program.unlink()
 
 
-def _count(event: str, duration_secs: float = 0.0, **_: str | int) -> None:
+def _count(event: str, *_: Any, **__: Any) -> None:
     if event in _seen:
         _seen[event] += 1
 
