@@ -1,4 +1,4 @@
-"""GRPO on any model and any task: GSM8K, MATH, Countdown, or rows and rewards of your own.
+"""GRPO on any model and any task: GSM8K, MATH, or rows and rewards of your own.
 
 A row is a JSON object with a prompt and the columns that its rewards need. A reward is a Python function of (examples,
 completions) that returns a number for each; an example is a row with its prompt as text. The function runs in a process

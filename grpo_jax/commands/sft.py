@@ -205,7 +205,7 @@ def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
     """
     if not config.task:
         raise UsageError("--task is needed: name a file of rows with a prompt and a completion")
-    if config.task in ("gsm8k", "math", "countdown"):
+    if config.task in ("gsm8k", "math"):
         raise UsageError(
             f"{config.task} is a task of rewards: name the file of its rows as --task, and what to learn by --template "
             "and --completion-column"

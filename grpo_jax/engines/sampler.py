@@ -30,7 +30,7 @@ def engine_sampler(engine: Engine, task: Task, sampling: SamplingConfig, *, devi
       sampling: of the run, checked.
       devices: that the completions are put on.
     """
-    tokens = Tokens(task.vocab_size, task.eos_ids, task.decode)
+    tokens = Tokens(task.vocab_size, task.eos_ids)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
         ids, mask, numbers, temperature = to_numpy((prompts.ids, prompts.mask, numbers, temperature))

@@ -15,7 +15,6 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import Bound, Size
 from grpo_jax.rewards.reward import open_rewards, parse_reward
-from grpo_jax.tasks.countdown import countdown_task
 from grpo_jax.tasks.gsm8k import gsm8k_task
 from grpo_jax.tasks.mathematics import math_rows, math_task
 from grpo_jax.tasks.task import Task, text_task
@@ -24,7 +23,6 @@ from grpo_jax.tasks.task import Task, text_task
 _REWARDS = {
     "gsm8k": ("strict=gsm8k_answer", "lenient=0*gsm8k_answer(lenient=True)"),
     "math": ("strict=math_answer", "lenient=0*math_answer(lenient=True)"),
-    "countdown": ("grpo_jax.tasks.countdown:countdown_reward",),
 }
 
 
@@ -33,7 +31,7 @@ class TaskOptions:
     """Options of the task: prompts, rewards and the environment."""
 
     task: str = ""
-    """gsm8k, math, countdown, or your own rows: a .jsonl or .json file, a folder with train.jsonl, an id on the hub."""
+    """gsm8k, math, or your own rows: a .jsonl or .json file, a folder with train.jsonl, an id on the hub."""
     data: str = ""
     """Folder, file or hub id with the rows of gsm8k or math. math needs it."""
     reward: tuple[str, ...] = ()
@@ -58,8 +56,8 @@ class TaskOptions:
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
     num_heldout: Size | None = None
-    """Largest number of held-out prompts. None: 200 in training, at most a tenth of your own rows; all in evaluations
-    (countdown: 200)."""
+    """Largest number of held-out prompts. None: 200 in training, at most a tenth of your own rows; all in
+    evaluations."""
     reward_deadline: Bound = 10.0
     """Seconds that a reward may take for the completions of one prompt. Then the call is killed, and these completions
     get no number."""
@@ -157,7 +155,7 @@ def check_task_options(options: TaskOptions) -> tuple[str, ...]:
     """
     has_rows = options.task not in _REWARDS
     if not options.task:
-        raise UsageError("--task is needed: gsm8k, math, countdown, or a file with rows of your own")
+        raise UsageError("--task is needed: gsm8k, math, or a file with rows of your own")
     if options.data and options.task not in ("gsm8k", "math"):
         raise UsageError("--data belongs to the tasks gsm8k and math: give your own rows as --task")
     if options.task == "math" and not options.data:
@@ -197,8 +195,6 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
     if options.task == "gsm8k":
         source: dict[str, Any] = {"source": options.data} if options.data else {}
         return partial(gsm8k_task, num_heldout=200 if most is None and training else most, **source)
-    if options.task == "countdown":
-        return partial(countdown_task, num_heldout=200 if most is None else most)
     rows: Sequence[Mapping[str, Any]] = math_rows(options.data) if options.task == "math" else read_rows(options.task)
     has_messages = options.template is None and any(isinstance(row.get(options.prompt_column), list) for row in rows)
     if options.environment and options.chat is False and has_messages:

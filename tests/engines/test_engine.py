@@ -15,7 +15,13 @@ from grpo_jax.engines.engine import Engine
 from grpo_jax.errors import Interruption, UsageError
 
 EOS = 6
-TOKENS = Tokens(8, (EOS,), lambda ids: "".join(map(str, ids)))
+TOKENS = Tokens(8, (EOS,))
+
+
+def decode(ids):
+    return "".join(map(str, ids))
+
+
 ASKED = [Asked([1, 2, number], 1.0, number, 3) for number in range(5)]
 
 
@@ -31,7 +37,7 @@ def save(folder, params):
 
 @pytest.fixture
 def server():
-    server = Server(echo, TOKENS.decode, (EOS,))
+    server = Server(echo, decode, (EOS,))
     yield server
     server.stop()
 
@@ -90,14 +96,12 @@ def test_no_default_of_the_server_changes_what_is_sampled(server, tmp_path, defa
 
 
 LIES = {
-    "at most 3": choice_with(token_ids=[1, 2, 3, 4], tokens=None),
-    "token 8, but the model has the tokens 0 to 7": choice_with(token_ids=[8, EOS], tokens=None),
-    "not those of its log-probabilities": choice_with(token_ids=[5, EOS]),
-    "whose text is not the one": choice_with(text="777"),
-    "went on after token 6": choice_with(token_ids=[EOS, 1], tokens=None),
-    "after 2 of 3 tokens by token 1": choice_with(token_ids=[0, 1], tokens=None, text="01"),
-    "without tokens": choice_with(token_ids=[], tokens=None),
-    "no token ids": choice_with(token_ids=None, tokens=["a", "b"]),
+    "at most 3": choice_with(token_ids=[1, 2, 3, 4]),
+    "token 8, but the model has the tokens 0 to 7": choice_with(token_ids=[8, EOS]),
+    "went on after token 6": choice_with(token_ids=[EOS, 1]),
+    "after 2 of 3 tokens by token 1": choice_with(token_ids=[0, 1]),
+    "without tokens": choice_with(token_ids=[]),
+    "no token ids": choice_with(token_ids=None),
     "another prompt": choice_with(prompt_token_ids=[1]),
     "1 log-probabilities for 2 tokens": choice_with(token_logprobs=[-0.5]),
     "None for a log-probability": choice_with(token_logprobs=[None, -1.0]),
@@ -116,11 +120,6 @@ def test_an_answer_that_cannot_be_ends_the_draw_in_a_sentence(server, tmp_path, 
         engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], TOKENS)
     assert server.url in str(refused.value)
     assert len(server.completions()) == 1  # it was not asked again
-
-
-def test_ids_are_taken_from_the_log_probabilities_where_there_are_no_others(server, tmp_path):
-    server.tamper = choice_with(token_ids=None)
-    assert engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], TOKENS)[0].ids == [0, EOS]
 
 
 @pytest.mark.parametrize("failure", [None, 503, 429])

@@ -6,13 +6,12 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, strategies as st
 
-from grpo_jax.tasks.countdown import (
+from experiments.tasks.countdown import (
     MAX_CHARACTERS,
     MAX_DEPTH,
     countdown_reward,
     countdown_row,
     countdown_rows,
-    countdown_task,
     evaluate,
     expression,
 )
@@ -165,30 +164,3 @@ def test_the_bounds_are_where_they_are_said_to_be():
 def test_no_text_raises(text):
     assert worth(text) in (0.0, 0.1, 1.0)
     assert isinstance(expression(text, 28), str)
-
-
-class Characters:
-    """A tokenizer of one character a token."""
-
-    pad_token_id = None
-    chat_template = None
-
-    def encode(self, text, add_special_tokens):
-        return [ord(character) for character in text]
-
-    def decode(self, ids, skip_special_tokens):
-        return "".join(map(chr, ids))
-
-
-def test_the_task_holds_out_the_same_problems_for_every_seed():
-    task, other = (
-        countdown_task(Characters(), (0,), vocab_size=128, num_prompts=8, seed=seed, num_problems=200, num_heldout=20)
-        for seed in (0, 1)
-    )
-    assert len(task.heldout.examples) == 20
-    assert task.heldout.examples == other.heldout.examples
-    assert task.prompts(0).examples != other.prompts(0).examples
-    heldout = {example["prompt"] for example in task.heldout.examples}
-    assert not heldout & {example["prompt"] for step in range(23) for example in task.prompts(step).examples}
-    example = task.prompts(0).examples[0]
-    assert task.reward([example], [example["solution"]]) == [1.0]

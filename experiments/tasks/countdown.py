@@ -3,19 +3,21 @@
 Problem i is a function of (seed, i). Its target was made from its numbers, so it can be reached. The reward is 1 for an
 expression that equals the target, and 0.1 for any other that is well-formed and uses the given numbers alone, each at
 most once, as is common (TinyZero gives 1 and 0.1 too, but asks for every number, and gives 0.1 for wrong numbers).
+
+  python -m experiments.tasks.countdown > countdown.jsonl
+  grpo-jax train --model DIR --task countdown.jsonl --reward experiments/tasks/countdown.py:countdown_reward
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
 from grpo_jax.data.rows import Row
 from grpo_jax.data.types import Example, rng
-from grpo_jax.tasks.task import Task, text_task
 
 LARGEST_NUMBER = 50
 TARGETS = range(10, 101)
@@ -30,43 +32,6 @@ MAX_CHARACTERS = 200
 MAX_DEPTH = 20  # of parentheses
 _TOKEN = re.compile(r"[0-9]+|[-+*/()]")
 _CHARACTERS = frozenset("0123456789+-*/() \t")
-
-
-def countdown_task(
-    tokenizer: Any,
-    eos_ids: tuple[int, ...],
-    *,
-    vocab_size: int,
-    num_prompts: int,
-    seed: int,
-    num_problems: int = 8192,
-    num_heldout: int = 256,
-    chat: bool = False,
-    **options: Any,
-) -> Task:
-    """The task, on a pool of problems that is the same for every seed.
-
-    Args:
-      tokenizer, eos_ids, vocab_size, num_prompts, seed: as in `text_task`.
-      num_problems: training and held out.
-      num_heldout: of those.
-      chat: the problem is a user's message.
-      options: others of `text_task`, such as system.
-
-    Returns:
-      The task, with `countdown_reward`.
-    """
-    return text_task(
-        tokenizer,
-        eos_ids,
-        countdown_rows(num_problems),
-        chat=chat,
-        num_heldout=num_heldout,
-        vocab_size=vocab_size,
-        num_prompts=num_prompts,
-        seed=seed,
-        **{"reward": countdown_reward} | options,
-    )
 
 
 def countdown_rows(count: int, seed: int = _POOL_SEED) -> list[Row]:
@@ -196,3 +161,8 @@ def _combined(numbers: Sequence[int], generator: np.random.Generator) -> tuple[i
         terms.append((results[sign], f"({left} {sign} {right})"))
     value, text = terms[0]
     return value, text[1:-1]  # without the outer parentheses
+
+
+if __name__ == "__main__":
+    for problem in countdown_rows(8192):
+        print(json.dumps(problem))
