@@ -31,7 +31,6 @@ from grpo_jax.runs.report import finish
 from grpo_jax.train import train_with_control
 
 MODEL = ModelConfig(vocab_size=arithmetic.VOCAB_SIZE, initializer_range=0.1)
-CURVES = (("reward", "accuracy (dots: held out)"),)
 PHASES = "Phases: warm (supervised, most labels are wrong), grpo (true reward), control (a coin toss as the reward)."
 DIGITS = "Answers are written with the last digit first: '69' means 96."
 
@@ -71,7 +70,7 @@ def main(config: Config) -> None:
     params = warm_start(policy, config.warm, config.train.seed, run)
     rows, checksum = train_with_control({"policy": params}, task, config.train, run, programs)
     show(run, rows)
-    finish(run, rows, checksum, CURVES, started)
+    finish(run, rows, checksum, started)
 
 
 def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder, *, phase: str = "warm") -> Params:

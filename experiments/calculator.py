@@ -29,7 +29,6 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.train import train_with_control
 
 MODEL = ModelConfig(vocab_size=calculator.VOCAB_SIZE, initializer_range=0.1)
-CURVES = (("turns_mean", "turns"),)
 COLUMNS = {
     "avg": "return",
     "right_products": "right: products",
@@ -81,7 +80,7 @@ def main(config: Config) -> None:
     rows, checksum = train_with_control({"policy": params}, task, train, run, programs, partial(examine, task))
     common.print_last_groups(run)
     common.print_heldout(run, f"{calculator.NUM_HELDOUT} held-out tasks, with a 95% interval", rows, COLUMNS)
-    finish(run, rows, checksum, CURVES, started)
+    finish(run, rows, checksum, started)
 
 
 def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:

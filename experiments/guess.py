@@ -38,7 +38,6 @@ from grpo_jax.train import learn, train_with_control
 
 MODEL = ModelConfig(vocab_size=guess.VOCAB_SIZE, initializer_range=0.1)
 COLUMNS = {"avg": "sampled", "greedy": "greedy", "above_blind": "above blind", "turns_to_win": "turns of games won"}
-CURVES = (("reward", "games won (dots: held out)"), ("turns_mean", "turns"))
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def main(config: Config) -> None:
     common.print_last_groups(run)
     title = f"share of games won on {guess.NUM_HELDOUT} held-out intervals, with 95% intervals"
     common.print_heldout(run, title, rows, COLUMNS, players(task.heldout.examples))
-    finish(run, rows, checksum, CURVES, started, phases=phases)
+    finish(run, rows, checksum, started, phases=phases)
 
 
 def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:

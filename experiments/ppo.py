@@ -32,11 +32,6 @@ from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import random_reward
 from grpo_jax.train import evaluate_heldout, learn
 
-CURVES = (
-    ("reward", "accuracy (dots: held out)"),
-    ("explained_variance", "variance of returns that the critic explains"),
-)
-
 
 @dataclass(frozen=True)
 class Config:
@@ -129,7 +124,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     }
     print_over_seeds(run, "accuracy on 1,000 held-out additions", seeds, columns, table)
     explain_control(run, table)
-    common.save_over_seeds(run, runs, rows, seeds, report.curves_of(run, CURVES))
+    common.save_over_seeds(run, runs, rows, seeds, report.curves_of(run))
 
 
 if __name__ == "__main__":

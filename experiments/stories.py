@@ -32,8 +32,6 @@ from grpo_jax.runs.report import finish
 from grpo_jax.statistics import cell
 from grpo_jax.train import train_with_control
 
-CURVES = (("length_mean", "tokens"),)
-
 
 @dataclass(frozen=True)
 class Config:
@@ -106,7 +104,7 @@ def main(config: Config) -> None:
     table = {title: [cell(row, "avg"), *(row[name] for name in names)] for title, row in rows.items()}
     title = f"{len(task.heldout.examples)} held-out openings, with 95% intervals"
     report.print_table(run, title, ("reward", "greedy", "NLL at start", "KL", "repeated"), table)
-    finish(run, rows, checksum, CURVES, started)
+    finish(run, rows, checksum, started)
 
 
 if __name__ == "__main__":

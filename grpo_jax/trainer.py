@@ -27,7 +27,7 @@ from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.pretrained import restore
-from grpo_jax.runs.report import METHOD_CURVES, finish
+from grpo_jax.runs.report import finish
 from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.task import Task, text_task
 from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
@@ -136,7 +136,7 @@ class GRPOTrainer:
         begin(self.run, prepared, chat=self._uses_chat)
         programs, phase = prepared.programs, GRPO.phase
         state = train(prepared.params, task, programs.config, self.run, programs, phase=phase)
-        finish(self.run, {}, params_sha256(state.params["policy"]), METHOD_CURVES, started, phases=[phase])
+        finish(self.run, {}, params_sha256(state.params["policy"]), started, phases=[phase])
         if options.model.quantize != "none":
             params = restore(self.run.path, phase, None).merged()
         else:

@@ -34,12 +34,6 @@ from grpo_jax.offline.pairs import (
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Positive, Range, Size, Weight
 
-CURVES = (
-    (("loss", "heldout_loss"), "loss (dots: held out)"),
-    (("accuracy", "heldout_accuracy"), "chosen above rejected (dots: held out)"),
-    (("margin", "heldout_margin"), "margin, nats (dots: held out)"),
-    (("log_ratio_chosen", "heldout_log_ratio_chosen"), "log π/π_ref of chosen, nats"),
-)
 CONSTANTS = ("beta", "label_smoothing", "tau", "gamma", "odds_coef", "nll_coef")
 LOSSES: Mapping[str, PairLoss] = {
     "dpo": functional.dpo_loss,
@@ -95,7 +89,6 @@ def prepare(config: Config) -> Job:
         evaluate=partial(evaluate_terms, partial(preference_terms, loss)),
         digest=lambda pairs: hash_values(pairs.prompts, pairs.answers),
         has_reference=needs_reference(loss),
-        curves=CURVES,
     )
 
 

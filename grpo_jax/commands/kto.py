@@ -39,13 +39,6 @@ from grpo_jax.offline.pairs import (
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Positive, Size, Weight
 
-CURVES = (
-    (("loss", "heldout_loss"), "loss (dots: held out)"),
-    (("log_ratio_desirable", "heldout_log_ratio_desirable"), "log π/π_ref of good ones, nats"),
-    (("log_ratio_undesirable", "heldout_log_ratio_undesirable"), "log π/π_ref of bad ones, nats"),
-    (("kl", "heldout_kl"), "z₀, nats"),
-)
-
 
 @dataclass(frozen=True)
 class Config(PairOptions):
@@ -90,7 +83,6 @@ def prepare(config: Config) -> Job:
         digest=lambda pairs: hash_values(pairs.prompts, [ids for ids, _ in pairs.answers], pairs.desirable),
         has_reference=True,
         summary=summary,
-        curves=CURVES,
         warnings=rating_warnings(config, data.training),
     )
 

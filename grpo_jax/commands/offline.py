@@ -76,7 +76,6 @@ class Job(NamedTuple):
     evaluate: Callable[[Any, Reference], Any]  # (parameters, reference) -> `Values`, or another evaluation
     inputs: Mapping[str, str]  # digests of the data, which a resumed run must find again
     title: str  # of the table
-    curves: Sequence[Any]  # as for `report.save_results`
     notes: Sequence[str]  # what was dropped, cut and packed, in words
     warnings: Mapping[str, str]
     others: Mapping[str, Loaded] = {}  # frozen models by role, whose files a resumed run must find again
@@ -127,7 +126,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     checksum = params_sha256(state.params)
     if run.writes:
         report.print_results(run, job.title, rows)
-        report.save_results(run, {**rows, **more}, checksum, job.curves, (job.phase,))
+        report.save_results(run, {**rows, **more}, checksum, (job.phase,))
         report.say_end(run, started)
 
 

@@ -33,8 +33,6 @@ from grpo_jax.options import Fraction, Size, Weight
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs.folder import RunFolder
 
-CURVES = (("loss", "loss of a batch"), ("heldout_nll", "held-out NLL"), ("heldout_accuracy", "held-out accuracy"))
-
 
 @dataclass(frozen=True)
 class Config(PairOptions):
@@ -98,7 +96,6 @@ def prepare(config: Config) -> Job:
         summary=PairEvaluation.numbers,
         rows=rows,
         leave=leave,
-        curves=CURVES,
     )._replace(params=params)
 
 

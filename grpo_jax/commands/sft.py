@@ -46,13 +46,6 @@ from grpo_jax.runs import flags
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import encode_rows, padding_id
 
-CURVES = ((("loss", "heldout_nll"), "NLL, nats a token (dots: held out)"), ("entropy", "entropy, nats a token"))
-TAUGHT_CURVES = (
-    (("nll", "heldout_nll"), "NLL, nats a token (dots: held out)"),
-    ("entropy", "entropy, nats a token"),
-    (("distillation", "heldout_distillation"), "divergence from the teacher, nats a token"),
-)
-
 
 @dataclass(frozen=True)
 class Config:
@@ -148,7 +141,6 @@ def prepare(config: Config) -> Job:
             "training rows": hash_values(*texts.training[:3]),
         },
         title="held-out completions, nats a token [95% interval]",
-        curves=CURVES,
         notes=texts.notes,
         warnings=length_warning(texts.training.ids.shape[1], shape.max_position_embeddings),
     )
@@ -167,7 +159,6 @@ def prepare(config: Config) -> Job:
         objective=distillation_objective(policy, target),
         evaluate=lambda params, reference: evaluate(params["policy"], reference),
         log=log_both,
-        curves=TAUGHT_CURVES,
         others={"teacher": teacher},
     )
 

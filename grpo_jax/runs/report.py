@@ -277,7 +277,6 @@ def save_results(
     run: RunFolder,
     rows: Mapping[str, Mapping[str, float]],
     checksum: str,
-    curves: Sequence[tuple[str | Sequence[str], str]],
     phases: Sequence[str],
 ) -> None:
     """Leaves curves.png and results.json, and says the checksum.
@@ -286,10 +285,9 @@ def save_results(
       run: whose metrics.jsonl is drawn.
       rows: of the final table; may be empty.
       checksum: of the parameters after training.
-      curves: (metric or metrics, title) of each panel, such as those of `curves_of`.
       phases: a line for each.
     """
-    save_curves(run, curves, phases)
+    save_curves(run, curves_of(run), phases)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
 
@@ -314,7 +312,6 @@ def finish(
     run: RunFolder,
     rows: Mapping[str, Mapping[str, float]],
     checksum: str,
-    curves: Sequence[tuple[str, str]],
     started: float,
     *,
     phases: Sequence[str] = ("grpo", "control"),
@@ -325,51 +322,35 @@ def finish(
       run: of the experiment.
       rows: of `train_with_control`; may be empty.
       checksum: of the parameters after training.
-      curves: (metric, title) besides the three curves to watch, as for `curves_of`.
       started: by `time.perf_counter`.
       phases: a line of curves.png for each.
     """
     if not run.writes:
         return
     explain_control(run, rows)
-    save_results(run, rows, checksum, curves_of(run, curves), phases)
+    save_results(run, rows, checksum, phases)
     say_end(run, started)
 
 
 Steps = dict[int, list[float]]  # a value of each phase of a line
 _STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
-# The curves to watch: (metrics of one panel, title). Dots are of held-out prompts.
-THREE_CURVES = (
-    (("reward", "heldout_avg"), "reward (dots: held out)"),
-    (("kl",), "KL to the start, nats a token"),
-    (("entropy",), "entropy, nats a token"),
-)
-
-# Further panels of methods that learn from rewards. One without a line is left out: the second needs a teacher, the
-# third a critic.
-METHOD_CURVES = (
-    ("length_mean", "tokens"),
-    ("distillation", "divergence from the teacher, nats a token"),
-    ("explained_variance", "variance of returns that the critic explains"),
-)
+# Metrics to watch besides the reward and its components, or the loss where nothing is rewarded.
+_WATCHED = [
+    *("nll", "accuracy", "margin", "log_ratio_chosen", "log_ratio_desirable", "log_ratio_undesirable"),
+    *("kl", "entropy", "length_mean", "turns_mean", "distillation", "explained_variance"),
+]
 
 
-def curves_of(run: RunFolder, further: Sequence[tuple[str, str]] = ()) -> list[tuple[tuple[str, ...], str]]:
-    """Panels of a run: the three curves to watch, each of several rewards by itself, and further ones.
-
-    Args:
-      run: whose metrics.jsonl has them.
-      further: (metric, title); of one of the three, or of a reward, it is a title of its own.
-    """
-    titles = dict(further)
+def curves_of(run: RunFolder) -> list[tuple[tuple[str, str], str]]:
+    """Returns the panels of a run, for `save_curves`: metrics to watch, with their held-out values as dots."""
     names = dict.fromkeys(name for line in run.lines() for name in line)
-    rewards = [name for name in names if name.startswith("reward_") and not name.endswith("_std")]
-    panels = [(metrics, titles.get(metrics[0], title)) for metrics, title in THREE_CURVES]
-    heldout = {name: f"heldout_{name}" for name in rewards}
-    several = [((name, heldout[name]), titles.get(name, name.replace("_", " ", 1))) for name in rewards]
-    titled = {metric for metrics, _ in (*panels, *several) for metric in metrics}
-    others = [((metric,), title) for metric, title in further if metric not in titled]
-    return [panels[0], *several, *panels[1:], *others]
+    components = [name for name in names if name.startswith("reward_") and not name.endswith("_std")]
+    panels = []
+    for name in ("reward", *components, *_WATCHED) if "reward" in names else ("loss", *_WATCHED):
+        heldout = "heldout_avg" if name == "reward" else f"heldout_{name}"
+        dots = " (dots: held out)" if heldout in names else ""
+        panels += [((name, heldout), name.replace("_", " ") + dots)] if {name, heldout} & names.keys() else []
+    return panels
 
 
 def save_curves(
