@@ -298,7 +298,6 @@ def test_options_come_from_a_file_and_flags_replace_them(tmp_path):
         ("a.yaml", "number: 1\nother: {number: 2}", "number is given twice"),
         ("a.json", '{"a":' * 200_000 + "1" + "}" * 200_000, "cannot be read"),
         ("a.yaml", "[" * 1_000 + "]" * 1_000, "cannot be read"),
-        ("a.yaml", "a: &a [1, 1]\nb: &b [*a, *a]\nlora_targets: [*b, *b]", "aliases"),
     ],
 )
 def test_a_file_of_options_that_does_not_fit_is_refused_in_one_sentence(tmp_path, capsys, name, text, sentence):

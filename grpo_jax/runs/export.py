@@ -7,8 +7,6 @@ With LoRA the adapters are merged into the model, or written separately (--adapt
   grpo-jax export runs/train trained-model
 """
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,11 +18,10 @@ from rich.console import Console
 import grpo_jax
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models import huggingface, peft, weights
-from grpo_jax.options import fits, flattened
+from grpo_jax.options import flattened
 from grpo_jax.runs.files import COMMAND, read_object, write_text
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.pretrained import phase_of, restore
-from grpo_jax.statistics import cell
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,7 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
       step: of the checkpoint.
       adapter: whether adapters alone were exported.
     """
-    config = read_object(run / "config.json")
-    options = flattened(config)
+    options = flattened(read_object(run / "config.json"))
     base = str(options.get("model") or "")
     head = ["library_name: " + ("peft" if adapter else "transformers"), "pipeline_tag: text-generation"]
     if base.count("/") == 1 and not base.startswith((".", "~", "/")) and not Path(base).exists():  # an id on the hub
@@ -116,27 +112,9 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
         "---\n" + "\n".join(head) + "\n---",
         f"# {run.absolute().name}",
         f"Step {step} of phase `{phase}`, {started} with grpo_jax {grpo_jax.__version__}.",
-        "## Results",
-        _results(run / "results.json"),
     ]
-    if (run / COMMAND).exists():
-        sections += ["## Command", f"```\n{(run / COMMAND).read_text(encoding='utf-8', errors='replace').strip()}\n```"]
-    sections += ["## Options", f"```json\n{json.dumps(config, indent=2)}\n```"]
+    for title, name in {"Results": "results.json", "Command": COMMAND, "Options": "config.json"}.items():
+        if (run / name).exists():
+            text = (run / name).read_text(encoding="utf-8", errors="replace").strip()
+            sections += [f"## {title}", f"```\n{text}\n```"]
     return "\n\n".join(sections) + "\n"
-
-
-def _results(file: Path) -> str:
-    """Returns the rows of results.json as a table. A damaged file is no reason to refuse the model."""
-    try:
-        results = read_object(file) if file.exists() else {}
-    except UsageError:
-        return "The run's results.json cannot be read."
-    rows = {name: row for name, row in results.items() if fits(row, dict[str, float | None])}
-    if not rows:
-        return "The run has left no results."
-    values = {name: {key: math.nan if x is None else x for key, x in row.items()} for name, row in rows.items()}
-    names = dict.fromkeys(key for row in rows.values() for key in row if not key.endswith(("_low", "_high")))
-    lines = [["", *values], ["---"] * (1 + len(values))]
-    lines += [[f"`{key}`", *(cell(row, key) for row in values.values())] for key in names]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"Of the end of the run; in brackets 95% intervals.\n\n{table}"

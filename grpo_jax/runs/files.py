@@ -76,28 +76,15 @@ def complete_lines(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[str,
     except (OSError, ValueError) as error:
         raise UsageError(f"{file} cannot be read ({reason_of(error)}): mend or remove it") from None
     for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], 1):
-        yield line, parse_line(line, f"line {number} of {file}", fields)
-
-
-def parse_line(line: str | bytes, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Parses a line of a .jsonl file of a run.
-
-    Args:
-      line: its text.
-      where: names it.
-      fields: name -> type of what it must have.
-
-    Raises:
-      UsageError: it is not as a run writes it.
-    """
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON ({reason_of(error)}): mend or remove it") from None
-    if not isinstance(record, dict):
-        raise UsageError(f"{where} holds no object: mend or remove it")
-    check_fields(record, where, fields)
-    return record
+        where = f"line {number} of {file}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{where} is not JSON ({reason_of(error)}): mend or remove it") from None
+        if not isinstance(record, dict):
+            raise UsageError(f"{where} holds no object: mend or remove it")
+        check_fields(record, where, fields)
+        yield line, record
 
 
 def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any]) -> None:
@@ -250,7 +237,7 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
     except ImportError:
         raise UsageError("--wandb needs the package wandb: install it, or leave out the option") from None
     id_file = folder / "wandb.json"
-    run_id = _known_id(id_file) if id_file.exists() else uuid.uuid4().hex
+    run_id = read_object(id_file, dict[str, str])["id"] if id_file.exists() else uuid.uuid4().hex
     id_file.write_text(json.dumps({"id": run_id}) + "\n", encoding="utf-8")
     try:
         wandb_run = wandb.init(
@@ -268,15 +255,6 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
         wandb_run.log({f"{phase}/{name}": value for name, value in ({"step": line["step"]} | _numbers(line)).items()})
 
     return Tracker(log, lambda phase, lines: None)
-
-
-def _known_id(file: Path) -> str:
-    try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["id"])
-    except (OSError, ValueError, TypeError, KeyError):
-        raise UsageError(
-            f"{file} does not hold the id of a run of Weights & Biases: remove it, for a new one"
-        ) from None
 
 
 def _numbers(line: Line) -> dict[str, float]:

@@ -267,8 +267,6 @@ def read_options(file: Path) -> dict[str, Any]:
     """
     try:
         text, is_yaml = file.read_text(encoding="utf-8"), file.suffix in (".yaml", ".yml")
-        if is_yaml and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise UsageError("aliases, *name, can stand for more than memory holds: write them out")
         saved = yaml.safe_load(text) if is_yaml else json.loads(text)
         if not isinstance(saved, dict):
             raise UsageError("it holds no options: it must be a mapping of names to values")

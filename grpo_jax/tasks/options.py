@@ -15,8 +15,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import Bound, Size
 from grpo_jax.rewards.reward import open_rewards, parse_reward
-from grpo_jax.tasks.gsm8k import gsm8k_task
-from grpo_jax.tasks.mathematics import math_rows, math_task
+from grpo_jax.tasks.problems import GSM8K, gsm8k_rows, math_rows, problem_task
 from grpo_jax.tasks.task import Task, text_task
 
 # Strict and lenient grading side by side: a model that learns the format alone raises the first only.
@@ -193,8 +192,9 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
     """The function that makes the task from a tokenizer and what all tasks need."""
     most = options.num_heldout
     if options.task == "gsm8k":
-        source: dict[str, Any] = {"source": options.data} if options.data else {}
-        return partial(gsm8k_task, num_heldout=200 if most is None and training else most, **source)
+        training_rows, test_rows = (gsm8k_rows(options.data or GSM8K, split=split) for split in ("train", "test"))
+        number = 200 if most is None and training else most
+        return partial(problem_task, "gsm8k", rows=training_rows, heldout_rows=test_rows, num_heldout=number)
     rows: Sequence[Mapping[str, Any]] = math_rows(options.data) if options.task == "math" else read_rows(options.task)
     has_messages = options.template is None and any(isinstance(row.get(options.prompt_column), list) for row in rows)
     if options.environment and options.chat is False and has_messages:
@@ -210,7 +210,7 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
     else:
         held = {"heldout_share": 0.0}
     if options.task == "math":
-        return partial(math_task, rows=rows, **held)
+        return partial(problem_task, "math", rows=rows, **held)
     return partial(text_task, rows=rows, prompt_column=options.prompt_column, **held)
 
 

@@ -47,7 +47,6 @@ from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.pretrained import keep_description, load_run
-from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import random_reward
 from grpo_jax.train import train
 
@@ -258,8 +257,7 @@ def test_stories_from_start_to_table_to_a_folder_of_the_same_format(tmp_path):
     assert params_sha256(saved.params) == results["params_sha256"]
     card = (tmp_path / "out/README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
-    average = " | ".join(cell(results[name], "avg") for name in ("before", "after", "control"))
-    assert f"| `avg` | {average} |" in card
+    assert (run / "results.json").read_text().strip() in card
     assert (run / "command.txt").read_text().strip() in card
     assert (run / "config.json").read_text().strip() in card
     assert (saved.config, saved.eos_ids) == (load_pretrained(STORIES_MODEL).config, (1, 2))
@@ -322,7 +320,7 @@ def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(lo
     adapted = load_adapter(tmp_path / "adapter", trained.base)
     card = (tmp_path / "adapter/README.md").read_text()
     assert "library_name: peft" in card
-    assert "The run has left no results." in card
+    assert "## Results" not in card
     assert params_sha256(adapted.adapters) == params_sha256(trained.adapters)
     assert adapted.scale == trained.scale
     with pytest.raises(ValueError, match="say where it is with --base"):

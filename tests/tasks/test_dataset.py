@@ -14,8 +14,7 @@ from hypothesis import given, settings, strategies as st
 from grpo_jax.data.rows import Row, batches, read_rows
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_tokenizer
-from grpo_jax.tasks.gsm8k import gsm8k_rows, gsm8k_task
-from grpo_jax.tasks.mathematics import INSTRUCTION, math_rows, math_task
+from grpo_jax.tasks.problems import BOXED, gsm8k_rows, math_rows, problem_task
 from grpo_jax.tasks.task import text_task
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
@@ -376,7 +375,7 @@ def test_gsm8k_rows_by_hand(tmp_path):
 def test_math_rows_by_hand(tmp_path):
     path = tmp_path / "r.jsonl"
     lines = [
-        {"prompt": f"1+1?\n{INSTRUCTION}", "answer": "2"},
+        {"prompt": f"1+1?\n{BOXED}", "answer": "2"},
         {"question": "1+1?", "answer": "It is $\\boxed{2}$.The answer is: 2"},
         {"problem": "1+1?", "answer": 2, "level": 1, "solution": "Add."},
     ]
@@ -391,12 +390,17 @@ def test_math_rows_by_hand(tmp_path):
     assert "has no column answer" in refusal(math_rows, path)
     path.write_text('{"problem": "1+1?", "answer": " "}')
     assert "its answer is empty" in refusal(math_rows, path)
-    assert trained(math_task(Characters(), (0,), rows, heldout_rows=[rows[0] | {"question": "x"}], **OPTIONS)) == [
-        "Problem: 1+1?\nPlease reason step by step, and put your final answer within \\boxed{}.\nSolution:"
-    ]
+    assert trained(
+        problem_task("math", Characters(), (0,), rows, heldout_rows=[rows[0] | {"question": "x"}], **OPTIONS)
+    ) == ["Problem: 1+1?\nPlease reason step by step, and put your final answer within \\boxed{}.\nSolution:"]
 
 
 OPTIONS = {"vocab_size": 256, "num_prompts": 1, "seed": 0, "reward": zeros}
+
+
+def gsm8k_of(folder, tokenizer, **options):
+    rows, test = (gsm8k_rows(folder, split=split) for split in ("train", "test"))
+    return problem_task("gsm8k", tokenizer, (2,), rows, heldout_rows=test, **options)
 
 
 @needs_data
@@ -407,7 +411,8 @@ def test_gsm8k_for_a_base_model(tmp_path):
     for split in ("train", "test"):  # of whose first rows the task is made
         lines = (DATA / f"gsm8k/{split}.jsonl").read_text().splitlines()[:200]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
-    task = gsm8k_task(tokenizer, (2,), tmp_path, vocab_size=512, num_prompts=4, seed=0, reward=zeros, num_heldout=8)
+    options = OPTIONS | {"vocab_size": 512, "num_prompts": 4, "num_heldout": 8}
+    task = gsm8k_of(tmp_path, tokenizer, **options)
     assert len(task.heldout.examples) == 8
     example = task.prompts(0).examples[0]
     assert example["prompt"].startswith(f"Question: {example['question']}\n")
@@ -427,10 +432,9 @@ def test_gsm8k_in_chat(tmp_path):
     for split in ("train", "test"):
         lines = (DATA / f"gsm8k/{split}.jsonl").read_text().splitlines()[:40]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
-    task = gsm8k_task(
-        tokenizer,
-        (2,),
+    task = gsm8k_of(
         tmp_path,
+        tokenizer,
         chat=True,
         system="Be brief.",
         max_prompt_tokens=100,
@@ -453,7 +457,7 @@ def test_both_files_of_math500_give_the_same_rows():
         assert (one["question"], one["answer"]) == (other["question"], other["answer"])
         assert "The answer is:" not in other["solution"]
     tokenizer = load_tokenizer(DATA / "stories260K-hf")
-    task = math_task(tokenizer, (2,), solved, num_heldout=100, **OPTIONS | {"vocab_size": 512})
+    task = problem_task("math", tokenizer, (2,), solved, num_heldout=100, **OPTIONS | {"vocab_size": 512})
     assert len(task.heldout.examples) == 100
     assert task.prompts(0).examples[0]["prompt"].endswith("within \\boxed{}.\nSolution:")
 
