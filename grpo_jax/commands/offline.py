@@ -126,8 +126,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     checksum = params_sha256(state.params)
     if run.writes:
         report.print_results(run, job.title, rows)
-        report.save_results(run, {**rows, **more}, checksum, (job.phase,))
-        report.say_end(run, started)
+        report.save_results(run, {**rows, **more}, checksum, started, phases=(job.phase,))
 
 
 def open_run(job: Job) -> RunFolder:

@@ -23,13 +23,11 @@ class Options:
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of a run."""
-    phase: tuple[str, ...] = ()
-    """Phases to show. By default all of them."""
 
 
 def command() -> None:
     """Runs the command."""
     options = read_flags(Options, prog=program(), description=__doc__)
     with refusing():
-        page = write_report(options.run, options.phase)
+        page = write_report(options.run)
     Console().print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)

@@ -113,12 +113,8 @@ def constitution(principles: Mapping[str, str], judge: Judge, *, weights: Mappin
     Raises:
       UsageError: there are no principles, or a weight is of none.
     """
-    if not isinstance(principles, Mapping) or not all(isinstance(text, str) for text in principles.values()):
-        raise UsageError("principles must be a dict of name and text: read_principles makes one of a file")
     if not principles:
         raise UsageError("there is no principle: give at least one")
-    if not callable(judge):
-        raise UsageError("the judge must be a function of (principle, examples, completions): model_judge makes one")
     weights = weights or {}
     for name in weights.keys() - principles.keys():
         raise UsageError(f"there is a weight for {name!r}, but the principles are {', '.join(principles)}")

@@ -12,7 +12,7 @@ import glob
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -279,7 +279,7 @@ class RunFolder:
         """A bar, or lines where there is no terminal; call what this yields with the step reached and a few words."""
         return progress(self.console, phase, total, completed)
 
-    def waiting(self, words: str) -> AbstractContextManager[Callable[[str], None]]:
+    def waiting(self, words: str) -> AbstractContextManager[None]:
         """Words on what takes its time; call what this yields with others."""
         return waiting(self.console, words)
 

@@ -174,15 +174,14 @@ def progress(console: Console, phase: str, total: int, completed: int = 0) -> It
 
 
 @contextmanager
-def waiting(console: Console, words: str) -> Iterator[Callable[[str], None]]:
-    """Words beside a spinner while something takes its time, or a line of them; call what this yields with others."""
-    started = time.perf_counter()
+def waiting(console: Console, words: str) -> Iterator[None]:
+    """Shows words beside a spinner while something takes its time, or prints a line of them."""
     if not _moves(console):
         _print(console, words)
-        yield lambda words: _print(console, f"{words}, {in_time(time.perf_counter() - started)}")
+        yield
         return
-    with console.status(words) as status:
-        yield status.update
+    with console.status(words):
+        yield
 
 
 def in_time(seconds: float) -> str:

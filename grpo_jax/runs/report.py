@@ -56,7 +56,7 @@ _GROUP: Mapping[str, Any] = {
 Line = Mapping[str, Any]
 
 
-def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
+def write_report(folder: Path) -> Path:
     """Writes report.html into the folder of a run, finished or not.
 
     The page has at most 5 MB. If the rollouts are too many, it shows those of evenly spaced steps, with the first and
@@ -65,13 +65,12 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
 
     Args:
       folder: of the run.
-      phases: to show; empty: all of them.
 
     Returns:
       The file.
 
     Raises:
-      UsageError: the folder holds no run, a file of it cannot be read, or it has no such phase.
+      UsageError: the folder holds no run, or a file of it cannot be read.
     """
     folder = user_path(folder)
     if not (folder / "config.json").exists():
@@ -79,10 +78,6 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
     metrics, times = (read_lines(folder / f"{name}.jsonl", _LINE) for name in ("metrics", "times"))
     groups = _read_groups(folder / "rollouts.jsonl")
     names = list(dict.fromkeys([*(line["phase"] for line in metrics), *groups]))
-    if unknown := [phase for phase in phases if phase not in names]:
-        raise UsageError(f"{folder} has no lines of a phase {unknown[0]!r}: its phases are {names}")
-    names = [phase for phase in names if phase in phases or not phases]
-    metrics, times = ([line for line in lines if line["phase"] in names] for lines in (metrics, times))
     ungraded = {name: 0 for line in metrics for name in line if name.startswith("ungraded_")}
     # They are logged where there are some. In other rollouts their number is 0.
     metrics = [ungraded | line if ungraded and "reward" in line else line for line in metrics]
@@ -104,7 +99,7 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
         digest = hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[0].encode()).digest()
         page = page.replace(f"<!--{tag} hash-->", f"sha256-{base64.b64encode(digest).decode()}")
     room = MAX_BYTES - len(page.encode()) - len(_json(run).encode()) - 2_000  # for words about the rollouts
-    rollouts = _rollouts({phase: groups[phase] for phase in names if phase in groups}, room)
+    rollouts = _rollouts(groups, room)
     write_text(folder / "report.html", page.replace("<!--run-->", _json(run | rollouts)))
     return folder / "report.html"
 
@@ -277,19 +272,23 @@ def save_results(
     run: RunFolder,
     rows: Mapping[str, Mapping[str, float]],
     checksum: str,
+    started: float,
+    *,
     phases: Sequence[str],
 ) -> None:
-    """Leaves curves.png and results.json, and says the checksum.
+    """Leaves curves.png, results.json and report.html, and says the checksum and what the run took.
 
     Args:
       run: whose metrics.jsonl is drawn.
       rows: of the final table; may be empty.
       checksum: of the parameters after training.
-      phases: a line for each.
+      started: by `time.perf_counter`.
+      phases: a line of curves.png for each.
     """
     save_curves(run, curves_of(run), phases)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+    say_end(run, started)
 
 
 def say_end(run: RunFolder, started: float) -> None:
@@ -328,8 +327,7 @@ def finish(
     if not run.writes:
         return
     explain_control(run, rows)
-    save_results(run, rows, checksum, phases)
-    say_end(run, started)
+    save_results(run, rows, checksum, started, phases=phases)
 
 
 Steps = dict[int, list[float]]  # a value of each phase of a line

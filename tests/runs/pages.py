@@ -70,10 +70,10 @@ def data_of(page):
     return json.loads(data)
 
 
-def write_page(folder, lines=(), groups=(), *, phases=(), **files):
+def write_page(folder, lines=(), groups=(), **files):
     """Writes a run and its page, and returns the page's data."""
     make_run(folder, lines, groups, **files)
-    page = write_report(folder, phases)
+    page = write_report(folder)
     assert page == folder / "report.html"
     assert page.stat().st_size <= MAX_BYTES
     return data_of(page)

@@ -197,14 +197,6 @@ def test_warnings_are_kept_once_and_stand_on_the_page(tmp_path, capsys):
     assert write_page(tmp_path / "calm", metrics(1))["warnings"] == []
 
 
-def test_phases_may_be_chosen(tmp_path):
-    run = {"lines": metrics(1) + metrics(1, phase="control"), "groups": [group(1), group(1, phase="control")]}
-    data = write_page(tmp_path / "run", **run, phases=("control",))
-    assert list(data["rollouts"]) == list(data["ends"]) == list(data["curves"]["reward"]) == ["control"]
-    with pytest.raises(ValueError, match=r"no lines of a phase 'dpo': its phases are \['grpo', 'control'\]"):
-        write_report(tmp_path / "run", ["dpo"])
-
-
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name the folder of a run"):
         write_report(tmp_path)
