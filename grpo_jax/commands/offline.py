@@ -18,7 +18,6 @@ from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
 from grpo_jax.data.text import ending_id, prompt_limit
-from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
@@ -31,7 +30,6 @@ from grpo_jax.prepare import Loaded, decide_chat, load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.files import load_or_compute_arrays
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, keep_files
 from grpo_jax.statistics import paired_difference
@@ -100,7 +98,10 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     job = prepare(config)
     config, run = job.config, open_run(job)
     params = place(job.params, devices_of(config.train))
-    reference = reference_arrays(run, job, params) if job.reference else {}
+    reference: Reference = {}
+    if job.reference:
+        with run.waiting("scoring all completions by the reference (may take minutes)"):
+            reference = job.reference(params)
     latest: dict[int, Any] = {}  # steps taken -> evaluation, so that no parameters are evaluated twice
 
     def evaluate(params: Any, step: int) -> Any:
@@ -140,25 +141,6 @@ def open_run(job: Job) -> RunFolder:
     run.warn(job.warnings)
     run.keep_inputs(job.phase, job.inputs)
     return run
-
-
-def reference_arrays(run: RunFolder, job: Job, params: Any) -> Reference:
-    """Returns what the start says of the data, which a resumed run reads from its reference.npz.
-
-    Raises:
-      UsageError: the file is damaged or another one.
-    """
-    compute = job.reference
-    assert compute
-
-    def make() -> Reference:
-        with run.waiting("scoring all completions by the reference (may take minutes)"):
-            return compute(params)
-
-    arrays = load_or_compute_arrays(run.path / "reference.npz", make)
-    names = sorted(arrays)
-    run.keep_inputs("reference", {"reference.npz": hash_values(names, *(arrays[name] for name in names))})
-    return arrays
 
 
 def compare(before: Values, after: Values, summary: Callable[[Values], dict[str, float]]) -> Rows:

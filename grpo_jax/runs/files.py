@@ -12,16 +12,13 @@ import socket
 import struct
 import time
 import uuid
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import filelock
-import numpy as np
 
-from grpo_jax import hosts
 from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.options import fits
 
@@ -113,32 +110,6 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold lone surrogates
     os.replace(temporary, path)
-
-
-def load_or_compute_arrays(file: Path, make: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Arrays that are made once: read from the file where it is there, and written to it where it is not.
-
-    Args:
-      file: .npz, which all hosts see; a reader sees all of it or nothing.
-      make: the arrays by name; all hosts make them together, and the first writes them.
-
-    Raises:
-      UsageError: the file is damaged.
-    """
-    if not hosts.first_says(f"whether there is {file.name}", file.exists()):
-        made = dict(make())
-        if not hosts.is_first():
-            return made
-        temporary = file.with_name(file.name + ".tmp")
-        with temporary.open("wb") as opened:
-            np.savez(opened, **made)  # type: ignore[arg-type]
-        os.replace(temporary, file)
-        return made
-    try:
-        with np.load(file) as arrays:
-            return dict(arrays)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-        raise UsageError(f"{file} cannot be read: delete it, and it is computed anew") from None
 
 
 # ---- one process at a time writes to the folder of a run

@@ -32,7 +32,6 @@ from grpo_jax.offline.pairs import (
 )
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.files import load_or_compute_arrays
 from grpo_jax.runs.folder import RunFolder
 
 VOCAB, EOS = 12, 11
@@ -186,26 +185,6 @@ def test_evaluation_is_the_mean_over_pairs_with_intervals():
     assert numbers["accuracy"] == 0.5
     assert numbers["accuracy_low"] < 0.5 < numbers["accuracy_high"]
     assert numbers["margin"] == pytest.approx(-2.5)
-
-
-def test_arrays_are_made_once_and_a_damaged_file_is_refused(tmp_path):
-    calls = []
-
-    def make():
-        calls.append(1)
-        return {"a": np.arange(3.0), "b": np.zeros((2, 2), np.float32)}
-
-    made, read = (
-        load_or_compute_arrays(tmp_path / "kept.npz", make),
-        load_or_compute_arrays(tmp_path / "kept.npz", make),
-    )
-    assert len(calls) == 1
-    jax.tree.map(np.testing.assert_array_equal, made, read)
-    assert read["b"].dtype == np.float32
-    assert [file.name for file in tmp_path.iterdir()] == ["kept.npz"]
-    (tmp_path / "kept.npz").write_bytes((tmp_path / "kept.npz").read_bytes()[:40])
-    with pytest.raises(UsageError, match="cannot be read: delete it"):
-        load_or_compute_arrays(tmp_path / "kept.npz", make)
 
 
 def test_more_pairs_than_there_are_are_refused():
