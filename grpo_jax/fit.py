@@ -4,12 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from grpo_jax.config import LoggingConfig
 from grpo_jax.devices import devices_of, place, shardings
 from grpo_jax.models.params import join, split
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs, take_step
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.runner import Pace, run_steps
+from grpo_jax.runs.runner import run_steps
 
 
 def fit(
@@ -47,7 +48,9 @@ def fit(
     return run_steps(
         run,
         phase,
-        Pace(config.steps, config.eval_every, config.checkpoint_every, evaluates_end=False),
+        config.steps,
+        LoggingConfig(config.eval_every, config.checkpoint_every),
+        evaluates_end=False,
         initial_state=lambda: programs.init_state(trained),
         step=partial(take_step, programs, config, phase, frozen, batches),
         place=partial(place, devices=devices),

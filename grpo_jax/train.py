@@ -16,7 +16,7 @@ from grpo_jax.rl.source import Sampler, empty_queue
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.runner import Pace, run_steps
+from grpo_jax.runs.runner import run_steps
 from grpo_jax.statistics import paired_difference
 from grpo_jax.tasks.task import Task, inputs_of, random_reward
 
@@ -78,13 +78,8 @@ def train(
     return run_steps(
         run,
         phase,
-        Pace(
-            config.steps,
-            logging.eval_every,
-            logging.checkpoint_every,
-            logging.keep_checkpoints,
-            logging.profile_steps,
-        ),
+        config.steps,
+        logging,
         initial_state=initial_state,
         step=partial(iterate, it),
         place=partial(where.place, devices=devices, axes=STATE_AXES),

@@ -15,12 +15,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from grpo_jax import hosts
+from grpo_jax.config import LoggingConfig
 from grpo_jax.data.types import Line, Skipped
 from grpo_jax.errors import Interruption
 from grpo_jax.runs.folder import RunFolder
@@ -128,27 +129,18 @@ S = TypeVar("S", bound=Any)  # a NamedTuple with a field `params`, such as `rl.t
 Pending = Callable[[], Line]  # waits for the numbers of a step
 
 
-class Pace(NamedTuple):
-    """How often a phase evaluates and saves. Steps are counted from 1."""
-
-    steps: int  # of the phase in all
-    eval_every: int = 0  # 0: never
-    checkpoint_every: int = 0  # 0: only at the end
-    keep_checkpoints: int = 2
-    profile_steps: int = 0
-    evaluates_end: bool = True  # also if the last step is no multiple of eval_every
-
-
 def run_steps(
     run: RunFolder,
     phase: str,
-    pace: Pace,
+    steps: int,
+    logging: LoggingConfig,
     *,
     initial_state: Callable[[], S],
     step: Callable[[S, int, Callable[[], None]], tuple[S, Pending]],
     place: Callable[[S], S],
     shardings: Callable[[S], S],
     evaluate: Callable[[S, int], dict[str, float]] | None = None,
+    evaluates_end: bool = True,
     until: int | None = None,
 ) -> S:
     """Takes the steps of a phase, continuing from its newest checkpoint.
@@ -156,13 +148,15 @@ def run_steps(
     Args:
       run: where lines and checkpoints go.
       phase: names them.
-      pace: of the phase.
+      steps: of the phase in all, counted from 1.
+      logging: when the phase evaluates and saves.
       initial_state: makes the state before the first step. It may be traced for its shapes only.
       step: (state, number from 0, meanwhile) -> next state, and a function that waits for the line of the step. It
         calls `meanwhile` once, when it has given the devices something to do.
       place: state -> the state on its devices.
       shardings: shapes of a state -> where its arrays are put.
       evaluate: (state, steps taken) -> numbers to log: at step 0, every `eval_every` steps, and at the end.
+      evaluates_end: whether to evaluate the end also if the last step is no multiple of `eval_every`.
       until: the step to stop at. A later call continues from there. None: the last step.
 
     Returns:
@@ -171,9 +165,9 @@ def run_steps(
     Raises:
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    end = pace.steps if until is None else until
-    evaluate = evaluate if pace.eval_every else None
-    phase_checkpoints = run.checkpoints(phase, keep=pace.keep_checkpoints, every=pace.checkpoint_every)
+    end = steps if until is None else until
+    evaluate = evaluate if logging.eval_every else None
+    phase_checkpoints = run.checkpoints(phase, keep=logging.keep_checkpoints, every=logging.checkpoint_every)
     with between_steps() as asked_to_stop, phase_checkpoints as checkpoints:
         state, done = checkpoints.restore(initial_state, shardings)
         state = place(state)
@@ -182,8 +176,8 @@ def run_steps(
             run.log(phase, 0, evaluate(state, 0))
         pending: Pending | None = None
         reached = saved = done  # steps that the state has taken, and that of the newest checkpoint
-        profile = profiling(run.path / "profile", done, pace.profile_steps)
-        with run.progress(phase, pace.steps, done) as show, profile as profile_step:
+        profile = profiling(run.path / "profile", done, logging.profile_steps)
+        with run.progress(phase, steps, done) as show, profile as profile_step:
 
             def read(evaluated: dict[str, float]) -> None:
                 nonlocal pending
@@ -200,7 +194,7 @@ def run_steps(
                     state, pending = step(state, number, lambda: read({}))
                     reached, is_last = number + 1, number + 1 == end
                     evaluated: dict[str, float] = {}
-                    if evaluate and (reached % pace.eval_every == 0 or (is_last and pace.evaluates_end)):
+                    if evaluate and (reached % logging.eval_every == 0 or (is_last and evaluates_end)):
                         with run.timed("evaluate"):
                             evaluated = evaluate(state, reached)
                     stop = asked_to_stop()
