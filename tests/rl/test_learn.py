@@ -337,11 +337,11 @@ def test_the_constant_length_of_dr_grpo_does_not_count_tokens_of_an_environment(
     ("config", "components"),
     [
         pytest.param(recipe("grpo", minibatches=2, epochs=2, kl_coef=0.2), 0, id="grpo"),
-        pytest.param(with_options(PPOConfig(), minibatches=2, kl_coef=0.1, kl_target=0.05), 0, id="ppo_own"),
         *(
             pytest.param(config, components, id=name, marks=pytest.mark.slow)
             for name, components, config in (
                 ("gdpo", 3, recipe("dapo", advantages_of="components", minibatches=2)),
+                ("ppo_own", 0, with_options(PPOConfig(), minibatches=2, kl_coef=0.1, kl_target=0.05)),
                 ("ppo_shared", 0, with_options(PPOConfig(), critic="shared", epochs=2, bootstrap_truncated=True)),
                 (
                     "lite_ppo",
