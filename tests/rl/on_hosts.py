@@ -13,14 +13,10 @@ import numpy as np
 
 from grpo_jax import hosts
 from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.data.types import Prompts, pad_prompts, rng
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.tasks.task import Task
 from grpo_jax.train import learn
-
-N, EOS, PAD = 8, 6, 7
 
 
 @dataclass(frozen=True)
@@ -29,7 +25,7 @@ class Config:
 
     train: GRPOConfig = recipe(
         steps=4,
-        num_prompts=N,
+        num_prompts=8,
         group_size=4,
         max_tokens=3,
         learning_rate=3e-2,
@@ -42,11 +38,6 @@ class Config:
     output: flags.RunConfig = flags.RunConfig(Path("run"))
     mode: str = ""
     """What happens to host 1 after a few steps."""
-
-
-def prompts(step: int) -> Prompts:
-    tokens = rng(step).integers(0, 6, (N, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
 
 
 class Threes:
@@ -74,9 +65,9 @@ class Threes:
 
 def run(config: Config) -> None:
     """Trains, with evaluations; host 0 prints the checksum."""
-    from bigrams import PARAMS, POLICY, V  # arrays: JAX has to know the hosts before
+    from bigrams import PARAMS, POLICY, TASK  # arrays: JAX has to know the hosts before
 
-    task = Task(prompts, Threes(config.mode), prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+    task = TASK._replace(reward=Threes(config.mode))
     programs = make_programs(POLICY, task, config.train)
     folder = flags.open_run(config)
     state, _ = learn({"policy": PARAMS}, task, config.train, folder, programs, phase="grpo")
@@ -97,9 +88,9 @@ def updates(folder: Path, options: hosts.HostOptions) -> None:
         expected = cases.gradients(name, mesh)
         if hosts.is_first():
             np.savez(folder / f"{name}.npz", *jax.tree.leaves(expected))
-    found = cases.sampled(cases.Mesh(2, number // 2))
+    actual = cases.sampled(cases.Mesh(2, number // 2))
     if hosts.is_first():
-        np.savez(folder / "sampled.npz", ids=found.completion_ids, logprobs=found.sampler_logprobs)
+        np.savez(folder / "sampled.npz", ids=actual.completion_ids, logprobs=actual.sampler_logprobs)
     shape, run = traffic.shape_and_run(number)
     program = traffic.lowered(traffic.MODEL, run, traffic.P, programs=("learn",))["learn"].compile()
     exchanged = traffic.by_purpose(traffic.sizes(traffic.collectives(str(program.as_text()))))

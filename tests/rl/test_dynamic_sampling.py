@@ -1,40 +1,47 @@
 """Dynamic sampling: which groups a step learns from, at what cost, at fixed shapes, and again after a crash."""
 
-import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
-from bigrams import EOS, PAD, POLICY, V, train_grpo
+from bigrams import POLICY, train_grpo
+from rl_helpers import Stop, assert_same_runs, open_run, stopping
+from tiny import digit_prompts, digit_task, refused
 
 from grpo_jax.config import recipe, with_options
-from grpo_jax.data.types import Component, Prompts, Span, pad_prompts, rng
+from grpo_jax.data.types import Component, Prompts, Span
 from grpo_jax.devices import to_devices
-from grpo_jax.errors import UsageError
 from grpo_jax.rl.grade import token_texts
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.source import fresh, select_groups, to_batch, until_spread
 from grpo_jax.rl.types import Graded, Rollout
-from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.tasks.task import Task
 
 CONFIG = recipe(
     steps=6, num_prompts=4, group_size=4, max_tokens=3, learning_rate=1e-2, checkpoint_every=2, max_rollouts=5
 )
 
 
-def prompts(step: int) -> Prompts:
-    tokens = rng(step).integers(0, 6, (4, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
-
-
 def begins_with_three(examples, completions):
     return [float(text.startswith("3")) for text in completions]
 
 
-TASK = Task(prompts, begins_with_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+prompts = partial(digit_prompts, count=4)
+TASK = digit_task(begins_with_three, prompts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"max_rollouts": 1, "filter_metric": "answer"}, "raise max_rollouts"),
+        ({"filter_metric": "anwser"}, "answer, length"),
+    ],
+)
+def test_what_cannot_be_filtered_is_refused(changes, sentence):
+    rewards = {"answer": Component(begins_with_three), "length": Component(begins_with_three, 0.1)}
+    with refused(sentence):
+        make_programs(POLICY, TASK._replace(reward=rewards), with_options(CONFIG, **changes))
 
 
 # ---- which groups
@@ -47,7 +54,7 @@ def made_up(number: int, rewards, parts=None) -> Rollout:
     tokens = np.broadcast_to(names[:, None, None], (*rewards.shape, 2))
     completions = Completions(tokens, tokens >= 0, None, None, rewards > 9)
     examples = [{"prompt": str(name)} for name in names]
-    prompts = Prompts(tokens[:, 0], tokens[:, 0] >= 0, examples)
+    first = Prompts(tokens[:, 0], tokens[:, 0] >= 0, examples)
     components = {"raw": rewards if parts is None else np.asarray(parts, np.float32)}
     spans = np.empty(rewards.shape, object)
     for i, j in np.ndindex(spans.shape):
@@ -55,7 +62,7 @@ def made_up(number: int, rewards, parts=None) -> Rollout:
     graded = Graded(
         rewards, ~np.isnan(rewards), components, tokens[..., 0], completions.truncated, names / 100, spans, {}
     )
-    return Rollout(prompts, to_batch(prompts.ids, prompts.mask, tokens[..., 0] * 1.0, completions), graded=graded)
+    return Rollout(first, to_batch(first.ids, first.mask, tokens[..., 0] * 1.0, completions), graded=graded)
 
 
 def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
@@ -150,10 +157,6 @@ def test_groups_on_the_devices_are_those_of_numpy(devices, draws):
 # ---- in a run
 
 
-def open_run(path) -> RunFolder:
-    return RunFolder(path, dataclasses.asdict(CONFIG))
-
-
 def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_path):
     programs, scored = make_programs(POLICY, TASK, CONFIG), []
 
@@ -161,7 +164,7 @@ def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_p
         scored.append(batch.prompt_ids.shape)
         return programs.score(trained, extras, frozen, start, batch)
 
-    whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
+    whole, cut = (open_run(tmp_path / name, CONFIG) for name in ("whole", "cut"))
     expected = train_grpo(TASK, CONFIG, whole, programs._replace(score=score))
     lines = whole.lines()
     assert max(line["rollouts"] for line in lines) > 1
@@ -174,43 +177,20 @@ def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_p
     assert [line["rollout_tokens"] for line in times] == [line["tokens"] for line in lines]
     assert len({line["compilations"] for line in times}) == 1
 
-    class Stop(Exception):
-        pass
-
-    def stopping(number):
-        if number >= 4 * CONFIG.sampling.max_rollouts:
-            raise Stop
-        return prompts(number)
-
+    drawn = sum(line["rollouts"] for line in lines)
     with pytest.raises(Stop):
-        train_grpo(TASK._replace(prompts=stopping), CONFIG, cut, programs)
-    resumed = train_grpo(TASK, CONFIG, open_run(tmp_path / "cut"), programs)
-    assert params_sha256(resumed) == params_sha256(expected)
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        assert (cut.path / name).read_text() == (whole.path / name).read_text()
+        train_grpo(TASK._replace(prompts=stopping(prompts, drawn - 2)), CONFIG, cut, programs)
+    cut = open_run(tmp_path / "cut", CONFIG)
+    assert_same_runs((train_grpo(TASK, CONFIG, cut, programs), cut), (expected, whole))
 
 
 def test_a_cap_that_was_hit_is_said(tmp_path, capsys):
     config = with_options(CONFIG, steps=1, max_rollouts=2)
-    run = RunFolder(tmp_path, dataclasses.asdict(config))
+    run = open_run(tmp_path, config)
     train_grpo(TASK._replace(reward=lambda examples, texts: [1.0] * len(texts)), config, run)
     line = run.lines()[0]
     assert (line["rollouts"], line["zero_spread_share"], line["update_zero_spread_share"]) == (2, 1, 1)
     assert "raise max_rollouts" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"max_rollouts": 0}, "max_rollouts is 0"),
-        ({"max_rollouts": 1, "filter_metric": "answer"}, "raise max_rollouts"),
-        ({"filter_metric": "anwser"}, "answer, length"),
-    ],
-)
-def test_what_cannot_be_filtered_is_refused(changes, sentence):
-    rewards = {"answer": Component(begins_with_three), "length": Component(begins_with_three, 0.1)}
-    with pytest.raises(UsageError, match=sentence):
-        make_programs(POLICY, TASK._replace(reward=rewards), with_options(CONFIG, **changes))
 
 
 # ---- tokens for people

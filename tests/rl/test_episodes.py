@@ -1,22 +1,21 @@
 """Episodes in training: what is learned from, what ends them, and that a run is the same when it is cut."""
 
 import asyncio
-import dataclasses
-import functools
+from functools import cache, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import EOS, PAD, PARAMS, POLICY, V, train_grpo
+from bigrams import PARAMS, POLICY, V, train_grpo
+from losses import loss_of
+from rl_helpers import assert_close, assert_same_runs, compilations_of, open_run
+from tiny import digit_prompts, digit_task, random_params, refused, tiny_config
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.episodes import Reply, environment, episode_return
-from grpo_jax.data.types import Component, pad_prompts, rng
+from grpo_jax.data.types import Component, rng
 from grpo_jax.devices import Mesh
-from grpo_jax.errors import UsageError
 from grpo_jax.functional import turn_advantages
-from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import grpo_method, make_programs
@@ -26,8 +25,7 @@ from grpo_jax.rl.source import completion_numbers, group_temperatures, make_samp
 from grpo_jax.rl.types import SAMPLING, Forward, noise_of
 from grpo_jax.rl.update import accumulate_grads
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder
-from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.tasks.task import random_reward
 
 CONFIG = recipe(
     steps=4,
@@ -40,27 +38,24 @@ CONFIG = recipe(
     checkpoint_every=2,
     rollouts_every=1,
 )
-DECODER = decoder_policy(ModelConfig(V, 16, 24, 1, 2, 1, 8, initializer_range=0.5))
 
 
-def prompts(step):
-    tokens = rng(step).integers(0, 6, (4, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
+EOS, PAD = 6, 7
+DECODER = decoder_policy(tiny_config(V, intermediate_size=24, initializer_range=0.5))
+DECODER_PARAMS = jax.jit(DECODER.init)(jax.random.key(0))
+prompts = partial(digit_prompts, count=4)
+INPUTS = completion_numbers(CONFIG.sampling), group_temperatures(CONFIG.sampling), noise_of(0, SAMPLING, 0)
 
 
 def says_three(examples, completions):
     return [sum(turn.action.count("3") for turn in completion.turns) / 3 for completion in completions]
 
 
-def decode(ids):
-    return "".join(map(str, ids))
-
-
 def encode(text):
     return [int(character) for character in text]
 
 
-TASK = Task(prompts, says_three, prompts(999), decode, (EOS,), PAD, V)
+TASK = digit_task(says_three, prompts)
 
 
 def echo(example, transcript, key):
@@ -77,11 +72,24 @@ def with_environment(reply, **changes):
 ECHO = with_environment(echo)
 
 
-def open_run(path, config=CONFIG):
-    return RunFolder(path, dataclasses.asdict(config))
+@cache
+def sampled():
+    """A batch of episodes with what a loss needs, and the same episodes on the host."""
+    batch, completions = make_sampler(DECODER, ECHO, CONFIG.sampling).sample(DECODER_PARAMS, prompts(0), *INPUTS)
+    mask = completions.completion_mask
+    batch = batch._replace(
+        advantages=np.linspace(-1, 1, mask[..., 0].size, dtype=np.float32).reshape(mask.shape[:2]),
+        ref_logprobs=batch.sampler_logprobs - 0.1,
+        weights=jax.jit(CONFIG.loss.objective.aggregation)(mask),
+    )
+    return batch, jax.device_get(completions)
 
 
-@functools.cache
+def sample(task):
+    return make_sampler(POLICY, task, CONFIG.sampling).complete(PARAMS, prompts(0), *INPUTS)
+
+
+@cache
 def programs_of_echo():
     return make_programs(POLICY, ECHO, CONFIG)
 
@@ -92,31 +100,13 @@ def train_bigrams(task, run, config=CONFIG):
     return train_grpo(task, config, run, programs)
 
 
-@functools.cache
-def decoder_params():
-    return jax.jit(DECODER.init)(jax.random.key(0))
-
-
-@functools.cache
-def sampled():
-    """A batch of episodes, and the same on the host."""
-    given = completion_numbers(CONFIG.sampling), group_temperatures(CONFIG.sampling), noise_of(0, SAMPLING, 0)
-    batch, completions = make_sampler(DECODER, ECHO, CONFIG.sampling).sample(decoder_params(), prompts(0), *given)
-    return batch, jax.device_get(completions)
-
-
-def sample(task, config=CONFIG, policy=POLICY, params=PARAMS):
-    given = completion_numbers(config.sampling), group_temperatures(config.sampling), noise_of(0, SAMPLING, 0)
-    return make_sampler(policy, task, config.sampling).complete(params, prompts(0), *given)
-
-
 # ---- what is learned from
 
 
 def test_first_ratio_is_one_over_three_turns_of_any_lengths(tmp_path):
     config = with_options(CONFIG, steps=2, preset="dapo", minibatches=2, temperature=1.2)
     run = open_run(tmp_path, config)
-    train_grpo(ECHO, config, run, params=decoder_params(), policy=DECODER)
+    train_grpo(ECHO, config, run, params=DECODER_PARAMS, policy=DECODER)
     for line in run.lines():
         assert line["turns_mean"] > 1.5
         assert line["length_min"] < line["length_max"]
@@ -124,77 +114,51 @@ def test_first_ratio_is_one_over_three_turns_of_any_lengths(tmp_path):
         assert line["first_sampler_mismatch"] == pytest.approx(1, abs=1e-5)
 
 
-def loss_of_hidden():
-    """Hidden states that predict each token, and the loss as a function of them."""
-    batch, completions = sampled()
-    mask = completions.completion_mask
-    batch = batch._replace(
-        advantages=np.linspace(-1, 1, mask[..., 0].size, dtype=np.float32).reshape(mask.shape[:2]),
-        ref_logprobs=batch.sampler_logprobs - 0.1,
-        weights=jax.jit(CONFIG.loss.objective.aggregation)(mask),
-    )
-    hidden = jax.jit(DECODER.hidden)(decoder_params(), batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
-    (objective,) = grpo_method(DECODER, CONFIG).terms
-
-    def loss(hidden):
-        scores = score_completion_tokens(DECODER, decoder_params(), batch, hidden=hidden)
-        return objective({"policy": decoder_params()}, Forward(hidden, scores.logprobs, scores.entropy), batch)
-
-    return hidden, loss
-
-
-def test_tokens_of_the_environment_have_no_gradient():
-    (hidden, loss), heard = loss_of_hidden(), ~sampled()[1].completion_mask
-    assert (sampled()[1].turn > 0)[heard].any()
-    gradient = np.asarray(jax.jit(jax.grad(lambda x: loss(x)[0]))(hidden))
-    assert (gradient[heard] == 0).all()
-    assert (np.abs(gradient[~heard]).max(-1) > 0).all()
-    # Nor is any of their numbers read: other ones change no bit of the loss or of its metrics.
-    other = np.where(heard[..., None], np.asarray(hidden) + 3.0, hidden)
-    for one, two in zip(*map(jax.tree.leaves, map(jax.jit(loss), (hidden, other))), strict=True):
-        assert one == two
-
-
-@pytest.mark.slow
-def test_packed_episodes_have_the_gradient_of_padded_ones():
-    batch, completions = sampled()
-    mask = completions.completion_mask
-    batch = batch._replace(
-        advantages=jnp.linspace(-1, 1, mask[..., 0].size).reshape(mask.shape[:2]),
-        ref_logprobs=batch.sampler_logprobs - 0.1,
-        weights=CONFIG.loss.objective.aggregation(mask),
-    )
-    method = grpo_method(DECODER, CONFIG)
-    (objective,) = method.terms
-
-    def loss_fn(params, piece):
-        models = {"policy": params}
-        return objective(models, method.forward(models, piece), piece)
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def gradients(params, packs):
-        pieces = packed(lengths_of(batch.completion_mask), mask.shape[-1], 4) if packs else ()
-        return accumulate_grads(loss_fn, params, batch, pieces)[:2]
-
-    for one, two in zip(*(jax.tree.leaves(gradients(decoder_params(), packs)) for packs in (True, False)), strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-6)
-
-
 @pytest.mark.slow
 def test_an_episode_of_one_turn_gives_the_numbers_of_a_completion(tmp_path):
     done = with_environment(lambda example, transcript, key: Reply(done=True))
     alone = with_options(CONFIG, max_turns=1, environment_tokens=0)
-    found = []
+    actual = []
     for name, task in {"alone": TASK, "done": done}.items():
         run = open_run(tmp_path / name, alone)
         state = train_grpo(task, alone, run)
-        found.append((params_sha256(state.params), run.lines()))
-    (sha, lines), (other_sha, others) = found
+        actual.append((params_sha256(state.params), run.lines()))
+    (sha, lines), (other_sha, others) = actual
     assert sha == other_sha
     for line, other in zip(lines, others, strict=True):
         assert other["turns_mean"] == 1
         assert other["ended_done"] == 16
         assert {name: other[name] for name in line} == line
+
+
+def test_tokens_of_the_environment_have_no_gradient():
+    (batch, completions), (objective,) = sampled(), grpo_method(DECODER, CONFIG).terms
+    heard = ~completions.completion_mask
+    assert (completions.turn > 0)[heard].any()
+    hidden = jax.jit(DECODER.hidden)(DECODER_PARAMS, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+
+    def loss(hidden):
+        scores = score_completion_tokens(DECODER, DECODER_PARAMS, batch, hidden=hidden)
+        return objective({"policy": DECODER_PARAMS}, Forward(hidden, scores.logprobs, scores.entropy), batch)
+
+    gradient = np.asarray(jax.jit(jax.grad(lambda x: loss(x)[0]))(hidden))
+    assert (gradient[heard] == 0).all()
+    assert (np.abs(gradient[~heard]).max(-1) > 0).all()
+    # Nor is any of their numbers read: other ones change no bit of the loss or of its metrics.
+    other = np.where(heard[..., None], np.asarray(hidden) + 3.0, hidden)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.jit(loss), (hidden, other)))
+
+
+@pytest.mark.slow
+def test_packed_episodes_have_the_gradient_of_padded_ones():
+    (batch, _), loss = sampled(), loss_of(grpo_method(DECODER, CONFIG))
+
+    @partial(jax.jit, static_argnums=1)
+    def gradients(params, packs):
+        pieces = packed(lengths_of(batch.completion_mask), batch.completion_mask.shape[-1], 4) if packs else ()
+        return accumulate_grads(lambda params, piece: loss({"policy": params}, piece), params, batch, pieces)[:2]
+
+    assert_close(*(gradients(DECODER_PARAMS, packs) for packs in (True, False)), atol=1e-6)
 
 
 def learned_by_turns(task, folder, **options):
@@ -256,13 +220,13 @@ def test_a_reward_in_place_of_the_tasks_is_in_place_of_the_environments(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, Mesh(data=2), Mesh(tensor=2)], ids=["pmap", "data", "tensor"])
 def test_devices_sample_the_same_episodes(devices):
-    policy = decoder_policy(ModelConfig(V, 16, 24, 1, 2, 2, 8, initializer_range=0.5))
-    params, found = jax.jit(policy.init)(jax.random.key(0)), []
-    given = completion_numbers(CONFIG.sampling), group_temperatures(CONFIG.sampling), noise_of(0, SAMPLING, 0)
-    for where in (1, devices):
-        sampler = make_sampler(policy, ECHO, CONFIG.sampling, devices=where)
-        found.append(sampler.complete(params, prompts(0), *given))
-    one, many = found
+    shape = tiny_config(V, num_key_value_heads=2)
+    one, many = (
+        make_sampler(decoder_policy(shape), ECHO, CONFIG.sampling, devices=where).complete(
+            random_params(shape), prompts(0), *INPUTS
+        )
+        for where in (1, devices)
+    )
     assert one.turn.max() == 3
     for name in ("completion_ids", "completion_mask", "turn", "ending", "truncated"):
         np.testing.assert_array_equal(getattr(many, name), getattr(one, name))
@@ -366,85 +330,75 @@ def test_what_ended_an_episode_is_counted(reply, ending):
 
 
 @pytest.mark.parametrize(
-    ("task", "changes", "words"),
+    ("task", "policy", "changes", "words"),
     [
-        (ECHO, {"environment_tokens": 0}, "environment_tokens is 0"),
-        (TASK, {}, "max_turns and environment_tokens are for tasks with an environment"),
+        (ECHO, POLICY, {"environment_tokens": 0}, "environment_tokens is 0"),
+        (TASK, POLICY, {}, "max_turns and environment_tokens"),
+        (ECHO, POLICY._replace(decoder=None), {}, "no decoder"),
     ],
 )
-def test_what_cannot_work_is_refused(task, changes, words):
-    with pytest.raises(UsageError, match=words):
-        make_programs(POLICY, task, with_options(CONFIG, **changes))
-
-
-def test_a_policy_that_cannot_go_on_is_refused():
-    with pytest.raises(UsageError, match="no decoder"):
-        make_programs(POLICY._replace(decoder=None), ECHO, CONFIG)
+def test_what_cannot_work_is_refused(task, policy, changes, words):
+    with refused(words):
+        make_programs(policy, task, with_options(CONFIG, **changes))
 
 
 def test_an_environment_that_only_raises_ends_the_run(tmp_path):
-    with pytest.raises(UsageError, match=r"no answer in turn 1 \(.*test_episodes.py, line \d+, in fails\)"):
-        train_bigrams(with_environment(fails), open_run(tmp_path))
+    with refused(r"no answer in turn 1 \(.*test_episodes.py, line \d+, in fails\)"):
+        train_bigrams(with_environment(fails), open_run(tmp_path, CONFIG))
 
 
-def test_failures_are_counted_and_told_once(tmp_path):
+@pytest.mark.parametrize(
+    ("failing", "ending", "words"),
+    [
+        (fails, "raised", "no answer in turn"),
+        (lambda *_: Reply(ids=[1, V]), "not_a_reply", f"a reply has the token {V}"),
+    ],
+)
+def test_failures_are_counted_and_told_once(tmp_path, failing, ending, words):
     def sometimes(example, transcript, key):
-        return echo(example, transcript, key) if key[3] % 4 else fails(example, transcript, key)
+        return (echo if key[3] % 4 else failing)(example, transcript, key)
 
-    run = open_run(tmp_path)
-    train_bigrams(with_environment(sometimes), run)
-    assert [line["ended_raised"] for line in run.lines()] == [4] * 4
-    assert sum("environment" in line["message"] for line in run.lines("warnings.jsonl")) == 1
-
-
-def test_tokens_that_the_model_does_not_have_end_an_episode_and_are_told(tmp_path):
-    def sometimes(example, transcript, key):
-        return echo(example, transcript, key) if key[3] % 4 else Reply(ids=[1, V])
-
-    run = open_run(tmp_path)
-    train_bigrams(with_environment(sometimes), run, with_options(CONFIG, steps=1))
-    assert run.lines()[0]["ended_not_a_reply"] > 0
+    run = open_run(tmp_path, CONFIG)
+    train_bigrams(with_environment(sometimes), run, with_options(CONFIG, steps=2))
+    assert all(line[f"ended_{ending}"] > 0 for line in run.lines())
     assert run.lines()[0]["ended_turns"] > 0
     (line,) = (line for line in run.lines("warnings.jsonl") if "environment" in line["message"])
-    assert f"a reply has the token {V}, and the model's are 0 to {V - 1}" in line["message"]
+    assert words in line["message"]
 
 
 # ---- the same run, however it is cut
 
 
-class Stop(BaseException):
-    pass
-
-
 def test_a_run_that_is_cut_within_a_turn_ends_with_the_same_bytes(tmp_path):
-    whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
-    expected = train_bigrams(ECHO, whole)
+    def resume(name, task):
+        run = open_run(tmp_path / name, CONFIG)
+        return train_bigrams(task, run), run
 
     def stops(example, transcript, key):
         if key[2] == 3 and key[4] == 1:  # in the second turn of the last step
-            raise Stop
+            raise KeyboardInterrupt
         return echo(example, transcript, key)
 
-    with pytest.raises(Stop):
-        train_bigrams(with_environment(stops), cut)
-    resumed = train_bigrams(ECHO, open_run(tmp_path / "cut"))
-    assert params_sha256(resumed) == params_sha256(expected)
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        assert (cut.path / name).read_text() == (whole.path / name).read_text()
+    whole = resume("whole", ECHO)
+    with pytest.raises(KeyboardInterrupt):
+        resume("cut", with_environment(stops))
+    assert_same_runs(resume("cut", ECHO), whole)
+    counts = compilations_of(whole[1])
+    assert counts == [counts[0]] * 4
 
 
-@pytest.mark.parametrize("advantages_of", ["sum", "turns"])
+@pytest.mark.parametrize("advantages_of", [pytest.param("sum", marks=pytest.mark.slow), "turns"])
 def test_episodes_that_wait_in_the_queue_keep_their_turns_and_endings(tmp_path, advantages_of):
     config = with_options(CONFIG, staleness=2, checkpoint_every=1, advantages_of=advantages_of)
     task = ECHO._replace(reward={"threes": Component(says_three), "environment": Component(episode_return, 0.5)})
     programs = make_programs(POLICY, task, config)
-    whole = open_run(tmp_path / "whole", config)
-    state = train_grpo(task, config, whole, programs)
-    train_grpo(task, config, open_run(tmp_path / "cut", config), programs, until=1)
-    resumed = train_grpo(task, config, open_run(tmp_path / "cut", config), programs)
-    assert params_sha256(resumed) == params_sha256(state)
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        assert (tmp_path / "cut" / name).read_bytes() == (whole.path / name).read_bytes()
+
+    def resume(name, until=None):
+        run = open_run(tmp_path / name, config)
+        return train_grpo(task, config, run, programs, until=until), run
+
+    (state, whole), _ = resume("whole"), resume("cut", until=1)
+    assert_same_runs(resume("cut"), (state, whole))
     for group in whole.lines("rollouts.jsonl"):
         for turns, rewards in zip(group["turns"], group["turn_rewards"], strict=True):
             assert len(rewards) == max(turns)
@@ -454,11 +408,3 @@ def test_episodes_that_wait_in_the_queue_keep_their_turns_and_endings(tmp_path, 
     train_grpo(task, with_options(config, staleness=0, steps=1), fresh)
     first, others = fresh.lines("rollouts.jsonl"), whole.lines("rollouts.jsonl")
     assert [others[i] for i in range(len(first))] == first
-
-
-@pytest.mark.slow
-def test_nothing_compiles_after_the_first_step(tmp_path):
-    run = open_run(tmp_path)
-    train_grpo(ECHO, CONFIG, run)
-    counts = [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]
-    assert counts == [counts[0]] * 4

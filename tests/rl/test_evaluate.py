@@ -8,18 +8,18 @@ import jax
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from rl_helpers import says_three
 from scipy import stats
+from tiny import digit_prompts, digit_task, random_params, tiny_config
 
 from experiments.tasks.arithmetic import arithmetic_task
 from grpo_jax.config import recipe
-from grpo_jax.data.types import Completion, Component, pad_prompts, rng
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.data.types import Completion, Component, rng
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.builtin import formula_vote, number_vote
 from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.rl.source import make_sampler
 from grpo_jax.statistics import best_of, bootstrap, majority, paired_difference
-from grpo_jax.tasks.task import Task
 
 # ---- best of k
 
@@ -102,11 +102,9 @@ def test_answers_that_are_the_same_are_one_vote(vote, same, other):
     assert len(votes) == 1
     assert vote({}, Completion(other)) not in votes
     assert not votes & {None}
-
-
-def test_who_gives_no_answer_does_not_vote():
-    assert number_vote({}, Completion("none")) is formula_vote({}, Completion("none")) is None
-    assert number_vote({}, Completion("0")) == formula_vote({}, Completion("0")) == 0
+    if vote in (number_vote, formula_vote):
+        assert vote({}, Completion("none")) is None
+        assert vote({}, Completion("0")) == 0
 
 
 # ---- intervals
@@ -121,14 +119,6 @@ def test_percentiles_are_further_out_for_few_prompts():
     assert_allclose(bootstrap(values), [0.3, *expected])
     assert_allclose(bootstrap(values), bootstrap(values, seed=1))
     assert bootstrap(values, level=0.5).low > expected[0]
-
-
-def test_few_and_many_different_values_are_resampled_alike():
-    values = rng(0).integers(0, 5, 800) / 4
-    jittered = values + np.linspace(0, 1e-9, 800)
-    assert_allclose(bootstrap(values), bootstrap(jittered), atol=2e-3)
-    half_width = 1.96 * values.std() / 800**0.5
-    assert_allclose(bootstrap(values), values.mean() + np.array([0, -half_width, half_width]), atol=2e-3)
 
 
 def test_all_right_or_all_wrong_has_the_exact_binomial_bound():
@@ -199,15 +189,11 @@ def test_intervals_cover_what_they_should(kind, count):
 
 # ---- held-out completions
 
-VOCAB, EOS, PAD = 8, 6, 7
-POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
-PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
-TOKENS = rng(1).integers(0, 6, (11, 2)).tolist()
-HELDOUT = pad_prompts(TOKENS, [{"prompt": str(t), "number": i} for i, t in enumerate(TOKENS)], width=3, pad_id=PAD)
-
-
-def says_three(examples, completions):
-    return [text.count("3") / 3 for text in completions]
+VOCAB = 8
+POLICY = decoder_policy(tiny_config(VOCAB))
+PARAMS = random_params(tiny_config(VOCAB))
+HELDOUT = digit_prompts(1, 11)
+HELDOUT = HELDOUT._replace(examples=[row | {"number": i} for i, row in enumerate(HELDOUT.examples)])
 
 
 def novelty(examples, completions):
@@ -217,16 +203,7 @@ def novelty(examples, completions):
 
 
 REWARDS = {"threes": Component(says_three), "novel": Component(novelty, 0.5)}
-TASK = Task(
-    prompts=lambda step: HELDOUT,
-    reward=REWARDS,
-    heldout=HELDOUT,
-    decode=lambda ids: "".join(map(str, ids)),
-    eos_ids=(EOS,),
-    pad_id=PAD,
-    vocab_size=VOCAB,
-    answer=lambda example, completion: str(completion)[:1] or None,
-)
+TASK = digit_task(REWARDS, lambda step: HELDOUT)._replace(answer=lambda row, completion: str(completion)[:1] or None)
 SAMPLER = make_sampler(POLICY, TASK, recipe(max_tokens=3).sampling)
 SHAPE = {"num_prompts": 4, "group_size": 4}
 

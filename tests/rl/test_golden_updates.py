@@ -6,13 +6,12 @@ advantages and the gradient of every optimizer step must come out again.
 
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from rl_helpers import recorder
 
 from grpo_jax.config import PPOConfig, recipe, run_of, with_options
 from grpo_jax.data.types import pad_prompts, rng
@@ -36,33 +35,6 @@ with np.load(Path(__file__).parents[1] / "golden" / "updates" / "updates.npz") a
 STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 MODEL = ModelConfig(8, 8, 16, 2, 2, 1, 4, initializer_range=0.5)
 CASES = sorted({name.split("/")[0] for name in GOLDEN})
-
-
-class Recorded(NamedTuple):
-    """Gradients of the optimizer steps so far."""
-
-    count: jax.Array
-    gradients: optax.Params  # [U, ...]
-
-
-def recorder(case: str, rate: float) -> optax.GradientTransformation:
-    """Keeps every gradient, and steps along the recorded one: later gradients are then taken where those were."""
-    expected = gradients_of(case)
-
-    def init(params):
-        updates = len(next(iter(expected.values())))
-        return Recorded(jnp.int32(0), jax.tree.map(lambda x: jnp.zeros((updates, *x.shape), x.dtype), params))
-
-    def update(gradients, state, params=None):
-        del params
-        kept = jax.tree.map(lambda all_, one: all_.at[state.count].set(one), state.gradients, gradients)
-
-        def step(path, _):
-            return -rate * jnp.asarray(expected[path_of(path)])[state.count]
-
-        return jax.tree_util.tree_map_with_path(step, gradients), Recorded(state.count + 1, kept)
-
-    return optax.GradientTransformation(init, update)
 
 
 def arrays(case: str, prefix: str = "") -> dict[str, np.ndarray]:
@@ -112,8 +84,13 @@ def set_up(case: str):
         start = {"policy": start["policy"], "critic": critic}
     else:
         method, start = grpo_method(policy, config), {"policy": start}
-    rate = json.loads(str(GOLDEN[f"{case}/config"]))["sgd"]
-    return policy, method._replace(optimizer=recorder(case, rate)), start, run_of(config)
+    expected, rate = gradients_of(case), json.loads(str(GOLDEN[f"{case}/config"]))["sgd"]
+
+    def recorded(number, gradients):  # later gradients are then taken where the recorded ones were
+        return jax.tree_util.tree_map_with_path(lambda path, _: jnp.asarray(expected[path_of(path)])[number], gradients)
+
+    optimizer = recorder(len(next(iter(expected.values()))), rate, recorded)
+    return policy, method._replace(optimizer=optimizer), start, run_of(config)
 
 
 def task_of(policy):
@@ -172,9 +149,7 @@ def check(case: str, state, learned, batch) -> None:
     np.testing.assert_allclose(learned.advantages, data["advantages_logged"], atol=2e-5)
     if run_of(config_of(case)).optimizer.minibatches > 1:  # else the order is of no consequence
         assert np.asarray(learned.order).reshape(data["order"].shape).tolist() == data["order"].tolist()
-    for name, value in arrays(case, "means/").items():
-        np.testing.assert_allclose(learned.metrics[name], value, rtol=1e-3, atol=5e-5, err_msg=name)
-    for name, value in arrays(case, "judged/").items():
+    for name, value in (arrays(case, "means/") | arrays(case, "judged/")).items():
         np.testing.assert_allclose(learned.metrics[name], value, rtol=1e-3, atol=5e-5, err_msg=name)
 
 
@@ -191,15 +166,16 @@ def test_gradients_are_those_that_were_recorded(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["grpo_minibatches", "ppo_own_reference", "gdpo"])
-def test_gradients_do_not_depend_on_devices(case):
-    check(case, *replay(case, devices=2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["grpo_reference", "ppo_shared"])
-def test_gradients_do_not_depend_on_microbatches(case):
-    check(case, *replay(case, microbatches=4 if case == "grpo_reference" else 2))
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        *((case, {"devices": 2}) for case in ("grpo_minibatches", "ppo_own_reference", "gdpo")),
+        ("grpo_reference", {"microbatches": 4}),
+        ("ppo_shared", {"microbatches": 2}),
+    ],
+)
+def test_gradients_do_not_depend_on_devices_and_microbatches(case, options):
+    check(case, *replay(case, **options))
 
 
 def test_tokens_of_the_first_step_are_those_that_were_recorded():

@@ -1,6 +1,5 @@
 """What a run moves between host and devices, what it compiles, and where it may be cut off or skips."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -8,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import POLICY, V, train_grpo
+from rl_helpers import Stop, assert_same_runs, open_run, stopping
+from tiny import digit_prompts, digits
 
 from grpo_jax.config import recipe, with_options
-from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.devices import to_devices
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.update import minibatch_order
-from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
+from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.progress import count_programs
 from grpo_jax.tasks.task import Task
 
 N, G, P, T = 4, 2, 3, 5
@@ -33,25 +32,20 @@ CONFIG = recipe(
 CUT = with_options(CONFIG, checkpoint_every=2, eval_every=2, rollouts_every=1)
 
 
-def prompts(step: int):
-    tokens = rng(step).integers(0, 5, (N, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=P, pad_id=PAD)
-
-
 def threes(examples, texts):
     return [text.count("3") for text in texts]
 
 
-TASK = Task(prompts, threes, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+def prompts(step: int):
+    return digit_prompts(step, N, pad_id=PAD)
+
+
+TASK = Task(prompts, threes, prompts(999), digits, (EOS,), PAD, V)
 
 
 @pytest.fixture(scope="module")
 def programs():
     return make_programs(POLICY, TASK, CONFIG)
-
-
-def open_run(path, config=CONFIG) -> RunFolder:
-    return RunFolder(path, dataclasses.asdict(config))
 
 
 def run_whole(path, programs, config=CONFIG, task=TASK, **options):
@@ -110,56 +104,28 @@ def test_nothing_moves_to_the_devices_but_by_their_own_words(tmp_path, programs)
     assert len(seen) == 6
 
 
-# ---- what is compiled
-
-
-def test_a_run_compiles_its_three_programs_and_the_first_state(tmp_path):
-    programs = make_programs(POLICY, TASK, CONFIG)
-    run_whole(tmp_path / "first", programs, with_options(CONFIG, steps=1))  # what any run does once in a process
-    programs, count = make_programs(POLICY, TASK, CUT), count_programs()
-    _, run = run_whole(tmp_path / "counted", programs, CUT, evaluate=lambda params, step: {})
-    assert sum(count()) == 4  # compiled, or read from the cache of compiled programs
-    counts = [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]
-    assert counts == [counts[0]] * 6
-
-
 # ---- where it may be cut off
-
-
-class Stop(Exception):
-    pass
-
-
-def cut_at(place: str, number: int, run: RunFolder):
-    """Task and options of a run that ends when a place is reached the so-manieth time, from 0."""
-    count = iter(range(99))
-
-    def stopping(function):
-        def called(*args, **options):
-            if next(count) == number:
-                raise Stop
-            return function(*args, **options)
-
-        return called
-
-    task, options = TASK, {"reward": threes, "evaluate": evaluate}
-    if place in options:
-        options[place] = stopping(options[place])
-    elif place == "prompts":
-        task = TASK._replace(prompts=stopping(prompts))
-    else:
-        setattr(run, place, stopping(getattr(run, place)))
-    return task, options
 
 
 def evaluate(params, step):
     return {"norm": float(jnp.sum(params["before"]))}
 
 
+def options_cut_at(place: str, number: int, run: RunFolder):
+    """Returns task and options of a run that ends when a place is reached for this time, from 0."""
+    options = {"reward": threes, "evaluate": evaluate}
+    if place in options:
+        return TASK, options | {place: stopping(options[place], number)}
+    if place == "prompts":
+        return TASK._replace(prompts=stopping(prompts, number)), options
+    setattr(run, place, stopping(getattr(run, place), number))
+    return TASK, options
+
+
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory, programs):
     state, run = run_whole(tmp_path_factory.mktemp("uncut") / "run", programs, CUT, evaluate=evaluate)
-    return params_sha256(state), run
+    return state, run
 
 
 PLACES = ("prompts", "reward", "evaluate", "log", "log_rollout", "log_times", "checkpoints")
@@ -177,27 +143,16 @@ QUICK = {("reward", 1), *((place, 4) for place in ("prompts", "reward", "evaluat
 def test_a_run_that_is_cut_off_anywhere_ends_the_same(tmp_path, programs, uncut, monkeypatch, place, step):
     run = open_run(tmp_path, CUT)
     if place == "checkpoints":  # before any is saved, and between two
-        save, count = Checkpoints.save, iter(range(9))
-
-        def stopping(*args):
-            if next(count) == step // 2:
-                raise Stop
-            return save(*args)
-
         with monkeypatch.context() as patch:
-            patch.setattr(Checkpoints, "save", stopping)
+            patch.setattr(Checkpoints, "save", stopping(Checkpoints.save, step // 2))
             with pytest.raises(Stop):
                 train_grpo(TASK, CUT, run, programs, evaluate=evaluate)
     else:
         number = {"prompts": step + 1, "evaluate": step // 2, "log": step + 1}.get(place, step)
-        task, options = cut_at(place, number, run)
+        task, options = options_cut_at(place, number, run)
         with pytest.raises(Stop):
             train_grpo(task, CUT, run, programs, **options)
-    state, _ = run_whole(tmp_path, programs, CUT, evaluate=evaluate)
-    digest, whole = uncut
-    assert params_sha256(state) == digest
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        assert (tmp_path / name).read_bytes() == (whole.path / name).read_bytes()
+    assert_same_runs(run_whole(tmp_path, programs, CUT, evaluate=evaluate), uncut)
 
 
 # ---- what is skipped

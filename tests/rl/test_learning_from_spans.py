@@ -1,21 +1,19 @@
 """Runs that learn from what spans of completions earned."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 from bigrams import EOS, PAD, POLICY, TASK as THREES, prompts, train_grpo
+from rl_helpers import open_run, rise_of
+from tiny import refused
 
 from grpo_jax.checks import validate
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component, Span
-from grpo_jax.errors import UsageError
 from grpo_jax.functional import group_advantages
 from grpo_jax.rl.grade import grade_completions, reward_arrays
 from grpo_jax.rl.grpo import by_part, make_programs
 from grpo_jax.rl.types import Graded
-from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
 
 T = 4
@@ -64,11 +62,10 @@ def test_a_reward_that_is_nan_stays_visible():
 
 
 def test_a_run_learns_from_spans_and_shows_them(tmp_path):
-    run = RunFolder(tmp_path, dataclasses.asdict(CONFIG))
+    run = open_run(tmp_path, CONFIG)
     train_grpo(TASK, CONFIG, run)
     lines = run.lines()
-    first, last = (np.mean([line["reward"] for line in part]) for part in (lines[:5], lines[-5:]))
-    assert last > first + 0.5
+    assert rise_of(lines) > 0.5
     assert all(line["spans_mean"] > 0 for line in lines)
     group = run.lines("rollouts.jsonl")[0]
     for i, (text, reward) in enumerate(zip(group["completions"], group["rewards"], strict=True)):
@@ -82,15 +79,15 @@ def test_a_run_learns_from_spans_and_shows_them(tmp_path):
 @pytest.mark.slow
 def test_dynamic_sampling_keeps_the_spans_of_the_groups_it_keeps(tmp_path):
     config = with_options(CONFIG, steps=2, max_rollouts=3, rollouts_every=1)
-    run = RunFolder(tmp_path, dataclasses.asdict(config))
+    run = open_run(tmp_path, config)
     train_grpo(TASK, config, run)
     for group in run.lines("rollouts.jsonl"):
         assert [len(spans) for spans in group["spans"]] == [len(text) for text in group["completions"]]
 
 
 def test_what_does_not_go_with_spans_is_refused():
-    with pytest.raises(UsageError, match='gmpo has one ratio a completion, but advantages_of "spans"'):
+    with refused("gmpo .*advantages_of"):
         validate(with_options(CONFIG, preset="gmpo"))
     played = TASK._replace(environment=object())
-    with pytest.raises(UsageError, match='"spans" is for completions of one turn'):
+    with refused('"spans"'):
         make_programs(POLICY, played, CONFIG)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rl_helpers import Stop, assert_same_files, stopping
 
 from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
@@ -68,20 +69,11 @@ def test_the_batch_and_the_line_of_a_skipped_step_are_of_that_step(tmp_path, bad
 
 @pytest.mark.parametrize("cut", [5, 8, 10])
 def test_a_resumed_run_has_the_lines_of_steps_that_were_skipped_before_its_checkpoint(tmp_path, cut):
-    class Stop(Exception):
-        pass
-
-    def stopping(step: int) -> Rows:
-        if step + 1 == cut:
-            raise Stop
-        return batches(3, 7)(step)
-
     whole = trained(tmp_path / "whole", batches(3, 7))
     with pytest.raises(Stop):
-        trained(tmp_path / "cut", stopping)
+        trained(tmp_path / "cut", stopping(batches(3, 7), cut - 1))
     assert trained(tmp_path / "cut", batches(3, 7)) == whole
-    lines = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "cut")]
-    assert lines[0] == lines[1]
+    assert_same_files(tmp_path / "whole", tmp_path / "cut", ["metrics.jsonl"])
 
 
 def test_steps_that_are_skipped_in_a_row_end_the_run_and_a_resumed_one_at_the_same_step(tmp_path):

@@ -8,15 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import PARAMS, POLICY, V
+from bigrams import POLICY, TASK, train_grpo
+from rl_helpers import assert_close, open_run
 
 from grpo_jax.config import recipe
-from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.devices import compiled, map_rows, sum_rows, to_devices, to_numpy
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.runs.folder import RunFolder
-from grpo_jax.tasks.task import Task
-from grpo_jax.train import train
 
 NOISE = np.random.default_rng(0)
 ROWS = {name: NOISE.normal(size=(8, 3)).astype(np.float32) for name in ("x", "y")}
@@ -43,11 +40,9 @@ def sums(weights, rows):
 @pytest.mark.parametrize("devices", [1, 4])
 def test_mapped_rows_are_those_of_one_call(devices):
     program = compiled(map_rows(outputs, devices), 0, devices=devices)
-    found, expected = program(WEIGHTS, to_devices(ROWS, devices)), jax.jit(outputs)(WEIGHTS, ROWS)
-    assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(found))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), to_numpy(found), to_numpy(expected)
-    )
+    actual, expected = program(WEIGHTS, to_devices(ROWS, devices)), jax.jit(outputs)(WEIGHTS, ROWS)
+    assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(actual))
+    assert_close(to_numpy(actual), to_numpy(expected), rtol=1e-6, atol=1e-6)
 
 
 def test_several_trees_of_rows_are_mapped():
@@ -55,8 +50,8 @@ def test_several_trees_of_rows_are_mapped():
         return outputs(weights, rows)["number"] * factors["factor"]
 
     factors = {"factor": np.arange(8, dtype=np.float32)}
-    found = compiled(map_rows(scaled, 4), 0, devices=4)(WEIGHTS, *to_devices((ROWS, factors), 4))
-    np.testing.assert_allclose(found, jax.jit(scaled)(WEIGHTS, ROWS, factors), rtol=1e-5, atol=1e-6)
+    actual = compiled(map_rows(scaled, 4), 0, devices=4)(WEIGHTS, *to_devices((ROWS, factors), 4))
+    np.testing.assert_allclose(actual, jax.jit(scaled)(WEIGHTS, ROWS, factors), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -80,34 +75,18 @@ CONFIG = recipe(
 PROGRAMS = {"sample": 1, "score": 1, "learn": 1, "initial_state": 1}
 
 
-def prompts(step: int):
-    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=7)
-
-
-TASK = Task(
-    prompts,
-    lambda examples, texts: [text.count("3") / 3 for text in texts],
-    prompts(999),
-    lambda ids: "".join(map(str, ids)),
-    (6,),
-    7,
-    V,
-)
-
-
 def count_compilations(caplog) -> dict[str, int]:
     """Returns how often JAX compiled each function, or read it from the cache, by the function's name."""
     names = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
     return {name: names.count(name) for name in set(names)}
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_compiles_each_program_once(tmp_path, caplog, devices):
     config = dataclasses.replace(CONFIG, devices=devices)
     programs = make_programs(POLICY, TASK, config)
-    run = RunFolder(tmp_path, dataclasses.asdict(config))
+    run = open_run(tmp_path, config)
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
-        train({"policy": PARAMS}, TASK, config, run, programs, phase="grpo")
+        train_grpo(TASK, config, run, programs)
     assert len(run.lines()) == config.steps
     assert count_compilations(caplog) == PROGRAMS

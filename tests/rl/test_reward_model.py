@@ -11,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import special
+from tiny import random_params, refused, tiny_config
 
 from experiments.tasks import arithmetic
-from experiments.tasks.stories import happy_sentences, stories_task
 from grpo_jax import GRPOTrainer
-from grpo_jax.commands import reward_model as experiment
-from grpo_jax.config import recipe
 from grpo_jax.data.preferences import (
     EncodedPairs,
     Preference,
@@ -25,8 +23,7 @@ from grpo_jax.data.preferences import (
     read_preferences,
     split_preferences,
 )
-from grpo_jax.data.types import Completion, Component, rng
-from grpo_jax.errors import UsageError
+from grpo_jax.data.types import Completion, rng
 from grpo_jax.fit import fit
 from grpo_jax.functional import bradley_terry_loss
 from grpo_jax.models import heads
@@ -49,10 +46,6 @@ from grpo_jax.offline.pairs import (
 )
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
-from grpo_jax.rl.grade import decode_groups, grade_completions
-from grpo_jax.rl.source import completion_numbers, make_sampler
-from grpo_jax.rl.types import SAMPLING, noise_of
-from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import count_programs
@@ -61,12 +54,11 @@ from grpo_jax.statistics import calibration, paired_difference
 GOLDEN = Path(__file__).parents[1] / "golden/llama"
 DATA = Path(__file__).parents[2].parent / "shared/data"
 HH = DATA / "hh-rlhf/harmless-base-test.jsonl.gz"
-STORIES = DATA / "stories260K-hf"
 
 VOCAB = arithmetic.VOCAB_SIZE
-CONFIG = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
+CONFIG = tiny_config(VOCAB)
 POLICY = decoder_policy(CONFIG)
-_, PARAMS = add_head(CONFIG, jax.jit(POLICY.init)(jax.random.key(0)))
+_, PARAMS = add_head(CONFIG, random_params(CONFIG))
 LOOKING = PARAMS._replace(head=jax.random.normal(jax.random.key(1), (16,)))  # a head that is not zero
 
 
@@ -96,14 +88,8 @@ def padded(texts, width, side):
 # ---- the head
 
 
-@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_padding_does_not_move_a_score_wherever_it_is(adapters):
-    prompts, completions = ragged()
-    params = LOOKING
-    if adapters:
-        adapted = add_adapters(params.decoder, jax.random.key(2), rank=2, alpha=4.0)
-        moved = jax.tree.map(lambda x: x + 0.1, adapted.adapters)
-        params = params._replace(decoder=adapted._replace(adapters=moved))
+def test_padding_does_not_move_a_score_wherever_it_is():
+    (prompts, completions), params = ragged(), LOOKING
 
     @jax.jit
     def last_state(text):
@@ -122,8 +108,8 @@ def test_padding_does_not_move_a_score_wherever_it_is(adapters):
         ids, mask = padded(prompts, 9, side)
         groups = [padded(group, 8, side) for group in completions]
         arrays = (np.stack(part) for part in zip(*groups, strict=True))
-        found = heads.score_groups(CONFIG, params, ids, mask, *arrays)
-        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+        actual = heads.score_groups(CONFIG, params, ids, mask, *arrays)
+        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_values_stand_at_every_token_and_the_score_is_the_last():
@@ -173,7 +159,7 @@ def test_rows_are_read_split_and_counted(tmp_path):
     assert {len(ids) for answers in pairs.answers for ids in answers} == {1}
     assert pairs.notes == ("40 of 40 prompts lost their beginning", "31 of 40 pairs have an answer that lost its end")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b"}\n')
-    with pytest.raises(UsageError, match="has no column rejected"):
+    with refused("has no column rejected"):
         read_preferences(tmp_path / "bad.jsonl")
 
 
@@ -268,49 +254,19 @@ PAIRS, _ = synthetic_pairs(64, seed=0, vocab_size=VOCAB, max_tokens=4)
 PHASE = SupervisedConfig(6, 1e-2, warmup_steps=2, decay="linear", checkpoint_every=2, log_every=1)
 
 
-def fit_pairs(path, config=PHASE, params=PARAMS, pairs=PAIRS, stop=None):
-    batches = pair_batches(pairs, 8, seed=0)
-
-    def batch(step):
-        if step == stop:
-            raise KeyboardInterrupt
-        return batches(step)
-
-    run = RunFolder(path, {})
-    objective = reward_model_objective(CONFIG, center_coef=0.01)
-    return fit(objective, params, batch, config, run, phase="reward_model"), run
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The state after a phase, and its run."""
-    return fit_pairs(tmp_path_factory.mktemp("pairs") / "whole")
+def fit_pairs(path, config=PHASE, params=PARAMS):
+    """Returns the state after a phase, and its lines."""
+    run, objective = RunFolder(path, {}), reward_model_objective(CONFIG, center_coef=0.01)
+    state = fit(objective, params, pair_batches(PAIRS, 8, seed=0), config, run, phase="reward_model")
+    return state, run.lines()
 
 
 @pytest.mark.slow
-def test_resume_is_exact(tmp_path, whole):
-    state, run = whole
-    assert run.lines()[0]["loss"] == pytest.approx(math.log(2))  # the head is zero at the start
-    assert run.lines()[0]["accuracy"] == 0.5  # all are ties
-    with pytest.raises(KeyboardInterrupt):
-        fit_pairs(tmp_path / "cut", stop=5)
-    resumed, again = fit_pairs(tmp_path / "cut")
-    assert params_sha256(resumed) == params_sha256(state)
-    assert again.lines() == run.lines()
-
-
-@pytest.mark.slow
-def test_neither_pieces_nor_devices_count(tmp_path, whole):
-    for changes in ({"microbatches": 4}, {"devices": 2, "microbatches": 2}):
-        _, other = fit_pairs(tmp_path / str(changes), replace(PHASE, steps=2, **changes))
-        for line, expected in zip(other.lines(), whole[1].lines(), strict=False):
-            assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_adapters_and_the_head_alone_are_trained(tmp_path):
+def test_adapters_and_the_head_are_trained_from_ties(tmp_path):
     params = PARAMS._replace(decoder=add_adapters(PARAMS.decoder, jax.random.key(0), rank=2, alpha=4.0))
-    state, _ = fit_pairs(tmp_path, params=params)
+    state, lines = fit_pairs(tmp_path, params=params)
+    assert lines[0]["loss"] == pytest.approx(math.log(2))  # the head is zero at the start
+    assert lines[0]["accuracy"] == 0.5  # all are ties
     trained, frozen = split(params)
     assert jax.tree.structure(state.params) == jax.tree.structure(trained)
     assert np.abs(state.params.head).max() > 0
@@ -330,10 +286,10 @@ def test_a_known_utility_is_learned_to_within_two_points_of_the_bayes_rate(tmp_p
     run = RunFolder(tmp_path, {})
     state = fit(reward_model_objective(config), params, pair_batches(train, 64, 0), phase, run, phase="reward_model")
     scores = score_pairs(pair_rewards, config, state.params, heldout)
-    found, change = evaluate_pairs(scores), paired_difference(scores[:, 0] > scores[:, 1], probabilities > 0.5)
-    print(found.accuracy, found.nll, found.calibration.error, change, -np.log(probabilities).mean())
+    actual, change = evaluate_pairs(scores), paired_difference(scores[:, 0] > scores[:, 1], probabilities > 0.5)
+    print(actual.accuracy, actual.nll, actual.calibration.error, change, -np.log(probabilities).mean())
     assert change.low > -0.02
-    assert found.calibration.error < 0.03
+    assert actual.calibration.error < 0.03
 
 
 # ---- evaluation
@@ -341,16 +297,16 @@ def test_a_known_utility_is_learned_to_within_two_points_of_the_bayes_rate(tmp_p
 
 def test_ties_count_half_and_confidence_is_held_against_frequency():
     scores = np.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [3.0, 0.0]] * 5)
-    found = evaluate_pairs(scores, bins=2)
-    assert found.accuracy.mean == pytest.approx(2.5 / 4)
-    assert found.accuracy.low < 2.5 / 4 < found.accuracy.high
-    assert found.nll.mean == pytest.approx(-np.mean(special.log_expit([1, -1, 0, 3])))
+    actual = evaluate_pairs(scores, bins=2)
+    assert actual.accuracy.mean == pytest.approx(2.5 / 4)
+    assert actual.accuracy.low < 2.5 / 4 < actual.accuracy.high
+    assert actual.nll.mean == pytest.approx(-np.mean(special.log_expit([1, -1, 0, 3])))
     # Sorted by confidence: ½ ×5 and 5 of σ(1), one half of them right; then 5 more of σ(1), and σ(3) ×5.
-    assert found.calibration.sizes.tolist() == [10, 10]
+    assert actual.calibration.sizes.tolist() == [10, 10]
     np.testing.assert_allclose(
-        found.calibration.predicted, [(0.5 + special.expit(1)) / 2, special.expit([1, 3]).mean()]
+        actual.calibration.predicted, [(0.5 + special.expit(1)) / 2, special.expit([1, 3]).mean()]
     )
-    assert {"accuracy_low", "nll_high", "calibration_error"} <= found.numbers().keys()
+    assert {"accuracy_low", "nll_high", "calibration_error"} <= actual.numbers().keys()
 
 
 def test_the_error_of_calibration_is_that_of_frequencies():
@@ -358,7 +314,7 @@ def test_the_error_of_calibration_is_that_of_frequencies():
     outcomes = np.concatenate([np.arange(50) < 30, np.arange(50) < 35])  # 0.6 and 0.7
     assert calibration(probabilities, outcomes, bins=2).error == pytest.approx(0.1)
     assert calibration(np.array([0.5]), np.array([1]), bins=10).error == 0.5
-    with pytest.raises(UsageError, match="calibration needs"):
+    with refused("calibration needs"):
         calibration(np.zeros(3), np.zeros(2))
 
 
@@ -370,8 +326,8 @@ def test_what_transformers_wrote_scores_as_it_does_there():
     config, params = load_headed(GOLDEN / "classifier")
     ids = golden["ids"]
     mask = ids != 0
-    found = heads.score_groups(config, params, ids[:, :7], mask[:, :7], ids[:, None, 7:], mask[:, None, 7:])
-    np.testing.assert_allclose(found, golden["logits"], rtol=1e-4, atol=1e-4)
+    actual = heads.score_groups(config, params, ids[:, :7], mask[:, :7], ids[:, None, 7:], mask[:, None, 7:])
+    np.testing.assert_allclose(actual, golden["logits"], rtol=1e-4, atol=1e-4)
 
 
 def load_headed(folder):
@@ -423,8 +379,8 @@ def test_transformers_reads_a_saved_reward_model(name, tmp_path):
     with torch.no_grad():
         expected = model(tokens, attention_mask=(tokens != model.config.pad_token_id).long()).logits.numpy()
     mask = np.ones_like(ids, bool)
-    found = heads.score_groups(config, params, ids[:, :5], mask[:, :5], ids[:, None, 5:], mask[:, None, 5:])
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    actual = heads.score_groups(config, params, ids[:, :5], mask[:, :5], ids[:, None, 5:], mask[:, None, 5:])
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 # ---- as a reward
@@ -433,7 +389,7 @@ def test_transformers_reads_a_saved_reward_model(name, tmp_path):
 @pytest.fixture(scope="module")
 def policy_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    save_pretrained(folder, jax.jit(POLICY.init)(jax.random.key(3)), CONFIG)
+    save_pretrained(folder, random_params(CONFIG), CONFIG)
     arithmetic.TEXT.save_tokenizer(folder)
     return folder
 
@@ -456,8 +412,8 @@ def test_groups_batches_and_ids_do_not_change_a_reward(reward_model):
     alone = [reward_model([row], [text])[0] for row, text in zip(rows, texts, strict=True)]
     assert len(set(np.round(alone, 3))) == 6
     for size in (1, 2, 64):
-        found = reward_function(reward_model, batch_size=size)(rows, texts)
-        np.testing.assert_allclose(found, alone, rtol=1e-4, atol=1e-4)
+        actual = reward_function(reward_model, batch_size=size)(rows, texts)
+        np.testing.assert_allclose(actual, alone, rtol=1e-4, atol=1e-4)
     # Ids that spell the text are taken as they are, others not.
     ids = reward_model.tokenizer.encode("12", add_special_tokens=False)
     right, wrong = (Completion("12", x) for x in (ids, ids[:1]))
@@ -497,75 +453,6 @@ def test_a_loaded_model_is_what_the_trainer_asks_for_and_grpo_raises_its_score(p
     assert compilations[-1] == compilations[0]
 
 
-@pytest.mark.slow
-def test_the_command_from_rows_to_a_folder_and_again_resumed(policy_folder, tmp_path):
-    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(60)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"model": policy_folder, "data": tmp_path / "rows.jsonl", "run-dir": tmp_path / "run"}
-    options |= {"steps": 3, "num-pairs": 8, "eval-every": 2, "checkpoint-every": 2, "lora-rank": 2}
-    args = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    experiment.main(flags.parse(experiment.Config, None, args))
-    results = json.loads((tmp_path / "run/results.json").read_text())
-    assert set(results) == {"held out", "trained on", "the shorter one", "calibration", "params_sha256"}
-    assert len(results["calibration"]["predicted"]) == 8
-    assert {"curves.png", "reward-model"} <= {file.name for file in (tmp_path / "run").iterdir()}
-    assert "accuracy" in results["held out"]
-    metrics = (tmp_path / "run/metrics.jsonl").read_text()
-    score = load_reward_model(tmp_path / "run/reward-model")([{"prompt": "1+1="}], ["2"])
-    assert np.isfinite(score).all()
-
-    experiment.main(flags.parse(experiment.Config, None, ["--resume", "--run-dir", str(tmp_path / "run")]))
-    assert json.loads((tmp_path / "run/results.json").read_text()) == results
-    assert (tmp_path / "run/metrics.jsonl").read_text() == metrics
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")
-def test_stories_become_happier_by_a_reward_that_was_learned_from_pairs(tmp_path):
-    """RLHF in small: pairs of stories chosen by a known taste, a reward model of them, and GRPO on it."""
-    start = load_pretrained(STORIES)
-    options = {"group_size": 2, "num_prompts": 32, "max_tokens": 48}
-    task = stories_task(start.tokenizer, start.eos_ids, vocab_size=start.config.vocab_size, num_prompts=32, seed=0)
-    sampling = recipe(**options).sampling
-    sampler, numbers = make_sampler(decoder_policy(start.config), task, sampling), completion_numbers(sampling)
-    temperature, pairs = np.ones((32, 2), np.float32), []
-    for step in range(24):
-        prompts, noise = task.prompts(step), noise_of(0, SAMPLING, step)
-        completions = sampler.complete(start.params, prompts, numbers, temperature, noise)
-        rewards = grade_completions(prompts, completions, task, happy_sentences).rewards
-        groups = decode_groups(completions, task)
-        for example, texts, (first, second) in zip(prompts.examples, groups, rewards, strict=True):
-            if first != second:
-                better = int(second > first)
-                pairs.append(Preference(example["prompt"], str(texts[better]), str(texts[1 - better])))
-    training, heldout = split_preferences(pairs)
-    shape, params = add_head(start.config, start.params)
-    encoded = [encode_preferences(start.tokenizer, part, eos_ids=start.eos_ids) for part in (training, heldout)]
-    phase = SupervisedConfig(120, 1e-3, decay="linear", warmup_steps=10)
-    run = RunFolder(tmp_path / "reward", {})
-    state = fit(
-        reward_model_objective(shape), params, pair_batches(encoded[0], 16, 0), phase, run, phase="reward_model"
-    )
-    accuracy = evaluate_pairs(score_pairs(pair_rewards, shape, state.params, encoded[1])).accuracy
-    model = RewardModel(shape, state.params, start.tokenizer, start.eos_ids, start.folder)
-    loaded = load_reward_model(save_reward_model(tmp_path / "model", model))
-
-    taste = Component(happy_sentences, weight=0.0)  # watched, not learned from
-    rewards = {"learned": Component(loaded), "taste": taste}
-    options |= {"num_prompts": 8, "group_size": 8, "steps": 30, "learning_rate": 4e-4, "kl_coef": 0.1}
-    trainer = GRPOTrainer(start, rewards, run_dir=tmp_path / "grpo", **options)
-    trainer.train([task.prompts(0).examples[i]["prompt"] for i in range(32)])
-    lines = trainer.run.lines()
-    first, last = (
-        {name: np.mean([line[f"reward_{name}"] for line in part]) for name in rewards}
-        for part in (lines[:5], lines[-5:])
-    )
-    print(len(pairs), accuracy, first, last)
-    assert accuracy.low > 0.5
-    assert last["learned"] > first["learned"] + 0.5
-    assert last["taste"] > first["taste"] + 0.1
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -574,14 +461,10 @@ def test_stories_become_happier_by_a_reward_that_was_learned_from_pairs(tmp_path
         (lambda model, folder: load_reward_model(folder), "no tensor 'score.weight'"),
         (lambda model, folder: load_pretrained(model.folder), "score.weight"),
         (lambda model, folder: pair_batches(PAIRS, 65, 0), "num_pairs is 65, but there are 64"),
-        (
-            lambda model, folder: fit_pairs(folder / "run", replace(PHASE, steps=0)),
-            "steps is 0: it must be at least 1",
-        ),
+        (lambda model, folder: fit_pairs(folder / "run", replace(PHASE, steps=0)), "steps is 0"),
         (lambda model, folder: split_preferences([Preference("a", "b", "c")]), "of 1 rows"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(reward_model, policy_folder, call, message):
-    with pytest.raises(UsageError, match=message) as error:
+    with refused(message):
         call(reward_model, policy_folder)
-    assert "\n" not in str(error.value)

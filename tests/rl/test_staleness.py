@@ -1,6 +1,5 @@
 """Rollouts that wait in a queue: which policy sampled them, what corrections see, and exact resume."""
 
-import dataclasses
 import shutil
 
 import jax
@@ -8,16 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, TASK, prompts, train_grpo
+from rl_helpers import Stop, assert_same_runs, open_run, stopping
+from tiny import refused
 
 from grpo_jax.checks import validate
 from grpo_jax.config import recipe, with_options
 from grpo_jax.devices import to_numpy
-from grpo_jax.errors import UsageError
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import SAMPLING, noise_of
-from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder
 
 STEPS, STALENESS = 6, 2
 OPTIONS = {"num_prompts": 8, "group_size": 4, "max_tokens": 3, "learning_rate": 5e-2}
@@ -38,8 +36,8 @@ def programs():
 
 
 def trained(path, programs, config=CONFIG, **options):
-    run = RunFolder(path, dataclasses.asdict(config))
-    return run, train_grpo(TASK, config, run, programs, **options)
+    run = open_run(path, config)
+    return train_grpo(TASK, config, run, programs, **options), run
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +68,7 @@ def test_tokens_of_a_step_are_those_of_the_policy_of_so_many_steps_before(tmp_pa
         learned_from.append(to_numpy(batch))
         return programs.learn(state, frozen, start, batch, rewards, clock)
 
-    run, _ = trained(tmp_path, programs._replace(learn=learn))
+    _, run = trained(tmp_path, programs._replace(learn=learn))
     assert len(learned_from) == STEPS
     differs = []
     for step, batch in enumerate(learned_from):
@@ -90,53 +88,34 @@ def test_tokens_of_a_step_are_those_of_the_policy_of_so_many_steps_before(tmp_pa
 
 
 def test_the_metrics_show_how_far_the_policy_has_moved(whole):
-    run, _ = whole
+    _, run = whole
     mismatch = [line["first_sampler_mismatch"] for line in run.lines()]
     assert mismatch[0] == pytest.approx(1, abs=1e-5)  # the start is the policy
     assert min(mismatch[1:]) > 1.001
     assert not run.lines("warnings.jsonl")
 
 
-def assert_same(run, state, whole):
-    """Asserts that a run has left what the whole one did."""
-    expected, expected_state = whole
-    assert params_sha256(state) == params_sha256(expected_state)
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        assert (run.path / name).read_bytes() == (expected.path / name).read_bytes()
-
-
 @pytest.mark.parametrize("step", [1, 3])  # with rollouts of the start in the queue, and without
 def test_a_run_goes_on_from_any_step_as_if_it_had_not_stopped(tmp_path, programs, whole, step):
     trained(tmp_path, programs, until=step)
-    assert_same(*trained(tmp_path, programs), whole)
-
-
-class Stop(Exception):
-    pass
-
-
-@pytest.mark.parametrize("step", [0, 1, 4])
-def test_a_run_that_is_killed_while_it_grades_resumes_to_the_bit(tmp_path, programs, whole, step):
-    count = iter(range(STEPS))
-
-    def reward(examples, completions):
-        if next(count) == step:
-            raise Stop
-        return TASK.reward(examples, completions)
-
-    config = with_options(CONFIG, checkpoint_every=3)
-    with pytest.raises(Stop):
-        trained(tmp_path, programs, config, reward=reward)
-    assert_same(*trained(tmp_path, programs, config), whole)
+    assert_same_runs(trained(tmp_path, programs), whole)
 
 
 def test_a_run_can_be_extended_for_its_queue_holds_rollouts_past_the_last_step(tmp_path, programs, whole):
     short = with_options(CONFIG, steps=4)
-    run, state = trained(tmp_path, programs, short)
+    state, run = trained(tmp_path, programs, short)
     for index, (batch, _) in enumerate(state.queue, start=4):
         expected = sampled_by(programs, params_after(run, index - STALENESS), index)
         jax.tree.map(np.testing.assert_array_equal, to_numpy(batch), expected)
-    assert_same(*trained(tmp_path, programs), whole)
+    assert_same_runs(trained(tmp_path, programs), whole)
+
+
+@pytest.mark.parametrize("step", [0, pytest.param(1, marks=pytest.mark.slow), 4])
+def test_a_run_that_is_killed_while_it_grades_resumes_to_the_bit(tmp_path, programs, whole, step):
+    config = with_options(CONFIG, checkpoint_every=3)
+    with pytest.raises(Stop):
+        trained(tmp_path, programs, config, reward=stopping(TASK.reward, step))
+    assert_same_runs(trained(tmp_path, programs, config), whole)
 
 
 @pytest.mark.slow
@@ -144,17 +123,17 @@ def test_a_run_can_be_extended_for_its_queue_holds_rollouts_past_the_last_step(t
 def test_a_queue_on_two_devices_is_saved_and_continued_on_two_and_on_one(tmp_path, programs, whole, parallel):
     two = with_options(CONFIG, devices=2, parallel=parallel)
     programs_of_two = make_programs(POLICY, TASK, two)
-    on_two, state = trained(tmp_path / "two", programs_of_two, two)
+    state, on_two = trained(tmp_path / "two", programs_of_two, two)
     trained(tmp_path / "cut", programs_of_two, two, until=3)
     shutil.copytree(tmp_path / "cut", tmp_path / "alone")
-    assert_same(*trained(tmp_path / "cut", programs_of_two, two), (on_two, state))
-    alone, _ = trained(tmp_path / "alone", programs)
-    logged = [[line["reward"] for line in run.lines()] for run in (alone, on_two, whole[0])]
+    assert_same_runs(trained(tmp_path / "cut", programs_of_two, two), (state, on_two))
+    _, alone = trained(tmp_path / "alone", programs)
+    logged = [[line["reward"] for line in run.lines()] for run in (alone, on_two, whole[1])]
     assert logged[0] == logged[1] == logged[2]  # the same tokens
 
 
 def test_a_checkpoint_holds_a_queue_of_rollouts_and_no_copies_of_parameters(whole):
-    run, state = whole
+    state, run = whole
     assert len(state.queue) == STALENESS
     with run.checkpoints("grpo", keep=STEPS) as checkpoints:
         restored, step = checkpoints.restore(lambda: jax.tree.map(jnp.zeros_like, state))
@@ -167,15 +146,10 @@ def test_a_checkpoint_holds_a_queue_of_rollouts_and_no_copies_of_parameters(whol
     assert [batch.completion_ids.shape for batch, _ in restored.queue] == [(8, 4, 3)] * STALENESS
 
 
-def test_without_staleness_nothing_waits(tmp_path):
-    _, state = trained(tmp_path, None, with_options(CONFIG, steps=2, staleness=0, correction="none"))
-    assert state.queue == ()
-
-
 def test_the_samplers_numbers_as_old_ones_put_staleness_into_the_ratio(tmp_path):
     """In the first steps the policy that samples is the one before the update; later it has moved since."""
     config = with_options(CONFIG, old_logprobs="sampler", correction="none")
-    run, _ = trained(tmp_path, None, config)
+    _, run = trained(tmp_path, None, config)
     ratios = [line["ratio"] for line in run.lines() if "ratio" in line]
     assert ratios[0] == pytest.approx(1, abs=1e-5)
     assert all(abs(ratio - 1) > 1e-4 for ratio in ratios[1:])
@@ -197,30 +171,21 @@ def test_the_run_as_one_program_is_as_stale(tmp_path, old_logprobs):
     history = jax.jit(whole_run(POLICY, task, config, grpo_method))(
         {"policy": PARAMS}, prompts_of(task, config.steps), heldout, config.seed, {}
     )
-    run, state = trained(tmp_path, None, config)
+    state, run = trained(tmp_path, None, config)
     for name in ("reward", "loss", "grad_norm", "first_sampler_mismatch"):
         logged = [line[name] for line in run.lines() if line["step"]]
         np.testing.assert_allclose(history.metrics[name], logged, rtol=1e-3, atol=1e-5, err_msg=name)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), history.params, state.params)
 
 
-def test_a_negative_staleness_is_refused():
-    with pytest.raises(UsageError, match="staleness is -1: it must be at least 0"):
-        validate(with_options(CONFIG, staleness=-1))
-
-
-def test_a_staleness_of_all_steps_is_refused():
-    with pytest.raises(UsageError, match="staleness is 6, and steps is 6, so the start would sample all"):
-        validate(with_options(CONFIG, staleness=STEPS))
-
-
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "words"),
     [
-        ({"preset": "dppo", "correction": "none"}, "takes its ratio against the sampler already: leave old_logprobs"),
-        ({}, "correction token weighs the sampler, but old_logprobs are its own"),
+        ({"staleness": STEPS}, "staleness is 6, and steps is 6"),
+        ({"preset": "dppo", "correction": "none", "old_logprobs": "sampler"}, "old_logprobs"),
+        ({"old_logprobs": "sampler"}, "correction token .*old_logprobs"),
     ],
 )
-def test_ratios_to_the_sampler_that_make_no_sense(changes, named):
-    with pytest.raises(UsageError, match=named):
-        validate(with_options(CONFIG, old_logprobs="sampler", **changes))
+def test_options_that_make_no_sense_together_are_refused(changes, words):
+    with refused(words):
+        validate(with_options(CONFIG, **changes))

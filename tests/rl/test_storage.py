@@ -14,11 +14,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from bigrams import PARAMS, POLICY, V
+from bigrams import PARAMS, POLICY, TASK, prompts, train_grpo
+from rl_helpers import assert_same_files, open_run
+from tiny import refused
 
 from grpo_jax import __version__
 from grpo_jax.config import recipe, with_options
-from grpo_jax.data.types import Component, pad_prompts, rng
+from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl.grpo import make_programs
@@ -27,22 +29,9 @@ from grpo_jax.runs import checkpoint as seal
 from grpo_jax.runs.checkpoint import Checkpoints, check_seal, params_sha256
 from grpo_jax.runs.files import hold
 from grpo_jax.runs.folder import RunFolder, fresh_folder
-from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 
 CONFIG = recipe(steps=6, num_prompts=8, group_size=4, max_tokens=3, learning_rate=5e-2, checkpoint_every=2)
-
-
-def prompts(step: int):
-    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=7)
-
-
-def says_three(examples, completions):
-    return [text.count("3") / 3 for text in completions]
-
-
-TASK = Task(prompts, says_three, prompts(999), lambda ids: "".join(map(str, ids)), (6,), 7, V)
 
 
 @pytest.fixture(scope="module")
@@ -54,24 +43,23 @@ def programs():
 def finished(tmp_path_factory, programs):
     """A finished run, which has the checkpoints 4 and 6, and its parameters' checksum."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    state = train(
-        {"policy": PARAMS}, TASK, CONFIG, RunFolder(folder, dataclasses.asdict(CONFIG)), programs, phase="grpo"
-    )
+    state = train_grpo(TASK, CONFIG, open_run(folder, CONFIG), programs)
     assert sorted(path.name for path in (folder / "checkpoints/grpo").iterdir()) == ["4", "6"]
-    return folder, params_sha256(state.params)
+    return folder, state
 
 
 def resumed(finished, folder, programs, harm, task=TASK) -> str:
     """What a copy of the run says when it is resumed after `harm`; it must end as it did before."""
-    whole, checksum = finished
+    whole, expected = finished
     shutil.copytree(whole, folder)
     harm(folder)
     try:
-        run = RunFolder(folder, dataclasses.asdict(CONFIG))
-        state = train({"policy": PARAMS}, task, CONFIG, run, programs, phase="grpo")
+        run = open_run(folder, CONFIG)
+        state = train_grpo(task, CONFIG, run, programs)
     except UsageError as error:
         return f"refused: {error}"
-    assert params_sha256(state.params) == checksum
+    assert params_sha256(state) == params_sha256(expected)
+    assert_same_files(whole, folder, ["metrics.jsonl"])
     return " ".join(line["message"] for line in run.lines("warnings.jsonl"))
 
 
@@ -140,17 +128,34 @@ HARMS = {
 
 
 @pytest.mark.parametrize("name", HARMS)
-def test_the_newest_checkpoint_that_verifies_is_taken_and_the_others_are_named(finished, tmp_path, programs, name):
-    harm, said = HARMS[name]
-    warned = resumed(finished, tmp_path / "run", programs, lambda folder: harm(folder / "checkpoints/grpo"))
-    assert said in warned
-    assert not warned.startswith("refused")
-    metrics = [(folder / "metrics.jsonl").read_bytes() for folder in (finished[0], tmp_path / "run")]
-    assert metrics[0] == metrics[1]
-    # And once more: what was set aside is not looked at again.
-    again = RunFolder(tmp_path / "run", dataclasses.asdict(CONFIG))
-    assert params_sha256(train({"policy": PARAMS}, TASK, CONFIG, again, programs, phase="grpo").params) == finished[1]
-    assert len(again.lines("warnings.jsonl")) == len(said and [said])
+def test_the_newest_checkpoint_that_verifies_is_taken_and_the_others_are_named(finished, tmp_path, name):
+    harm, words = HARMS[name]
+    whole, state = finished
+    shutil.copytree(whole, tmp_path / "run")
+    harm(tmp_path / "run/checkpoints/grpo")
+    run = open_run(tmp_path / "run", CONFIG)
+    for _ in range(2):  # what was set aside is not looked at again
+        with run.checkpoints("grpo", keep=2) as checkpoints:
+            restored, step = checkpoints.restore(lambda: state)
+        assert step == (4 if not (tmp_path / "run/checkpoints/grpo/6").exists() else 6)
+        assert step == 4 or params_sha256(restored) == params_sha256(state)
+    assert step == 6 or words or name == "no newest one"
+    warnings = [line["message"] for line in run.lines("warnings.jsonl")]
+    assert len(warnings) == len(words and [words])
+    assert words in " ".join(warnings)
+
+
+def test_a_run_resumes_from_the_newest_checkpoint_that_verifies_or_does_not_begin_again(finished, tmp_path, programs):
+    def damage(*steps):
+        def harm(folder):
+            for step in steps:
+                delete(next((folder / f"checkpoints/grpo/{step}").glob("params/d/*")), random.Random(0))
+
+        return harm
+
+    assert "checkpoint 6 is not used" in resumed(finished, tmp_path / "one", programs, damage(6))
+    said = resumed(finished, tmp_path / "both", programs, damage(4, 6))
+    assert all(words in said for words in ("refused", "checkpoint 6 is not", "checkpoint 4 is not", "start a new run"))
 
 
 @pytest.mark.parametrize("other", ["another seed", "another phase", "other rows"])
@@ -158,8 +163,8 @@ def test_a_checkpoint_of_another_run_is_passed_over(finished, tmp_path, programs
     config = dataclasses.replace(CONFIG, seed=CONFIG.seed + (other == "another seed"))
     task = TASK._replace(prompts=lambda step: prompts(step + 1)) if other == "other rows" else TASK
     phase = "control" if other == "another phase" else "grpo"
-    run = RunFolder(tmp_path / "other", dataclasses.asdict(config))
-    train({"policy": PARAMS}, task, config, run, make_programs(POLICY, task, config), phase=phase)
+    run = open_run(tmp_path / "other", config)
+    train({"policy": PARAMS}, task, config, run, programs._replace(config=config), phase=phase)
 
     def harm(folder):
         shutil.rmtree(folder / "checkpoints/grpo/6")
@@ -171,45 +176,30 @@ def test_a_checkpoint_of_another_run_is_passed_over(finished, tmp_path, programs
 def test_a_run_that_is_extended_takes_its_checkpoints_without_a_warning(finished, tmp_path, programs):
     longer = dataclasses.replace(CONFIG, steps=CONFIG.steps + 1)
     shutil.copytree(finished[0], tmp_path / "run")
-    run = RunFolder(tmp_path / "run", dataclasses.asdict(longer))
-    train({"policy": PARAMS}, TASK, longer, run, make_programs(POLICY, TASK, longer), phase="grpo")
+    run = open_run(tmp_path / "run", longer)
+    train_grpo(TASK, longer, run, programs)
     assert not run.lines("warnings.jsonl")
     assert [line["step"] for line in run.lines()][-1] == longer.steps
 
 
-def test_where_no_checkpoint_verifies_nothing_begins_again(finished, tmp_path, programs):
-    def harm(folder):
-        for step in (4, 6):
-            delete(next((folder / f"checkpoints/grpo/{step}").glob("params/d/*")), random.Random(0))
-
-    said = resumed(finished, tmp_path / "run", programs, harm)
-    assert said.startswith("refused")
-    assert "checkpoint 6 is not used" in said
-    assert "checkpoint 4 is not used" in said
-    assert "start a new run" in said
-
-
 # ---- lines
 
-BROKEN = ["[]", "{", '{"phase": ["x"], "step": {}}', "\x00\x00", "\ud800", "[" * 99999]
+BROKEN = {
+    "metrics.jsonl": ["[]\n", "{\n", '{"phase": ["x"], "step": {}}\n', "\x00\x00\n", "\ud800\n", "[" * 99999 + "\n"],
+    "config.json": ["[]", '{"grpo": 1}'],
+    "inputs.json": ["[]", '{"grpo": {"held-out prompts": 3}}'],
+}
 
 
-@pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
-def test_a_line_that_is_malformed_is_a_sentence_that_says_where(finished, tmp_path, programs, line):
+@pytest.mark.parametrize(("file", "content"), [(file, text) for file, texts in BROKEN.items() for text in texts])
+def test_a_file_of_a_run_that_is_malformed_is_a_sentence_that_names_it(finished, tmp_path, programs, file, content):
     def harm(folder):
-        content = (folder / "metrics.jsonl").read_bytes()
-        (folder / "metrics.jsonl").write_bytes(content + line.encode(errors="surrogatepass") + b"\n")
+        before = (folder / file).read_bytes() if file == "metrics.jsonl" else b""
+        (folder / file).write_bytes(before + content.encode(errors="surrogatepass"))
 
     said = resumed(finished, tmp_path / "run", programs, harm)
     assert said.startswith("refused")
-    assert "metrics.jsonl" in said
-
-
-@pytest.mark.parametrize("content", ["[]", '{"grpo": 1}', '{"grpo": {"held-out prompts": 3}}'])
-@pytest.mark.parametrize("file", ["config.json", "inputs.json"])
-def test_a_file_of_a_run_that_is_malformed_is_a_sentence(finished, tmp_path, programs, file, content):
-    said = resumed(finished, tmp_path / "run", programs, lambda folder: (folder / file).write_text(content))
-    assert said.startswith("refused")
+    assert file != "metrics.jsonl" or file in said
 
 
 # ---- options
@@ -227,18 +217,18 @@ def test_an_edited_option_is_noticed(finished, tmp_path, programs):
     assert "began with other options (learning_rate)" in said
     edited = dataclasses.asdict(with_options(CONFIG, learning_rate=0.5))
     run = RunFolder(shutil.copytree(tmp_path / "run", tmp_path / "edited"), edited)  # options are read from the file
-    with pytest.raises(UsageError, match="it is of another run, or of one that began with other options"):
+    with refused("other options"):
         run.checkpoints("grpo", keep=2).restore(lambda: TrainState(PARAMS, (), jnp.int32(0), {}))
 
 
 def test_more_steps_are_noted_and_fewer_are_refused_however_they_are_asked_for(tmp_path):
     for steps in (6, 8):
-        RunFolder(tmp_path, dataclasses.asdict(with_options(CONFIG, steps=steps, max_grad_norm=math.inf)))
+        open_run(tmp_path, with_options(CONFIG, steps=steps, max_grad_norm=math.inf))
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["steps"], saved["optimizer"]["max_grad_norm"]) == (8, math.inf)
     edit(tmp_path, steps=9, max_grad_norm=math.inf)  # as a crash between two files leaves it
     RunFolder(tmp_path, json.loads((tmp_path / "config.json").read_text()))
-    with pytest.raises(UsageError, match="the run is of 9 steps"):
+    with refused("9 steps"):
         RunFolder(tmp_path, dataclasses.asdict(with_options(CONFIG, steps=7, max_grad_norm=math.inf)))
 
 
@@ -248,36 +238,28 @@ def test_a_start_that_was_killed_before_it_wrote_anything_may_be_repeated(tmp_pa
     assert fresh_folder(tmp_path) == tmp_path
     del lock
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(UsageError, match="is no run"):
+    with refused("is no run"):
         fresh_folder(tmp_path)
 
 
 # ---- inputs
 
 
-@pytest.mark.parametrize("mode", ["a reward's file", "rows outside of the first step"])
-def test_inputs_that_changed_are_named(finished, tmp_path, programs, mode):
+def test_inputs_that_changed_are_named(tmp_path, programs):
+    def begin(rows):
+        with Grader(f"{file}:threes", chunk=4, workers=1) as grader:
+            task = TASK._replace(reward={"threes": Component(grader)}, rows=rows)
+            train_grpo(task, with_options(CONFIG, steps=2), RunFolder(tmp_path / "run", {}), programs)
+
     file = tmp_path / "reward.py"
     file.write_text("def threes(rows, texts): return [text.count('3') / 3 for text in texts]\n")
-    config = with_options(CONFIG, steps=2)
-    with Grader(f"{file}:threes", chunk=4, workers=1) as grader:
-        task = TASK._replace(reward={"threes": Component(grader)}, rows="one digest")
-        train({"policy": PARAMS}, task, config, RunFolder(tmp_path / "run", {}), programs, phase="grpo")
-        train({"policy": PARAMS}, task, config, RunFolder(tmp_path / "run", {}), programs, phase="grpo")
-    file.write_text(file.read_text() + "# changed\n" * (mode[0] == "a"))
-    with Grader(f"{file}:threes", chunk=4, workers=1) as grader:
-        task = task._replace(reward={"threes": Component(grader)}, rows="one digest" if mode[0] == "a" else "another")
-        named = "source of reward threes" if mode[0] == "a" else "training rows"
-        with pytest.raises(UsageError, match=f"began: {named}; put"):
-            train({"policy": PARAMS}, task, config, RunFolder(tmp_path / "run", {}), programs, phase="grpo")
-
-
-@pytest.mark.parametrize("option", ["devices", "fsdp"])
-def test_other_devices_are_allowed_and_said_to_round_differently(finished, tmp_path, option):
-    shutil.copytree(finished[0], tmp_path / "run")
-    run = RunFolder(tmp_path / "run", dataclasses.asdict(with_options(CONFIG, **{option: 2})))
-    said = f"began with --{option} 1 and goes on with --{option} 2: sums are rounded in another order"
-    assert said in run.lines("warnings.jsonl")[0]["message"]
+    for _ in range(2):
+        begin("one digest")
+    with refused("began: training rows"):
+        begin("another")
+    file.write_text(file.read_text() + "# changed\n")
+    with refused("began: source of reward threes"):
+        begin("one digest")
 
 
 # ---- the lock
@@ -338,12 +320,12 @@ def test_a_checkpoint_of_another_structure_is_a_sentence(tmp_path, harm):
 
 @pytest.mark.parametrize("place", ["/dev/full/x", "/dev/null/x/y", "/proc/x"])
 def test_a_folder_that_cannot_be_written_is_a_sentence(place):
-    with pytest.raises(UsageError, match="cannot be written to"):
+    with refused("cannot be written to"):
         RunFolder(Path(place), {})
 
 
 def test_a_full_disk_is_told_from_a_defect(tmp_path, programs):
-    run = RunFolder(tmp_path, dataclasses.asdict(CONFIG))
+    run = open_run(tmp_path, CONFIG)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as error:
         run.log("grpo", 1, {})
@@ -354,9 +336,9 @@ def test_a_full_disk_is_told_from_a_defect(tmp_path, programs):
 
 def test_where_a_checkpoint_has_no_room_nothing_is_trained(tmp_path, programs, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
-    run = RunFolder(tmp_path, dataclasses.asdict(CONFIG))
-    with pytest.raises(UsageError, match="free some space, then add --resume"):
-        train({"policy": PARAMS}, TASK, CONFIG, run, programs, phase="grpo")
+    run = open_run(tmp_path, CONFIG)
+    with refused("free some space"):
+        train_grpo(TASK, CONFIG, run, programs)
     assert not run.lines()
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+from rl_helpers import recorder
 from test_devices import (
     ALL,
     DECODER,
@@ -24,7 +25,6 @@ from test_devices import (
     on,
     shapes_of,
 )
-from test_learn import recorder
 
 from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import Packed
@@ -139,10 +139,10 @@ QUICK = {("packed", ALL)}
     ],
 )
 def test_a_step_has_the_gradients_of_one_device(name, devices):
-    (expected, metrics), (found, others) = gradients(name, 1), gradients(name, devices)
+    (expected, metrics), (actual, others) = gradients(name, 1), gradients(name, devices)
     norms = [np.linalg.norm(leaf) for leaf in jax.tree.leaves(expected)]
     assert min(norms) > 0
-    for x, y, norm in zip(*map(jax.tree.leaves, (expected, found)), norms, strict=True):
+    for x, y, norm in zip(*map(jax.tree.leaves, (expected, actual)), norms, strict=True):
         assert np.linalg.norm(x - y) <= 1e-6 * (norm if norm > 1e-3 * max(norms) else max(norms))
     assert metrics.keys() == others.keys()
     for key, value in metrics.items():

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import random_params, refused, tiny_config
 
 from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer
 from grpo_jax.data.episodes import Reply, episode_return
 from grpo_jax.data.types import Component
-from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
@@ -24,7 +24,6 @@ from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks.adapters import trl_reward
 
 pytestmark = pytest.mark.usefixtures("without_curves")
-STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 PROMPTS = ["1+1=", "2+2=", "12+3="]
 LINES = """
 from grpo_jax import GRPOTrainer
@@ -43,9 +42,8 @@ trainer.train(prompts)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny random model with a tokenizer of characters."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    config = ModelConfig(arithmetic.VOCAB_SIZE, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
-    save_pretrained(folder, jax.jit(decoder_policy(config).init)(jax.random.key(0)), config)
+    config = tiny_config(arithmetic.VOCAB_SIZE)
+    folder = save_pretrained(tmp_path_factory.mktemp("model") / "tiny", random_params(config), config)
     arithmetic.TEXT.save_tokenizer(folder)
     return str(folder)
 
@@ -95,7 +93,7 @@ def test_the_five_lines(folder, tmp_path, monkeypatch, capsys, steps):
 
 
 def test_settings_of_a_loaded_model_are_not_given_again(folder, tmp_path):
-    with pytest.raises(UsageError, match="the model is loaded already: give dtype to load_pretrained"):
+    with refused("the model is loaded already: give dtype to load_pretrained"):
         GRPOTrainer(load_pretrained(folder), Threes(), dtype="bfloat16", run_dir=tmp_path / "run")
 
 
@@ -200,7 +198,7 @@ def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, t
     shutil.copytree(folder, told)
     template = told / "chat_template.jinja"
     template.write_text(NAMES + "{{ messages[0].content }}")
-    with pytest.raises(UsageError, match="no turn of the role tool or user"):
+    with refused("no turn of the role tool or user"):
         GRPOTrainer(told, Threes(), tools=[add], environment_tokens=4, run_dir=tmp_path / "run").train(PROMPTS)
     template.write_text(NAMES + TURNS)
     options = {"steps": 1, "max_tokens": 4, "max_turns": 2, "environment_tokens": 4, "learning_rate": 0.1}
@@ -209,7 +207,7 @@ def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, t
     line = trainer.run.lines()[0]
     assert (line["environment_calls"], line["environment_bad_calls"], line["turns_mean"]) == (0, 0, 1)
     template.write_text(TURNS)
-    with pytest.raises(UsageError, match="writes no tools into the prompt"):
+    with refused("writes no tools into the prompt"):
         GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "none", **options).train(PROMPTS)
 
 
@@ -239,66 +237,58 @@ def test_an_environment_as_for_trl_shows_its_tools_and_what_it_begins_with(folde
     ],
 )
 def test_turns_that_cannot_be_are_refused(folder, tmp_path, options, message):
-    with pytest.raises(UsageError, match=message) as error:
+    with refused(message):
         GRPOTrainer(folder, Threes(), run_dir=tmp_path / "run", **options).train(PROMPTS)
-    assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": 3}, "model is of type int: give a folder"),
-        ({"model": "nowhere"}, "there is no folder nowhere"),
+        ({"model": 3}, "model is of type int"),
+        ({"model": "nowhere"}, "no folder nowhere"),
         ({"clip_epsilon": 0.1, "epsilon_low": 0.2}, "give it or them"),
         ({"learnin_rate": 1e-3}, "no option learnin_rate: is it learning_rate?"),
         ({"zzz": 1}, "no option zzz: they are steps, "),
         ({"eval_every": 1}, "no option eval_every"),
-        ({"eval_samples": 1}, "no option eval_samples"),
-        ({"steps": "2"}, "steps is '2': it must be a whole number"),
-        ({"steps": True}, "steps is True: it must be a whole number"),
-        ({"num_prompts": None}, "num_prompts is None: it must be a whole number"),
-        ({"clip_epsilon": "0.2"}, "clip_epsilon is '0.2': it must be a number"),
-        ({"mask_truncated": 1}, "mask_truncated is 1: it must be True or False"),
-        ({"lora_targets": "q_proj"}, "lora_targets is 'q_proj': give a list"),
-        ({"lora_targets": ["q"]}, r"lora_targets is \['q'\]: give a list of q_proj, k_proj"),
-        ({"preset": "gppo"}, "preset is 'gppo': choose among grpo, rank"),
-        ({"reward_model": 1.0}, r"reward_model must be called as reward\(examples, completions\)"),
+        ({"steps": "2"}, "steps is '2'"),
+        ({"steps": True}, "steps is True"),
+        ({"clip_epsilon": "0.2"}, "clip_epsilon is '0.2'"),
+        ({"mask_truncated": 1}, "mask_truncated is 1"),
+        ({"lora_targets": "q_proj"}, "lora_targets is 'q_proj'"),
+        ({"lora_targets": ["q"]}, "lora_targets .* q_proj, k_proj"),
+        ({"preset": "gppo"}, "preset is 'gppo': choose among grpo"),
         ({"reward_model": lambda completions: 0}, "reward_model must be called"),
         ({"reward_model": lambda prompts, completions, **columns: 0}, "reward_model takes prompts first"),
         ({"reward_model": {}}, "reward_model is empty"),
-        ({"reward_model": {1: Threes()}}, "a reward is called 1: give it a text as its name"),
+        ({"reward_model": {1: Threes()}}, "a reward is called 1"),
         ({"reward_model": {"a": 1.0}}, "reward_model must be called"),
-        ({"reward_model": {"a": Component(Threes(), None)}}, "the weight of reward a is None"),
-        ({"run_dir": None}, "run_dir is of type NoneType: give the path of a folder"),
-        ({"teacher": 5}, "teacher is 5: it must be a text"),
-        ({"tools": 5}, "tools must be a list of functions"),
-        ({"tools": ["add"]}, "tools must be a list of functions"),
-        ({"tools": [partial(add, 1)]}, "each with a name: write a def around a partial"),
-        ({"environment": 5}, "environment is of type int: it must be a function"),
-        ({"filter_metric": "b", "max_rollouts": 2, "prompts": PROMPTS}, 'filter_metric "b" is no reward'),
-        ({"lora_rank": -1}, "lora_rank is -1"),
-        ({"quantize": "int4"}, "quantize is 'int4': choose among none, int8, nf4"),
-        ({"quantize": "nf4"}, "quantize nf4 is of frozen parameters, and without LoRA all are trained"),
-        ({"group_size": 1, "prompts": PROMPTS}, "group_size is 1"),
+        ({"reward_model": {"a": Component(Threes(), None)}}, "weight of reward a is None"),
+        ({"run_dir": None}, "run_dir is of type NoneType"),
+        ({"teacher": 5}, "teacher is 5"),
+        ({"tools": 5}, "tools must be a list"),
+        ({"tools": ["add"]}, "tools must be a list"),
+        ({"tools": [partial(add, 1)]}, "a partial"),
+        ({"environment": 5}, "environment is of type int"),
+        ({"quantize": "int4"}, "quantize is 'int4'"),
+        ({"quantize": "nf4"}, "quantize nf4 .*LoRA"),
         ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
-        ({"prompts": "1+1="}, "prompts is one text: put it into brackets"),
+        ({"prompts": "1+1="}, "prompts is one text"),
         ({"prompts": 3}, "prompts must be a list"),
         ({"prompts": []}, "prompts is empty"),
-        ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt holds a number"),
+        ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt"),
         ({"prompts": [{"question": "1+1="}]}, "row 0 has no column prompt"),
-        ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4, but there are 3"),
-        ({"prompts": PROMPTS, "minibatches": 4}, "there are 3 prompts for 4 pieces of a step"),
-        ({"prompts": "nowhere.jsonl"}, "there is no nowhere.jsonl"),
+        ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4"),
+        ({"prompts": PROMPTS, "minibatches": 4}, "3 prompts for 4 pieces"),
+        ({"prompts": "nowhere.jsonl"}, "no nowhere.jsonl"),
         ({"prompts": [[{"role": "user", "content": "1+1"}]]}, "no chat template"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(folder, tmp_path, options, message):
     given = {"model": folder, "reward_model": Threes(), "run_dir": tmp_path / "run"} | options
     prompts = given.pop("prompts", None)
-    with pytest.raises(UsageError, match=message) as error:
+    with refused(message):
         GRPOTrainer(**given).train(prompts)
-    assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -329,7 +319,7 @@ def test_a_teacher_of_another_size_is_learned_from(folder, tmp_path):
     trainer.train(PROMPTS)
     first, last = trainer.run.lines()
     assert 0 < last["distillation"] < first["distillation"]
-    with pytest.raises(UsageError, match="reverse_kl needs a teacher"):
+    with refused("reverse_kl needs a teacher"):
         GRPOTrainer(folder, Threes(), **options)
 
 
@@ -341,25 +331,11 @@ def test_a_loaded_model_is_shown_without_its_arrays(folder):
 
 def test_what_a_loaded_model_brings_along_is_not_asked_for_again(folder, tmp_path):
     loaded = load_pretrained(folder)
-    with pytest.raises(UsageError, match="give remat to load_pretrained"):
+    with refused("give remat to load_pretrained"):
         GRPOTrainer(loaded, Threes(), remat="layer")
     half = loaded._replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), loaded.params))
-    with pytest.raises(UsageError, match="param_dtype bfloat16 would lose"):
+    with refused("param_dtype bfloat16 would lose"):
         GRPOTrainer(half, Threes())
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(UsageError, match="is no run"):
+    with refused("is no run"):
         GRPOTrainer(loaded, Threes(), run_dir=tmp_path).train(PROMPTS)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")
-def test_stories_become_happier(tmp_path):
-    def happy(rows, completions):
-        return ["happy" in text for text in completions]
-
-    options = {"steps": 15, "max_tokens": 32, "learning_rate": 5e-4, "run_dir": tmp_path / "run"}
-    trainer = GRPOTrainer(model=str(STORIES), reward_model=happy, group_size=12, clip_epsilon=0.15, **options)
-    trainer.train(["Once upon a time", "Lily had a cat", "Tom found a box", "One day, Ben", "It was a sunny day"])
-    rewards = [line["reward"] for line in trainer.run.lines()]
-    print(np.round(rewards, 2))
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.3
