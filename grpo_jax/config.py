@@ -186,6 +186,9 @@ class SamplingConfig:
     staleness: Count = 0
     """Age in steps of the policy that samples, so that sampling overlaps with grading. `correction` can weigh the
     difference. 0: the current policy samples."""
+    narrow_decoding: bool = True
+    """Decode fewer rows as completions end, if that saves time. Each smaller batch compiles another loop. A mesh and
+    episodes always decode all rows."""
 
     @property
     def row_tokens(self) -> int:

@@ -57,9 +57,12 @@ class Traits(NamedTuple):
     # Tokens of the fastest piece of an update, prompts and padding included. Small pieces stay in a CPU's cache, and
     # fewer rows of the last one are empty. Too small ones leave an accelerator idle.
     piece_tokens: int = 16_384
-    # Texts of at least so many tokens are decoded in fewer rows as they end. Each width is a program of its own, which
-    # takes seconds to compile.
-    narrows_from: int | None = None
+    # Texts of at least so many tokens are decoded in fewer rows as they end, at most so many times. Each time compiles
+    # one more loop, as a room of the cache does.
+    narrows_from: int = 512
+    narrowings: int = 2
+    # A decode step takes as long as reading the weights and the cache. On a CPU it takes as long as its rows.
+    is_bound_by_memory: bool = True
     # The cache of texts of at least `grows_from` tokens grows in so many rooms. The whole cache is read for every
     # token: three quarters of it with two rooms, five eighths with four. Each room compiles one more loop: 10 to 20 s
     # on a GPU for 28 layers, 2 to 4 s on a CPU for four. On a CPU decoding took .73 of the time with completions of 256
@@ -83,6 +86,8 @@ CPU = Traits(
     min_slice_width=128,
     piece_tokens=768,
     narrows_from=64,
+    narrowings=8,
+    is_bound_by_memory=False,
     rooms=4,
     grows_from=256,
 )

@@ -133,7 +133,7 @@ def sample_completions(
       key: consumed.
     """
     return sample_groups(
-        policy,
+        policy if sampling.narrow_decoding else policy._replace(select=None),
         params,
         *prompts,
         numbers,

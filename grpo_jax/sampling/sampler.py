@@ -57,7 +57,8 @@ def sample_groups(
     The noise of a token depends only on the key, the row and the position: not on the width
     of the batch or of the prompts, the number of devices, or the vocabulary.
 
-    On a CPU, long completions are decoded in fewer and fewer rows as they end (`_widths`). The tokens stay the same.
+    Long completions are decoded in fewer and fewer rows as they end, unless `policy.select` is None (`_widths`). This
+    changes nothing but the rounding of products with fewer rows.
 
     Args:
       policy: the model's functions.
@@ -81,8 +82,7 @@ def sample_groups(
     # Nothing reads the cache of a completion that has ended, so it need not stay valid.
     policy = policy._replace(forgets=False)
     extend, state = start_decoding(policy, params, prompt_ids, prompt_mask, running, rooms[0], eos_ids)
-    # On a mesh the completions that are left would not be spread evenly.
-    widths = _widths(rows.size, max_tokens) if policy.select and mesh_sizes() is None else ()
+    widths = _widths(policy, params, state[1], rows.size, max_tokens)
     for room, wider in itertools.pairwise(rooms):
         until = partial(is_running, max_tokens=room, fewer=widths[0] if widths else 0)
         step, cache, running = jax.lax.while_loop(until, extend, state)
@@ -188,15 +188,40 @@ def make_logits(policy: Policy, params: Params) -> Callable[[jax.Array], jax.Arr
 # Decoding continues with a quarter of the completions, but with no fewer than 8: on a CPU 2 take as long as 8.
 _QUARTER = 4
 _FEWEST = 8
+# A decode step with fewer completions must read at most this share of the bytes, or it is not worth its compilation.
+# Their number is then halved until it does.
+_WORTHWHILE = 0.75
 
 
-def _widths(num_completions: int, max_tokens: int) -> tuple[int, ...]:
-    """Returns numbers of completions to continue with when no more than that are left, from large to small."""
-    least = traits_of_backend().narrows_from
-    if least is None or max_tokens < least or num_completions < _QUARTER * _FEWEST:
+def _widths(policy: Policy, params: Params, cache: Any, num_completions: int, max_tokens: int) -> tuple[int, ...]:
+    """Returns numbers of completions to continue with when no more than that are left, from large to small.
+
+    Every completion that is left gets a copy of its prompt's keys and values. With long prompts and large groups, few
+    completions can therefore read more than all of them did. Large weights are read for any number of completions.
+    """
+    traits, select = traits_of_backend(), policy.select
+    # On a mesh the completions that are left would not be spread evenly.
+    if select is None or mesh_sizes() is not None or max_tokens < traits.narrows_from:
         return ()
-    fewer = num_completions // _QUARTER
-    return fewer, *_widths(fewer, max_tokens)
+    weights = 0
+    if traits.is_bound_by_memory:
+        dtype = jax.eval_shape(policy.unembedding, params).dtype
+        weights = dtype.itemsize * sum(x.size for x in jax.tree.leaves(params))
+    widths: list[int] = []
+    bytes_read, fewer = weights + _num_bytes(cache), num_completions // _QUARTER
+    while fewer >= _FEWEST and len(widths) < traits.narrowings:
+        chosen = jax.ShapeDtypeStruct((fewer,), jnp.int32)
+        bytes_of_fewer = weights + _num_bytes(jax.eval_shape(select, cache, chosen))
+        is_worthwhile = bytes_of_fewer <= _WORTHWHILE * bytes_read
+        if is_worthwhile:
+            widths.append(fewer)
+            bytes_read = bytes_of_fewer
+        fewer //= _QUARTER if is_worthwhile else 2
+    return tuple(widths)
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def rooms_of(max_tokens: int) -> tuple[int, ...]:

@@ -14,13 +14,14 @@ from tiny import ragged_prompts, random_params, randomly_adapted, row_numbers, t
 
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Prompts
+from grpo_jax.functional.products import GPU
 from grpo_jax.models import geometry
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.source import make_sampler
+from grpo_jax.rl.source import make_sampler, sample_completions
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.sampling.categorical import Truncation
-from grpo_jax.sampling.sampler import sample_groups
+from grpo_jax.sampling.sampler import _widths, sample_groups
 
 V, TOKENS, NUM_PROMPTS, GROUP = 30, 64, 16, 8
 ROWS = row_numbers(NUM_PROMPTS, GROUP)
@@ -34,6 +35,7 @@ def random_prompts(num_prompts, vocab_size, width=6):
 
 
 PROMPTS = random_prompts(NUM_PROMPTS, V)
+ACCELERATOR = GPU._replace(narrows_from=TOKENS, grows_from=TOKENS)._asdict()  # for completions this short
 
 
 def both(policy, **options):
@@ -103,16 +105,23 @@ def test_several_runs_at_once_give_what_each_gives():
 
 
 @pytest.mark.slow
-def test_every_device_leaves_its_own_completions_behind():
+@pytest.mark.parametrize("traits", [{}, ACCELERATOR | {"is_bound_by_memory": False}], ids=["cpu", "accelerator"])
+def test_every_device_leaves_its_own_completions_behind(traits, assume):
     """32 completions on each of 8 devices, whose loops take different numbers of turns."""
-    task = task_of_tokens((3, 7), 0, V)
+    assume(**traits)
+    task, counts = task_of_tokens((3, 7), 0, V), []
+    policy = markov_policy(lambda step, num_rows: counts.append(int(num_rows)))
     sampling = recipe(max_tokens=TOKENS, num_prompts=32, group_size=8).sampling
     wide = Prompts(*random_prompts(32, V), [])
     inputs = random_table(V), wide, row_numbers(32, 8), np.ones((32, 8), np.float32), noise_of(2, SAMPLING, 0)
-    one, eight = (
-        make_sampler(markov_policy(), task, sampling, devices=devices).complete(*inputs) for devices in (1, 8)
-    )
+    one = make_sampler(markov_policy(), task, sampling).complete(*inputs)
+    eight = make_sampler(policy, task, sampling, devices=8).complete(*inputs)
     assert_same(one, eight)
+    jax.effects_barrier()
+    lengths = eight.completion_mask.sum(-1).reshape(8, -1)
+    assert set(counts) == {32, 8}
+    assert counts.count(32) == sum(np.sort(row)[-9] - 1 for row in lengths)  # at most 8 go on after that
+    assert len(counts) == (lengths.max(-1) - 1).sum()
 
 
 # ---- a decoder
@@ -157,6 +166,72 @@ def test_a_decoder_says_the_same_when_completions_leave_and_its_cache_grows(conf
             assert deviation[equal].max() <= 1e-5
     # A uniform may lie within rounding of the boundary between two tokens, once in some 100,000 tokens.
     assert different <= 1, f"{different} of {6 * rows.size} completions differ"
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_accelerators_leave_completions_behind_twice(dtype, assume):
+    config = replace(CONFIG, num_hidden_layers=1, dtype=dtype)
+    policy, params = decoder_policy(config), random_params(config)
+    prompts = random_prompts(NUM_PROMPTS, 50)
+    assume(**ACCELERATOR)
+    assert widths_of(policy, NUM_PROMPTS, GROUP, 6, TOKENS) == (32, 8)
+    samples = both(policy, max_tokens=TOKENS, eos_ids=tuple(range(3, 7)), pad_id=1)
+    different = 0
+    for seed in range(3):
+        inputs = params, *prompts, ROWS, jax.random.key(seed), TEMPERATURE
+        out, whole = (jax.device_get(sample(*inputs)) for sample in samples)
+        equal = (out.completion_ids == whole.completion_ids).all(-1)
+        different += (~equal).sum()
+        lengths = np.sort(whole.completion_mask.sum(-1), axis=None)
+        assert lengths[-33] < lengths[-9] < lengths[-1]  # both widths decode some tokens
+        np.testing.assert_array_equal(out.truncated[equal], whole.truncated[equal])
+        np.testing.assert_allclose(out.sampler_logprobs[equal], whole.sampler_logprobs[equal], atol=1e-5)
+    assert different <= 1, f"{different} of {3 * ROWS.size} completions differ"
+
+
+# Two layers of Qwen3-0.6B and of Llama 3.1 8B, with as small a part of their vocabularies.
+QWEN = ModelConfig(151936 // 14, 1024, 3072, 2, 16, 8, 128, dtype="bfloat16")
+LLAMA = ModelConfig(128256 // 16, 4096, 14336, 2, 32, 8, 128, tie_word_embeddings=False, dtype="bfloat16")
+
+
+def widths_of(policy, num_prompts, group_size, prompt_tokens, max_tokens):
+    """Returns the widths of a sampler, from shapes only."""
+    params = jax.eval_shape(policy.init, jax.random.key(0))
+    ids = jax.ShapeDtypeStruct((num_prompts, prompt_tokens), jnp.int32)
+    mask = jax.ShapeDtypeStruct(ids.shape, bool)
+    cache = jax.eval_shape(lambda *inputs: policy.prefill(*inputs, group_size, max_tokens // 2)[2], params, ids, mask)
+    return _widths(policy, params, cache, num_prompts * group_size, max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "expected"),
+    [
+        (QWEN, (16, 8, 256, 2048), (32, 8)),
+        (QWEN, (256, 8, 256, 2048), (512, 128)),
+        (QWEN, (16, 8, 256, 511), ()),
+        (QWEN, (16, 8, 4096, 2048), (16,)),  # 32 completions with copies of their prompts read too much
+        (LLAMA, (16, 8, 256, 2048), (32,)),
+        (LLAMA, (4, 8, 256, 512), ()),  # most of what is read is weights
+    ],
+)
+def test_an_accelerator_continues_with_fewer_completions_only_if_it_reads_less(config, shape, expected, assume):
+    assume(**GPU._asdict())
+    policy = decoder_policy(config)
+    assert widths_of(policy, *shape) == expected
+    assert widths_of(policy._replace(select=None), *shape) == ()
+
+
+def test_an_option_decodes_all_rows_until_the_last_completion_ends():
+    counts = []
+    policy = markov_policy(lambda step, num_rows: counts.append(int(num_rows)))
+    task = task_of_tokens((0,), 0, 16)
+    for narrow, expected in [(True, {128, 32, 8}), (False, {128})]:
+        sampling = recipe(max_tokens=TOKENS, narrow_decoding=narrow).sampling
+        inputs = np.zeros((16,) * 3, np.float32), PROMPTS, ROWS, np.ones(ROWS.shape, np.float32), jax.random.key(0)
+        jax.jit(lambda *inputs, s=sampling: sample_completions(policy, task, s, *inputs))(*inputs)
+        jax.effects_barrier()
+        assert set(counts) == expected
+        counts.clear()
 
 
 @pytest.mark.slow
