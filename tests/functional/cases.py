@@ -222,7 +222,7 @@ DIVERGENCE_CASES = {
     "kl_unbiased": of_estimator(F.kl_unbiased, differentiable=""),
     "kl_full": of_logits(F.kl_full),
     "kl_reverse": of_logits(partial(F.kl_full, reverse=True)),
-    "jsd": of_logits(F.jsd_full, "teacher_logits", numbers={"beta": 0.3}),
+    "jsd": of_logits(F.jsd_full, "ref_logits", numbers={"beta": 0.3}),
     "entropy": Case(F.entropy, {"logits": LOGITS[0]}, "logits"),
     "adaptive_kl": Case(
         F.adaptive_kl_coef,
