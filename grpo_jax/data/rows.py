@@ -188,7 +188,7 @@ def _file(path: Path, split: str | None, subset: str | None) -> Path:
 
 
 def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
-    return gzip.open(path) if path.name.endswith(".gz") else path.open("rb")
+    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
 
 
 def _lines(path: Path) -> Iterator[bytes]:

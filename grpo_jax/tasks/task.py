@@ -274,11 +274,9 @@ def encode_rows(
     heldout = [(rows if heldout_rows is None else heldout_rows)[i] for i in out]
     sample = now = np.arange(len(train))
     if all_in_advance is not None and len(train) > all_in_advance:
-        _, bounds, spellings = checked[:, train]
         sample = np.linspace(0, len(train) - 1, _SAMPLED).astype(int)
-        alike = np.isin(spellings, (checked if apart is None else apart)[2, out]) & (not nothing_held_out)
-        unsure = np.flatnonzero(alike | (bounds >= (max_prompt_tokens or np.inf)))
-        now = np.unique(np.concatenate([sample, np.argsort(bounds)[-_SAMPLED:], unsure]))
+        spellings = (checked if apart is None else apart)[2, [] if nothing_held_out else out]
+        now = np.union1d(sample, _encoded_now(checked[:, train], spellings, max_prompt_tokens))
     trained = encode([rows[i] for i in train[now]], others=len(train) - len(now))
     held = encode(heldout)
     check_ids(trained.token_ids + held.token_ids, vocab_size)
@@ -291,20 +289,31 @@ def encode_rows(
     made = {i: prompt for i, prompt in fitting if prompt[1].tobytes() not in known}
     lost += len(trained.numbers) - len(made)
     left = np.setdiff1d(np.arange(len(train)), np.setdiff1d(now, list(made))).tolist()
-    notes = (
-        f"training: {trained.summary()}" if trained.summary() else "",
-        f"held out: {held.summary()}" if held.summary() and not nothing_held_out else "",
-        "no prompt is held out: all are trained on" if nothing_held_out else "",
-        f"training: dropped, for they are held out: {lost}" if lost else "",
-    )
     later = partial(_encode_later, encode, vocab_size, width)
     of_sample = [made[i] for i in sample.tolist() if i in made] or _pairs(held)
     return RowsOfTask(
         PromptRows([rows[i] for i in train[left]], [made.get(i) for i in left], of_sample, later),
         PromptRows([heldout[i] for i in held.numbers], _pairs(held), _pairs(held), later),
-        tuple(filter(None, notes)),
+        _notes(trained, held, lost, nothing_held_out),
         width,
     )
+
+
+def _notes(training: Encoded, heldout: Encoded, lost: int, nothing_held_out: bool) -> tuple[str, ...]:
+    notes = (
+        f"training: {training.summary()}" if training.summary() else "",
+        f"held out: {heldout.summary()}" if heldout.summary() and not nothing_held_out else "",
+        "no prompt is held out: all are trained on" if nothing_held_out else "",
+        f"training: dropped, for they are held out: {lost}" if lost else "",
+    )
+    return tuple(filter(None, notes))
+
+
+def _encoded_now(checked: np.ndarray, heldout_spellings: np.ndarray, max_prompt_tokens: int | None) -> np.ndarray:
+    """Numbers of the longest training prompts, and of those that may not fit or may be held out as other texts."""
+    _, bounds, spellings = checked
+    is_unsure = (bounds >= (max_prompt_tokens or np.inf)) | np.isin(spellings, heldout_spellings)
+    return np.union1d(np.argsort(bounds)[-_SAMPLED:], np.flatnonzero(is_unsure))
 
 
 def _encode_later(
@@ -349,16 +358,17 @@ def _check(
       float64 `[3, M]`: a hash of the prompt in [0, 1), a number of tokens that it hardly ever exceeds, and a number
       that is the same for prompts that differ only in blanks and capitals.
     """
-    checked, added = np.empty((3, len(rows))), {(): _SPECIAL_TOKENS}  # roles -> bytes beside the contents of messages
+    added: dict[tuple[str, ...], int]
+    checked, added = (
+        np.empty((3, len(rows))),
+        {("",): _SPECIAL_TOKENS},
+    )  # roles -> bytes beside the contents of messages
     for number, row in enumerate(progress(rows, "checking rows")):
         where = getattr(row, "where", f"{name} {number}")
         prompt = prompt_of(row, where)
         place, messages = hash_of_prompt(prompt, where), in_messages(prompt)
-        roles: tuple[str, ...] = ()
-        text = messages
-        if not isinstance(messages, str):
-            text = "".join(message["content"] for message in messages)
-            roles = tuple(message["role"] for message in messages)
+        parts = [{"role": "", "content": messages}] if isinstance(messages, str) else messages
+        text, roles = "".join(part["content"] for part in parts), tuple(part["role"] for part in parts)
         size = len(text.encode(errors="replace"))
         if roles not in added:
             added[roles] = max(len(filled(messages, where).encode(errors="replace")) - size, 0) + _SPECIAL_TOKENS
