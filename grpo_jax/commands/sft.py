@@ -232,7 +232,8 @@ def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: 
     )
     notes, sides = list(encoded.notes), []
     for name, side in (("training", encoded.training), ("held out", encoded.heldout)):
-        texts = [example[config.completion_column] for example in side.examples]
+        prompts, examples = side.take()
+        texts = [example[config.completion_column] for example in examples]
         max_tokens = longest if config.max_tokens is None else config.max_tokens
         completions = encode_completions(
             tokenizer, texts, eos_ids=pretrained.eos_ids, max_tokens=max_tokens, overlong=overlong
@@ -243,14 +244,14 @@ def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: 
             why = completions.summary or "every prompt is held out"
             raise UsageError(f"no completion is left ({name}: {why}): raise max_tokens, or give other rows")
         check_ids(completions.token_ids, shape.vocab_size)
-        sides.append(([side.token_ids[i] for i in completions.numbers], completions.token_ids))
+        sides.append(([prompts[i] for i in completions.numbers], completions.token_ids))
     width = max(len(ids) + len(more) for side in sides for ids, more in zip(*side, strict=True))
     training, heldout = (pack(*side, width=width) for side in sides)
     count, size = len(sides[0][0]), len(training.ids)
     notes.append(
         f"{count} texts to train on in {size} rows of {width} tokens: {size / config.num_rows:.3g} steps an epoch"
     )
-    padded = pad_prompts(*encoded.heldout, width=encoded.width, pad_id=padding_id(tokenizer, shape.vocab_size))
+    padded = pad_prompts(*encoded.heldout.take(), width=encoded.width, pad_id=padding_id(tokenizer, shape.vocab_size))
     return Texts(training, heldout, padded, tuple(notes))
 
 

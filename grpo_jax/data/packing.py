@@ -21,7 +21,9 @@ class Packed(NamedTuple):
     weights: Array = None  # [B, S], made from the mask of a whole optimizer batch
 
 
-def pack(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], *, width: int) -> Packed:
+def pack(
+    prompts: Sequence[Sequence[int] | np.ndarray], completions: Sequence[Sequence[int] | np.ndarray], *, width: int
+) -> Packed:
     """Texts as rows, each whole in one of them; prompts are seen and not learned.
 
     The longest first, each into the fullest row that has room for it (best fit, decreasing).
@@ -43,7 +45,7 @@ def pack(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]],
     for number, length in enumerate(lengths):
         if length > width:
             raise UsageError(f"text {number} has {length} tokens, and a row {width}: drop it, or widen the rows")
-        if not completions[number] or length < 2:
+        if not len(completions[number]) or length < 2:
             raise UsageError(f"text {number} has no token to learn: drop it")
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # what is left of each row, sorted

@@ -6,13 +6,16 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from json.encoder import encode_basestring
 from pathlib import Path
-from typing import Any
+from sys import intern
+from typing import IO, Any
 
 import numpy as np
 
-from grpo_jax.data.text import Message, check_text
+from grpo_jax.data.text import Message, check_text, progress
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError, reason_of, user_path
 
@@ -23,11 +26,18 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 class Row(dict[str, Any]):
     """The columns of one prompt, which also know where they were read."""
 
-    where: str
+    __slots__ = ("_number", "_source")
 
-    def __init__(self, columns: Mapping[str, Any], where: str) -> None:
-        super().__init__(columns)
-        self.where = where
+    def __init__(self, columns: Mapping[str, Any], source: str, number: int | None = None) -> None:
+        """The place is `source`, followed by `number` if there is one: a million rows share one `source`."""
+        # Rows also share the names of their columns.
+        super().__init__(zip(map(intern, columns), columns.values(), strict=True))
+        self._source, self._number = source, number
+
+    @property
+    def where(self) -> str:
+        """The place that the row was read from."""
+        return self._source if self._number is None else f"{self._source} {self._number}"
 
 
 def read_rows(source: str | Path, *, split: str | None = None, subset: str | None = None) -> list[Row]:
@@ -90,7 +100,8 @@ def text_column(row: Mapping[str, Any], name: str, where: str = "a row", *, reme
     value = column(row, name, where, remedy=remedy)
     if not isinstance(value, str):
         raise UsageError(f"{getattr(row, 'where', where)}: column {name} holds {kind_of(value)}, and should hold text")
-    check_text(value, f"{getattr(row, 'where', where)}: column {name}")
+    if not value.isascii():
+        check_text(value, f"{getattr(row, 'where', where)}: column {name}")
     return value
 
 
@@ -108,6 +119,7 @@ def batches(size: int, count: int, seed: int) -> Callable[[int], np.ndarray]:
       A pure function from the step to `count` numbers below `size`.
     """
 
+    @lru_cache(maxsize=2)  # a step may take from the ends of two
     def shuffled(epoch: int) -> np.ndarray:
         return rng(seed, 0, epoch).permutation(size)
 
@@ -126,7 +138,10 @@ def hash_of_prompt(prompt: str | list[Message], where: str = "a row") -> float:
     Raises:
       UsageError: it is no text.
     """
-    text = json.dumps(prompt, ensure_ascii=False, default=str)
+    if isinstance(prompt, str):
+        text = encode_basestring(prompt)  # as json.dumps writes it
+    else:
+        text = json.dumps(prompt, ensure_ascii=False, default=str)
     check_text(text, f"{where}: its prompt")
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48
 
@@ -172,48 +187,53 @@ def _file(path: Path, split: str | None, subset: str | None) -> Path:
     return path
 
 
-def _bytes(path: Path) -> bytes:
+def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
+    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines of a file, which is not read as a whole."""
     try:
-        content = path.read_bytes()
-        content = gzip.decompress(content) if path.name.endswith(".gz") else content
+        with _open(path) as file:
+            for number, line in enumerate(file):
+                # Lines of bytes: those of a text also end at characters that JSON allows within one.
+                yield from (line if number else line.removeprefix(codecs.BOM_UTF8)).splitlines(keepends=True)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read ({error})") from None
-    return content.removeprefix(codecs.BOM_UTF8)
 
 
 def _json_lines(path: Path) -> list[Row]:
-    rows = []
-    # Lines of bytes: those of a text also end at characters that JSON allows within one.
-    for number, line in enumerate(_bytes(path).splitlines(), 1):
+    rows, source = [], f"{path}, line"
+    for number, line in enumerate(progress(_lines(path), f"reading {path.name}"), 1):
         if line.strip():
-            where = f"{path}, line {number}"
-            rows.append(_row(_json(line, where), where))
+            rows.append(_row(_json(line.rstrip(b"\r\n"), source, number), source, number))
     return rows
 
 
 def _json_rows(path: Path) -> list[Row]:
-    values = _json(_bytes(path), str(path))
+    values = _json(b"".join(_lines(path)), str(path))
     if not isinstance(values, list):
         raise UsageError(f"{path} holds {kind_of(values)}, not a list of objects: is it .jsonl?")
-    return [_row(value, f"{path}, item {number}") for number, value in enumerate(values, 1)]
+    return [_row(value, f"{path}, item", number) for number, value in enumerate(values, 1)]
 
 
-def _json(content: bytes, where: str) -> Any:
+def _json(content: bytes, *place: Any) -> Any:
     try:
         return json.loads(content.decode())
-    except UnicodeDecodeError:
-        raise UsageError(f"{where} is not UTF-8: convert it") from None
-    except json.JSONDecodeError as error:
+    except (RecursionError, ValueError) as error:
+        where = " ".join(map(str, place))  # not made for the lines without an error
+        if isinstance(error, UnicodeDecodeError):
+            raise UsageError(f"{where} is not UTF-8: convert it") from None
+        if not isinstance(error, json.JSONDecodeError):  # nested too deeply, or a number too long
+            raise UsageError(f"{where} is JSON that cannot be read ({reason_of(error)})") from None
         at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise UsageError(f"{where} is not JSON ({error.msg} at {at})") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number too long
-        raise UsageError(f"{where} is JSON that cannot be read ({reason_of(error)})") from None
 
 
-def _row(value: Any, where: str) -> Row:
+def _row(value: Any, source: str, number: int) -> Row:
     if not isinstance(value, dict):
-        raise UsageError(f"{where} holds {kind_of(value)}, not an object with columns")
-    return Row(value, where)
+        raise UsageError(f"{source} {number} holds {kind_of(value)}, not an object with columns")
+    return Row(value, source, number)
 
 
 def _hub_rows(source: str, split: str, subset: str | None) -> list[Row]:
@@ -227,7 +247,7 @@ def _hub_rows(source: str, split: str, subset: str | None) -> list[Row]:
         rows = datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # the package's own, the hub's, and the network's
         raise UsageError(f"data set {source}, split {split} cannot be loaded: {reason_of(error)}") from error
-    return [_row(row, f"{source}, split {split}, row {number}") for number, row in enumerate(rows)]
+    return [_row(row, f"{source}, split {split}, row", number) for number, row in enumerate(rows)]
 
 
 def kind_of(value: Any) -> str:

@@ -2,26 +2,41 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
 
 from grpo_jax.errors import UsageError, abbreviate, reason_of
 
 Message = dict[str, str]  # {"role": "user", "content": "…"}
 Overlong = Literal["drop", "truncate"]
+T = TypeVar("T")
+
+_BATCH = 1000  # texts that a tokenizer takes at once
+_BAR_AFTER = 3.0  # seconds
+
+
+def progress(items: Iterable[T], words: str) -> Iterable[T]:
+    """Returns the items, with a bar in a terminal if they take more than a few seconds."""
+    from tqdm import tqdm  # comes with the packages that have tokenizers
+
+    bar: Iterable[T] = tqdm(items, words, leave=False, delay=_BAR_AFTER, disable=None)
+    return bar
 
 
 class Encoded(NamedTuple):
     """Prompts that can be sampled from."""
 
-    token_ids: list[list[int]]
+    token_ids: list[np.ndarray]  # int32
     texts: list[str]  # what was encoded: of messages, the chat template filled in
     numbers: list[int]  # numbers of these prompts among those given
     dropped: dict[str, int]  # reason -> how many
     truncated: int  # how many lost their beginning
+    others: int = 0  # prompts that fit and are not encoded yet
 
     def summary(self) -> str:
         """Says how many prompts were dropped or cut; empty if none."""
-        return _left_out("prompts", "beginning", len(self.numbers), self.dropped, self.truncated)
+        return _left_out("prompts", "beginning", len(self.numbers) + self.others, self.dropped, self.truncated)
 
 
 def _left_out(texts: str, lost: str, num_left: int, dropped: Mapping[str, int], truncated: int) -> str:
@@ -65,6 +80,7 @@ def encode_prompts(
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
     tools: Sequence[Mapping[str, Any]] | None = None,
+    others: int = 0,
 ) -> Encoded:
     """Token ids of prompts. Completions are sampled and trained as ids: nothing is ever encoded again.
 
@@ -76,6 +92,7 @@ def encode_prompts(
       max_prompt_tokens: P; None: as long as they come.
       overlong: what happens to a prompt of more tokens: it is dropped, or keeps its last P tokens.
       tools: JSON schemas of functions that chat templates tell the model of; None: there are none.
+      others: further prompts, which fit and need not be encoded now.
 
     Returns:
       The prompts that are left, and the counts of the others.
@@ -87,17 +104,22 @@ def encode_prompts(
         raise UsageError("prompts must be a list: put the one prompt into brackets")
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
         raise UsageError(f"max_prompt_tokens is {max_prompt_tokens}: it must be at least 1")
+    all_texts = [
+        prompt if isinstance(prompt, str) else fill_template(tokenizer, prompt, f"prompt {number}", tools)
+        for number, prompt in enumerate(prompts)
+    ]
+    all_ids = [np.zeros(0, np.int32)] * len(prompts)
+    for is_plain in (True, False):
+        chosen = [i for i, p in enumerate(prompts) if isinstance(p, str) == is_plain and all_texts[i].strip()]
+        # A template writes the special tokens itself.
+        encoded_texts = encode_texts(tokenizer, [all_texts[i] for i in chosen], special_tokens=is_plain)
+        for i, ids in zip(chosen, encoded_texts, strict=True):
+            has_two = len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None)  # one in the text
+            all_ids[i] = _without_end(ids[int(has_two) :], eos_ids)
     dropped: Counter[str] = Counter()
     token_ids, texts, numbers, truncated = [], [], [], 0
-    for number, prompt in enumerate(prompts):
-        text = prompt if isinstance(prompt, str) else _fill_template(tokenizer, prompt, number, tools)
-        # A template writes the special tokens itself.
-        ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)) if text.strip() else []
-        if len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None):
-            ids = ids[1:]  # the text brought its own
-        while ids and ids[-1] in eos_ids:
-            ids = ids[:-1]
-        if not ids:
+    for number, (ids, text) in enumerate(zip(all_ids, all_texts, strict=True)):
+        if not len(ids):
             dropped["empty"] += 1
             continue
         if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
@@ -108,11 +130,33 @@ def encode_prompts(
         token_ids.append(ids)
         texts.append(text)
         numbers.append(number)
-    encoded = Encoded(token_ids, texts, numbers, dict(dropped), truncated)
-    if not numbers:
+    encoded = Encoded(token_ids, texts, numbers, dict(dropped), truncated, others)
+    if not numbers and not others:
         advice = "raise max_prompt_tokens" if set(dropped) - {"empty"} else "give prompts with text"
         raise UsageError(f"no prompt is left ({encoded.summary() or 'none was options'}): {advice}")
     return encoded
+
+
+def encode_texts(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) -> list[np.ndarray]:
+    """Returns the token ids of texts, int32. They are encoded in batches, which takes less time.
+
+    Args:
+      tokenizer: of transformers.
+      texts: any number of them.
+      special_tokens: puts in what the tokenizer begins and ends texts with.
+    """
+    token_ids = []
+    for start in progress(range(0, len(texts), _BATCH), f"encoding, {_BATCH} texts at a time"):
+        batch = list(texts[start : start + _BATCH])
+        encoded = tokenizer(batch, add_special_tokens=special_tokens, return_attention_mask=False)
+        token_ids += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
+    return token_ids
+
+
+def _without_end(ids: np.ndarray, eos_ids: tuple[int, ...]) -> np.ndarray:
+    while len(ids) and ids[-1] in eos_ids:
+        ids = ids[:-1]
+    return ids
 
 
 def prompt_limit(asked: int | None, longest: int | None, max_tokens: int) -> int | None:
@@ -139,23 +183,22 @@ def prompt_limit(asked: int | None, longest: int | None, max_tokens: int) -> int
     return longest - max_tokens
 
 
-def encode_completion(tokenizer: Any, text: str, *, eos_ids: tuple[int, ...] = ()) -> list[int]:
-    """Token ids of a text that continues another.
+def encode_continuations(tokenizer: Any, texts: Sequence[str], *, eos_ids: tuple[int, ...] = ()) -> list[np.ndarray]:
+    """Token ids of texts that continue others, int32.
 
     A tokenizer that puts a space before every text of its own accord is not given another one there.
 
     Args:
       tokenizer: of transformers.
-      text: the completion.
-      eos_ids: dropped at its end.
+      texts: the completions.
+      eos_ids: dropped at their ends.
     """
-    check_text(text)
+    for text in texts:
+        check_text(text)
     pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
-    text = text[1:] if text.startswith(" ") and pieces and pieces[0].startswith("▁") else text
-    ids = tokenizer.encode(text, add_special_tokens=False) if text else []
-    while ids and ids[-1] in eos_ids:
-        ids = ids[:-1]
-    return ids
+    if pieces and pieces[0].startswith("▁"):
+        texts = [text.removeprefix(" ") for text in texts]
+    return [_without_end(ids, eos_ids) for ids in encode_texts(tokenizer, texts, special_tokens=False)]
 
 
 def check_text(text: str, where: str = "a text") -> None:
@@ -193,7 +236,7 @@ def ending_id(tokenizer: Any, eos_ids: tuple[int, ...]) -> int:
 class EncodedCompletions(NamedTuple):
     """Completions that can be learned."""
 
-    token_ids: list[list[int]]  # each with EOS at its end, unless it was cut
+    token_ids: list[np.ndarray]  # int32, each with EOS at its end, unless it was cut
     numbers: list[int]  # numbers of these completions among those given
     summary: str  # what happened to the others, in words; empty if nothing did
 
@@ -226,12 +269,11 @@ def encode_completions(
         raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
     dropped, truncated = Counter[str](), 0
     token_ids, numbers = [], []
-    for number, text in enumerate(texts):
-        ids = encode_completion(tokenizer, text, eos_ids=eos_ids)
-        if not ids:
+    for number, ids in enumerate(encode_continuations(tokenizer, texts, eos_ids=eos_ids)):
+        if not len(ids):
             dropped["empty"] += 1
             continue
-        ids = [*ids, eos_id]
+        ids = np.append(ids, np.int32(eos_id))
         if max_tokens is not None and len(ids) > max_tokens:
             if overlong == "drop":
                 dropped[f"longer than {max_tokens} tokens"] += 1
@@ -291,14 +333,16 @@ def encode_answers(
     )
     fitted_rows: list[tuple[list[int], tuple[list[int], ...], int]] = []
     dropped, cut = Counter[str](), 0
+    texts = [text for number in encoded.numbers for text in answers[number]]
+    all_ids = iter(encode_continuations(tokenizer, texts, eos_ids=eos_ids))
     for prompt, number in zip(encoded.token_ids, encoded.numbers, strict=True):
-        ids = [encode_completion(tokenizer, text, eos_ids=eos_ids) for text in answers[number]]
+        ids = [next(all_ids).tolist() for _ in answers[number]]
         fitted = _fitted(ids, max_tokens=max_tokens, overlong=overlong, end_id=end_id)
         if isinstance(fitted, str):
             dropped[fitted] += 1
             continue
         cut += sum(map(len, fitted)) < sum(map(len, ids)) + (end_id is not None) * len(ids)
-        fitted_rows.append((prompt, fitted, number))
+        fitted_rows.append((prompt.tolist(), fitted, number))
     if not fitted_rows:
         raise UsageError(f"no {rows.rstrip('s')} is left of {len(prompts)} ({dict(dropped)}): raise max_tokens")
     notes = (
@@ -326,27 +370,39 @@ def _fitted(
     return unfit if len(set(map(tuple, fitted))) < len(fitted) else fitted
 
 
-def check_ids(token_ids: Iterable[Sequence[int]], vocab_size: int) -> None:
+def check_ids(token_ids: Iterable[Sequence[int] | np.ndarray], vocab_size: int, where: str = "") -> None:
     """Refuses tokens that a model does not have. A tokenizer may know more, as long as they do not occur.
 
     Args:
       token_ids: lists of ids.
       vocab_size: of the model.
+      where: the text of the ids, as the beginning of the refusal.
 
     Raises:
       UsageError: one of the ids is outside the vocabulary.
     """
-    largest = max((max(ids) for ids in token_ids if len(ids)), default=0)
+    largest = max((int(np.max(ids)) for ids in token_ids if len(ids)), default=0)
     if largest >= vocab_size:
         raise UsageError(
-            f"the tokenizer writes token {largest}, but the model has the tokens 0 to {vocab_size - 1}: take the "
-            "model's own tokenizer, or leave out the text that needs this token"
+            f"{where}{where and ': '}the tokenizer writes token {largest}, but the model has the tokens 0 to "
+            f"{vocab_size - 1}: take the model's own tokenizer, or leave out the text that needs this token"
         )
 
 
-def _fill_template(
-    tokenizer: Any, messages: Sequence[Message], number: int, tools: Sequence[Mapping[str, Any]] | None
+def fill_template(
+    tokenizer: Any, messages: Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] | None
 ) -> str:
+    """Returns messages as the tokenizer's chat template writes them, opened for the assistant's turn.
+
+    Args:
+      tokenizer: of transformers.
+      messages: a prompt.
+      place: names the prompt in a refusal.
+      tools: as in `encode_prompts`.
+
+    Raises:
+      UsageError: there is no template, or it refuses the messages or the tools.
+    """
     if not tokenizer.chat_template:
         raise UsageError(
             "the prompts are chat messages, but the tokenizer has no chat template: give prompts as text, or put a "
@@ -356,7 +412,7 @@ def _fill_template(
         options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
     except Exception as error:  # whatever the template raises, such as that roles must alternate
-        raise UsageError(f"the chat template refuses prompt {number}: {reason_of(error)}") from error
+        raise UsageError(f"the chat template refuses {place}: {reason_of(error)}") from error
     if tools and not all(tool["function"]["name"] in text for tool in tools):
         raise UsageError(
             "the chat template writes no tools into the prompt, so the model would never hear of them: take a model "

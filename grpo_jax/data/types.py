@@ -101,7 +101,9 @@ class Prompts(NamedTuple):
     examples: list[Example]  # N
 
 
-def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example], *, width: int, pad_id: int) -> Prompts:
+def pad_prompts(
+    token_ids: Sequence[Sequence[int] | np.ndarray], examples: Sequence[Example], *, width: int, pad_id: int
+) -> Prompts:
     """Token lists as one array, padded on the left.
 
     Args:

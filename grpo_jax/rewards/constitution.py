@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.data.text import check_ids, encode_completion, encode_prompts
+from grpo_jax.data.text import check_ids, encode_continuations, encode_prompts
 from grpo_jax.data.types import Completion, Component, Example, Number, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.numerics import softcapped
@@ -220,8 +220,8 @@ def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: An
 
 
 def _single_tokens(tokenizer: Any, spellings: Sequence[str], vocab_size: int) -> list[int]:
-    encoded = [encode_completion(tokenizer, spelling) for spelling in spellings]
-    match = {ids[0] for ids in encoded if len(ids) == 1 and ids[0] < vocab_size} - {tokenizer.unk_token_id}
+    encoded = encode_continuations(tokenizer, spellings)
+    match = {int(ids[0]) for ids in encoded if len(ids) == 1 and ids[0] < vocab_size} - {tokenizer.unk_token_id}
     if not match:
         raise UsageError(f"none of {list(spellings)} is one token of the judge's tokenizer: give a word that is")
     return sorted(match)
@@ -253,7 +253,7 @@ def _encoded(model: Pretrained, texts: Sequence[str]) -> list[list[int]]:
     encoded = encode_prompts(model.tokenizer, prompts, eos_ids=model.eos_ids)
     if encoded.dropped:
         raise UsageError("a text for the judge is empty for its tokenizer: look at the template")
-    ids = encoded.token_ids
+    ids = [prompt.tolist() for prompt in encoded.token_ids]
     check_ids(ids, model.config.vocab_size)
     longest, most = max(map(len, ids)), model.config.max_position_embeddings
     if most and longest > most:

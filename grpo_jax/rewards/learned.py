@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.data.text import check_ids, encode_completion, encode_prompts
+from grpo_jax.data.text import check_ids, encode_continuations, encode_prompts
 from grpo_jax.data.types import Completion, Example, Reward, pad_completions, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
@@ -171,7 +171,7 @@ def _prompt_ids(model: RewardModel, prompts: Sequence[Any], longest: int | None)
     )
     if encoded.dropped:
         raise UsageError("a prompt is empty for the tokenizer of the reward model: leave it out")
-    return encoded.token_ids
+    return [ids.tolist() for ids in encoded.token_ids]
 
 
 def _ids(model: RewardModel, completion: str) -> list[int]:
@@ -179,7 +179,7 @@ def _ids(model: RewardModel, completion: str) -> list[int]:
     known = all(0 <= i < model.config.vocab_size for i in ids)
     if known and model.tokenizer.decode(ids, skip_special_tokens=True) == completion:
         return ids
-    return encode_completion(model.tokenizer, str(completion), eos_ids=model.eos_ids)
+    return encode_continuations(model.tokenizer, [str(completion)], eos_ids=model.eos_ids)[0].tolist()
 
 
 def _width(texts: Sequence[Sequence[int]]) -> int:

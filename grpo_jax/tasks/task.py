@@ -5,14 +5,16 @@ row is a dict of columns. Its prompt is one of them, or a template filled with s
 """
 
 import string
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from grpo_jax.data.rows import batches, check_messages, column, hash_of_prompt, kind_of
-from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, in_chat
+from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, fill_template, in_chat, progress
 from grpo_jax.data.types import (
     Answer,
     Example,
@@ -33,6 +35,10 @@ if TYPE_CHECKING:  # a task without an environment does not load it
     from grpo_jax.data.episodes import Environment
 
 _STEPS = 100  # whose longest prompts decide the widths that prompts are sampled at
+_ALL_IN_ADVANCE = 20_000  # of more rows, most prompts are encoded when a step takes them
+_SAMPLED = 2_000  # prompts that are always encoded in advance: so many of the longest, and so many spread over all
+_SPECIAL_TOKENS = 8  # a tokenizer puts at most so many around a text
+_DIGESTED = 1_000  # rows at once
 
 
 class Task(NamedTuple):
@@ -131,25 +137,26 @@ def text_task(
     """
     if num_prompts < 1:
         raise UsageError(f"num_prompts is {num_prompts}: it must be at least 1")
+    encoding = {"all_in_advance": _ALL_IN_ADVANCE} | encoding
     encoded = encode_rows(tokenizer, eos_ids, rows, vocab_size=vocab_size, **encoding)
-    size = len(encoded.training.examples)
+    training, width = encoded.training, encoded.width
+    size = len(training.rows)
     check_num_prompts(num_prompts, size)
-    batch, width = batches(size, num_prompts, seed), encoded.width
-    lengths = np.array([len(ids) for ids in encoded.training.token_ids] + [width])
+    batch = batches(size, num_prompts, seed)
+    lengths = np.array([len(ids) for _, ids in training.sample])
+    longest = [lengths[batch(step) * len(lengths) // size].max() for step in range(_STEPS)]
     pad_id = padding_id(tokenizer, vocab_size)
 
-    def padded(rows: EncodedRows, numbers: Iterable[int]) -> Prompts:
-        numbers = list(numbers)
-        ids, examples = [rows.token_ids[i] for i in numbers], [rows.examples[i] for i in numbers]
-        return pad_prompts(ids, examples, width=width, pad_id=pad_id)
+    def padded(rows: PromptRows, numbers: Iterable[int] | None = None) -> Prompts:
+        return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id)
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
     return Task(
-        prompts=lambda step: padded(encoded.training, batch(step)),
+        prompts=lambda step: padded(training, batch(step)),
         reward=reward,
-        heldout=padded(encoded.heldout, range(len(encoded.heldout.examples))),
+        heldout=padded(encoded.heldout),
         decode=decode,
         eos_ids=eos_ids,
         pad_id=pad_id,
@@ -157,30 +164,44 @@ def text_task(
         open_ended=open_ended,
         notes=encoded.notes,
         answer=answer,
-        prompt_widths=choose_widths(lengths),
-        batch_widths=choose_widths([*(lengths[batch(step)].max() for step in range(_STEPS)), width]),
-        rows=hash_values(encoded.training.token_ids, encoded.training.examples),
+        prompt_widths=choose_widths([*lengths, width]),
+        batch_widths=choose_widths([*longest, width]),
+        rows=hash_values(*(training.rows[i : i + _DIGESTED] for i in range(0, size, _DIGESTED))),
     )
 
 
-class EncodedRows(NamedTuple):
-    """Rows whose prompts are token ids."""
+EncodedPrompt = tuple[str, np.ndarray]  # the text as encoded, and its token ids
 
-    token_ids: list[list[int]]  # of the prompts
-    examples: list[Example]  # all columns, with the text as encoded as "prompt"
+
+class PromptRows(NamedTuple):
+    """Rows whose prompts are encoded in advance or when they are taken."""
+
+    rows: list[Mapping[str, Any]]  # [M]
+    prompts: Sequence[EncodedPrompt | None]  # [M]; None: encoded when it is taken
+    sample: Sequence[EncodedPrompt]  # in the order of the rows: all, or some that are spread over them
+    encode: Callable[[Sequence[Mapping[str, Any]]], list[EncodedPrompt]]
+
+    def take(self, numbers: Iterable[int] | None = None) -> tuple[list[np.ndarray], list[Example]]:
+        """Returns the token ids of rows, and their columns with the text as encoded as "prompt".
+
+        Args:
+          numbers: of the rows; None: all.
+        """
+        numbers = list(range(len(self.rows)) if numbers is None else numbers)
+        later = [number for number in numbers if self.prompts[number] is None]
+        encoded = dict(zip(later, self.encode([self.rows[number] for number in later]), strict=True)) if later else {}
+        prompts = [self.prompts[number] or encoded[number] for number in numbers]
+        examples = [{**self.rows[number], "prompt": text} for number, (text, _) in zip(numbers, prompts, strict=True)]
+        return [ids for _, ids in prompts], examples
 
 
 class RowsOfTask(NamedTuple):
     """Training rows and held-out rows of a task."""
 
-    training: EncodedRows
-    heldout: EncodedRows
+    training: PromptRows
+    heldout: PromptRows
     notes: tuple[str, ...]  # count the prompts that were dropped or cut
-
-    @property
-    def width(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(len(ids) for part in (self.training, self.heldout) for ids in part.token_ids)
+    width: int  # tokens of the longest prompt; of a sample, rounded up
 
 
 def encode_rows(
@@ -199,8 +220,9 @@ def encode_rows(
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
     tools: Sequence[Mapping[str, Any]] | None = None,
+    all_in_advance: int | None = None,
 ) -> RowsOfTask:
-    """Splits rows by their prompts and encodes the prompts.
+    """Checks rows, splits them by their prompts, and encodes the prompts.
 
     Args:
       tokenizer: of transformers.
@@ -218,6 +240,8 @@ def encode_rows(
       num_heldout: of heldout_rows at most this many; without heldout_rows, this many different prompts instead of a
         share. Always those whose hash is smallest.
       max_prompt_tokens, overlong, tools: as in `encode_prompts`.
+      all_in_advance: of more training rows, most prompts are encoded when they are taken. Encoded in advance are
+        held-out prompts, prompts that may not fit, and a sample that decides the width. None: all.
 
     Returns:
       The rows of both sides.
@@ -228,58 +252,133 @@ def encode_rows(
     if num_heldout is not None and num_heldout < 1:
         raise UsageError(f"num_heldout is {num_heldout}: it must be at least 1")
 
-    def items(rows: Sequence[Mapping[str, Any]], name: str) -> list[_Item]:
-        wheres = (getattr(row, "where", f"{name} {number}") for number, row in enumerate(rows))
-        return [_item(row, where, prompt_column, template) for row, where in zip(rows, wheres, strict=True)]
+    in_messages = partial(in_chat, tokenizer=tokenizer, chat=chat, system=system)
+    prompt_of = partial(_prompt, prompt_column=prompt_column, template=template)
 
-    def encode(chosen: Sequence[_Item]) -> Encoded:
-        prompts = [in_chat(item.prompt, tokenizer, chat, system) for item in chosen]
-        return encode_prompts(
-            tokenizer, prompts, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong, tools=tools
-        )
+    def encode(rows: Sequence[Mapping[str, Any]], **options: Any) -> Encoded:
+        prompts = [in_messages(prompt_of(row, "a row")) for row in rows]
+        options = {"max_prompt_tokens": max_prompt_tokens, "overlong": overlong, "tools": tools} | options
+        return encode_prompts(tokenizer, prompts, eos_ids=eos_ids, **options)
 
-    def with_columns(encoded: Encoded, chosen: Sequence[_Item], numbers: Iterable[int]) -> EncodedRows:
-        numbers = list(numbers)
-        examples = [{**chosen[encoded.numbers[i]].row, "prompt": encoded.texts[i]} for i in numbers]
-        return EncodedRows([encoded.token_ids[i] for i in numbers], examples)
-
-    nothing_held_out = heldout_rows is None and num_heldout is None and heldout_share == 0
-    train_items = items(rows, "row")
-    apart = None if heldout_rows is None else items(heldout_rows, "held-out row")
-    training, heldout, lost = _sides(train_items, apart, heldout_share, num_heldout)
-    if not training or not heldout:
-        which = "training" if heldout else "held out"
+    check = partial(_check, prompt_of, in_messages, partial(fill_template, tokenizer, tools=tools))
+    checked = check(rows, "row")
+    apart = None if heldout_rows is None else check(heldout_rows, "held-out row")
+    nothing_held_out = apart is None and num_heldout is None and heldout_share == 0
+    train, out, lost = _sides(checked[0], None if apart is None else apart[0], heldout_share, num_heldout)
+    if not len(train) or not len(out):
+        which = "training" if len(out) else "held out"
         raise UsageError(
             f"no prompt is left for {which} among {len(rows)} rows: rows with equal prompts stay together, so give "
             "rows with other prompts"
         )
-    train, out = encode(training), encode(heldout)
+    heldout = [(rows if heldout_rows is None else heldout_rows)[i] for i in out]
+    sample = now = np.arange(len(train))
+    if all_in_advance is not None and len(train) > all_in_advance:
+        sample = np.linspace(0, len(train) - 1, _SAMPLED).astype(int)
+        spellings = (checked if apart is None else apart)[2, [] if nothing_held_out else out]
+        now = np.union1d(sample, _encoded_now(checked[:, train], spellings, max_prompt_tokens))
+    trained = encode([rows[i] for i in train[now]], others=len(train) - len(now))
+    held = encode(heldout)
+    check_ids(trained.token_ids + held.token_ids, vocab_size)
+    width = max(map(len, trained.token_ids + held.token_ids))
+    if trained.others:  # which are hardly ever longer than those of a sample
+        width = min(-(-width // 8) * 8, max_prompt_tokens or width + 7)
     # Once more, as ids: two texts that were cut may have become the same prompt.
-    known = set() if nothing_held_out else {tuple(ids) for ids in out.token_ids}
-    order = [i for i, ids in enumerate(train.token_ids) if tuple(ids) not in known]
-    check_ids(train.token_ids + out.token_ids, vocab_size)
-    lost += len(train.numbers) - len(order)
+    known = set() if nothing_held_out else {ids.tobytes() for ids in held.token_ids}
+    fitting = zip(now[trained.numbers].tolist(), _pairs(trained), strict=True)
+    made = {i: prompt for i, prompt in fitting if prompt[1].tobytes() not in known}
+    lost += len(trained.numbers) - len(made)
+    left = np.setdiff1d(np.arange(len(train)), np.setdiff1d(now, list(made))).tolist()
+    later = partial(_encode_later, encode, vocab_size, width)
+    of_sample = [made[i] for i in sample.tolist() if i in made] or _pairs(held)
+    return RowsOfTask(
+        PromptRows([rows[i] for i in train[left]], [made.get(i) for i in left], of_sample, later),
+        PromptRows([heldout[i] for i in held.numbers], _pairs(held), _pairs(held), later),
+        _notes(trained, held, lost, nothing_held_out),
+        width,
+    )
+
+
+def _notes(training: Encoded, heldout: Encoded, lost: int, nothing_held_out: bool) -> tuple[str, ...]:
     notes = (
-        f"training: {train.summary()}" if train.summary() else "",
-        f"held out: {out.summary()}" if out.summary() and not nothing_held_out else "",
+        f"training: {training.summary()}" if training.summary() else "",
+        f"held out: {heldout.summary()}" if heldout.summary() and not nothing_held_out else "",
         "no prompt is held out: all are trained on" if nothing_held_out else "",
         f"training: dropped, for they are held out: {lost}" if lost else "",
     )
-    return RowsOfTask(
-        with_columns(train, training, order),
-        with_columns(out, heldout, range(len(out.numbers))),
-        tuple(filter(None, notes)),
-    )
+    return tuple(filter(None, notes))
 
 
-class _Item(NamedTuple):
-    row: Mapping[str, Any]
-    prompt: str | list[Message]  # before any chat template
-    place: float  # in [0, 1), a hash of the prompt
+def _encoded_now(checked: np.ndarray, heldout_spellings: np.ndarray, max_prompt_tokens: int | None) -> np.ndarray:
+    """Numbers of the longest training prompts, and of those that may not fit or may be held out as other texts."""
+    _, bounds, spellings = checked
+    is_unsure = (bounds >= (max_prompt_tokens or np.inf)) | np.isin(spellings, heldout_spellings)
+    return np.union1d(np.argsort(bounds)[-_SAMPLED:], np.flatnonzero(is_unsure))
 
 
-def _item(row: Mapping[str, Any], where: str, prompt_column: str, template: str | None) -> _Item:
-    """A row with its prompt.
+def _encode_later(
+    encode: Callable[..., Encoded], vocab_size: int, width: int, rows: Sequence[Mapping[str, Any]]
+) -> list[EncodedPrompt]:
+    """Encodes prompts that should fit into `width` tokens. One that does not loses its beginning."""
+    encoded = encode(rows, max_prompt_tokens=width, overlong="truncate", others=1)
+    places = [getattr(row, "where", "a row") for row in rows]
+    if encoded.truncated:
+        warnings.warn(f"a prompt has more tokens than a sample of prompts: it keeps its last {width}", stacklevel=2)
+    if encoded.dropped:
+        missing = min(set(range(len(rows))) - set(encoded.numbers))
+        raise UsageError(f"{places[missing]}: its prompt has no tokens: leave the row out")
+    for place, ids in zip(places, encoded.token_ids, strict=True):
+        check_ids([ids], vocab_size, place)
+    return _pairs(encoded)
+
+
+def _pairs(encoded: Encoded) -> list[EncodedPrompt]:
+    return list(zip(encoded.texts, encoded.token_ids, strict=True))
+
+
+def _check(
+    prompt_of: Callable[..., str | list[Message]],
+    in_messages: Callable[..., str | list[Message]],
+    filled: Callable[..., str],
+    rows: Sequence[Mapping[str, Any]],
+    name: str,
+) -> np.ndarray:
+    """Checks the prompt of every row. No token is made: a token has at least a byte, so bytes are a bound.
+
+    The chat template is filled in once for every order of roles, so that one which it refuses is refused at once.
+
+    Args:
+      prompt_of: (row, its place) -> its prompt.
+      in_messages: prompt -> the prompt as it is encoded.
+      filled: (messages, their place) -> the chat template filled in.
+      rows: M.
+      name: of a row in refusals, if it does not know its place.
+
+    Returns:
+      float64 `[3, M]`: a hash of the prompt in [0, 1), a number of tokens that it hardly ever exceeds, and a number
+      that is the same for prompts that differ only in blanks and capitals.
+    """
+    added: dict[tuple[str, ...], int]
+    checked, added = (
+        np.empty((3, len(rows))),
+        {("",): _SPECIAL_TOKENS},
+    )  # roles -> bytes beside the contents of messages
+    for number, row in enumerate(progress(rows, "checking rows")):
+        where = getattr(row, "where", f"{name} {number}")
+        prompt = prompt_of(row, where)
+        place, messages = hash_of_prompt(prompt, where), in_messages(prompt)
+        parts = [{"role": "", "content": messages}] if isinstance(messages, str) else messages
+        text, roles = "".join(part["content"] for part in parts), tuple(part["role"] for part in parts)
+        size = len(text.encode(errors="replace"))
+        if roles not in added:
+            added[roles] = max(len(filled(messages, where).encode(errors="replace")) - size, 0) + _SPECIAL_TOKENS
+        bound = size + added[roles] if text.strip() else np.inf
+        checked[:, number] = place, bound, hash(text.casefold().replace(" ", "").strip())
+    return checked
+
+
+def _prompt(row: Mapping[str, Any], where: str, *, prompt_column: str, template: str | None) -> str | list[Message]:
+    """The prompt of a row, before any chat template.
 
     Raises:
       UsageError: the prompt is neither text nor messages, or the template does not fit.
@@ -289,7 +388,7 @@ def _item(row: Mapping[str, Any], where: str, prompt_column: str, template: str 
     if not isinstance(prompt, str):
         check_messages(prompt, f"{where}: column {prompt_column}")
         prompt = list(prompt)
-    return _Item(row, prompt, hash_of_prompt(prompt, where))
+    return prompt
 
 
 def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
@@ -313,30 +412,31 @@ def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
 
 
 def _sides(
-    items: list[_Item], apart: list[_Item] | None, share: float, number: int | None
-) -> tuple[list[_Item], list[_Item], int]:
-    """Rows to train on, rows held out, and how many are not trained on because others with their prompt are `apart`.
+    places: np.ndarray, apart: np.ndarray | None, share: float, number: int | None
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Numbers of rows to train on, of those held out, and how many rows are not trained on because others with their
+    prompt are `apart`.
 
     Args:
-      items: for training, and without `apart` for holding out.
-      apart: never trained on.
+      places: of rows for training, and without `apart` for holding out: hashes of their prompts.
+      apart: of rows that are never trained on.
       share: without `apart`, of the prompts that are held out. 0: all are trained on, and the same are held out.
       number: of held-out prompts, in place of a share.
     """
+    everything = np.arange(len(places))
     if apart is None:
         all_alike = number is None and share == 0
-        return (items, items, 0) if all_alike else (*_split(items, share, number), 0)
-    places = {item.place for item in apart}
-    training = [item for item in items if item.place not in places]
-    heldout = apart if number is None else _split(apart, 0.0, number)[1]
-    return training, heldout, len(items) - len(training)
+        return (everything, everything, 0) if all_alike else (*_split(places, share, number), 0)
+    training = everything[~np.isin(places, apart)]
+    heldout = np.arange(len(apart)) if number is None else _split(apart, 0.0, number)[1]
+    return training, heldout, len(places) - len(training)
 
 
-def _split(items: Sequence[_Item], share: float, number: int | None) -> tuple[list[_Item], list[_Item]]:
+def _split(places: np.ndarray, share: float, number: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Splits rows into training and held-out ones: the `number` different prompts of the smallest hash, or a share."""
     if number is not None:
-        places = sorted({item.place for item in items})
-        share = places[number] if number < len(places) else 1.0
+        different = np.unique(places)
+        share = different[number] if number < len(different) else 1.0
     elif not 0 < share < 1:
         raise UsageError(f"heldout_share is {share}: it must be at least 0, and below 1")
-    return [item for item in items if item.place >= share], [item for item in items if item.place < share]
+    return np.flatnonzero(places >= share), np.flatnonzero(places < share)

@@ -299,6 +299,9 @@ class Characters:
     def encode(self, text, add_special_tokens=True):
         return [2 + ord(character) % 100 for character in text]
 
+    def __call__(self, texts, add_special_tokens, **_):
+        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
+
 
 def rows_task(file: Path) -> None:
     text_task(Characters(), (1,), read_rows(file), vocab_size=102, num_prompts=1, seed=0, reward=lambda e, c: [])

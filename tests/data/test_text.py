@@ -4,12 +4,14 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from experiments.tasks import arithmetic
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import recipe
-from grpo_jax.data.text import encode_answers, encode_completions, encode_prompts
+from grpo_jax.data import text as text_module
+from grpo_jax.data.text import encode_answers, encode_completions, encode_prompts, encode_texts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer
@@ -33,6 +35,11 @@ def digits(tmp_path_factory):
     return load_tokenizer(folder)
 
 
+def lists(encoded):
+    """Token ids as lists."""
+    return [ids.tolist() for ids in encoded.token_ids]
+
+
 def encode(tokenizer, prompts, **options):
     return encode_prompts(tokenizer, prompts, eos_ids=(arithmetic.EOS_ID,), **options)
 
@@ -47,7 +54,7 @@ def test_the_tokenizer_of_arithmetic_is_its_encode_and_decode(digits):
 
 def test_empty_prompts_are_dropped_and_counted(digits):
     encoded = encode(digits, ["", "1+2=", "  \n", "3+4="])
-    assert encoded.token_ids == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3+4=")]
+    assert lists(encoded) == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3+4=")]
     assert encoded.numbers == [1, 3]
     assert encoded.dropped == {"empty": 2}
     assert encoded.summary() == "dropped of 4 prompts: 2 empty"
@@ -71,7 +78,7 @@ def test_long_prompts_are_dropped_and_counted(digits):
 
 def test_long_prompts_are_cut_at_their_beginning_and_counted(digits):
     encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4, overlong="truncate")
-    assert encoded.token_ids[1] == arithmetic.TEXT.encode("5+1=")
+    assert lists(encoded)[1] == arithmetic.TEXT.encode("5+1=")
     assert (encoded.numbers, encoded.dropped, encoded.truncated) == ([0, 1, 2], {}, 1)
     assert encoded.summary() == "1 of 3 prompts lost their beginning"
 
@@ -95,7 +102,7 @@ def test_messages_go_through_the_chat_template(digits):
     digits.chat_template = TEMPLATE
     encoded = encode(digits, messages)
     assert encoded.texts == ["1+2=", "3="]
-    assert encoded.token_ids == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3=")]
+    assert lists(encoded) == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3=")]
 
 
 class Ending:
@@ -107,13 +114,16 @@ class Ending:
         ids = [ord(character) for character in text]
         return [1, *ids, 2] if add_special_tokens else ids
 
+    def __call__(self, texts, add_special_tokens, **_):
+        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
+
     def apply_chat_template(self, messages, **_):
         return "".join(message["content"] for message in messages)
 
 
 def test_a_prompt_does_not_end_and_a_template_brings_its_own_special_tokens():
     encoded = encode_prompts(Ending(), ["a", [{"role": "user", "content": "b"}]], eos_ids=(2,))
-    assert encoded.token_ids == [[1, 97], [98]]
+    assert lists(encoded) == [[1, 97], [98]]
 
 
 def test_a_text_that_brings_its_own_beginning_has_one_and_any_number_of_ends_goes():
@@ -126,7 +136,7 @@ def test_a_text_that_brings_its_own_beginning_has_one_and_any_number_of_ends_goe
             return [{60: 1, 62: 2}.get(i, i) for i in super().encode(text, add_special_tokens)]
 
     encoded = encode_prompts(Marked(), ["<a", "a>>", "a"], eos_ids=(2,))
-    assert encoded.token_ids == [[1, 97]] * 3
+    assert lists(encoded) == [[1, 97]] * 3
 
 
 def test_a_template_that_refuses_is_a_sentence(digits):
@@ -143,7 +153,7 @@ def test_a_published_chat_template_and_unicode():
     message = {"role": "user", "content": "Wie heißt 猫 auf Deutsch? 🐈"}
     encoded = encode_prompts(tokenizer, [[message]], eos_ids=(tokenizer.eos_token_id,))
     assert encoded.texts[0].startswith("<|user|>\n") and encoded.texts[0].endswith("<|assistant|>\n")  # noqa: PT018
-    ids = encoded.token_ids[0]
+    ids = lists(encoded)[0]
     assert ids.count(tokenizer.convert_tokens_to_ids("<|user|>")) == 1  # special tokens are one token each
     assert message["content"] in tokenizer.decode(ids)
 
@@ -152,7 +162,7 @@ def test_a_published_chat_template_and_unicode():
 def test_unicode_survives_a_small_vocabulary():
     tokenizer = load_tokenizer(STORIES)
     text = "Ein Kätzchen 猫 🐈"
-    ids = encode_prompts(tokenizer, [text], eos_ids=(1, 2)).token_ids[0]
+    ids = lists(encode_prompts(tokenizer, [text], eos_ids=(1, 2)))[0]
     assert tokenizer.decode(ids, skip_special_tokens=True).strip() == text
 
 
@@ -165,9 +175,9 @@ def test_ids_are_never_encoded_again(tmp_path):
 
         pad_token_id, decode, made = 0, staticmethod(model.tokenizer.decode), False
 
-        def encode(self, text, **options):
+        def __call__(self, texts, **options):
             assert not self.made
-            return model.tokenizer.encode(text, **options)
+            return model.tokenizer(texts, **options)
 
     tokenizer = Once()
     task = stories_task(tokenizer, model.eos_ids, vocab_size=512, num_prompts=4, seed=0, max_prompt_tokens=20)
@@ -182,6 +192,19 @@ def test_ids_are_never_encoded_again(tmp_path):
     assert run.lines()[0]["first_ratio_deviation"] < 1e-4
 
 
+@needs_data
+@pytest.mark.parametrize("name", ["stories260K-hf", "hf-tokenizers/phi-3-mini", "hf-tokenizers/falcon-tokenizer"])
+def test_batches_give_the_ids_that_single_texts_give(name, monkeypatch):
+    monkeypatch.setattr(text_module, "_BATCH", 3)
+    tokenizer = load_tokenizer(DATA / name)
+    texts = ["One day", "", " ", "a much longer text, with a comma", "\n", "Kätzchen 猫 🐈", "</s>", " led by a space"]
+    for special_tokens in (True, False):
+        encoded = encode_texts(tokenizer, texts, special_tokens=special_tokens)
+        assert [ids.dtype for ids in encoded] == [np.int32] * len(texts)
+        singly = [tokenizer.encode(text, add_special_tokens=special_tokens) for text in texts]
+        assert [ids.tolist() for ids in encoded] == singly
+
+
 # ---- given completions
 
 
@@ -190,12 +213,12 @@ def test_completions_end_with_one_eos_and_are_dropped_or_cut_and_counted(digits)
     ended = digits.decode([eos])
     texts = ["12", "", f"3{ended}", "12345"]
     whole = encode_completions(digits, texts, eos_ids=(eos,))
-    assert whole.token_ids == [[*arithmetic.TEXT.encode(text), eos] for text in ("12", "3", "12345")]
+    assert lists(whole) == [[*arithmetic.TEXT.encode(text), eos] for text in ("12", "3", "12345")]
     assert (whole.numbers, whole.summary) == ([0, 2, 3], "dropped of 4 completions: 1 empty")
     short = encode_completions(digits, texts, eos_ids=(eos,), max_tokens=3)
     assert (short.numbers, short.summary) == ([0, 2], "dropped of 4 completions: 1 empty, 1 longer than 3 tokens")
     cut = encode_completions(digits, texts, eos_ids=(eos,), max_tokens=3, overlong="truncate")
-    assert cut.token_ids[-1] == arithmetic.TEXT.encode("123")  # nothing says that it ended there
+    assert lists(cut)[-1] == arithmetic.TEXT.encode("123")  # nothing says that it ended there
     assert cut.summary.endswith("1 of 4 completions lost their end")
 
 

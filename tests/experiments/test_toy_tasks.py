@@ -70,6 +70,9 @@ class Characters:
     def encode(self, text, add_special_tokens):
         return [ord(character) % 256 for character in text]
 
+    def __call__(self, texts, add_special_tokens, **_):
+        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
+
     def decode(self, ids, skip_special_tokens):
         return "".join(map(chr, ids))
 
