@@ -2,7 +2,7 @@
 
 All families are settings of one decoder. transformers completes a file with its defaults and brings it into the form of
 its version 5. What all files have in common is then read once. The rest is a row of FAMILIES: a function from the file
-to the fields of `ModelConfig` that only this family sets, and one that writes what the other reads.
+to the fields of `ModelConfig` that only this family sets.
 """
 
 import os
@@ -32,7 +32,6 @@ class Family(NamedTuple):
 
     name: str  # in the names of classes: the Llama of LlamaForCausalLM
     fields: Callable[[File], Fields]  # what differs from `_common_fields`
-    written: Callable[[ModelConfig], File] = lambda _: {}  # besides what all files say
     classifier: str = ""  # its name in that of the class of classifiers, where it is another
     rope: Callable[[File], Fields] | None = None  # instead of `_rope`
 
@@ -85,8 +84,7 @@ def config_to_huggingface(config: ModelConfig) -> File:
             return False
 
     for model_type, family in FAMILIES.items():
-        architectures = {"architectures": [f"{family.name}ForCausalLM"], "model_type": model_type}
-        written = architectures | _common_file(config) | family.written(config)
+        written = {"architectures": [f"{family.name}ForCausalLM"], "model_type": model_type} | _file(model_type, config)
         if reads_back(written):
             return written
     raise UsageError(f"no model of transformers has this combination of options: {config}")
@@ -96,19 +94,25 @@ def config_to_huggingface(config: ModelConfig) -> File:
 
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")  # Gemma's
 _SAME = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range")
+
+
+def _config_class(model_type: str) -> Any:
+    """Returns the class of transformers that reads files of a family."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import CONFIG_MAPPING  # takes seconds
+
+    return CONFIG_MAPPING[model_type]
 
 
 def _complete(file: File) -> File:
     """Returns the file as transformers 5 would write it, with a value for everything that it leaves out."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import CONFIG_MAPPING  # takes seconds
-
     # Default tokens of transformers may lie outside of a small vocabulary, and it would warn of them.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     try:
         # It changes what it reads.
-        return CONFIG_MAPPING[file["model_type"]].from_dict(deepcopy(file) | tokens).to_dict()
+        return _config_class(file["model_type"]).from_dict(deepcopy(file) | tokens).to_dict()
     except Exception as error:  # each kind of wrong value has its own
         reason = " ".join(str(error).split())[:300]
         raise UsageError(
@@ -121,17 +125,33 @@ def _common_fields(file: File) -> Fields:
     return {"head_dim": file["hidden_size"] // file["num_attention_heads"]} | fields
 
 
-def _common_file(config: ModelConfig) -> File:
-    written = {name: getattr(config, name) for name in (*_SIZES, *_SAME, "sliding_window")}
+def _file(model_type: str, config: ModelConfig) -> File:
+    """Returns what a file of this family says of a configuration, by the names that its class in transformers has."""
+    known = _config_class(model_type)().to_dict()
+    rope: dict[str, Any] = _rope_parameters(config)
+    if "partial_rotary_factor" in known["rope_parameters"]:
+        rope |= {"partial_rotary_factor": config.partial_rotary_factor}
+    written = {name: getattr(config, name) for name in (*_SIZES, *_SAME, *_CAPS, "sliding_window", "mlp_bias")}
+    written |= config.experts._asdict() | {"num_local_experts": config.experts.num_experts} if config.experts else {}
     written |= {
-        "rope_parameters": _rope_parameters(config),
-        "rope_theta": config.rope_theta,  # for readers of before transformers 5
+        "hidden_activation": config.hidden_act,
         "attention_bias": config.o_bias,
-        "mlp_bias": config.mlp_bias,
+        "use_sliding_window": config.sliding_window is not None,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows],
+        "no_rope_layers": [int(rotation is not None) for rotation in config.rotations],
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
+        "max_position_embeddings": config.max_position_embeddings,
     }
-    if config.max_position_embeddings:
-        written["max_position_embeddings"] = config.max_position_embeddings
-    return written
+    # Earlier transformers read these names.
+    always = {name: written[name] for name in ("head_dim", "num_experts") if name in written}
+    written = {name: value for name, value in written.items() if name in known and value is not None}
+    if (known.get("pad_token_id") or 0) >= config.vocab_size:
+        written["pad_token_id"] = None
+    if "full_attention" in known["rope_parameters"]:
+        local = config.rope_local_base_freq or config.rope_theta
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+        always["rope_local_base_freq"] = local
+    return written | always | {"rope_parameters": rope, "rope_theta": config.rope_theta}
 
 
 def _check(file: File) -> None:
@@ -169,6 +189,8 @@ _WITH_TOWERS = (
 
 def _rope(file: File) -> Fields:
     """Base and scaling."""
+    if "rope_theta" not in file["rope_parameters"]:
+        raise UsageError("rope_parameters that differ between layers are not supported in this family")
     for part in (file["rope_parameters"], file):
         if part.get("partial_rotary_factor") not in (None, 1.0):
             raise UsageError(f"partial_rotary_factor {abbreviate(part['partial_rotary_factor'])} is not supported")
@@ -248,20 +270,11 @@ def _window(file: File) -> Fields:
     }
 
 
-def _layer_types(config: ModelConfig) -> File:
-    """The inverse of `_window`."""
-    return {"layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows]}
-
-
 # ---- families
 
 
 def _llama(file: File) -> Fields:
     return _attention_bias(file) | {"mlp_bias": bool(file.get("mlp_bias"))}
-
-
-def _qwen_windows(config: ModelConfig) -> File:
-    return {"use_sliding_window": True, **_layer_types(config)} if config.sliding_window else {}
 
 
 def _qwen2(file: File) -> Fields:
@@ -282,13 +295,6 @@ def _mixtral(file: File) -> Fields:
     return {**_window(file), "experts": experts}
 
 
-def _mixtral_experts(config: ModelConfig) -> File:
-    experts = config.experts
-    if experts is None:
-        return {}
-    return {"num_local_experts": experts.num_experts, "num_experts_per_tok": experts.num_experts_per_tok}
-
-
 def _qwen3_moe(file: File) -> Fields:
     if file["mlp_only_layers"] or file["decoder_sparse_step"] != 1:
         raise UsageError("mlp_only_layers and decoder_sparse_step are not supported: every layer must have experts")
@@ -301,28 +307,9 @@ def _qwen3_moe(file: File) -> Fields:
     return {"qk_norm": True, **_attention_bias(file), **_window(file), "experts": experts}
 
 
-def _qwen3_moe_experts(config: ModelConfig) -> File:
-    if config.experts is None:
-        return {}
-    always = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_local_experts": config.experts.num_experts}
-    return config.experts._asdict() | always | {"use_sliding_window": config.sliding_window is not None}
-
-
-# Transformers' default is a token that a small vocabulary does not have.
-_NO_PADDING = {"pad_token_id": None}
-
-
 def _smollm3(file: File) -> Fields:
-    rotates, count = file["no_rope_layers"], file["num_hidden_layers"]
-    if len(rotates) < count:
-        raise UsageError(f"no_rope_layers is {abbreviate(rotates)}: it must have a 0 or 1 for each of {count} layers")
-    unrotated = tuple(layer for layer in range(count) if not rotates[layer])
+    unrotated = tuple(layer for layer in range(file["num_hidden_layers"]) if not file["no_rope_layers"][layer])
     return {"unrotated_layers": unrotated, **_window(file), **_llama(file)}
-
-
-def _smollm3_file(config: ModelConfig) -> File:
-    rotates = [int(rotation is not None) for rotation in config.rotations]
-    return {"no_rope_layers": rotates, **_qwen_windows(config), **_NO_PADDING}
 
 
 def _olmo2(file: File) -> Fields:
@@ -331,12 +318,6 @@ def _olmo2(file: File) -> Fields:
 
 def _phi3(file: File) -> Fields:
     return {"fused_projections": True, **_window(file)}
-
-
-def _phi3_file(config: ModelConfig) -> File:
-    part, rope = {"partial_rotary_factor": config.partial_rotary_factor}, _rope_parameters(config)
-    original = {x: y for x, y in rope.items() if x == "original_max_position_embeddings"}
-    return {"rope_parameters": rope | part, **part, **original, **_NO_PADDING}
 
 
 def _gemma(file: File) -> Fields:
@@ -348,18 +329,10 @@ def _gemma2(file: File) -> Fields:
     return {
         "norms": "around",
         "hidden_act": file["hidden_activation"],
-        "query_pre_attn_scalar": file["query_pre_attn_scalar"],
-        "attn_logit_softcapping": file["attn_logit_softcapping"],
-        "final_logit_softcapping": file["final_logit_softcapping"],
+        **{name: file[name] for name in _CAPS},
         **_gemma(file),
         **_window(file),
     }
-
-
-def _gemma2_file(config: ModelConfig) -> File:
-    names = "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"
-    values = {name: getattr(config, name) for name in names}
-    return values | {"hidden_activation": config.hidden_act, **_layer_types(config)}
 
 
 def _gemma3(file: File) -> Fields:
@@ -368,24 +341,18 @@ def _gemma3(file: File) -> Fields:
     return {"qk_norm": True, **_gemma2(file)}
 
 
-def _gemma3_file(config: ModelConfig) -> File:
-    local = {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
-    rope = {"full_attention": _rope_parameters(config), "sliding_attention": local}
-    return {"rope_parameters": rope, "rope_local_base_freq": config.rope_local_base_freq, **_gemma2_file(config)}
-
-
 # By model_type. A configuration that several have is written as the first one.
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", _llama),
     "mistral": Family("Mistral", _window),
-    "qwen2": Family("Qwen2", _qwen2, _qwen_windows),
-    "qwen3": Family("Qwen3", _qwen3, _qwen_windows),
-    "smollm3": Family("SmolLM3", _smollm3, _smollm3_file),
+    "qwen2": Family("Qwen2", _qwen2),
+    "qwen3": Family("Qwen3", _qwen3),
+    "smollm3": Family("SmolLM3", _smollm3),
     "olmo2": Family("Olmo2", _olmo2),
-    "phi3": Family("Phi3", _phi3, _phi3_file, rope=_partial_rope),
+    "phi3": Family("Phi3", _phi3, rope=_partial_rope),
     "gemma": Family("Gemma", _gemma),
-    "gemma2": Family("Gemma2", _gemma2, _gemma2_file),
-    "gemma3_text": Family("Gemma3", _gemma3, _gemma3_file, "Gemma3Text", _rope_by_layer),
-    "mixtral": Family("Mixtral", _mixtral, _mixtral_experts),
-    "qwen3_moe": Family("Qwen3Moe", _qwen3_moe, _qwen3_moe_experts),
+    "gemma2": Family("Gemma2", _gemma2),
+    "gemma3_text": Family("Gemma3", _gemma3, "Gemma3Text", _rope_by_layer),
+    "mixtral": Family("Mixtral", _mixtral),
+    "qwen3_moe": Family("Qwen3Moe", _qwen3_moe),
 }
