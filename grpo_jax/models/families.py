@@ -143,7 +143,7 @@ def _file(model_type: str, config: ModelConfig) -> File:
         "max_position_embeddings": config.max_position_embeddings,
     }
     # Earlier transformers read these names.
-    always = {name: written[name] for name in ("head_dim", "num_experts") if name in written}
+    always: File = {name: written[name] for name in ("head_dim", "num_experts") if name in written}
     written = {name: value for name, value in written.items() if name in known and value is not None}
     if (known.get("pad_token_id") or 0) >= config.vocab_size:
         written["pad_token_id"] = None

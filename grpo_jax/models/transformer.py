@@ -305,8 +305,8 @@ class Linear(nn.Module):
             if self.has_variable("params", "transposed"):
                 y = times_transposed(rows, self.get_variable("params", "transposed"), x.dtype)
             else:
-                kernel = dequantised(beside(self.get_variable("params", "quantised"), rows), x.dtype)
-                y = product(rows, kernel.reshape(rows.shape[-1], -1))
+                matrix = dequantised(beside(self.get_variable("params", "quantised"), rows), x.dtype)
+                y = product(rows, matrix.reshape(rows.shape[-1], -1))
             y = spread(y, DATA, of_output)
         if y is not None:
             y = y.reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
