@@ -80,7 +80,7 @@ def main(config: Config) -> None:
         start_logprob = logprob = tokens = 0.0
         for call in calls:
             ids, mask = call.completions.completion_ids, call.completions.completion_mask
-            chosen = call.counted & (call.temperature > 0)
+            chosen = call.counted & ~call.greedy
             sampled = mask & chosen[..., None]
             # Both at the sampler's temperature.
             temperature = np.full(chosen.shape, config.train.sampling.temperature, np.float32)

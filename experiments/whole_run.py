@@ -99,7 +99,7 @@ def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
         group_size=config.sampling.group_size,
         samples=config.logging.eval_samples,
     )
-    return stacked([Heldout(_encoded(task, call.prompts), *call[1:]) for call in calls])
+    return stacked([Heldout(_encoded(task, call.prompts), *call[1:4]) for call in calls])
 
 
 def by_prompt(heldout: Heldout, scores: np.ndarray) -> np.ndarray:

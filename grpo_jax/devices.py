@@ -114,11 +114,6 @@ def parts(devices: Devices) -> int:
     return devices.data * devices.fsdp if isinstance(devices, Mesh) else devices
 
 
-def host_count() -> int:
-    """Returns how many hosts the devices belong to."""
-    return hosts.count()
-
-
 # ---- programs
 
 

@@ -124,10 +124,11 @@ def _check(options: HostOptions) -> None:
         )
     if number is None or process is None:
         return
-    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
-        raise UsageError(f"coordinator_address is {address}: it must be an address and a port, such as 10.0.0.1:8476")
-    if not 0 < int(address.rpartition(":")[2]) < 2**16:
-        raise UsageError(f"coordinator_address is {address}: a port is between 1 and 65535")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UsageError(
+            f"coordinator_address is {address}: it must be an address and a port from 1 to 65535, such as 10.0.0.1:8476"
+        )
     if number < 1 or not 0 <= process < number:
         raise UsageError(f"process_id is {process} of {number} processes: it must be from 0 to num_processes - 1")
 

@@ -26,7 +26,6 @@ from grpo_jax.models.cache import (
 )
 from grpo_jax.models.config import (
     AttentionKind,
-    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -64,7 +63,7 @@ def _frequencies(rotation: Rotation | None, features: int) -> tuple[jax.Array, f
         return jnp.zeros(features // 2), 1.0
     frequencies = rotation.theta ** (-jnp.arange(0, features, 2, dtype=jnp.float32) / features)
     match rotation.scaling:
-        case None | DynamicScaling():  # of texts that are not longer than those trained on: see `longest_text`
+        case None:
             return frequencies, 1.0
         case LinearScaling(factor):
             return frequencies / factor, 1.0

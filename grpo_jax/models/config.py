@@ -45,13 +45,6 @@ class LinearScaling(NamedTuple):
     factor: float
 
 
-class DynamicScaling(NamedTuple):
-    """A theta that grows with the length of a text, from the length on that the model was trained on."""
-
-    factor: float
-    original_max_position_embeddings: int
-
-
 class Llama3Scaling(NamedTuple):
     """Llama 3's stretching of long waves, for contexts longer than those first trained on (2407.21783)."""
 
@@ -91,7 +84,7 @@ class LongRopeScaling(NamedTuple):
     attention_factor: float | None = None  # of queries and of keys; None: √(1 + ln(factor)/ln(original))
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 class Rotation(NamedTuple):
@@ -212,9 +205,7 @@ class ModelConfig:
         texts are refused.
         """
         scaling = self.rope_scaling
-        return (
-            scaling.original_max_position_embeddings if isinstance(scaling, DynamicScaling | LongRopeScaling) else None
-        )
+        return scaling.original_max_position_embeddings if isinstance(scaling, LongRopeScaling) else None
 
     @property
     def rotations(self) -> tuple[Rotation | None, ...]:

@@ -29,7 +29,7 @@ from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
 from grpo_jax.models.cache import KeyValues, Prefix
 from grpo_jax.models.config import Activation, ModelConfig
 from grpo_jax.models.geometry import Geometry, LayerKind, Seen, layer_kinds
-from grpo_jax.models.params import Params as Params, Quantised, holds_quantised, is_quantised
+from grpo_jax.models.params import Params as Params, holds_quantised, is_quantised
 from grpo_jax.models.quantised import beside, dequantised
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
 
@@ -305,7 +305,8 @@ class Linear(nn.Module):
             if self.has_variable("params", "transposed"):
                 y = times_transposed(rows, self.get_variable("params", "transposed"), x.dtype)
             else:
-                y = _times_quantised(rows, self.get_variable("params", "quantised"))
+                matrix = dequantised(beside(self.get_variable("params", "quantised"), rows), x.dtype)
+                y = product(rows, matrix.reshape(rows.shape[-1], -1))
             y = spread(y, DATA, of_output)
         if y is not None:
             y = y.reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
@@ -332,11 +333,6 @@ class Linear(nn.Module):
     def _whole(self, leaf: str, param: jax.Array, x: jax.Array) -> jax.Array:
         """A parameter where it is used, which on a mesh travels in the dtype of x. In decoding it stays where it is."""
         return param if self._decodes() else put_together(str(self.name), leaf, param.astype(x.dtype))
-
-
-def _times_quantised(x: jax.Array, kernel: Quantised) -> jax.Array:
-    """x `[M, I]` times a quantised kernel -> `[M, O]`, in decoding."""
-    return product(x, dequantised(beside(kernel, x), x.dtype).reshape(x.shape[-1], -1))
 
 
 def norm(config: ModelConfig, name: str) -> "RMSNorm":

@@ -190,7 +190,7 @@ def load_params(
     """
     shapes = _shapes(config)
     layout: Any = tensor_layout(config)
-    tensors = _one_by_one(find_tensors(folder), layout, config)
+    tensors = find_tensors(folder)
     if head:
         shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
         layout = headed_layout(config)
@@ -269,7 +269,6 @@ class Found(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str  # by safetensors' names
-    part: tuple[str, tuple[int | slice, ...]] | None = None  # of another tensor; None: it is one itself
 
 
 def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
@@ -300,35 +299,6 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
 def _is_weights_file(name: Any) -> bool:
     """Returns whether this names a file of weights in the folder of its index."""
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
-
-
-def _one_by_one(tensors: dict[str, Found], layout: Any, config: ModelConfig) -> dict[str, Found]:
-    """Tensors by the names of the layout, also where a folder has one for all experts of a layer.
-
-    transformers 5 holds them so, gate and up in one, and writes them so with save_original_format=False.
-    """
-    if config.experts is None:
-        return tensors
-    tensors, mlp, inner = dict(tensors), layout["layers"]["mlp"], config.experts.moe_intermediate_size
-    parts = {
-        "gate_proj": ("gate_up_proj", slice(0, inner)),
-        "up_proj": ("gate_up_proj", slice(inner, 2 * inner)),
-        "down_proj": ("down_proj", slice(None)),
-    }
-    for layer in range(config.num_hidden_layers):
-        stem = f"model.layers.{layer}.mlp"
-        whole = {name: tensors.pop(f"{stem}.experts.{name}", None) for name in ("gate_up_proj", "down_proj")}
-        for name, (of, rows) in parts.items():
-            if (tensor := whole[of]) is None:
-                continue
-            for expert in range(tensor.shape[0] if len(tensor.shape) == 3 else 0):
-                shape = (len(range(tensor.shape[1])[rows]), tensor.shape[2])
-                part = f"{stem}.experts.{of}", (expert, rows)
-                tensors[mlp[name]["kernel"].name.format(layer, expert)] = Found(tensor.file, shape, tensor.dtype, part)
-        if any(whole.values()) and f"{stem}.gate.weight" in tensors:
-            router = tensors.pop(f"{stem}.gate.weight")._replace(part=(f"{stem}.gate.weight", ()))
-            tensors[mlp["router"]["kernel"].name.format(layer)] = router
-    return tensors
 
 
 def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) -> None:
@@ -380,8 +350,7 @@ def read_tensor(tensors: dict[str, Found], name: str) -> np.ndarray:
     """
     # Opened for each tensor: while a file is open, all that was read of it counts as memory in use.
     with _opened(tensors[name].file) as opened:
-        whole, index = tensors[name].part or (name, ())
-        tensor = opened.get_slice(whole)[index] if index else opened.get_tensor(whole)
+        tensor = opened.get_tensor(name)
     largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN, where there is one
     if not largest <= _LARGEST:
         raise UsageError(

@@ -34,13 +34,6 @@ class EpisodePrograms(NamedTuple):
     next_turn: Callable[..., Episodes]
 
 
-class _Outcome(NamedTuple):
-    """The consequence of a reply for its episode."""
-
-    ending: str  # "" if the episode continues
-    ids: Sequence[int]  # tokens of the reply, which the policy reads next
-
-
 def episode_sampler(
     policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices
 ) -> Callable[..., Completions]:
@@ -166,29 +159,29 @@ def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
 
 def _outcome(
     reply: Reply, sampled: Completions, place: tuple[int, int], number: int, task: Task, sampling: SamplingConfig
-) -> _Outcome:
-    """Decides whether an episode continues after a reply, and with which tokens."""
+) -> tuple[str, Sequence[int]]:
+    """Returns how a reply ends its episode, "" if it continues, and the tokens of the reply that the policy reads."""
     is_policy = sampled.completion_mask[place]
     if reply.failure or reply.done:
-        return _Outcome(reply.failure or "done", ())
+        return reply.failure or "done", ()
     if sampled.truncated[place] or is_policy.sum() >= sampling.max_tokens:
-        return _Outcome("policy tokens", ())
+        return "policy tokens", ()
     if number + 1 >= sampling.max_turns:
-        return _Outcome("turns", ())
+        return "turns", ()
     assert task.environment
     room = sampling.environment_tokens - int(((sampled.turn[place] > 0) & ~is_policy).sum())
     if len(reply.text) > MAX_CHARACTERS:
-        return _Outcome("environment tokens", ())
+        return "environment tokens", ()
     ids = task.environment.encode(reply.text) if reply.ids is None else reply.ids
     if len(ids) > room:
-        return _Outcome("environment tokens", ())
+        return "environment tokens", ()
     unknown = [i for i in ids if not 0 <= i < task.vocab_size]
     if unknown:
         task.environment.messages["not a reply"] = (
             f"a reply has the token {unknown[0]}, and the model's are 0 to {task.vocab_size - 1}"
         )
-        return _Outcome("not a reply", ())
-    return _Outcome("", ids)
+        return "not a reply", ()
+    return "", ids
 
 
 def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first: int = 1) -> tuple[Turn, ...]:

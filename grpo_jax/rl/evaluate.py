@@ -26,12 +26,13 @@ _BLOCK = 256  # completions in a call of the reward, as in a step of 32 prompts 
 
 
 class Samples(NamedTuple):
-    """One call of the sampler: N groups of G completions, on the host."""
+    """One call of the sampler: N groups of G completions."""
 
     prompts: Prompts  # N
-    completions: Completions  # NumPy arrays
-    temperature: np.ndarray  # float32 [N, G], 0 for greedy ones
+    numbers: np.ndarray  # int32 [N, G], of completions, that key their noise
+    greedy: np.ndarray  # bool [N, G]
     counted: np.ndarray  # bool [N, G], false for what only fills the shape
+    completions: Completions  # NumPy arrays; None before they are sampled
 
 
 class Evaluation(NamedTuple):
@@ -83,11 +84,11 @@ def sample_heldout(
     """
     params = place(params, sampler.devices)
 
-    def start(call: Call) -> Samples:
+    def start(call: Samples) -> Samples:
         temperatures = np.where(call.greedy, 0, temperature).astype(np.float32)
         noise = noise_of(seed, EVALUATION, 0)
         _, completions = sampler.sample(params, call.prompts, call.numbers, temperatures, noise)
-        return Samples(call.prompts, completions, temperatures, call.counted)
+        return call._replace(completions=completions)
 
     def fetch(started: Samples) -> Samples:
         return started._replace(completions=all_rows(started.completions, sampler.devices))
@@ -100,17 +101,10 @@ def sample_heldout(
     yield fetch(started)
 
 
-class Call(NamedTuple):
-    """N groups of G completions to sample in an evaluation."""
-
-    prompts: Prompts  # N
-    numbers: np.ndarray  # int32 [N, G], of completions, that key their noise
-    greedy: np.ndarray  # bool [N, G]
-    counted: np.ndarray  # bool [N, G], false for what only fills the shape
-
-
-def heldout_calls(heldout: Prompts, *, num_prompts: int, group_size: int, samples: int | None = None) -> Iterator[Call]:
-    """Yields the calls of `sample_heldout`, with its arguments and errors."""
+def heldout_calls(
+    heldout: Prompts, *, num_prompts: int, group_size: int, samples: int | None = None
+) -> Iterator[Samples]:
+    """Yields the calls of `sample_heldout`, without completions, with its arguments and errors."""
     samples, total = group_size - 1 if samples is None else samples, len(heldout.examples)
     if not 1 <= samples <= _MAX_SAMPLES:
         raise UsageError(f"{samples} samples of each held-out prompt are asked for: it must be 1 to {_MAX_SAMPLES}")
@@ -128,7 +122,7 @@ def heldout_calls(heldout: Prompts, *, num_prompts: int, group_size: int, sample
         examples = [heldout.examples[i] for i in chosen]
         prompts = Prompts(heldout.ids[chosen], heldout.mask[chosen], examples)
         numbers = (prompt * (_MAX_SAMPLES + 1) + sample).astype(np.int32)
-        yield Call(prompts, numbers, sample == samples, counted)
+        yield Samples(prompts, numbers, sample == samples, counted, None)  # type: ignore[arg-type]
 
 
 def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: int = _BLOCK) -> Evaluation:

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax import hosts
 from grpo_jax.checks import check_episodes
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Reward, Rewards
-from grpo_jax.devices import host_count
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.rl.types import Graded
@@ -31,8 +31,8 @@ def check_task(task: Task, config: GRPOConfig) -> None:
         raise UsageError(
             f"top_k is {sampling.top_k}, but the model has {task.vocab_size} tokens: set it below that, or to 0 for all"
         )
-    if task.environment is not None and host_count() > 1:
-        raise UsageError(f"an environment runs on one host, and there are {host_count()}: leave out --distributed")
+    if task.environment is not None:
+        hosts.check_alone("environments")
     check_episodes(sampling, has_environment=task.environment is not None)
     if loss.mask_truncated and task.open_ended:
         raise UsageError(

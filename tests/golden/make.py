@@ -69,7 +69,6 @@ MODELS = {
     # SmolLM has an odd number of key heads.
     "smollm": ("llama", {"hidden_size": 18, "num_attention_heads": 9, "num_key_value_heads": 3} | TIED),
     "llama_linear": ("llama", {"rope_parameters": LINEAR}),
-    "llama_dynamic": ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 3.0}}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral_window": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", TIED),
@@ -143,7 +142,7 @@ def make_config(family: str, changes: dict) -> AutoConfig:
 
 PROMPT = 9
 # Those without are variants of them, with fewer options.
-WITHOUT_GRADIENTS = {"llama", "llama3_rope", "llama_dynamic", "llama_linear", "smollm", "mistral", "qwen2"} | {
+WITHOUT_GRADIENTS = {"llama", "llama3_rope", "llama_linear", "smollm", "mistral", "qwen2"} | {
     "qwen2_yarn",
     "qwen3",
     "qwen3_yarn",

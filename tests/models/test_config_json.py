@@ -122,7 +122,7 @@ BAD = {
 }
 # Family, further fields, and what the sentence names.
 BAD_IN_FAMILIES = [
-    ("llama", {"hidden_size": 63}, "num_attention_heads"),
+    ("llama", {"hidden_size": 63}, "attention heads"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
     ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok"),
@@ -134,11 +134,11 @@ BAD_IN_FAMILIES = [
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-    ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
-    ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
-    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    ("gemma3_text", {"sliding_window_pattern": 0}, "transformers cannot read config.json"),
+    ("smollm3", {"no_rope_layers": [1]}, "transformers cannot read config.json"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "transformers cannot read config.json"),
     ("phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor"),
-    ("phi3", {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
+    ("phi3", {"partial_rotary_factor": "half"}, "transformers cannot read config.json"),
     ("mistral", {"sliding_window": -1}, "sliding_window"),
     ("qwen2", {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "layer_types"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 1.5}, "max_window_layers"),
@@ -146,11 +146,11 @@ BAD_IN_FAMILIES = [
 # Kind of rotary scaling, its fields, and what the sentence names.
 BAD_SCALINGS = [
     ("proportional", {"factor": 2.0}, "proportional"),
-    ("linear", {}, "lacks factor"),
+    ("linear", {}, "factor"),
     ("linear", {"factor": -2.0}, "factor"),
-    ("dynamic", {"factor": 2.0}, "lacks original_max"),
+    ("dynamic", {"factor": 2.0}, "dynamic"),
     ("llama3", {"factor": 8.0}, "low_freq_factor"),
-    ("yarn", {"factor": 4.0}, "yarn"),
+    ("yarn", {"factor": 0.0}, "factor"),
 ]
 
 
@@ -159,7 +159,7 @@ def refusals():
     yield from (({field: value}, field) for field, values in BAD.items() for value in values)
     yield from (({"model_type": family} | change, words) for family, change, words in BAD_IN_FAMILIES)
     yield from (({"rope_scaling": {"type": kind} | change}, words) for kind, change, words in BAD_SCALINGS)
-    yield {"rope_scaling": "llama3"}, "rope scaling"
+    yield {"rope_scaling": "llama3"}, "rope_parameters"
     longrope = {"type": "longrope", "short_factor": [1], "long_factor": [1]}
     yield {"model_type": "phi3", "max_position_embeddings": 64, "rope_scaling": longrope}, "short_factor"
 

@@ -14,9 +14,9 @@ from tiny import ragged_prompts, random_params, refused, states_of_texts
 from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
 from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, widen
 from grpo_jax.models.config import (
-    DynamicScaling,
     ExpertsConfig,
     Llama3Scaling,
+    LongRopeScaling,
     ModelConfig,
     Rotation,
 )
@@ -339,7 +339,8 @@ def test_who_may_look_where_in_packed_texts(window):
 
 @pytest.mark.parametrize("use", ["hidden", "decoded", "packed"])
 def test_texts_that_change_their_rotations_are_refused(use):
-    policy = decoder_policy(dataclasses.replace(LLAMA, rope_scaling=DynamicScaling(2.0, P + T - 3)))
+    ones = (1.0,) * (LLAMA.rotary_features // 2)
+    policy = decoder_policy(dataclasses.replace(LLAMA, rope_scaling=LongRopeScaling(ones, ones, P + T - 3, 2.0)))
     ids, mask, completions, _ = ragged_batch()
 
     def compute(params):

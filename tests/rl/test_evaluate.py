@@ -249,7 +249,7 @@ def test_filling_does_not_count_and_ends_with_what_does():
     assert sum(int(call.counted.sum()) for call in calls) == 11 * 5
     assert len(calls) == 6  # of 4 groups, where 11 prompts have 2 each
     for call in calls:
-        assert not call.temperature[~call.counted].any()
+        assert call.greedy[~call.counted].all()
 
 
 def test_scores_are_of_the_metric(plain):
