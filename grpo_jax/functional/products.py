@@ -34,6 +34,9 @@ class Traits(NamedTuple):
     transposes_tall_sums: bool = False
     # Keys of the cache have features before tokens. On an H100 the product with such keys took 1.6 times as long.
     features_first: bool = False
+    # A product of groups of rows is computed in blocks. JAX makes `ragged_dot` on a CPU a product of all rows with all
+    # kernels.
+    groups_by_blocks: bool = False
     # Inputs of layers can be kept in the memory of the host.
     offloads: bool = True
     # A decoder of at most so many layers is compiled without a loop. A loop copies what the backward pass needs of each
@@ -75,6 +78,7 @@ CPU = Traits(
     multiplies_by_columns=True,
     transposes_tall_sums=True,
     features_first=True,
+    groups_by_blocks=True,
     offloads=False,
     unrolled_layers=2,
     unrolled_quantised_layers=2,

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from grpo_jax.errors import missing
+from grpo_jax.functional.products import traits_of_backend, transposed
 from grpo_jax.models import sharding
 from grpo_jax.models.config import ExpertsConfig
 from grpo_jax.models.params import is_quantised
@@ -199,7 +200,8 @@ _permuted.defvjp(_permuted_forward, _permuted_backward)
 def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
     """Each row times the kernel of its group.
 
-    A CPU makes it a product of all rows with all kernels, which is X times the work and the memory.
+    By `jax.lax.ragged_dot`, unless the backend makes it a product of all rows with all kernels, which is X times the
+    work and the memory: see `Traits.groups_by_blocks`.
 
     Args:
       rows: `[M, I]`, sorted by group.
@@ -213,7 +215,85 @@ def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> ja
     # Under shard_map all must vary over the same axes: see `products.product`.
     zero = jnp.zeros_like(rows, shape=()) + jnp.zeros_like(kernels, shape=())
     rows, kernels, sizes = (x + zero.astype(x.dtype) for x in (rows, kernels, sizes))
-    return jax.lax.ragged_dot(rows, kernels, sizes)
+    multiply = _by_blocks if traits_of_backend().groups_by_blocks else jax.lax.ragged_dot
+    return multiply(rows, kernels, sizes)
+
+
+class _Blocks(NamedTuple):
+    """Rows cut into blocks of the same size, each of one group. A block that is not full has rows of the next groups
+    behind its own."""
+
+    size: int
+    used: jax.Array  # int32, how many there are
+    group: jax.Array  # int32 [blocks at most]
+    start: jax.Array  # int32 [blocks at most], its first row
+    end: jax.Array  # int32 [blocks at most], behind its last row
+
+
+_FEWEST, _MOST = 8, 64  # rows of a block
+
+
+def _blocks(num_rows: int, sizes: jax.Array) -> _Blocks:
+    """The blocks of groups of these sizes: about as many rows as a group has."""
+    num_groups = sizes.shape[0]
+    size = min(_MOST, max(_FEWEST, 1 << (num_rows // num_groups).bit_length()))
+    ends, counts = jnp.cumsum(sizes), -(-sizes // size)
+    before = jnp.cumsum(counts)
+    numbers = jnp.arange(num_rows // size + num_groups, dtype=before.dtype)
+    group = jnp.minimum(jnp.sum(numbers[:, None] >= before, axis=-1), num_groups - 1)
+    start = (ends - sizes)[group] + (numbers - (before - counts)[group]) * size
+    return _Blocks(size, before[-1], group, start, jnp.minimum(start + size, ends[group]))
+
+
+@jax.custom_vjp
+def _by_blocks(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`grouped_product`, one block after the other."""
+    return _times_kernels(rows, kernels, sizes, 1)
+
+
+def _by_blocks_forward(rows, kernels, sizes):
+    return _by_blocks(rows, kernels, sizes), (rows, kernels, sizes)
+
+
+def _by_blocks_backward(residuals, gradient):
+    rows, kernels, sizes = residuals
+    return _times_kernels(gradient, kernels, sizes, 2), _gradient_of_kernels(rows, gradient, kernels, sizes), None
+
+
+_by_blocks.defvjp(_by_blocks_forward, _by_blocks_backward)
+
+
+def _times_kernels(rows: jax.Array, kernels: jax.Array, sizes: jax.Array, axis: int) -> jax.Array:
+    """Rows `[M, ·]` times kernels `[X, I, O]`, contracted over this axis of them."""
+    blocks = _blocks(rows.shape[0], sizes)
+    padded = jnp.pad(rows, [(0, blocks.size), (0, 0)])
+
+    def put(number: jax.Array, products: jax.Array) -> jax.Array:
+        block = jax.lax.dynamic_slice_in_dim(padded, blocks.start[number], blocks.size)
+        kernel = jax.lax.dynamic_index_in_dim(kernels, blocks.group[number], keepdims=False)
+        made = jax.lax.dot_general(block, kernel, (((1,), (axis - 1,)), ((), ())), preferred_element_type=jnp.float32)
+        # What it writes behind its own rows, the next blocks write over.
+        return jax.lax.dynamic_update_slice_in_dim(products, made, blocks.start[number], axis=0)
+
+    begun = jnp.zeros_like(rows, jnp.float32, shape=(padded.shape[0], kernels.shape[3 - axis]))
+    return jax.lax.fori_loop(0, blocks.used, put, begun)[: rows.shape[0]].astype(rows.dtype)
+
+
+def _gradient_of_kernels(rows: jax.Array, gradient: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Σ rowsᵀ gradient over the rows of each group, as kernels `[X, I, O]`."""
+    blocks = _blocks(rows.shape[0], sizes)
+    rows, gradient = (jnp.pad(x, [(0, blocks.size), (0, 0)]) for x in (rows, gradient))
+
+    def add(number: jax.Array, total: jax.Array) -> jax.Array:
+        start, group = blocks.start[number], blocks.group[number]
+        block, block_gradient = (jax.lax.dynamic_slice_in_dim(x, start, blocks.size) for x in (rows, gradient))
+        is_own = start + jnp.arange(blocks.size) < blocks.end[number]
+        block = transposed(jnp.where(is_own[:, None], block, 0))
+        more = jax.lax.dot_general(block, block_gradient, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return total.at[group].add(more)
+
+    begun = jnp.zeros_like(rows, jnp.float32, shape=kernels.shape)
+    return jax.lax.fori_loop(0, blocks.used, add, begun).astype(kernels.dtype)
 
 
 # ---- what is logged

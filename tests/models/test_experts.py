@@ -38,6 +38,27 @@ def test_each_row_is_multiplied_by_the_kernel_of_its_group(sizes):
     rows, kernels = randoms((sum(sizes), WIDTH), (EXPERTS, WIDTH, INNER))
     made = jax.jit(grouped_product)(rows, kernels, jnp.array(sizes))
     np.testing.assert_allclose(made, product_in_a_loop(rows, kernels, sizes), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(made, jax.lax.ragged_dot(rows, kernels, jnp.array(sizes)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(x, id=name, marks=() if name == "empty at ends" else pytest.mark.slow) for name, x in SIZES.items()],
+)
+def test_gradients_of_the_product_of_groups(sizes):
+    """Against those that JAX has of `ragged_dot`, and finite differences."""
+    rows, kernels, weights = randoms((sum(sizes), WIDTH), (EXPERTS, WIDTH, INNER), (sum(sizes), INNER))
+
+    def value(product, rows, kernels):
+        return jnp.sum(weights * jnp.sin(product(rows, kernels, jnp.array(sizes))))
+
+    own, expected = (
+        jax.jit(jax.grad(partial(value, product), (0, 1)))(rows, kernels)
+        for product in (grouped_product, jax.lax.ragged_dot)
+    )
+    for x, y in zip(own, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    check_grads(jax.jit(partial(value, grouped_product)), (rows, kernels), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
 
 def mixture_in_a_loop(x, router, kernels, *, normalise):
