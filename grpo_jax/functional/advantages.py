@@ -407,7 +407,7 @@ def turn_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, whe
        [ 1.     0.   ]]
     """
     where = jnp.ones(rewards.shape, bool) if where is None else where
-    returns = jnp.flip(jnp.cumsum(jnp.flip(jnp.where(where, rewards, 0), -1), -1), -1)
+    returns = jnp.flip(jnp.cumsum(jnp.flip(jnp.where(where, upcast(rewards), 0), -1), -1), -1)
     largest = jnp.max(jnp.where(where, jnp.abs(returns), 0), axis=(-2, -1))
 
     def standardised(returns: jax.Array, where: jax.Array) -> jax.Array:
@@ -420,7 +420,8 @@ def turn_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, whe
     separately = standardised(returns.swapaxes(-1, -2), where.swapaxes(-1, -2)).swapaxes(-1, -2)
     flat = (*returns.shape[:-2], returns.shape[-2] * returns.shape[-1])
     pooled = standardised(returns.reshape(flat), where.reshape(flat)).reshape(returns.shape)
-    return jnp.where(jnp.sum(where, axis=-2, keepdims=True) < 2, pooled, separately)
+    is_alone = jnp.sum(where, axis=-2, keepdims=True) < 2
+    return jnp.where(is_alone, pooled, separately).astype(_float(rewards))
 
 
 @takes(logprobs="...", teacher_logprobs="...")

@@ -119,7 +119,7 @@ def reinforce_pp_baseline_advantages(
       [[[ 0.707]
         [-0.707]]]
     """
-    centered = jnp.broadcast_to(centered_advantages(rewards)[..., None], mask.shape)
+    centered = jnp.broadcast_to(centered_advantages(upcast(rewards))[..., None], mask.shape)
     return whiten(centered, mask, eps=eps, axis_name=axis_name)
 
 
