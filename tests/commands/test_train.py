@@ -76,6 +76,7 @@ def run(own, folder, *args):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @needs_model
 def test_own_rows_and_rewards_then_the_checkpoint_evaluated_alone(own, tmp_path, capsys):
     rewards = ("--reward", f"{own}/rewards.py:vowels", f"word=0.5*{own}/rewards.py:word", "0*length(maximum=3)")

@@ -169,6 +169,7 @@ def states_equal(x, y):
     return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True))
 
 
+@pytest.mark.slow
 def test_it_resumes_to_the_bit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(example, "reference_steps", 3)
     calls = iter(range(10**6))

@@ -285,6 +285,7 @@ def lora_run(tmp_path_factory):
     return folder, state, join(state.params, split(models)[1])["policy"], run
 
 
+@pytest.mark.slow
 @needs_stories
 def test_lora_trains_and_saves_adapters_alone(lora_run):
     folder, state, _, run = lora_run

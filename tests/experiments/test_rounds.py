@@ -151,6 +151,7 @@ class Abstaining:
         return [None] * self.count + answers[self.count :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_run_continues_with_fewer_pairs_where_the_judge_abstains_and_is_resumed(untrained, tmp_path, count):
     options = {"online": ONLINE._replace(labels=(8, 8)), "judge": Abstaining(count)}

@@ -122,6 +122,7 @@ def test_logits_one_token_after_the_other(name):
     np.testing.assert_allclose(logits, golden["logits"][:, 8:], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_parameters_are_counted():
     for name in NAMES:
         config, params = load_golden(name)

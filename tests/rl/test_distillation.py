@@ -304,6 +304,7 @@ def programs():
     return make_distillation_programs(POLICY, POLICY, TASK, CONFIG)
 
 
+@pytest.mark.slow
 def test_a_policy_nears_its_teacher_without_a_reward_and_resumes_to_the_bit(tmp_path, programs):
     config = with_options(CONFIG, steps=30)
     whole = run_of(tmp_path / "whole", config, programs=programs)

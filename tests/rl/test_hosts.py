@@ -296,6 +296,7 @@ print("met")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_host_says_what_it_waits_for_and_what_to_do_before_jax_ends_it(own):
     command = [sys.executable, "-c", ALONE, f"127.0.0.1:{free_port()}", own]

@@ -83,7 +83,7 @@ def test_pieces_by_hand():
     assert take(a_batch(), pieces[1], 0).prompt_ids.shape == (2, 24)
 
 
-@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("packs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_and_scores_are_those_of_one_width(packs):
     method, batch = grpo_method(POLICY, recipe()), a_batch()._replace(old_logprobs=None)
     config = recipe(piece_tokens=40 if packs else 64)
@@ -105,7 +105,8 @@ def test_gradients_and_scores_are_those_of_one_width(packs):
         np.testing.assert_allclose(*(np.where(batch.completion_mask, x, 0) for x in (b, a)), atol=5e-6)
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(Mesh(fsdp=2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, Mesh(fsdp=2)])
 def test_devices_have_the_gradient_of_one(devices):
     method, batch, config = grpo_method(POLICY, recipe()), a_batch(), recipe(piece_tokens=64)
 
