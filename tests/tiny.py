@@ -17,7 +17,7 @@ from grpo_jax.data.types import Prompts, pad_prompts, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.layout import rows_of_texts
+from grpo_jax.models.geometry import rows_of_texts
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.policy import Policy, decoder_policy

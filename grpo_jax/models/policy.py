@@ -16,8 +16,15 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, select_completions, widen
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import geometry_of_rows, geometry_of_step, geometry_of_tokens, slots_of
-from grpo_jax.models.layout import Rows, rows_of_groups, rows_of_prompts
+from grpo_jax.models.geometry import (
+    Rows,
+    geometry_of_rows,
+    geometry_of_step,
+    geometry_of_tokens,
+    rows_of_groups,
+    rows_of_prompts,
+    slots_of,
+)
 from grpo_jax.models.params import variables
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import (
@@ -35,8 +42,8 @@ class Policy(NamedTuple):
     init: Callable[[jax.Array], Params]
     # params -> [V, D]
     unembedding: Callable[[Params], jax.Array]
-    # (params, `layout.Rows`) -> (hidden [R, G, S, D]: at s, what predicts token s of a part; where these states went in
-    # each layer, as `experts.Routing` with axes [R, G, S, L], or None if the model has no experts)
+    # (params, `geometry.Rows`) -> (hidden [R, G, S, D]: at s, what predicts token s of a part; where these states
+    # went in each layer, as `experts.Routing` with axes [R, G, S, L], or None if the model has no experts)
     states: Callable[[Params, Rows], tuple[jax.Array, Any]]
     # (params, prompt_ids [N, P], prompt_mask [N, P], group_size, max_tokens)
     # -> (hidden [N, D] that predicts the first completion token, decode, cache),

@@ -19,7 +19,7 @@ from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import Packed
 from grpo_jax.devices import Devices
 from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token_mean_weights, weighted_sum
-from grpo_jax.models.layout import rows_of_texts
+from grpo_jax.models.geometry import rows_of_texts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import Objective, row_scorer

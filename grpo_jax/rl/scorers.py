@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import Devices, map_rows
 from grpo_jax.functional import TokenLogprobs, token_logprobs
-from grpo_jax.models.layout import Rows, rows_of_groups, rows_of_packed_groups
+from grpo_jax.models.geometry import Rows, rows_of_groups, rows_of_packed_groups
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params

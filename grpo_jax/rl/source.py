@@ -22,8 +22,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grade import reader_of
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.types import SAMPLING, Batch, EpisodeRecord, Rollout, noise_of, record_of, step_key
-from grpo_jax.sampling.categorical import Truncation
-from grpo_jax.sampling.sampler import Completions, sample_groups
+from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups
 from grpo_jax.tasks.task import Task
 
 

@@ -16,8 +16,16 @@ import jax.numpy as jnp
 from grpo_jax.models.geometry import AT_ONCE
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.sampling.categorical import Truncation
-from grpo_jax.sampling.sampler import Running, add_token, initial_state, is_running, make_logits, put_at, start_decoding
+from grpo_jax.sampling.sampler import (
+    Running,
+    Truncation,
+    add_token,
+    initial_state,
+    is_running,
+    make_logits,
+    put_at,
+    start_decoding,
+)
 
 
 class Episodes(NamedTuple):

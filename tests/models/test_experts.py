@@ -14,7 +14,7 @@ from tiny import random_params, refused, states_of_texts
 from experiments.benchmarks import routes
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.experts import Routing, busiest, grouped_product, load, mixture, route
-from grpo_jax.models.layout import rows_of_groups, rows_of_packed_groups
+from grpo_jax.models.geometry import rows_of_groups, rows_of_packed_groups
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.optimizer import make_optimizer
 

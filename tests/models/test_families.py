@@ -33,8 +33,7 @@ from grpo_jax.models.quantised import dequantise_params, quantise_params
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch
-from grpo_jax.sampling.categorical import Truncation
-from grpo_jax.sampling.sampler import sample_groups
+from grpo_jax.sampling.sampler import Truncation, sample_groups
 
 FULLEST = {
     "llama": "llama_biases",

@@ -23,8 +23,10 @@ from grpo_jax.models.config import (
 from grpo_jax.models.geometry import (
     geometry_of_rows,
     geometry_of_step,
+    rows_of_groups,
+    rows_of_prompts,
+    rows_of_texts,
 )
-from grpo_jax.models.layout import rows_of_groups, rows_of_prompts, rows_of_texts
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import RMSNorm, Transformer, decoding_layout
 

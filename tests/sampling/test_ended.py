@@ -20,8 +20,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.source import make_sampler, sample_completions
 from grpo_jax.rl.types import SAMPLING, noise_of
-from grpo_jax.sampling.categorical import Truncation
-from grpo_jax.sampling.sampler import _widths, sample_groups
+from grpo_jax.sampling.sampler import Truncation, _widths, sample_groups
 
 V, TOKENS, NUM_PROMPTS, GROUP = 30, 64, 16, 8
 ROWS = row_numbers(NUM_PROMPTS, GROUP)

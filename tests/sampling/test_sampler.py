@@ -16,7 +16,7 @@ from grpo_jax.functional import token_logprobs
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.types import step_key
-from grpo_jax.sampling.categorical import Truncation, draw_noise, sample_categorical, truncate
+from grpo_jax.sampling.sampler import Truncation, draw_noise, sample_categorical, truncate
 
 # ---- one token
 
