@@ -25,7 +25,6 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.transformer import Params
 
-
 # ---- one token
 
 
