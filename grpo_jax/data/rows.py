@@ -4,6 +4,7 @@ import codecs
 import gzip
 import hashlib
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -108,7 +109,7 @@ def text_column(row: Mapping[str, Any], name: str, where: str = "a row", *, reme
 def batches(size: int, count: int, seed: int) -> Callable[[int], np.ndarray]:
     """Which of `size` things a step takes: the next `count` of shuffled epochs.
 
-    Nothing is taken twice within an epoch. A step that takes from the ends of two epochs may have something twice.
+    Nothing is taken twice within an epoch, nor within a step that takes from the ends of two.
 
     Args:
       size: of an epoch.
@@ -116,12 +117,22 @@ def batches(size: int, count: int, seed: int) -> Callable[[int], np.ndarray]:
       seed: of the shuffling.
 
     Returns:
-      A pure function from the step to `count` numbers below `size`.
+      A pure function from the step to `count` different numbers below `size`.
     """
+    # An epoch begins with a step again after this many.
+    cycle = count // math.gcd(count, size)
 
     @lru_cache(maxsize=2)  # a step may take from the ends of two
     def shuffled(epoch: int) -> np.ndarray:
-        return rng(seed, 0, epoch).permutation(size)
+        # What an epoch moves depends on the end of the one before, and that on its own beginning if it is short.
+        first = epoch - epoch % cycle
+        if size >= 2 * count:
+            first = max(first, epoch - 1)
+        order = rng(seed, 0, first).permutation(size)
+        for later in range(first + 1, epoch + 1):
+            taken = later * size % count  # by the step that this epoch begins within
+            order = _later(rng(seed, 0, later).permutation(size), order[size - taken :], count)
+        return order
 
     def batch(step: int) -> np.ndarray:
         epoch, start = divmod(step * count, size)
@@ -130,6 +141,13 @@ def batches(size: int, count: int, seed: int) -> Callable[[int], np.ndarray]:
         return np.concatenate([numbers, shuffled(epoch + 1)[:missing]]) if missing else numbers
 
     return batch
+
+
+def _later(order: np.ndarray, taken: np.ndarray, count: int) -> np.ndarray:
+    """An order whose first `count` have those that are `taken` at their end."""
+    head = order[:count]
+    again = np.isin(head, taken)
+    return np.concatenate([head[~again], head[again], order[count:]])
 
 
 def hash_of_prompt(prompt: str | list[Message], where: str = "a row") -> float:

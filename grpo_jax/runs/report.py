@@ -195,20 +195,22 @@ def _rollouts(groups: _Groups, room: int) -> dict[str, Any]:
     limit, most = f"{MAX_BYTES / 1e6:g} MB", max(map(len, groups.values()), default=0)
     counts = [*range(most, 2, -max(1, most // 50)), 2]
     for characters in _TEXT_LIMITS if groups else ():
-        shown = {
+        candidates = {
             phase: {step: [_compact_group(line, characters) for line in lines] for step, lines in steps.items()}
             for phase, steps in groups.items()
         }
-        sizes = {p: {step: len(_json(lines).encode()) + 30 for step, lines in shown[p].items()} for p in shown}
+        sizes = {
+            p: {step: len(_json(lines).encode()) + 30 for step, lines in candidates[p].items()} for p in candidates
+        }
         for count in counts:
-            chosen = {phase: _spaced([*steps], count) for phase, steps in shown.items()}
+            chosen = {phase: _spaced([*steps], count) for phase, steps in candidates.items()}
             if sum(sizes[phase][step] for phase, steps in chosen.items() for step in steps) > room:
                 continue
             fewer = [p for p in groups if len(chosen[p]) < len(groups[p])]
             cuts = [f"{len(chosen[p])} of {len(groups[p])} steps of {p}" for p in fewer]
             cuts += [f"the first {characters} characters of a prompt, completion or column"] if characters else []
             about = f"To stay below {limit} this page shows {', '.join(cuts)}. The rest is in rollouts.jsonl."
-            rollouts = {phase: [[step, shown[phase][step]] for step in steps] for phase, steps in chosen.items()}
+            rollouts = {phase: [[step, candidates[phase][step]] for step in steps] for phase, steps in chosen.items()}
             return {"rollouts": rollouts, "about": about if cuts else ""}
     about = f"The groups are too large for a page of {limit}: read rollouts.jsonl." if groups else ""
     return {"rollouts": {}, "about": about}

@@ -76,12 +76,12 @@ def refusal(function, *args, **options):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.data())
-def test_every_prompt_once_an_epoch(size, data):
+def test_every_prompt_once_an_epoch_and_never_twice_in_a_step(size, data):
     count = data.draw(st.integers(1, size))
     batch = batches(size, count, seed=data.draw(st.integers(0, 5)))
     taken = [batch(step) for step in range(3 * size // count + 1)]
     for numbers in taken:
-        assert len(numbers) == count
+        assert len(set(numbers.tolist())) == len(numbers) == count
     stream = np.concatenate(taken)
     for epoch in range(3):
         assert sorted(stream[epoch * size : (epoch + 1) * size]) == list(range(size))
@@ -95,6 +95,19 @@ def test_the_order_depends_on_seed_and_step_alone(size, count):
     if size > 1:
         assert [batches(size, count, seed=4)(step).tolist() for step in range(40)] != there
         assert batch(0).tolist() != batch(size).tolist()  # size steps later an epoch begins with a step again
+
+
+def test_a_late_step_is_as_quick_as_the_first(monkeypatch):
+    from grpo_jax.data import rows
+
+    made = []
+    monkeypatch.setattr(rows, "rng", lambda *key: made.append(key) or np.random.default_rng(key))
+    # Within this step ends epoch 30 of the 32 after which one begins with a step again.
+    batches(1_001, 32, seed=0)(1_001 * (31 + 32 * 10**6) // 32)
+    assert len(made) == 4  # shufflings: of two epochs, and of those before them
+    made.clear()
+    batches(1_001, 999, seed=0)(10**6)
+    assert 0 < len(made) <= 2 * 999
 
 
 def test_a_resumed_task_sees_what_it_would_have_seen():
