@@ -29,6 +29,10 @@ SHAPES = {
     "tiny": Shape(TINY, 16, 16, 32),
     "tiny256": Shape(TINY, 16, 16, 256),
     "tiny1024": Shape(TINY, 4, 16, 1024),
+    "group32": Shape(TINY, 4, 16, 64, group_size=32),
+    "one-prompt": Shape(TINY, 1, 256, 128, group_size=64),
+    "vocabulary": Shape(replace(TINY, vocab_size=151_936), 4, 16, 32),
+    "prompt2048": Shape(TINY, 4, 2048, 32),
     "skewed": Shape(TINY, 16, 1024, 32, median_prompt=100),
     "one-long": Shape(TINY, 16, 1024, 32, usual_prompt=16),
     "mid": Shape(MID, 4, 16, 128),
@@ -40,7 +44,10 @@ SHAPES = {
     "qwen3-0.6b": Shape(MODELS["Qwen3-0.6B"], 16, 64, 256),
     "qwen3-0.6b-2048": Shape(MODELS["Qwen3-0.6B"], 256, 64, 128),
 }
-CpuShape = Literal["tiny", "tiny256", "tiny1024", "skewed", "one-long", "mid", "prompt", "long-tail"]
+_Tiny = Literal[
+    "tiny", "tiny256", "tiny1024", "group32", "one-prompt", "vocabulary", "prompt2048", "skewed", "one-long"
+]
+CpuShape = Literal[_Tiny, "mid", "prompt", "long-tail"]
 ShapeName = Literal[CpuShape, "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen3-0.6b-2048"]
 
 
@@ -59,9 +66,15 @@ def prompt_lengths(shape: Shape) -> np.ndarray:
     return lengths
 
 
-def random_prompts(shape: Shape, step: int, *, seed: int = 0) -> Prompts:
-    """Returns prompts of a step with random ids, and their text for an example."""
-    ids = rng(seed, step).integers(0, shape.model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
+def end_ids(shape: Shape) -> list[int]:
+    """Returns the ids that end a completion; none if all completions have full length."""
+    return list(range(shape.model.vocab_size // shape.mean_length)) if shape.mean_length else []
+
+
+def random_prompts(shape: Shape, step: int, *, seed: int = 0, below: int = 0) -> Prompts:
+    """Returns prompts of a step with random ids (below `below`, or any), and their text for an example."""
+    limit = below or shape.model.vocab_size
+    ids = rng(seed, step).integers(0, limit, (shape.num_prompts, shape.prompt)).astype(np.int32)
     rows = (step * shape.num_prompts + np.arange(shape.num_prompts)) % _ROWS
     mask = np.arange(shape.prompt) >= shape.prompt - prompt_lengths(shape)[rows][:, None]
     return Prompts(ids, mask, [{"prompt": str(row[-16:])} for row in ids])

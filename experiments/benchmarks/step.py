@@ -25,7 +25,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from experiments.benchmarks.shapes import SHAPES, ShapeName, prompt_lengths, random_prompts
+from experiments.benchmarks.shapes import SHAPES, ShapeName, end_ids, prompt_lengths, random_prompts
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Completion, Example, Prompts, choose_widths
 from grpo_jax.models.policy import decoder_policy
@@ -45,9 +45,10 @@ class Config:
 
     shape: ShapeName = "tiny"
     """tiny, tiny256, tiny1024: a million parameters and completions of 32, 256 or 1,024 tokens. skewed, one-long: tiny
-    with log-normal prompts of up to 1,024 tokens, or one such prompt in 512. mid, prompt: 48
-    million, and completions of 128 tokens or prompts of 512. long-tail: mid with completions of 64 tokens in the mean
-    and 256 at most. The others are for accelerators."""
+    with log-normal prompts of up to 1,024 tokens, or one such prompt in 512. group32, one-prompt: tiny with groups of
+    32 or 64. vocabulary: tiny with 151,936 tokens. prompt2048: tiny with prompts of 2,048. mid, prompt: 48 million, and
+    completions of 128 tokens or prompts of 512. long-tail: mid with completions of 64 tokens in the mean and 256 at
+    most. The others are for accelerators."""
     steps: int = 9
     """Iterations."""
     microbatches: int = 0
@@ -81,7 +82,7 @@ def main(config: Config) -> None:
         return [sum(text.ids) % 97 / 97 for text in completions]
 
     vocab_size = shape.model.vocab_size
-    ends = tuple(range(vocab_size // shape.mean_length)) if shape.mean_length else (-1,)
+    ends = tuple(end_ids(shape)) or (-1,)
     task = Task(prompts, reward, prompts(0), lambda ids: " ".join(map(str, ids)), ends, 0, vocab_size)
     lengths = prompt_lengths(shape)
     longest = lengths.reshape(-1, shape.num_prompts).max(axis=-1)

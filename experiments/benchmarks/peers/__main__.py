@@ -17,13 +17,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.benchmarks.shapes import CpuShape
+from experiments.benchmarks.shapes import SHAPES, CpuShape, Shape, end_ids, random_prompts
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -31,7 +31,6 @@ PACKAGES = {
     "trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0", "datasets", "accelerate", "tokenizers"),
     "tunix": ("google-tunix==0.1.7", "jax==0.10.2"),
 }
-PEERS = tuple(PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ class Config:
 
     shape: CpuShape = "tiny"
     """Decoder and rollout, as in benchmarks.step. All but tiny and tiny256 take up to a quarter of an hour a round."""
+    peers: tuple[Literal["trl", "tunix"], ...] = ("trl", "tunix")
+    """Libraries that are compared with this one."""
     steps: int = 6
     """Iterations of each process."""
     rounds: int = 1
@@ -54,22 +55,42 @@ class Config:
 
 def main(config: Config) -> None:
     """Prints a line for each process when it has ended, and a table of medians and ratios."""
-    pythons = {peer: environment(peer, config) for peer in PEERS}
-    ours = [sys.executable, "-m", "experiments.benchmarks.step"]
-    commands = {
-        "trl": [pythons["trl"], str(HERE / "trl_step.py")],
-        "ours": ours,
-        "tunix": [pythons["tunix"], str(HERE / "tunix_step.py")],
-    }
+    options = ["--shape", config.shape, "--steps", str(config.steps)]
+    commands = {"ours": [sys.executable, "-m", "experiments.benchmarks.step", *options]}
+    shape_file = config.folder / f"{config.shape}.json"
+    config.folder.mkdir(parents=True, exist_ok=True)
+    shape_file.write_text(json.dumps(peers_shape(SHAPES[config.shape], config.steps)))
+    for peer in config.peers:
+        commands[peer] = [environment(peer, config), str(HERE / f"{peer}_step.py"), str(shape_file)]
     rounds = []
     for number in range(config.rounds):
         took = {}
         for name, command in commands.items():
-            took[name] = measured([*command, "--shape", config.shape, "--steps", str(config.steps)], config.cores)
+            took[name] = measured(command, config.cores)
             figures = ", ".join(f"{key} {value:.3g}" for key, value in took[name].items())
             print(f"round {number + 1} of {config.rounds}: {name}: {figures}", file=sys.stderr, flush=True)
         rounds.append(took)
     Console().print(table(rounds))
+
+
+def peers_shape(shape: Shape, steps: int) -> dict[str, Any]:
+    """Returns the decoder, the rollout and the prompts of each step as `peer_common.Shape` reads them."""
+    model = shape.model
+    # TRL's tokenizer uses the last ids of the vocabulary.
+    prompts = [random_prompts(shape, step, below=model.vocab_size - 4) for step in range(steps)]
+    return {
+        "hidden": model.hidden_size,
+        "layers": model.num_hidden_layers,
+        "heads": model.num_attention_heads,
+        "kv_heads": model.num_key_value_heads,
+        "ffn": model.intermediate_size,
+        "vocabulary": model.vocab_size,
+        "group": shape.group_size,
+        "completion": shape.completion,
+        "init": model.initializer_range,
+        "ends": end_ids(shape),
+        "prompts": [[ids[mask].tolist() for ids, mask in zip(p.ids, p.mask, strict=True)] for p in prompts],
+    }
 
 
 def environment(peer: str, config: Config) -> str:
@@ -110,7 +131,7 @@ def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
 def table(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> Table:
     """A row of each library and round, and a last one of median ratios."""
     visible = Table("round", "", "s", "of which sampling", "CPU s", "peak MB", "its CPU s over ours")
-    ratios: dict[str, list[float]] = {peer: [] for peer in PEERS}
+    ratios: dict[str, list[float]] = {peer: [] for peer in rounds[0] if peer != "ours"}
     for number, took in enumerate(rounds):
         for name, values in took.items():
             ratio = values["cpu_seconds"] / took["ours"]["cpu_seconds"]

@@ -1,4 +1,4 @@
-"""Common parts of the peers' runners: the workload's shapes, clocks, a probe of the machine, lines of JSON.
+"""Common parts of the peers' runners: the workload's shape, clocks, a probe of the machine, lines of JSON.
 
 Imports nothing of the peers, so that their threads can be set up before they load.
 """
@@ -24,27 +24,23 @@ BETA, CLIP, LEARNING_RATE, MAX_GRAD_NORM, ROPE_THETA, NORM_EPS = 0.04, 0.2, 1e-6
 
 @dataclass(frozen=True)
 class Shape:
+    """A decoder and its rollouts, as `python -m experiments.benchmarks.peers` writes them."""
+
     hidden: int
     layers: int
     heads: int
     kv_heads: int
     ffn: int
     vocabulary: int
-    prompts: int
     group: int
-    prompt: int
-    completion: int
-    mean_length: int = 0  # of completions, in tokens, where a uniform choice of tokens ends them; 0: none ends
+    completion: int  # tokens
+    init: float  # standard deviation of the weights
+    ends: list[int]  # ids that end a completion; none: all completions have full length
+    prompts: list[list[list[int]]]  # the ids of each step's prompts
 
     @property
-    def init(self) -> float:
-        """Deviation of the weights: so small where completions end that all tokens are about equally likely."""
-        return 0.001 if self.mean_length else 0.02
-
-    @property
-    def ends(self) -> list[int]:
-        """The ids that end a completion."""
-        return list(range(self.vocabulary // self.mean_length)) if self.mean_length else []
+    def longest_prompt(self) -> int:
+        return max(len(ids) for step in self.prompts for ids in step)
 
     @property
     def head_dim(self) -> int:
@@ -52,7 +48,7 @@ class Shape:
 
     @property
     def completions(self) -> int:
-        return self.prompts * self.group
+        return len(self.prompts[0]) * self.group
 
     @property
     def parameters(self) -> int:
@@ -62,22 +58,18 @@ class Shape:
         layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
         return self.layers * layer + self.hidden + self.vocabulary * self.hidden
 
-
-SHAPES = {
-    "tiny": Shape(128, 4, 4, 2, 512, 64, 16, 8, 16, 32),
-    "mid": Shape(512, 8, 8, 4, 2048, 32000, 4, 8, 16, 128),
-    "tiny256": Shape(128, 4, 4, 2, 512, 64, 16, 8, 16, 256),
-    "tiny1024": Shape(128, 4, 4, 2, 512, 64, 4, 8, 16, 1024),
-    "prompt": Shape(512, 8, 8, 4, 2048, 32000, 1, 8, 512, 64),
-    "long-tail": Shape(512, 8, 8, 4, 2048, 32000, 4, 8, 16, 256, mean_length=64),
-}
+    @property
+    def texts(self) -> list[str]:
+        """All prompts in order; a token is an id in decimal."""
+        return [" ".join(map(str, ids)) for step in self.prompts for ids in step]
 
 
-def arguments(description: str) -> argparse.Namespace:
+def shape_from_arguments(description: str) -> Shape:
+    """Reads the shape from the JSON file that is the only argument."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps; the first is reported like the others")
-    return parser.parse_args()
+    parser.add_argument("shape", help="JSON file that python -m experiments.benchmarks.peers writes")
+    with open(parser.parse_args().shape) as file:
+        return Shape(**json.load(file))
 
 
 def since_process_start() -> float:
@@ -103,14 +95,6 @@ def probe(size: int = 768, repeats: int = 3) -> float:
         a @ a
         best = min(best, time.perf_counter() - start)
     return round(2 * size**3 / best / 1e9, 1)
-
-
-def prompts(shape: Shape, steps: int) -> list[str]:
-    """Texts of exactly `shape.prompt` ids in decimal. Of the last 4 ids of the vocabulary none is in a prompt."""
-    import numpy as np
-
-    ids = np.random.default_rng(1).integers(0, shape.vocabulary - 4, (shape.prompts * steps, shape.prompt))
-    return [" ".join(map(str, row)) for row in ids.tolist()]
 
 
 def reward_of(ids: list[int]) -> float:

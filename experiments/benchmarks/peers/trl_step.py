@@ -1,13 +1,13 @@
 # mypy: ignore-errors
 """Seconds of GRPO steps of TRL's GRPOTrainer on a small Qwen2 decoder with random weights, on CPU.
 
-taskset -c 0 python experiments/benchmarks/peers/trl_step.py --shape tiny --steps 8
+`python -m experiments.benchmarks.peers` starts it with a file that describes decoder and prompts.
 """
 
 import peer_common as common  # before torch: sets up threads
 
-ARGS = common.arguments(__doc__)
-SHAPE = common.SHAPES[ARGS.shape]
+SHAPE = common.shape_from_arguments(__doc__)
+STEPS = len(SHAPE.prompts)
 
 import tempfile
 
@@ -45,7 +45,7 @@ def make_model(folder: str) -> Qwen2ForCausalLM:
         num_hidden_layers=SHAPE.layers,
         num_attention_heads=SHAPE.heads,
         num_key_value_heads=SHAPE.kv_heads,
-        max_position_embeddings=1024,
+        max_position_embeddings=SHAPE.longest_prompt + SHAPE.completion,
         rms_norm_eps=common.NORM_EPS,
         rope_parameters={"rope_type": "default", "rope_theta": common.ROPE_THETA},
         initializer_range=SHAPE.init,
@@ -101,12 +101,12 @@ class StepEnds(TrainerCallback):
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, tokenizer = make_model(folder), make_tokenizer()
-        texts = common.prompts(SHAPE, ARGS.steps)
+        texts = SHAPE.texts
         config = GRPOConfig(
             output_dir=folder + "/out",
             use_cpu=True,
             bf16=False,
-            max_steps=ARGS.steps,
+            max_steps=STEPS,
             per_device_train_batch_size=SHAPE.completions,
             gradient_accumulation_steps=1,
             gradient_checkpointing=False,
@@ -145,13 +145,12 @@ def main() -> None:
         ends.trainer = trainer
         trainer.add_callback(ends)
         assert trainer.ref_model not in (None, model)
-        assert {len(ids) for ids in tokenizer(texts)["input_ids"]} == {SHAPE.prompt}
+        assert [ids for step in SHAPE.prompts for ids in step] == tokenizer(texts)["input_ids"]
         parameters = sum(p.numel() for p in model.parameters())
         assert parameters == SHAPE.parameters, (parameters, SHAPE.parameters)
         built = common.since_process_start()
         say_setup = {
             "peer": f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
-            "shape": ARGS.shape,
             "cores": common.CORES,
             "threads": torch.get_num_threads(),
             "parameters": parameters,

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
 """Seconds of GRPO steps of Tunix's GRPOLearner on a small Qwen2 decoder with random weights, on CPU.
 
-taskset -c 0 python experiments/benchmarks/peers/tunix_step.py --shape tiny --steps 8
+`python -m experiments.benchmarks.peers` starts it with a file that describes decoder and prompts.
 """
 
 import peer_common as common  # before jax: sets up threads
 
-ARGS = common.arguments(__doc__)
-SHAPE = common.SHAPES[ARGS.shape]
+SHAPE = common.shape_from_arguments(__doc__)
+STEPS = len(SHAPE.prompts)
 
 import importlib.metadata
 
@@ -132,9 +132,7 @@ def time_phases(cluster: clusters.RLCluster, learner: Timed) -> None:
 def main() -> None:
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     actor, reference = make_model(mesh), make_model(mesh)
-    texts = common.prompts(SHAPE, ARGS.steps)
-    n = SHAPE.prompts
-    data = [{"prompts": np.array(texts[i * n : (i + 1) * n])} for i in range(ARGS.steps)]
+    data = [{"prompts": texts} for texts in np.array(SHAPE.texts).reshape(STEPS, -1)]
     roles = clusters.Role
     cluster = clusters.RLCluster(
         actor=actor,
@@ -149,12 +147,12 @@ def main() -> None:
                     optax.adamw(common.LEARNING_RATE, weight_decay=0.0),
                 ),
                 eval_every_n_steps=10**9,
-                max_steps=ARGS.steps,
+                max_steps=STEPS,
             ),
             rollout_config=RolloutConfig(
                 max_tokens_to_generate=SHAPE.completion,
-                max_prompt_length=SHAPE.prompt,
-                kv_cache_size=SHAPE.prompt + SHAPE.completion,
+                max_prompt_length=SHAPE.longest_prompt,
+                kv_cache_size=SHAPE.longest_prompt + SHAPE.completion,
                 temperature=1.0,
                 top_p=1.0,
                 top_k=None,
@@ -184,7 +182,6 @@ def main() -> None:
     common.say(
         "setup",
         peer=", ".join(versions),
-        shape=ARGS.shape,
         cores=common.CORES,
         devices=[str(d) for d in jax.devices()],
         parameters=parameters,
