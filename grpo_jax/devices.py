@@ -196,6 +196,15 @@ def compiled(
     return jax.jit(call, donate_argnums=donate_argnums)
 
 
+def abstract(tree: Any, devices: Devices, axes: Any = None) -> Any:
+    """Returns shapes and shardings of arrays that `place` or `to_devices` would put there, for lowering a program."""
+
+    def of_array(x: Any, target: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
+
+    return jax.tree.map(of_array, tree, _shardings(tree, devices, axes))
+
+
 def rows_program(fn: Callable[[Any, Any], Any], *, devices: Devices = 1) -> Callable[[Any, Any], Any]:
     """Compiles a function of rows that do not depend on each other, such as scores, with its results on the host.
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from grpo_jax import devices as where
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import Reward, Rewards
+from grpo_jax.data.types import Line, Reward, Rewards
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
@@ -14,7 +14,7 @@ from grpo_jax.rl.grade import grader_warnings
 from grpo_jax.rl.iteration import Programs, check_programs, iterate, make_iteration
 from grpo_jax.rl.source import Sampler, empty_queue
 from grpo_jax.rl.types import TrainState
-from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.checkpoint import params_sha256, saved_steps
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.runner import run_steps
 from grpo_jax.statistics import paired_difference
@@ -71,6 +71,10 @@ def train(
     def initial_state() -> TrainState:
         return programs.initial_state(trained)._replace(queue=empty_queue(task, config.sampling))
 
+    def take_step(state: TrainState, step: int, meanwhile: Callable[[], None]) -> tuple[TrainState, Callable[[], Line]]:
+        programs.compile_ahead(params, reward or task.reward)  # while the first step samples
+        return iterate(it, state, step, meanwhile)
+
     def evaluate_state(state: TrainState, step: int) -> dict[str, float]:
         assert evaluate
         return evaluate(join(state.params, it.frozen)["policy"], step)
@@ -81,7 +85,7 @@ def train(
         config.steps,
         logging,
         initial_state=initial_state,
-        step=partial(iterate, it),
+        step=take_step,
         place=partial(where.place, devices=devices, axes=STATE_AXES),
         shardings=partial(where.shardings, devices=devices, axes=STATE_AXES),
         evaluate=evaluate_state if evaluate else None,
@@ -194,6 +198,8 @@ def train_with_control(
     for phase in phases:  # before the start is evaluated, which takes long
         run.keep_inputs(phase, inputs_of(task))
     run.announce_checkpoints(*phases)
+    if max(saved_steps(run.path / "checkpoints" / phases[0]), default=0) < config.steps:
+        programs.compile_ahead(params, task.reward)
     with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
         start = evaluate_heldout(programs, params["policy"], task, config, run)
     rows, checksum = {"before": row(start)}, ""

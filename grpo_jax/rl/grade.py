@@ -208,6 +208,18 @@ def reward_arrays(
     return RewardArrays(graded.rewards, graded.applicable, np.where(weights != 0, components, np.nan), weights)
 
 
+def empty_rewards(shape: tuple[int, int, int], advantages_of: AdvantagesOf, reward: Reward | Rewards) -> RewardArrays:
+    """Returns zeros of the shapes `[N, G, T]` that `reward_arrays` has."""
+    groups = shape[:2]
+    if advantages_of in ("turns", "spans"):
+        return RewardArrays(np.zeros(groups, np.float32), np.zeros(groups, bool), parts=np.zeros(shape, np.float32))
+    if advantages_of == "sum":
+        return RewardArrays(np.zeros(groups, np.float32), np.zeros(groups, bool))
+    count = len(named_components(reward))
+    components = np.zeros((*groups, count), np.float32)
+    return RewardArrays(components[..., 0], np.zeros(groups, bool), components, np.zeros(count, np.float32))
+
+
 def _part_rewards(graded: Graded, num_tokens: int) -> np.ndarray:
     """Returns what each turn or span earned, at the last of its tokens, float32 `[N, G, T]`; NaN elsewhere.
 

@@ -8,6 +8,7 @@ the devices sample the next one.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig
 from grpo_jax.data.types import Line, Reward, Rewards, Skipped
 from grpo_jax.devices import (
     Devices,
+    abstract,
     compiled,
     devices_of,
     local_rows,
@@ -35,7 +37,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl import source as sources, update
-from grpo_jax.rl.grade import grading, read_completions, readable, reporting, reward_arrays
+from grpo_jax.rl.grade import empty_rewards, grading, read_completions, readable, reporting, reward_arrays
 from grpo_jax.rl.guards import ratio_warning
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
@@ -64,6 +66,9 @@ class Programs(NamedTuple):
     # trained parameters -> the first state, a copy
     initial_state: Callable[[Params], TrainState]
     config: GRPOConfig  # that they compute
+    # (parameters by role, rewards): starts to compile `score` and `learn` in a thread, once
+    compile_ahead: Callable[[Params, Reward | Rewards], None]
+    wait: Callable[[], None]  # until that thread has ended
 
 
 def compile_programs(
@@ -86,7 +91,7 @@ def compile_programs(
     def score(trained, extras, frozen, start, batch):
         return score_rollout(method, config, models_of(trained, frozen, start, extras), batch, **where)
 
-    score_program = compiled(score, 0, devices=devices) if method.scorers else None
+    score_program: Any = compiled(score, 0, devices=devices) if method.scorers else None
 
     def score_batch(trained, extras, frozen, start, batch):
         fields = score_program(trained, extras, frozen, start, batch) if score_program else {}
@@ -101,15 +106,45 @@ def compile_programs(
         state = init_state(jax.tree.map(jnp.copy, trained), method.optimizer)
         return state._replace(extras=method.extras(trained))
 
-    axes = None, LEARNED_AXES
+    learn_program: Any = compiled(learn, (None, LEARNED_AXES), devices=devices, donate_argnums=(0,))
+    initial_program = compiled(initial_state, devices=devices)
+    threads: list[Thread] = []
+
+    def compile_both(params: Params, reward: Reward | Rewards) -> None:
+        """Compiles `score` and `learn` for the shapes of a run; calls with such arrays then compile nothing."""
+        trained, frozen = (abstract(part, devices) for part in split(params))
+        state = abstract(jax.eval_shape(initial_program, trained), devices)
+        batch = abstract(sources.empty_rollout(task, config.sampling)[0], devices, 0)
+        inputs = trained, state.extras, frozen, start_of(config, trained, frozen)
+        if score_program:
+            score_program.lower(*inputs, batch).compile()
+        batch = abstract(jax.eval_shape(score_batch, *inputs, batch), devices, 0)
+        rewards = empty_rewards(batch.completion_ids.shape, config.loss.advantages_of, reward)
+        clock = abstract(np.zeros(2, np.uint32), devices)
+        arguments = state, frozen, inputs[-1], batch, abstract(rewards, devices, REWARD_AXES), clock
+        learn_program.lower(*arguments).compile()
+
+    def compile_ahead(params: Params, reward: Reward | Rewards) -> None:
+        if not threads:
+            threads.append(Thread(target=compile_both, args=(params, reward)))
+            threads[0].start()
+
     return Programs(
         method,
         sampler,
         score_batch,
-        compiled(learn, axes, devices=devices, donate_argnums=(0,)),
-        compiled(initial_state, devices=devices),
+        learn_program,
+        initial_program,
         config,
+        compile_ahead,
+        lambda: threads[0].join() if threads else None,
     )
+
+
+def start_of(config: GRPOConfig, trained: Params, frozen: Any) -> Params | None:
+    """Returns the policy's parameters at the start, if they are the reference of the whole run."""
+    moves = config.reference.ref_sync_steps > 0
+    return None if moves or not config.loss.objective.has_reference else join(trained, frozen)["policy"]
 
 
 class Iteration(NamedTuple):
@@ -144,6 +179,7 @@ def iterate(
     queue, rollout = it.source(state.queue, join(state.params, it.frozen)["policy"], step, meanwhile)
 
     # ---- score: queued behind it; the devices work while the host grades
+    it.programs.wait()
     batch = it.programs.score(state.params, state.extras, it.frozen, it.start, rollout.batch)
 
     # ---- grade: texts to numbers, on the host; with dynamic sampling the source has graded already
@@ -180,8 +216,6 @@ def make_iteration(
     """
     devices = programs.sampler.devices
     trained, frozen = split(place(params, devices))
-    moves = config.reference.ref_sync_steps > 0
-    start = None if moves or not config.loss.objective.has_reference else join(trained, frozen)["policy"]
     grade, report = grading(task, reward, config, devices), reporting(task, reward, config)
 
     def timed_grade(rollout: Rollout) -> Rollout:
@@ -214,7 +248,7 @@ def make_iteration(
         grade=lambda rollout, step: rollout if rollout.graded else report(timed_grade(rollout), step),
         programs=programs,
         frozen=frozen,
-        start=start,
+        start=start_of(config, trained, frozen),
         put_rewards=put_rewards,
         clock=lambda step: to_devices(np.array([config.seed, step], np.uint32), devices, axes=None),
         line=partial(read_line, phase, config, task, devices, update_flops(trained, _computed(frozen), 1), timed),

@@ -249,8 +249,11 @@ def ahead(draw: Draw, task: Task, config: GRPOConfig, devices: Devices) -> Sourc
 
 def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
     """Returns a queue of zeros, with the shapes that a checkpoint of the run has."""
-    if not sampling.staleness:
-        return ()
+    return (empty_rollout(task, sampling),) * sampling.staleness if sampling.staleness else ()
+
+
+def empty_rollout(task: Task, sampling: SamplingConfig) -> tuple[Batch, EpisodeRecord | None]:
+    """Returns a batch of zeros as it is sampled, and the record of its episodes if the task has an environment."""
     n, p = task.prompts(0).ids.shape
     shape = n, sampling.group_size, sampling.row_tokens
     is_truncated = truncation_of(sampling) != truncation_of(SamplingConfig())
@@ -264,7 +267,7 @@ def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
         truncated_logprobs=jnp.zeros(shape) if is_truncated else None,
         truncated=jnp.zeros(shape[:2], bool),
     )
-    return (reader_of(task).empty(batch, sampling),) * sampling.staleness
+    return reader_of(task).empty(batch, sampling)
 
 
 # ---- dynamic sampling
