@@ -24,9 +24,11 @@ class Shape(NamedTuple):
 
 
 TINY = ModelConfig(64, 128, 512, 4, 4, 2, 32)
+STORIES = ModelConfig(512, 64, 172, 5, 8, 4, 8)
 MID = ModelConfig(32_000, 512, 2048, 8, 8, 4, 64)
 SHAPES = {
     "tiny": Shape(TINY, 16, 16, 32),
+    "stories": Shape(STORIES, 8, 16, 64),
     "tiny256": Shape(TINY, 16, 16, 256),
     "tiny1024": Shape(TINY, 4, 16, 1024),
     "group32": Shape(TINY, 4, 16, 64, group_size=32),
@@ -45,7 +47,7 @@ SHAPES = {
     "qwen3-0.6b-2048": Shape(MODELS["Qwen3-0.6B"], 256, 64, 128),
 }
 _Tiny = Literal[
-    "tiny", "tiny256", "tiny1024", "group32", "one-prompt", "vocabulary", "prompt2048", "skewed", "one-long"
+    "tiny", "stories", "tiny256", "tiny1024", "group32", "one-prompt", "vocabulary", "prompt2048", "skewed", "one-long"
 ]
 CpuShape = Literal[_Tiny, "mid", "prompt", "long-tail"]
 ShapeName = Literal[CpuShape, "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen3-0.6b-2048"]

@@ -15,7 +15,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def main(config: Config) -> None:
     """Prints a line of JSON an iteration, and one of medians."""
     if config.cache:
         progress.use_cache()
-    shape, marks = SHAPES[config.shape], list[tuple[float, float]]()
+    shape, marks = SHAPES[config.shape], dict[int, tuple[float, float]]()
     policy = decoder_policy(shape.model)
     run_config = recipe(
         steps=config.steps,
@@ -74,8 +74,8 @@ def main(config: Config) -> None:
     )
 
     def prompts(step: int) -> Prompts:
-        """The loop asks for them when an iteration begins."""
-        marks.append((time.perf_counter(), time.process_time()))
+        """The loop asks for them when an iteration begins, after others that need their shapes."""
+        marks[step] = time.perf_counter(), time.process_time()
         return random_prompts(shape, step)
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
@@ -92,20 +92,19 @@ def main(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder) / "run", {}, console=Console(quiet=True))
         programs = compile_programs(grpo_method(policy, run_config), policy, task, run_config)
-        marks.clear()
         jax.block_until_ready(train({"policy": params}, task, run_config, run, programs, phase="grpo"))
-        marks.append((time.perf_counter(), time.process_time()))
-        lines = iterations(run.lines("times.jsonl"), marks[1:])  # the first call asks for a fingerprint
+        marks[config.steps] = time.perf_counter(), time.process_time()
+        lines = iterations(run.lines("times.jsonl"), marks)
     for line in lines:
         print(json.dumps(line), flush=True)
-    print(json.dumps(summary(lines, ready, marks[2][0])))
+    print(json.dumps(summary(lines, ready, marks[1][0])))
 
 
-def iterations(times: list[dict[str, Any]], marks: list[tuple[float, float]]) -> list[dict[str, Any]]:
+def iterations(times: list[dict[str, Any]], marks: Mapping[int, tuple[float, float]]) -> list[dict[str, Any]]:
     """A line an iteration: seconds and seconds of the processor, from one request for prompts to the next."""
     lines = []
     for number, line in enumerate(times):
-        (start, cpu), (end, end_cpu) = marks[number : number + 2]
+        (start, cpu), (end, end_cpu) = marks[number], marks[number + 1]
         lines.append({"step": number + 1, "seconds": end - start, "cpu_seconds": end_cpu - cpu} | line)
     return lines
 

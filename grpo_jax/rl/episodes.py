@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import SamplingConfig
@@ -337,5 +336,5 @@ def turn_columns(completions: Completions, i: int, texts: Sequence[Completion]) 
 def empty_episodes(batch: Batch, sampling: SamplingConfig) -> tuple[Batch, EpisodeRecord]:
     """Returns a batch of zeros with the turns of tokens, and the record of its episodes."""
     shape = batch.temperature.shape
-    record = EpisodeRecord(jnp.zeros((*shape, sampling.max_turns)), jnp.zeros(shape, jnp.int8))
-    return batch._replace(turn=jnp.zeros_like(batch.completion_ids)), record
+    record = EpisodeRecord(np.zeros((*shape, sampling.max_turns), np.float32), np.zeros(shape, np.int8))
+    return batch._replace(turn=np.zeros_like(batch.completion_ids)), record

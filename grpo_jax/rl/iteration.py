@@ -110,11 +110,11 @@ def compile_programs(
     initial_program = compiled(initial_state, devices=devices)
     threads: list[Thread] = []
 
-    def compile_both(params: Params, reward: Reward | Rewards) -> None:
+    def compile_both(params: Params, batch: Batch, reward: Reward | Rewards) -> None:
         """Compiles `score` and `learn` for the shapes of a run; calls with such arrays then compile nothing."""
         trained, frozen = (abstract(part, devices) for part in split(params))
         state = abstract(jax.eval_shape(initial_program, trained), devices)
-        batch = abstract(sources.empty_rollout(task, config.sampling)[0], devices, 0)
+        batch = abstract(batch, devices, 0)
         inputs = trained, state.extras, frozen, start_of(config, trained, frozen)
         if score_program:
             score_program.lower(*inputs, batch).compile()
@@ -126,7 +126,8 @@ def compile_programs(
 
     def compile_ahead(params: Params, reward: Reward | Rewards) -> None:
         if not threads:
-            threads.append(Thread(target=compile_both, args=(params, reward)))
+            batch = sources.empty_rollout(task, config.sampling)[0]
+            threads.append(Thread(target=compile_both, args=(params, batch, reward)))
             threads[0].start()
 
     return Programs(

@@ -258,14 +258,14 @@ def empty_rollout(task: Task, sampling: SamplingConfig) -> tuple[Batch, EpisodeR
     shape = n, sampling.group_size, sampling.row_tokens
     is_truncated = truncation_of(sampling) != truncation_of(SamplingConfig())
     batch = Batch(
-        prompt_ids=jnp.zeros((n, p), jnp.int32),
-        prompt_mask=jnp.zeros((n, p), bool),
-        completion_ids=jnp.zeros(shape, jnp.int32),
-        completion_mask=jnp.zeros(shape, bool),
-        temperature=jnp.zeros(shape[:2]),
-        sampler_logprobs=jnp.zeros(shape),
-        truncated_logprobs=jnp.zeros(shape) if is_truncated else None,
-        truncated=jnp.zeros(shape[:2], bool),
+        prompt_ids=np.zeros((n, p), np.int32),
+        prompt_mask=np.zeros((n, p), bool),
+        completion_ids=np.zeros(shape, np.int32),
+        completion_mask=np.zeros(shape, bool),
+        temperature=np.zeros(shape[:2], np.float32),
+        sampler_logprobs=np.zeros(shape, np.float32),
+        truncated_logprobs=np.zeros(shape, np.float32) if is_truncated else None,
+        truncated=np.zeros(shape[:2], bool),
     )
     return reader_of(task).empty(batch, sampling)
 
