@@ -153,7 +153,7 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
         return {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in variables(params).items()}
 
     def slots_of_layers(room: int) -> list[int]:
-        return [slots_of(config, window, room) for window in config.windows]
+        return [slots_of(window, room) for window in config.windows]
 
     def room(completions: tuple[KeyValues, ...]) -> int:
         """Slots of a layer without a window; without any such layer the most that there are, which serve as well."""
