@@ -339,6 +339,11 @@ class GRPOConfig(PhaseConfig):
     logging: LoggingConfig = LoggingConfig()
 
     @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the run."""
+        return self.steps * self.optimizer.epochs * self.optimizer.minibatches
+
+    @property
     def needs_rewards(self) -> bool:
         """True if completions of training are graded."""
         return self.distillation.reward_coef > 0

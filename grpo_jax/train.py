@@ -65,15 +65,15 @@ def train(
         run.warn_once(note, note)
     run.keep_inputs(phase, inputs_of(task))
     devices, logging = programs.sampler.devices, config.logging
-    it = make_iteration(phase, programs, params, task, reward or task.reward, config, timed=run.timed)
-    trained = split(where.place(params, devices))[0]
+    trained, frozen = split(where.place(params, devices))
+    it = make_iteration(phase, programs, trained, frozen, task, reward or task.reward, config, timed=run.timed)
 
     def initial_state() -> TrainState:
         return programs.initial_state(trained)._replace(queue=empty_queue(task, config.sampling))
 
     def evaluate_state(state: TrainState, step: int) -> dict[str, float]:
         assert evaluate
-        return evaluate(join(state.params, it.frozen)["policy"], step)
+        return evaluate(join(state.params, frozen)["policy"], step)
 
     return run_steps(
         run,

@@ -79,6 +79,10 @@ class Policy(NamedTuple):
         """
         return self.states(params, rows_of_groups(prompt_ids, prompt_mask, completion_ids))[0]
 
+    def head(self, params: Params) -> tuple[jax.Array, float | None]:
+        """Returns what makes logits of hidden states: the unembedding `[V, D]`, and the softcap."""
+        return self.unembedding(params), self.softcap
+
 
 def _attention_of_backend(config: ModelConfig) -> ModelConfig:
     """Chooses the attention of "auto": cuDNN's, if the backend has it for heads of at most 128 features, or our own."""

@@ -84,9 +84,7 @@ def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitProg
     """
     devices = devices_of(config)
     _check(config)
-    learning_rate = learning_rate_schedule(
-        config.learning_rate, warmup_steps=config.warmup_steps, total_steps=config.steps, decay=config.decay
-    )
+    learning_rate = learning_rate_schedule(config, config.steps)
     optimizer = make_optimizer(learning_rate, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
 
     def pieces(rows: Any) -> Pieces:

@@ -7,7 +7,7 @@ scorer. The update needs its hidden states, or k of its likeliest tokens, or one
 Letters as in `types`; V tokens that policy and teacher both have, E features of the teacher.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +40,8 @@ from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, Method, RewardArrays, TeacherOutputs, Term
 from grpo_jax.tasks.task import Task
 
-
-class Head(NamedTuple):
-    """The last layer, which makes logits from hidden states."""
-
-    unembedding: jax.Array  # [V, D]
-    softcap: float | None  # of `Policy`
+# The last layer, which makes logits from hidden states: the unembedding `[V, D]`, and the softcap of `Policy`.
+Head = tuple[jax.Array, float | None]
 
 
 def make_distillation_programs(
@@ -117,8 +113,8 @@ def teacher_term(policy: Policy, teacher: Policy, config: DistillationConfig) ->
         divergence = token_divergence(
             config,
             forward.states,
-            Head(policy.unembedding(models["policy"]), policy.softcap),
-            Head(teacher.unembedding(models["teacher"]), teacher.softcap),
+            policy.head(models["policy"]),
+            teacher.head(models["teacher"]),
             batch.teacher,
             batch.temperature[..., None],
         )
@@ -143,8 +139,7 @@ def teacher_outputs(
     if config.distillation == "k1":
         return TeacherOutputs(logprobs=score_completion_tokens(teacher, params, batch).logprobs)
     hidden = hidden_states(teacher, params, batch)
-    head = Head(teacher.unembedding(params), teacher.softcap)
-    return outputs_of_states(config, hidden, head, batch.temperature[..., None], vocab_size=vocab_size)
+    return outputs_of_states(config, hidden, teacher.head(params), batch.temperature[..., None], vocab_size=vocab_size)
 
 
 def outputs_of_states(
@@ -161,9 +156,9 @@ def outputs_of_states(
     """
     if not config.distillation_top_k:
         return TeacherOutputs(hidden=hidden)
-    unembedding = head.unembedding[:vocab_size]
+    unembedding, softcap = head[0][:vocab_size], head[1]
     ids = top_tokens(hidden, unembedding, config.distillation_top_k)
-    logits = bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=head.softcap)
+    logits = bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
     return TeacherOutputs(ids=ids, logits=logits)
 
 
@@ -232,16 +227,14 @@ def token_divergence(
     """
     assert outputs is not None
     kind, beta, size = config.distillation, config.distillation_beta, min(len(student[0]), len(teacher[0]))
-    unembedding = student.unembedding[:size]
-    common: Any = {"temperature": temperature, "softcap": student.softcap}
+    unembedding, ref_softcap = student[0][:size], teacher[1]
+    common: Any = {"temperature": temperature, "softcap": student[1]}
     if config.distillation_top_k:
         logits = bucket_logits(hidden, unembedding, outputs.ids, **common)
         if kind == "jsd":
             return jsd_full(logits, outputs.logits, beta=beta)
         return kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
-    of_teacher = outputs.hidden, teacher.unembedding[:size]
+    of_teacher = outputs.hidden, teacher[0][:size]
     if kind == "jsd":
-        return token_jsd(hidden, unembedding, *of_teacher, beta=beta, ref_softcap=teacher.softcap, **common)
-    return token_kl(
-        hidden, unembedding, *of_teacher, reverse=kind == "forward_kl", ref_softcap=teacher.softcap, **common
-    )
+        return token_jsd(hidden, unembedding, *of_teacher, beta=beta, ref_softcap=ref_softcap, **common)
+    return token_kl(hidden, unembedding, *of_teacher, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common)

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,19 +19,15 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import place_and_reason
 from grpo_jax.rl.grade import read_text
 from grpo_jax.rl.source import truncation_of
-from grpo_jax.rl.types import Batch, EpisodeRecord, Graded, Reader, step_key
+from grpo_jax.rl.types import Batch, Graded, Reader, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
-
-class EpisodePrograms(NamedTuple):
-    """The two compiled programs of episodes, whatever the number of turns."""
-
-    # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Episodes after one turn
-    first_turn: Callable[..., Episodes]
-    # (params, episodes, replies [N, G, R], counts [N, G], continues [N, G]) -> Episodes; the old ones are donated
-    next_turn: Callable[..., Episodes]
+# The two compiled programs of episodes, whatever the number of turns:
+# (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Episodes after one turn, and
+# (params, episodes, replies [N, G, R], counts [N, G], continues [N, G]) -> Episodes; the old ones are donated
+EpisodePrograms = tuple[Callable[..., Episodes], Callable[..., Episodes]]
 
 
 def episode_sampler(
@@ -88,10 +84,7 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
 
         return map_rows(continue_rows, devices)(params, episodes, replies, counts, continues)
 
-    return EpisodePrograms(
-        compiled(first_turn, 0, devices=devices),
-        compiled(next_turn, 0, devices=devices, donate_argnums=(1,)),
-    )
+    return compiled(first_turn, 0, devices=devices), compiled(next_turn, 0, devices=devices, donate_argnums=(1,))
 
 
 def play(
@@ -121,7 +114,8 @@ def play(
     """
     assert task.environment
     numbers = to_numpy(inputs[2])
-    episodes = programs.first_turn(params, *inputs, to_devices(noise, devices, axes=None))
+    first_turn, next_turn = programs
+    episodes = first_turn(params, *inputs, to_devices(noise, devices, axes=None))
     rewards = np.full((*numbers.shape, sampling.max_turns), np.nan, np.float32)
     ending = np.full(numbers.shape, -1, np.int8)
     so_far: dict[tuple[int, int], tuple[Turn, ...]] = {}
@@ -144,10 +138,11 @@ def play(
         if (ending >= 0).all():
             break
         more = to_devices((reply_ids, counts, ending < 0), devices)
-        episodes = programs.next_turn(params, episodes, *more)
+        episodes = next_turn(params, episodes, *more)
     out = episodes.running.out
     cut = to_numpy(out.truncated) | (ending != ENDINGS.index("done"))
-    return out._replace(truncated=to_devices(cut, devices), turn_rewards=rewards, ending=ending)
+    truncated, turn_rewards, ending = to_devices((cut, rewards, ending), devices)
+    return out._replace(truncated=truncated, turn_rewards=turn_rewards, ending=ending)
 
 
 def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
@@ -334,8 +329,8 @@ def turn_columns(completions: Completions, i: int, texts: Sequence[Completion]) 
     }
 
 
-def empty_episodes(batch: Batch, sampling: SamplingConfig) -> tuple[Batch, EpisodeRecord]:
-    """Returns a batch of zeros with the turns of tokens, and the record of its episodes."""
+def empty_episodes(batch: Batch, sampling: SamplingConfig) -> Batch:
+    """Returns a batch of zeros with those of episodes."""
     shape = batch.temperature.shape
-    record = EpisodeRecord(jnp.zeros((*shape, sampling.max_turns)), jnp.zeros(shape, jnp.int8))
-    return batch._replace(turn=jnp.zeros_like(batch.completion_ids)), record
+    rewards, ending = jnp.zeros((*shape, sampling.max_turns)), jnp.zeros(shape, jnp.int8)
+    return batch._replace(turn=jnp.zeros_like(batch.completion_ids), turn_rewards=rewards, ending=ending)

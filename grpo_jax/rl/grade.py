@@ -107,8 +107,7 @@ def _sum_everywhere(reward: Reward | Rewards, counts: dict[str, int]) -> dict[st
 def read_completions(rollout: Rollout) -> Completions:
     """Reads what the host needs of the completions on its devices: everything but log-probabilities."""
     fields = rollout.batch._replace(sampler_logprobs=None, truncated_logprobs=None)._asdict()
-    arrays = local_rows({name: fields[name] for name in Completions._fields if name in fields})
-    return Completions(**arrays, **({} if rollout.episodes is None else rollout.episodes._asdict()))
+    return Completions(**local_rows({name: fields[name] for name in Completions._fields}))
 
 
 def grade_completions(prompts: Prompts, completions: Completions, task: Task, reward: Reward | Rewards) -> Graded:

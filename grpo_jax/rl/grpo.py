@@ -17,6 +17,7 @@ from grpo_jax.config import GRPOConfig, LossConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
+    TokenLogprobs,
     gdpo_advantages,
     keep_completions,
     kl_penalized_rewards,
@@ -40,7 +41,6 @@ from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer, moving_parts
 from grpo_jax.rl.scorers import (
-    TokenScores,
     hidden_and_routing,
     hidden_states,
     old_scorer,
@@ -78,10 +78,10 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
       config: the run; `config.loss.preset` names what differs from GRPO.
     """
 
-    def score(models: Params, batch: Batch) -> TokenScores:
-        return TokenScores(*score_completion_tokens(policy, models["policy"], batch))
+    def score(models: Params, batch: Batch) -> TokenLogprobs:
+        return score_completion_tokens(policy, models["policy"], batch)
 
-    schedule = schedule_of(config, config.optimizer.learning_rate)
+    schedule = learning_rate_schedule(config.optimizer, config.num_updates)
     extras, after = moving_parts(config)
     terms, summarise = policy_terms(policy, config.loss), lambda metrics: metrics
     if policy.num_experts is not None:
@@ -98,17 +98,6 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         after=after,
         packs=config.packs,
         summarise=summarise,
-    )
-
-
-def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
-    """Returns the learning rate of each optimizer step of a run, with this peak."""
-    optimizer = config.optimizer
-    return learning_rate_schedule(
-        learning_rate,
-        warmup_steps=optimizer.warmup_steps,
-        total_steps=config.steps * optimizer.epochs * optimizer.minibatches,
-        decay=optimizer.decay,
     )
 
 

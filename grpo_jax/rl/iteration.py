@@ -22,7 +22,6 @@ from grpo_jax.devices import (
     devices_of,
     local_rows,
     peak_flops,
-    place,
     pop_bytes_moved,
     size,
     to_devices,
@@ -30,7 +29,7 @@ from grpo_jax.devices import (
     update_flops,
 )
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import TRAINED_ROLES, join, split
+from grpo_jax.models.params import TRAINED_ROLES, join
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
@@ -113,17 +112,13 @@ def compile_programs(
 
 
 class Iteration(NamedTuple):
-    """The functions of a phase's iterations, and the parameters that stay."""
+    """The functions of a phase's iterations."""
 
-    source: sources.Source
+    source: Callable[[TrainState, int, Callable[[], None]], tuple[sources.Queue, Rollout]]
+    score: Callable[[TrainState, Batch], Batch]
     grade: Callable[[Rollout, int], Rollout]  # texts to numbers
-    programs: Programs
-    frozen: Any  # parameters that are not trained
-    start: Params | None  # the policy's parameters at the start, if there is a reference that stays
-    put_rewards: Callable[[Rollout], RewardArrays]
-    clock: Callable[[int], Array]  # uint32 [2] of seed and step, on the devices
+    learn: Callable[[TrainState, Batch, Rollout, int], tuple[TrainState, Learned]]  # the state is donated
     line: Callable[..., Line]  # (step, rollout, scored batch, learned) -> what to write
-    timed: Callable[[str], AbstractContextManager]  # adds the seconds of a block to a part of the iteration
 
 
 def iterate(
@@ -141,26 +136,24 @@ def iterate(
       The state after it, and a function that waits for its numbers.
     """
     # ---- sample: prompts to completions, started and not waited for
-    queue, rollout = it.source(state.queue, join(state.params, it.frozen)["policy"], step, meanwhile)
+    queue, rollout = it.source(state, step, meanwhile)
 
     # ---- score: queued behind it; the devices work while the host grades
-    batch = it.programs.score(state.params, state.extras, it.frozen, it.start, rollout.batch)
+    batch = it.score(state, rollout.batch)
 
     # ---- grade: texts to numbers, on the host; with dynamic sampling the source has graded already
     rollout = it.grade(rollout, step)
 
     # ---- learn: advantages, then every prompt once an epoch, in shuffled minibatches
-    with it.timed("update"):
-        # `learn` donates its state, and the queue's rollouts are read later.
-        before, rewards = state._replace(queue=()), it.put_rewards(rollout)
-        state, learned = it.programs.learn(before, it.frozen, it.start, batch, rewards, it.clock(step))
+    state, learned = it.learn(state._replace(queue=()), batch, rollout, step)  # the queue's rollouts are read later
     return state._replace(queue=queue), partial(it.line, step, rollout, batch, learned)
 
 
 def make_iteration(
     phase: str,
     programs: Programs,
-    params: Params,
+    trained: Params,
+    frozen: Any,
     task: Task,
     reward: Reward | Rewards,
     config: GRPOConfig,
@@ -172,14 +165,14 @@ def make_iteration(
     Args:
       phase: names what is skipped.
       programs: of the method.
-      params: models by role, where training starts. The policy's are also the reference, if there is one.
+      trained, frozen: models by role, where training starts, on the devices: the parts of `models.params.split`. The
+        policy's are also the reference, if there is one.
       task: prompts and text.
       reward: one function, or several with weights.
       config: the run.
       timed: adds the seconds of a block to a part of the iteration.
     """
     devices = programs.sampler.devices
-    trained, frozen = split(place(params, devices))
     moves = config.reference.ref_sync_steps > 0
     start = None if moves or not config.loss.objective.has_reference else join(trained, frozen)["policy"]
     grade, report = grading(task, reward, config, devices), reporting(task, reward, config)
@@ -196,29 +189,30 @@ def make_iteration(
         with timed("rollout"):
             return sample(policy, index)
 
-    source = sources.ahead(draw, task, config, devices) if config.sampling.staleness else sources.fresh(draw)
+    source = sources.ahead(draw, task, config)
     if config.sampling.max_rollouts > 1:
         # A phase may have one reward that is a single number in place of the task's.
         metric = config.sampling.filter_metric if isinstance(reward, Mapping) else ""
         source = sources.until_spread(source, draw, timed_grade, report, config, devices, metric=metric)
 
-    def put_rewards(rollout: Rollout) -> RewardArrays:
+    def source_of_state(state: TrainState, step: int, meanwhile: Callable[[], None]) -> tuple[sources.Queue, Rollout]:
+        return source(state.queue, join(state.params, frozen)["policy"], step, meanwhile)
+
+    def learn(state: TrainState, batch: Batch, rollout: Rollout, step: int) -> tuple[TrainState, Learned]:
         assert rollout.graded is not None
-        tokens = rollout.batch.completion_ids.shape[-1]
-        return to_devices(
-            reward_arrays(rollout.graded, config.loss.advantages_of, tokens, reward), devices, axes=REWARD_AXES
-        )
+        with timed("update"):
+            tokens = batch.completion_ids.shape[-1]
+            rewards = reward_arrays(rollout.graded, config.loss.advantages_of, tokens, reward)
+            rewards = to_devices(rewards, devices, axes=REWARD_AXES)
+            clock = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
+            return programs.learn(state, frozen, start, batch, rewards, clock)
 
     return Iteration(
-        source=source,
+        source=source_of_state,
+        score=lambda state, batch: programs.score(state.params, state.extras, frozen, start, batch),
         grade=lambda rollout, step: rollout if rollout.graded else report(timed_grade(rollout), step),
-        programs=programs,
-        frozen=frozen,
-        start=start,
-        put_rewards=put_rewards,
-        clock=lambda step: to_devices(np.array([config.seed, step], np.uint32), devices, axes=None),
+        learn=learn,
         line=partial(read_line, phase, config, task, devices, update_flops(trained, _computed(frozen), 1), timed),
-        timed=timed,
     )
 
 

@@ -5,6 +5,8 @@ one. The critic is a decoder of its own with a scalar head, which takes as much 
 head on the policy's decoder. The models are {"policy": ..., "critic": `heads.Headed`}.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -29,11 +31,11 @@ from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import grpo_method, kl_logs, masked, optimizer_of, schedule_of
+from grpo_jax.rl.grpo import grpo_method, kl_logs, masked, optimizer_of
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
+from grpo_jax.rl.optimizer import learning_rate_schedule
 from grpo_jax.rl.scorers import (
-    TokenScores,
     hidden_states,
     old_scorer,
     reference_scorer,
@@ -101,9 +103,6 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
     """
     run, grpo = config.run, grpo_method(policy, config.run)
 
-    def score_with_values(models: Params, batch: Batch) -> TokenScores:
-        return score(policy, critic, models, batch)
-
     def extras(trained: Params) -> dict[str, Any]:
         kind = config.critic.critic
         if (trained["critic"].decoder is None) != (kind == "shared"):
@@ -114,7 +113,8 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         return grpo.extras(trained)
 
     has_ends = config.critic.bootstrap_truncated  # the value after the last token is read, which is not packed
-    critic_schedule = schedule_of(run, config.critic.critic_learning_rate)
+    critic_options = replace(run.optimizer, learning_rate=config.critic.critic_learning_rate)
+    critic_schedule = learning_rate_schedule(critic_options, run.num_updates)
     # One step of both, but each gradient is clipped by its own norm.
     optimizer = optax.multi_transform(
         {"policy": grpo.optimizer, "critic": optimizer_of(run, critic_schedule)},
@@ -124,7 +124,7 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         terms=(*grpo.terms, value_term(critic, config)),
         advantage=lambda rewards, batch, kl_coef: critic_advantage(rewards, batch, kl_coef, config=config),
         optimizer=optimizer,
-        scorers=(*old_scorer(score_with_values, run, values=True), *reference_scorer(policy, run)),
+        scorers=(*old_scorer(partial(score, policy, critic), run, values=True), *reference_scorer(policy, run)),
         extras=extras,
         packs=grpo.packs and not has_ends,
     )
@@ -145,7 +145,7 @@ def critic_advantage(
     return batch, masked_mean(by_token, mask, axis=-1), logs
 
 
-def score(policy: Policy, critic: Policy, models: Params, batch: Batch) -> TokenScores:
+def score(policy: Policy, critic: Policy, models: Params, batch: Batch) -> tuple[jax.Array, ...]:
     """Scores completions by policy and critic. If they share a decoder, one forward pass serves both.
 
     Args:
@@ -153,21 +153,24 @@ def score(policy: Policy, critic: Policy, models: Params, batch: Batch) -> Token
       critic: those of the critic's decoder.
       models: both.
       batch: as sampled.
+
+    Returns:
+      Log-probabilities and entropies `[N, G, T]`, and values `[N, G, T + 1]`.
     """
     params, headed = models["policy"], models["critic"]
     if batch.packed is not None:
         states = hidden_states(policy, params, batch)
         values = token_values(critic, models, states, batch)
         scores = score_completion_tokens(policy, params, batch, hidden=states)
-        return TokenScores(*scores, jnp.pad(values, [(0, 0), (0, 0), (0, 1)]))  # the value of the end is not read
+        return *scores, jnp.pad(values, [(0, 0), (0, 0), (0, 1)])  # the value of the end is not read
     if headed.decoder is not None:
         values = heads.values(critic, headed, *batch[:4])
-        return TokenScores(*score_completion_tokens(policy, params, batch), values)
+        return *score_completion_tokens(policy, params, batch), values
     # Hidden state t predicts token t, and the value of the end is read from one more.
     longer = jnp.pad(batch.completion_ids, [(0, 0), (0, 0), (0, 1)])
     states = policy.hidden(params, batch.prompt_ids, batch.prompt_mask, longer)
     scores = score_completion_tokens(policy, params, batch, hidden=states[..., :-1, :])
-    return TokenScores(*scores, heads.read(states, headed.head))
+    return *scores, heads.read(states, headed.head)
 
 
 def token_values(critic: Policy, models: Params, states: jax.Array, batch: Batch) -> jax.Array:
