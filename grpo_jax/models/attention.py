@@ -14,16 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.functional.products import einsum, sum_over_queries
-from grpo_jax.models.cache import (
-    KeyValues,
-    prompt_keys,
-    score_cache,
-    score_prompt,
-    split_blocks,
-    sum_cache,
-    sum_prompt,
-    write_tokens,
-)
+from grpo_jax.models import cache as caches
+from grpo_jax.models.cache import KeyValues
 from grpo_jax.models.config import AttentionKind, RopeScaling, Rotation
 
 Angles = tuple[jax.Array, jax.Array]  # from `rotary_angles`
@@ -180,7 +172,7 @@ def attend_rows(
         part_queries = part_queries.reshape(n, -1, size, k, q, e).transpose(0, 3, 1, 4, 2, 5)
         states = core(part_queries, *map(behind_prompt, shared, of_parts), masks[1], prefix=width, reach=reaches[1])
         attended.append(states.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e))
-    prompt = KeyValues(prompt_keys(shared[0][:, :, 0]), shared[1][:, :, 0])
+    prompt = KeyValues(caches.prompt_keys(shared[0][:, :, 0]), shared[1][:, :, 0])
     return jnp.concatenate(attended, axis=1), prompt
 
 
@@ -399,19 +391,19 @@ def attend_past(
         """`[N, G·W, K, ..., E]` -> `[N, K, G, ..., W, E]`."""
         return jnp.moveaxis(x.reshape(n, g, w, *x.shape[2:]), (3, 2), (1, -2))
 
-    cache = write_tokens(cache, by_heads(keys), by_heads(values), places)
+    cache = caches.write_tokens(cache, by_heads(keys), by_heads(values), places)
     queries = by_heads(scores.scaled(queries)).reshape(n, k, g, q * w, e)
     if w > 1:
         masks = tuple(jnp.repeat(mask, q, axis=3).reshape(*mask.shape[:3], 1, q * w, -1) for mask in masks)
     bias, own_bias = (_bias(mask)[:, :, :, 0] for mask in masks)
-    of_prompt = softcapped(score_prompt(queries, prompt), scores.softcap) + bias
-    suffix = softcapped(score_cache(queries, cache), scores.softcap) + split_blocks(own_bias, cache)
+    of_prompt = softcapped(caches.score_prompt(queries, prompt), scores.softcap) + bias
+    suffix = softcapped(caches.score_cache(queries, cache), scores.softcap) + caches.split_blocks(own_bias, cache)
 
     maximum = jnp.maximum(jnp.max(of_prompt, axis=-1), jnp.max(suffix, axis=(-3, -1)))
     of_prompt, suffix = jnp.exp(of_prompt - maximum[..., None]), jnp.exp(suffix - maximum[..., None, :, None])
     total = jnp.sum(of_prompt, axis=-1) + jnp.sum(suffix, axis=(-3, -1))
     of_prompt, suffix = (x.astype(queries.dtype) for x in (of_prompt, suffix))
-    attended = (sum_prompt(of_prompt, prompt) + sum_cache(suffix, cache)) / total[..., None]
+    attended = (caches.sum_prompt(of_prompt, prompt) + caches.sum_cache(suffix, cache)) / total[..., None]
     attended = attended.astype(values.dtype).reshape(n, k, g, q, w, e).transpose(0, 2, 4, 1, 3, 5)
     return attended.reshape(n, m, k, q, e), cache
 

@@ -12,22 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from grpo_jax import functional as F
 from grpo_jax.checks import check_models, validate
 from grpo_jax.config import DistillationConfig, GRPOConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import (
-    bucket_logits,
-    jsd_full,
-    kl_full,
-    masked_sum,
-    per_token,
-    teacher_advantages,
-    token_jsd,
-    token_kl,
-    top_tokens,
-    weighted_sum,
-)
 from grpo_jax.functional.numerics import is_zero
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy
@@ -118,8 +107,8 @@ def teacher_term(policy: Policy, teacher: Policy, config: DistillationConfig) ->
             batch.teacher,
             batch.temperature[..., None],
         )
-        loss = config.distillation_coef * weighted_sum(divergence, batch.weights, batch.completion_mask)
-        return loss, Logs({"distillation": masked_sum(divergence, batch.completion_mask)})
+        loss = config.distillation_coef * F.weighted_sum(divergence, batch.weights, batch.completion_mask)
+        return loss, Logs({"distillation": F.masked_sum(divergence, batch.completion_mask)})
 
     return term
 
@@ -157,8 +146,8 @@ def outputs_of_states(
     if not config.distillation_top_k:
         return TeacherOutputs(hidden=hidden)
     unembedding, softcap = head[0][:vocab_size], head[1]
-    ids = top_tokens(hidden, unembedding, config.distillation_top_k)
-    logits = bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
+    ids = F.top_tokens(hidden, unembedding, config.distillation_top_k)
+    logits = F.bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
     return TeacherOutputs(ids=ids, logits=logits)
 
 
@@ -192,9 +181,9 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig) -> Advant
         # The policy before the update is the one that sampled, unless it has a pass of its own.
         logprobs = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
         assert batch.teacher is not None
-        by_token = jnp.where(batch.completion_mask, teacher_advantages(logprobs, batch.teacher.logprobs), 0)
+        by_token = jnp.where(batch.completion_mask, F.teacher_advantages(logprobs, batch.teacher.logprobs), 0)
         k1 = -jnp.sum(by_token) / jnp.maximum(jnp.sum(batch.completion_mask), 1)
-        advantages = per_token(weighted, by_token) + config.distillation_coef * by_token
+        advantages = F.per_token(weighted, by_token) + config.distillation_coef * by_token
         return batch._replace(advantages=advantages), logged, logs | {"distillation": k1}
 
     return taught
@@ -230,11 +219,11 @@ def token_divergence(
     unembedding, ref_softcap = student[0][:size], teacher[1]
     common: Any = {"temperature": temperature, "softcap": student[1]}
     if config.distillation_top_k:
-        logits = bucket_logits(hidden, unembedding, outputs.ids, **common)
+        logits = F.bucket_logits(hidden, unembedding, outputs.ids, **common)
         if kind == "jsd":
-            return jsd_full(logits, outputs.logits, beta=beta)
-        return kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
+            return F.jsd_full(logits, outputs.logits, beta=beta)
+        return F.kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
     of_teacher = outputs.hidden, teacher[0][:size]
     if kind == "jsd":
-        return token_jsd(hidden, unembedding, *of_teacher, beta=beta, ref_softcap=ref_softcap, **common)
-    return token_kl(hidden, unembedding, *of_teacher, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common)
+        return F.token_jsd(hidden, unembedding, *of_teacher, beta=beta, ref_softcap=ref_softcap, **common)
+    return F.token_kl(hidden, unembedding, *of_teacher, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common)

@@ -13,20 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from grpo_jax import functional as F
 from grpo_jax.checks import validate_ppo
 from grpo_jax.config import PPOConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import (
-    critic_loss,
-    generalized_advantages,
-    keep_completions,
-    kl_k1,
-    masked_sum,
-    rewards_at_end,
-    weighted_sum,
-    whiten,
-)
 from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
@@ -135,7 +126,7 @@ def critic_advantage(
 ) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
     """Returns a batch with the advantages and returns of tokens; means of advantages over completions; metrics."""
     # What no reward applies to teaches neither policy nor critic.
-    batch = batch._replace(completion_mask=keep_completions(batch.completion_mask, rewards.applicable))
+    batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, rewards.applicable))
     by_token, returns = token_advantages(rewards.rewards, batch, kl_coef, config=config)
     mask, logs, loss = batch.completion_mask, value_logs(batch, returns), config.run.loss
     if loss.kl_in_reward and batch.ref_logprobs is not None:
@@ -206,13 +197,13 @@ def token_advantages(
       Advantages, whitened if the run says so, and returns A + V of those before whitening, both `[N, G, T]`.
     """
     critic, loss, mask = config.critic, config.run.loss, batch.completion_mask
-    by_token = rewards_at_end(rewards, mask)
+    by_token = F.rewards_at_end(rewards, mask)
     if loss.kl_in_reward and loss.objective.has_reference:
-        by_token -= kl_coef * jnp.where(mask, kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
+        by_token -= kl_coef * jnp.where(mask, F.kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
     length = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
     after = jnp.take_along_axis(batch.old_values, length, axis=-1)[..., 0]
     values = jnp.where(mask, batch.old_values[..., :-1], 0)
-    advantages = generalized_advantages(
+    advantages = F.generalized_advantages(
         by_token,
         values,
         mask,
@@ -226,7 +217,7 @@ def token_advantages(
     if critic.whiten:
         # A reward that is NaN stays visible in its own completion, and spoils no other.
         finite = jnp.isfinite(advantages)
-        whitened = whiten(jnp.where(finite, advantages, 0), mask & finite)
+        whitened = F.whiten(jnp.where(finite, advantages, 0), mask & finite)
         advantages = jnp.where(finite, whitened, advantages)
     return advantages, returns
 
@@ -238,15 +229,15 @@ def value_term(critic: Policy, config: PPOConfig) -> Term:
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
         values, mask = token_values(critic, models, forward.states, batch), batch.completion_mask
         returns = jnp.where(mask, batch.returns, 0)  # rubbish there would make the gradient NaN
-        error, means = critic_loss(values, returns), {}
+        error, means = F.critic_loss(values, returns), {}
         if options.value_clip is not None:
             old_values = jnp.where(mask, batch.old_values[..., :-1], 0)
-            error = critic_loss(values, returns, old_values=old_values, clip=options.value_clip)
+            error = F.critic_loss(values, returns, old_values=old_values, clip=options.value_clip)
             held_back = jnp.abs(values - old_values) > options.value_clip
-            held_back &= error > critic_loss(values, returns)
-            means["value_clip"] = masked_sum(held_back, mask)
-        means["critic_loss"] = masked_sum(error, mask)
-        return options.value_coef * weighted_sum(error, batch.weights, mask), Logs(means)
+            held_back &= error > F.critic_loss(values, returns)
+            means["value_clip"] = F.masked_sum(held_back, mask)
+        means["critic_loss"] = F.masked_sum(error, mask)
+        return options.value_coef * F.weighted_sum(error, batch.weights, mask), Logs(means)
 
     return term
 
