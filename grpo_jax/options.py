@@ -89,21 +89,20 @@ def check_number(name: str, value: Any, hint: Any) -> None:
             raise UsageError(f"{name} is {value}: it must be {part.words}")
 
 
-def check_types(record: Any) -> None:
-    """Refuses values that are not of the types of their fields, or not in their ranges.
+def check_types(kind: type, values: Mapping[str, Any]) -> None:
+    """Refuses values that are not of the types of a class's fields, or not in their ranges.
 
     Args:
-      record: a dataclass or a NamedTuple; None has no fields.
+      kind: a dataclass or a NamedTuple.
+      values: of some of its fields, by name.
 
     Raises:
       UsageError: one sentence that names the field.
     """
-    if record is not None:
-        values = record._asdict() if hasattr(record, "_asdict") else vars(record)
-        types, ranges = (get_type_hints(type(record), include_extras=with_ranges) for with_ranges in (False, True))
-        for name, value in values.items():
-            check_type(name, value, types[name])
-            check_number(name, value, ranges[name])
+    types, ranges = (get_type_hints(kind, include_extras=with_ranges) for with_ranges in (False, True))
+    for name, value in values.items():
+        check_type(name, value, types[name])
+        check_number(name, value, ranges[name])
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:

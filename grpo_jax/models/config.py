@@ -107,9 +107,11 @@ class ModelConfig:
     router: Router = "trained"
 
     def __post_init__(self) -> None:
-        for part in (self, self.rope_scaling, self.experts):
-            check_types(part)
+        check_types(ModelConfig, vars(self))
+        if self.rope_scaling:
+            check_types(RopeScaling, self.rope_scaling._asdict())
         if self.experts:
+            check_types(ExpertsConfig, self.experts._asdict())
             _check_experts(self.experts, self.hidden_act)
         elif self.router == "frozen":
             raise UsageError('router "frozen" is of models with experts, and this one has none: set it to "trained"')

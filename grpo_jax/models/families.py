@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling
-from grpo_jax.options import check_number, check_type
+from grpo_jax.options import check_types
 
 File = dict[str, Any]  # the contents of a config.json
 Fields = dict[str, Any]  # of ModelConfig, by name
@@ -173,30 +173,15 @@ def _check(file: File) -> None:
         raise UsageError(f"config.json lacks {', '.join(missing)}")
     if file.get("partial_rotary_factor") not in (None, 1.0):
         raise UsageError(f"partial_rotary_factor {abbreviate(file['partial_rotary_factor'])} is not supported")
-    types, ranges = (get_type_hints(ModelConfig, include_extras=with_ranges) for with_ranges in (False, True))
-    for name in _SIZES:
-        check_type(name, file[name], types[name])
-        check_number(name, file[name], ranges[name])
+    check_types(ModelConfig, {name: file[name] for name in _SIZES})
 
 
 def _refused(file: File) -> str:
     """Why a model is not supported, where that is known."""
-    if any(file.get(name) for name in ("vision_config", "audio_config")) or file.get("model_type") in _WITH_TOWERS:
+    if any(name in file for name in ("vision_config", "audio_config", "text_config")):
         return " (a model with towers for images or sound: take a text model)"
     return ""
 
-
-_WITH_TOWERS = (
-    "gemma3",
-    "gemma3n",
-    "llama4",
-    "mllama",
-    "llava",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "phi4_multimodal",
-)
 
 # ---- rotations
 

@@ -129,7 +129,6 @@ BAD_IN_FAMILIES = [
     ("qwen3_moe", {"num_experts": "x"}, "num_experts"),
     ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob"),
     ("gemma3", {"text_config": {}}, "towers for images"),
-    ("gemma3n", {}, "towers for images"),
     ("pixtral", {"vision_config": {"depth": 2}}, "towers for images"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
