@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import place_and_reason
 from grpo_jax.rl.grade import read_text
 from grpo_jax.rl.source import truncation_of
-from grpo_jax.rl.types import Batch, Graded, Reader, step_key
+from grpo_jax.rl.types import Batch, Graded, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
@@ -213,23 +212,10 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
 # ---- what is graded, logged and checked of episodes
 
 
-def episode_reader(task: Task) -> Reader:
-    """Returns the functions that read the episodes of a task."""
-
-    def text(completions: Completions, place: tuple[int, int]) -> Completion:
-        whole, turns = read_text(task, completions, place), turns_of(completions, place, task)
-        return Completion(whole, whole.ids, whole.truncated, turns, ENDINGS[completions.ending[place]])
-
-    return Reader(
-        text,
-        numbers=partial(episode_numbers, task),
-        parts=turn_parts,
-        metrics=episode_metrics,
-        warnings=partial(episode_warnings, task),
-        check_first=partial(check_first_episodes, task),
-        columns=turn_columns,
-        empty=empty_episodes,
-    )
+def read_episode(task: Task, completions: Completions, place: tuple[int, int]) -> Completion:
+    """Returns the text of an episode, of all its tokens but those that end a turn, with its turns and its ending."""
+    whole, turns = read_text(task, completions, place), turns_of(completions, place, task)
+    return Completion(whole, whole.ids, whole.truncated, turns, ENDINGS[completions.ending[place]])
 
 
 def turn_parts(completions: Completions, counted: bool) -> np.ndarray:

@@ -19,7 +19,7 @@ from grpo_jax.devices import Devices, all_rows, compiled, map_rows, place, size,
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grade import reader_of, take_prompts
+from grpo_jax.rl.grade import episodes_of, take_prompts
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.types import SAMPLING, Batch, Rollout, noise_of, step_key
 from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups
@@ -251,7 +251,8 @@ def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
         truncated_logprobs=jnp.zeros(shape) if is_truncated else None,
         truncated=jnp.zeros(shape[:2], bool),
     )
-    return (reader_of(task).empty(batch, sampling),) * sampling.staleness
+    episodes = episodes_of(task)
+    return (episodes.empty_episodes(batch, sampling) if episodes else batch,) * sampling.staleness
 
 
 # ---- dynamic sampling

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.data.types import Completion, Prompts
+from grpo_jax.data.types import Prompts
 from grpo_jax.functional import Metrics
 from grpo_jax.models.transformer import Params
-from grpo_jax.sampling.sampler import Completions
 
 _NOTHING: Any = MappingProxyType({})  # read-only, since it is shared
 
@@ -88,26 +87,6 @@ class Graded(NamedTuple):
     distinct: np.ndarray  # float [N], share of the completions of a group that differ
     parts: np.ndarray  # object [N, G], tuples of `Span` in tokens, ordered by their ends: turns or spans
     episodes: dict[str, np.ndarray]  # name -> [N, G], numbers of episodes; empty without an environment
-
-
-class Reader(NamedTuple):
-    """Functions that read completions on the host: each as one text, or as an episode (`rl.episodes`).
-
-    Completions hold NumPy arrays, and a place is that of a completion among `[N, G]`.
-    """
-
-    text: Callable[[Completions, tuple[int, int]], Completion]  # (completions, place) -> text, without what ended it
-    # (completions, texts [N][G]) -> numbers of episodes, name -> [N, G]
-    numbers: Callable[..., dict[str, np.ndarray]] = lambda completions, texts: {}
-    # (completions, whether rewards of turns count) -> turns, as `Graded.parts`
-    parts: Callable[..., np.ndarray] | None = None
-    metrics: Callable[[Graded], dict[str, Any]] = lambda graded: {}  # name -> number to log
-    warnings: Callable[[Graded], dict[str, str]] = lambda graded: {}  # key -> sentence
-    check_first: Callable[[Graded], None] = lambda graded: None  # raises if the first rollout cannot be learned from
-    # (completions, number of the group, its texts) -> columns of `readable`
-    columns: Callable[..., dict[str, Any]] = lambda completions, number, texts: {}
-    # (batch of zeros, options) -> the batch of a rollout, with the shapes that it has in a checkpoint
-    empty: Callable[..., Batch] = lambda batch, sampling: batch
 
 
 class Rollout(NamedTuple):
