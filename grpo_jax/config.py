@@ -37,13 +37,8 @@ else:
 NUMBERS = ("kl_coef", "entropy_coef", "kl_in_reward", "kl_bias_correction")
 CONSTANTS = ("epsilon_low", "epsilon_high", "delta")
 
-Divergence = Literal["preset", "full", "reverse"]
 AdvantagesOf = Literal["sum", "components", "turns", "spans"]
-Correction = Literal["none", "token", "sequence", "icepop", "geometric"]
-OldLogprobs = Literal["trainer", "sampler"]
 Distillation = Literal["none", "reverse_kl", "forward_kl", "jsd", "k1"]
-Decay = Literal["none", "linear", "cosine"]
-Parallel = Literal["auto", "pmap", "mesh"]
 PlannedRemat = Literal["auto", "none", "layer", "offload"]
 
 # ---- groups of every method
@@ -88,7 +83,7 @@ class MeshConfig:
     """How devices share the work. A mesh has `devices` / (fsdp x tensor) copies of the parameters, each for other
     prompts."""
 
-    parallel: Parallel = "auto"
+    parallel: Literal["auto", "pmap", "mesh"] = "auto"
     """pmap: every device holds all parameters. mesh: devices divide parameters, optimizer and reference. auto: mesh if
     fsdp or tensor is above 1."""
     fsdp: Size = 1
@@ -118,7 +113,7 @@ class AdamWConfig:
     """Peak learning rate of AdamW. A tiny model takes 1e-4 to 1e-3, LoRA 1e-4."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
-    decay: Decay = "none"
+    decay: Literal["none", "linear", "cosine"] = "none"
     """Shape of the learning rate's fall to 0 between warm-up and end."""
     weight_decay: Weight = 0.0
     """Weight decay of AdamW; applies to matrices only."""
@@ -219,16 +214,16 @@ class LossConfig:
     kl_bias_correction: bool = False
     """Weight the KL in the loss by the ratio: its gradient is then unbiased after the first update too (DeepSeek-V3.2,
     2512.02556)."""
-    divergence: Divergence = "preset"
+    divergence: Literal["preset", "full", "reverse"] = "preset"
     """KL in the loss: the preset's, of sampled tokens, or of the whole vocabulary, KL(π ‖ π_ref) (full) or KL(π_ref ‖
     π) (reverse)."""
     advantages_of: AdvantagesOf = "sum"
     """Comparison in a group: the sum of the rewards, each of its components (GDPO, 2601.05242), the rewards from each
     turn on, or spans of completions."""
-    old_logprobs: OldLogprobs = "trainer"
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Denominator of the ratio. trainer: the update's own pass, before its first step. sampler: probabilities reported
     at sampling, by an older policy with `staleness`."""
-    correction: Correction = "none"
+    correction: Literal["none", "token", "sequence", "icepop", "geometric"] = "none"
     """Weights of advantages by trainer's over sampler's probability w: token min(w, 2), sequence min(w, 3), icepop w in
     [0.5, 5], geometric 1 near 1."""
     off_policy_threshold: Positive | None = None
@@ -337,6 +332,11 @@ class GRPOConfig(PhaseConfig):
     reference: ReferenceConfig = ReferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the run."""
+        return self.steps * self.optimizer.epochs * self.optimizer.minibatches
 
     @property
     def needs_rewards(self) -> bool:

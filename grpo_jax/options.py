@@ -9,6 +9,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -88,6 +89,48 @@ def check_number(name: str, value: Any, hint: Any) -> None:
             raise UsageError(f"{name} is {value}: it must be {part.words}")
 
 
+def check_types(kind: type, values: Mapping[str, Any]) -> None:
+    """Refuses values that are not of the types of a class's fields, or not in their ranges.
+
+    Args:
+      kind: a dataclass or a NamedTuple.
+      values: of some of its fields, by name.
+
+    Raises:
+      UsageError: one sentence that names the field.
+    """
+    types, ranges = (get_type_hints(kind, include_extras=with_ranges) for with_ranges in (False, True))
+    for name, value in values.items():
+        check_type(name, value, types[name])
+        check_number(name, value, ranges[name])
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Refuses a value that is not of a type.
+
+    Args:
+      name: of the option or field.
+      value: as a JSON file holds it, or Python.
+      hint: its type.
+
+    Raises:
+      UsageError: one sentence that names the option and what it may be.
+    """
+    if fits(value, hint):
+        return
+    origin, kinds = get_origin(hint), get_args(hint) or (hint,)
+    if origin is Literal:
+        remedy = f"choose among {', '.join(kinds)}"
+    elif origin is tuple:
+        remedy = f"give a list of {', '.join(get_args(kinds[0])) or 'texts'}"
+    else:
+        remedy = f"it must be {_TYPES.get(kinds[0], 'of its type')}"
+    raise UsageError(f"{name} is {abbreviate(value)}: {remedy}")
+
+
+_TYPES = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+
+
 def _ranges_of(hint: Any) -> list[Range]:
     """Returns the ranges in a type hint, at any depth."""
     return [hint] if isinstance(hint, Range) else [part for arg in get_args(hint) for part in _ranges_of(arg)]
@@ -133,8 +176,7 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
     options, types = flattened(saved), option_types(type(default))
     check_known(options, types)
     for name, value in options.items():
-        if not fits(value, types[name]):
-            raise UsageError(f"{name} is {abbreviate(value)} in the file: that is not of its type")
+        check_type(name, value, types[name])
         options[name] = Path(value) if types[name] is Path else tuple(value) if isinstance(value, list) else value
     return replace_options(default, options)
 
@@ -149,7 +191,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin in (Union, UnionType):
         return any(fits(value, arg) for arg in args)
     if origin in (tuple, list) or hint is tuple:
-        return isinstance(value, list) and all(fits(x, args[0]) for x in value if args)
+        return isinstance(value, list | tuple) and all(fits(x, args[0]) for x in value if args)
     if origin is dict:
         return isinstance(value, dict) and all(fits(x, args[1]) for x in value.values())
     if hint is Path:
@@ -157,7 +199,7 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is float:
         return isinstance(value, float) or (fits(value, int) and abs(value) <= sys.float_info.max)
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, Integral) and not isinstance(value, bool)
     return isinstance(value, hint) if isinstance(hint, type) else True
 
 

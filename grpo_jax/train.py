@@ -11,7 +11,7 @@ from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grade import grader_warnings
-from grpo_jax.rl.iteration import Programs, check_programs, iterate, make_iteration
+from grpo_jax.rl.iteration import Programs, check_programs, compile_ahead, iterate, make_iteration
 from grpo_jax.rl.source import Sampler, empty_queue
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
@@ -65,19 +65,19 @@ def train(
         run.warn_once(note, note)
     run.keep_inputs(phase, inputs_of(task))
     devices, logging = programs.sampler.devices, config.logging
-    it = make_iteration(phase, programs, params, task, reward or task.reward, config, timed=run.timed)
-    trained = split(where.place(params, devices))[0]
+    trained, frozen = split(where.place(params, devices))
+    it = make_iteration(phase, programs, trained, frozen, task, reward or task.reward, config, timed=run.timed)
 
     def initial_state() -> TrainState:
         return programs.initial_state(trained)._replace(queue=empty_queue(task, config.sampling))
 
     def take_step(state: TrainState, step: int, meanwhile: Callable[[], None]) -> tuple[TrainState, Callable[[], Line]]:
-        programs.compile_ahead(params, reward or task.reward)  # while the first step samples
+        compile_ahead(programs, params, task, reward or task.reward)  # while the first step samples
         return iterate(it, state, step, meanwhile)
 
     def evaluate_state(state: TrainState, step: int) -> dict[str, float]:
         assert evaluate
-        return evaluate(join(state.params, it.frozen)["policy"], step)
+        return evaluate(join(state.params, frozen)["policy"], step)
 
     return run_steps(
         run,
@@ -199,7 +199,7 @@ def train_with_control(
         run.keep_inputs(phase, inputs_of(task))
     run.announce_checkpoints(*phases)
     if max(saved_steps(run.path / "checkpoints" / phases[0]), default=0) < config.steps:
-        programs.compile_ahead(params, task.reward)
+        compile_ahead(programs, params, task, task.reward)
     with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
         start = evaluate_heldout(programs, params["policy"], task, config, run)
     rows, checksum = {"before": row(start)}, ""

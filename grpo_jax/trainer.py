@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, format_of, join, split
-from grpo_jax.options import check_known, fits, option_types
+from grpo_jax.options import check_known, check_type, option_types
 from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs.checkpoint import params_sha256
@@ -83,10 +83,10 @@ class GRPOTrainer:
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
         options = _checked_options(options)
         instead = "give a folder, an id on the hub, or load_pretrained of either"
-        _check_type("model", model, (str, Path, Pretrained), instead)
-        _check_type("run_dir", run_dir, (str, Path), "give the path of a folder")
+        _check_kind("model", model, (str, Path, Pretrained), instead)
+        _check_kind("run_dir", run_dir, (str, Path), "give the path of a folder")
         for name, function in {"environment": environment, "environment_factory": environment_factory}.items():
-            _check_type(name, function, (Callable, NoneType), "it must be a function or a class")
+            _check_kind(name, function, (Callable, NoneType), "it must be a function or a class")
         if not isinstance(tools, Sequence) or not all(callable(tool) and hasattr(tool, "__name__") for tool in tools):
             raise UsageError("tools must be a list of functions, each with a name: write a def around a partial")
         if (environment is not None) + bool(tools) + (environment_factory is not None) > 1:
@@ -211,26 +211,15 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _checked(name, value, hints[name]) for name, value in options.items()}
 
 
-_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
-
-
 def _checked(name: str, value: Any, hint: Any) -> Any:
     """Returns a value as its type hint has it: NumPy's numbers become Python's, lists tuples, and paths texts."""
-    value = value.item() if isinstance(value, np.generic) else list(value) if isinstance(value, tuple) else value
+    value = value.item() if isinstance(value, np.generic) else tuple(value) if isinstance(value, list) else value
     value = str(value) if isinstance(value, Path) and hint is str else value
-    if fits(value, hint):
-        return tuple(value) if isinstance(value, list) else value
-    origin, kinds = get_origin(hint), get_args(hint) or (hint,)
-    if origin is Literal:
-        instead = f"choose among {', '.join(kinds)}"
-    elif origin is tuple:
-        instead = f"give a list of {', '.join(get_args(kinds[0])) or 'texts'}"
-    else:
-        instead = f"it must be {_NAMES[kinds[0]]}"
-    raise UsageError(f"{name} is {value!r}: {instead}")
+    check_type(name, value, hint)
+    return value
 
 
-def _check_type(name: str, value: Any, kinds: tuple[Any, ...], instead: str) -> None:
+def _check_kind(name: str, value: Any, kinds: tuple[Any, ...], instead: str) -> None:
     """Refuses an argument of another type than these."""
     if not isinstance(value, kinds):
         raise UsageError(f"{name} is of type {type(value).__name__}: {instead}")

@@ -289,8 +289,8 @@ def test_options_come_from_a_file_and_flags_replace_them(tmp_path):
     ("name", "text", "sentence"),
     [
         ("a.json", '{"nubmer": 1}', "no option nubmer"),
-        ("a.json", '{"train": {"learning_rate": "1e-3"}}', "learning_rate is '1e-3' in"),
-        ("a.json", '{"number": true}', "number is True in"),
+        ("a.json", '{"train": {"learning_rate": "1e-3"}}', "learning_rate is '1e-3': it must be a number"),
+        ("a.json", '{"number": true}', "number is True: it must be a whole number"),
         ("a.json", "[1]", "must be a mapping"),
         ("a.json", "{", "cannot be read"),
         ("none.json", None, "cannot be read"),

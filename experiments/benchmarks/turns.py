@@ -64,7 +64,7 @@ def main(config: Config) -> None:
     programs = episode_programs(policy, task, sampling, 1)
     # As many places, of which one token is sampled: the prompts alone.
     one = replace(sampling, max_tokens=1, environment_tokens=sampling.row_tokens - 1)
-    prompts_alone = episode_programs(policy, task, one, 1).first_turn
+    prompts_alone = episode_programs(policy, task, one, 1)[0]
     rollouts = [measured(programs, prompts_alone, params, task, sampling, step) for step in range(config.rollouts + 1)]
     results = {name: statistics.median(line[name] for line in rollouts[1:]) for name in rollouts[0]}
     whole = sum(results[f"{name}_s"] for name in PARTS)
@@ -91,18 +91,18 @@ def measured(
 
     def first_turn(*arguments: Any) -> Any:
         timed(prompts_alone, prefill, *arguments)
-        return timed(programs.first_turn, whole, *arguments)
+        return timed(programs[0], whole, *arguments)
 
     def next_turn(params: Params, episodes: Any, replies: Any, counts: Any, continues: Any) -> Any:
         # If no episode continues, replies are computed and nothing is sampled. The program donates its argument.
         copy = timed(jax.tree.map, aside, jnp.copy, episodes)
-        timed(programs.next_turn, prefill, params, copy, replies, counts, jnp.zeros_like(continues))
-        return timed(programs.next_turn, whole, params, episodes, replies, counts, continues)
+        timed(programs[1], prefill, params, copy, replies, counts, jnp.zeros_like(continues))
+        return timed(programs[1], whole, params, episodes, replies, counts, continues)
 
     prompts = task.prompts(step)
     inputs = to_devices((prompts.ids, prompts.mask, completion_numbers(sampling), group_temperatures(sampling)))
     began = time.perf_counter()
-    timed_programs, noise = EpisodePrograms(first_turn, next_turn), noise_of(0, SAMPLING, step)
+    timed_programs, noise = (first_turn, next_turn), noise_of(0, SAMPLING, step)
     out = play(timed_programs, params, inputs, noise, prompts.examples, task, sampling, 1)
     host = time.perf_counter() - began - prefill[0] - whole[0] - aside[0]
     turn, separate = to_numpy((out.turn, out.completion_mask))

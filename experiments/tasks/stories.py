@@ -81,7 +81,7 @@ def stories_task(
         pad_id=pad_id,
         vocab_size=vocab_size,
         open_ended=True,
-        notes=tuple(filter(None, (openings.summary(), heldout.summary()))),
+        notes=tuple(filter(None, (openings.summary, heldout.summary))),
     )
 
 

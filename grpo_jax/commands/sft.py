@@ -217,7 +217,7 @@ def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: 
     """
     tokenizer, shape = pretrained.tokenizer, pretrained.config
     longest, overlong = shape.max_position_embeddings, config.model.overlong
-    encoded = encode_rows(
+    training_rows, heldout_rows, row_notes, prompt_width = encode_rows(
         tokenizer,
         pretrained.eos_ids,
         rows,
@@ -230,8 +230,8 @@ def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: 
         max_prompt_tokens=prompt_limit(config.model.max_prompt_tokens, longest, config.max_tokens or 1),
         overlong=overlong,
     )
-    notes, sides = list(encoded.notes), []
-    for name, side in (("training", encoded.training), ("held out", encoded.heldout)):
+    notes, sides = list(row_notes), []
+    for name, side in (("training", training_rows), ("held out", heldout_rows)):
         prompts, examples = side.take()
         texts = [example[config.completion_column] for example in examples]
         max_tokens = longest if config.max_tokens is None else config.max_tokens
@@ -251,7 +251,7 @@ def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: 
     notes.append(
         f"{count} texts to train on in {size} rows of {width} tokens: {size / config.num_rows:.3g} steps an epoch"
     )
-    padded = pad_prompts(*encoded.heldout.take(), width=encoded.width, pad_id=padding_id(tokenizer, shape.vocab_size))
+    padded = pad_prompts(*heldout_rows.take(), width=prompt_width, pad_id=padding_id(tokenizer, shape.vocab_size))
     return Texts(training, heldout, padded, tuple(notes))
 
 

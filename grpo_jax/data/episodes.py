@@ -170,13 +170,6 @@ def _return(completion: Completion) -> Number:
 _SAID, _HEARD = "said-by-the-policy", "heard-by-the-policy"
 
 
-class Delimiters(NamedTuple):
-    """Text that a chat template puts around a reply."""
-
-    before: list[int]  # after the token that ended the policy's turn
-    after: list[int]  # up to where the policy's next turn begins
-
-
 def reply_encoder(
     tokenizer: Any, eos_ids: tuple[int, ...], *, roles: Sequence[str] = ("user",)
 ) -> Callable[[str], list[int]]:
@@ -193,16 +186,17 @@ def reply_encoder(
     Raises:
       UsageError: the chat template knows none of the roles.
     """
-    around = delimiters(tokenizer, eos_ids, roles) if tokenizer.chat_template and roles else Delimiters([], [])
+    has_delimiters = tokenizer.chat_template and roles
+    before, after = delimiters(tokenizer, eos_ids, roles) if has_delimiters else ([], [])
 
     def encode(text: str) -> list[int]:
         ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else []
-        return [*around.before, *ids, *around.after]
+        return [*before, *ids, *after]
 
     return encode
 
 
-def delimiters(tokenizer: Any, eos_ids: tuple[int, ...], roles: Sequence[str]) -> Delimiters:
+def delimiters(tokenizer: Any, eos_ids: tuple[int, ...], roles: Sequence[str]) -> tuple[list[int], list[int]]:
     """Asks a chat template once what it writes around a reply.
 
     Templates render earlier turns anew, and some leave out parts of them. So it is filled in for one short
@@ -210,6 +204,9 @@ def delimiters(tokenizer: Any, eos_ids: tuple[int, ...], roles: Sequence[str]) -
 
     Args:
       tokenizer, eos_ids, roles: as in `reply_encoder`.
+
+    Returns:
+      Tokens after the one that ended the policy's turn, and tokens up to where its next turn begins.
 
     Raises:
       UsageError: the chat template knows none of the roles.
@@ -230,5 +227,5 @@ def delimiters(tokenizer: Any, eos_ids: tuple[int, ...], roles: Sequence[str]) -
             ids, rest = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
             # The policy has written the end of its turn.
             ends = next((place for place, token in enumerate(ids) if token in eos_ids), -1)
-            return Delimiters(ids[ends + 1 :], rest)
+            return ids[ends + 1 :], rest
     raise UsageError(f"the chat template has no turn of the role {' or '.join(roles)}: take another model or template")

@@ -6,7 +6,8 @@ A preference is a pair of answers to a prompt, of which one was chosen. A rating
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -66,16 +67,28 @@ def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Pr
     Raises:
       UsageError: it cannot be read, a column is missing, or nothing is left.
     """
-    preferences, dropped = [], Counter[str]()
+
+    def parse(row: Mapping[str, Any]) -> list[Preference] | str:
+        pair = preference_of(row, chat=chat)
+        return pair if isinstance(pair, str) else [pair]
+
+    return _read(source, "pair", parse)
+
+
+def _read(
+    source: str | Path, name: str, parse: Callable[[Mapping[str, Any]], list[Kind] | str]
+) -> tuple[list[Kind], dict[str, int]]:
+    """Returns what each row is parsed to, and how many rows were dropped, by reason."""
+    records, dropped = list[Kind](), Counter[str]()
     for row in read_rows(source):
-        parsed = preference_of(row, chat=chat)
+        parsed = parse(row)
         if isinstance(parsed, str):
             dropped[parsed] += 1
         else:
-            preferences.append(parsed)
-    if not preferences:
-        raise UsageError(f"no pair of {source} is left ({dict(dropped)}): look at its rows")
-    return preferences, dict(dropped)
+            records += parsed
+    if not records:
+        raise UsageError(f"no {name} of {source} is left ({dict(dropped)}): look at its rows")
+    return records, dict(dropped)
 
 
 def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference | str:
@@ -188,12 +201,12 @@ def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **opti
     Raises:
       UsageError: as `encode_answers`.
     """
-    answers = [(pair.chosen, pair.rejected) for pair in preferences]
-    encoded = encode_answers(tokenizer, [pair.prompt for pair in preferences], answers, **options)
-    margins = [preferences[number].margin for number in encoded.numbers]
-    return EncodedPairs(
-        encoded.prompts, [(chosen, rejected) for chosen, rejected in encoded.answers], margins, encoded.notes
+    texts = [(pair.chosen, pair.rejected) for pair in preferences]
+    prompts, answers, numbers, notes = encode_answers(
+        tokenizer, [pair.prompt for pair in preferences], texts, **options
     )
+    margins = [preferences[number].margin for number in numbers]
+    return EncodedPairs(prompts, [(chosen, rejected) for chosen, rejected in answers], margins, notes)
 
 
 _ORDER = 1  # stream of random numbers; 0 orders batches
@@ -221,16 +234,7 @@ def read_ratings(source: str | Path, *, chat: bool = False) -> tuple[list[Rating
     Raises:
       UsageError: it cannot be read, a column is missing, or nothing is left.
     """
-    ratings, dropped = list[Rating](), Counter[str]()
-    for row in read_rows(source):
-        parsed = _ratings_of(row, chat=chat)
-        if isinstance(parsed, str):
-            dropped[parsed] += 1
-        else:
-            ratings += parsed
-    if not ratings:
-        raise UsageError(f"no completion of {source} is left ({dict(dropped)}): look at its rows")
-    return ratings, dict(dropped)
+    return _read(source, "completion", partial(_ratings_of, chat=chat))
 
 
 def _ratings_of(row: Mapping[str, Any], *, chat: bool) -> list[Rating] | str:
@@ -264,16 +268,13 @@ def encode_ratings(tokenizer: Any, ratings: Sequence[Rating], **options: Any) ->
     Raises:
       UsageError: as `encode_answers`.
     """
-    encoded = encode_answers(
-        tokenizer,
-        [rating.prompt for rating in ratings],
-        [(rating.completion,) for rating in ratings],
-        rows="completions",
-        **options,
+    texts = [(rating.completion,) for rating in ratings]
+    prompts, completions, numbers, notes = encode_answers(
+        tokenizer, [rating.prompt for rating in ratings], texts, rows="completions", **options
     )
-    desirable = [ratings[number].desirable for number in encoded.numbers]
-    answers = [(ids, list[int]()) for (ids,) in encoded.answers]
-    return EncodedPairs(encoded.prompts, answers, [0.0] * len(answers), encoded.notes, desirable)
+    desirable = [ratings[number].desirable for number in numbers]
+    answers = [(ids, list[int]()) for (ids,) in completions]
+    return EncodedPairs(prompts, answers, [0.0] * len(answers), notes, desirable)
 
 
 def with_mismatched(ratings: EncodedPairs, seed: int) -> EncodedPairs:

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from grpo_jax.errors import UsageError, abbreviate, reason_of
+from grpo_jax.options import Size, check_number
 
 Message = dict[str, str]  # {"role": "user", "content": "…"}
 Overlong = Literal["drop", "truncate"]
@@ -25,27 +26,42 @@ def progress(items: Iterable[T], words: str) -> Iterable[T]:
 
 
 class Encoded(NamedTuple):
-    """Prompts that can be sampled from."""
+    """Texts that are left, as token ids."""
 
     token_ids: list[np.ndarray]  # int32
     texts: list[str]  # what was encoded: of messages, the chat template filled in
-    numbers: list[int]  # numbers of these prompts among those given
-    dropped: dict[str, int]  # reason -> how many
-    truncated: int  # how many lost their beginning
-    others: int = 0  # prompts that fit and are not encoded yet
-
-    def summary(self) -> str:
-        """Says how many prompts were dropped or cut; empty if none."""
-        return _left_out("prompts", "beginning", len(self.numbers) + self.others, self.dropped, self.truncated)
+    numbers: list[int]  # numbers of these texts among those that were to be encoded
+    summary: str  # says how many others were dropped, and how many were cut; empty if none
 
 
-def _left_out(texts: str, lost: str, num_left: int, dropped: Mapping[str, int], truncated: int) -> str:
-    """How many texts were dropped, by reason, and how many lost their beginning or end; empty if none."""
-    parts = [f"{count} {reason}" for reason, count in dropped.items()]
-    total = num_left + sum(dropped.values())
-    sentences = [f"dropped of {total} {texts}: {', '.join(parts)}"] if parts else []
-    sentences += [f"{truncated} of {total} {texts} lost their {lost}"] if truncated else []
-    return "; ".join(sentences)
+def _fitting(
+    all_ids: Sequence[np.ndarray],
+    texts: Sequence[str],
+    limit: int | None,
+    overlong: Overlong,
+    *,
+    kind: Literal["prompts", "completions"],
+    others: int = 0,
+) -> Encoded:
+    """Leaves out texts that are empty as tokens, and those of more than `limit` tokens, or cuts them.
+
+    A prompt loses its beginning, a completion its end. `others` fit and are not encoded.
+    """
+    fitted, dropped, truncated = dict[int, np.ndarray](), Counter[str](), 0
+    for number, ids in enumerate(all_ids):
+        is_long = limit is not None and len(ids) > limit
+        if not len(ids):
+            dropped["empty"] += 1
+        elif is_long and overlong == "drop":
+            dropped[f"longer than {limit} tokens"] += 1
+        else:
+            truncated += is_long
+            fitted[number] = ids if limit is None else ids[-limit:] if kind == "prompts" else ids[:limit]
+    total, lost = len(all_ids) + others, "beginning" if kind == "prompts" else "end"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+    sentences = [f"dropped of {total} {kind}: {reasons}"] if dropped else []
+    sentences += [f"{truncated} of {total} {kind} lost their {lost}"] if truncated else []
+    return Encoded(list(fitted.values()), [texts[number] for number in fitted], list(fitted), "; ".join(sentences))
 
 
 def uses_chat(chat: bool | None, tokenizer: Any) -> bool:
@@ -102,8 +118,7 @@ def encode_prompts(
     """
     if isinstance(prompts, str):
         raise UsageError("prompts must be a list: put the one prompt into brackets")
-    if max_prompt_tokens is not None and max_prompt_tokens < 1:
-        raise UsageError(f"max_prompt_tokens is {max_prompt_tokens}: it must be at least 1")
+    check_number("max_prompt_tokens", max_prompt_tokens, Size)
     all_texts = [
         prompt if isinstance(prompt, str) else fill_template(tokenizer, prompt, f"prompt {number}", tools)
         for number, prompt in enumerate(prompts)
@@ -116,24 +131,10 @@ def encode_prompts(
         for i, ids in zip(chosen, encoded_texts, strict=True):
             has_two = len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None)  # one in the text
             all_ids[i] = _without_end(ids[int(has_two) :], eos_ids)
-    dropped: Counter[str] = Counter()
-    token_ids, texts, numbers, truncated = [], [], [], 0
-    for number, (ids, text) in enumerate(zip(all_ids, all_texts, strict=True)):
-        if not len(ids):
-            dropped["empty"] += 1
-            continue
-        if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
-            if overlong == "drop":
-                dropped[f"longer than {max_prompt_tokens} tokens"] += 1
-                continue
-            ids, truncated = ids[-max_prompt_tokens:], truncated + 1
-        token_ids.append(ids)
-        texts.append(text)
-        numbers.append(number)
-    encoded = Encoded(token_ids, texts, numbers, dict(dropped), truncated, others)
-    if not numbers and not others:
-        advice = "raise max_prompt_tokens" if set(dropped) - {"empty"} else "give prompts with text"
-        raise UsageError(f"no prompt is left ({encoded.summary() or 'none was options'}): {advice}")
+    encoded = _fitting(all_ids, all_texts, max_prompt_tokens, overlong, kind="prompts", others=others)
+    if not encoded.numbers and not others:
+        advice = "raise max_prompt_tokens" if any(map(len, all_ids)) else "give prompts with text"
+        raise UsageError(f"no prompt is left ({encoded.summary or 'there was none'}): {advice}")
     return encoded
 
 
@@ -233,14 +234,6 @@ def ending_id(tokenizer: Any, eos_ids: tuple[int, ...]) -> int:
     return tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else eos_ids[-1]
 
 
-class EncodedCompletions(NamedTuple):
-    """Completions that can be learned."""
-
-    token_ids: list[np.ndarray]  # int32, each with EOS at its end, unless it was cut
-    numbers: list[int]  # numbers of these completions among those given
-    summary: str  # what happened to the others, in words; empty if nothing did
-
-
 def encode_completions(
     tokenizer: Any,
     texts: Sequence[str],
@@ -248,7 +241,7 @@ def encode_completions(
     eos_ids: tuple[int, ...],
     max_tokens: int | None = None,
     overlong: Overlong = "drop",
-) -> EncodedCompletions:
+) -> Encoded:
     """Token ids of given completions, each ended by the tokenizer's EOS.
 
     Args:
@@ -265,32 +258,10 @@ def encode_completions(
       UsageError: there is no EOS, or an impossible T.
     """
     eos_id = ending_id(tokenizer, eos_ids)
-    if max_tokens is not None and max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
-    dropped, truncated = Counter[str](), 0
-    token_ids, numbers = [], []
-    for number, ids in enumerate(encode_continuations(tokenizer, texts, eos_ids=eos_ids)):
-        if not len(ids):
-            dropped["empty"] += 1
-            continue
-        ids = np.append(ids, np.int32(eos_id))
-        if max_tokens is not None and len(ids) > max_tokens:
-            if overlong == "drop":
-                dropped[f"longer than {max_tokens} tokens"] += 1
-                continue
-            ids, truncated = ids[:max_tokens], truncated + 1
-        token_ids.append(ids)
-        numbers.append(number)
-    return EncodedCompletions(token_ids, numbers, _left_out("completions", "end", len(numbers), dropped, truncated))
-
-
-class EncodedAnswers(NamedTuple):
-    """Prompts with one answer or several to each, as token ids."""
-
-    prompts: list[list[int]]  # [M]
-    answers: list[tuple[list[int], ...]]  # [M]
-    numbers: list[int]  # [M], numbers of these prompts among those given
-    notes: tuple[str, ...]  # what was dropped or cut, in words
+    check_number("max_tokens", max_tokens, Size)
+    all_ids = encode_continuations(tokenizer, texts, eos_ids=eos_ids)
+    ended = [np.append(ids, np.int32(eos_id)) if len(ids) else ids for ids in all_ids]
+    return _fitting(ended, texts, max_tokens, overlong, kind="completions")
 
 
 def encode_answers(
@@ -306,7 +277,7 @@ def encode_answers(
     end_id: int | None = None,
     chat: bool = False,
     rows: str = "pairs",
-) -> EncodedAnswers:
+) -> tuple[list[list[int]], list[tuple[list[int], ...]], list[int], tuple[str, ...]]:
     """Token ids of prompts and answers. Answers to one prompt are kept where all have tokens and no two are equal.
 
     Args:
@@ -322,11 +293,13 @@ def encode_answers(
       chat: a prompt that is text becomes a user's message of the chat template.
       rows: what one of them is called in notes.
 
+    Returns:
+      M prompts, the answers to each, the numbers of these prompts among all, and what was dropped or cut, in words.
+
     Raises:
       UsageError: as `encode_prompts` does, nothing is left, or the model lacks a token.
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
+    check_number("max_tokens", max_tokens, Size)
     messages = [in_chat(prompt, tokenizer, chat) for prompt in prompts]
     encoded = encode_prompts(
         tokenizer, messages, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong
@@ -346,14 +319,14 @@ def encode_answers(
     if not fitted_rows:
         raise UsageError(f"no {rows.rstrip('s')} is left of {len(prompts)} ({dict(dropped)}): raise max_tokens")
     notes = (
-        encoded.summary(),
+        encoded.summary,
         "; ".join(f"dropped {count} {rows} {reason}" for reason, count in dropped.items()),
         f"{cut} of {len(encoded.numbers)} {rows} have an answer that lost its end" if cut else "",
     )
     if vocab_size is not None:
         check_ids([ids for prompt, several, _ in fitted_rows for ids in (prompt, *several)], vocab_size)
     token_ids, fitting, numbers = (list(part) for part in zip(*fitted_rows, strict=True))
-    return EncodedAnswers(token_ids, fitting, numbers, tuple(filter(None, notes)))
+    return token_ids, fitting, numbers, tuple(filter(None, notes))
 
 
 def _fitted(

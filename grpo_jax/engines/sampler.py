@@ -68,8 +68,7 @@ def sampler_of(
 
     def save(folder, params: Params) -> None:
         if isinstance(params, Adapted):
-            is_fused = pretrained.config.fused_projections
-            peft.save_adapter(folder, params, base=str(pretrained.folder), fused_projections=is_fused)
+            peft.save_adapter(folder, params, base=str(pretrained.folder))
         else:
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 

@@ -12,43 +12,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp  # noqa: F401, read by the examples
 
-from grpo_jax.functional.advantages import (
-    batch_std_advantages,
-    centered_advantages,
-    gpg_advantages,
-    group_advantages,
-    leave_one_out_advantages,
-    max_rl_advantages,
-    opo_advantages,
-    pass_at_k_advantages,
-    rank_advantages,
-)
+from grpo_jax.functional import advantages as A, losses as L, policy_gradient as P
+from grpo_jax.functional.advantages import group_advantages
 from grpo_jax.functional.divergence import kl_k1, kl_k3
-from grpo_jax.functional.losses import (
-    Metrics,
-    clipped_term,
-    constant_length_weights,
-    grpo_loss,
-    sequence_mean_weights,
-    sequence_sum_weights,
-    token_mean_weights,
-)
+from grpo_jax.functional.losses import Metrics, token_mean_weights
 from grpo_jax.functional.numerics import AxisName, is_zero
-from grpo_jax.functional.policy_gradient import (
-    Term,
-    cispo_surrogate,
-    clipped_surrogate,
-    dppo_term,
-    gmpo_term,
-    gspo_log_ratio,
-    ratio_term,
-    reinforce_term,
-    sapo_surrogate,
-    sequence_log_ratio,
-    sequence_mean_log_ratio,
-    token_log_ratio,
-    vespo_term,
-)
+from grpo_jax.functional.policy_gradient import Term
 
 # Read-only, since they are shared.
 _CLIP: Mapping[str, float] = MappingProxyType({"epsilon_low": 0.2, "epsilon_high": 0.2})
@@ -84,11 +53,11 @@ class Objective(NamedTuple):
 
     advantages: Callable[..., jax.Array]
     """(rewards `[..., G]`, lengths `[..., G]` in tokens, *, where `[..., G]`, axis_name) -> `[..., G]`."""
-    term: Term = clipped_term
+    term: Term = L.clipped_term
     """(logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`."""
     constants: Mapping[str, float] = _CLIP
     """Constants of the term, by name. Default: those of the clip."""
-    aggregation: Callable[..., jax.Array] = sequence_mean_weights
+    aggregation: Callable[..., jax.Array] = L.sequence_mean_weights
     """(mask, *, num_completions, axis_name) -> weights `[..., T]`."""
     divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3
     """(logprobs, ref_logprobs) -> `[..., T]`."""
@@ -166,7 +135,7 @@ class Objective(NamedTuple):
             raise ValueError("this method has a KL term: give ref_logprobs, or _replace(kl_coef=0.0)")
         if self.kl_in_reward and ref_logprobs is not None:
             raise ValueError("this method has its KL in the reward: use kl_penalized_rewards, and give no ref_logprobs")
-        return grpo_loss(
+        return L.grpo_loss(
             logprobs,
             old_logprobs,
             advantages,
@@ -187,7 +156,7 @@ _GROUP = ignore_lengths(group_advantages)
 _BY_SEQUENCE = Objective(_GROUP)
 _BY_TOKEN = Objective(_GROUP, aggregation=token_mean_weights)
 _GRPO = Objective(_GROUP, kl_coef=0.04)
-_SEQUENCE_TERM = ratio_term(sequence_log_ratio, clipped_surrogate)
+_SEQUENCE_TERM = P.ratio_term(P.sequence_log_ratio, P.clipped_surrogate)
 _POST = Objective(
     ignore_lengths(group_advantages, ddof=0, eps=1e-8), term=_SEQUENCE_TERM, kl_coef=0.01, per_completion=True
 )
@@ -195,25 +164,25 @@ _POST = Objective(
 PRESETS: dict[str, Objective] = {
     # DeepSeekMath (2402.03300)
     "grpo": _GRPO,
-    "rank": _GRPO._replace(advantages=ignore_lengths(rank_advantages)),
+    "rank": _GRPO._replace(advantages=ignore_lengths(A.rank_advantages)),
     # 2503.20783
-    "dr_grpo": Objective(ignore_lengths(centered_advantages), aggregation=constant_length_weights),
+    "dr_grpo": Objective(ignore_lengths(A.centered_advantages), aggregation=L.constant_length_weights),
     # TRL's loss_type "bnpo", with the mean over the whole optimizer batch. TRL's mean is over the local batch, so that
     # its value depends on how the batch is split over devices and gradient accumulation.
     "bnpo": _BY_TOKEN,
     # 2503.14476: clip-higher and the token mean.
     "dapo": _BY_TOKEN.with_constants(epsilon_high=0.28),
     # 2507.18071
-    "gspo": _BY_SEQUENCE._replace(term=ratio_term(gspo_log_ratio, clipped_surrogate)).with_constants(
+    "gspo": _BY_SEQUENCE._replace(term=P.ratio_term(P.gspo_log_ratio, P.clipped_surrogate)).with_constants(
         epsilon_low=3e-4, epsilon_high=4e-4
     ),
     # 2506.13585: a cap of 5 and no lower bound.
-    "cispo": _BY_TOKEN._replace(term=ratio_term(token_log_ratio, cispo_surrogate), takes_delta=False).with_constants(
-        epsilon_low=1.0, epsilon_high=4.0
-    ),
+    "cispo": _BY_TOKEN._replace(
+        term=P.ratio_term(P.token_log_ratio, P.cispo_surrogate), takes_delta=False
+    ).with_constants(epsilon_low=1.0, epsilon_high=4.0),
     # 2402.14740
     "rloo": Objective(
-        ignore_lengths(leave_one_out_advantages),
+        ignore_lengths(A.leave_one_out_advantages),
         term=_SEQUENCE_TERM,
         kl_coef=0.05,
         kl_in_reward=True,
@@ -225,36 +194,38 @@ PRESETS: dict[str, Objective] = {
     # The second post ranks the completions of a group, and then writes its advantage of rewards. This preset takes the
     # advantage of the ranks.
     "introduction_post_rank": _POST._replace(
-        advantages=ignore_lengths(rank_advantages, ddof=0, eps=1e-8)
+        advantages=ignore_lengths(A.rank_advantages, ddof=0, eps=1e-8)
     ).with_constants(epsilon_low=0.15, epsilon_high=0.15),
     # 2507.20673; epsilons are of the log-ratio.
-    "gmpo": _BY_SEQUENCE._replace(term=gmpo_term, per_completion=True, takes_delta=False).with_constants(
+    "gmpo": _BY_SEQUENCE._replace(term=P.gmpo_term, per_completion=True, takes_delta=False).with_constants(
         epsilon_low=0.4, epsilon_high=0.4
     ),
     # 2511.20347
-    "sapo": _BY_SEQUENCE._replace(term=ratio_term(token_log_ratio, sapo_surrogate), constants=_NONE, takes_delta=False),
+    "sapo": _BY_SEQUENCE._replace(
+        term=P.ratio_term(P.token_log_ratio, P.sapo_surrogate), constants=_NONE, takes_delta=False
+    ),
     # 2602.04879
-    "dppo": _BY_TOKEN._replace(term=dppo_term, constants=_NONE, takes_delta=False, ratio_to_sampler=True),
+    "dppo": _BY_TOKEN._replace(term=P.dppo_term, constants=_NONE, takes_delta=False, ratio_to_sampler=True),
     # 2602.05261: the sum over |o| tokens weighs a completion by its length; epsilons as in GSPO.
     "luspo": _BY_SEQUENCE._replace(
-        term=ratio_term(sequence_mean_log_ratio, clipped_surrogate),
-        aggregation=sequence_sum_weights,
+        term=P.ratio_term(P.sequence_mean_log_ratio, P.clipped_surrogate),
+        aggregation=L.sequence_sum_weights,
         per_completion=True,
     ).with_constants(epsilon_low=3e-4, epsilon_high=4e-4),
     # 2602.10693
-    "vespo": _BY_TOKEN._replace(term=vespo_term, constants=_NONE, takes_delta=False),
+    "vespo": _BY_TOKEN._replace(term=P.vespo_term, constants=_NONE, takes_delta=False),
     # 2505.23585: exactly on-policy.
-    "opo": _BY_TOKEN._replace(advantages=opo_advantages, term=reinforce_term, constants=_NONE, takes_delta=False),
+    "opo": _BY_TOKEN._replace(advantages=A.opo_advantages, term=P.reinforce_term, constants=_NONE, takes_delta=False),
     # 2504.02546
     "gpg": _BY_TOKEN._replace(
-        advantages=ignore_lengths(gpg_advantages), term=reinforce_term, constants=_NONE, takes_delta=False
+        advantages=ignore_lengths(A.gpg_advantages), term=P.reinforce_term, constants=_NONE, takes_delta=False
     ),
     # 2602.02710
-    "max_rl": _BY_TOKEN._replace(advantages=ignore_lengths(max_rl_advantages)),
+    "max_rl": _BY_TOKEN._replace(advantages=ignore_lengths(A.max_rl_advantages)),
     # 2508.08221
-    "lite_ppo": _BY_TOKEN._replace(advantages=ignore_lengths(batch_std_advantages)),
+    "lite_ppo": _BY_TOKEN._replace(advantages=ignore_lengths(A.batch_std_advantages)),
     # 2508.10751, k = 4 of 8.
-    "pass_at_k": _BY_TOKEN._replace(advantages=ignore_lengths(pass_at_k_advantages, k=4), min_group_size=4),
+    "pass_at_k": _BY_TOKEN._replace(advantages=ignore_lengths(A.pass_at_k_advantages, k=4), min_group_size=4),
 }
 
 
@@ -289,8 +260,8 @@ def check(objective: Objective, *, group_size: int = 8) -> None:
             "kl_k1 in the loss has no expected gradient: take kl_unbiased, or set kl_in_reward or kl_bias_correction"
         )
     by_sequence = getattr(objective.aggregation, "func", objective.aggregation) in (
-        sequence_mean_weights,
-        sequence_sum_weights,
+        L.sequence_mean_weights,
+        L.sequence_sum_weights,
     )
     if not by_sequence and objective.per_completion:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Attention of rows in training, and of one more token of each completion in decoding, with rotary positions.
 
 Letters as in `transformer`. Query heads that share a key-value head have an axis Q of their own, so that keys and
-values are not repeated for them. R: features of a head that are rotated.
+values are not repeated for them.
 """
 
 import math
@@ -14,40 +14,25 @@ from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.functional.products import einsum, sum_over_queries
-from grpo_jax.models.cache import (
-    KeyValues,
-    prompt_keys,
-    score_cache,
-    score_prompt,
-    split_blocks,
-    sum_cache,
-    sum_prompt,
-    write_tokens,
-)
-from grpo_jax.models.config import (
-    AttentionKind,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    Rotation,
-    YarnScaling,
-)
+from grpo_jax.models import cache as caches
+from grpo_jax.models.cache import KeyValues
+from grpo_jax.models.config import AttentionKind, RopeScaling, Rotation
 
 Angles = tuple[jax.Array, jax.Array]  # from `rotary_angles`
 
 
 def rotary_angles(positions: jax.Array, rotation: Rotation | None, features: int) -> Angles:
-    """cos and sin of position · θ^(−2i/R), i = 0 … R/2 − 1. RoPE (2104.09864).
+    """cos and sin of position · θ^(−2i/E), i = 0 … E/2 − 1. RoPE (2104.09864).
 
     A scaling makes other frequencies of them, and may make both factors larger.
 
     Args:
       positions: int `[N, M]`.
       rotation: θ and scaling; None: nothing turns.
-      features: R, of a head, that are rotated.
+      features: E, of a head.
 
     Returns:
-      (cos, cos) and (−sin, sin), float32 `[N, M, 1, R]`.
+      (cos, cos) and (−sin, sin), float32 `[N, M, 1, E]`.
     """
     frequencies, factor = _frequencies(rotation, features)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
@@ -58,44 +43,41 @@ def rotary_angles(positions: jax.Array, rotation: Rotation | None, features: int
 
 
 def _frequencies(rotation: Rotation | None, features: int) -> tuple[jax.Array, float]:
-    """`[R/2]`, and what queries and keys are multiplied by."""
+    """`[E/2]`, and what queries and keys are multiplied by."""
     if rotation is None:
         return jnp.zeros(features // 2), 1.0
     frequencies = rotation.theta ** (-jnp.arange(0, features, 2, dtype=jnp.float32) / features)
-    match rotation.scaling:
-        case None:
-            return frequencies, 1.0
-        case LinearScaling(factor):
-            return frequencies / factor, 1.0
-        case Llama3Scaling() as scaling:
-            return _llama3(frequencies, scaling), 1.0
-        case YarnScaling() as scaling:
-            return _yarn(frequencies, scaling, rotation.theta, features)
-        case LongRopeScaling() as scaling:
-            return _longrope(frequencies, scaling)
-    raise AssertionError(rotation.scaling)
+    scaling = rotation.scaling
+    if scaling is None:
+        return frequencies, 1.0
+    if scaling.rope_type == "yarn":
+        return _yarn(frequencies, scaling, rotation.theta, features)
+    return _llama3(frequencies, scaling) if scaling.rope_type == "llama3" else frequencies / scaling.factor, 1.0
 
 
-def _llama3(frequencies: jax.Array, scaling: Llama3Scaling) -> jax.Array:
+def _llama3(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
     """Waves longer than original/low are stretched by `factor`, those shorter than original/high stay.
 
     Frequencies in between are mixed linearly in original/wavelength (2407.21783).
     """
-    factor, low, high, original = scaling
+    _, factor, original, low, high, *_ = scaling
+    assert low
+    assert high
     waves = original * frequencies / (2 * jnp.pi)  # that fit into the original context
     unscaled = jnp.clip((waves - low) / (high - low), 0.0, 1.0)
     return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
-def _yarn(frequencies: jax.Array, scaling: YarnScaling, theta: float, features: int) -> tuple[jax.Array, float]:
+def _yarn(frequencies: jax.Array, scaling: RopeScaling, theta: float, features: int) -> tuple[jax.Array, float]:
     """Waves of fewer than β_slow turns in the original context are stretched by `factor`, of more than β_fast kept.
 
-    Frequencies in between are mixed linearly in their number, 0 to R/2 − 1 (2309.00071).
+    Frequencies in between are mixed linearly in their number, 0 to E/2 − 1 (2309.00071).
     """
+
+    original = scaling.original_max_position_embeddings
 
     def place(rotations: float) -> float:
         """The number of the frequency with so many turns, a fraction."""
-        original = scaling.original_max_position_embeddings
         return features * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = place(scaling.beta_fast), place(scaling.beta_slow)
@@ -110,18 +92,8 @@ def _yarn(frequencies: jax.Array, scaling: YarnScaling, theta: float, features: 
     return mixed, 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
 
 
-def _longrope(frequencies: jax.Array, scaling: LongRopeScaling) -> tuple[jax.Array, float]:
-    """Frequencies of texts up to the original context, each over its own short factor (2402.13753)."""
-    divided = frequencies / jnp.array(scaling.short_factor, jnp.float32)
-    if scaling.attention_factor is not None:
-        return divided, scaling.attention_factor
-    if scaling.factor <= 1:
-        return divided, 1.0
-    return divided, math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
-
-
 def rotate(x: jax.Array, angles: Angles) -> jax.Array:
-    """Turns feature i against feature i + R/2, as Hugging Face checkpoints pair them; those from R on stay.
+    """Turns feature i against feature i + E/2, as Hugging Face checkpoints pair them.
 
     Args:
       x: `[N, M, heads, E]`.
@@ -131,9 +103,6 @@ def rotate(x: jax.Array, angles: Angles) -> jax.Array:
       As x.
     """
     cos, sin = angles
-    features = cos.shape[-1]
-    if features < x.shape[-1]:
-        return jnp.concatenate([rotate(x[..., :features], angles), x[..., features:]], axis=-1)
     exact = x.astype(jnp.float32)
     first, second = jnp.split(exact, 2, axis=-1)
     return (exact * cos + jnp.concatenate([second, first], axis=-1) * sin).astype(x.dtype)
@@ -203,7 +172,7 @@ def attend_rows(
         part_queries = part_queries.reshape(n, -1, size, k, q, e).transpose(0, 3, 1, 4, 2, 5)
         states = core(part_queries, *map(behind_prompt, shared, of_parts), masks[1], prefix=width, reach=reaches[1])
         attended.append(states.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e))
-    prompt = KeyValues(prompt_keys(shared[0][:, :, 0]), shared[1][:, :, 0])
+    prompt = KeyValues(caches.prompt_keys(shared[0][:, :, 0]), shared[1][:, :, 0])
     return jnp.concatenate(attended, axis=1), prompt
 
 
@@ -422,19 +391,19 @@ def attend_past(
         """`[N, G·W, K, ..., E]` -> `[N, K, G, ..., W, E]`."""
         return jnp.moveaxis(x.reshape(n, g, w, *x.shape[2:]), (3, 2), (1, -2))
 
-    cache = write_tokens(cache, by_heads(keys), by_heads(values), places)
+    cache = caches.write_tokens(cache, by_heads(keys), by_heads(values), places)
     queries = by_heads(scores.scaled(queries)).reshape(n, k, g, q * w, e)
     if w > 1:
         masks = tuple(jnp.repeat(mask, q, axis=3).reshape(*mask.shape[:3], 1, q * w, -1) for mask in masks)
     bias, own_bias = (_bias(mask)[:, :, :, 0] for mask in masks)
-    of_prompt = softcapped(score_prompt(queries, prompt), scores.softcap) + bias
-    suffix = softcapped(score_cache(queries, cache), scores.softcap) + split_blocks(own_bias, cache)
+    of_prompt = softcapped(caches.score_prompt(queries, prompt), scores.softcap) + bias
+    suffix = softcapped(caches.score_cache(queries, cache), scores.softcap) + caches.split_blocks(own_bias, cache)
 
     maximum = jnp.maximum(jnp.max(of_prompt, axis=-1), jnp.max(suffix, axis=(-3, -1)))
     of_prompt, suffix = jnp.exp(of_prompt - maximum[..., None]), jnp.exp(suffix - maximum[..., None, :, None])
     total = jnp.sum(of_prompt, axis=-1) + jnp.sum(suffix, axis=(-3, -1))
     of_prompt, suffix = (x.astype(queries.dtype) for x in (of_prompt, suffix))
-    attended = (sum_prompt(of_prompt, prompt) + sum_cache(suffix, cache)) / total[..., None]
+    attended = (caches.sum_prompt(of_prompt, prompt) + caches.sum_cache(suffix, cache)) / total[..., None]
     attended = attended.astype(values.dtype).reshape(n, k, g, q, w, e).transpose(0, 2, 4, 1, 3, 5)
     return attended.reshape(n, m, k, q, e), cache
 

@@ -62,10 +62,10 @@ class Experts(nn.Module):
 
         def mixed(x: jax.Array, router: jax.Array, kernels: Any) -> tuple[jax.Array, Routing]:
             tokens = x.reshape(-1, width)
-            routes = route(tokens, router, config.num_experts_per_tok, normalise=config.norm_topk_prob)
-            routing = Routing(routes.experts, jnp.sum(jax.scipy.special.entr(routes.probabilities), axis=-1))
+            routing, weights = route(tokens, router, config.num_experts_per_tok, normalise=config.norm_topk_prob)
+            mixed_tokens = mixture(tokens, routing.experts, weights, kernels).reshape(x.shape)
             routing = jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), routing)
-            return mixture(tokens, routes, kernels).reshape(x.shape), jax.lax.stop_gradient(routing)
+            return mixed_tokens, jax.lax.stop_gradient(routing)
 
         y, routing = _shared_out(mixed, x, router, kernels, is_decoding=self.is_decoding)
         self.sow("routing", "routing", routing, init_fn=lambda: None, reduce_fn=lambda _, new: new)
@@ -112,15 +112,7 @@ def _shared_out(
     return jax.shard_map(on_device, in_specs=(rows, PartitionSpec(), cuts), out_specs=rows)(x, router, kernels)
 
 
-class Routes(NamedTuple):
-    """The experts that tokens go to."""
-
-    experts: jax.Array  # int32 [M, J], the largest probability first
-    weights: jax.Array  # float32 [M, J]
-    probabilities: jax.Array  # float32 [M, X], of all experts
-
-
-def route(x: jax.Array, router: jax.Array, num_chosen: int, *, normalise: bool) -> Routes:
+def route(x: jax.Array, router: jax.Array, num_chosen: int, *, normalise: bool) -> tuple[Routing, jax.Array]:
     """The experts of each token, and their weights.
 
     In float32 also for bfloat16 tokens: a rounding of the scores can send a token to another expert, in the sampler and
@@ -133,7 +125,8 @@ def route(x: jax.Array, router: jax.Array, num_chosen: int, *, normalise: bool) 
       normalise: whether the weights of a token add up to 1.
 
     Returns:
-      The routes. Choosing has no gradient; weights have.
+      `Routing` `[M, J]`, the largest probability first, and weights, float32 `[M, J]`. Choosing has no gradient;
+      weights have.
     """
     scores = jnp.matmul(x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     probabilities = jax.nn.softmax(scores)
@@ -142,25 +135,25 @@ def route(x: jax.Array, router: jax.Array, num_chosen: int, *, normalise: bool) 
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if normalise:
         weights /= jnp.sum(weights, axis=-1, keepdims=True)
-    return Routes(experts, weights, probabilities)
+    return Routing(experts, jnp.sum(jax.scipy.special.entr(probabilities), axis=-1)), weights
 
 
-def mixture(x: jax.Array, routes: Routes, kernels: Mapping[str, Any]) -> jax.Array:
+def mixture(x: jax.Array, experts: jax.Array, weights: jax.Array, kernels: Mapping[str, Any]) -> jax.Array:
     """Σⱼ wⱼ · MLP_eⱼ(x).
 
     Args:
       x: `[M, D]`.
-      routes: of its tokens.
+      experts, weights: of its tokens, from `route`.
       kernels: by projection. Each holds `kernel`: gate_proj and up_proj `[X, D, F]`, down_proj `[X, F, D]`. Where it is
         adapted it holds `a` `[X, in, R]` and `b` `[X, R, out]` too.
 
     Returns:
       `[M, D]`, in the dtype of x.
     """
-    num_tokens, num_chosen = routes.experts.shape
-    order = jnp.argsort(routes.experts.ravel(), stable=True)
+    num_tokens, num_chosen = experts.shape
+    order = jnp.argsort(experts.ravel(), stable=True)
     place = jnp.argsort(order)  # of each row of the tokens among the sorted ones
-    sizes = jnp.bincount(routes.experts.ravel(), length=kernels["gate_proj"]["kernel"].shape[0])
+    sizes = jnp.bincount(experts.ravel(), length=kernels["gate_proj"]["kernel"].shape[0])
 
     def project(name: str, rows: jax.Array) -> jax.Array:
         adapted = kernels[name]
@@ -174,7 +167,7 @@ def mixture(x: jax.Array, routes: Routes, kernels: Mapping[str, Any]) -> jax.Arr
     gate, up = (checkpoint_name(project(name, rows), "gated") for name in ("gate_proj", "up_proj"))
     rows = _permuted(project("down_proj", nn.silu(gate) * up), place, order)
     rows = rows.reshape(num_tokens, num_chosen, -1).astype(jnp.float32)
-    return jnp.einsum("mjd,mj->md", rows, routes.weights).astype(x.dtype)
+    return jnp.einsum("mjd,mj->md", rows, weights).astype(x.dtype)
 
 
 @jax.custom_vjp

@@ -1,39 +1,20 @@
 """config.json of the model families of transformers: onto `ModelConfig`, and back.
 
 All families are settings of one decoder. transformers completes a file with its defaults and brings it into the form of
-its version 5. What all files have in common is then read once. The rest is a row of FAMILIES: a function from the file
-to the fields of `ModelConfig` that only this family sets.
+its version 5, and what a family's class in transformers does not know is left out. All files are then read alike. The
+rest is a row of FAMILIES: the fields of `ModelConfig` that are the same in every model of the family.
 """
 
 import os
-from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, get_args, get_type_hints
 
 from grpo_jax.errors import UsageError, abbreviate
-from grpo_jax.models.config import (
-    MOST,
-    ExpertsConfig,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    ModelConfig,
-    RopeScaling,
-    YarnScaling,
-    check_whole,
-)
+from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling
+from grpo_jax.options import check_types
 
 File = dict[str, Any]  # the contents of a config.json
 Fields = dict[str, Any]  # of ModelConfig, by name
-
-
-class Family(NamedTuple):
-    """Fields of config.json that only this family has."""
-
-    name: str  # in the names of classes: the Llama of LlamaForCausalLM
-    fields: Callable[[File], Fields]  # what differs from `_common_fields`
-    classifier: str = ""  # its name in that of the class of classifiers, where it is another
-    rope: Callable[[File], Fields] | None = None  # instead of `_rope`
 
 
 def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
@@ -54,13 +35,11 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
         raise UsageError(
             f"model_type {abbreviate(model_type)} is not supported{_refused(config)}; choose one of {tuple(FAMILIES)}"
         )
-    family = FAMILIES[model_type]
     _check(config)
     # A model without this number has no known limit, and no warning of long texts.
     longest = {"max_position_embeddings": config.get("max_position_embeddings")}
-    file = _complete(config)
-    fields = _common_fields(file) | longest | (family.rope or _rope)(file) | family.fields(file)
-    return ModelConfig(**fields, **overrides)
+    _, constants = FAMILIES[model_type]
+    return ModelConfig(**_fields(_complete(config)) | longest | constants, **overrides)
 
 
 def config_to_huggingface(config: ModelConfig) -> File:
@@ -83,8 +62,8 @@ def config_to_huggingface(config: ModelConfig) -> File:
         except UsageError:
             return False
 
-    for model_type, family in FAMILIES.items():
-        written = {"architectures": [f"{family.name}ForCausalLM"], "model_type": model_type} | _file(model_type, config)
+    for model_type, (name, _) in FAMILIES.items():
+        written = {"architectures": [f"{name}ForCausalLM"], "model_type": model_type} | _file(model_type, config)
         if reads_back(written):
             return written
     raise UsageError(f"no model of transformers has this combination of options: {config}")
@@ -109,28 +88,60 @@ def _config_class(model_type: str) -> Any:
 def _complete(file: File) -> File:
     """Returns the file as transformers 5 would write it, with a value for everything that it leaves out."""
     # Default tokens of transformers may lie outside of a small vocabulary, and it would warn of them.
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    tokens, config_class = (
+        dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        _config_class(file["model_type"]),
+    )
     try:
         # It changes what it reads.
-        return _config_class(file["model_type"]).from_dict(deepcopy(file) | tokens).to_dict()
+        completed = config_class.from_dict(deepcopy(file) | tokens).to_dict()
     except Exception as error:  # each kind of wrong value has its own
         reason = " ".join(str(error).split())[:300]
         raise UsageError(
             f"transformers cannot read config.json ({reason}): correct it, or download it again"
         ) from error
+    known = config_class().to_dict() | {"head_dim": None}  # Qwen3-MoE's class does not list it, and its model reads it
+    if ("full_attention" in completed["rope_parameters"]) != ("full_attention" in known["rope_parameters"]):
+        raise UsageError("rope_parameters that differ between layers are not supported in this family")
+    return {name: value for name, value in completed.items() if name in known}
 
 
-def _common_fields(file: File) -> Fields:
-    fields = {name: file[name] for name in (*_SIZES, *_SAME) if file.get(name) is not None}
-    return {"head_dim": file["hidden_size"] // file["num_attention_heads"]} | fields
+def _fields(file: File) -> Fields:
+    """Returns what a complete file says, but for what all models of its family have."""
+    heads, layers = file["num_attention_heads"], file["num_hidden_layers"]
+    fields = {name: file[name] for name in (*_SIZES, *_SAME, *_CAPS) if file.get(name) is not None}
+    fields = {"head_dim": file["hidden_size"] // heads} | fields | _rope(file) | _experts(file)
+    fields |= dict.fromkeys(("qkv_bias", "o_bias"), bool(file.get("attention_bias")))
+    fields |= {"mlp_bias": bool(file.get("mlp_bias"))}
+    fields["unrotated_layers"] = tuple(i for i, rotated in enumerate(file.get("no_rope_layers") or ()) if not rotated)
+    kinds = file.get("layer_types") or ["sliding_attention"] * layers
+    sliding = tuple(layer for layer in range(layers) if kinds[layer] == "sliding_attention")
+    if file.get("sliding_window") and sliding:
+        fields["sliding_window"] = file["sliding_window"]
+        fields["sliding_layers"] = sliding if len(sliding) < layers else None
+    if file["model_type"].startswith("gemma"):
+        fields["embedding_multiplier"] = file["hidden_size"] ** 0.5
+        fields["hidden_act"] = file.get("hidden_activation") or file["hidden_act"]
+    if file["model_type"] == "gemma3_text" and file["attn_logit_softcapping"] is not None:
+        raise UsageError("attn_logit_softcapping is not supported in Gemma 3")  # transformers does not compute it
+    return fields
+
+
+def _experts(file: File) -> Fields:
+    """Returns the mixture of experts, if there is one."""
+    if file.get("mlp_only_layers") or file.get("decoder_sparse_step", 1) != 1:
+        raise UsageError("mlp_only_layers and decoder_sparse_step are not supported: every layer must have experts")
+    if "num_local_experts" not in file:
+        return {}
+    sizes = file["num_local_experts"], file["num_experts_per_tok"]
+    width: Any = file.get("moe_intermediate_size", file["intermediate_size"])
+    return {"experts": ExpertsConfig(*sizes, width, file.get("norm_topk_prob", True))}
 
 
 def _file(model_type: str, config: ModelConfig) -> File:
     """Returns what a file of this family says of a configuration, by the names that its class in transformers has."""
     known = _config_class(model_type)().to_dict()
     rope: dict[str, Any] = _rope_parameters(config)
-    if "partial_rotary_factor" in known["rope_parameters"]:
-        rope |= {"partial_rotary_factor": config.partial_rotary_factor}
     written = {name: getattr(config, name) for name in (*_SIZES, *_SAME, *_CAPS, "sliding_window", "mlp_bias")}
     written |= config.experts._asdict() | {"num_local_experts": config.experts.num_experts} if config.experts else {}
     written |= {
@@ -139,7 +150,6 @@ def _file(model_type: str, config: ModelConfig) -> File:
         "use_sliding_window": config.sliding_window is not None,
         "layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows],
         "no_rope_layers": [int(rotation is not None) for rotation in config.rotations],
-        "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
         "max_position_embeddings": config.max_position_embeddings,
     }
     # Earlier transformers read these names.
@@ -161,198 +171,73 @@ def _check(file: File) -> None:
             raise UsageError(f"{unsupported} {abbreviate(file[unsupported])} is not supported")
     if missing := [name for name in _SIZES if name not in file]:
         raise UsageError(f"config.json lacks {', '.join(missing)}")
-    for name in _SIZES:
-        check_whole(name, file[name], MOST[name])
+    if file.get("partial_rotary_factor") not in (None, 1.0):
+        raise UsageError(f"partial_rotary_factor {abbreviate(file['partial_rotary_factor'])} is not supported")
+    check_types(ModelConfig, {name: file[name] for name in _SIZES})
 
 
 def _refused(file: File) -> str:
     """Why a model is not supported, where that is known."""
-    if any(file.get(name) for name in ("vision_config", "audio_config")) or file.get("model_type") in _WITH_TOWERS:
+    if any(name in file for name in ("vision_config", "audio_config", "text_config")):
         return " (a model with towers for images or sound: take a text model)"
     return ""
 
-
-_WITH_TOWERS = (
-    "gemma3",
-    "gemma3n",
-    "llama4",
-    "mllama",
-    "llava",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "phi4_multimodal",
-)
 
 # ---- rotations
 
 
 def _rope(file: File) -> Fields:
-    """Base and scaling."""
-    if "rope_theta" not in file["rope_parameters"]:
-        raise UsageError("rope_parameters that differ between layers are not supported in this family")
-    for part in (file["rope_parameters"], file):
-        if part.get("partial_rotary_factor") not in (None, 1.0):
-            raise UsageError(f"partial_rotary_factor {abbreviate(part['partial_rotary_factor'])} is not supported")
-    return _one_rope(file["rope_parameters"], file)
-
-
-def _one_rope(rope: dict[str, Any], file: File) -> Fields:
-    return {"rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, file)}
-
-
-# By rope_type.
-_SCALINGS: dict[str, type[RopeScaling]] = {
-    "linear": LinearScaling,
-    "llama3": Llama3Scaling,
-    "yarn": YarnScaling,
-    "longrope": LongRopeScaling,
-}
+    """Base and scaling. In Gemma 3 layers with a window have a base of their own, and no scaling."""
+    rope, local = file["rope_parameters"], None
+    if "full_attention" in rope:
+        rope, local = rope["full_attention"], rope["sliding_attention"]
+        if _scaling(local, file):
+            raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise UsageError(f"partial_rotary_factor {abbreviate(rope['partial_rotary_factor'])} is not supported")
+    fields = {"rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, file)}
+    return fields if local is None else fields | {"rope_local_base_freq": local["rope_theta"]}
 
 
 def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
-    kind = rope["rope_type"]
-    if kind == "default":
+    if rope["rope_type"] == "default":
         return None
-    if kind not in _SCALINGS:
-        raise UsageError(f"rope scaling {abbreviate(rope)} is not supported, only {tuple(_SCALINGS)}")
-    scaling: Any = _SCALINGS[kind]
-    fields = {name: value for name, value in rope.items() if value is not None}
-    longest, length = file["max_position_embeddings"], "original_max_position_embeddings"
-    fields[length] = original = file.get(length) or fields.get(length) or longest
-    if kind == "longrope":
-        fields.setdefault("factor", longest / original)
-    values = {name: fields[name] for name in scaling._fields if name in fields}
-    return scaling(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    if rope["rope_type"] not in _SCALINGS:
+        raise UsageError(f"rope scaling {abbreviate(rope)} is not supported, only {_SCALINGS}")
+    fields = {name: rope[name] for name in RopeScaling._fields if rope.get(name) is not None}
+    return RopeScaling(**{"original_max_position_embeddings": file["max_position_embeddings"]} | fields)
+
+
+_SCALINGS = get_args(get_type_hints(RopeScaling)["rope_type"])
 
 
 def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `_rope`, as transformers 5 has it."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling := config.rope_scaling:
-        kind = next(name for name, kind in _SCALINGS.items() if isinstance(scaling, kind))
         fields = {x: y for x, y in scaling._asdict().items() if y != scaling._field_defaults.get(x, ...)}
-        rope |= {"rope_type": kind, **{x: list(y) if isinstance(y, tuple) else y for x, y in fields.items()}}
+        if scaling.rope_type == "linear":
+            del fields["original_max_position_embeddings"]  # which transformers would not know
+        rope |= fields
     return rope
-
-
-def _rope_by_layer(file: File) -> Fields:
-    """Gemma 3's: one for layers with the window, without scaling, and one for the others."""
-    local = file["rope_parameters"]["sliding_attention"]
-    if _scaling(local, file):
-        raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
-    return _one_rope(file["rope_parameters"]["full_attention"], file) | {"rope_local_base_freq": local["rope_theta"]}
-
-
-def _partial_rope(file: File) -> Fields:
-    """Phi's: of a part of the features."""
-    rope = file["rope_parameters"]
-    return _one_rope(rope, file) | {"partial_rotary_factor": rope["partial_rotary_factor"]}
-
-
-# ---- what several families say
-
-
-def _attention_bias(file: File) -> Fields:
-    """Reads one flag for the biases of all four projections."""
-    return dict.fromkeys(("qkv_bias", "o_bias"), bool(file.get("attention_bias")))
-
-
-def _window(file: File) -> Fields:
-    """The window in the layers that layer_types names; without it, in all."""
-    kinds, layers = file.get("layer_types"), file["num_hidden_layers"]
-    sliding = [layer for layer in range(layers) if not kinds or kinds[layer] == "sliding_attention"]
-    if not file.get("sliding_window") or not sliding:
-        return {}
-    return {
-        "sliding_window": file["sliding_window"],
-        "sliding_layers": tuple(sliding) if len(sliding) < layers else None,
-    }
 
 
 # ---- families
 
 
-def _llama(file: File) -> Fields:
-    return _attention_bias(file) | {"mlp_bias": bool(file.get("mlp_bias"))}
-
-
-def _qwen2(file: File) -> Fields:
-    return {"qkv_bias": True, **_window(file)}
-
-
-def _qwen3(file: File) -> Fields:
-    return {"qk_norm": True, **_attention_bias(file), **_window(file)}
-
-
-def _mixtral(file: File) -> Fields:
-    experts = ExpertsConfig(
-        num_experts=file["num_local_experts"],
-        num_experts_per_tok=file["num_experts_per_tok"],
-        moe_intermediate_size=file["intermediate_size"],
-        norm_topk_prob=True,
-    )
-    return {**_window(file), "experts": experts}
-
-
-def _qwen3_moe(file: File) -> Fields:
-    if file["mlp_only_layers"] or file["decoder_sparse_step"] != 1:
-        raise UsageError("mlp_only_layers and decoder_sparse_step are not supported: every layer must have experts")
-    experts = ExpertsConfig(
-        num_experts=file["num_local_experts"],
-        num_experts_per_tok=file["num_experts_per_tok"],
-        moe_intermediate_size=file["moe_intermediate_size"],
-        norm_topk_prob=file["norm_topk_prob"],
-    )
-    return {"qk_norm": True, **_attention_bias(file), **_window(file), "experts": experts}
-
-
-def _smollm3(file: File) -> Fields:
-    unrotated = tuple(layer for layer in range(file["num_hidden_layers"]) if not file["no_rope_layers"][layer])
-    return {"unrotated_layers": unrotated, **_window(file), **_llama(file)}
-
-
-def _olmo2(file: File) -> Fields:
-    return {"norms": "after", "qk_norm": True, "qk_norm_across_heads": True, **_attention_bias(file)}
-
-
-def _phi3(file: File) -> Fields:
-    return {"fused_projections": True, **_window(file)}
-
-
-def _gemma(file: File) -> Fields:
-    scaled = {"zero_centered_norms": True, "embedding_multiplier": file["hidden_size"] ** 0.5}
-    return scaled | _attention_bias(file)
-
-
-def _gemma2(file: File) -> Fields:
-    return {
-        "norms": "around",
-        "hidden_act": file["hidden_activation"],
-        **{name: file[name] for name in _CAPS},
-        **_gemma(file),
-        **_window(file),
-    }
-
-
-def _gemma3(file: File) -> Fields:
-    if file["attn_logit_softcapping"] is not None:  # transformers reads it and does not compute it
-        raise UsageError("attn_logit_softcapping is not supported in Gemma 3")
-    return {"qk_norm": True, **_gemma2(file)}
-
-
-# By model_type. A configuration that several have is written as the first one.
-FAMILIES: dict[str, Family] = {
-    "llama": Family("Llama", _llama),
-    "mistral": Family("Mistral", _window),
-    "qwen2": Family("Qwen2", _qwen2),
-    "qwen3": Family("Qwen3", _qwen3),
-    "smollm3": Family("SmolLM3", _smollm3),
-    "olmo2": Family("Olmo2", _olmo2),
-    "phi3": Family("Phi3", _phi3, rope=_partial_rope),
-    "gemma": Family("Gemma", _gemma),
-    "gemma2": Family("Gemma2", _gemma2),
-    "gemma3_text": Family("Gemma3", _gemma3, "Gemma3Text", _rope_by_layer),
-    "mixtral": Family("Mixtral", _mixtral),
-    "qwen3_moe": Family("Qwen3Moe", _qwen3_moe),
+_GEMMA: Fields = {"zero_centered_norms": True}
+# By model_type: its name in those of classes, such as LlamaForCausalLM, and what all of its models have in common. A
+# configuration that several have is written as the first one.
+FAMILIES: dict[str, tuple[str, Fields]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {"qkv_bias": True}),
+    "qwen3": ("Qwen3", {"qk_norm": True}),
+    "smollm3": ("SmolLM3", {}),
+    "olmo2": ("Olmo2", {"norms": "after", "qk_norm": True, "qk_norm_across_heads": True}),
+    "gemma": ("Gemma", _GEMMA),
+    "gemma2": ("Gemma2", _GEMMA | {"norms": "around"}),
+    "gemma3_text": ("Gemma3", _GEMMA | {"norms": "around", "qk_norm": True}),
+    "mixtral": ("Mixtral", {}),
+    "qwen3_moe": ("Qwen3Moe", {"qk_norm": True}),
 }

@@ -15,12 +15,11 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.errors import UsageError
 from grpo_jax.models.attention import Angles, rotary_angles
 from grpo_jax.models.cache import Prefix
 from grpo_jax.models.config import ModelConfig
@@ -147,41 +146,33 @@ def _take(x: jax.Array, places: jax.Array) -> jax.Array:
 # ---- positions and masks
 
 
-class Seen(NamedTuple):
-    """The positions of the tokens of a call in one layer, and what they attend to.
+@partial(jax.tree_util.register_dataclass, data_fields=["angles", "masks", "places"], meta_fields=["reaches"])
+@dataclass(frozen=True)
+class Geometry:
+    """The positions of the tokens of a call and what they attend to: what differs between layers once.
 
     Masks are bool, true where a query may look, at least once for each query. They broadcast against scores
     `[N, K, G, Q, queries, keys]`, and there are two. Rows: of the prompt over itself, and of each part over the prompt
     and itself in a row. The next tokens of each completion: over the prompt, and over the cache.
     """
 
-    angles: Angles
-    masks: tuple[jax.Array, ...]
-    reaches: tuple[int | None, ...]  # of each mask: how many keys a query looks back at, as in `attention.attend`
-    places: Any = None  # of the next tokens: slots of the cache that they go to, as in `attention.attend_past`
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["angles", "masks", "places"], meta_fields=["reaches"])
-@dataclass(frozen=True)
-class Geometry:
-    """`Seen` of all layers: what differs between them once, and not for each layer."""
-
     angles: tuple[Angles, ...]  # one for each rotation that there is among the layers
     masks: tuple[tuple[jax.Array, ...], ...]  # one for each window
-    reaches: tuple[int | None, ...]  # in any layer
-    places: tuple[jax.Array, ...] | None = None  # one for each window; None: there is no cache
+    # of each mask, in any layer: how many keys a query looks back at, as in `attention.attend`
+    reaches: tuple[int | None, ...]
+    # one for each window, of the next tokens: slots of the cache that they go to, as in `attention.attend_past`
+    places: tuple[jax.Array, ...] | None = None
 
-    def of_layer(self, kind: "LayerKind") -> Seen:
-        """Returns the geometry for a layer of this kind."""
-        places = None if self.places is None else _chosen(self.places, kind.window)
-        return Seen(_chosen(self.angles, kind.rotation), _chosen(self.masks, kind.window), self.reaches, places)
+    def of_layer(self, kind: "LayerKind") -> tuple[Angles, tuple[jax.Array, ...], Any]:
+        """Returns angles, masks and places of a layer of this kind."""
+        rotation, window = kind
+        places = None if self.places is None else _chosen(self.places, window)
+        return _chosen(self.angles, rotation), _chosen(self.masks, window), places
 
 
-class LayerKind(NamedTuple):
-    """Which of the `Geometry` a layer takes: places, as ints or int32 scalars. None: there is but one."""
-
-    rotation: Any
-    window: Any
+# Which rotation and which window of the `Geometry` a layer takes: places, as ints or int32 scalars. None: there is but
+# one.
+LayerKind = tuple[Any, Any]
 
 
 def layer_kinds(config: ModelConfig) -> list[LayerKind]:
@@ -192,7 +183,7 @@ def layer_kinds(config: ModelConfig) -> list[LayerKind]:
         different = _different(of_layers)
         return [None if len(different) == 1 else different.index(x) for x in of_layers]
 
-    return [LayerKind(*kind) for kind in zip(places(config.rotations), places(config.windows), strict=True)]
+    return list(zip(places(config.rotations), places(config.windows), strict=True))
 
 
 def _different(values: Iterable[Any]) -> list[Any]:
@@ -209,22 +200,13 @@ def _chosen(variants: tuple[Any, ...], place: Any) -> Any:
 def _geometry(
     config: ModelConfig,
     positions: jax.Array,
-    longest: int,
     masks_of: Callable[[int | None], tuple[jax.Array, ...]],
     reach: int | None = None,
 ) -> Geometry:
-    """Makes the geometry of tokens at positions `[N, M]`, in texts of at most `longest` tokens.
-
-    A query of the last mask sees at most `reach` tokens of its row.
-    """
-    if config.longest_text and longest > config.longest_text:
-        raise UsageError(
-            f"texts of up to {longest} tokens, padding included, are longer than the {config.longest_text} above which "
-            "this model's rotary scaling changes with a text's length: lower max_tokens or max_prompt_tokens"
-        )
+    """Makes the geometry of tokens at positions `[N, M]`. A query of the last mask sees `reach` tokens of its row."""
     masks = tuple(masks_of(window) for window in _different(config.windows))
     rotations = _different(config.rotations)
-    angles = tuple(rotary_angles(positions, x, config.rotary_features) for x in rotations)
+    angles = tuple(rotary_angles(positions, x, config.head_dim) for x in rotations)
     windows = [window for window in config.windows if window is not None]
     largest = max(windows) if len(windows) == len(config.windows) else None
     bounds = [x for x in (largest, reach) if x is not None]
@@ -265,7 +247,7 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
 
     of_parts = jnp.broadcast_to(number_in_prompt, (n, group_size, size)).reshape(n, -1)
     positions = jnp.concatenate([of_prompt, of_parts], axis=-1)
-    return _geometry(config, positions, width + rows.longest, masks_of, rows.longest)
+    return _geometry(config, positions, masks_of, rows.longest)
 
 
 # The most tokens of a completion that are computed at once behind others. Padding among them is written to the cache
@@ -273,18 +255,16 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
 AT_ONCE = 32
 
 
-def slots_of(config: ModelConfig, window: int | None, room: int) -> int:
+def slots_of(window: int | None, room: int) -> int:
     """Slots that a layer's cache has for a completion: no more than its window sees, and `AT_ONCE`.
 
-    Token n goes to slot n mod slots, over one that no later token sees. A model whose rotations change with a text's
-    length keeps all, so that the width of its cache tells the length.
+    Token n goes to slot n mod slots, over one that no later token sees.
 
     Args:
-      config: of the model.
       window: of the layer, or None.
       room: tokens of a completion.
     """
-    return room if window is None or config.longest_text else min(room, window + AT_ONCE)
+    return room if window is None else min(room, window + AT_ONCE)
 
 
 def _held(last: jax.Array, slots: int) -> jax.Array:
@@ -300,7 +280,7 @@ def _places(config: ModelConfig, slots: int, number: jax.Array, active: Any = No
     """Returns the slots of tokens `number` for each window; as in `Geometry`."""
 
     def place(window: int | None) -> jax.Array:
-        size = slots_of(config, window, slots)
+        size = slots_of(window, slots)
         if window is None or size != window + AT_ONCE:
             return number  # nothing is written over; a slot that the cache lacks drops the token
         return number % size if active is None else jnp.where(active, number % size, size)[..., None]
@@ -328,13 +308,12 @@ def geometry_of_step(
 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
         of_prompt = prefix.mask & _near(position, prompt_positions(prefix.mask), window)
-        held = _held(step, slots_of(config, window, slots))
+        held = _held(step, slots_of(window, slots))
         of_cache = jnp.broadcast_to((held >= 0) & _near(step, held, window), (position.shape[0], held.size))
         return of_prompt[:, None, None, None, None], of_cache[:, None, None, None, None]
 
     positions = jnp.broadcast_to(position, (position.shape[0], group_size))
-    geometry = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
-    return replace(geometry, places=_places(config, slots, step, active))
+    return replace(_geometry(config, positions, masks_of), places=_places(config, slots, step, active))
 
 
 def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, width: int, slots: int) -> Geometry:
@@ -358,13 +337,12 @@ def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
         of_prompt = prefix.mask[:, None, None] & _near(position[..., None], places, window)
         of_prompt = jnp.broadcast_to(of_prompt, (*number.shape, prefix.mask.shape[-1]))
-        held = _held(number, slots_of(config, window, slots))
+        held = _held(number, slots_of(window, slots))
         of_cache = (held >= 0) & _near(number[..., None], held, window)
         return of_prompt[:, None, :, None], of_cache[:, None, :, None]
 
     positions = position.reshape(position.shape[0], -1)
-    geometry = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
-    return replace(geometry, places=_places(config, slots, number))
+    return replace(_geometry(config, positions, masks_of), places=_places(config, slots, number))
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:

@@ -216,8 +216,9 @@ def save_pretrained(
 
 def _of_classifier(written: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a decoder, as that of a classifier with one label."""
-    family = FAMILIES[written["model_type"]]
-    architectures = [f"{family.classifier or family.name}ForSequenceClassification"]
+    model_type = written["model_type"]
+    name = FAMILIES[model_type][0] + ("Text" if model_type.endswith("_text") else "")
+    architectures = [f"{name}ForSequenceClassification"]
     one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     # transformers reads the score at the last token that is not this one, and refuses batches without it. No text that
     # is scored has an ending token behind it, so that one will do.

@@ -1,8 +1,7 @@
 """LoRA adapters as PEFT folders: adapter_config.json and adapter_model.safetensors, in and out."""
 
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from grpo_jax.models.lora import sites
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.quantised import split_shape
 from grpo_jax.models.transformer import Params
-from grpo_jax.models.weights import FLOAT_DTYPES, FUSED, MIXTRAL_NAMES, find_tensors, read_json, read_tensor, write_json
+from grpo_jax.models.weights import FLOAT_DTYPES, MIXTRAL_NAMES, find_tensors, read_json, read_tensor, write_json
 
 try:
     from safetensors.numpy import save_file
@@ -35,7 +34,7 @@ _REFUSED_IN_ADAPTERS = (
 _INITS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
-def adapter_config(*, rank: int, alpha: float, targets: Sequence[str], base: str) -> dict[str, Any]:
+def adapter_config(*, rank: int, alpha: float, targets: Iterable[str], base: str) -> dict[str, Any]:
     """The adapter_config.json of LoRA adapters.
 
     Args:
@@ -61,18 +60,13 @@ def adapter_config(*, rank: int, alpha: float, targets: Sequence[str], base: str
     }
 
 
-def save_adapter(folder: str | Path, params: Adapted, *, base: str, fused_projections: bool = False) -> Path:
+def save_adapter(folder: str | Path, params: Adapted, *, base: str) -> Path:
     """Writes adapters as a folder that PEFT loads.
-
-    PEFT adapts a tensor as a whole. Where q, k and v are one in the base's folder, their adapters become one of the sum
-    of their ranks, with each one's B in its own rows; so for gate and up. All modules get the largest rank, with zeros.
-    ΔW is the same.
 
     Args:
       folder: must not exist, or be empty.
       params: with adapters.
       base: folder or hub id of the base model, for adapter_config.json.
-      fused_projections: of the base's `ModelConfig`.
 
     Returns:
       The folder.
@@ -80,57 +74,22 @@ def save_adapter(folder: str | Path, params: Adapted, *, base: str, fused_projec
     Raises:
       UsageError: the folder is in use.
     """
-    layers = params.adapters["layers"]
+    layers, tensors = params.adapters["layers"], {}
     adapted = [(block, name) for block, name in sites() if name in layers.get(block, {})]
-    modules = dict.fromkeys((block, _fused(name) if fused_projections else name) for block, name in adapted)
-    matrices = {site: _matrices(params, *site) for site in modules}
-    rank = max(a.shape[-2] for a, _ in matrices.values())
-    tensors, targets = {}, []
-    for (block, module), (a, b) in matrices.items():
-        none, more = (0, 0), (0, rank - a.shape[-2])
-        a = np.pad(a, [none] * (a.ndim - 2) + [more, none])
-        b = np.pad(b, [none] * (b.ndim - 2) + [none, more])
-        for numbers in np.ndindex(a.shape[:-2]):
-            stem = _peft_name(params.base, block, module, *numbers)
-            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[numbers])
-            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[numbers])
-        targets.append(stem.rsplit(".", 1)[1])
+    for block, name in adapted:
+        a, b = (np.asarray(layers[block][name][matrix]) for matrix in "ab")
+        stacked, rank = split_shape(name, params.base["layers"][block][name]["kernel"].shape)[0], a.shape[-1]
+        a, b = a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1)
+        for numbers in np.ndindex(stacked):
+            stem = _peft_name(params.base, block, name, *numbers)
+            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[numbers].T)
+            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[numbers].T)
+    targets = {name.split(".")[-3] for name in tensors}
     config = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
     with complete_or_not_at_all(folder) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", {"format": "pt"})
         write_json(partial / "adapter_config.json", config)
     return Path(folder).expanduser()
-
-
-def _fused(name: str) -> str:
-    """The tensor that a projection is part of in a folder with fused projections."""
-    return next((fused for fused, parts in FUSED.items() if name in parts), name)
-
-
-def _parts(kernels: Params, module: str) -> list[tuple[str, int, int]]:
-    """The projections in a module of PEFT: name, first row of its output, and rows."""
-    names: Any = FUSED.get(module, (module,))
-    sizes = [math.prod(split_shape(name, kernels[name]["kernel"].shape)[2]) for name in names]
-    return list(zip(names, itertools.accumulate(sizes, initial=0), sizes, strict=False))
-
-
-def _matrices(params: Adapted, block: str, module: str) -> tuple[np.ndarray, np.ndarray]:
-    """A `[L, R, in]` and B `[L, out, R]` of a module of PEFT, with R the sum of the ranks of what is adapted in it.
-
-    Those of experts have an axis of experts behind L."""
-    kernels = params.base["layers"][block]
-    adapters, parts = params.adapters["layers"][block], _parts(kernels, module)
-    all_a, all_b = [], []
-    for name, first, size in parts:
-        if name not in adapters:
-            continue
-        a, b = (np.asarray(adapters[name][matrix]) for matrix in "ab")
-        stacked, rank = split_shape(name, kernels[name]["kernel"].shape)[0], a.shape[-1]
-        all_a.append(a.reshape(*stacked, -1, rank).swapaxes(-1, -2))
-        below, none = sum(size for _, _, size in parts) - first - size, (0, 0)
-        transposed = b.reshape(*stacked, rank, -1).swapaxes(-1, -2)
-        all_b.append(np.pad(transposed, [none] * len(stacked) + [(first, below), none]))
-    return np.concatenate(all_a, axis=-2), np.concatenate(all_b, axis=-1)
 
 
 def load_adapter(folder: str | Path, params: Params) -> Adapted:
@@ -175,17 +134,11 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
 
     layers: dict[str, Any] = {}
     for block, name in sites():
-        kernels = params["layers"][block]
-        kernel = kernels[name]["kernel"]
-        stacked, inputs, outputs = split_shape(name, kernel.shape)
-        module = _fused(name) if f"{_peft_name(params, block, _fused(name), 0)}.lora_A.weight" in by_name else name
-        sizes = {part: (first, size) for part, first, size in _parts(kernels, module)}
-        first, size = sizes[name]
-        stems = [_peft_name(params, block, module, *numbers) for numbers in np.ndindex(stacked)]
+        stacked, inputs, outputs = split_shape(name, params["layers"][block][name]["kernel"].shape)
+        stems = [_peft_name(params, block, name, *numbers) for numbers in np.ndindex(stacked)]
         if f"{stems[0]}.lora_A.weight" in by_name:
-            shape = sum(size for _, size in sizes.values()), rank
             a = [take(f"{stem}.lora_A.weight", (rank, math.prod(inputs))) for stem in stems]
-            b = [take(f"{stem}.lora_B.weight", shape)[:, first : first + size] for stem in stems]
+            b = [take(f"{stem}.lora_B.weight", (math.prod(outputs), rank)) for stem in stems]
             layers.setdefault(block, {})[name] = {
                 "a": jnp.asarray(np.stack(a).reshape(*stacked, *inputs, rank)),
                 "b": jnp.asarray(np.stack(b).reshape(*stacked, rank, *outputs)),

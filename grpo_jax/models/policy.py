@@ -79,6 +79,10 @@ class Policy(NamedTuple):
         """
         return self.states(params, rows_of_groups(prompt_ids, prompt_mask, completion_ids))[0]
 
+    def head(self, params: Params) -> tuple[jax.Array, float | None]:
+        """Returns what makes logits of hidden states: the unembedding `[V, D]`, and the softcap."""
+        return self.unembedding(params), self.softcap
+
 
 def _attention_of_backend(config: ModelConfig) -> ModelConfig:
     """Chooses the attention of "auto": cuDNN's, if the backend has it for heads of at most 128 features, or our own."""
@@ -153,7 +157,7 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
         return {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in variables(params).items()}
 
     def slots_of_layers(room: int) -> list[int]:
-        return [slots_of(config, window, room) for window in config.windows]
+        return [slots_of(window, room) for window in config.windows]
 
     def room(completions: tuple[KeyValues, ...]) -> int:
         """Slots of a layer without a window; without any such layer the most that there are, which serve as well."""

@@ -28,7 +28,7 @@ from grpo_jax.models import sharding
 from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
 from grpo_jax.models.cache import KeyValues, Prefix
 from grpo_jax.models.config import Activation, ModelConfig
-from grpo_jax.models.geometry import Geometry, LayerKind, Seen, layer_kinds
+from grpo_jax.models.geometry import Geometry, LayerKind, layer_kinds
 from grpo_jax.models.params import Params as Params, holds_quantised, is_quantised
 from grpo_jax.models.quantised import beside, dequantised
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
@@ -191,7 +191,7 @@ class Block(nn.Module):
 
         x = checkpoint_name(spread(x, rows), "input")
         normed = before("input_norm", x)
-        attended, key_values = Attention(config, name="attention")(normed, geometry.of_layer(kind), past)
+        attended, key_values = Attention(config, name="attention")(normed, geometry, kind, past)
         x = checkpoint_name(spread(x + after("attention_output_norm", attended), rows), "middle")
         normed = before("post_attention_norm", x)  # of the residual stream behind attention
         if config.experts:
@@ -210,10 +210,11 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, seen: Seen, past: tuple[KeyValues, KeyValues] | None = None):
+    def __call__(self, x, geometry: Geometry, kind: LayerKind, past: tuple[KeyValues, KeyValues] | None = None):
         """x `[N, M, D]`; past: the prompt and the cache -> as x; keys and values of prompt or cache."""
         config = self.config
         heads, kv_heads, features = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        angles, masks, places = geometry.of_layer(kind)
 
         shapes = {"q_proj": (heads, features), "k_proj": (kv_heads, features), "v_proj": (kv_heads, features)}
         projected = [spread(y, BATCH, None, TENSOR) for y in linears(self, x, shapes, config.qkv_bias)]
@@ -225,16 +226,16 @@ class Attention(nn.Module):
                 projected = norm(config, f"{name}_norm")(together).reshape(projected.shape)
             elif config.qk_norm:
                 projected = norm(config, f"{name}_norm")(projected)
-            return rotate(projected, seen.angles)
+            return rotate(projected, angles)
 
         queries, keys = rotated("q", queries), rotated("k", keys)
         queries = queries.reshape(*x.shape[:2], kv_heads, heads // kv_heads, features)
         scalar = config.query_pre_attn_scalar
         scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping)
         if past is None:
-            attended, saved = attend_rows(queries, keys, values, seen.masks, seen.reaches, config.attention, scores)
+            attended, saved = attend_rows(queries, keys, values, masks, geometry.reaches, config.attention, scores)
         else:
-            attended, saved = attend_past(queries, keys, values, seen.masks, *past, seen.places, scores)
+            attended, saved = attend_past(queries, keys, values, masks, *past, places, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
         return out(attended), saved

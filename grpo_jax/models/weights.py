@@ -41,18 +41,11 @@ _LARGEST = 1e6  # of a weight: those of models are below a thousand, and float16
 
 
 class Tensor(NamedTuple):
-    """A tensor of a folder, or some rows of one, and how it is laid out there."""
+    """A tensor of a folder, and how it is laid out there."""
 
     name: str  # the first "{}" stands for the layer, the second for the expert
     shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
     linear: bool  # here [*in, *out]: transposed, with axes for heads
-    first: int = 0  # row of the folder's tensor
-    rows: int | None = None  # that the folder's tensor has; None: those of the shape
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the folder's tensor."""
-        return self.shape if self.rows is None else (self.rows, *self.shape[1:])
 
     @property
     def stacked(self) -> int:
@@ -61,12 +54,10 @@ class Tensor(NamedTuple):
 
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Makes the part of a leaf, in its shape there, from the folder's tensor."""
-        if self.rows is not None:
-            tensor = tensor[self.first : self.first + self.shape[0]]
         return (tensor.T if self.linear else tensor).reshape(shape)
 
     def from_leaf(self, leaf: np.ndarray) -> np.ndarray:
-        """The inverse of `to_leaf`, but for other rows."""
+        """The inverse of `to_leaf`."""
         return np.ascontiguousarray(leaf.reshape(self.shape[::-1]).T if self.linear else leaf.reshape(self.shape))
 
 
@@ -89,8 +80,6 @@ _NORMS = {
         "mlp_output_norm": "post_feedforward_layernorm",
     },
 }
-# Linear maps of one input that are one tensor in a folder with fused projections.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def tensor_layout(config: ModelConfig) -> dict[str, Any]:
@@ -103,13 +92,13 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
         return {"offset" if config.zero_centered_norms else "scale": Tensor(f"{name}.weight", (size,), False)}
 
     out_sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    attention = _linears(f"{layer}.self_attn", width, out_sizes, config.qkv_bias, "qkv_proj", config)
+    attention = _linears(f"{layer}.self_attn", width, out_sizes, config.qkv_bias)
     attention |= _linears(f"{layer}.self_attn", queries, {"o_proj": width}, config.o_bias)
     if config.qk_norm:
         sizes = {"q": queries, "k": keys} if config.qk_norm_across_heads else {"q": features, "k": features}
         attention |= {f"{x}_norm": norm(f"{layer}.self_attn.{x}_norm", size) for x, size in sizes.items()}
     out_sizes = {"gate_proj": inner, "up_proj": inner}
-    mlp = _linears(f"{layer}.mlp", width, out_sizes, config.mlp_bias, "gate_up_proj", config)
+    mlp = _linears(f"{layer}.mlp", width, out_sizes, config.mlp_bias)
     mlp |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
     if config.experts:
         mlp = _experts_layout(config, config.experts)
@@ -136,19 +125,13 @@ def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, An
     }
 
 
-def _linears(
-    module: str, inputs: int, out_sizes: dict[str, int], bias: bool, fused: str = "", config: ModelConfig | None = None
-) -> dict[str, dict[str, Tensor]]:
-    """Linear maps of one input, by name; rows of one tensor `fused` where the configuration says so."""
-    is_fused = config is not None and config.fused_projections
-    firsts = itertools.accumulate(out_sizes.values(), initial=0)
-    rows = sum(out_sizes.values()) if is_fused else None
+def _linears(module: str, inputs: int, out_sizes: dict[str, int], bias: bool) -> dict[str, dict[str, Tensor]]:
+    """Linear maps of one input, by name."""
     layout = {}
-    for (name, outputs), first in zip(out_sizes.items(), firsts, strict=False):
-        stem, place = f"{module}.{fused if is_fused else name}", (first if is_fused else 0, rows)
-        layout[name] = {"kernel": Tensor(f"{stem}.weight", (outputs, inputs), True, *place)}
+    for name, outputs in out_sizes.items():
+        layout[name] = {"kernel": Tensor(f"{module}.{name}.weight", (outputs, inputs), True)}
         if bias:
-            layout[name]["bias"] = Tensor(f"{stem}.bias", (outputs,), False, *place)
+            layout[name]["bias"] = Tensor(f"{module}.{name}.bias", (outputs,), False)
     return layout
 
 
@@ -305,7 +288,7 @@ def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) 
     """Every tensor that is needed, in a shape and dtype that can be read, and none that nobody reads."""
     counts = config.num_hidden_layers, config.experts.num_experts if config.experts else 0
     needed = {
-        tensor.name.format(*numbers): tensor.whole_shape
+        tensor.name.format(*numbers): tensor.shape
         for tensor in _tensors_of(layout)
         for numbers in np.ndindex(counts[: tensor.stacked])
     }
@@ -423,16 +406,11 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
 def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Names and tensors as the folder has them, one fetched at a time."""
     layout = headed_layout(config) if isinstance(params, Headed) else tensor_layout(config)
-    parts: dict[str, list[tuple[Tensor, jax.Array]]] = {}
     for tensor, leaf in zip(_tensors_of(layout), jax.tree.leaves(params), strict=True):
-        parts.setdefault(tensor.name, []).append((tensor, leaf))
-    for name, leaves in parts.items():
-        leaves.sort(key=lambda part: part[0].first)
         # From many devices to one; on CPU nothing is copied.
-        wholes = [(tensor, np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))) for tensor, leaf in leaves]
-        for numbers in np.ndindex(wholes[0][1].shape[: wholes[0][0].stacked]):
-            rows = [tensor.from_leaf(whole[numbers]) for tensor, whole in wholes]
-            yield name.format(*numbers), rows[0] if len(rows) == 1 else np.concatenate(rows)
+        whole = np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))
+        for numbers in np.ndindex(whole.shape[: tensor.stacked]):
+            yield tensor.name.format(*numbers), tensor.from_leaf(whole[numbers])
 
 
 def _shards(

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.checks import validate_mesh
 from grpo_jax.config import AdamWConfig, CheckpointConfig, PhaseConfig
 from grpo_jax.data.types import Line, Skipped
 from grpo_jax.devices import (
@@ -83,10 +82,8 @@ def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitProg
       UsageError: the configuration cannot work.
     """
     devices = devices_of(config)
-    _check(config)
-    learning_rate = learning_rate_schedule(
-        config.learning_rate, warmup_steps=config.warmup_steps, total_steps=config.steps, decay=config.decay
-    )
+    check_ranges(config)
+    learning_rate = learning_rate_schedule(config, config.steps)
     optimizer = make_optimizer(learning_rate, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
 
     def pieces(rows: Any) -> Pieces:
@@ -204,7 +201,7 @@ def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: st
     Raises:
       UsageError: one sentence that says what to change.
     """
-    _check(config)
+    check_ranges(config)
     check_number("seed", seed, Seed)
     check_rows(config, rows=rows, name=name)
 
@@ -223,8 +220,3 @@ def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
     if rows < 1 or rows % pieces:
         along = "data x fsdp" if isinstance(devices, Mesh) else "devices"
         raise UsageError(f"{name} is {rows}: it must be a multiple of microbatches x {along}, {pieces}, and at least 1")
-
-
-def _check(config: SupervisedConfig) -> None:
-    check_ranges(config)
-    validate_mesh(config.mesh)

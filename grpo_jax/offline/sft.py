@@ -23,7 +23,7 @@ from grpo_jax.models.geometry import rows_of_texts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import Objective, row_scorer
-from grpo_jax.rl.distillation import Head, outputs_of_states, token_divergence
+from grpo_jax.rl.distillation import outputs_of_states, token_divergence
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
 from grpo_jax.rl.types import Batch, Logs
 
@@ -130,13 +130,10 @@ def teacher_divergence(
       hidden: the policy's `predicting_states`, if they are computed already.
     """
     hidden = predicting_states(policy, params["policy"], batch) if hidden is None else hidden
-    ours, taught = (
-        Head(model.unembedding(params[role]), model.softcap)
-        for role, model in (("policy", policy), ("teacher", target.teacher))
-    )
+    ours, taught = policy.head(params["policy"]), target.teacher.head(params["teacher"])
     temperature = 1.0 if isinstance(batch, Packed) else batch.temperature[..., None]
     states = jax.lax.stop_gradient(predicting_states(target.teacher, params["teacher"], batch))
-    outputs = outputs_of_states(target.divergence, states, taught, temperature, vocab_size=len(ours.unembedding))
+    outputs = outputs_of_states(target.divergence, states, taught, temperature, vocab_size=len(ours[0]))
     return token_divergence(target.divergence, hidden, ours, taught, outputs, temperature)
 
 

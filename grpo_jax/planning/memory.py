@@ -282,7 +282,7 @@ def _decoding(model: ModelConfig, shape: Shape) -> int:
 def _cache(model: ModelConfig, shape: Shape) -> int:
     """Returns the bytes of keys and values: of a prompt once, and of each completion what each layer keeps of it."""
     of_prompts = model.num_hidden_layers * shape.num_prompts * shape.prompt_tokens
-    slots = sum(slots_of(model, window, shape.max_tokens) for window in model.windows)
+    slots = sum(slots_of(window, shape.max_tokens) for window in model.windows)
     tokens = of_prompts + shape.num_prompts * shape.group_size * slots
     growing = _GROWING if shape.max_tokens >= shape.traits.grows_from else 1
     return round(growing * 2 * _keys(model, shape) * tokens * BYTES[model.dtype])

@@ -251,7 +251,7 @@ def _encoded(model: Pretrained, texts: Sequence[str]) -> list[list[int]]:
     chat = bool(model.tokenizer.chat_template)
     prompts = [[{"role": "user", "content": text}] if chat else text for text in texts]
     encoded = encode_prompts(model.tokenizer, prompts, eos_ids=model.eos_ids)
-    if encoded.dropped:
+    if len(encoded.numbers) < len(prompts):
         raise UsageError("a text for the judge is empty for its tokenizer: look at the template")
     ids = [prompt.tolist() for prompt in encoded.token_ids]
     check_ids(ids, model.config.vocab_size)

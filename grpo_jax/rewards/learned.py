@@ -169,7 +169,7 @@ def _prompt_ids(model: RewardModel, prompts: Sequence[Any], longest: int | None)
     encoded = encode_prompts(
         model.tokenizer, prompts, eos_ids=model.eos_ids, max_prompt_tokens=longest, overlong="truncate"
     )
-    if encoded.dropped:
+    if len(encoded.numbers) < len(prompts):
         raise UsageError("a prompt is empty for the tokenizer of the reward model: leave it out")
     return [ids.tolist() for ids in encoded.token_ids]
 

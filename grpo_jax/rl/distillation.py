@@ -7,27 +7,16 @@ scorer. The update needs its hidden states, or k of its likeliest tokens, or one
 Letters as in `types`; V tokens that policy and teacher both have, E features of the teacher.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from grpo_jax import functional as F
 from grpo_jax.checks import check_models, validate
 from grpo_jax.config import DistillationConfig, GRPOConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import (
-    bucket_logits,
-    jsd_full,
-    kl_full,
-    masked_sum,
-    per_token,
-    teacher_advantages,
-    token_jsd,
-    token_kl,
-    top_tokens,
-    weighted_sum,
-)
 from grpo_jax.functional.numerics import is_zero
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy
@@ -40,12 +29,8 @@ from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, Method, RewardArrays, TeacherOutputs, Term
 from grpo_jax.tasks.task import Task
 
-
-class Head(NamedTuple):
-    """The last layer, which makes logits from hidden states."""
-
-    unembedding: jax.Array  # [V, D]
-    softcap: float | None  # of `Policy`
+# The last layer, which makes logits from hidden states: the unembedding `[V, D]`, and the softcap of `Policy`.
+Head = tuple[jax.Array, float | None]
 
 
 def make_distillation_programs(
@@ -117,13 +102,13 @@ def teacher_term(policy: Policy, teacher: Policy, config: DistillationConfig) ->
         divergence = token_divergence(
             config,
             forward.states,
-            Head(policy.unembedding(models["policy"]), policy.softcap),
-            Head(teacher.unembedding(models["teacher"]), teacher.softcap),
+            policy.head(models["policy"]),
+            teacher.head(models["teacher"]),
             batch.teacher,
             batch.temperature[..., None],
         )
-        loss = config.distillation_coef * weighted_sum(divergence, batch.weights, batch.completion_mask)
-        return loss, Logs({"distillation": masked_sum(divergence, batch.completion_mask)})
+        loss = config.distillation_coef * F.weighted_sum(divergence, batch.weights, batch.completion_mask)
+        return loss, Logs({"distillation": F.masked_sum(divergence, batch.completion_mask)})
 
     return term
 
@@ -143,8 +128,7 @@ def teacher_outputs(
     if config.distillation == "k1":
         return TeacherOutputs(logprobs=score_completion_tokens(teacher, params, batch).logprobs)
     hidden = hidden_states(teacher, params, batch)
-    head = Head(teacher.unembedding(params), teacher.softcap)
-    return outputs_of_states(config, hidden, head, batch.temperature[..., None], vocab_size=vocab_size)
+    return outputs_of_states(config, hidden, teacher.head(params), batch.temperature[..., None], vocab_size=vocab_size)
 
 
 def outputs_of_states(
@@ -161,9 +145,9 @@ def outputs_of_states(
     """
     if not config.distillation_top_k:
         return TeacherOutputs(hidden=hidden)
-    unembedding = head.unembedding[:vocab_size]
-    ids = top_tokens(hidden, unembedding, config.distillation_top_k)
-    logits = bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=head.softcap)
+    unembedding, softcap = head[0][:vocab_size], head[1]
+    ids = F.top_tokens(hidden, unembedding, config.distillation_top_k)
+    logits = F.bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
     return TeacherOutputs(ids=ids, logits=logits)
 
 
@@ -197,9 +181,9 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig) -> Advant
         # The policy before the update is the one that sampled, unless it has a pass of its own.
         logprobs = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
         assert batch.teacher is not None
-        by_token = jnp.where(batch.completion_mask, teacher_advantages(logprobs, batch.teacher.logprobs), 0)
+        by_token = jnp.where(batch.completion_mask, F.teacher_advantages(logprobs, batch.teacher.logprobs), 0)
         k1 = -jnp.sum(by_token) / jnp.maximum(jnp.sum(batch.completion_mask), 1)
-        advantages = per_token(weighted, by_token) + config.distillation_coef * by_token
+        advantages = F.per_token(weighted, by_token) + config.distillation_coef * by_token
         return batch._replace(advantages=advantages), logged, logs | {"distillation": k1}
 
     return taught
@@ -232,16 +216,14 @@ def token_divergence(
     """
     assert outputs is not None
     kind, beta, size = config.distillation, config.distillation_beta, min(len(student[0]), len(teacher[0]))
-    unembedding = student.unembedding[:size]
-    common: Any = {"temperature": temperature, "softcap": student.softcap}
+    unembedding, ref_softcap = student[0][:size], teacher[1]
+    common: Any = {"temperature": temperature, "softcap": student[1]}
     if config.distillation_top_k:
-        logits = bucket_logits(hidden, unembedding, outputs.ids, **common)
+        logits = F.bucket_logits(hidden, unembedding, outputs.ids, **common)
         if kind == "jsd":
-            return jsd_full(logits, outputs.logits, beta=beta)
-        return kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
-    of_teacher = outputs.hidden, teacher.unembedding[:size]
+            return F.jsd_full(logits, outputs.logits, beta=beta)
+        return F.kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
+    of_teacher = outputs.hidden, teacher[0][:size]
     if kind == "jsd":
-        return token_jsd(hidden, unembedding, *of_teacher, beta=beta, ref_softcap=teacher.softcap, **common)
-    return token_kl(
-        hidden, unembedding, *of_teacher, reverse=kind == "forward_kl", ref_softcap=teacher.softcap, **common
-    )
+        return F.token_jsd(hidden, unembedding, *of_teacher, beta=beta, ref_softcap=ref_softcap, **common)
+    return F.token_kl(hidden, unembedding, *of_teacher, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common)

@@ -3,8 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,19 +17,15 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import place_and_reason
 from grpo_jax.rl.grade import read_text
 from grpo_jax.rl.source import truncation_of
-from grpo_jax.rl.types import Batch, EpisodeRecord, Graded, Reader, step_key
+from grpo_jax.rl.types import Batch, Graded, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
-
-class EpisodePrograms(NamedTuple):
-    """The two compiled programs of episodes, whatever the number of turns."""
-
-    # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Episodes after one turn
-    first_turn: Callable[..., Episodes]
-    # (params, episodes, replies [N, G, R], counts [N, G], continues [N, G]) -> Episodes; the old ones are donated
-    next_turn: Callable[..., Episodes]
+# The two compiled programs of episodes, whatever the number of turns:
+# (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Episodes after one turn, and
+# (params, episodes, replies [N, G, R], counts [N, G], continues [N, G]) -> Episodes; the old ones are donated
+EpisodePrograms = tuple[Callable[..., Episodes], Callable[..., Episodes]]
 
 
 def episode_sampler(
@@ -87,10 +82,7 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
 
         return map_rows(continue_rows, devices)(params, episodes, replies, counts, continues)
 
-    return EpisodePrograms(
-        compiled(first_turn, 0, devices=devices),
-        compiled(next_turn, 0, devices=devices, donate_argnums=(1,)),
-    )
+    return compiled(first_turn, 0, devices=devices), compiled(next_turn, 0, devices=devices, donate_argnums=(1,))
 
 
 def play(
@@ -120,7 +112,8 @@ def play(
     """
     assert task.environment
     numbers = to_numpy(inputs[2])
-    episodes = programs.first_turn(params, *inputs, to_devices(noise, devices, axes=None))
+    first_turn, next_turn = programs
+    episodes = first_turn(params, *inputs, to_devices(noise, devices, axes=None))
     rewards = np.full((*numbers.shape, sampling.max_turns), np.nan, np.float32)
     ending = np.full(numbers.shape, -1, np.int8)
     so_far: dict[tuple[int, int], tuple[Turn, ...]] = {}
@@ -143,10 +136,11 @@ def play(
         if (ending >= 0).all():
             break
         more = to_devices((reply_ids, counts, ending < 0), devices)
-        episodes = programs.next_turn(params, episodes, *more)
+        episodes = next_turn(params, episodes, *more)
     out = episodes.running.out
     cut = to_numpy(out.truncated) | (ending != ENDINGS.index("done"))
-    return out._replace(truncated=to_devices(cut, devices), turn_rewards=rewards, ending=ending)
+    truncated, turn_rewards, ending = to_devices((cut, rewards, ending), devices)
+    return out._replace(truncated=truncated, turn_rewards=turn_rewards, ending=ending)
 
 
 def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
@@ -217,23 +211,10 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
 # ---- what is graded, logged and checked of episodes
 
 
-def episode_reader(task: Task) -> Reader:
-    """Returns the functions that read the episodes of a task."""
-
-    def text(completions: Completions, place: tuple[int, int]) -> Completion:
-        whole, turns = read_text(task, completions, place), turns_of(completions, place, task)
-        return Completion(whole, whole.ids, whole.truncated, turns, ENDINGS[completions.ending[place]])
-
-    return Reader(
-        text,
-        numbers=partial(episode_numbers, task),
-        parts=turn_parts,
-        metrics=episode_metrics,
-        warnings=partial(episode_warnings, task),
-        check_first=partial(check_first_episodes, task),
-        columns=turn_columns,
-        empty=empty_episodes,
-    )
+def read_episode(task: Task, completions: Completions, place: tuple[int, int]) -> Completion:
+    """Returns the text of an episode, of all its tokens but those that end a turn, with its turns and its ending."""
+    whole, turns = read_text(task, completions, place), turns_of(completions, place, task)
+    return Completion(whole, whole.ids, whole.truncated, turns, ENDINGS[completions.ending[place]])
 
 
 def turn_parts(completions: Completions, counted: bool) -> np.ndarray:
@@ -333,8 +314,8 @@ def turn_columns(completions: Completions, i: int, texts: Sequence[Completion]) 
     }
 
 
-def empty_episodes(batch: Batch, sampling: SamplingConfig) -> tuple[Batch, EpisodeRecord]:
-    """Returns a batch of zeros with the turns of tokens, and the record of its episodes."""
+def empty_episodes(batch: Batch, sampling: SamplingConfig) -> Batch:
+    """Returns a batch of zeros with those of episodes."""
     shape = batch.temperature.shape
-    record = EpisodeRecord(np.zeros((*shape, sampling.max_turns), np.float32), np.zeros(shape, np.int8))
-    return batch._replace(turn=np.zeros_like(batch.completion_ids)), record
+    rewards, ending = np.zeros((*shape, sampling.max_turns), np.float32), np.zeros(shape, np.int8)
+    return batch._replace(turn=np.zeros_like(batch.completion_ids), turn_rewards=rewards, ending=ending)

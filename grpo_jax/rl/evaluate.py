@@ -12,7 +12,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.hosts import share_out
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import RewardScores, score_completions
-from grpo_jax.rl.grade import decode_groups
+from grpo_jax.rl.grade import decode_groups, take_prompts
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import EVALUATION, noise_of
 from grpo_jax.sampling.sampler import Completions
@@ -118,11 +118,8 @@ def heldout_calls(
         counted = (group < total * groups) & (sample <= samples)
         # Copies of the greedy completion fill up the shape: they end when it ends, and so take no extra steps.
         sample = np.where(counted, sample, samples)
-        chosen = prompt[:, 0]
-        examples = [heldout.examples[i] for i in chosen]
-        prompts = Prompts(heldout.ids[chosen], heldout.mask[chosen], examples)
         numbers = (prompt * (_MAX_SAMPLES + 1) + sample).astype(np.int32)
-        yield Samples(prompts, numbers, sample == samples, counted, None)  # type: ignore[arg-type]
+        yield Samples(take_prompts(heldout, prompt[:, 0]), numbers, sample == samples, counted, None)  # type: ignore[arg-type]
 
 
 def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: int = _BLOCK) -> Evaluation:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from grpo_jax.rewards.reward import (
     ungraded_messages,
 )
 from grpo_jax.rl.guards import check_first_rewards, rollout_metrics, rollout_warnings
-from grpo_jax.rl.types import Graded, Reader, RewardArrays, Rollout
+from grpo_jax.rl.types import Graded, RewardArrays, Rollout
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
@@ -38,15 +37,16 @@ def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: D
       devices: where rollouts lie.
     """
     reward = reward if config.needs_rewards else no_reward
-    compares_parts, parts_of = config.loss.advantages_of == "turns", reader_of(task).parts
+    episodes = episodes_of(task)
 
     def grade(rollout: Rollout) -> Rollout:
         before = ungraded_counts(reward)
         completions = read_completions(rollout)
         prompts = take_prompts(rollout.prompts, local_numbers(devices, len(rollout.prompts.examples)))
         graded = grade_completions(prompts, completions, task, reward)
-        if compares_parts and parts_of is not None:
-            graded = graded._replace(parts=parts_of(completions, shares_a_function(reward, task.reward)))
+        if episodes and config.loss.advantages_of == "turns":
+            counted = shares_a_function(reward, task.reward)
+            graded = graded._replace(parts=episodes.turn_parts(completions, counted))
         counts = _sum_everywhere(reward, new_counts(before, ungraded_counts(reward)))
         everywhere = gather_rows("rewards", graded, devices)
         return rollout._replace(graded=everywhere, metrics=counts, warnings=grader_warnings(reward))
@@ -62,7 +62,7 @@ def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Calla
       reward: as in `grading`.
       config: the run.
     """
-    is_graded, reader = config.needs_rewards, reader_of(task)
+    is_graded, episodes = config.needs_rewards, episodes_of(task)
     is_first = True
 
     def report(rollout: Rollout, step: int) -> Rollout:
@@ -71,11 +71,14 @@ def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Calla
         assert graded is not None
         if step == 0:  # a resumed run continues as the whole one did
             check_first_rewards(graded, reward)
-        if is_first:
-            reader.check_first(graded)
+        metrics = rollout_metrics(graded)
+        warnings = rollout_warnings(graded, task, step + 1, is_graded=is_graded)
+        if episodes:
+            if is_first:
+                episodes.check_first_episodes(task, graded)
+            metrics |= episodes.episode_metrics(graded)
+            warnings = episodes.episode_warnings(task, graded) | warnings
         is_first = False
-        warnings = reader.warnings(graded) | rollout_warnings(graded, task, step + 1, is_graded=is_graded)
-        metrics = rollout_metrics(graded) | reader.metrics(graded)
         return rollout._replace(metrics=metrics | rollout.metrics, warnings=warnings | rollout.warnings)
 
     return report
@@ -107,8 +110,7 @@ def _sum_everywhere(reward: Reward | Rewards, counts: dict[str, int]) -> dict[st
 def read_completions(rollout: Rollout) -> Completions:
     """Reads what the host needs of the completions on its devices: everything but log-probabilities."""
     fields = rollout.batch._replace(sampler_logprobs=None, truncated_logprobs=None)._asdict()
-    arrays = local_rows({name: fields[name] for name in Completions._fields if name in fields})
-    return Completions(**arrays, **({} if rollout.episodes is None else rollout.episodes._asdict()))
+    return Completions(**local_rows({name: fields[name] for name in Completions._fields}))
 
 
 def grade_completions(prompts: Prompts, completions: Completions, task: Task, reward: Reward | Rewards) -> Graded:
@@ -123,7 +125,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
     Raises:
       UsageError: a reward function returned another number of rewards than asked.
     """
-    texts = decode_groups(completions, task)
+    texts, of_episodes = decode_groups(completions, task), episodes_of(task)
     shape = completions.truncated.shape
     examples = [example for example in prompts.examples for _ in range(shape[1])]
     flat = [text for group in texts for text in group]
@@ -142,7 +144,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         truncated=np.asarray(completions.truncated),
         distinct=np.array([_distinct(group) for group in texts]),
         parts=scores.parts,
-        episodes=reader_of(task).numbers(completions, texts),
+        episodes=of_episodes.episode_numbers(task, completions, texts) if of_episodes else {},
     )
 
 
@@ -153,17 +155,18 @@ def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
     """Decodes `[N][G]` texts without the token that ended them. The text of an episode includes the observations."""
-    read, (num_prompts, group_size) = reader_of(task).text, completions.truncated.shape
-    return [[read(completions, (i, j)) for j in range(group_size)] for i in range(num_prompts)]
+    episodes, (num_prompts, group_size) = episodes_of(task), completions.truncated.shape
+    read = episodes.read_episode if episodes else read_text
+    return [[read(task, completions, (i, j)) for j in range(group_size)] for i in range(num_prompts)]
 
 
-def reader_of(task: Task) -> Reader:
-    """Returns the functions that read completions of a task."""
+def episodes_of(task: Task) -> Any:
+    """Returns the module `rl.episodes`; None for a task without an environment, whose runs do not load it."""
     if task.environment is None:
-        return Reader(partial(read_text, task))
-    from grpo_jax.rl.episodes import episode_reader  # a run without an environment does not load it
+        return None
+    from grpo_jax.rl import episodes
 
-    return episode_reader(task)
+    return episodes
 
 
 def read_text(task: Task, completions: Completions, place: tuple[int, int]) -> Completion:
@@ -271,9 +274,9 @@ def readable(
     assert graded is not None
     numbers = local_numbers(devices, len(graded.rewards))[:GROUPS]
     count = len(numbers)
-    texts = decode_groups(_first(completions, count), task)
+    texts = decode_groups(jax.tree.map(lambda x: x[:count], completions), task)
     lengths = completions.attention_mask.sum(-1)
-    columns = reader_of(task).columns
+    episodes = episodes_of(task)
 
     def group(i: int) -> dict[str, Any]:
         number = numbers[i]
@@ -294,7 +297,7 @@ def readable(
                 for ids, length, text in zip(sampled, lengths[i], texts[i], strict=True)
             ],
             "logprobs": [_rounded(values[:length], 3) for values, length in zip(logprobs[i], lengths[i], strict=True)],
-            **columns(completions, i, texts[i]),
+            **(episodes.turn_columns(completions, i, texts[i]) if episodes else {}),
             **parts,
         }
 
@@ -321,10 +324,6 @@ def _part_columns(graded: Graded, number: int, advantages: np.ndarray | None) ->
         ]
         columns["turn_advantages" if graded.episodes else "span_advantages"] = at_ends
     return columns
-
-
-def _first(completions: Completions, count: int) -> Completions:
-    return Completions(*(None if x is None else x[:count] for x in completions))  # type: ignore[arg-type]
 
 
 def _rounded(values: np.ndarray, digits: int = 4) -> list[float]:

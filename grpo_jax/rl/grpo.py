@@ -12,35 +12,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from grpo_jax import functional as F
 from grpo_jax.checks import check_models, validate
 from grpo_jax.config import GRPOConfig, LossConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import (
-    gdpo_advantages,
-    keep_completions,
-    kl_penalized_rewards,
-    masked_sum,
-    masked_weights,
-    on_policy_completions,
-    per_token,
-    rejection_weights,
-    sequence_log_ratio,
-    sequence_mean_log_ratio,
-    span_advantages,
-    token_kl,
-    token_log_ratio,
-    top_entropy_tokens,
-    truncated_weights,
-    weighted_sum,
-)
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer, moving_parts
 from grpo_jax.rl.scorers import (
-    TokenScores,
     hidden_and_routing,
     hidden_states,
     old_scorer,
@@ -78,10 +60,10 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
       config: the run; `config.loss.preset` names what differs from GRPO.
     """
 
-    def score(models: Params, batch: Batch) -> TokenScores:
-        return TokenScores(*score_completion_tokens(policy, models["policy"], batch))
+    def score(models: Params, batch: Batch) -> F.TokenLogprobs:
+        return score_completion_tokens(policy, models["policy"], batch)
 
-    schedule = schedule_of(config, config.optimizer.learning_rate)
+    schedule = learning_rate_schedule(config.optimizer, config.num_updates)
     extras, after = moving_parts(config)
     terms, summarise = policy_terms(policy, config.loss), lambda metrics: metrics
     if policy.num_experts is not None:
@@ -98,17 +80,6 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         after=after,
         packs=config.packs,
         summarise=summarise,
-    )
-
-
-def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
-    """Returns the learning rate of each optimizer step of a run, with this peak."""
-    optimizer = config.optimizer
-    return learning_rate_schedule(
-        learning_rate,
-        warmup_steps=optimizer.warmup_steps,
-        total_steps=config.steps * optimizer.epochs * optimizer.minibatches,
-        decay=optimizer.decay,
     )
 
 
@@ -163,14 +134,14 @@ def group_advantage(config: LossConfig) -> Advantage:
 
 def by_component(rewards: RewardArrays) -> jax.Array:
     """`gdpo_advantages` of several rewards, `[N, G]`."""
-    advantages = gdpo_advantages(jnp.moveaxis(rewards.components, -1, 0), weights=rewards.weights)
+    advantages = F.gdpo_advantages(jnp.moveaxis(rewards.components, -1, 0), weights=rewards.weights)
     return jnp.where(jnp.isnan(rewards.rewards), jnp.nan, advantages)  # a reward that is NaN stays visible
 
 
 def by_part(rewards: RewardArrays) -> jax.Array:
     """`span_advantages` of turns or spans, `[N, G, T]`."""
     ends = ~jnp.isnan(rewards.parts)
-    advantages = span_advantages(jnp.where(ends, rewards.parts, 0), ends, where=rewards.applicable)
+    advantages = F.span_advantages(jnp.where(ends, rewards.parts, 0), ends, where=rewards.applicable)
     is_bad = rewards.applicable & jnp.isnan(rewards.rewards)
     return jnp.where(is_bad[..., None], jnp.nan, advantages)  # a reward that is NaN stays visible
 
@@ -191,7 +162,7 @@ def penalized_rewards(
     """
     if not (config.kl_in_reward and config.objective.has_reference):
         return rewards, {}, batch
-    penalized = kl_penalized_rewards(
+    penalized = F.kl_penalized_rewards(
         rewards, batch.old_logprobs, batch.ref_logprobs, batch.completion_mask, kl_coef=kl_coef
     )
     return penalized, kl_logs(batch, kl_coef), batch._replace(ref_logprobs=None)
@@ -217,10 +188,10 @@ def masked(batch: Batch, config: LossConfig) -> Batch:
     """
     if config.top_entropy < 1:
         entropy, mask = batch.old_entropy, batch.completion_mask
-        keep = top_entropy_tokens(entropy, mask, share=config.top_entropy)
-        batch = batch._replace(advantages=jnp.where(keep, per_token(batch.advantages, entropy), 0))
+        keep = F.top_entropy_tokens(entropy, mask, share=config.top_entropy)
+        batch = batch._replace(advantages=jnp.where(keep, F.per_token(batch.advantages, entropy), 0))
     if config.mask_truncated:
-        batch = batch._replace(completion_mask=keep_completions(batch.completion_mask, ~batch.truncated))
+        batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, ~batch.truncated))
     return batch
 
 
@@ -228,10 +199,10 @@ def masked(batch: Batch, config: LossConfig) -> Batch:
 
 # What a correction compares, and what it makes of the ratio.
 _CORRECTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
-    "token": (token_log_ratio, truncated_weights),
-    "sequence": (sequence_log_ratio, partial(truncated_weights, cap=3.0)),
-    "icepop": (token_log_ratio, masked_weights),
-    "geometric": (sequence_mean_log_ratio, rejection_weights),
+    "token": (F.token_log_ratio, F.truncated_weights),
+    "sequence": (F.sequence_log_ratio, partial(F.truncated_weights, cap=3.0)),
+    "icepop": (F.token_log_ratio, F.masked_weights),
+    "geometric": (F.sequence_mean_log_ratio, F.rejection_weights),
 }
 
 
@@ -278,8 +249,8 @@ def objective_term(config: LossConfig) -> Term:
         # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
         sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
         mismatch = jnp.where(mask, fresh - sampled, 0)
-        metrics["entropy"] = masked_sum(forward.entropy, mask)
-        metrics["sampler_mismatch"] = masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
+        metrics["entropy"] = F.masked_sum(forward.entropy, mask)
+        metrics["sampler_mismatch"] = F.masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
         return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
 
     return term
@@ -294,7 +265,7 @@ def full_kl_term(policy: Policy, config: LossConfig) -> Term:
                 f"divergence {config.divergence} needs the parameters of a reference: give them to the loss"
             )
         reference = models["reference"]
-        kl = token_kl(
+        kl = F.token_kl(
             forward.states,
             policy.unembedding(models["policy"]),
             hidden_states(policy, reference, batch),
@@ -305,7 +276,7 @@ def full_kl_term(policy: Policy, config: LossConfig) -> Term:
             ref_softcap=policy.softcap,
         )
         mask = batch.completion_mask
-        return config.kl_coef * weighted_sum(kl, batch.weights, mask), Logs({"kl": masked_sum(kl, mask)})
+        return config.kl_coef * F.weighted_sum(kl, batch.weights, mask), Logs({"kl": F.masked_sum(kl, mask)})
 
     return term
 
@@ -329,12 +300,12 @@ def corrected_advantages(
         log_ratio, weights_of = _CORRECTIONS[config.correction]
         sampled = batch.sampler_logprobs if batch.truncated_logprobs is None else batch.truncated_logprobs
         weights = weights_of(log_ratio(old_logprobs, sampled, mask))
-        advantages = per_token(advantages, weights) * weights
-        metrics["correction"] = masked_sum(weights, mask)
+        advantages = F.per_token(advantages, weights) * weights
+        metrics["correction"] = F.masked_sum(weights, mask)
     if config.off_policy_threshold is not None:
         # Against the sampler: against old_logprobs it would change nothing in the first optimizer step.
-        drift = token_log_ratio(logprobs, batch.sampler_logprobs, mask)
-        keep = on_policy_completions(drift, batch.advantages, mask, threshold=config.off_policy_threshold)
-        advantages = jnp.where(keep, per_token(advantages, logprobs), 0)
-        metrics["on_policy_share"] = masked_sum(keep, mask)
+        drift = F.token_log_ratio(logprobs, batch.sampler_logprobs, mask)
+        keep = F.on_policy_completions(drift, batch.advantages, mask, threshold=config.off_policy_threshold)
+        advantages = jnp.where(keep, F.per_token(advantages, logprobs), 0)
+        metrics["on_policy_share"] = F.masked_sum(keep, mask)
     return advantages, metrics

@@ -24,7 +24,6 @@ from grpo_jax.devices import (
     devices_of,
     local_rows,
     peak_flops,
-    place,
     pop_bytes_moved,
     size,
     to_devices,
@@ -42,7 +41,7 @@ from grpo_jax.rl.guards import ratio_warning
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.source import Sampler, make_sampler
-from grpo_jax.rl.types import REWARD_AXES, Array, Batch, Learned, Method, RewardArrays, Rollout, TrainState
+from grpo_jax.rl.types import REWARD_AXES, Batch, Learned, Method, Rollout, TrainState
 from grpo_jax.rl.update import models_of
 from grpo_jax.tasks.task import Task
 
@@ -62,13 +61,12 @@ class Programs(NamedTuple):
     score: Callable[[Params, Mapping[str, Any], Any, Params | None, Batch], Batch]
     # (state, frozen parameters, the start's policy or None, scored batch, rewards, uint32 [2] of seed and step) ->
     # state, what to log. The state is donated
-    learn: Callable[[TrainState, Any, Params | None, Batch, RewardArrays, Array], tuple[TrainState, Learned]]
+    learn: Any  # a jitted function
     # trained parameters -> the first state, a copy
     initial_state: Callable[[Params], TrainState]
     config: GRPOConfig  # that they compute
-    # (parameters by role, rewards): starts to compile `score` and `learn` in a thread, once
-    compile_ahead: Callable[[Params, Reward | Rewards], None]
-    wait: Callable[[], None]  # until that thread has ended
+    score_program: Any  # the compiled part of `score`; None if nothing is scored
+    compiling: list[Thread]  # of `compile_ahead`
 
 
 def compile_programs(
@@ -106,40 +104,45 @@ def compile_programs(
         state = init_state(jax.tree.map(jnp.copy, trained), method.optimizer)
         return state._replace(extras=method.extras(trained))
 
-    learn_program: Any = compiled(learn, (None, LEARNED_AXES), devices=devices, donate_argnums=(0,))
-    initial_program = compiled(initial_state, devices=devices)
-    threads: list[Thread] = []
-
-    def compile_both(params: Params, batch: Batch, reward: Reward | Rewards) -> None:
-        """Compiles `score` and `learn` for the shapes of a run; calls with such arrays then compile nothing."""
-        trained, frozen = (abstract(part, devices) for part in split(params))
-        state = abstract(jax.eval_shape(initial_program, trained), devices)
-        batch = abstract(batch, devices, 0)
-        inputs = trained, state.extras, frozen, start_of(config, trained, frozen)
-        if score_program:
-            score_program.lower(*inputs, batch).compile()
-        batch = abstract(jax.eval_shape(score_batch, *inputs, batch), devices, 0)
-        rewards = empty_rewards(batch.completion_ids.shape, config.loss.advantages_of, reward)
-        clock = abstract(np.zeros(2, np.uint32), devices)
-        arguments = state, frozen, inputs[-1], batch, abstract(rewards, devices, REWARD_AXES), clock
-        learn_program.lower(*arguments).compile()
-
-    def compile_ahead(params: Params, reward: Reward | Rewards) -> None:
-        if not threads:
-            batch = sources.empty_rollout(task, config.sampling)[0]
-            threads.append(Thread(target=compile_both, args=(params, batch, reward)))
-            threads[0].start()
-
     return Programs(
         method,
         sampler,
         score_batch,
-        learn_program,
-        initial_program,
+        compiled(learn, (None, LEARNED_AXES), devices=devices, donate_argnums=(0,)),
+        compiled(initial_state, devices=devices),
         config,
-        compile_ahead,
-        lambda: threads[0].join() if threads else None,
+        score_program,
+        [],
     )
+
+
+def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward | Rewards) -> None:
+    """Starts to compile scoring and learning in a thread, unless it has been started, so that they are compiled while
+    the first completions are sampled. The first call of `iterate` waits for it.
+
+    Args:
+      programs: of the run.
+      params: models by role, where training starts.
+      task: its prompts.
+      reward: one function, or several with weights.
+    """
+    config, devices = programs.config, programs.sampler.devices
+    sampled = sources.empty_batch(task, config.sampling)  # reads prompts, which threads do not share
+
+    def compile_programs_for_shapes() -> None:
+        trained, frozen = (abstract(part, devices) for part in split(params))
+        state = abstract(jax.eval_shape(programs.initial_state, trained), devices)
+        batch, start = abstract(sampled, devices, 0), start_of(config, trained, frozen)
+        if programs.score_program:
+            programs.score_program.lower(trained, state.extras, frozen, start, batch).compile()
+        batch = abstract(jax.eval_shape(programs.score, trained, state.extras, frozen, start, batch), devices, 0)
+        rewards = empty_rewards(batch.completion_ids.shape, config.loss.advantages_of, reward)
+        rewards, clock = abstract(rewards, devices, REWARD_AXES), abstract(np.zeros(2, np.uint32), devices)
+        programs.learn.lower(state, frozen, start, batch, rewards, clock).compile()
+
+    if not programs.compiling:
+        programs.compiling.append(Thread(target=compile_programs_for_shapes))
+        programs.compiling[0].start()
 
 
 def start_of(config: GRPOConfig, trained: Params, frozen: Any) -> Params | None:
@@ -149,17 +152,13 @@ def start_of(config: GRPOConfig, trained: Params, frozen: Any) -> Params | None:
 
 
 class Iteration(NamedTuple):
-    """The functions of a phase's iterations, and the parameters that stay."""
+    """The functions of a phase's iterations."""
 
-    source: sources.Source
+    source: Callable[[TrainState, int, Callable[[], None]], tuple[sources.Queue, Rollout]]
+    score: Callable[[TrainState, Batch], Batch]
     grade: Callable[[Rollout, int], Rollout]  # texts to numbers
-    programs: Programs
-    frozen: Any  # parameters that are not trained
-    start: Params | None  # the policy's parameters at the start, if there is a reference that stays
-    put_rewards: Callable[[Rollout], RewardArrays]
-    clock: Callable[[int], Array]  # uint32 [2] of seed and step, on the devices
+    learn: Callable[[TrainState, Batch, Rollout, int], tuple[TrainState, Learned]]  # the state is donated
     line: Callable[..., Line]  # (step, rollout, scored batch, learned) -> what to write
-    timed: Callable[[str], AbstractContextManager]  # adds the seconds of a block to a part of the iteration
 
 
 def iterate(
@@ -177,27 +176,24 @@ def iterate(
       The state after it, and a function that waits for its numbers.
     """
     # ---- sample: prompts to completions, started and not waited for
-    queue, rollout = it.source(state.queue, join(state.params, it.frozen)["policy"], step, meanwhile)
+    queue, rollout = it.source(state, step, meanwhile)
 
     # ---- score: queued behind it; the devices work while the host grades
-    it.programs.wait()
-    batch = it.programs.score(state.params, state.extras, it.frozen, it.start, rollout.batch)
+    batch = it.score(state, rollout.batch)
 
     # ---- grade: texts to numbers, on the host; with dynamic sampling the source has graded already
     rollout = it.grade(rollout, step)
 
     # ---- learn: advantages, then every prompt once an epoch, in shuffled minibatches
-    with it.timed("update"):
-        # `learn` donates its state, and the queue's rollouts are read later.
-        before, rewards = state._replace(queue=()), it.put_rewards(rollout)
-        state, learned = it.programs.learn(before, it.frozen, it.start, batch, rewards, it.clock(step))
+    state, learned = it.learn(state._replace(queue=()), batch, rollout, step)  # the queue's rollouts are read later
     return state._replace(queue=queue), partial(it.line, step, rollout, batch, learned)
 
 
 def make_iteration(
     phase: str,
     programs: Programs,
-    params: Params,
+    trained: Params,
+    frozen: Any,
     task: Task,
     reward: Reward | Rewards,
     config: GRPOConfig,
@@ -209,14 +205,15 @@ def make_iteration(
     Args:
       phase: names what is skipped.
       programs: of the method.
-      params: models by role, where training starts. The policy's are also the reference, if there is one.
+      trained, frozen: models by role, where training starts, on the devices: the parts of `models.params.split`. The
+        policy's are also the reference, if there is one.
       task: prompts and text.
       reward: one function, or several with weights.
       config: the run.
       timed: adds the seconds of a block to a part of the iteration.
     """
     devices = programs.sampler.devices
-    trained, frozen = split(place(params, devices))
+    start = start_of(config, trained, frozen)
     grade, report = grading(task, reward, config, devices), reporting(task, reward, config)
 
     def timed_grade(rollout: Rollout) -> Rollout:
@@ -231,29 +228,35 @@ def make_iteration(
         with timed("rollout"):
             return sample(policy, index)
 
-    source = sources.ahead(draw, task, config, devices) if config.sampling.staleness else sources.fresh(draw)
+    source = sources.ahead(draw, task, config)
     if config.sampling.max_rollouts > 1:
         # A phase may have one reward that is a single number in place of the task's.
         metric = config.sampling.filter_metric if isinstance(reward, Mapping) else ""
         source = sources.until_spread(source, draw, timed_grade, report, config, devices, metric=metric)
 
-    def put_rewards(rollout: Rollout) -> RewardArrays:
+    def source_of_state(state: TrainState, step: int, meanwhile: Callable[[], None]) -> tuple[sources.Queue, Rollout]:
+        return source(state.queue, join(state.params, frozen)["policy"], step, meanwhile)
+
+    def score(state: TrainState, batch: Batch) -> Batch:
+        for thread in programs.compiling:
+            thread.join()
+        return programs.score(state.params, state.extras, frozen, start, batch)
+
+    def learn(state: TrainState, batch: Batch, rollout: Rollout, step: int) -> tuple[TrainState, Learned]:
         assert rollout.graded is not None
-        tokens = rollout.batch.completion_ids.shape[-1]
-        return to_devices(
-            reward_arrays(rollout.graded, config.loss.advantages_of, tokens, reward), devices, axes=REWARD_AXES
-        )
+        with timed("update"):
+            tokens = batch.completion_ids.shape[-1]
+            rewards = reward_arrays(rollout.graded, config.loss.advantages_of, tokens, reward)
+            rewards = to_devices(rewards, devices, axes=REWARD_AXES)
+            clock = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
+            return programs.learn(state, frozen, start, batch, rewards, clock)
 
     return Iteration(
-        source=source,
+        source=source_of_state,
+        score=score,
         grade=lambda rollout, step: rollout if rollout.graded else report(timed_grade(rollout), step),
-        programs=programs,
-        frozen=frozen,
-        start=start_of(config, trained, frozen),
-        put_rewards=put_rewards,
-        clock=lambda step: to_devices(np.array([config.seed, step], np.uint32), devices, axes=None),
+        learn=learn,
         line=partial(read_line, phase, config, task, devices, update_flops(trained, _computed(frozen), 1), timed),
-        timed=timed,
     )
 
 

@@ -1,13 +1,13 @@
 """The state of training: its first value, its optimizer, and hooks that run after the updates of an iteration."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import AdamWConfig, GRPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.models.params import Adapted, holds_quantised
@@ -28,30 +28,23 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
     return TrainState(params, optimizer.init(params), jnp.int32(0), {})
 
 
-def learning_rate_schedule(
-    learning_rate: float,
-    *,
-    warmup_steps: int = 0,
-    total_steps: int = 0,
-    decay: Literal["none", "linear", "cosine"] = "none",
-) -> optax.Schedule:
+def learning_rate_schedule(options: AdamWConfig, total_steps: int) -> optax.Schedule:
     """A linear rise to the peak, then a constant rate or a fall to 0.
 
     Args:
-      learning_rate: peak rate.
-      warmup_steps: optimizer steps of the rise from 0 to the peak; default 0.
+      options: peak, warm-up and fall.
       total_steps: optimizer steps at which the fall ends.
-      decay: how the rate falls; default "none".
 
     Returns:
       Number of optimizer steps taken -> rate of the next.
     """
+    learning_rate, warmup_steps = options.learning_rate, options.warmup_steps
     falling = max(total_steps - warmup_steps, 1)
     after: optax.Schedule = {
         "none": optax.constant_schedule(learning_rate),
         "linear": optax.linear_schedule(learning_rate, 0.0, falling),
         "cosine": optax.cosine_decay_schedule(learning_rate, falling),
-    }[decay]
+    }[options.decay]
     rising = optax.linear_schedule(0.0, learning_rate, warmup_steps)
     return optax.join_schedules([rising, after], [warmup_steps]) if warmup_steps else after
 

@@ -5,35 +5,28 @@ one. The critic is a decoder of its own with a scalar head, which takes as much 
 head on the policy's decoder. The models are {"policy": ..., "critic": `heads.Headed`}.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from grpo_jax import functional as F
 from grpo_jax.checks import validate_ppo
 from grpo_jax.config import PPOConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import (
-    critic_loss,
-    generalized_advantages,
-    keep_completions,
-    kl_k1,
-    masked_sum,
-    rewards_at_end,
-    weighted_sum,
-    whiten,
-)
 from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import grpo_method, kl_logs, masked, optimizer_of, schedule_of
+from grpo_jax.rl.grpo import grpo_method, kl_logs, masked, optimizer_of
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
+from grpo_jax.rl.optimizer import learning_rate_schedule
 from grpo_jax.rl.scorers import (
-    TokenScores,
     hidden_states,
     old_scorer,
     reference_scorer,
@@ -101,9 +94,6 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
     """
     run, grpo = config.run, grpo_method(policy, config.run)
 
-    def score_with_values(models: Params, batch: Batch) -> TokenScores:
-        return score(policy, critic, models, batch)
-
     def extras(trained: Params) -> dict[str, Any]:
         kind = config.critic.critic
         if (trained["critic"].decoder is None) != (kind == "shared"):
@@ -114,7 +104,8 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         return grpo.extras(trained)
 
     has_ends = config.critic.bootstrap_truncated  # the value after the last token is read, which is not packed
-    critic_schedule = schedule_of(run, config.critic.critic_learning_rate)
+    critic_options = replace(run.optimizer, learning_rate=config.critic.critic_learning_rate)
+    critic_schedule = learning_rate_schedule(critic_options, run.num_updates)
     # One step of both, but each gradient is clipped by its own norm.
     optimizer = optax.multi_transform(
         {"policy": grpo.optimizer, "critic": optimizer_of(run, critic_schedule)},
@@ -124,7 +115,7 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         terms=(*grpo.terms, value_term(critic, config)),
         advantage=lambda rewards, batch, kl_coef: critic_advantage(rewards, batch, kl_coef, config=config),
         optimizer=optimizer,
-        scorers=(*old_scorer(score_with_values, run, values=True), *reference_scorer(policy, run)),
+        scorers=(*old_scorer(partial(score, policy, critic), run, values=True), *reference_scorer(policy, run)),
         extras=extras,
         packs=grpo.packs and not has_ends,
     )
@@ -135,7 +126,7 @@ def critic_advantage(
 ) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
     """Returns a batch with the advantages and returns of tokens; means of advantages over completions; metrics."""
     # What no reward applies to teaches neither policy nor critic.
-    batch = batch._replace(completion_mask=keep_completions(batch.completion_mask, rewards.applicable))
+    batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, rewards.applicable))
     by_token, returns = token_advantages(rewards.rewards, batch, kl_coef, config=config)
     mask, logs, loss = batch.completion_mask, value_logs(batch, returns), config.run.loss
     if loss.kl_in_reward and batch.ref_logprobs is not None:
@@ -145,7 +136,7 @@ def critic_advantage(
     return batch, masked_mean(by_token, mask, axis=-1), logs
 
 
-def score(policy: Policy, critic: Policy, models: Params, batch: Batch) -> TokenScores:
+def score(policy: Policy, critic: Policy, models: Params, batch: Batch) -> tuple[jax.Array, ...]:
     """Scores completions by policy and critic. If they share a decoder, one forward pass serves both.
 
     Args:
@@ -153,21 +144,24 @@ def score(policy: Policy, critic: Policy, models: Params, batch: Batch) -> Token
       critic: those of the critic's decoder.
       models: both.
       batch: as sampled.
+
+    Returns:
+      Log-probabilities and entropies `[N, G, T]`, and values `[N, G, T + 1]`.
     """
     params, headed = models["policy"], models["critic"]
     if batch.packed is not None:
         states = hidden_states(policy, params, batch)
         values = token_values(critic, models, states, batch)
         scores = score_completion_tokens(policy, params, batch, hidden=states)
-        return TokenScores(*scores, jnp.pad(values, [(0, 0), (0, 0), (0, 1)]))  # the value of the end is not read
+        return *scores, jnp.pad(values, [(0, 0), (0, 0), (0, 1)])  # the value of the end is not read
     if headed.decoder is not None:
         values = heads.values(critic, headed, *batch[:4])
-        return TokenScores(*score_completion_tokens(policy, params, batch), values)
+        return *score_completion_tokens(policy, params, batch), values
     # Hidden state t predicts token t, and the value of the end is read from one more.
     longer = jnp.pad(batch.completion_ids, [(0, 0), (0, 0), (0, 1)])
     states = policy.hidden(params, batch.prompt_ids, batch.prompt_mask, longer)
     scores = score_completion_tokens(policy, params, batch, hidden=states[..., :-1, :])
-    return TokenScores(*scores, heads.read(states, headed.head))
+    return *scores, heads.read(states, headed.head)
 
 
 def token_values(critic: Policy, models: Params, states: jax.Array, batch: Batch) -> jax.Array:
@@ -203,13 +197,13 @@ def token_advantages(
       Advantages, whitened if the run says so, and returns A + V of those before whitening, both `[N, G, T]`.
     """
     critic, loss, mask = config.critic, config.run.loss, batch.completion_mask
-    by_token = rewards_at_end(rewards, mask)
+    by_token = F.rewards_at_end(rewards, mask)
     if loss.kl_in_reward and loss.objective.has_reference:
-        by_token -= kl_coef * jnp.where(mask, kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
+        by_token -= kl_coef * jnp.where(mask, F.kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
     length = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
     after = jnp.take_along_axis(batch.old_values, length, axis=-1)[..., 0]
     values = jnp.where(mask, batch.old_values[..., :-1], 0)
-    advantages = generalized_advantages(
+    advantages = F.generalized_advantages(
         by_token,
         values,
         mask,
@@ -223,7 +217,7 @@ def token_advantages(
     if critic.whiten:
         # A reward that is NaN stays visible in its own completion, and spoils no other.
         finite = jnp.isfinite(advantages)
-        whitened = whiten(jnp.where(finite, advantages, 0), mask & finite)
+        whitened = F.whiten(jnp.where(finite, advantages, 0), mask & finite)
         advantages = jnp.where(finite, whitened, advantages)
     return advantages, returns
 
@@ -235,15 +229,15 @@ def value_term(critic: Policy, config: PPOConfig) -> Term:
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
         values, mask = token_values(critic, models, forward.states, batch), batch.completion_mask
         returns = jnp.where(mask, batch.returns, 0)  # rubbish there would make the gradient NaN
-        error, means = critic_loss(values, returns), {}
+        error, means = F.critic_loss(values, returns), {}
         if options.value_clip is not None:
             old_values = jnp.where(mask, batch.old_values[..., :-1], 0)
-            error = critic_loss(values, returns, old_values=old_values, clip=options.value_clip)
+            error = F.critic_loss(values, returns, old_values=old_values, clip=options.value_clip)
             held_back = jnp.abs(values - old_values) > options.value_clip
-            held_back &= error > critic_loss(values, returns)
-            means["value_clip"] = masked_sum(held_back, mask)
-        means["critic_loss"] = masked_sum(error, mask)
-        return options.value_coef * weighted_sum(error, batch.weights, mask), Logs(means)
+            held_back &= error > F.critic_loss(values, returns)
+            means["value_clip"] = F.masked_sum(held_back, mask)
+        means["critic_loss"] = F.masked_sum(error, mask)
+        return options.value_coef * F.weighted_sum(error, batch.weights, mask), Logs(means)
 
     return term
 

@@ -5,7 +5,7 @@ They need no rewards, so the devices run them while graders work.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,6 @@ from grpo_jax.rl.types import Batch, Method, Scorer
 
 if TYPE_CHECKING:
     from grpo_jax.models.experts import Routing
-
-
-class TokenScores(NamedTuple):
-    """Scores of completion tokens, from one forward pass."""
-
-    logprobs: jax.Array  # [N, G, T], after the sampler's temperature
-    entropy: jax.Array  # [N, G, T], in nats
-    values: jax.Array | None = None  # [N, G, T + 1], of a critic
 
 
 def score_rollout(
@@ -65,24 +57,26 @@ def score_rollout(
 
 
 def old_scorer(
-    score: Callable[[Params, Batch], TokenScores], config: GRPOConfig, *, values: bool = False
+    score: Callable[[Params, Batch], tuple[jax.Array, ...]], config: GRPOConfig, *, values: bool = False
 ) -> tuple[Scorer, ...]:
     """Returns the scorer of the policy before the update; none if the update needs nothing of it.
 
     Args:
-      score: (models by role, batch) -> scores.
+      score: (models by role, batch) -> log-probabilities and entropies `[N, G, T]`, and values `[N, G, T + 1]` of a
+        critic.
       config: the run, which decides about log-probabilities and entropies.
       values: whether there is a critic, whose values are needed.
     """
-    logprobs, entropy = needs_old_logprobs(config), config.loss.top_entropy < 1
+    needed = {
+        "old_logprobs": needs_old_logprobs(config),
+        "old_entropy": config.loss.top_entropy < 1,
+        "old_values": values,
+    }
 
     def scorer(models: Params, batch: Batch) -> dict[str, Any]:
-        scores = score(models, batch)
-        fields = {"old_logprobs": logprobs, "old_entropy": entropy, "old_values": values}
-        arrays = scores.logprobs, scores.entropy, scores.values
-        return {name: x for (name, needed), x in zip(fields.items(), arrays, strict=True) if needed}
+        return {name: x for name, x in zip(needed, score(models, batch), strict=False) if needed[name]}
 
-    return (scorer,) if logprobs or entropy or values else ()
+    return (scorer,) if any(needed.values()) else ()
 
 
 def reference_scorer(policy: Policy, config: GRPOConfig) -> tuple[Scorer, ...]:

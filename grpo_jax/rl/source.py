@@ -15,13 +15,13 @@ import numpy as np
 
 from grpo_jax.config import GRPOConfig, SamplingConfig
 from grpo_jax.data.types import Prompts, useful_widths
-from grpo_jax.devices import Devices, all_rows, compiled, map_rows, place, size, spread_over, to_devices, to_numpy
+from grpo_jax.devices import Devices, all_rows, compiled, map_rows, place, size, spread_over, to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grade import reader_of
+from grpo_jax.rl.grade import episodes_of, take_prompts
 from grpo_jax.rl.guards import has_spread
-from grpo_jax.rl.types import SAMPLING, Batch, EpisodeRecord, Rollout, noise_of, record_of, step_key
+from grpo_jax.rl.types import SAMPLING, Batch, Rollout, noise_of, step_key
 from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups
 from grpo_jax.tasks.task import Task
 
@@ -199,61 +199,48 @@ def sampling(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
                 f"the task gave {len(prompts.examples)} prompts for {config.sampling.num_prompts}: set its num_prompts"
             )
         noise = noise_of(config.seed, SAMPLING, index)
-        batch, completions = sampler.sample(policy, prompts, numbers, temperature, noise)
-        return Rollout(prompts, batch, record_of(completions))
+        return Rollout(prompts, sampler.sample(policy, prompts, numbers, temperature, noise)[0])
 
     return draw
-
-
-def fresh(draw: Draw) -> Source:
-    """Returns the source that samples each rollout with the policy of its own step."""
-
-    def source(queue: Queue, policy: Params, step: int, meanwhile: Callable[[], None]) -> tuple[Queue, Rollout]:
-        rollout = draw(policy, step)
-        meanwhile()
-        return queue, rollout
-
-    return source
 
 
 # ---- staleness
 
 
-def ahead(draw: Draw, task: Task, config: GRPOConfig, devices: Devices) -> Source:
+def ahead(draw: Draw, task: Task, config: GRPOConfig) -> Source:
     """Returns the source that samples each rollout `staleness` steps before it is learned from.
 
-    Rollouts wait in the queue, so the devices sample one while graders work on another. The start samples the first
-    ones. Past the last step it samples too, so that a run can be extended.
+    Without staleness it is the policy of the rollout's own step. With it rollouts wait in the queue, so the devices
+    sample one while graders work on another. The start samples the first ones. Past the last step it samples too, so
+    that a run can be extended.
 
     Args:
       draw: of `sampling`.
       task: its prompts.
       config: the run.
-      devices: where rollouts wait.
     """
     staleness = config.sampling.staleness
 
-    def waiting(policy: Params, index: int) -> tuple[Batch, EpisodeRecord | None]:
-        rollout = draw(policy, index)
-        return rollout.batch, to_devices(rollout.episodes, devices)
-
     def source(queue: Queue, policy: Params, step: int, meanwhile: Callable[[], None]) -> tuple[Queue, Rollout]:
         if step == 0:
-            queue = tuple(waiting(policy, index) for index in range(staleness))
-        (batch, episodes), *others = (*queue, waiting(policy, step + staleness))
+            queue = tuple(draw(policy, index).batch for index in range(staleness))
+        newest = draw(policy, step + staleness)
         meanwhile()
-        return tuple(others), Rollout(task.prompts(step), batch, to_numpy(episodes))
+        if not staleness:
+            return queue, newest
+        batch, *others = (*queue, newest.batch)
+        return tuple(others), Rollout(task.prompts(step), batch)
 
     return source
 
 
 def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
     """Returns a queue of zeros, with the shapes that a checkpoint of the run has."""
-    return (empty_rollout(task, sampling),) * sampling.staleness if sampling.staleness else ()
+    return (empty_batch(task, sampling),) * sampling.staleness if sampling.staleness else ()
 
 
-def empty_rollout(task: Task, sampling: SamplingConfig) -> tuple[Batch, EpisodeRecord | None]:
-    """Returns a batch of zeros as it is sampled, and the record of its episodes if the task has an environment."""
+def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
+    """Returns a batch of zeros, with the shapes that are sampled."""
     n, p = task.prompts(0).ids.shape
     shape = n, sampling.group_size, sampling.row_tokens
     is_truncated = truncation_of(sampling) != truncation_of(SamplingConfig())
@@ -267,7 +254,8 @@ def empty_rollout(task: Task, sampling: SamplingConfig) -> tuple[Batch, EpisodeR
         truncated_logprobs=np.zeros(shape, np.float32) if is_truncated else None,
         truncated=np.zeros(shape[:2], bool),
     )
-    return reader_of(task).empty(batch, sampling)
+    episodes = episodes_of(task)
+    return episodes.empty_episodes(batch, sampling) if episodes else batch
 
 
 # ---- dynamic sampling
@@ -340,22 +328,15 @@ def _concatenate(rollouts: list[Rollout]) -> Rollout:
     for rollout in rollouts:
         counts |= {name: counts.get(name, 0) + count for name, count in rollout.metrics.items()}
 
-    def join(trees: list[Any]) -> Any:
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *trees)
-
-    graded, episodes = (join([getattr(rollout, name) for rollout in rollouts]) for name in ("graded", "episodes"))
+    graded = jax.tree.map(lambda *parts: np.concatenate(parts), *[rollout.graded for rollout in rollouts])
     warnings = {key: sentence for rollout in rollouts for key, sentence in rollout.warnings.items()}
-    return Rollout(joined, rollouts[0].batch, episodes, graded, counts, warnings)
+    return Rollout(joined, rollouts[0].batch, graded, counts, warnings)
 
 
 def _select(everything: Rollout, batches: list[Batch], groups: np.ndarray, devices: Devices) -> Rollout:
     """Returns some groups of several draws, by their numbers."""
-    prompts = everything.prompts
-    chosen = prompts._replace(
-        ids=prompts.ids[groups], mask=prompts.mask[groups], examples=[prompts.examples[i] for i in groups]
-    )
-    graded, episodes = jax.tree.map(lambda x: x[groups], (everything.graded, everything.episodes))
-    return Rollout(chosen, select_groups(batches, groups, devices), episodes, graded)
+    graded = jax.tree.map(lambda x: x[groups], everything.graded)
+    return Rollout(take_prompts(everything.prompts, groups), select_groups(batches, groups, devices), graded)
 
 
 def select_groups(batches: list[Batch], groups: np.ndarray, devices: Devices = 1) -> Batch:

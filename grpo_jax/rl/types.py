@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.data.types import Completion, Prompts
+from grpo_jax.data.types import Prompts
 from grpo_jax.functional import Metrics
 from grpo_jax.models.transformer import Params
-from grpo_jax.sampling.sampler import Completions
 
 _NOTHING: Any = MappingProxyType({})  # read-only, since it is shared
 
@@ -34,7 +33,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     skipped: Array  # int32, optimizer steps skipped in a row because gradients were not finite
     extras: dict[str, Any]  # what hooks move: "reference" and "kl_coef"
-    queue: tuple[Any, ...] = ()  # rollouts that wait for their step: (Batch, EpisodeRecord or None), oldest first
+    queue: tuple[Any, ...] = ()  # rollouts that wait for their step, oldest first: `Batch`
 
 
 class TeacherOutputs(NamedTuple):
@@ -58,7 +57,10 @@ class Batch(NamedTuple):
     sampler_logprobs: Array = None  # [N, G, T], of the softmax after temperature
     truncated_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
     truncated: Array = None  # bool [N, G], no token ended the completion
-    turn: Array = None  # int32 [N, G, T], as in `Completions`; None: there is one turn
+    # ---- of episodes, as in `Completions`; None: there is one turn
+    turn: Array = None  # int32 [N, G, T]
+    turn_rewards: Array = None  # float32 [N, G, K]
+    ending: Array = None  # int8 [N, G]
     # ---- from scorers; None if the update does not need the field
     old_logprobs: Array = None  # [N, G, T]; None: those of the policy that is differentiated, without gradient
     ref_logprobs: Array = None  # [N, G, T]
@@ -74,18 +76,6 @@ class Batch(NamedTuple):
     packed: Array = None  # int32 [N, S], places of tokens among the G·T of their prompt, in order; G·T for padding
 
 
-class EpisodeRecord(NamedTuple):
-    """Rewards and endings of episodes, as NumPy arrays on the host."""
-
-    turn_rewards: Array  # float32 [N, G, K], what the environment gave for each turn; NaN for nothing
-    ending: Array  # int8 [N, G], why the episode ended: a place in `data.episodes.ENDINGS`
-
-
-def record_of(completions: Completions) -> EpisodeRecord | None:
-    """Returns what the host knows of completions that are episodes; None if they are not."""
-    return None if completions.ending is None else EpisodeRecord(completions.turn_rewards, completions.ending)
-
-
 class Graded(NamedTuple):
     """Rewards of completions, the same on every host. All arrays are NumPy's."""
 
@@ -99,32 +89,11 @@ class Graded(NamedTuple):
     episodes: dict[str, np.ndarray]  # name -> [N, G], numbers of episodes; empty without an environment
 
 
-class Reader(NamedTuple):
-    """Functions that read completions on the host: each as one text, or as an episode (`rl.episodes`).
-
-    Completions hold NumPy arrays, and a place is that of a completion among `[N, G]`.
-    """
-
-    text: Callable[[Completions, tuple[int, int]], Completion]  # (completions, place) -> text, without what ended it
-    # (completions, texts [N][G]) -> numbers of episodes, name -> [N, G]
-    numbers: Callable[..., dict[str, np.ndarray]] = lambda completions, texts: {}
-    # (completions, whether rewards of turns count) -> turns, as `Graded.parts`
-    parts: Callable[..., np.ndarray] | None = None
-    metrics: Callable[[Graded], dict[str, Any]] = lambda graded: {}  # name -> number to log
-    warnings: Callable[[Graded], dict[str, str]] = lambda graded: {}  # key -> sentence
-    check_first: Callable[[Graded], None] = lambda graded: None  # raises if the first rollout cannot be learned from
-    # (completions, number of the group, its texts) -> columns of `readable`
-    columns: Callable[..., dict[str, Any]] = lambda completions, number, texts: {}
-    # (batch of zeros, options) -> the batch and the record of a rollout, with the shapes that they have in a checkpoint
-    empty: Callable[..., tuple[Batch, EpisodeRecord | None]] = lambda batch, sampling: (batch, None)
-
-
 class Rollout(NamedTuple):
     """N prompts with G completions each."""
 
     prompts: Prompts
     batch: Batch
-    episodes: EpisodeRecord | None = None
     graded: Graded | None = None  # None: rewards are not known yet
     metrics: dict[str, Any] = _NOTHING  # of grading, as plain numbers
     warnings: dict[str, str] = _NOTHING  # key -> sentence, for the user

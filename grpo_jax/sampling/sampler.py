@@ -179,8 +179,8 @@ class Completions(NamedTuple):
     truncated: jax.Array  # bool [N, G], no token ended the row within T
     # ---- of episodes; None without an environment
     turn: Any = None  # int32 [N, G, T], the turn, from 1; a reply has that of the turn before it; 0: none
-    turn_rewards: Any = None  # float32 [N, G, K] of NumPy, the environment's reward for each turn; NaN: none
-    ending: Any = None  # int8 [N, G] of NumPy, why the episode ended: a place in `data.episodes.ENDINGS`
+    turn_rewards: Any = None  # float32 [N, G, K], the environment's reward for each turn; NaN: none
+    ending: Any = None  # int8 [N, G], why the episode ended: a place in `data.episodes.ENDINGS`
 
     @property
     def attention_mask(self) -> jax.Array:

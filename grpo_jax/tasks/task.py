@@ -29,6 +29,7 @@ from grpo_jax.data.types import (
     rng,
 )
 from grpo_jax.errors import UsageError
+from grpo_jax.options import Size, check_number
 from grpo_jax.rewards.reward import sources
 
 if TYPE_CHECKING:  # a task without an environment does not load it
@@ -135,11 +136,9 @@ def text_task(
     Raises:
       UsageError: rows, columns, template or split do not work, in one sentence that says where.
     """
-    if num_prompts < 1:
-        raise UsageError(f"num_prompts is {num_prompts}: it must be at least 1")
+    check_number("num_prompts", num_prompts, Size)
     encoding = {"all_in_advance": _ALL_IN_ADVANCE} | encoding
-    encoded = encode_rows(tokenizer, eos_ids, rows, vocab_size=vocab_size, **encoding)
-    training, width = encoded.training, encoded.width
+    training, heldout, notes, width = encode_rows(tokenizer, eos_ids, rows, vocab_size=vocab_size, **encoding)
     size = len(training.rows)
     check_num_prompts(num_prompts, size)
     batch = batches(size, num_prompts, seed)
@@ -156,13 +155,13 @@ def text_task(
     return Task(
         prompts=lambda step: padded(training, batch(step)),
         reward=reward,
-        heldout=padded(encoded.heldout),
+        heldout=padded(heldout),
         decode=decode,
         eos_ids=eos_ids,
         pad_id=pad_id,
         vocab_size=vocab_size,
         open_ended=open_ended,
-        notes=encoded.notes,
+        notes=notes,
         answer=answer,
         prompt_widths=choose_widths([*lengths, width]),
         batch_widths=choose_widths([*longest, width]),
@@ -195,15 +194,6 @@ class PromptRows(NamedTuple):
         return [ids for _, ids in prompts], examples
 
 
-class RowsOfTask(NamedTuple):
-    """Training rows and held-out rows of a task."""
-
-    training: PromptRows
-    heldout: PromptRows
-    notes: tuple[str, ...]  # count the prompts that were dropped or cut
-    width: int  # tokens of the longest prompt; of a sample, rounded up
-
-
 def encode_rows(
     tokenizer: Any,
     eos_ids: tuple[int, ...],
@@ -221,7 +211,7 @@ def encode_rows(
     overlong: Overlong = "drop",
     tools: Sequence[Mapping[str, Any]] | None = None,
     all_in_advance: int | None = None,
-) -> RowsOfTask:
+) -> tuple[PromptRows, PromptRows, tuple[str, ...], int]:
     """Checks rows, splits them by their prompts, and encodes the prompts.
 
     Args:
@@ -244,14 +234,13 @@ def encode_rows(
         held-out prompts, prompts that may not fit, and a sample that decides the width. None: all.
 
     Returns:
-      The rows of both sides.
+      Training and held-out rows, notes that count the prompts that were dropped or cut, and the tokens of the longest
+      prompt; of a sample, rounded up.
 
     Raises:
       UsageError: rows, columns, template or split do not work, in one sentence that says where.
     """
-    if num_heldout is not None and num_heldout < 1:
-        raise UsageError(f"num_heldout is {num_heldout}: it must be at least 1")
-
+    check_number("num_heldout", num_heldout, Size)
     in_messages = partial(in_chat, tokenizer=tokenizer, chat=chat, system=system)
     prompt_of = partial(_prompt, prompt_column=prompt_column, template=template)
 
@@ -265,12 +254,6 @@ def encode_rows(
     apart = None if heldout_rows is None else check(heldout_rows, "held-out row")
     nothing_held_out = apart is None and num_heldout is None and heldout_share == 0
     train, out, lost = _sides(checked[0], None if apart is None else apart[0], heldout_share, num_heldout)
-    if not len(train) or not len(out):
-        which = "training" if len(out) else "held out"
-        raise UsageError(
-            f"no prompt is left for {which} among {len(rows)} rows: rows with equal prompts stay together, so give "
-            "rows with other prompts"
-        )
     heldout = [(rows if heldout_rows is None else heldout_rows)[i] for i in out]
     sample = now = np.arange(len(train))
     if all_in_advance is not None and len(train) > all_in_advance:
@@ -281,7 +264,7 @@ def encode_rows(
     held = encode(heldout)
     check_ids(trained.token_ids + held.token_ids, vocab_size)
     width = max(map(len, trained.token_ids + held.token_ids))
-    if trained.others:  # which are hardly ever longer than those of a sample
+    if len(now) < len(train):  # which are hardly ever longer than those of a sample
         width = min(-(-width // 8) * 8, max_prompt_tokens or width + 7)
     # Once more, as ids: two texts that were cut may have become the same prompt.
     known = set() if nothing_held_out else {ids.tobytes() for ids in held.token_ids}
@@ -291,18 +274,15 @@ def encode_rows(
     left = np.setdiff1d(np.arange(len(train)), np.setdiff1d(now, list(made))).tolist()
     later = partial(_encode_later, encode, vocab_size, width)
     of_sample = [made[i] for i in sample.tolist() if i in made] or _pairs(held)
-    return RowsOfTask(
-        PromptRows([rows[i] for i in train[left]], [made.get(i) for i in left], of_sample, later),
-        PromptRows([heldout[i] for i in held.numbers], _pairs(held), _pairs(held), later),
-        _notes(trained, held, lost, nothing_held_out),
-        width,
-    )
+    training = PromptRows([rows[i] for i in train[left]], [made.get(i) for i in left], of_sample, later)
+    held_rows = PromptRows([heldout[i] for i in held.numbers], _pairs(held), _pairs(held), later)
+    return training, held_rows, _notes(trained, held, lost, nothing_held_out), width
 
 
 def _notes(training: Encoded, heldout: Encoded, lost: int, nothing_held_out: bool) -> tuple[str, ...]:
     notes = (
-        f"training: {training.summary()}" if training.summary() else "",
-        f"held out: {heldout.summary()}" if heldout.summary() and not nothing_held_out else "",
+        f"training: {training.summary}" if training.summary else "",
+        f"held out: {heldout.summary}" if heldout.summary and not nothing_held_out else "",
         "no prompt is held out: all are trained on" if nothing_held_out else "",
         f"training: dropped, for they are held out: {lost}" if lost else "",
     )
@@ -322,11 +302,11 @@ def _encode_later(
     """Encodes prompts that should fit into `width` tokens. One that does not loses its beginning."""
     encoded = encode(rows, max_prompt_tokens=width, overlong="truncate", others=1)
     places = [getattr(row, "where", "a row") for row in rows]
-    if encoded.truncated:
-        warnings.warn(f"a prompt has more tokens than a sample of prompts: it keeps its last {width}", stacklevel=2)
-    if encoded.dropped:
+    if len(encoded.numbers) < len(rows):
         missing = min(set(range(len(rows))) - set(encoded.numbers))
         raise UsageError(f"{places[missing]}: its prompt has no tokens: leave the row out")
+    if encoded.summary:
+        warnings.warn(f"a prompt has more tokens than a sample of prompts: it keeps its last {width}", stacklevel=2)
     for place, ids in zip(places, encoded.token_ids, strict=True):
         check_ids([ids], vocab_size, place)
     return _pairs(encoded)
@@ -358,11 +338,8 @@ def _check(
       float64 `[3, M]`: a hash of the prompt in [0, 1), a number of tokens that it hardly ever exceeds, and a number
       that is the same for prompts that differ only in blanks and capitals.
     """
-    added: dict[tuple[str, ...], int]
-    checked, added = (
-        np.empty((3, len(rows))),
-        {("",): _SPECIAL_TOKENS},
-    )  # roles -> bytes beside the contents of messages
+    checked = np.empty((3, len(rows)))
+    added: dict[tuple[str, ...], int] = {("",): _SPECIAL_TOKENS}  # roles -> bytes beside the contents of messages
     for number, row in enumerate(progress(rows, "checking rows")):
         where = getattr(row, "where", f"{name} {number}")
         prompt = prompt_of(row, where)
@@ -422,14 +399,26 @@ def _sides(
       apart: of rows that are never trained on.
       share: without `apart`, of the prompts that are held out. 0: all are trained on, and the same are held out.
       number: of held-out prompts, in place of a share.
+
+    Raises:
+      UsageError: nothing is left on one side.
     """
-    everything = np.arange(len(places))
-    if apart is None:
-        all_alike = number is None and share == 0
-        return (everything, everything, 0) if all_alike else (*_split(places, share, number), 0)
-    training = everything[~np.isin(places, apart)]
-    heldout = np.arange(len(apart)) if number is None else _split(apart, 0.0, number)[1]
-    return training, heldout, len(places) - len(training)
+    everything, lost = np.arange(len(places)), 0
+    if apart is not None:
+        training = everything[~np.isin(places, apart)]
+        heldout = np.arange(len(apart)) if number is None else _split(apart, 0.0, number)[1]
+        lost = len(places) - len(training)
+    elif number is None and share == 0:
+        training = heldout = everything
+    else:
+        training, heldout = _split(places, share, number)
+    if not len(training) or not len(heldout):
+        which = "training" if len(heldout) else "held out"
+        raise UsageError(
+            f"no prompt is left for {which} among {len(places)} rows: rows with equal prompts stay together, so give "
+            "rows with other prompts"
+        )
+    return training, heldout, lost
 
 
 def _split(places: np.ndarray, share: float, number: int | None) -> tuple[np.ndarray, np.ndarray]:

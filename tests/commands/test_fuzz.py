@@ -285,7 +285,7 @@ SCALED = LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_fr
 
 @profiles(100, 10_000)
 def test_configurations_of_models(examples):
-    types = st.sampled_from(["gemma", "gemma3_text", "qwen3", "mistral", "phi3", "gpt2", "mixtral", "qwen3_moe"])
+    types = st.sampled_from(["gemma", "gemma3_text", "qwen3", "mistral", "smollm3", "gpt2", "mixtral", "qwen3_moe"])
     others = types.map(lambda name: LLAMA | {"model_type": name})
     configs = st.one_of(*map(replaced, (LLAMA, QWEN, SCALED)), others.flatmap(replaced))
     fuzz(examples, configs, lambda config: survives(config_from_huggingface, config))

@@ -56,8 +56,7 @@ def test_empty_prompts_are_dropped_and_counted(digits):
     encoded = encode(digits, ["", "1+2=", "  \n", "3+4="])
     assert lists(encoded) == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3+4=")]
     assert encoded.numbers == [1, 3]
-    assert encoded.dropped == {"empty": 2}
-    assert encoded.summary() == "dropped of 4 prompts: 2 empty"
+    assert encoded.summary == "dropped of 4 prompts: 2 empty"
 
 
 def test_a_completion_with_half_of_a_surrogate_pair_is_refused_and_quoted(digits):
@@ -72,15 +71,14 @@ def test_a_completion_with_half_of_a_surrogate_pair_is_refused_and_quoted(digits
 def test_long_prompts_are_dropped_and_counted(digits):
     encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4)
     assert encoded.numbers == [0, 2]
-    assert encoded.dropped == {"longer than 4 tokens": 1}
-    assert encoded.truncated == 0
+    assert encoded.summary.endswith("prompts: 1 longer than 4 tokens")
 
 
 def test_long_prompts_are_cut_at_their_beginning_and_counted(digits):
     encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4, overlong="truncate")
     assert lists(encoded)[1] == arithmetic.TEXT.encode("5+1=")
-    assert (encoded.numbers, encoded.dropped, encoded.truncated) == ([0, 1, 2], {}, 1)
-    assert encoded.summary() == "1 of 3 prompts lost their beginning"
+    assert encoded.numbers == [0, 1, 2]
+    assert encoded.summary == "1 of 3 prompts lost their beginning"
 
 
 def test_nothing_left_is_refused(digits):

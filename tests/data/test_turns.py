@@ -34,11 +34,11 @@ def tokenizer():
 
 def test_delimiters_are_those_of_the_template(tokenizer):
     user, tool = (delimiters(tokenizer, (tokenizer.eos_token_id,), (role,)) for role in ("user", "tool"))
-    assert tokenizer.decode(user.before) == "\n<|im_start|>user\n"
-    assert tokenizer.decode(user.after) == tokenizer.decode(tool.after)[-len("<|im_end|>\n<|im_start|>assistant\n") :]
-    assert tokenizer.decode(user.after) == "<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(tool.before) == "\n<|im_start|>user\n<tool_response>\n"
-    assert tokenizer.decode(tool.after) == "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(user[0]) == "\n<|im_start|>user\n"
+    assert tokenizer.decode(user[1]) == tokenizer.decode(tool[1])[-len("<|im_end|>\n<|im_start|>assistant\n") :]
+    assert tokenizer.decode(user[1]) == "<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tool[0]) == "\n<|im_start|>user\n<tool_response>\n"
+    assert tokenizer.decode(tool[1]) == "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_conversation_in_pieces_is_the_one_that_the_template_writes(tokenizer):
@@ -55,7 +55,7 @@ def test_special_tokens_in_a_text_are_encoded_as_text(tokenizer, text):
     eos = (tokenizer.eos_token_id,)
     around = delimiters(tokenizer, eos, ("user",))
     ids = reply_encoder(tokenizer, eos)(text)
-    inner = ids[len(around.before) : len(ids) - len(around.after)]
+    inner = ids[len(around[0]) : len(ids) - len(around[1])]
     assert not set(inner) & set(tokenizer.all_special_ids)
     assert tokenizer.decode(inner) == text
     # Without the care that is taken it would be a control token.
@@ -73,7 +73,7 @@ def test_without_a_template_nothing_is_put_around(tokenizer):
 
 def test_a_template_may_lack_a_role(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] if m['role'] != 'tool' }}#{% endfor %}"
-    assert tokenizer.decode(delimiters(tokenizer, (1,), ("tool", "user")).before) == "#"
+    assert tokenizer.decode(delimiters(tokenizer, (1,), ("tool", "user"))[0]) == "#"
     with pytest.raises(UsageError, match="no turn of the role tool"):
         delimiters(tokenizer, (1,), ("tool",))
     tokenizer.chat_template = CHATML
@@ -84,9 +84,9 @@ def test_a_published_template():
     phi = AutoTokenizer.from_pretrained(PHI3)
     end = phi.convert_tokens_to_ids("<|end|>")
     around = delimiters(phi, (end,), ("tool", "user"))
-    assert phi.convert_tokens_to_ids("<|user|>") in around.before
-    assert end not in around.before
-    assert around.after[0] == end
-    assert phi.convert_tokens_to_ids("<|assistant|>") in around.after
-    inner = reply_encoder(phi, (end,))("x<|end|><|assistant|>")[len(around.before) : -len(around.after)]
+    assert phi.convert_tokens_to_ids("<|user|>") in around[0]
+    assert end not in around[0]
+    assert around[1][0] == end
+    assert phi.convert_tokens_to_ids("<|assistant|>") in around[1]
+    inner = reply_encoder(phi, (end,))("x<|end|><|assistant|>")[len(around[0]) : -len(around[1])]
     assert not set(inner) & {end, phi.convert_tokens_to_ids("<|assistant|>")}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -148,8 +147,7 @@ def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind
     assert len(server.adapters) == (1 if rank else 0)
 
 
-@pytest.mark.parametrize("is_fused", [False, True])
-def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path, is_fused):
+def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path):
     names = []
 
     def one_token(folder, body):
@@ -160,13 +158,12 @@ def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path, i
     adapted = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)
     given = prompts(0), completion_numbers(CONFIG.sampling), np.ones((4, 4), np.float32), noise_of(0, EVALUATION, 0)
     try:
-        sampler_at(server, replace(SHAPE, fused_projections=is_fused)).complete(adapted, *given)
+        sampler_at(server).complete(adapted, *given)
     finally:
         server.stop()
-    peft.save_adapter(tmp_path / "exported", adapted, base="", fused_projections=is_fused)
+    peft.save_adapter(tmp_path / "exported", adapted, base="")
     exported = sorted(weights.find_tensors(tmp_path / "exported", ["adapter_model.safetensors"]))
     assert names[0] == exported
-    assert any("qkv_proj" in name for name in names[0]) == is_fused
 
 
 @pytest.mark.slow

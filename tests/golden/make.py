@@ -46,14 +46,6 @@ LLAMA3 = ROPE | {
 LINEAR = ROPE | {"rope_type": "linear", "factor": 3.0}
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 YARN_OPTIONS = {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3, "truncate": False}
-# Of 6 of 8 features. The second kind of factors is of texts longer than these.
-LONG = ROPE | {
-    "rope_type": "longrope",
-    "partial_rotary_factor": 0.75,
-    "short_factor": [1.0, 1.5, 2.5],
-    "long_factor": [2.0, 4.0, 8.0],
-}
-ORIGINAL = {"original_max_position_embeddings": 40}
 FOUR = {"num_hidden_layers": 4}
 EXPERTS = {"head_dim": 6, "moe_intermediate_size": 8}
 # Low enough to bend many scores.
@@ -81,8 +73,6 @@ MODELS = {
     "smollm3_window": ("smollm3", FOUR | BIASES | UNTIED | {"use_sliding_window": True, "sliding_window": 5}),
     "olmo2": ("olmo2", {}),
     "olmo2_biases": ("olmo2", {"rope_parameters": YARN, "attention_bias": True} | TIED),
-    "phi3": ("phi3", {}),
-    "phi3_window": ("phi3", {"hidden_size": 32, "rope_parameters": LONG, "sliding_window": 7} | ORIGINAL),
     "gemma": ("gemma", {"head_dim": 6}),
     "gemma2": ("gemma2", {"head_dim": 6, "sliding_window": 5} | CAPS),
     "gemma2_untied": (
@@ -148,7 +138,6 @@ WITHOUT_GRADIENTS = {"llama", "llama3_rope", "llama_linear", "smollm", "mistral"
     "qwen3_yarn",
     "smollm3",
     "olmo2",
-    "phi3",
     "gemma2",
     "gemma3",
     "adapter",

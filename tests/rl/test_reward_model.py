@@ -344,7 +344,6 @@ FAMILIES = [
     "qwen3",
     "smollm3_window",
     "olmo2_biases",
-    "phi3_window",
     "gemma",
     "gemma2_untied",
     "gemma3_capped",
@@ -355,10 +354,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(x, marks=() if x in ("llama", "phi3_window", "gemma3_capped") else pytest.mark.slow)
-        for x in FAMILIES
-    ],
+    [pytest.param(x, marks=() if x in ("llama", "gemma3_capped") else pytest.mark.slow) for x in FAMILIES],
 )
 def test_transformers_reads_a_saved_reward_model(name, tmp_path):
     source = GOLDEN.parent / name
