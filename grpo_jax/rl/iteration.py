@@ -6,7 +6,7 @@ the devices sample the next one.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from threading import Thread
 from typing import Any, NamedTuple
@@ -140,8 +140,12 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
         rewards, clock = abstract(rewards, devices, REWARD_AXES), abstract(np.zeros(2, np.uint32), devices)
         programs.learn.lower(state, frozen, start, batch, rewards, clock).compile()
 
+    def compile_quietly() -> None:
+        with suppress(Exception):  # the call of the program raises it again, where it is handled
+            compile_programs_for_shapes()
+
     if not programs.compiling:
-        programs.compiling.append(Thread(target=compile_programs_for_shapes))
+        programs.compiling.append(Thread(target=compile_quietly))
         programs.compiling[0].start()
 
 
