@@ -210,7 +210,7 @@ def test_math_verify_compares_formulas_in_a_process_with_a_deadline():
         (r"\{2, 1\}", r"\{1, 2\}", 1.0),
     ]
     arguments = {"lenient": False}
-    with Grader(f"{BUILTIN}:math_answer", arguments=arguments, chunk=1, workers=1, deadline=1.5) as grader:
+    with Grader(f"{BUILTIN}:math_answer", arguments=arguments, chunk=1, workers=1, deadline=2.0) as grader:
         boxes = texts(*(rf"\boxed{{{stated}}}" for stated, _, _ in pairs))
         assert grader([{"answer": expected} for _, expected, _ in pairs], boxes) == [reward for _, _, reward in pairs]
         assert {reason: count for reason, count in grader.counts.items() if count} == {"timeout": 1}
