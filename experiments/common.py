@@ -78,19 +78,6 @@ def _new_params(policy: Policy, seed: jax.Array) -> Params:
     return policy.init(jax.random.key(seed))
 
 
-# ---- costs
-
-
-def forward_flops(params: Any, tokens: int) -> float:
-    """Counts the operations of a forward pass over some tokens, without those of attention: 2 a parameter and token."""
-    return 2.0 * float(tokens) * sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-def held_bytes(*trees: Any) -> int:
-    """Counts the bytes of all arrays in some trees. An array that is in several of them counts once."""
-    return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(trees)}.values())
-
-
 @dataclass(frozen=True)
 class WarmOptions:
     """The supervised phase before."""

@@ -42,13 +42,10 @@ from experiments.judging import (
     SFT,
     agreement,
     compare_methods,
-    cost_of_phase,
     pair_numbers,
     print_tables,
     sampled_answers,
     samples_text,
-    step_seconds,
-    supervised_cost,
 )
 from experiments.tasks.dialogue import candid, dialogue_rows, pack_chosen, split_by_dialogue, taken_up
 from grpo_jax import hosts
@@ -163,7 +160,6 @@ class Seed(NamedTuple):
     answers: dict[str, Evaluation]  # row of the table -> answers
     nll: dict[str, float]  # of the held-out chosen answers, before and after SFT, nats a token
     reward_model: RewardModel
-    costs: dict[str, dict[str, float]]  # row of the table -> tokens, operations, bytes
 
 
 def main(config: Config) -> None:
@@ -183,7 +179,7 @@ def main(config: Config) -> None:
     run = flags.open_run(config)
     keep_description(run, model.pretrained, config.model, config.chat)
     start = place(model.params, num_devices(config.ppo.run.devices))
-    judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
+    judge = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, start, thirds, judge, programs, run)
     matches = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]
     results = summarised(matches, shared)
@@ -191,8 +187,7 @@ def main(config: Config) -> None:
     prompts = [example["prompt"] for example in tasks[0].heldout.examples]
     write_text(run.path / "samples.md", samples_text(matches[0].answers, prompts, 20))
     phases = {title: [f"{name}_{seed}" for seed in seeds] for name, title in METHODS.items()}
-    times = {title: step_seconds(run, names) for title, names in phases.items()}
-    print_tables(run, results, times, control=METHODS["control"])
+    print_tables(run, results, control=METHODS["control"])
     report.save_curves(run, CURVES, phases)
     report.say_end(run, started)
     run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)
@@ -248,13 +243,13 @@ def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
 def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     """Everything that is trained with one seed, and answers to the held-out prompts before and after."""
     start, thirds, run, seed = shared.start, shared.thirds, shared.run, config.ppo.run.seed
-    model, costs, answers = shared.model, dict[str, dict[str, float]](), dict[str, Evaluation]()
-    sft, costs[SFT] = fit_sft(start, thirds.rows[0], model, config, run)
+    model, answers = shared.model, dict[str, Evaluation]()
+    sft = fit_sft(start, thirds.rows[0], model, config, run)
     nll = {
         name: mean_nll(model.policy, params, packed_pieces(thirds.rows[2], config.sft_rows))
         for name, params in (("before", start), ("after", sft))
     }
-    learned, costs["reward model"] = fit_reward_model(sft, thirds.pairs[0], model, config, run, f"reward_model_{seed}")
+    learned = fit_reward_model(sft, thirds.pairs[0], model, config, run, f"reward_model_{seed}")
     scorers = {"learned": as_reward(learned, config), "judge": as_reward(shared.judge, config)}
     rules: dict[str, Reward] = {"taken_up": taken_up, "candid": candid}
     task = task._replace(reward={name: Component(reward) for name, reward in (scorers | rules).items()})
@@ -264,21 +259,17 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     for name, title in METHODS.items():
         programs, phase = shared.programs[name], f"{name}_{seed}"
         params = with_critic(sft, learned, model, config) if name == "ppo" else {"policy": sft}
-        rewards = training_rewards(name, scorers, seed, run)
-        state, held = learn(params, task, config.ppo.run, run, programs, phase=phase, reward=rewards, start=before)
+        rewards = training_rewards(name, scorers, seed)
+        _, held = learn(params, task, config.ppo.run, run, programs, phase=phase, reward=rewards, start=before)
         answers[title] = held.evaluation
-        learned_from = [] if name == "control" else [learned.params]
-        costs[title] = cost_of_phase(run, phase, state, params, split(params)[1], learned_from, config.ppo.run)
-    return Seed(answers, nll, learned, costs)
+    return Seed(answers, nll, learned)
 
 
-def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int, run: RunFolder) -> dict[str, Component]:
+def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int) -> dict[str, Component]:
     """The reward model's score to learn from, or a coin; scores that are not learned from are watched."""
-    learns = {"coin": 1.0} if name == "control" else {"learned": 1.0}
-    rewards = {key: timed(run, key, reward) for key, reward in scorers.items()}
-    if name == "control":
-        rewards["coin"] = random_reward(seed)
-    return {key: Component(reward, learns.get(key, 0.0)) for key, reward in rewards.items()}
+    learns = "coin" if name == "control" else "learned"
+    rewards = scorers | ({"coin": random_reward(seed)} if name == "control" else {})
+    return {key: Component(reward, float(key == learns)) for key, reward in rewards.items()}
 
 
 def with_critic(sft: Params, learned: RewardModel, model: Loaded, config: Config) -> Params:
@@ -294,32 +285,25 @@ def supervised(config: Config, steps: int, learning_rate: float, **options: Any)
     return SupervisedConfig(steps, learning_rate, warmup_steps=WARMUP_STEPS, decay="linear", **options)
 
 
-def fit_sft(
-    start: Params, rows: Packed, model: Loaded, config: Config, run: RunFolder
-) -> tuple[Params, dict[str, float]]:
-    """The policy after SFT on chosen answers, and what that cost."""
+def fit_sft(start: Params, rows: Packed, model: Loaded, config: Config, run: RunFolder) -> Params:
+    """The policy after SFT on chosen answers."""
     batches = packed_batches(rows, config.sft_rows, config.ppo.run.seed)
     phase = supervised(config, config.sft_steps, config.sft_learning_rate)
     state = fit(sft_objective(model.policy), start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
-    frozen = split(start)[1]
-    tokens = sum(int((batches(step).texts > 0).sum()) for step in range(config.sft_steps))
-    return join(state.params, frozen), supervised_cost(state, frozen, tokens)
+    return join(state.params, split(start)[1])
 
 
 def fit_reward_model(
     start: Params, pairs: EncodedPairs, model: Loaded, config: Config, run: RunFolder, phase: str
-) -> tuple[RewardModel, dict[str, float]]:
-    """A reward model that starts from these parameters, and what it cost."""
+) -> RewardModel:
+    """A reward model that starts from these parameters."""
     loaded = model.pretrained
     shape, params = add_head(loaded.config, start)
     batches = pair_batches(pairs, config.num_pairs, config.ppo.run.seed)
     options = supervised(config, config.reward_model_steps, config.reward_model_learning_rate, weight_decay=0.1)
     state = fit(reward_model_objective(shape), params, batches, options, run, phase=phase)
-    frozen = split(params)[1]
-    masks = [mask for step in range(options.steps) for mask in batches(step)[1:4:2]]
-    cost = supervised_cost(state, frozen, sum(int(mask.sum()) for mask in masks))
-    trained = join(state.params, frozen)
-    return RewardModel(shape, trained, loaded.tokenizer, loaded.eos_ids, loaded.folder), cost
+    trained = join(state.params, split(params)[1])
+    return RewardModel(shape, trained, loaded.tokenizer, loaded.eos_ids, loaded.folder)
 
 
 def as_reward(model: RewardModel, config: Config) -> Reward:
@@ -330,16 +314,6 @@ def as_reward(model: RewardModel, config: Config) -> Reward:
         max_prompt_tokens=config.model.max_prompt_tokens,
         max_tokens=config.ppo.run.sampling.max_tokens,
     )
-
-
-def timed(run: RunFolder, name: str, reward: Reward) -> Reward:
-    """The reward, whose seconds times.jsonl then has as `name`_s; they are also part of reward_s."""
-
-    def measured(examples, completions):
-        with run.timed(name):
-            return reward(examples, completions)
-
-    return measured
 
 
 # ---- what it came to
@@ -368,7 +342,6 @@ def summarised(matches: Sequence[Seed], shared: Shared) -> dict[str, Any]:
         "reward_models": {name: pair_numbers(values) for name, values in models.items()},
         "agreement": {name: [one[name] for one in agreements] for name in agreements[0]},
         "nll": {name: [one.nll[name] for one in matches] for name in ("before", "after")},
-        "costs": {name: [one.costs[name] for one in matches] for name in matches[0].costs},
     }
 
 

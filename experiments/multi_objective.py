@@ -8,7 +8,7 @@ of both. The gold reward, which no run sees, is the mean of both scores from 0 t
 Compared at equal weights, over seeds, on held-out prompts: GDPO, where each reward is standardised within its group
 and then weighted (`advantages_of="components"`); ordinary GRPO on the weighted sum (the control); on the sum of rewards
 divided by their deviation at the start, for what a fixed scale does; on a coin toss; and the start, which was shown
-words at random. Then weights are swept, with one seed: which pairs of scores does each method reach (front.png), and
+words at random. Then weights are swept, with one seed: which pairs of scores does each method reach, and
 how much of the square is below them? Left out: language, and reward models that are themselves wrong.
 
 About six minutes on two CPU cores. Expect a gold reward of 0.21 at the start, 0.60 for both sums, which write the
@@ -20,7 +20,6 @@ middle at equal weights (0.59). A better weight does much of the same: with 0.85
   python -m experiments.multi_objective
 """
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -180,34 +179,26 @@ def phase_of(method: str, weight: float, seed: int) -> str:
     return f"{method}_{seed}" if weight == EQUAL else f"{method}_own{weight:g}_{seed}"
 
 
-def warm_start(
-    policy: Policy,
-    config: Config,
-    run: RunFolder,
-    *,
-    lengths: tuple[int, int] = (1, LONGEST),
-    phase: str = "warm",
-) -> Params:
-    """Parameters that write words with some letters of the prompt and some in order, of a length between these two."""
+def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
+    """Parameters that write words with some letters of the prompt and some in order."""
     prompts_of = letters.letters_task(own_letters, num_prompts=WARM_BATCH, seed=config.train.seed).prompts
 
     def words(step: int) -> Batch:
         prompts, generator = prompts_of(step), rng(config.train.seed, 1, step)
         tokens = [
-            [word(example["letters"], generator, *lengths)[: config.train.sampling.max_tokens]]
-            for example in prompts.examples
+            [word(example["letters"], generator)[: config.train.sampling.max_tokens]] for example in prompts.examples
         ]
         ids, mask = pad_completions(tokens, config.train.sampling.max_tokens)
         return completions_batch(prompts, ids, mask)
 
     warm, seed = SupervisedConfig(config.warm_steps, learning_rate=2e-3), config.train.seed
-    return common.warm_start(policy, words, warm, run, seed=seed, phase=f"{phase}_{seed}")
+    return common.warm_start(policy, words, warm, run, seed=seed, phase=f"warm_{seed}")
 
 
-def word(inputs: str, generator: np.random.Generator, shortest: int = 1, longest: int = LONGEST) -> list[int]:
+def word(inputs: str, generator: np.random.Generator) -> list[int]:
     """Ids of letters at random, and EOS: each letter is one of those given, or the next in the alphabet, or any."""
     ids: list[int] = []
-    for kind in generator.choice(3, generator.integers(shortest, longest + 1), p=(0.25, 0.25, 0.5)):
+    for kind in generator.choice(3, generator.integers(1, LONGEST + 1), p=(0.25, 0.25, 0.5)):
         following = ids[-1] + 1 if ids and ids[-1] + 1 < len(letters.LETTERS) else 0
         of_given = letters.LETTERS.index(inputs[generator.integers(3)])
         ids.append((of_given, following, int(generator.integers(len(letters.LETTERS))))[kind])
@@ -233,7 +224,7 @@ def means(held: HeldoutResult) -> dict[str, float]:
 
 
 def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float]]) -> None:
-    """Tables of equal weights and of the sweep; curves.png, front.png, results.json, report.html."""
+    """Tables of equal weights and of the sweep; curves.png, results.json."""
     seeds = seeds_of(config.train.seed, config.seeds)
     phases = {method: [phase_of(method, EQUAL, seed) for seed in seeds] for method in (*METHODS, "coin", "start")}
     runs = {method: {name: [scores[phase][name] for phase in phases[method]] for name in SCORES} for method in phases}
@@ -255,7 +246,6 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     }
     title = "held-out own and order_score by the weight of own, and the share of the square that they cover"
     report.print_table(run, title, (*sweep["sum"], "covered"), lines)
-    save_front(run, sweep, {"start": point("start", EQUAL)}, SCORES[1:])
     report.save_curves(run, CURVES, {method: phases[method] for method in (*METHODS, "coin")})
     write_json(run.path / "results.json", {"over_seeds": rows, "covered": covered, "runs": scores})
 
@@ -290,55 +280,6 @@ def hypervolume(points: Sequence[tuple[float, float]]) -> float:
     for x, y in pareto_front(points):
         area, left = area + (x - left) * y, x
     return area
-
-
-def save_front(
-    run: RunFolder,
-    points: Mapping[str, Mapping[str, tuple[float, float]]],
-    marks: Mapping[str, tuple[float, float]],
-    names: Sequence[str],
-) -> None:
-    """front.png: pairs of scores in [0, 1], and the Pareto front of each method. It is readable without colours.
-
-    Args:
-      run: where it goes.
-      points: method -> what is written beside a point -> the point; up to three methods.
-      marks: name -> a point beside them, such as the start.
-      names: of both scores.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6, 6.5), layout="constrained")
-    # From the largest marker to the smallest, with the words on other sides, so that points in one place stay apart.
-    styles = (("s", "white", "-", 11, (0, 14)), ("o", "0.7", "--", 8, (0, -17)), ("^", "black", ":", 5, (10, 0)))
-    for (method, results), (marker, fill, line, size, offset) in zip(points.items(), styles, strict=False):
-        front = pareto_front(list(results.values()))
-        axis.plot(*zip(*front, strict=True), color="black", linestyle=line, linewidth=1)
-        axis.plot(
-            *zip(*results.values(), strict=True),
-            marker,
-            color="black",
-            markerfacecolor=fill,
-            markersize=size,
-            label=f"{method}: {hypervolume(front):.2f} of the square",
-        )
-        places: dict[tuple[float, float], list[str]] = {}
-        for label, point in results.items():
-            near = (place for place in places if math.dist(place, point) < 0.04)
-            places.setdefault(next(near, point), []).append(label)
-        for place, labels in places.items():
-            words, align = ", ".join(labels), "left" if offset[0] else "center"
-            axis.annotate(words, place, xytext=offset, textcoords="offset points", fontsize=7, ha=align, va="center")
-    for (name, point), marker in zip(marks.items(), ("x", "+", "*"), strict=False):
-        axis.plot(*point, marker, color="black", label=name)
-    axis.set(xlim=(0, 1.08), ylim=(0, 1.08), xlabel=names[0], ylabel=names[1])
-    axis.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
-    figure.savefig(run.path / "front.png", dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def test_claims_are_told_apart():
 @pytest.mark.parametrize("at", [simulated.no_difference, simulated.edge, simulated.bound])
 def test_false_verdicts_are_rare(at):
     claims = [it for it in CLAIMS if it.family == "announcements"]
-    rates = simulated.simulate(claims, [at(it) for it in claims], simulated.alike(claims, 0.01), sets=200)
+    rates = simulated.simulate(claims, [at(it) for it in claims], simulated.alike(claims, 0.01), sets=100)
     assert rates.wrong <= 0.05
 
 

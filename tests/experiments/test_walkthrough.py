@@ -51,12 +51,6 @@ def test_corrections_have_the_numbers_that_a_reader_computes(about, numbers):
         assert number in text
 
 
-def test_the_two_cases_of_the_clip():
-    cases = chapter.cases()
-    np.testing.assert_allclose(cases["min"], [1.2, -1.8, 0.4, -0.8], rtol=1e-6)
-    np.testing.assert_allclose(cases["slope"], [0, -1.8, 0.4, 0], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("rule", "texts", "rewards"),
     [

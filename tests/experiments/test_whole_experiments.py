@@ -126,7 +126,6 @@ def check_multi_objective(run, results):
     swept = {f"{name}_own0.2_0" for name in methods}
     assert set(runs) == swept | {f"{name}_0" for name in results["over_seeds"]}
     assert runs["start_0"] != runs["gdpo_0"] != runs["sum_0"]
-    assert (run / "front.png").exists()
     compiled = [json.loads(line)["compilations"] for line in (run / "times.jsonl").read_text().splitlines()]
     assert compiled[-1] - compiled[-6] <= 2  # other weights and methods take the programs that there are
 
@@ -159,9 +158,7 @@ def check_stories(run, results):
 def check_hh_rlhf(run, results):
     assert results["rows"]["SFT"]["judge"] == pytest.approx(0, abs=1e-6)
     assert results["rows"]["SFT"]["win_rate"] == 0.5
-    assert set(results["costs"]) == {"SFT", "reward model", "PPO", "GRPO", "GRPO, coin toss"}
-    for name in ("flops", "held_bytes"):
-        assert results["costs"]["PPO"][0][name] > results["costs"]["GRPO"][0][name]
+    assert {"SFT", "PPO", "GRPO", "GRPO, coin toss"} < set(results["rows"])
     assert sum(results["pairs"].values()) == 80
     assert "Prompt 6" in (run / "samples.md").read_text()
     first = [lines_of(run, phase)[0] for phase in ("ppo_0", "grpo_0", "control_0")]
