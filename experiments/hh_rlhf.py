@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments.common import Seeds, seeds_of
+from experiments.common import Seeds
 from experiments.judging import (
     SFT,
     agreement,
@@ -69,6 +69,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import pair_batches, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import mean_nll, sft_objective
+from grpo_jax.options import Positive, Size
 from grpo_jax.prepare import Loaded, load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
@@ -117,19 +118,19 @@ class Config:
     """File, folder or hub id of preferences."""
     chat: bool = False
     """Transcripts become chat messages, for the tokenizer's chat template."""
-    num_heldout: int = 256
+    num_heldout: Size = 256
     """Held-out prompts that policies answer, at most. All held-out pairs test the reward models."""
-    sft_steps: int = 150
+    sft_steps: Size = 150
     """Optimizer steps of SFT."""
-    sft_rows: int = 8
+    sft_rows: Size = 8
     """Rows of a step of SFT, each packed with several dialogues."""
-    sft_learning_rate: float = 1e-3
+    sft_learning_rate: Positive = 1e-3
     """Peak learning rate of SFT."""
-    reward_model_steps: int = 96
+    reward_model_steps: Size = 96
     """Optimizer steps of either reward model."""
-    num_pairs: int = 16
+    num_pairs: Size = 16
     """Pairs of such a step."""
-    reward_model_learning_rate: float = 3e-4
+    reward_model_learning_rate: Positive = 3e-4
     """Peak learning rate of either reward model."""
     critic_start: Literal["reward_model", "policy"] = "reward_model"
     """Start of a separate critic: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
@@ -167,7 +168,7 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
     check(config)
-    seeds = seeds_of(config.ppo.run.seed, config.seeds)
+    seeds = config.seeds.starting_at(config.ppo.run.seed)
     model = load_model(config.model, seed=config.ppo.run.seed)
     thirds = split_and_encode(read_preferences(config.data, chat=config.chat)[0], model, config)
     configs = [with_options(config, seed=seed) for seed in seeds]
@@ -201,9 +202,6 @@ def check(config: Config) -> None:
     """
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
-    for name in ("sft_steps", "reward_model_steps"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} is {getattr(config, name)}: it must be at least 1")
     for name in ("sft_rows", "num_pairs"):
         if getattr(config, name) % (config.ppo.run.optimizer.microbatches or 1):
             raise UsageError(f"{name} ({getattr(config, name)}) must be a multiple of microbatches")
@@ -268,7 +266,7 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
 def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int) -> dict[str, Component]:
     """The reward model's score to learn from, or a coin; scores that are not learned from are watched."""
     learns = "coin" if name == "control" else "learned"
-    rewards = scorers | ({"coin": random_reward(seed)} if name == "control" else {})
+    rewards = {**scorers, **({"coin": random_reward(seed)} if name == "control" else {})}
     return {key: Component(reward, float(key == learns)) for key, reward in rewards.items()}
 
 

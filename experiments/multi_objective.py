@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import common
-from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds, seeds_of
+from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds
 from experiments.tasks import letters
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Rewards, pad_completions, rng
@@ -38,6 +38,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.options import Size
 from grpo_jax.rl.grade import grade_completions
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
@@ -46,7 +47,6 @@ from grpo_jax.rl.types import LABELLING, Batch, noise_of
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
@@ -83,7 +83,7 @@ class Config:
     output: flags.RunConfig = flags.RunConfig(Path("runs/multi_objective"))
     weights: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     """Weights of `own` in the sweep; `order` has the rest to 1."""
-    warm_steps: int = 300
+    warm_steps: Size = 300
     """Supervised steps on words at random, before training on rewards."""
 
 
@@ -135,9 +135,9 @@ WATCHED = {"order_score": Component(order_score, 0.0), "gold": Component(gold, 0
 def main(config: Config) -> None:
     """For each seed a start, runs at equal weights and the coin's; for the first also the other weights."""
     started = time.perf_counter()
-    if config.warm_steps < 1 or not all(0 <= weight <= 1 for weight in config.weights):
-        raise UsageError("warm_steps must be at least 1, and weights between 0 and 1")
-    seeds = seeds_of(config.train.seed, config.seeds)
+    if not all(0 <= weight <= 1 for weight in config.weights):
+        raise UsageError(f"weights are {config.weights}: each must be between 0 and 1")
+    seeds = config.seeds.starting_at(config.train.seed)
     if config.train.sampling.max_tokens > LONGEST:
         raise UsageError(f"max_tokens is {config.train.sampling.max_tokens}: words have up to {LONGEST} letters")
     policy, task = decoder_policy(MODEL), task_of(config)
@@ -179,26 +179,30 @@ def phase_of(method: str, weight: float, seed: int) -> str:
     return f"{method}_{seed}" if weight == EQUAL else f"{method}_own{weight:g}_{seed}"
 
 
-def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
-    """Parameters that write words with some letters of the prompt and some in order."""
+def warm_start(
+    policy: Policy,
+    config: Config,
+    run: RunFolder,
+    *,
+    lengths: tuple[int, int] = (1, LONGEST),
+    phase: str = "warm",
+) -> Params:
+    """Parameters that write words with some letters of the prompt and some in order, of a length between these two."""
     prompts_of = letters.letters_task(own_letters, num_prompts=WARM_BATCH, seed=config.train.seed).prompts
 
     def words(step: int) -> Batch:
-        prompts, generator = prompts_of(step), rng(config.train.seed, 1, step)
-        tokens = [
-            [word(example["letters"], generator)[: config.train.sampling.max_tokens]] for example in prompts.examples
-        ]
-        ids, mask = pad_completions(tokens, config.train.sampling.max_tokens)
-        return completions_batch(prompts, ids, mask)
+        prompts, generator, most = prompts_of(step), rng(config.train.seed, 1, step), config.train.sampling.max_tokens
+        tokens = [[word(example["letters"], generator, *lengths)[:most]] for example in prompts.examples]
+        return completions_batch(prompts, *pad_completions(tokens, most))
 
     warm, seed = SupervisedConfig(config.warm_steps, learning_rate=2e-3), config.train.seed
-    return common.warm_start(policy, words, warm, run, seed=seed, phase=f"warm_{seed}")
+    return common.warm_start(policy, words, warm, run, seed=seed, phase=f"{phase}_{seed}")
 
 
-def word(inputs: str, generator: np.random.Generator) -> list[int]:
+def word(inputs: str, generator: np.random.Generator, shortest: int = 1, longest: int = LONGEST) -> list[int]:
     """Ids of letters at random, and EOS: each letter is one of those given, or the next in the alphabet, or any."""
     ids: list[int] = []
-    for kind in generator.choice(3, generator.integers(1, LONGEST + 1), p=(0.25, 0.25, 0.5)):
+    for kind in generator.choice(3, generator.integers(shortest, longest + 1), p=(0.25, 0.25, 0.5)):
         following = ids[-1] + 1 if ids and ids[-1] + 1 < len(letters.LETTERS) else 0
         of_given = letters.LETTERS.index(inputs[generator.integers(3)])
         ids.append((of_given, following, int(generator.integers(len(letters.LETTERS))))[kind])
@@ -225,13 +229,13 @@ def means(held: HeldoutResult) -> dict[str, float]:
 
 def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float]]) -> None:
     """Tables of equal weights and of the sweep; curves.png, results.json."""
-    seeds = seeds_of(config.train.seed, config.seeds)
+    seeds = config.seeds.starting_at(config.train.seed)
     phases = {method: [phase_of(method, EQUAL, seed) for seed in seeds] for method in (*METHODS, "coin", "start")}
     runs = {method: {name: [scores[phase][name] for phase in phases[method]] for name in SCORES} for method in phases}
     rows = over_seeds(runs, first="gold", control="sum")
     table = {method: [cell(row, column) for column in (*SCORES, "difference")] for method, row in rows.items()}
-    print_over_seeds(run, "held-out scores at equal weights", seeds, (*SCORES, "gold above the sum's"), table)
-    explain_control(run, table, control="coin")
+    columns = [*SCORES, "gold above the sum's"]
+    print_over_seeds(run, "held-out scores at equal weights", seeds, columns, table, coin="coin")
 
     def point(method: str, weight: float) -> tuple[float, float]:
         results = scores[phase_of(method, weight, config.train.seed)]

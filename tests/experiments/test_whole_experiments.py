@@ -275,13 +275,16 @@ def test_an_experiment_comes_to_what_its_docstring_says(tmp_path, experiment, ar
         (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --num-seeds 0", "num_seeds"),
         (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --microbatches 3", "sft_rows"),
         (multi_objective, "--weights 1.5", "weights"),
-        (multi_objective, "--num-seeds 0", "num_seeds"),
+        (arithmetic, "--wrong-share 2", "wrong_share is 2"),
         (multi_objective, "--max-tokens 16", "15 letters"),
         (preferences, "--num-pairs 0", "num_pairs is 0"),
         (preferences, "--beta 0", "beta is 0"),
     ],
 )
-def test_what_cannot_work_is_refused_before_there_is_a_folder(inputs, tmp_path, experiment, args, words):
-    with refused(words):
-        experiment.main(parse(experiment, args.replace("INPUTS", str(inputs)), tmp_path / "run"))
+def test_what_cannot_work_is_refused_before_there_is_a_folder(inputs, tmp_path, capsys, experiment, args, words):
+    args = [*args.replace("INPUTS", str(inputs)).split(), "--run-dir", str(tmp_path / "run"), "--no-compilation-cache"]
+    with pytest.raises(SystemExit) as ended:
+        flags.main(experiment.Config, experiment.main, None, args)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
