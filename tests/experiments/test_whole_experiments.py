@@ -7,7 +7,7 @@ import string
 from pathlib import Path
 
 import pytest
-from tiny import random_params, refused, tiny_config
+from tiny import random_params, tiny_config
 
 from experiments import (
     arithmetic,
@@ -61,20 +61,18 @@ def inputs(tmp_path_factory):
 # ---- what each leaves, besides that it resumes
 
 
-def lines_of(run, phase, file="metrics.jsonl"):
-    return [line for line in map(json.loads, (run / file).read_text().splitlines()) if line["phase"] == phase]
+def lines_of(run, phase):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["phase"] == phase]
 
 
 def check_arithmetic(run, results):
     assert {file.name for file in run.iterdir()} == FILES | {"warnings.jsonl"}  # there is little to learn
-    assert set(results) == {"before", "after", "control", "params_sha256"}
     assert {"avg", "avg_low", "maj_at_7", "pass_at_4", "greedy_high", "change_low"} <= set(results["after"])
     assert "change" not in results["before"]
     evaluated = [line for line in lines_of(run, "grpo") if "heldout_avg" in line]
     assert [line["step"] for line in evaluated] == [0, 1, 2]
     assert evaluated[-1]["heldout_avg"] == results["after"]["avg"]  # the same completions
-    with refused(r"choose one|its phases are \['control', 'grpo', 'warm'\]"):
-        export(Options(run, run.parent / "out", phase=""))
     export(Options(run, run.parent / "out", phase="warm"))
     saved = load_pretrained(run.parent / "out")
     loaded, step = load_run(run, phase="warm", dtype="bfloat16")
@@ -84,18 +82,8 @@ def check_arithmetic(run, results):
     assert saved.tokenizer.decode(saved.tokenizer.encode("07+58=")) == "07+58="
 
 
-def check_guess(run, results):
-    assert set(results) == {"before", "after", "control", "noise", "params_sha256"}
-    assert {"above_blind", "turns_to_win"} <= set(results["noise"])
-
-
-def check_calculator(run, results):
-    assert {"right_products", "calls_products", "right_sums", "calls_sums"} <= set(results["after"])
-
-
 def check_ppo(run, results):
     runs = results["runs"]
-    assert set(runs) == {"ppo", "grpo", "control"}
     assert runs["ppo"]["before"] == runs["grpo"]["before"]
     assert runs["ppo"]["parameters"][0] > 1.9 * runs["grpo"]["parameters"][0]
     last = lines_of(run, "ppo_1")[-1]
@@ -104,26 +92,17 @@ def check_ppo(run, results):
 
 
 def check_distill(run, results):
-    assert set(results["runs"]) == {"reverse_kl", "grpo", "control", "sft"}
     assert len({row["start"][0] for row in results["runs"].values()}) == 1
     assert (run / "samples.png").exists()
 
 
 def check_constitutional(run, results):
-    assert set(results["over_seeds"]) == {"start", "control", "untrained", "constitution", "gold"}
     line = lines_of(run, "constitution_0")[-1]
     assert line["reward"] == pytest.approx(sum(line[f"reward_{name}"] for name in constitutional.GOLD) / 4, rel=1e-4)
 
 
-def check_online_preference(run, results):
-    assert set(results["runs"]) == {"start", "frozen", "online", "coin", "gold"}
-
-
 def check_multi_objective(run, results):
-    methods, runs = {"sum", "scaled", "gdpo"}, results["runs"]
-    assert set(results["covered"]) == methods
-    assert set(results["over_seeds"]) == methods | {"coin", "start"}
-    swept = {f"{name}_own0.2_0" for name in methods}
+    runs, swept = results["runs"], {f"{name}_own0.2_0" for name in results["covered"]}
     assert set(runs) == swept | {f"{name}_0" for name in results["over_seeds"]}
     assert runs["start_0"] != runs["gdpo_0"] != runs["sum_0"]
     compiled = [json.loads(line)["compilations"] for line in (run / "times.jsonl").read_text().splitlines()]
@@ -133,7 +112,6 @@ def check_multi_objective(run, results):
 def check_preferences(run, results):
     rows = {method: {name: values[0] for name, values in row.items()} for method, row in results["runs"].items()}
     start, trained, _, best = rows
-    assert (start, best) == ("start", "closed form")
     assert (rows[start]["kl"], rows[start]["share"], rows[best]["kl_to_best"]) == (0, 0, 0)
     for row in rows.values():  # J(π*) − J(π) = β KL(π ‖ π*), whatever the policy
         assert rows[best]["objective"] - row["objective"] == pytest.approx(row["kl_to_best"], abs=1e-4)
@@ -158,7 +136,6 @@ def check_stories(run, results):
 def check_hh_rlhf(run, results):
     assert results["rows"]["SFT"]["judge"] == pytest.approx(0, abs=1e-6)
     assert results["rows"]["SFT"]["win_rate"] == 0.5
-    assert {"SFT", "PPO", "GRPO", "GRPO, coin toss"} < set(results["rows"])
     assert sum(results["pairs"].values()) == 80
     assert "Prompt 6" in (run / "samples.md").read_text()
     first = [lines_of(run, phase)[0] for phase in ("ppo_0", "grpo_0", "control_0")]
@@ -172,29 +149,42 @@ def check_hh_rlhf(run, results):
 WARM = "--warm-steps 4 --warm-batch 8 --steps 2 --num-prompts 40 --eval-every 1"
 LETTERS = "--warm-steps 2 --steps 2 --num-prompts 32 --num-seeds 1 --eval-every 1"
 PAIRS = "--steps 8 --num-pairs 32 --num-seeds 1 --warmup-steps 2 --eval-every 4"
-# experiment, options, what is true of its folder and its results
+# experiment, options, rows of its results, and what else is true of its folder and results
 RUNS = {
-    "arithmetic": (arithmetic, WARM, check_arithmetic),
-    "calculator": (calculator, WARM, check_calculator),
-    "guess": (guess, f"{WARM} --group-size 2", check_guess),
-    "ppo": (ppo, f"{WARM} --num-seeds 2", check_ppo),
+    "arithmetic": (arithmetic, WARM, "before, after, control", check_arithmetic),
+    "calculator": (calculator, WARM, "before, after, control", None),
+    "guess": (guess, f"{WARM} --group-size 2", "before, after, control, noise", None),
+    "ppo": (ppo, f"{WARM} --num-seeds 2", "ppo, grpo, control", check_ppo),
     "distill": (
         distill,
         f"{WARM} --num-seeds 1 --grpo-steps 2 --grpo-eval-every 1 --eval-samples 1 --kinds reverse_kl",
+        "reverse_kl, grpo, control, sft",
         check_distill,
     ),
-    "constitutional": (constitutional, f"{LETTERS} --group-size 2 --warm-rows 8", check_constitutional),
-    "online": (online_preference, f"{LETTERS} --group-size 4 --rounds 2 --labels 128", check_online_preference),
+    "constitutional": (
+        constitutional,
+        f"{LETTERS} --group-size 2 --warm-rows 8",
+        "start, control, untrained, constitution, gold",
+        check_constitutional,
+    ),
+    "online": (
+        online_preference,
+        f"{LETTERS} --group-size 4 --rounds 2 --labels 128",
+        "start, frozen, online, coin, gold",
+        None,
+    ),
     "multi_objective": (
         multi_objective,
         "--steps 1 --warm-steps 2 --max-tokens 4 --group-size 2 --weights 0.2 --num-seeds 1",
+        "sum, scaled, gdpo, coin, start",
         check_multi_objective,
     ),
-    "dpo": (preferences, PAIRS, check_preferences),
-    "kto": (preferences, f"{PAIRS} --loss kto", check_preferences),
+    "dpo": (preferences, PAIRS, "start, dpo, control, closed form", check_preferences),
+    "kto": (preferences, f"{PAIRS} --loss kto", "start, kto, control, closed form", check_preferences),
     "stories": (
         stories,
         f"--model {STORIES} --steps 1 --max-tokens 16 --num-prompts 64 --group-size 2 --max-prompt-tokens 40",
+        "before, after, control",
         check_stories,
     ),
     "hh_rlhf": (
@@ -202,6 +192,7 @@ RUNS = {
         "--model INPUTS/model --data INPUTS/rows.jsonl --num-prompts 4 --group-size 2 --max-tokens 8 "
         "--max-prompt-tokens 24 --num-heldout 6 --steps 2 --sft-steps 2 --reward-model-steps 2 --num-pairs 4 "
         "--num-seeds 1 --lora-rank 2",
+        "SFT, SFT, shortest of n, SFT, best of n, PPO, GRPO, GRPO, coin toss",
         check_hh_rlhf,
     ),
 }
@@ -210,23 +201,17 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(x, marks=needs_stories if x == "stories" else ()) for x in RUNS])
 def test_an_experiment_ends_with_its_numbers_and_resumed_has_them_again(inputs, tmp_path, name):
-    (experiment, args, check), run = RUNS[name], tmp_path / "run"
+    (experiment, args, rows, check), run = RUNS[name], tmp_path / "run"
     experiment.main(parse(experiment, args.replace("INPUTS", str(inputs)), run))
-    results, metrics = (json.loads((run / "results.json").read_text()), (run / "metrics.jsonl").read_bytes())
+    results, metrics = json.loads((run / "results.json").read_text()), (run / "metrics.jsonl").read_bytes()
     assert (run / "report.html").exists()
-    check(run, results)
+    table = results.get("over_seeds") or results.get("rows") or results
+    assert sorted(", ".join(table.keys() - {"params_sha256"}).split(", ")) == sorted(rows.split(", "))
+    if check:
+        check(run, results)
     experiment.main(parse(experiment, "--resume", run))  # with the options of the run, not the defaults
     assert json.loads((run / "results.json").read_text()) == results
     assert (run / "metrics.jsonl").read_bytes() == metrics
-
-
-@pytest.mark.slow
-def test_a_mesh_samples_what_one_device_does(tmp_path):
-    mesh = "--parallel mesh --fsdp 4 --tensor 2"
-    for name, devices in (("one", "--devices 1"), ("mesh", f"--devices 8 {mesh}")):
-        arithmetic.main(parse(arithmetic, f"{WARM} {devices}", tmp_path / name))
-    one, several = ([line.get("reward") for line in lines_of(tmp_path / name, "grpo")] for name in ("one", "mesh"))
-    assert one == several
 
 
 # ---- as large as they are
