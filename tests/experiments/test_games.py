@@ -88,16 +88,6 @@ def test_what_is_no_number_ends_the_game(said):
     assert guess.higher_or_lower(example, [Turn(Completion(said))], (*KEY, 0)) == Reply(done=True, reward=0.0)
 
 
-def test_the_last_guess_ends_the_game():
-    game = games_of(0, 14)[0]
-    turns = play(game, lambda told: 14)
-    assert len(turns) == guess.MAX_TURNS
-    assert not guess.is_won(turns)
-    last = guess.higher_or_lower(game, [*turns[:-1], Turn(Completion("0"))], KEY)
-    assert last.done
-    assert last.reward == pytest.approx(1 - sum(turn.reward for turn in turns[:-1]))
-
-
 def test_held_out_intervals_are_never_trained_on():
     task = guess.guess_task(num_prompts=32, seed=0)
     held = [example["prompt"] for example in task.heldout.examples]

@@ -6,7 +6,6 @@ from tiny import refused
 
 from experiments.judging import best_answers, correlation, prompt_numbers
 from experiments.tasks.dialogue import candid, dialogue_rows, opening, question, split_by_dialogue, taken_up
-from grpo_jax.data.packing import pack, packed_pieces
 from grpo_jax.data.preferences import Preference
 from grpo_jax.data.types import Completion
 
@@ -93,11 +92,3 @@ def test_scores_are_in_deviations_of_the_start_and_wins_are_over_all_pairs():
     assert correlation(start["length"], start["judge"]) == pytest.approx(1)
     shortest = best_answers(start, -start["length"])
     assert shortest["judge"].tolist() == [[0], [4]]
-
-
-def test_pieces_of_packed_rows_are_all_rows_and_nothing_learned_beside_them():
-    rows = pack([[1], [2], [3]], [[4, 5], [6, 7], [8]], width=3)
-    pieces = list(packed_pieces(rows, 2))
-    assert [piece.ids.shape for piece in pieces] == [(2, 3), (2, 3)]
-    assert np.concatenate([piece.ids for piece in pieces])[:3].tolist() == rows.ids.tolist()
-    assert sum(piece.completion_mask.sum() for piece in pieces) == rows.completion_mask.sum() == 5

@@ -102,7 +102,7 @@ def test_the_devices_are_those_of_the_topology(monkeypatch):
         ({"tensor": 0}, "tensor is 0: it must be at least 1"),
         ({"devices": -8}, "devices is -8"),
         ({"prompts_per_device": 0}, "prompts_per_device is 0"),
-        ({"prompts_per_device": 10**12}, "tokens of a rollout: set prompts, group_size or tokens lower"),
+        ({"prompts_per_device": 10**9}, "tokens of a rollout: set prompts, group_size or tokens lower"),
         ({"link_gb_s": float("nan")}, "link_gb_s is nan"),
         ({"microbatches": 3}, "it must divide the 8 prompts of a device"),
         ({"tensor": 8}, "it must divide the model's 4 key-value heads"),

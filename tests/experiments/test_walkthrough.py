@@ -85,22 +85,6 @@ def test_the_exact_kl():
         np.testing.assert_allclose(kl, [[[expected]]], atol=5e-5)
 
 
-def walk_through(capsys, **options):
-    """The numbers, and what is printed, its lines joined."""
-    walk = walkthrough.main(walkthrough.Config(model=str(STORIES), **options))
-    return walk, " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.slow
-@needs_stories
-def test_far_from_the_start_no_large_number_is_called_a_kl(capsys):
-    walk, page = walk_through(capsys, kl_coef=0.0, learning_rate=0.01, seed=3)
-    assert walk.after.kl.max() > 1e3  # k3, of tokens that the policy does not sample any more
-    assert 0 < walk.kl.max() < 100
-    assert f"whole vocabulary is {walk.kl.mean():.4f}, " in page
-    assert "with β = 0 nothing pulls back to it" in page
-
-
 @pytest.mark.slow
 @needs_stories
 def test_a_walk_with_a_real_model(capsys):
