@@ -154,6 +154,9 @@ def test_a_server_that_does_not_load_parameters_is_told_of(server, tmp_path, mon
 
 
 def test_an_address_without_an_engine_is_refused_at_once(server, tmp_path):
+    server.models = []
+    with refused("names no model"):
+        engine_of(server, tmp_path)
     server.stop()
     with refused("no engine answers at"):
         engine_of(server, tmp_path)

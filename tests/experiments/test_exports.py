@@ -7,6 +7,7 @@ from safetensors.numpy import load_file
 from tiny import random_like, random_params, refused, tiny_config
 
 from experiments import stories
+from experiments.common import keep_model
 from experiments.tasks import arithmetic
 from grpo_jax.config import ModelOptions
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
@@ -37,13 +38,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def saved_run(folder, name, options=""):
+def saved_run(folder, name, options="", describe=keep_description):
     """Returns a run, its model, and the policy in its checkpoint of step 2."""
     args = f"--model {folder}/base --num-prompts 4 --group-size 2 {options} --run-dir {folder / name}"
     config = flags.parse(stories.Config, None, args.split())
     loaded = load_model(config.model, seed=0)
     run = flags.open_run(config)
-    keep_description(run, loaded.pretrained, config.model)
+    describe(run, loaded.pretrained, config.model)
     params = loaded.params
     if isinstance(params, Adapted):
         params = params._replace(adapters=random_like(params.adapters))
@@ -104,6 +105,11 @@ def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(fo
     with refused("leave out --dtype"):
         export(Options(run, tmp_path / "other", adapter=True, dtype="float32"))
     moved.rename(folder / "base")
+
+
+def test_a_run_of_a_loop_of_its_own_is_exported_without_notes_of_its_model(folder, tmp_path):
+    saved_run(folder, "own", describe=lambda run, model, options: keep_model(run, model.config, arithmetic.TEXT))
+    assert export(Options(folder / "own", tmp_path / "out")) == 2
 
 
 @pytest.mark.parametrize(

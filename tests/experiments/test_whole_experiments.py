@@ -226,7 +226,7 @@ def test_an_experiment_ends_with_its_numbers_and_resumed_has_them_again(inputs, 
         (multi_objective, "--weights 1.5", "weights"),
         (arithmetic, "--wrong-share 2", "wrong_share is 2"),
         (multi_objective, "--max-tokens 16", "15 letters"),
-        (preferences, "--num-pairs 0", "num_pairs is 0"),
+        (preferences, "--microbatches 3", "num_pairs is 512"),
         (preferences, "--beta 0", "beta is 0"),
     ],
 )
