@@ -245,16 +245,18 @@ class MakesFolder:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("kind", ["too long", "half", "another shape", "a pickle"])
+@pytest.mark.parametrize("kind", ["too long", "half", "another shape", "a pickle", "a pickle in a line"])
 def test_what_a_function_writes_to_our_files_is_no_answer_and_is_not_unpickled(actor, tmp_path, kind):
     pickled = pickle.dumps(MakesFolder(tmp_path / "made"))
-    sent = {  # a length in four bytes, as `multiprocessing` writes it, and so many bytes
-        "too long": b"\x7f\xff\xff\xff",
-        "half": b"\x00\x00\x00\x40[",
-        "another shape": b"\x00\x00\x00\x02[]",
-        "a pickle": struct.pack("!i", len(pickled)) + pickled,
+    # As a line, and behind its length in four bytes: the ways in which `multiprocessing` and we send things.
+    sent = {
+        "too long": "b'\\x7f\\xff\\xff\\xff' + b'1' * 2**26",
+        "half": repr(b"\x00\x00\x00\x40["),
+        "another shape": repr(b"\x00\x00\x00\x02[]\n"),
+        "a pickle": repr(struct.pack("!i", len(pickled)) + pickled + b"\n"),
+        "a pickle in a line": repr(pickled + b"\n"),
     }[kind]
-    answers, counts = graded(actor, f"write(range(3, 64), {sent!r}) and time.sleep(1000)", FINE)
+    answers, counts = graded(actor, f"write(range(3, 64), {sent}) and time.sleep(1000)", FINE)
     assert (answers, sum(counts.values())) == ([None, 1.0], 1)
     assert not (tmp_path / "made").exists()
 
@@ -317,7 +319,7 @@ def test_processes_are_kept_and_replaced_when_they_died_between_calls(actor):
     (first,), (same,) = graded(actor, PID)[0], graded(actor, PID)[0]
     assert first == same != os.getpid()
     os.kill(int(first), signal.SIGKILL)
-    os.waitid(os.P_PID, int(first), os.WEXITED | os.WNOWAIT)  # until all its threads have ended
+    assert is_gone(int(first))
     (other,), counts = graded(actor, PID)
     assert other not in (first, None)
     assert counts == {}
