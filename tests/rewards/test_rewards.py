@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -319,6 +320,8 @@ def test_processes_are_kept_and_replaced_when_they_died_between_calls(actor):
     (first,), (same,) = graded(actor, PID)[0], graded(actor, PID)[0]
     assert first == same != os.getpid()
     os.kill(int(first), signal.SIGKILL)
+    with suppress(ChildProcessError):  # the grader may have taken note of it
+        os.waitid(os.P_PID, int(first), os.WEXITED | os.WNOWAIT)  # until all its threads have ended
     assert is_gone(int(first))
     (other,), counts = graded(actor, PID)
     assert other not in (first, None)
