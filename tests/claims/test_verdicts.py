@@ -86,11 +86,11 @@ def test_a_family_is_corrected_together():
         it.id: next((v for j, v in enumerate(verdicts.VERDICTS) if 3 * i + j in rejected), "undecided")
         for i, it in enumerate(claims)
     }
-    found = {key: decision.verdict for key, decision in decide(claims, values).items()}
-    assert found == expected
-    assert {"supported", "undecided"} <= set(found.values())
+    decided = {key: decision.verdict for key, decision in decide(claims, values).items()}
+    assert decided == expected
+    assert {"supported", "undecided"} <= set(decided.values())
     # Alone a claim is decided that is not in a family of twelve.
-    alone = [key for key in values if decide([claim(key)], {key: values[key]})[key].verdict != found[key]]
+    alone = [key for key in values if decide([claim(key)], {key: values[key]})[key].verdict != decided[key]]
     assert alone
 
 

@@ -131,9 +131,9 @@ def test_parameters_are_told_once_for_many_draws_and_leave_one_folder(server, tm
     engine, first, second = engine_of(server, tmp_path), np.ones(2), np.zeros(2)
     for params in (first, first, second):
         engine.complete(params, ASKED[:1], TOKENS)
-    told = [body["kwargs"]["weights_path"] for path, body in server.asked if path == "/collective_rpc"]
-    assert len(told) == 2
-    assert [str(folder) for folder in tmp_path.iterdir()] == [told[1]]
+    folders = [body["kwargs"]["weights_path"] for path, body in server.asked if path == "/collective_rpc"]
+    assert len(folders) == 2
+    assert [str(folder) for folder in tmp_path.iterdir()] == [folders[1]]
     assert [path for path, _ in server.asked].count("/reset_prefix_cache") == 2
 
 

@@ -128,12 +128,12 @@ def whole(params, tmp_path_factory):
     [("vllm", 0), *(pytest.param(*x, marks=pytest.mark.slow) for x in [("sglang", 0), ("vllm", 2), ("sglang", 2)])],
 )
 def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind, rank):
-    start, own, own_run = whole(rank)
+    start, alone, alone_run = whole(rank)
     through, run = run_of(tmp_path / "through", start, sampler_at(server, engine_kind=kind))
-    assert tokens_of(run) == tokens_of(own_run)
-    assert [line["truncated_share"] for line in run.lines()] == [line["truncated_share"] for line in own_run.lines()]
+    assert tokens_of(run) == tokens_of(alone_run)
+    assert [line["truncated_share"] for line in run.lines()] == [line["truncated_share"] for line in alone_run.lines()]
     assert max(line["first_ratio_deviation"] for line in run.lines()) < 1e-5
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), through.params, own.params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), through.params, alone.params)
     trained = through.params["policy"]
     moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), trained, start.adapters if rank else start)
     assert max(jax.tree.leaves(moved)) > 1e-2  # so each step needed other parameters
@@ -150,9 +150,9 @@ def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path, i
 
     server = Server(one_token, TASK.decode, (EOS,))
     adapted = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)
-    given = prompts(0), completion_numbers(CONFIG.sampling), np.ones((4, 4), np.float32), noise_of(0, EVALUATION, 0)
+    inputs = prompts(0), completion_numbers(CONFIG.sampling), np.ones((4, 4), np.float32), noise_of(0, EVALUATION, 0)
     try:
-        sampler_at(server, replace(SHAPE, fused_projections=is_fused)).complete(adapted, *given)
+        sampler_at(server, replace(SHAPE, fused_projections=is_fused)).complete(adapted, *inputs)
     finally:
         server.stop()
     peft.save_adapter(tmp_path / "exported", adapted, base="", fused_projections=is_fused)
@@ -163,9 +163,9 @@ def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path, i
 
 @pytest.mark.slow
 def test_a_run_with_stale_rollouts_is_the_same_through_a_server(server, params, tmp_path):
-    _, own = run_of(tmp_path / "own", params, staleness=1)
+    _, alone = run_of(tmp_path / "own", params, staleness=1)
     _, run = run_of(tmp_path / "through", params, sampler_at(server), staleness=1)
-    assert tokens_of(run) == tokens_of(own)
+    assert tokens_of(run) == tokens_of(alone)
 
 
 @pytest.mark.parametrize("spoiled", [pytest.param(None, marks=pytest.mark.slow), {"choices": []}])

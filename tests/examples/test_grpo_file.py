@@ -78,8 +78,8 @@ def recorder(updates):
         return Recorded(jnp.int32(0), jax.tree.map(lambda x: jnp.zeros((updates, *x.shape)), params))
 
     def update(gradients, state, params=None):
-        kept = jax.tree.map(lambda all_, one: all_.at[state.count].set(one), state.gradients, gradients)
-        return jax.tree.map(lambda x: -RATE * x, gradients), Recorded(state.count + 1, kept)
+        recorded = jax.tree.map(lambda all_, one: all_.at[state.count].set(one), state.gradients, gradients)
+        return jax.tree.map(lambda x: -RATE * x, gradients), Recorded(state.count + 1, recorded)
 
     return optax.GradientTransformation(init, update)
 

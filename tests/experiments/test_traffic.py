@@ -139,7 +139,7 @@ def test_of_lora_the_base_travels_and_the_gradients_of_adapters_alone():
     shape = shape_and_run(8)[0]
     adapted = learn_traffic(MODEL, shape._replace(lora_rank=1, lora_targets=("q_proj",)))
     everything = {(one.what, one.kind): one.size for one in learn_traffic(MODEL, shape)}
-    found = {(one.what, one.kind): one.size for one in adapted}
-    assert found["layers", "all-gather"] == everything["layers", "all-gather"]
-    assert found["gradients of layers", "reduce-scatter"] == 4 * 2 * (64 + 64)  # A and B of two layers
-    assert ("its gradient", "reduce-scatter") not in found
+    exchanged = {(one.what, one.kind): one.size for one in adapted}
+    assert exchanged["layers", "all-gather"] == everything["layers", "all-gather"]
+    assert exchanged["gradients of layers", "reduce-scatter"] == 4 * 2 * (64 + 64)  # A and B of two layers
+    assert ("its gradient", "reduce-scatter") not in exchanged

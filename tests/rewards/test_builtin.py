@@ -224,8 +224,8 @@ def test_a_catastrophic_pattern_ends_in_a_process():
 
 def test_matches_is_of_the_whole_text_and_over_lines():
     reward = builtin.matches(r"<think>.*</think>\s*\d+")
-    given = texts("<think>a\nb</think>\n12", "<think>a</think>", "x<think></think>1", "<think></think>1 x")
-    assert reward([{}] * 4, given) == [1.0, 0.0, 0.0, 0.0]
+    written = texts("<think>a\nb</think>\n12", "<think>a</think>", "x<think></think>1", "<think></think>1 x")
+    assert reward([{}] * 4, written) == [1.0, 0.0, 0.0, 0.0]
 
 
 def sampled(length, truncated=False):
