@@ -24,6 +24,7 @@ from grpo_jax.data.types import Prompts
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.options import Fraction
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
@@ -39,7 +40,7 @@ DIGITS = "Answers are written with the last digit first: '69' means 96."
 class WarmStart(common.WarmOptions):
     """The supervised phase before."""
 
-    wrong_share: float = 0.7
+    wrong_share: Fraction = 0.7
     """Share of wrong labels in the supervised steps."""
 
 
@@ -61,7 +62,6 @@ class Config:
 def main(config: Config) -> None:
     """Runs the warm start, GRPO and the control, and prints groups, accuracies and the checksum of the result."""
     started = time.perf_counter()
-    common.check_warm_start(config.warm, "wrong_share")
     task = arithmetic.arithmetic_task(num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
     policy = decoder_policy(MODEL)
     programs = make_programs(policy, task, config.train)  # refuses bad options before anything is compiled
@@ -77,10 +77,8 @@ def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder, *, 
     """Returns parameters that answer right sometimes; the run keeps what describes the model."""
     common.keep_model(run, MODEL, arithmetic.TEXT)
 
-    def additions(step: int) -> tuple[Prompts, np.ndarray, np.ndarray]:
-        prompts, labels = arithmetic.mixed_answers(
-            batch_size=config.warm_batch, seed=seed, step=step, wrong_share=config.wrong_share
-        )
+    def additions(**batch: int) -> tuple[Prompts, np.ndarray, np.ndarray]:
+        prompts, labels = arithmetic.mixed_answers(**batch, wrong_share=config.wrong_share)
         return prompts, labels, labels != arithmetic.PAD_ID
 
     return common.imitate(policy, additions, config, run, seed=seed, phase=phase)

@@ -20,9 +20,8 @@ from experiments import common
 from experiments.tasks import calculator
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.policy import decoder_policy
+from grpo_jax.options import Fraction
 from grpo_jax.rl.evaluate import Evaluation, Samples
-from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.report import finish
 from grpo_jax.tasks.task import Task
@@ -42,7 +41,7 @@ COLUMNS = {
 class WarmStart(common.WarmOptions):
     """The supervised phase before."""
 
-    call_share: float = 0.25
+    call_share: Fraction = 0.25
     """Share of the supervised tasks that call the calculator."""
 
 
@@ -66,16 +65,10 @@ class Config:
 def main(config: Config) -> None:
     """Warm start, GRPO, control; a table, a few groups, curves, a page, and the checksum of the result."""
     started = time.perf_counter()
-    common.check_warm_start(config.warm, "call_share")
     train = config.train
     task = calculator.calculator_task(num_prompts=train.sampling.num_prompts, seed=train.seed)
-    policy = decoder_policy(MODEL)
-    programs = make_programs(policy, task, train)  # refuses bad options before anything is compiled
-    run = flags.open_run(config)
-    common.keep_model(run, MODEL, calculator.TEXT)
-    episodes = partial(
-        calculator.mixed_episodes, batch_size=config.warm.warm_batch, seed=train.seed, call_share=config.warm.call_share
-    )
+    policy, programs, run = common.open_experiment(config, MODEL, calculator.TEXT, task)
+    episodes = partial(calculator.mixed_episodes, call_share=config.warm.call_share)
     params = common.imitate(policy, episodes, config.warm, run, seed=train.seed)
     rows, checksum = train_with_control({"policy": params}, task, train, run, programs, partial(examine, task))
     common.print_last_groups(run)
@@ -85,7 +78,6 @@ def main(config: Config) -> None:
 
 def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:
     """Returns shares of right answers and of calls in the sampled completions to sums and to products."""
-    del calls
     products = np.array([calculator.is_product(example) for example in task.heldout.examples])
     numbers: dict[str, float] = {}
     for name, measure in (("right", calculator.is_right), ("calls", calculator.is_call)):

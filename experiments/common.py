@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,29 +17,51 @@ from experiments.tasks.characters import Characters
 from grpo_jax import hosts
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.types import Prompts
-from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
-from grpo_jax.models.policy import Policy
+from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
+from grpo_jax.options import Positive, Size
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.types import Batch
-from grpo_jax.runs import report
+from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs
+from grpo_jax.tasks.task import Task
 
 # ---- small models of our own
 
 
-def keep_model(run: RunFolder, config: ModelConfig, text: Characters) -> Path:
-    """Writes a model's configuration and its tokenizer of characters, and returns their folder, `model` in the run."""
-    folder = run.path / "model"
-    save_description(folder, config)
-    text.save_tokenizer(folder)
-    return folder
+def open_experiment(
+    config: Any, model: ModelConfig, text: Characters, task: Task
+) -> tuple[Policy, Programs, RunFolder]:
+    """Returns a small model, the programs of GRPO, and the run, which then describes the model.
+
+    Args:
+      config: with "train" and "output".
+      model: the decoder.
+      text: its tokenizer.
+      task: of the experiment.
+
+    Raises:
+      UsageError: options do not go together; then there is no run yet.
+    """
+    policy = decoder_policy(model)
+    programs = make_programs(policy, task, config.train)
+    run = flags.open_run(config)
+    keep_model(run, model, text)
+    return policy, programs, run
+
+
+def keep_model(run: RunFolder, config: ModelConfig, text: Characters) -> None:
+    """Writes a model's configuration and its tokenizer of characters into `model` in the run."""
+    save_description(run.path / "model", config)
+    text.save_tokenizer(run.path / "model")
 
 
 def completions_batch(prompts: Prompts, ids: np.ndarray, mask: np.ndarray) -> Batch:
@@ -78,43 +99,16 @@ def _new_params(policy: Policy, seed: jax.Array) -> Params:
     return policy.init(jax.random.key(seed))
 
 
-# ---- costs
-
-
-def forward_flops(params: Any, tokens: int) -> float:
-    """Counts the operations of a forward pass over some tokens, without those of attention: 2 a parameter and token."""
-    return 2.0 * float(tokens) * sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-def held_bytes(*trees: Any) -> int:
-    """Counts the bytes of all arrays in some trees. An array that is in several of them counts once."""
-    return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(trees)}.values())
-
-
 @dataclass(frozen=True)
 class WarmOptions:
     """The supervised phase before."""
 
-    warm_steps: int = 700
+    warm_steps: Size = 700
     """Supervised steps before training on rewards."""
-    warm_batch: int = 128
+    warm_batch: Size = 128
     """Examples of a supervised step."""
-    warm_learning_rate: float = 2e-3
+    warm_learning_rate: Positive = 2e-3
     """Learning rate of the supervised steps."""
-
-
-def check_warm_start(warm: WarmOptions, share: str) -> None:
-    """Refuses a supervised phase that there cannot be.
-
-    Args:
-      warm: its options.
-      share: name of the option that is a share of the examples.
-
-    Raises:
-      UsageError: one sentence that says what to change.
-    """
-    if warm.warm_steps < 1 or warm.warm_batch < 1 or not 0 <= getattr(warm, share) <= 1:
-        raise UsageError(f"warm_steps and warm_batch must be at least 1, and {share} between 0 and 1")
 
 
 def imitate(
@@ -130,15 +124,15 @@ def imitate(
 
     Args:
       policy: the model's functions.
-      examples: (step=…) -> prompts, ids `[N, T]` and mask `[N, T]` of their completions.
-      warm: steps and learning rate.
+      examples: (batch_size=N, seed=…, step=…) -> prompts, ids `[N, T]` and mask `[N, T]` of their completions.
+      warm: steps, their examples and learning rate.
       run: logs it.
       seed: of the model.
       phase: the name of the phase in the run.
     """
 
     def batch(step: int) -> Batch:
-        prompts, ids, mask = examples(step=step)
+        prompts, ids, mask = examples(batch_size=warm.warm_batch, seed=seed, step=step)
         return completions_batch(prompts, ids[:, None], mask[:, None])
 
     options = SupervisedConfig(warm.warm_steps, warm.warm_learning_rate)
@@ -147,26 +141,17 @@ def imitate(
 
 # ---- seeds
 
-NO_RUNS = ("start", "closed form")  # rows of tables without training
-
 
 @dataclass(frozen=True)
 class Seeds:
     """How often an experiment is repeated."""
 
-    num_seeds: int = 3
+    num_seeds: Size = 3
     """Runs of each method, with seeds from `seed` on."""
 
-
-def seeds_of(first: int, seeds: Seeds) -> range:
-    """The seeds of an experiment, from the first on.
-
-    Raises:
-      UsageError: there are none.
-    """
-    if seeds.num_seeds < 1:
-        raise UsageError(f"num_seeds is {seeds.num_seeds}: it must be at least 1")
-    return range(first, first + seeds.num_seeds)
+    def starting_at(self, first: int) -> range:
+        """Returns the seeds, from the first on."""
+        return range(first, first + self.num_seeds)
 
 
 def collect(runs: dict[str, dict[str, list[float]]], results: Mapping[str, Mapping[str, float]]) -> None:
@@ -219,7 +204,8 @@ def save_over_seeds(
       seeds: of the runs.
       curves: metrics with their titles.
     """
-    phases = {method: [f"{method}_{seed}" for seed in seeds] for method in runs if method not in NO_RUNS}
+    trained = [method for method in runs if method not in ("start", "closed form")]
+    phases = {method: [f"{method}_{seed}" for seed in seeds] for method in trained}
     report.save_curves(run, curves, phases)
     write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
 
@@ -282,8 +268,15 @@ def print_heldout(
 
 
 def print_over_seeds(
-    run: RunFolder, measure: str, seeds: range, columns: Sequence[str], table: Mapping[str, Sequence[Any]]
+    run: RunFolder,
+    measure: str,
+    seeds: range,
+    columns: Sequence[str],
+    table: Mapping[str, Sequence[Any]],
+    *,
+    coin: str = "",
 ) -> None:
-    """Prints a table of what was measured with each seed: `columns` of each row."""
+    """Prints a table of what was measured with each seed: `columns` of each row; `coin` is the row of a coin toss."""
     which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     report.print_table(run, f"{measure}, {which}", columns, table)
+    report.explain_control(run, table, control=coin)

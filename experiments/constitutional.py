@@ -25,24 +25,22 @@ from pathlib import Path
 import numpy as np
 
 from experiments import common
-from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
+from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from experiments.tasks import letters
 from experiments.tasks.characters import Characters
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
 from grpo_jax.data.types import Completion, Component, Reward, Rewards, rng
-from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
-from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.options import Positive, Size
 from grpo_jax.rewards.constitution import Judge, constitution, model_judge, read_principles
 from grpo_jax.rl.evaluate import summary
-from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
@@ -80,11 +78,11 @@ class Config:
     )
     seeds: Seeds = Seeds()
     output: flags.RunConfig = flags.RunConfig(Path("runs/constitutional"))
-    warm_steps: int = 600
+    warm_steps: Size = 600
     """Supervised steps of writing and judging."""
-    warm_rows: int = 16
+    warm_rows: Size = 16
     """Rows of 128 tokens of a supervised step."""
-    warm_learning_rate: float = 4e-3
+    warm_learning_rate: Positive = 4e-3
     """Peak of the supervised steps."""
     log_odds: bool = False
     """The judge's log-odds in place of its probabilities."""
@@ -93,15 +91,8 @@ class Config:
 def main(config: Config) -> None:
     """For each seed a start and every method; two tables, curves, all numbers, and a page."""
     started = time.perf_counter()
-    if config.warm_steps < 1 or config.warm_rows < 1:
-        raise UsageError("warm_steps and warm_rows must be at least 1")
-    if PRINCIPLES.keys() != GOLD.keys():
-        raise UsageError(f"the principles must be {', '.join(GOLD)}: GOLD says which words keep to each")
-    seeds = seeds_of(config.train.seed, config.seeds)
-    policy = decoder_policy(MODEL)
-    programs = make_programs(policy, words_task(config), config.train)  # refuses bad options before compiling
-    run = flags.open_run(config)
-    common.keep_model(run, MODEL, TEXT)
+    seeds = config.seeds.starting_at(config.train.seed)
+    policy, programs, run = common.open_experiment(config, MODEL, TEXT, words_task(config))
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
         settings = with_options(config, seed=seed)
@@ -216,12 +207,12 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     common.print_last_groups(run, f"constitution_{seeds[-1]}")
     rows = over_seeds(runs, first="gold", control="control")
     table = {name: [cell(row, key) for key in ("gold", "difference", "all", "words")] for name, row in rows.items()}
-    print_over_seeds(run, "gold of held-out words", seeds, ("kept", "above control", "all kept", "words"), table)
-    explain_control(run, table)
+    titles = ["kept", "above control", "all kept", "words"]
+    print_over_seeds(run, "gold of held-out words", seeds, titles, table, coin="control")
     columns = [("", "start"), ("", "constitution"), ("", "gold")]
     columns += [(kind, name) for kind in ("yes_", "agrees_") for name in ("start", "constitution")]
     table = {key: [f"{rows[name][kind + key]:.3f}" for kind, name in columns] for key in PRINCIPLES}
-    titles = ("gold", "after", "ceiling", "yes", "after", "agree", "after")
+    titles = ["gold", "after", "ceiling", "yes", "after", "agree", "after"]
     report.print_table(run, "gold, the judge's yes, and how often they agree, before and after", titles, table)
     table = {name: [cell(rows[name], key) for key in ("believed", "injected")] for name in ("start", "constitution")}
     report.print_table(run, "the judge's yes where gold says no", ("word", "word?y"), table)

@@ -24,7 +24,7 @@ import numpy as np
 
 from experiments import common
 from experiments.arithmetic import MODEL, WarmStart, warm_start
-from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
+from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from experiments.tasks import arithmetic
 from grpo_jax import hosts
 from grpo_jax.config import Distillation, GRPOConfig, recipe, with_options
@@ -34,6 +34,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
+from grpo_jax.options import Positive, Size, Weight
 from grpo_jax.rl.distillation import make_distillation_programs
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.grpo import make_programs
@@ -58,15 +59,15 @@ SHARE = 0.95  # of the teacher's accuracy, which samples are counted to
 class GRPOOptions:
     """Options of GRPO, which needs groups, as in `experiments.arithmetic`."""
 
-    grpo_steps: int = 152
+    grpo_steps: Size = 152
     """Steps of GRPO."""
-    grpo_eval_every: int = 8
+    grpo_eval_every: Size = 8
     """Steps of GRPO between held-out evaluations."""
-    grpo_group_size: int = 8
+    grpo_group_size: Size = 8
     """Completions of each prompt."""
-    grpo_learning_rate: float = 4e-4
+    grpo_learning_rate: Positive = 4e-4
     """Learning rate of AdamW."""
-    grpo_kl_coef: float = 0.04
+    grpo_kl_coef: Weight = 0.04
     """Weight of the KL to the start."""
 
 
@@ -119,11 +120,10 @@ def main(config: Config) -> None:
     """For each seed a student, a teacher, and every method; a table, curves and all numbers."""
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
-    common.check_warm_start(config.warm, "wrong_share")
     if not config.kinds or "none" in config.kinds:
         raise UsageError("kinds names no distillation: choose reverse_kl, forward_kl, jsd or k1")
     models = new_models(config)
-    seeds = seeds_of(config.train.seed, config.seeds)
+    seeds = config.seeds.starting_at(config.train.seed)
     run = flags.open_run(config)
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:

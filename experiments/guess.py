@@ -28,7 +28,7 @@ from experiments.tasks import guess
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import Example
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.policy import decoder_policy
+from grpo_jax.options import Fraction
 from grpo_jax.rl.evaluate import Evaluation, Samples, summary
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
@@ -44,7 +44,7 @@ COLUMNS = {"avg": "sampled", "greedy": "greedy", "above_blind": "above blind", "
 class WarmStart(common.WarmOptions):
     """The supervised phase before."""
 
-    deaf_share: float = 0.5
+    deaf_share: Fraction = 0.5
     """Share of guesses in the supervised games that pay no heed to the answers."""
 
 
@@ -79,16 +79,10 @@ class Config:
 def main(config: Config) -> None:
     """Warm start, GRPO, controls; a table, a few groups, curves, a page, and the checksum of the result."""
     started = time.perf_counter()
-    common.check_warm_start(config.warm, "deaf_share")
     train = config.train
     task = guess.guess_task(num_prompts=train.sampling.num_prompts, seed=train.seed)
-    policy = decoder_policy(MODEL)
-    programs = make_programs(policy, task, train)  # refuses bad options before anything is compiled
-    run = flags.open_run(config)
-    common.keep_model(run, MODEL, guess.TEXT)
-    games = partial(
-        guess.deaf_games, batch_size=config.warm.warm_batch, seed=train.seed, deaf_share=config.warm.deaf_share
-    )
+    policy, programs, run = common.open_experiment(config, MODEL, guess.TEXT, task)
+    games = partial(guess.deaf_games, deaf_share=config.warm.deaf_share)
     params = common.imitate(policy, games, config.warm, run, seed=train.seed)
     measure = partial(examine, task)
     rows, checksum = train_with_control({"policy": params}, task, train, run, programs, measure)
@@ -107,7 +101,6 @@ def main(config: Config) -> None:
 
 def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:
     """Summarises the sampled games: how far the share won lies above blind play, and the turns of won games."""
-    del calls
     games = [completion for group in evaluation.texts for completion in group[:-1]]
     turns = [len(game.turns) for game in games if guess.is_won(game.turns)]
     above = guess.above_blind(len(turns) / len(games), task.heldout.examples)

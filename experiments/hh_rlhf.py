@@ -37,18 +37,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments.common import Seeds, seeds_of
+from experiments.common import Seeds
 from experiments.judging import (
     SFT,
     agreement,
     compare_methods,
-    cost_of_phase,
     pair_numbers,
     print_tables,
     sampled_answers,
     samples_text,
-    step_seconds,
-    supervised_cost,
 )
 from experiments.tasks.dialogue import candid, dialogue_rows, pack_chosen, split_by_dialogue, taken_up
 from grpo_jax import hosts
@@ -72,6 +69,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import pair_batches, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import mean_nll, sft_objective
+from grpo_jax.options import Positive, Size
 from grpo_jax.prepare import Loaded, load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
@@ -120,19 +118,19 @@ class Config:
     """File, folder or hub id of preferences."""
     chat: bool = False
     """Transcripts become chat messages, for the tokenizer's chat template."""
-    num_heldout: int = 256
+    num_heldout: Size = 256
     """Held-out prompts that policies answer, at most. All held-out pairs test the reward models."""
-    sft_steps: int = 150
+    sft_steps: Size = 150
     """Optimizer steps of SFT."""
-    sft_rows: int = 8
+    sft_rows: Size = 8
     """Rows of a step of SFT, each packed with several dialogues."""
-    sft_learning_rate: float = 1e-3
+    sft_learning_rate: Positive = 1e-3
     """Peak learning rate of SFT."""
-    reward_model_steps: int = 96
+    reward_model_steps: Size = 96
     """Optimizer steps of either reward model."""
-    num_pairs: int = 16
+    num_pairs: Size = 16
     """Pairs of such a step."""
-    reward_model_learning_rate: float = 3e-4
+    reward_model_learning_rate: Positive = 3e-4
     """Peak learning rate of either reward model."""
     critic_start: Literal["reward_model", "policy"] = "reward_model"
     """Start of a separate critic: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
@@ -163,7 +161,6 @@ class Seed(NamedTuple):
     answers: dict[str, Evaluation]  # row of the table -> answers
     nll: dict[str, float]  # of the held-out chosen answers, before and after SFT, nats a token
     reward_model: RewardModel
-    costs: dict[str, dict[str, float]]  # row of the table -> tokens, operations, bytes
 
 
 def main(config: Config) -> None:
@@ -171,7 +168,7 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
     check(config)
-    seeds = seeds_of(config.ppo.run.seed, config.seeds)
+    seeds = config.seeds.starting_at(config.ppo.run.seed)
     model = load_model(config.model, seed=config.ppo.run.seed)
     thirds = split_and_encode(read_preferences(config.data, chat=config.chat)[0], model, config)
     configs = [with_options(config, seed=seed) for seed in seeds]
@@ -183,7 +180,7 @@ def main(config: Config) -> None:
     run = flags.open_run(config)
     keep_description(run, model.pretrained, config.model, config.chat)
     start = place(model.params, num_devices(config.ppo.run.devices))
-    judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
+    judge = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, start, thirds, judge, programs, run)
     matches = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]
     results = summarised(matches, shared)
@@ -191,8 +188,7 @@ def main(config: Config) -> None:
     prompts = [example["prompt"] for example in tasks[0].heldout.examples]
     write_text(run.path / "samples.md", samples_text(matches[0].answers, prompts, 20))
     phases = {title: [f"{name}_{seed}" for seed in seeds] for name, title in METHODS.items()}
-    times = {title: step_seconds(run, names) for title, names in phases.items()}
-    print_tables(run, results, times, control=METHODS["control"])
+    print_tables(run, results, control=METHODS["control"])
     report.save_curves(run, CURVES, phases)
     report.say_end(run, started)
     run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)
@@ -206,9 +202,6 @@ def check(config: Config) -> None:
     """
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
-    for name in ("sft_steps", "reward_model_steps"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} is {getattr(config, name)}: it must be at least 1")
     for name in ("sft_rows", "num_pairs"):
         if getattr(config, name) % (config.ppo.run.optimizer.microbatches or 1):
             raise UsageError(f"{name} ({getattr(config, name)}) must be a multiple of microbatches")
@@ -248,13 +241,13 @@ def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
 def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     """Everything that is trained with one seed, and answers to the held-out prompts before and after."""
     start, thirds, run, seed = shared.start, shared.thirds, shared.run, config.ppo.run.seed
-    model, costs, answers = shared.model, dict[str, dict[str, float]](), dict[str, Evaluation]()
-    sft, costs[SFT] = fit_sft(start, thirds.rows[0], model, config, run)
+    model, answers = shared.model, dict[str, Evaluation]()
+    sft = fit_sft(start, thirds.rows[0], model, config, run)
     nll = {
         name: mean_nll(model.policy, params, packed_pieces(thirds.rows[2], config.sft_rows))
         for name, params in (("before", start), ("after", sft))
     }
-    learned, costs["reward model"] = fit_reward_model(sft, thirds.pairs[0], model, config, run, f"reward_model_{seed}")
+    learned = fit_reward_model(sft, thirds.pairs[0], model, config, run, f"reward_model_{seed}")
     scorers = {"learned": as_reward(learned, config), "judge": as_reward(shared.judge, config)}
     rules: dict[str, Reward] = {"taken_up": taken_up, "candid": candid}
     task = task._replace(reward={name: Component(reward) for name, reward in (scorers | rules).items()})
@@ -264,21 +257,17 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     for name, title in METHODS.items():
         programs, phase = shared.programs[name], f"{name}_{seed}"
         params = with_critic(sft, learned, model, config) if name == "ppo" else {"policy": sft}
-        rewards = training_rewards(name, scorers, seed, run)
-        state, held = learn(params, task, config.ppo.run, run, programs, phase=phase, reward=rewards, start=before)
+        rewards = training_rewards(name, scorers, seed)
+        _, held = learn(params, task, config.ppo.run, run, programs, phase=phase, reward=rewards, start=before)
         answers[title] = held.evaluation
-        learned_from = [] if name == "control" else [learned.params]
-        costs[title] = cost_of_phase(run, phase, state, params, split(params)[1], learned_from, config.ppo.run)
-    return Seed(answers, nll, learned, costs)
+    return Seed(answers, nll, learned)
 
 
-def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int, run: RunFolder) -> dict[str, Component]:
+def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int) -> dict[str, Component]:
     """The reward model's score to learn from, or a coin; scores that are not learned from are watched."""
-    learns = {"coin": 1.0} if name == "control" else {"learned": 1.0}
-    rewards = {key: timed(run, key, reward) for key, reward in scorers.items()}
-    if name == "control":
-        rewards["coin"] = random_reward(seed)
-    return {key: Component(reward, learns.get(key, 0.0)) for key, reward in rewards.items()}
+    learns = "coin" if name == "control" else "learned"
+    rewards = {**scorers, **({"coin": random_reward(seed)} if name == "control" else {})}
+    return {key: Component(reward, float(key == learns)) for key, reward in rewards.items()}
 
 
 def with_critic(sft: Params, learned: RewardModel, model: Loaded, config: Config) -> Params:
@@ -294,32 +283,25 @@ def supervised(config: Config, steps: int, learning_rate: float, **options: Any)
     return SupervisedConfig(steps, learning_rate, warmup_steps=WARMUP_STEPS, decay="linear", **options)
 
 
-def fit_sft(
-    start: Params, rows: Packed, model: Loaded, config: Config, run: RunFolder
-) -> tuple[Params, dict[str, float]]:
-    """The policy after SFT on chosen answers, and what that cost."""
+def fit_sft(start: Params, rows: Packed, model: Loaded, config: Config, run: RunFolder) -> Params:
+    """The policy after SFT on chosen answers."""
     batches = packed_batches(rows, config.sft_rows, config.ppo.run.seed)
     phase = supervised(config, config.sft_steps, config.sft_learning_rate)
     state = fit(sft_objective(model.policy), start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
-    frozen = split(start)[1]
-    tokens = sum(int((batches(step).texts > 0).sum()) for step in range(config.sft_steps))
-    return join(state.params, frozen), supervised_cost(state, frozen, tokens)
+    return join(state.params, split(start)[1])
 
 
 def fit_reward_model(
     start: Params, pairs: EncodedPairs, model: Loaded, config: Config, run: RunFolder, phase: str
-) -> tuple[RewardModel, dict[str, float]]:
-    """A reward model that starts from these parameters, and what it cost."""
+) -> RewardModel:
+    """A reward model that starts from these parameters."""
     loaded = model.pretrained
     shape, params = add_head(loaded.config, start)
     batches = pair_batches(pairs, config.num_pairs, config.ppo.run.seed)
     options = supervised(config, config.reward_model_steps, config.reward_model_learning_rate, weight_decay=0.1)
     state = fit(reward_model_objective(shape), params, batches, options, run, phase=phase)
-    frozen = split(params)[1]
-    masks = [mask for step in range(options.steps) for mask in batches(step)[1:4:2]]
-    cost = supervised_cost(state, frozen, sum(int(mask.sum()) for mask in masks))
-    trained = join(state.params, frozen)
-    return RewardModel(shape, trained, loaded.tokenizer, loaded.eos_ids, loaded.folder), cost
+    trained = join(state.params, split(params)[1])
+    return RewardModel(shape, trained, loaded.tokenizer, loaded.eos_ids, loaded.folder)
 
 
 def as_reward(model: RewardModel, config: Config) -> Reward:
@@ -330,16 +312,6 @@ def as_reward(model: RewardModel, config: Config) -> Reward:
         max_prompt_tokens=config.model.max_prompt_tokens,
         max_tokens=config.ppo.run.sampling.max_tokens,
     )
-
-
-def timed(run: RunFolder, name: str, reward: Reward) -> Reward:
-    """The reward, whose seconds times.jsonl then has as `name`_s; they are also part of reward_s."""
-
-    def measured(examples, completions):
-        with run.timed(name):
-            return reward(examples, completions)
-
-    return measured
 
 
 # ---- what it came to
@@ -368,7 +340,6 @@ def summarised(matches: Sequence[Seed], shared: Shared) -> dict[str, Any]:
         "reward_models": {name: pair_numbers(values) for name, values in models.items()},
         "agreement": {name: [one[name] for one in agreements] for name in agreements[0]},
         "nll": {name: [one.nll[name] for one in matches] for name in ("before", "after")},
-        "costs": {name: [one.costs[name] for one in matches] for name in matches[0].costs},
     }
 
 

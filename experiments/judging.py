@@ -1,4 +1,4 @@
-"""Summaries of a judge's scores and of the cost of answers: numbers and tables of `experiments.hh_rlhf`.
+"""Summaries of a judge's scores: numbers and tables of `experiments.hh_rlhf`.
 
 M prompts, n sampled answers to each, S seeds.
 """
@@ -8,15 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common import forward_flops, held_bytes, over_seeds
+from experiments.common import over_seeds
 from grpo_jax.commands.reward_model import answer_lengths
-from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import EncodedPairs
-from grpo_jax.devices import update_flops
 from grpo_jax.offline.pairs import evaluate_pairs
 from grpo_jax.rl.evaluate import Evaluation
-from grpo_jax.rl.scorers import needs_old_logprobs
-from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.report import explain_control
@@ -152,63 +148,8 @@ def samples_text(evaluations: Mapping[str, Evaluation], prompts: Sequence[str], 
     return "\n".join(parts)
 
 
-def phase_tokens(run: RunFolder, phase: str) -> tuple[int, int]:
-    """Tokens that a phase sampled, and those that it learned from, prompts included."""
-    lines = [line for line in run.lines() if line["phase"] == phase]
-    times = [line for line in run.lines("times.jsonl") if line["phase"] == phase]
-    return sum(line.get("tokens", 0) for line in lines), sum(line.get("update_tokens", 0) for line in times)
-
-
-def step_seconds(run: RunFolder, phases: Sequence[str]) -> dict[str, float]:
-    """Median seconds of a step over some phases, without the judge that only watches, and the share of the reward."""
-    parts = ("rollout_s", "reward_s", "update_s")
-    lines = [line for line in run.lines("times.jsonl") if line["phase"] in phases]
-    steps = [sum(line[part] for part in parts) - line["judge_s"] for line in lines]
-    return {
-        "seconds_a_step": float(np.median(steps)),
-        "reward_share": float(np.median([line["learned_s"] for line in lines]) / np.median(steps)),
-        "peak_memory_mb": max(line["peak_memory_mb"] for line in lines),
-    }
-
-
-def supervised_cost(state: TrainState, frozen: Any, tokens: int) -> dict[str, float]:
-    """Tokens, operations and bytes of a phase on given data."""
-    flops = update_flops(state.params, frozen, tokens)
-    return {"sampled_tokens": 0, "trained_tokens": tokens, "flops": flops, "held_bytes": held_bytes(state, frozen)}
-
-
-def cost_of_phase(
-    run: RunFolder, phase: str, state: TrainState, params: Any, frozen: Any, rewards: Sequence[Any], config: GRPOConfig
-) -> dict[str, float]:
-    """The same of a finished phase on rollouts: sampling, scoring, rewards and updates.
-
-    Bytes are those of the trained parameters with their optimizer, the start (the reference), and reward models.
-
-    Args:
-      run: of the phase.
-      phase: its name.
-      state: the final one.
-      params: where it started, models by role.
-      frozen: parameters that it did not train.
-      rewards: parameters of the reward models that were learned from.
-      config: of the phase.
-    """
-    sampled_tokens, trained_tokens = phase_tokens(run, phase)
-    once = trained_tokens // config.optimizer.epochs  # each completion, and a prompt for each group
-    policy, critic = params["policy"], params.get("critic")
-    passes = 1 + needs_old_logprobs(config) + (config.loss.kl_coef > 0)
-    flops = passes * forward_flops(policy, once) + update_flops(state.params, frozen, trained_tokens)
-    flops += forward_flops(critic, once)
-    flops += sum(forward_flops(model, once) for model in rewards)
-    references = [policy] if config.loss.objective.has_reference else []
-    held = held_bytes(state, frozen, *references, *rewards)
-    return {"sampled_tokens": sampled_tokens, "trained_tokens": trained_tokens, "flops": flops, "held_bytes": held}
-
-
-def print_tables(
-    run: RunFolder, results: Mapping[str, Any], times: Mapping[str, Mapping[str, float]], *, control: str
-) -> None:
-    """Reward models, the judge's table, the rules' table, and costs; `control` is the row of the coin toss."""
+def print_tables(run: RunFolder, results: Mapping[str, Any], *, control: str) -> None:
+    """Reward models, the judge's table, and the rules' table; `control` is the row of the coin toss."""
 
     def show(title: str, columns: Mapping[str, str], rows: Mapping[str, Mapping[str, float]]) -> None:
         cells = {name: [cell(row, key) for key in columns] for name, row in rows.items()}
@@ -226,20 +167,6 @@ def print_tables(
     show(title, {"judge_prompts": "score", "by_length": "of it by length", "learned": "reward model's"}, rows)
     show("rules: analogues of helpfulness and honesty", {"taken_up": "taken up", "candid": "candid"}, rows)
     show("answers", {"length": "tokens", "ended": "ended"}, rows)
-    first = {name: values[0] for name, values in results["costs"].items()}
-    table = {
-        name: [
-            f"{cost['sampled_tokens']:,.0f}",
-            f"{cost['trained_tokens']:,.0f}",
-            f"{cost['flops'] / 1e12:.2f} ({cost['flops'] / first[SFT]['flops']:.1f}x)",
-            f"{cost['held_bytes'] / 2**20:.1f}",
-            *(f"{times[name][key]:.3f}" if name in times else "" for key in ("seconds_a_step", "reward_share")),
-        ]
-        for name, cost in first.items()
-    }
-    columns = ("sampled tokens", "trained", "TFLOP (x SFT)", "MiB held", "s a step", "reward's share")
-    peak = max(one["peak_memory_mb"] for one in times.values())
-    report.print_table(run, f"cost of the first seed; peak memory of the run {peak:,.0f} MiB", columns, table)
 
 
 def _means(values: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ of both. The gold reward, which no run sees, is the mean of both scores from 0 t
 Compared at equal weights, over seeds, on held-out prompts: GDPO, where each reward is standardised within its group
 and then weighted (`advantages_of="components"`); ordinary GRPO on the weighted sum (the control); on the sum of rewards
 divided by their deviation at the start, for what a fixed scale does; on a coin toss; and the start, which was shown
-words at random. Then weights are swept, with one seed: which pairs of scores does each method reach (front.png), and
+words at random. Then weights are swept, with one seed: which pairs of scores does each method reach, and
 how much of the square is below them? Left out: language, and reward models that are themselves wrong.
 
 About six minutes on two CPU cores. Expect a gold reward of 0.21 at the start, 0.60 for both sums, which write the
@@ -20,7 +20,6 @@ middle at equal weights (0.59). A better weight does much of the same: with 0.85
   python -m experiments.multi_objective
 """
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import common
-from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds, seeds_of
+from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds
 from experiments.tasks import letters
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Rewards, pad_completions, rng
@@ -39,6 +38,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.options import Size
 from grpo_jax.rl.grade import grade_completions
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
@@ -47,7 +47,6 @@ from grpo_jax.rl.types import LABELLING, Batch, noise_of
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
@@ -84,7 +83,7 @@ class Config:
     output: flags.RunConfig = flags.RunConfig(Path("runs/multi_objective"))
     weights: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     """Weights of `own` in the sweep; `order` has the rest to 1."""
-    warm_steps: int = 300
+    warm_steps: Size = 300
     """Supervised steps on words at random, before training on rewards."""
 
 
@@ -136,9 +135,9 @@ WATCHED = {"order_score": Component(order_score, 0.0), "gold": Component(gold, 0
 def main(config: Config) -> None:
     """For each seed a start, runs at equal weights and the coin's; for the first also the other weights."""
     started = time.perf_counter()
-    if config.warm_steps < 1 or not all(0 <= weight <= 1 for weight in config.weights):
-        raise UsageError("warm_steps must be at least 1, and weights between 0 and 1")
-    seeds = seeds_of(config.train.seed, config.seeds)
+    if not all(0 <= weight <= 1 for weight in config.weights):
+        raise UsageError(f"weights are {config.weights}: each must be between 0 and 1")
+    seeds = config.seeds.starting_at(config.train.seed)
     if config.train.sampling.max_tokens > LONGEST:
         raise UsageError(f"max_tokens is {config.train.sampling.max_tokens}: words have up to {LONGEST} letters")
     policy, task = decoder_policy(MODEL), task_of(config)
@@ -192,13 +191,9 @@ def warm_start(
     prompts_of = letters.letters_task(own_letters, num_prompts=WARM_BATCH, seed=config.train.seed).prompts
 
     def words(step: int) -> Batch:
-        prompts, generator = prompts_of(step), rng(config.train.seed, 1, step)
-        tokens = [
-            [word(example["letters"], generator, *lengths)[: config.train.sampling.max_tokens]]
-            for example in prompts.examples
-        ]
-        ids, mask = pad_completions(tokens, config.train.sampling.max_tokens)
-        return completions_batch(prompts, ids, mask)
+        prompts, generator, most = prompts_of(step), rng(config.train.seed, 1, step), config.train.sampling.max_tokens
+        tokens = [[word(example["letters"], generator, *lengths)[:most]] for example in prompts.examples]
+        return completions_batch(prompts, *pad_completions(tokens, most))
 
     warm, seed = SupervisedConfig(config.warm_steps, learning_rate=2e-3), config.train.seed
     return common.warm_start(policy, words, warm, run, seed=seed, phase=f"{phase}_{seed}")
@@ -233,14 +228,14 @@ def means(held: HeldoutResult) -> dict[str, float]:
 
 
 def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float]]) -> None:
-    """Tables of equal weights and of the sweep; curves.png, front.png, results.json, report.html."""
-    seeds = seeds_of(config.train.seed, config.seeds)
+    """Tables of equal weights and of the sweep; curves.png, results.json."""
+    seeds = config.seeds.starting_at(config.train.seed)
     phases = {method: [phase_of(method, EQUAL, seed) for seed in seeds] for method in (*METHODS, "coin", "start")}
     runs = {method: {name: [scores[phase][name] for phase in phases[method]] for name in SCORES} for method in phases}
     rows = over_seeds(runs, first="gold", control="sum")
     table = {method: [cell(row, column) for column in (*SCORES, "difference")] for method, row in rows.items()}
-    print_over_seeds(run, "held-out scores at equal weights", seeds, (*SCORES, "gold above the sum's"), table)
-    explain_control(run, table, control="coin")
+    columns = [*SCORES, "gold above the sum's"]
+    print_over_seeds(run, "held-out scores at equal weights", seeds, columns, table, coin="coin")
 
     def point(method: str, weight: float) -> tuple[float, float]:
         results = scores[phase_of(method, weight, config.train.seed)]
@@ -255,7 +250,6 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     }
     title = "held-out own and order_score by the weight of own, and the share of the square that they cover"
     report.print_table(run, title, (*sweep["sum"], "covered"), lines)
-    save_front(run, sweep, {"start": point("start", EQUAL)}, SCORES[1:])
     report.save_curves(run, CURVES, {method: phases[method] for method in (*METHODS, "coin")})
     write_json(run.path / "results.json", {"over_seeds": rows, "covered": covered, "runs": scores})
 
@@ -290,55 +284,6 @@ def hypervolume(points: Sequence[tuple[float, float]]) -> float:
     for x, y in pareto_front(points):
         area, left = area + (x - left) * y, x
     return area
-
-
-def save_front(
-    run: RunFolder,
-    points: Mapping[str, Mapping[str, tuple[float, float]]],
-    marks: Mapping[str, tuple[float, float]],
-    names: Sequence[str],
-) -> None:
-    """front.png: pairs of scores in [0, 1], and the Pareto front of each method. It is readable without colours.
-
-    Args:
-      run: where it goes.
-      points: method -> what is written beside a point -> the point; up to three methods.
-      marks: name -> a point beside them, such as the start.
-      names: of both scores.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6, 6.5), layout="constrained")
-    # From the largest marker to the smallest, with the words on other sides, so that points in one place stay apart.
-    styles = (("s", "white", "-", 11, (0, 14)), ("o", "0.7", "--", 8, (0, -17)), ("^", "black", ":", 5, (10, 0)))
-    for (method, results), (marker, fill, line, size, offset) in zip(points.items(), styles, strict=False):
-        front = pareto_front(list(results.values()))
-        axis.plot(*zip(*front, strict=True), color="black", linestyle=line, linewidth=1)
-        axis.plot(
-            *zip(*results.values(), strict=True),
-            marker,
-            color="black",
-            markerfacecolor=fill,
-            markersize=size,
-            label=f"{method}: {hypervolume(front):.2f} of the square",
-        )
-        places: dict[tuple[float, float], list[str]] = {}
-        for label, point in results.items():
-            near = (place for place in places if math.dist(place, point) < 0.04)
-            places.setdefault(next(near, point), []).append(label)
-        for place, labels in places.items():
-            words, align = ", ".join(labels), "left" if offset[0] else "center"
-            axis.annotate(words, place, xytext=offset, textcoords="offset points", fontsize=7, ha=align, va="center")
-    for (name, point), marker in zip(marks.items(), ("x", "+", "*"), strict=False):
-        axis.plot(*point, marker, color="black", label=name)
-    axis.set(xlim=(0, 1.08), ylim=(0, 1.08), xlabel=names[0], ylabel=names[1])
-    axis.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
-    figure.savefig(run.path / "front.png", dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from experiments import common
-from experiments.common import Seeds, collect, completions_batch, over_seeds, print_over_seeds, seeds_of
+from experiments.common import Seeds, collect, completions_batch, over_seeds, print_over_seeds
 from experiments.tasks import letters
 from experiments.tasks.rounds import OnlineConfig, bradley_terry_judge, train_online
 from grpo_jax.config import GRPOConfig, recipe, with_options
@@ -39,17 +39,16 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_tokenizer
-from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.options import Fraction, Size
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
-from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import evaluate_heldout, learn
@@ -79,13 +78,13 @@ class Config:
     )
     seeds: Seeds = Seeds()
     output: flags.RunConfig = flags.RunConfig(Path("runs/online_preference"))
-    warm_steps: int = 1000
+    warm_steps: Size = 1000
     """Supervised steps on words, before everything else."""
-    labels: int = 8192
+    labels: Size = 8192
     """Pairs that the judge sees in a run."""
-    rounds: int = 8
+    rounds: Size = 8
     """Rounds of the online method; labels and steps are spread evenly over them."""
-    replay_share: float = OnlineConfig._field_defaults["replay_share"]
+    replay_share: Fraction = OnlineConfig._field_defaults["replay_share"]
     """Share of the pairs of earlier rounds that the reward model is trained on again."""
 
 
@@ -104,21 +103,18 @@ def gold(examples: Sequence[Example], words: Sequence[str]) -> list[float]:
 def main(config: Config) -> None:
     """For each seed both methods, a coin toss and the gold reward; a table, curves, and all numbers."""
     started = time.perf_counter()
-    if not 1 <= config.rounds <= config.labels or config.warm_steps < 1:
-        raise UsageError("rounds must be 1 to labels, and warm_steps at least 1")
-    policy, num_prompts = decoder_policy(MODEL), config.train.sampling.num_prompts
-    task = letters.letters_task(gold, num_prompts=num_prompts, seed=config.train.seed)
-    programs = make_programs(policy, task, config.train)
-    run = flags.open_run(config)
-    folder = common.keep_model(run, MODEL, letters.TEXT)
+    if config.rounds > config.labels:
+        raise UsageError(f"rounds is {config.rounds}: it must be at most labels, {config.labels}")
+    task = letters.letters_task(gold, num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
+    policy, programs, run = common.open_experiment(config, MODEL, letters.TEXT, task)
+    folder = run.path / "model"
     start = warm_start(policy, config, run)
     shape, headed = add_head(MODEL, start)
     untrained = RewardModel(shape, headed, load_tokenizer(folder), (letters.TEXT.eos_id,), folder)
-    seeds = seeds_of(config.train.seed, config.seeds)
+    seeds = config.seeds.starting_at(config.train.seed)
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
-        results = run_seed(policy, start, untrained, with_options(config, seed=seed), run, programs)
-        collect(runs, results)
+        collect(runs, run_seed(policy, start, untrained, with_options(config, seed=seed), run, programs))
     show(run, runs, seeds)
     report.say_end(run, started)
 
@@ -238,8 +234,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
         for method, row in rows.items()
     }
     columns = ("at the end", "above start", "seeds above frozen", "at best", "repeated letters")
-    print_over_seeds(run, "gold reward on 256 held-out prompts", seeds, columns, worth)
-    explain_control(run, worth, control="coin")
+    print_over_seeds(run, "gold reward on 256 held-out prompts", seeds, columns, worth, coin="coin")
     title = "reward models at the end: the gain that they see, and pairs that they order as gold does"
     columns = ("gain seen", "gain in gold", "pairs of start", "of frozen", "of online")
     gain = {method: rows[method]["gold"] - rows["start"]["gold"] for method in LEARNED}

@@ -14,6 +14,7 @@ whole where others give each device its part. --topology compiles for TPUs inste
 
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -37,6 +38,7 @@ from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import model_folder
 from grpo_jax.models.params import Quantize
 from grpo_jax.models.weights import read_json
+from grpo_jax.options import Count, Size, Weight, check_ranges
 from grpo_jax.planning.memory import (
     GB,
     Estimate,
@@ -80,35 +82,35 @@ class Config:
 
     model: str = "Qwen2.5-7B"
     """Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen2.5-7B, Qwen3-0.6B or Llama-3-70B; or the folder or hub id of a model."""
-    devices: int = 0
+    devices: Count = 0
     """Devices of the run; 0: those of the topology, or 8."""
-    fsdp: int = 0
+    fsdp: Count = 0
     """The same option as in a run; 0: what tensor leaves of the devices."""
-    tensor: int = 1
+    tensor: Size = 1
     """The same option as in a run."""
     device: Literal["h100", "v5e", "v5p", "v6e"] = "h100"
     """Kind of the devices; with a topology those of its name."""
-    tflops: float = 0.0
+    tflops: Weight = 0.0
     """10^12 operations a second of a device; 0: its data sheet's."""
-    bandwidth_gb_s: float = 0.0
+    bandwidth_gb_s: Weight = 0.0
     """10^9 bytes a second of its memory; 0: its data sheet's."""
-    link_gb_s: float = 0.0
+    link_gb_s: Weight = 0.0
     """10^9 bytes a second that it sends to others; 0: its data sheet's."""
-    prompts_per_device: int = 8
+    prompts_per_device: Size = 8
     """Prompts of a rollout over the devices that they are spread over (data x fsdp)."""
-    group_size: int = 8
+    group_size: Size = 8
     """G."""
-    prompt_tokens: int = 256
+    prompt_tokens: Size = 256
     """P."""
-    max_tokens: int = 512
+    max_tokens: Size = 512
     """T."""
     dtype: Dtype = "bfloat16"
     """Dtype of activations and matrix products."""
     remat: PlannedRemat = "auto"
     """The same option as in a run."""
-    microbatches: int = 0
+    microbatches: Count = 0
     """The same option as in a run."""
-    lora_rank: int = 0
+    lora_rank: Count = 0
     """The same option as in a run; the frozen parameters are then bfloat16."""
     quantize: Quantize = "none"
     """The same option as in a run."""
@@ -141,11 +143,9 @@ def main(config: Config) -> None:
     console.print(traffic_table(results, device))
     console.print(time_table(plan, results, device))
     console.print(sharding_table(model, plan.shape))
-    if devices:
-        with as_if_here(devices):
+    if devices or config.compile:
+        with as_if_here(devices) if devices else nullcontext():
             console.print(compiled_table(config, plan, data))
-    elif config.compile:
-        console.print(compiled_table(config, plan, data))
 
 
 # ---- what is planned
@@ -177,13 +177,7 @@ def check(config: Config) -> None:
     Raises:
       UsageError: one sentence that says what to change.
     """
-    for least, names in (
-        (1, ("devices", "tensor", "prompts_per_device", "group_size", "prompt_tokens", "max_tokens")),
-        (0, ("fsdp", "microbatches", "lora_rank", "tflops", "bandwidth_gb_s", "link_gb_s")),
-    ):
-        for name in names:
-            if not least <= getattr(config, name) < float("inf"):
-                raise UsageError(f"{name} is {getattr(config, name)}: it must be at least {least}, and finite")
+    check_ranges(config)
     tokens = config.prompts_per_device * config.group_size * (config.prompt_tokens + config.max_tokens)
     if tokens >= 2**31:
         raise UsageError(f"a device would have {tokens} tokens of a rollout: set prompts, group_size or tokens lower")
@@ -352,7 +346,8 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
     """Plan beside compiled program: memory, and what is exchanged by kind. Of a CPU the plan is in float32."""
     ours, traffic = plan.estimate, traffic_of(plan, data)
     if not config.topology:
-        ours, traffic = estimate(plan.model, plan.shape._replace(traits=CPU)), traffic_of(_in_float32(plan), data)
+        in_float32 = plan._replace(model=replace(plan.model, dtype="float32"))
+        ours, traffic = estimate(plan.model, plan.shape._replace(traits=CPU)), traffic_of(in_float32, data)
     table = Table("program", "", "planned GB", "compiled GB", "compiled / planned", "s to compile", box=None)
     run = run_of_plan(config, plan, data)
     for program in config.programs:
@@ -378,10 +373,6 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
             share = f"{results / planned:.2f}" if planned else ""
             table.add_row(program, name, f"{planned / GB:.2f}", f"{results / GB:.2f}", share, took)
     return table
-
-
-def _in_float32(plan: Plan) -> Plan:
-    return plan._replace(model=replace(plan.model, dtype="float32"))
 
 
 def memory_of(compiled: jax.stages.Compiled, *, on_tpu: bool) -> tuple[int, int]:

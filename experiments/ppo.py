@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments import common
 from experiments.arithmetic import MODEL, WarmStart, warm_start
-from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
+from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from experiments.tasks import arithmetic
 from grpo_jax.config import GRPOConfig, PPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
@@ -27,7 +27,6 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import random_reward
 from grpo_jax.train import evaluate_heldout, learn
@@ -56,8 +55,7 @@ class Config:
 def main(config: Config) -> None:
     """For each seed a warm start, PPO, GRPO and the control; a table, curves, and all numbers."""
     started = time.perf_counter()
-    common.check_warm_start(config.warm, "wrong_share")
-    seeds = seeds_of(config.ppo.run.seed, config.seeds)
+    seeds = config.seeds.starting_at(config.ppo.run.seed)
     policy = decoder_policy(MODEL)
     task = arithmetic.arithmetic_task(num_prompts=config.ppo.run.sampling.num_prompts, seed=config.ppo.run.seed)
     of_grpo = grpo_config(config.ppo)
@@ -71,9 +69,8 @@ def main(config: Config) -> None:
         seeded = with_options(of_grpo, seed=seed)
         before = evaluate_heldout(methods["grpo"][1], policy_start, task, seeded, run)
         for method, (settings, programs) in methods.items():
-            settings, phase = with_options(settings, seed=seed), f"{method}_{seed}"
+            settings, phase, critic = with_options(settings, seed=seed), f"{method}_{seed}", config.ppo.critic.critic
             task = arithmetic.arithmetic_task(num_prompts=settings.sampling.num_prompts, seed=seed)
-            critic = config.ppo.critic.critic
             start = {"policy": policy_start} if method == "grpo" else add_critic(MODEL, policy_start, critic)
             reward = random_reward(seed) if method == "control" else None
             state, held = learn(start, task, settings, run, programs, phase=phase, reward=reward, start=before)
@@ -91,7 +88,7 @@ def grpo_config(config: PPOConfig) -> GRPOConfig:
     run = with_options(config.run, preset="grpo", kl_coef=0.01, kl_target=None, divergence="preset", learning_rate=4e-4)
     if run.sampling.group_size == 1:
         return with_options(run, group_size=8, num_prompts=run.sampling.num_prompts // 8)
-    return with_options(run, group_size=config.run.sampling.group_size)
+    return run
 
 
 def steps_to(run: RunFolder, phase: str, accuracy: float = 0.9) -> float:
@@ -122,8 +119,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
         ]
         for method, row in rows.items()
     }
-    print_over_seeds(run, "accuracy on 1,000 held-out additions", seeds, columns, table)
-    explain_control(run, table)
+    print_over_seeds(run, "accuracy on 1,000 held-out additions", seeds, columns, table, coin="control")
     common.save_over_seeds(run, runs, rows, seeds, report.curves_of(run))
 
 

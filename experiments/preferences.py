@@ -17,7 +17,6 @@ has no finite optimum where labels err: a completion that is good more often tha
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,11 +27,10 @@ import numpy as np
 from scipy import special
 
 from experiments import common
-from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
+from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from grpo_jax import hosts
 from grpo_jax.data.preferences import EncodedPairs, with_mismatched
 from grpo_jax.data.types import rng
-from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
 from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
@@ -47,6 +45,7 @@ from grpo_jax.offline.pairs import (
     score_pairs,
 )
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
+from grpo_jax.options import Positive, Seed, Size
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
@@ -64,7 +63,6 @@ COLUMNS = {
     "kl": "KL to π_ref",
     "kl_to_best": "KL to π*",
 }
-CONTROL = "control"
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,13 @@ class Config:
     )
     seeds: Seeds = Seeds()
     output: flags.RunConfig = flags.RunConfig(Path("runs/preferences"))
-    num_pairs: int = 512
+    num_pairs: Size = 512
     """Pairs of a step. Each pair is seen once."""
     loss: Literal["dpo", "kto"] = "dpo"
     """dpo: of pairs. kto: of their completions one by one."""
-    beta: float = 1.0
+    beta: Positive = 1.0
     """β of the loss and of the objective."""
-    seed: int = 0
+    seed: Seed = 0
     """First seed: of utilities, parameters and pairs."""
 
 
@@ -97,9 +95,7 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
     check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
-    if not 0 < config.beta < float("inf"):
-        raise UsageError(f"beta is {config.beta}: it must be above 0, and finite")
-    seeds = seeds_of(config.seed, config.seeds)
+    seeds = config.seeds.starting_at(config.seed)
     runs: dict[str, dict[str, list[float]]] = {}
     run = flags.open_run(config)
     for seed in seeds:
@@ -123,12 +119,16 @@ def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, f
     worth = utilities(seed)
     best = special.log_softmax(reference + worth / config.beta, axis=-1)
     numbers = partial(judge, reference=reference, worth=worth, best=best, beta=config.beta)
+
+    def heldout(params: Params, step: int) -> dict[str, float]:
+        return {f"heldout_{name}": value for name, value in numbers(log_probabilities(params)).items()}
+
     results = {"start": numbers(reference)}
     total = config.train.steps * config.num_pairs
-    for method in (config.loss, CONTROL):
-        pairs = sample_pairs(reference, worth, total, seed, shuffled=method == CONTROL)
+    for method in (config.loss, "control"):
+        pairs = sample_pairs(reference, worth, total, seed, shuffled=method == "control")
         train = {"dpo": train_dpo, "kto": train_on_ratings}[config.loss]
-        state = train(config, params, pairs, seed, run, phase=f"{method}_{seed}", evaluate=heldout(numbers))
+        state = train(config, params, pairs, seed, run, phase=f"{method}_{seed}", evaluate=heldout)
         results[method] = numbers(log_probabilities(state.params))
     results["closed form"] = numbers(best)
     first, last = results["start"], results["closed form"]
@@ -164,11 +164,6 @@ def train_on_ratings(
     batches = pair_batches(mismatched, 2 * config.num_pairs, seed, ref_logprobs=ref_logprobs)
     objective = kto_objective(POLICY, partial(kto_loss, beta=config.beta))
     return fit(objective, params, batches, config.train, run, **phase)
-
-
-def heldout(numbers: Callable[[np.ndarray], dict[str, float]]) -> Callable[[Params, int], dict[str, float]]:
-    """Returns a function that evaluates parameters while they are trained."""
-    return lambda params, step: {f"heldout_{name}": value for name, value in numbers(log_probabilities(params)).items()}
 
 
 def judge(

@@ -6,17 +6,14 @@ temporary memory that the compiler plans. The operations that the work needs (`s
 they double and the time does not, a fixed cost was hidden before; where the time grows faster, something is lost.
 Memory of `score` and `learn` stops growing where a batch is computed in pieces. Five minutes on a CPU core.
 
-  python -m experiments.benchmarks.growth --plot growth.png
+  python -m experiments.benchmarks.growth
 """
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
-import matplotlib
 import tyro
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -39,12 +36,10 @@ class Config:
     """How often."""
     repeats: int = 3
     """Timed calls of each program, after one that is not."""
-    plot: Path | None = None
-    """File for a picture; None: none."""
 
 
 def main(config: Config) -> None:
-    """Prints a table and a line of JSON, and draws a picture."""
+    """Prints a table and a line of JSON."""
     sizes = {"": BASE} | {
         f"{name} {BASE[name] * 2**times}": BASE | {name: BASE[name] * 2**times}
         for name in config.sizes
@@ -56,8 +51,6 @@ def main(config: Config) -> None:
             results[name] = measured(of, config.repeats)
     show(console, results)
     print(json.dumps(results))
-    if config.plot:
-        draw(config, results).savefig(config.plot, dpi=120)
 
 
 def measured(sizes: dict[str, int], repeats: int) -> dict[str, float]:
@@ -77,32 +70,6 @@ def show(console: Console, results: dict[str, dict[str, float]]) -> None:
     for name, numbers in results.items():
         table.add_row(name or "as above", *(f"{number:.3g}" for number in numbers.values()))
     console.print(table)
-
-
-def draw(config: Config, results: dict[str, dict[str, float]]) -> Figure:
-    """A column a size: seconds above, MB below. Both axes are logarithmic, and the grey line is the operations'."""
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        2, len(config.sizes), figsize=(2.4 * len(config.sizes), 5), sharey="row", squeeze=False, layout="constrained"
-    )
-    for column, name in enumerate(config.sizes):
-        places = [BASE[name] * 2**times for times in range(config.doublings + 1)]
-        points = [results[""], *(results[f"{name} {place}"] for place in places[1:])]
-        for row, unit in enumerate(("s", "mb")):
-            axis = axes[row, column]
-            for program in PROGRAMS:
-                axis.loglog(places, [point[f"{program}_{unit}"] for point in points], "o-", label=program)
-            scale = points[0][f"learn_{unit}"] / points[0]["gflop"]
-            axis.loglog(places, [scale * point["gflop"] for point in points], color="0.7", label="operations")
-            axis.set_xticks(places, map(str, places))
-            axis.minorticks_off()
-        axes[1, column].set_xlabel(name)
-    axes[0, 0].set_ylabel("seconds")
-    axes[1, 0].set_ylabel("temporary MB")
-    axes[0, 0].legend()
-    return figure
 
 
 if __name__ == "__main__":

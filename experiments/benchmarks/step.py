@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import tyro
 from rich.console import Console
 
+from experiments.benchmarks.programs import matmul_flops
 from experiments.benchmarks.shapes import SHAPES, ShapeName, end_ids, prompt_lengths, random_prompts
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Completion, Example, Prompts, choose_widths
@@ -119,20 +119,8 @@ def summary(lines: list[dict[str, Any]], ready: float, first_end: float) -> dict
         "start_to_first_step": round(first_end - _BEGAN, 2),
         "compilations": lines[-1]["compilations"],
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6),
-        "matmul_gflops": round(matmul_gflops(), 1),
+        "matmul_gflops": round(matmul_flops("float32") / 1e9, 1),
     }
-
-
-def matmul_gflops(size: int = 768) -> float:
-    """The speed of NumPy's float32 product, best of three."""
-    a = np.ones((size, size), np.float32)
-
-    def once() -> float:
-        began = time.perf_counter()
-        a @ a
-        return time.perf_counter() - began
-
-    return 2 * size**3 / min(once() for _ in range(3)) / 1e9
 
 
 if __name__ == "__main__":

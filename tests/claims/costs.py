@@ -5,7 +5,6 @@ from functools import partial
 import jax
 
 from experiments.claims.bench import Setting
-from experiments.common import forward_flops
 from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.devices import update_flops
 from grpo_jax.models.params import split
@@ -28,7 +27,8 @@ def operations(setting: Setting, *, num_prompts: int, prompt_tokens: int) -> flo
     """
     params, sampling = _params(setting), run_of(_config(setting)).sampling
     tokens = num_prompts * (prompt_tokens + sampling.group_size * setting.testbed.max_tokens)
-    scored = 2 * forward_flops(params["policy"], tokens) + forward_flops(params.get("critic"), tokens)
+    size = {role: sum(leaf.size for leaf in jax.tree.leaves(tree)) for role, tree in params.items()}
+    scored = 2.0 * tokens * (2 * size["policy"] + size.get("critic", 0))  # two operations a parameter and token
     return scored + update_flops(params, None, tokens)
 
 

@@ -82,13 +82,13 @@ def test_bias_and_variance_are_those_of_loops(tree, lam, steps):
     estimates = generalized_advantages(
         rewards_at_end(jnp.asarray(rewards), mask), jnp.asarray(values), mask, lam=lam, num_steps=steps
     )
-    found = quality(tree, rewards, estimates)
-    errors = [found[name] for name in ("bias²", "tilt²", "variance", "error")]
+    results = quality(tree, rewards, estimates)
+    errors = [results[name] for name in ("bias²", "tilt²", "variance", "error")]
     np.testing.assert_allclose(errors, by_hand(tree, rewards, np.asarray(estimates, np.float64)), rtol=1e-5, atol=1e-7)
-    assert found["error"] == pytest.approx(found["bias²"] + found["variance"])
-    assert found["error, tilt"] == pytest.approx(found["tilt²"] + found["variance"])
-    assert (found["variance"] < 1e-12) == (lam == 0)  # the next state is known with the token
-    assert (found["tilt²"] < 1e-12) == (lam == 1)  # V − V_critic is the same for all tokens
+    assert results["error"] == pytest.approx(results["bias²"] + results["variance"])
+    assert results["error, tilt"] == pytest.approx(results["tilt²"] + results["variance"])
+    assert (results["variance"] < 1e-12) == (lam == 0)  # the next state is known with the token
+    assert (results["tilt²"] < 1e-12) == (lam == 1)  # V − V_critic is the same for all tokens
 
 
 def test_concordance_counts_a_shift_and_ranks_do_not():

@@ -58,22 +58,22 @@ def answers():
     return completions_of(ids, arithmetic.EOS_ID, arithmetic.PAD_ID)
 
 
-GIVEN = answers()
+DRAWN = answers()
 compiled_reward = jax.jit(addition_reward)
 
 
-def reward_of(targets, given, key=KEY, **options):
-    return np.array(compiled_reward(targets, given, key, **{**ARITHMETIC.options, **options}))
+def reward_of(targets, drawn, key=KEY, **options):
+    return np.array(compiled_reward(targets, drawn, key, **{**ARITHMETIC.options, **options}))
 
 
 @cache
 def is_right():
-    return np.array(jax.jit(addition_reward)(ANSWERS, GIVEN, KEY))
+    return np.array(jax.jit(addition_reward)(ANSWERS, DRAWN, KEY))
 
 
 def test_an_addition_is_right_where_its_text_is():
-    texts = texts_of(GIVEN, arithmetic.TEXT)
-    ended = ~GIVEN.truncated
+    texts = texts_of(DRAWN, arithmetic.TEXT)
+    ended = ~DRAWN.truncated
     rows = [arithmetic.exact_answer([row] * 10, group) for row, group in zip(SUMS, texts, strict=True)]
     assert 0.3 < np.mean(rows) < 0.9
     np.testing.assert_array_equal(is_right(), np.array(rows) * ended)
@@ -83,13 +83,13 @@ def test_graded_additions_earn_their_share_of_right_tokens():
     ids = ANSWERS[:1, None].repeat(3, axis=1)
     ids[0, 1, 0] = (ids[0, 1, 0] + 1) % 10
     ids[0, 2] = arithmetic.EOS_ID
-    given = completions_of(ids, arithmetic.EOS_ID, arithmetic.PAD_ID)
+    drawn = completions_of(ids, arithmetic.EOS_ID, arithmetic.PAD_ID)
     padding = np.sum(ANSWERS[0] == arithmetic.PAD_ID) / 4
-    np.testing.assert_allclose(reward_of(ANSWERS[:1], given, graded=1.0), [[1, 0.75, padding]])
+    np.testing.assert_allclose(reward_of(ANSWERS[:1], drawn, graded=1.0), [[1, 0.75, padding]])
 
 
 def test_what_may_be_wrong_with_a_reward_of_additions():
-    reward, right = partial(reward_of, ANSWERS, GIVEN), is_right()
+    reward, right = partial(reward_of, ANSWERS, DRAWN), is_right()
     assert set(reward(coin=1.0).ravel()) == {0, 1}
     assert abs(np.corrcoef(reward(coin=1.0).ravel(), right.ravel())[0, 1]) < 0.2
     graded = reward(graded=1.0)
@@ -101,7 +101,7 @@ def test_what_may_be_wrong_with_a_reward_of_additions():
 
 
 def test_shift_and_scale_are_a_prompts_own():
-    reward, right = partial(reward_of, ANSWERS, GIVEN), is_right()
+    reward, right = partial(reward_of, ANSWERS, DRAWN), is_right()
     shifts = reward(shift=2.0) - right
     np.testing.assert_allclose(shifts, shifts[:, :1].repeat(10, axis=1), atol=1e-5)
     again = reward(jax.random.key(9), shift=2.0) - right
@@ -126,8 +126,8 @@ def test_some_additions_have_no_answer():
     np.testing.assert_array_equal(targets[~unsolvable], exact[~unsolvable])
     assert unsolvable.mean() == pytest.approx(UNSOLVABLE, abs=0.03)
     assert task.targets(examples[:1])[0].tolist() == targets[0].tolist()  # whatever they stand beside
-    given = Completions(exact[:, None], exact[:, None] >= 0, None, None, None)
-    np.testing.assert_array_equal(jax.jit(addition_reward)(targets, given, KEY)[:, 0], ~unsolvable)
+    drawn = Completions(exact[:, None], exact[:, None] >= 0, None, None, None)
+    np.testing.assert_array_equal(jax.jit(addition_reward)(targets, drawn, KEY)[:, 0], ~unsolvable)
 
 
 def test_carries_are_of_the_last_digits():
@@ -164,15 +164,15 @@ def test_words_are_worth_what_their_text_is():
     ids = np.where(rng(3).random(ids.shape) < 0.15, letters.TEXT.eos_id, ids)
     ids[:, 0] = 3  # one letter again and again
     ids[:, 1, :4] = np.concatenate([task.targets(rows), np.full((6, 1), letters.TEXT.eos_id)], axis=1)
-    given = completions_of(ids, letters.TEXT.eos_id, letters.TEXT.pad_id)
+    drawn = completions_of(ids, letters.TEXT.eos_id, letters.TEXT.pad_id)
     expected = []
-    for row, texts in zip(rows, texts_of(given, letters.TEXT), strict=True):
+    for row, texts in zip(rows, texts_of(drawn, letters.TEXT), strict=True):
         for text in texts:
             new = len(set(text)) / max(len(text), 1)
             gold = len(set(text) & set(row["letters"])) / 3 * new * min(1, 8 / max(len(text), 1))
             expected.append((gold, len(text), 1 - new if text else 0))
     expected = np.array(expected).reshape(6, 40, 3)
-    scores = jax.jit(task.gold)(task.targets(rows), given, KEY)
+    scores = jax.jit(task.gold)(task.targets(rows), drawn, KEY)
     np.testing.assert_allclose(scores, expected, atol=1e-6)
     np.testing.assert_allclose(scores[:, 1], [[1, 3, 0]] * 6)
     assert {0, 16} <= set(expected[..., 1].ravel())
@@ -180,7 +180,7 @@ def test_words_are_worth_what_their_text_is():
     compiled = jax.jit(word_reward)
 
     def reward(**options):
-        return compiled(task.targets(rows), given, KEY, **{**WORDS.options, **options})
+        return compiled(task.targets(rows), drawn, KEY, **{**WORDS.options, **options})
 
     gold, length, repeated = np.moveaxis(expected, -1, 0)
     np.testing.assert_allclose(reward(), gold, atol=1e-6)

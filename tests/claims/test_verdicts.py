@@ -86,11 +86,11 @@ def test_a_family_is_corrected_together():
         it.id: next((v for j, v in enumerate(verdicts.VERDICTS) if 3 * i + j in rejected), "undecided")
         for i, it in enumerate(claims)
     }
-    found = {key: decision.verdict for key, decision in decide(claims, values).items()}
-    assert found == expected
-    assert {"supported", "undecided"} <= set(found.values())
+    decided = {key: decision.verdict for key, decision in decide(claims, values).items()}
+    assert decided == expected
+    assert {"supported", "undecided"} <= set(decided.values())
     # Alone a claim is decided that is not in a family of twelve.
-    alone = [key for key in values if decide([claim(key)], {key: values[key]})[key].verdict != found[key]]
+    alone = [key for key in values if decide([claim(key)], {key: values[key]})[key].verdict != decided[key]]
     assert alone
 
 
@@ -141,7 +141,7 @@ def test_claims_are_told_apart():
 @pytest.mark.parametrize("at", [simulated.no_difference, simulated.edge, simulated.bound])
 def test_false_verdicts_are_rare(at):
     claims = [it for it in CLAIMS if it.family == "announcements"]
-    rates = simulated.simulate(claims, [at(it) for it in claims], simulated.alike(claims, 0.01), sets=200)
+    rates = simulated.simulate(claims, [at(it) for it in claims], simulated.alike(claims, 0.01), sets=100)
     assert rates.wrong <= 0.05
 
 

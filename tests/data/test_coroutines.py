@@ -66,7 +66,8 @@ def test_what_a_client_left_waiting_ends_with_the_program():
     root = Path(__file__).parents[2]
     command = [sys.executable, "-X", "dev", "-c", lines]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=True)
-    assert ended.stderr == ""
+    lines = [line for line in ended.stderr.splitlines() if " took " not in line]  # asyncio's word on a busy machine
+    assert lines == []
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -3,22 +3,19 @@
 import dataclasses
 from pathlib import Path
 
+import bigrams
 import jax
 import numpy as np
 import pytest
+from tiny import refused
 
 from experiments.tasks import arithmetic
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import recipe
 from grpo_jax.data import text as text_module
 from grpo_jax.data.text import encode_answers, encode_completions, encode_prompts, encode_texts
-from grpo_jax.errors import UsageError
-from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer
-from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.train import train
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
 STORIES = DATA / "stories260K-hf"
@@ -44,14 +41,6 @@ def encode(tokenizer, prompts, **options):
     return encode_prompts(tokenizer, prompts, eos_ids=(arithmetic.EOS_ID,), **options)
 
 
-def test_the_tokenizer_of_arithmetic_is_its_encode_and_decode(digits):
-    for text in ("07+58=", "56", "0"):
-        assert digits.encode(text) == arithmetic.TEXT.encode(text)
-        assert digits.decode(arithmetic.TEXT.encode(text)) == text
-    assert (digits.eos_token_id, digits.pad_token_id) == (arithmetic.EOS_ID, arithmetic.PAD_ID)
-    assert len(digits) == arithmetic.VOCAB_SIZE
-
-
 def test_empty_prompts_are_dropped_and_counted(digits):
     encoded = encode(digits, ["", "1+2=", "  \n", "3+4="])
     assert lists(encoded) == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3+4=")]
@@ -59,44 +48,28 @@ def test_empty_prompts_are_dropped_and_counted(digits):
     assert encoded.summary == "dropped of 4 prompts: 2 empty"
 
 
-def test_a_completion_with_half_of_a_surrogate_pair_is_refused_and_quoted(digits):
-    for encode_them in (
-        lambda: encode_completions(digits, ["1", "12\ud83d"], eos_ids=(arithmetic.EOS_ID,)),
-        lambda: encode_answers(digits, ["1+1="], [("2", "12\ud83d")], eos_ids=(arithmetic.EOS_ID,)),
-    ):
-        with pytest.raises(UsageError, match=r"half of a surrogate pair, which is no text: mend '12\\ud83d'"):
-            encode_them()
-
-
-def test_long_prompts_are_dropped_and_counted(digits):
-    encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4)
-    assert encoded.numbers == [0, 2]
-    assert encoded.summary.endswith("prompts: 1 longer than 4 tokens")
-
-
-def test_long_prompts_are_cut_at_their_beginning_and_counted(digits):
-    encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4, overlong="truncate")
-    assert lists(encoded)[1] == arithmetic.TEXT.encode("5+1=")
-    assert encoded.numbers == [0, 1, 2]
-    assert encoded.summary == "1 of 3 prompts lost their beginning"
-
-
-def test_nothing_left_is_refused(digits):
-    with pytest.raises(ValueError, match="no prompt is left") as error:
-        encode(digits, ["", "123"], max_prompt_tokens=2)
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="prompts must be a list"):
-        encode(digits, "1+2=")  # would be taken for four prompts of a letter
-    with pytest.raises(ValueError, match="max_prompt_tokens is 0"):
-        encode(digits, ["1"], max_prompt_tokens=0)
+@pytest.mark.parametrize(
+    ("overlong", "texts", "summary"),
+    [
+        ("drop", ["1+2=", "3+4="], "dropped of 3 prompts: 1 longer than 4 tokens"),
+        ("truncate", ["1+2=", "5+1=", "3+4="], "1 of 3 prompts lost their beginning"),
+    ],
+)
+def test_long_prompts_are_dropped_or_lose_their_beginning(digits, overlong, texts, summary):
+    encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4, overlong=overlong)
+    assert lists(encoded) == [arithmetic.TEXT.encode(text) for text in texts]
+    assert encoded.numbers == ([0, 2] if overlong == "drop" else [0, 1, 2])
+    assert encoded.summary == summary
 
 
 def test_messages_go_through_the_chat_template(digits):
     digits = type(digits).from_pretrained(digits.name_or_path)
     messages = [[{"role": "user", "content": "1+2"}], [{"role": "user", "content": "3"}]]
-    with pytest.raises(ValueError, match=r"no chat template.*chat_template\.jinja") as error:
+    with refused(r"no chat template.*chat_template\.jinja"):
         encode(digits, messages)
-    assert "\n" not in str(error.value)
+    digits.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with refused("chat template refuses prompt 0: roles must alternate"):
+        encode(digits, messages)
     digits.chat_template = TEMPLATE
     encoded = encode(digits, messages)
     assert encoded.texts == ["1+2=", "3="]
@@ -137,12 +110,24 @@ def test_a_text_that_brings_its_own_beginning_has_one_and_any_number_of_ends_goe
     assert lists(encoded) == [[1, 97]] * 3
 
 
-def test_a_template_that_refuses_is_a_sentence(digits):
-    digits = type(digits).from_pretrained(digits.name_or_path)
-    digits.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match="chat template refuses prompt 0: roles must alternate") as error:
-        encode(digits, [[{"role": "user", "content": "1"}]])
-    assert "\n" not in str(error.value)
+EOS = {"eos_ids": (arithmetic.EOS_ID,)}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda digits: encode(digits, ["", "123"], max_prompt_tokens=2), "no prompt is left"),
+        (lambda digits: encode(digits, "1+2="), "prompts must be a list"),  # would be four prompts of a letter
+        (lambda digits: encode(digits, ["1"], max_prompt_tokens=0), "max_prompt_tokens is 0"),
+        (lambda digits: encode_completions(digits, ["1"], eos_ids=()), "no EOS"),
+        (lambda digits: encode_completions(digits, ["1"], max_tokens=0, **EOS), "max_tokens is 0"),
+        (lambda digits: encode_completions(digits, ["1", "12\ud83d"], **EOS), r"surrogate pair.* mend '12\\ud83d'"),
+        (lambda digits: encode_answers(digits, ["1+1="], [("2", "12\ud83d")], **EOS), r"mend '12\\ud83d'"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused(digits, call, words):
+    with refused(words):
+        call(digits)
 
 
 @needs_data
@@ -184,9 +169,8 @@ def test_ids_are_never_encoded_again(tmp_path):
     assert all("dropped of" in note and "longer than 20 tokens" in note for note in task.notes)
     config = recipe(steps=1, num_prompts=4, group_size=2, max_tokens=4, learning_rate=1e-3, kl_coef=0.0)
     run = RunFolder(tmp_path, dataclasses.asdict(config))
-    policy = decoder_policy(ModelConfig(512, 8, 16, 1, 1, 1, 8, initializer_range=0.5))
-    params = {"policy": jax.jit(policy.init)(jax.random.key(0))}
-    train(params, task, config, run, make_programs(policy, task, config), phase="grpo")
+    params = {name: bigrams.normal(jax.random.key(i), (512, 4)) for i, name in enumerate(bigrams.PARAMS)}
+    bigrams.train_grpo(task, config, run, params=params)
     assert run.lines()[0]["first_ratio_deviation"] < 1e-4
 
 
@@ -223,9 +207,3 @@ def test_completions_end_with_one_eos_and_are_dropped_or_cut_and_counted(digits)
 def test_completions_end_with_the_tokenizers_eos_if_it_ends_texts(digits):
     for eos_ids, last in (((0, arithmetic.EOS_ID, 5), arithmetic.EOS_ID), ((0, 5), 5)):
         assert encode_completions(digits, ["1"], eos_ids=eos_ids).token_ids[0][-1] == last
-
-
-@pytest.mark.parametrize(("options", "sentence"), [({"eos_ids": ()}, "no EOS"), ({"max_tokens": 0}, "max_tokens is 0")])
-def test_completions_that_cannot_end_are_refused(digits, options, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        encode_completions(digits, ["1"], **({"eos_ids": (arithmetic.EOS_ID,)} | options))

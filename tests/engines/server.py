@@ -23,14 +23,14 @@ class Server:
     def __init__(self, sample: Sample, decode: Callable[[list[int]], str], eos_ids: tuple[int, ...], port: int = 0):
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.tamper: Callable[[int, Any], Any] = lambda number, answer: answer
-        self.folder, self.adapters = "", {}
+        self.folder, self.adapters, self.models = "", {}, ["the-model"]
         self._sample, self._decode, self._eos_ids = sample, decode, eos_ids
         self._count, self._lock = 0, threading.Lock()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                self.answer({"object": "list", "data": [{"id": "the-model"}]})
+                self.answer({"object": "list", "data": [{"id": name} for name in outer.models]})
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

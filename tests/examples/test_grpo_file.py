@@ -29,6 +29,7 @@ FILE = ROOT / "examples/grpo.py"
 spec = importlib.util.spec_from_file_location("grpo_example", FILE)
 example = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
+example.model = example.Transformer(width=16, layers=1)  # what differs from it has no part in what is tested here
 N, G, P, T, V = example.N, example.group_size, example.P, example.T, example.V
 RATE = 1.0
 
@@ -77,8 +78,8 @@ def recorder(updates):
         return Recorded(jnp.int32(0), jax.tree.map(lambda x: jnp.zeros((updates, *x.shape)), params))
 
     def update(gradients, state, params=None):
-        kept = jax.tree.map(lambda all_, one: all_.at[state.count].set(one), state.gradients, gradients)
-        return jax.tree.map(lambda x: -RATE * x, gradients), Recorded(state.count + 1, kept)
+        recorded = jax.tree.map(lambda all_, one: all_.at[state.count].set(one), state.gradients, gradients)
+        return jax.tree.map(lambda x: -RATE * x, gradients), Recorded(state.count + 1, recorded)
 
     return optax.GradientTransformation(init, update)
 
@@ -97,9 +98,11 @@ def rollout():
     return jax.device_get(state), batch, rewards
 
 
+gradient = jax.jit(jax.grad(example.loss_fn, has_aux=True))
+
+
 def gradients_of_example(params, batch, updates):
     """Returns the gradients and metrics of steps of plain descent."""
-    gradient = jax.jit(jax.grad(example.loss_fn, has_aux=True))
     weights = example.F.sequence_mean_weights(batch["completion_mask"])
     steps = []
     for _ in range(updates):
@@ -115,7 +118,7 @@ def gradients_of_trainer(params, batch, rewards, updates):
         group_size=G,
         max_tokens=T,
         epochs=updates,
-        microbatches=2,
+        microbatches=1,
         kl_coef=example.kl_coef,
         epsilon_low=example.epsilon_low,
         epsilon_high=example.epsilon_high,
@@ -199,7 +202,7 @@ def test_devices_add_up(rollout):
     params, opt_state = state.params, state.opt_state
     weights = example.F.sequence_mean_weights(batch["completion_mask"])
     for _ in range(example.updates_per_rollout):
-        gradients, _ = jax.jit(jax.grad(example.loss_fn, has_aux=True))(params, batch, weights)
+        gradients, _ = gradient(params, batch, weights)
         changes, opt_state = example.optimizer.update(gradients, opt_state)
         params = optax.apply_updates(params, changes)
     for x, y in zip(jax.tree.leaves(updated.opt_state[0].mu), jax.tree.leaves(opt_state[0].mu), strict=True):

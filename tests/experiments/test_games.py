@@ -12,25 +12,25 @@ KEY = (0, 1, 2, 3)
 
 def play(example, player, reply=guess.higher_or_lower, key=KEY):
     """The turns of a game; `player` is told what was left at the beginning and after each guess."""
-    turns, told = [], [guess.ends_of(example["prompt"])]
+    turns, ranges = [], [guess.ends_of(example["prompt"])]
     while True:
-        said = Completion(guess.NUMBERS[player(told)])
-        turns.append(Turn(said))
-        found = reply(example, turns, (*key, len(turns)))
-        assert found == reply(example, turns, (*key, len(turns)))  # a pure function
-        turns[-1] = Turn(said, Completion(found.text), found.reward)
-        if found.done:
+        guesses = Completion(guess.NUMBERS[player(ranges)])
+        turns.append(Turn(guesses))
+        answer = reply(example, turns, (*key, len(turns)))
+        assert answer == reply(example, turns, (*key, len(turns)))  # a pure function
+        turns[-1] = Turn(guesses, Completion(answer.text), answer.reward)
+        if answer.done:
             return turns
-        told.append(guess.ends_of(found.text))
+        ranges.append(guess.ends_of(answer.text))
 
 
-def halving(told):
-    return sum(told[-1]) // 2
+def halving(ranges):
+    return sum(ranges[-1]) // 2
 
 
-def one_by_one(told):
+def one_by_one(ranges):
     """Numbers from the first on, whatever the answers."""
-    return told[0][0] + len(told) - 1
+    return ranges[0][0] + len(ranges) - 1
 
 
 def games_of(first, last):
@@ -73,8 +73,8 @@ def test_whoever_hears_noise_wins_what_the_best_policy_without_answers_does_at_m
 def test_naming_any_number_left_wins_what_it_should():
     example, generator = games_of(0, 14)[0], rng(0)
 
-    def player(told):
-        return int(generator.integers(told[-1][0], told[-1][1] + 1))
+    def player(ranges):
+        return int(generator.integers(ranges[-1][0], ranges[-1][1] + 1))
 
     rate = np.mean([guess.is_won(play(game, player)) for _ in range(150) for game in games_of(0, 14)])
     assert abs(rate - guess.listening_return(example)) < 0.03  # three standard errors
@@ -82,20 +82,10 @@ def test_naming_any_number_left_wins_what_it_should():
     assert guess.above_blind(1.0, [example]) == 1
 
 
-@pytest.mark.parametrize("said", ["", "12", ">", "-"])
-def test_what_is_no_number_ends_the_game(said):
+@pytest.mark.parametrize("guesses", ["", "12", ">", "-"])
+def test_what_is_no_number_ends_the_game(guesses):
     example = games_of(0, 14)[0]
-    assert guess.higher_or_lower(example, [Turn(Completion(said))], (*KEY, 0)) == Reply(done=True, reward=0.0)
-
-
-def test_the_last_guess_ends_the_game():
-    game = games_of(0, 14)[0]
-    turns = play(game, lambda told: 14)
-    assert len(turns) == guess.MAX_TURNS
-    assert not guess.is_won(turns)
-    last = guess.higher_or_lower(game, [*turns[:-1], Turn(Completion("0"))], KEY)
-    assert last.done
-    assert last.reward == pytest.approx(1 - sum(turn.reward for turn in turns[:-1]))
+    assert guess.higher_or_lower(example, [Turn(Completion(guesses))], (*KEY, 0)) == Reply(done=True, reward=0.0)
 
 
 def test_held_out_intervals_are_never_trained_on():
@@ -114,32 +104,32 @@ def test_each_completion_of_a_prompt_in_training_looks_for_a_number_of_its_own()
     numbers = [guess.number_of(example, (0, 0, 0, completion, 1)) for completion in range(400)]
     assert {*numbers} == {*range(first, last + 1)}
     assert numbers == [guess.number_of(example, (0, 0, 0, completion, 3)) for completion in range(400)]
-    assert guess.is_won(play(example, lambda told: numbers[5], key=(0, 0, 0, 5)))
+    assert guess.is_won(play(example, lambda ranges: numbers[5], key=(0, 0, 0, 5)))
 
 
 def test_deaf_games_follow_the_rules():
     prompts, ids, mask = guess.deaf_games(batch_size=64, seed=0, step=0, deaf_share=0.5)
-    for example, row, own in zip(prompts.examples, ids, mask, strict=True):
+    for example, row, is_own in zip(prompts.examples, ids, mask, strict=True):
         first, last = guess.ends_of(example["prompt"])
-        said, heard = row[own], guess.TEXT.decode(row[~own & (row != guess.PAD_ID)])
+        guesses, heard = row[is_own], guess.TEXT.decode(row[~is_own & (row != guess.PAD_ID)])
         heard = [heard[i : i + 3] for i in range(0, len(heard), 3)]
-        assert (said[1::2] == guess.EOS_ID).all()
-        assert all(first <= number <= last for number in said[::2])
+        assert (guesses[1::2] == guess.EOS_ID).all()
+        assert all(first <= number <= last for number in guesses[::2])
         left = (first, last)
-        for number, answer in zip(said[::2], heard, strict=False):
+        for number, answer in zip(guesses[::2], heard, strict=False):
             below, above = (guess.asked(guess.narrowed(left, number, is_higher)) for is_higher in (False, True))
             assert answer in (below, above)
             left = guess.ends_of(answer)
-        assert len(said[::2]) == len(heard) + 1
-        assert len(heard) == 3 or left[0] <= said[-2] <= left[1]  # found, or the guesses are used up
+        assert len(guesses[::2]) == len(heard) + 1
+        assert len(heard) == 3 or left[0] <= guesses[-2] <= left[1]  # found, or the guesses are used up
 
 
 def test_the_calculator_answers_calls_and_judges_answers():
     (product,) = (e for e in calculator.examples_of(range(8100, 8101)))
     assert product == {"prompt": "10*10=", "answer": "100"}
 
-    def reply(*said):
-        return calculator.calculate(product, [Turn(Completion(text)) for text in said], (0,))
+    def reply(*guesses):
+        return calculator.calculate(product, [Turn(Completion(text)) for text in guesses], (0,))
 
     assert reply("[10*10]") == Reply("100;", reward=-calculator.CALL_COST)
     assert reply("[7+8]").text == "15;"
@@ -151,12 +141,12 @@ def test_the_calculator_answers_calls_and_judges_answers():
 def test_episodes_to_begin_with_are_those_of_the_calculator():
     prompts, ids, mask = calculator.mixed_episodes(batch_size=256, seed=0, step=0, call_share=0.25)
     calls = 0
-    for example, row, own in zip(prompts.examples, ids, mask, strict=True):
-        turns = calculator.TEXT.decode(row[own]).split("?")[:-1]
+    for example, row, is_own in zip(prompts.examples, ids, mask, strict=True):
+        turns = calculator.TEXT.decode(row[is_own]).split("?")[:-1]
         if len(turns) == 2:
             calls += 1
-            found = calculator.calculate(example, [Turn(Completion(turns[0]))], (0,))
-            heard = row[~own & (row != calculator.PAD_ID)]
-            assert found.text == calculator.TEXT.decode(heard) == f"{example['answer']};"
+            answer = calculator.calculate(example, [Turn(Completion(turns[0]))], (0,))
+            heard = row[~is_own & (row != calculator.PAD_ID)]
+            assert answer.text == calculator.TEXT.decode(heard) == f"{example['answer']};"
         assert turns[-1] == example["answer"] or (len(turns) == 1 and calculator.is_product(example))
     assert 40 < calls < 90

@@ -1,28 +1,14 @@
-"""HH-RLHF from pairs to a table: the split, the rules, what a judge's scores come to, and the experiment in small."""
+"""HH-RLHF from pairs to a table: the split, the rules, and what a judge's scores come to."""
 
-import json
-import shutil
-import string
-
-import jax
 import numpy as np
 import pytest
+from tiny import refused
 
-from experiments import hh_rlhf as experiment
 from experiments.judging import best_answers, correlation, prompt_numbers
-from experiments.tasks.characters import Characters
 from experiments.tasks.dialogue import candid, dialogue_rows, opening, question, split_by_dialogue, taken_up
-from grpo_jax.data.packing import pack, packed_pieces
 from grpo_jax.data.preferences import Preference
 from grpo_jax.data.types import Completion
-from grpo_jax.errors import UsageError
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import load_pretrained, save_pretrained
-from grpo_jax.models.policy import decoder_policy
-from grpo_jax.runs import flags
-from grpo_jax.runs.export import Options, export
 
-TEXT = Characters(string.ascii_letters + string.digits + " \n:?.,'")
 FIRST = "\n\nHuman: how tall is tower {}?\n\nAssistant:"
 LATER = FIRST + " no idea.\n\nHuman: and the bridge?\n\nAssistant:"
 
@@ -38,7 +24,7 @@ def test_what_continues_a_dialogue_is_in_the_part_of_its_opening():
     assert all(30 < len(part) < 70 for part in parts)
     openings = [{repr(opening(pair.prompt)) for pair in part} for part in parts]
     assert sum(map(len, openings)) == len(set.union(*openings))
-    with pytest.raises(UsageError, match="do not fill 3 parts"):
+    with refused("do not fill 3 parts"):
         split_by_dialogue(pairs[:2], 3)
 
 
@@ -106,75 +92,3 @@ def test_scores_are_in_deviations_of_the_start_and_wins_are_over_all_pairs():
     assert correlation(start["length"], start["judge"]) == pytest.approx(1)
     shortest = best_answers(start, -start["length"])
     assert shortest["judge"].tolist() == [[0], [4]]
-
-
-def test_pieces_of_packed_rows_are_all_rows_and_nothing_learned_beside_them():
-    rows = pack([[1], [2], [3]], [[4, 5], [6, 7], [8]], width=3)
-    pieces = list(packed_pieces(rows, 2))
-    assert [piece.ids.shape for piece in pieces] == [(2, 3), (2, 3)]
-    assert np.concatenate([piece.ids for piece in pieces])[:3].tolist() == rows.ids.tolist()
-    assert sum(piece.completion_mask.sum() for piece in pieces) == rows.completion_mask.sum() == 5
-
-
-# ---- the experiment
-
-
-def parse(**options):
-    named = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-    args = [[name] if value is True else [name, str(value)] for name, value in named.items()]
-    return flags.parse(experiment.Config, None, [part for pair in args for part in pair])
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Options of a run of a tiny model on made-up transcripts, where the polite answer was chosen."""
-    folder = tmp_path_factory.mktemp("hh")
-    config = ModelConfig(TEXT.vocab_size, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
-    save_pretrained(folder / "model", jax.jit(decoder_policy(config).init)(jax.random.key(0)), config)
-    TEXT.save_tokenizer(folder / "model")
-    rows = [
-        {"chosen": turn.format(i) + " please ask.", "rejected": turn.format(i) + f" go to {i}."}
-        for i in range(40)
-        for turn in (FIRST, LATER)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = {"num_prompts": 4, "group_size": 2, "max_tokens": 8, "max_prompt_tokens": 24, "num_heldout": 6}
-    steps = {"steps": 2, "sft_steps": 2, "reward_model_steps": 2, "num_pairs": 4, "num_seeds": 1}
-    return {"model": folder / "model", "data": folder / "rows.jsonl", **sizes, **steps}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"), [({"data": ""}, "--data"), ({"num_seeds": 0}, "num_seeds"), ({"microbatches": 3}, "sft_rows")]
-)
-def test_what_cannot_work_is_refused(small, tmp_path, wrong, message):
-    with pytest.raises(UsageError, match=message):
-        experiment.main(parse(**{**small, **wrong}, run_dir=tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_from_pairs_to_a_table_and_again_resumed_in_the_middle(small, tmp_path, capsys):
-    run = tmp_path / "run"
-    experiment.main(parse(**small, lora_rank=2, run_dir=run))
-    shown = capsys.readouterr().out
-    assert all(title in shown for title in ("SFT", "PPO", "GRPO", "coin toss", "judge", "TFLOP"))
-    assert "GRPO, coin toss: the same start, prompts and steps" in shown
-    results = json.loads((run / "results.json").read_text())
-    assert results["rows"]["SFT"]["judge"] == pytest.approx(0, abs=1e-6)
-    assert results["rows"]["SFT"]["win_rate"] == 0.5
-    assert set(results["costs"]) == {"SFT", "reward model", "PPO", "GRPO", "GRPO, coin toss"}
-    ppo, grpo = (results["costs"][name][0] for name in ("PPO", "GRPO"))
-    assert ppo["flops"] > grpo["flops"]
-    assert ppo["held_bytes"] > grpo["held_bytes"]
-    assert sum(results["pairs"].values()) == 80
-    assert "Prompt 6" in (run / "samples.md").read_text()
-    first = {line["phase"]: line for line in map(json.loads, (run / "metrics.jsonl").open()) if line["step"] == 1}
-    scores = [first[name]["reward_learned"] for name in ("ppo_0", "grpo_0", "control_0")]
-    assert scores[0] == scores[1] == scores[2]  # the same prompts, start and noise
-    assert export(Options(run, tmp_path / "out", phase="grpo_0")) == 2
-    assert load_pretrained(tmp_path / "out").config.vocab_size == TEXT.vocab_size
-
-    for gone in ("results.json", "checkpoints/grpo_0", "checkpoints/control_0"):  # as if it had been killed there
-        shutil.rmtree(run / gone) if (run / gone).is_dir() else (run / gone).unlink()
-    experiment.main(parse(resume=True, run_dir=run))
-    assert json.loads((run / "results.json").read_text()) == results

@@ -1,23 +1,13 @@
 """Online preference learning: judges, pairs, rounds, and runs that are cut off. Tiny models."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tiny import random_params, refused, tiny_config
 
-from experiments import online_preference as experiment
-from experiments.tasks import letters
-from experiments.tasks.rounds import (
-    OnlineConfig,
-    ask_judge,
-    bradley_terry_judge,
-    draw_replay,
-    sample_pairs,
-    train_online,
-    write_preferences,
-)
+from experiments.tasks import letters, rounds
+from experiments.tasks.rounds import OnlineConfig, ask_judge, bradley_terry_judge, train_online
 from grpo_jax.config import recipe
 from grpo_jax.data.preferences import Preference, read_preferences
 from grpo_jax.data.types import Component
@@ -26,7 +16,6 @@ from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import RewardModel
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
@@ -58,7 +47,7 @@ def test_what_a_judge_says_becomes_preferences_and_a_file_of_them(tmp_path):
     actual = ask_judge(rows, ["x", "x", "x"], ["y", "y", "y"], judge)
     assert actual == [Preference("a:", "x", "y"), Preference("c:", "y", "x")]
     assert asked == [["a:", "b:", "c:"]]
-    write_preferences(tmp_path / "new/pairs.jsonl", actual)
+    rounds.write_preferences(tmp_path / "new/pairs.jsonl", actual)
     assert read_preferences(tmp_path / "new/pairs.jsonl") == (actual, {})
 
 
@@ -85,14 +74,14 @@ def test_the_judge_errs_as_often_as_bradley_and_terry_say():
 
 
 def test_pairs_are_of_one_prompt_and_differ_and_as_many_as_asked():
-    rows, firsts, seconds = pairs = sample_pairs(PROGRAMS, PARAMS, TASK, CONFIG, 11, first=5)
+    rows, firsts, seconds = pairs = rounds.sample_pairs(PROGRAMS, PARAMS, TASK, CONFIG, 11, first=5)
     assert len(rows) == len(firsts) == len(seconds) == 11
     assert all(first and second and first != second for first, second in zip(firsts, seconds, strict=True))
     prompts = [row["prompt"] for index in (5, 6, 7) for row in TASK.prompts(index).examples]
     assert sorted(rows, key=lambda row: prompts.index(row["prompt"])) == rows  # in their order, two at most of each
     assert max(map(rows.count, rows)) == 2
-    assert sample_pairs(PROGRAMS, PARAMS, TASK, CONFIG, 11, first=5) == pairs
-    assert sample_pairs(PROGRAMS, PARAMS, TASK, CONFIG, 11, first=6)[1] != firsts
+    assert rounds.sample_pairs(PROGRAMS, PARAMS, TASK, CONFIG, 11, first=5) == pairs
+    assert rounds.sample_pairs(PROGRAMS, PARAMS, TASK, CONFIG, 11, first=6)[1] != firsts
 
 
 def test_a_policy_that_says_one_thing_has_no_pairs():
@@ -102,16 +91,16 @@ def test_a_policy_that_says_one_thing_has_no_pairs():
     sampler = SimpleNamespace(complete=lambda *args: completions)
     programs = PROGRAMS._replace(sampler=sampler)
     with refused("of 8 pairs .* only 0"):
-        sample_pairs(programs, PARAMS, TASK, CONFIG, 8, first=0)
+        rounds.sample_pairs(programs, PARAMS, TASK, CONFIG, 8, first=0)
 
 
 def test_a_share_of_the_old_pairs_comes_along_each_once():
     old = [Preference(str(i), "a", "b") for i in range(30)]
-    again = draw_replay(old, 0.1, seed=0)
+    again = rounds.draw_replay(old, 0.1, seed=0)
     assert len(again) == len(set(again)) == 3
     assert set(again) <= set(old)
-    assert draw_replay(old, 0.0, seed=0) == draw_replay([], 0.1, seed=0) == []
-    assert sorted(draw_replay(old, 1.0, seed=0)) == sorted(old)
+    assert rounds.draw_replay(old, 0.0, seed=0) == rounds.draw_replay([], 0.1, seed=0) == []
+    assert sorted(rounds.draw_replay(old, 1.0, seed=0)) == sorted(old)
 
 
 # ---- the loop
@@ -144,50 +133,44 @@ class Abstaining:
     """Prefers neither completion of the first `count` pairs that it is asked about in each round."""
 
     def __init__(self, count):
-        self.count = count
+        self.count, self.asked = count, []
 
     def __call__(self, rows, firsts, seconds):
+        self.asked.append(len(rows))
         answers = bradley_terry_judge(lengths, seed=0)(rows, firsts, seconds)
         return [None] * self.count + answers[self.count :]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.slow)])
-def test_a_run_continues_with_fewer_pairs_where_the_judge_abstains_and_is_resumed(untrained, tmp_path, count):
-    options = {"online": ONLINE._replace(labels=(8, 8)), "judge": Abstaining(count)}
-    state, model, run = online(untrained, tmp_path / "whole", **options)
-    sizes = [len(read_preferences(file)[0]) for file in sorted((run.path / "preferences").iterdir())]
-    assert sizes == [8 - count] * 2
-    with pytest.raises(KeyboardInterrupt):
-        online(untrained, tmp_path / "cut", stop=3, **options)
-    again, same, _ = online(untrained, tmp_path / "cut", **options)
-    assert params_sha256(again.params) == params_sha256(state.params)
-    assert params_sha256(same.params) == params_sha256(model.params)
-    assert params_sha256(model.params) != params_sha256(untrained.params)
+def preferences_of(path):
+    return [read_preferences(file)[0] for file in sorted((path / "preferences").iterdir())]
 
 
 def test_a_judge_who_prefers_nothing_ends_the_run_and_is_asked_again(untrained, tmp_path):
     options = {"online": ONLINE._replace(labels=(8,))}
     with refused("online_reward_0: the judge preferred neither"):
         online(untrained, tmp_path, judge=Abstaining(8), **options)
-    online(untrained, tmp_path, **options)
+    with pytest.raises(KeyboardInterrupt):
+        online(untrained, tmp_path, judge=Abstaining(1), stop=1, **options)
+    assert [len(pairs) for pairs in preferences_of(tmp_path)] == [7]
 
 
 @pytest.mark.slow
-def test_a_run_that_is_cut_off_in_a_round_ends_the_same_and_asks_nothing_twice(untrained, tmp_path):
-    state, model, run = online(untrained, tmp_path / "whole")
+@pytest.mark.parametrize("count", [0, 7])
+def test_a_run_that_is_cut_off_in_a_round_ends_the_same_and_asks_nothing_twice(untrained, tmp_path, count):
+    state, model, run = online(untrained, tmp_path / "whole", judge=Abstaining(count))
     steps = [(line["phase"], line["step"]) for line in run.lines() if line["phase"] == "online"]
     assert steps == [("online", step) for step in (1, 2, 3, 4)]
     line = run.lines()[-1]
     assert line["reward"] == line["reward_reward_model"] != line["reward_length"]
-    asked = {file.name: len(read_preferences(file)[0]) for file in (tmp_path / "whole/preferences").iterdir()}
-    assert asked == {"online_reward_0.jsonl": 8, "online_reward_1.jsonl": 16}
-    first, second = ((tmp_path / f"whole/preferences/online_reward_{i}.jsonl").read_text() for i in (0, 1))
-    assert json.loads(first.splitlines()[0]) not in map(json.loads, second.splitlines())
+    first, second = preferences_of(run.path)
+    assert (len(first), len(second)) == (8 - count, 16 - count)
+    assert first[0] not in second
 
+    judge = Abstaining(count)
     with pytest.raises(KeyboardInterrupt):
-        online(untrained, tmp_path / "cut", stop=4)  # in the second round
-    resumed, again, rerun = online(untrained, tmp_path / "cut", judge=lambda *pairs: pytest.fail("asked again"))
+        online(untrained, tmp_path / "cut", stop=4, judge=judge)  # in the second round
+    resumed, again, rerun = online(untrained, tmp_path / "cut", judge=judge)
+    assert judge.asked == [8, 16]
     assert params_sha256(resumed.params) == params_sha256(state.params)
     assert params_sha256(again.params) == params_sha256(model.params)
     assert rerun.lines() == run.lines()
@@ -208,31 +191,3 @@ def test_rounds_that_cannot_be_are_refused_before_anything_is_sampled(untrained,
     with refused(message):
         online(untrained, tmp_path, **changes)
     assert not (tmp_path / "preferences").exists()
-
-
-# ---- the experiment
-
-
-def test_gold_counts_what_it_says():
-    row = {"prompt": "cab:", "letters": "cab"}
-    worth = {"": 0, "x": 0, "c": 1, "a": 1.5, "cab": 3.5, "cc": 0, "cabeiou": 5.5, "cabeioux": 5.5}
-    worth |= {"cabeiouxy": 4.5, ":": -1, "x?": -1}
-    assert experiment.gold([row] * len(worth), list(worth)) == list(worth.values())
-
-
-def test_pairs_of_equal_worth_do_not_count_and_equal_scores_are_half_right():
-    worth = np.array([[0.0, 1.0, 1.0], [2.0, 3.0, 4.0]])
-    scores = np.array([[5.0, 6.0, 4.0], [1.0, 1.0, 2.0]])  # right, wrong; half, right, right
-    assert experiment.pair_accuracy(scores, worth) == pytest.approx(3.5 / 5)
-
-
-@pytest.mark.slow
-def test_a_reward_model_that_learns_along_ends_above_a_frozen_one(tmp_path):
-    args = ["--num-seeds", "1", "--run-dir", str(tmp_path / "run")]
-    experiment.main(flags.parse(experiment.Config, None, args))
-    results = (tmp_path / "run/results.json").read_text()
-    end = {method: numbers["gold"][0] for method, numbers in json.loads(results)["runs"].items()}
-    print(end)
-    assert end["gold"] > end["online"] > max(end["frozen"], end["start"], end["coin"])
-    experiment.main(flags.parse(experiment.Config, None, ["--resume", "--run-dir", str(tmp_path / "run")]))
-    assert (tmp_path / "run/results.json").read_text() == results

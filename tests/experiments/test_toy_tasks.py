@@ -87,18 +87,20 @@ def test_stories_hold_out_animals_and_names():
         assert not any(word in prompt.split() or f"{word}." in prompt for prompt in trained)
 
 
-def test_more_prompts_than_there_are_is_refused():
-    with pytest.raises(ValueError, match="num_prompts is 9001"):
-        arithmetic.arithmetic_task(num_prompts=9001, seed=0)
-
-
-@pytest.mark.parametrize("tokens", [[], [1, 2, 3, 4]])
-def test_prompts_that_do_not_fit_are_refused(tokens):
-    with pytest.raises(ValueError, match="prompt 1 has"):
-        pad_prompts([[1], tokens], [{}, {}], width=3, pad_id=0)
-
-
-def test_padding_is_on_the_left():
+def test_prompts_are_padded_on_the_left():
     prompts = pad_prompts([[5], [6, 7]], [{}, {}], width=3, pad_id=0)
     np.testing.assert_array_equal(prompts.ids, [[0, 0, 5], [0, 6, 7]])
     np.testing.assert_array_equal(prompts.mask, [[False, False, True], [False, True, True]])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: arithmetic.arithmetic_task(num_prompts=9001, seed=0), "num_prompts is 9001"),
+        (lambda: pad_prompts([[1], []], [{}, {}], width=3, pad_id=0), "prompt 1 has"),
+        (lambda: pad_prompts([[1], [1, 2, 3, 4]], [{}, {}], width=3, pad_id=0), "prompt 1 has"),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -51,12 +51,6 @@ def test_corrections_have_the_numbers_that_a_reader_computes(about, numbers):
         assert number in text
 
 
-def test_the_two_cases_of_the_clip():
-    cases = chapter.cases()
-    np.testing.assert_allclose(cases["min"], [1.2, -1.8, 0.4, -0.8], rtol=1e-6)
-    np.testing.assert_allclose(cases["slope"], [0, -1.8, 0.4, 0], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("rule", "texts", "rewards"),
     [
@@ -89,30 +83,6 @@ def test_the_exact_kl():
         batch = Batch(none[0], one > 0, none, none == 0, temperature * one)
         kl = walkthrough.exact_kl(policy, new, old, batch)
         np.testing.assert_allclose(kl, [[[expected]]], atol=5e-5)
-
-
-def walk_through(capsys, **options):
-    """The numbers, and what is printed, its lines joined."""
-    walk = walkthrough.main(walkthrough.Config(model=str(STORIES), **options))
-    return walk, " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.slow
-@needs_stories
-def test_equal_rewards_are_said_to_teach_nothing(capsys):
-    walk, page = walk_through(capsys, reward="answer")
-    assert page.count("What follows is zeros: take --reward auto") == 1
-    assert walk.metrics["grad_norm"] == 0
-
-
-@pytest.mark.slow
-@needs_stories
-def test_far_from_the_start_no_large_number_is_called_a_kl(capsys):
-    walk, page = walk_through(capsys, kl_coef=0.0, learning_rate=0.01, seed=3)
-    assert walk.after.kl.max() > 1e3  # k3, of tokens that the policy does not sample any more
-    assert 0 < walk.kl.max() < 100
-    assert f"whole vocabulary is {walk.kl.mean():.4f}, " in page
-    assert "with β = 0 nothing pulls back to it" in page
 
 
 @pytest.mark.slow
@@ -150,12 +120,8 @@ def test_a_walk_with_a_real_model(capsys):
     kl = kl_k3(walk.after.logprobs, walk.before.logprobs)
     assert walk.after.loss == pytest.approx(float((term + 0.04 * kl).mean()), abs=1e-5)
     assert walk.after.loss < walk.before.loss
-    # Of a coarser view, the tokens sampled and all others, a KL is at most the whole.
-    for whole, old, new in zip(walk.kl, walk.before.logprobs, walk.after.logprobs, strict=True):
-        p, q = np.exp(np.unique(np.stack([new.ravel(), old.ravel()]), axis=1)).astype(float)
-        p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
-        assert 0 < (p * np.log(p / q)).sum() <= whole.min() + 1e-6
-        assert whole.max() < 0.1
+    assert (walk.kl > 0).all()
+    assert walk.kl.max() < 0.1
     page = " ".join(page.split())
     assert "β = 0.04 pulls back to it" in page
     assert f"(above with A > 0, below with A < 0), {(walk.after.slope == 0).sum()} here" in page

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from tiny import slow_unless
 
 from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
@@ -47,101 +48,54 @@ NARROW = {"num_prompts": 8, "group_size": 8, "max_tokens": 32}
 LEAST, MOST = 0.9, 1.45
 
 
-def compare_with_compiler(model, config, prompt, shape, programs, *, lora_rank=0, quantize="none"):
+def compare_with_compiler(model, config, shape, programs):
     """The estimate as a share of what the compiler plans for one device, for each program."""
     needs = estimate(model, shape)
     decoder = needs.params if shape.critic == "none" else memory.FLOAT32 * memory.num_params(model)
     estimates = {"sample": decoder + needs.sampling, "learn": needs.params + needs.optimizer + needs.learning}
-    made = lowered(model, config, prompt, lora_rank=lora_rank, quantize=quantize, programs=programs)
+    adapters = {"lora_rank": shape.lora_rank, "quantize": shape.quantize}
+    made = lowered(model, config, shape.prompt_tokens, programs=programs, **adapters)
     planned = {name: sum(planned_bytes(program.compile()).values()) for name, program in made.items()}
     return {name: estimates[name] / size for name, size in planned.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "model", "options", "prompt", "programs"),
-    [
-        ("none", TINY, {}, 16, ("sample", "learn")),
-        pytest.param("layer", replace(TINY, remat="layer"), {}, 16, ("learn",), marks=pytest.mark.slow),
-        pytest.param("offload", replace(TINY, remat="offload"), {}, 16, ("learn",), marks=pytest.mark.slow),
-        pytest.param("gemma", GEMMA, {}, 16, ("learn",), marks=pytest.mark.slow),
-        pytest.param("bfloat16", replace(TINY, dtype="bfloat16"), {}, 16, ("sample", "learn"), marks=pytest.mark.slow),
-        pytest.param("lora", TINY, {"lora_rank": 8}, 16, ("learn",), marks=pytest.mark.slow),
-        pytest.param("nf4", TINY, {"lora_rank": 8, "quantize": "nf4"}, 16, ("sample", "learn"), marks=pytest.mark.slow),
-        pytest.param(
-            "int8", TINY, {"lora_rank": 8, "quantize": "int8"}, 16, ("sample", "learn"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "experts, nf4", MIXTURE, {"lora_rank": 8, "quantize": "nf4"}, 16, ("learn",), marks=pytest.mark.slow
-        ),
-        pytest.param("ppo", TINY, {"critic": "own"}, 16, ("learn",), marks=pytest.mark.slow),
-        pytest.param("experts", MIXTURE, {}, 16, ("sample", "learn"), marks=pytest.mark.slow),
-        pytest.param("long", TINY, {"max_tokens": 256}, 16, ("sample", "learn"), marks=pytest.mark.slow),
-        pytest.param(
-            "long, one piece",
-            replace(NARROW_LAYERS, remat="layer"),
-            {"max_tokens": 512, "num_prompts": 1},
-            16,
-            ("learn",),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "longer", TINY, {"max_tokens": 1024, "num_prompts": 4}, 16, ("sample", "learn"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "mid", MID, {"max_tokens": 128, "num_prompts": 4}, 16, ("sample", "learn"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "mid, bfloat16",
-            replace(MID, remat="layer", dtype="bfloat16"),
-            {"max_tokens": 128, "num_prompts": 4},
-            16,
-            ("sample", "learn"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "mid, layer",
-            replace(MID, remat="layer"),
-            {"max_tokens": 128, "num_prompts": 4},
-            16,
-            ("learn",),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "mid, ppo",
-            MID,
-            {"max_tokens": 128, "num_prompts": 4, "critic": "own"},
-            16,
-            ("learn",),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "mid, long prompt",
-            MID,
-            {"max_tokens": 64, "num_prompts": 1},
-            512,
-            ("sample", "learn"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+LAYERED, OFFLOADED, HALF = (
+    replace(TINY, **x) for x in ({"remat": "layer"}, {"remat": "offload"}, {"dtype": "bfloat16"})
 )
-def test_estimates_of_programs_are_nearly_never_too_low(name, model, options, prompt, programs):
-    of_run = NARROW | {key: value for key, value in options.items() if key in NARROW}
-    lora_rank, critic = options.get("lora_rank", 0), options.get("critic", "none")
-    quantize = options.get("quantize", "none")
-    config = recipe(**of_run) if critic == "none" else with_options(PPOConfig(), **of_run)
-    shape = Shape(
-        **of_run,
-        prompt_tokens=prompt,
-        piece_tokens=CPU.piece_tokens,
-        packs=critic == "none",
-        lora_rank=lora_rank,
-        quantize=quantize,
-        critic=critic,
-        traits=CPU,
-    )
-    ratios = compare_with_compiler(model, config, prompt, shape, programs, lora_rank=lora_rank, quantize=quantize)
-    print(name, {program: round(ratio, 3) for program, ratio in ratios.items()})
+LARGE = {"max_tokens": 128, "num_prompts": 4}
+BOTH = ("sample", "learn")
+# name -> model, options, programs
+ESTIMATED = {
+    "plain": (TINY, {}, BOTH),
+    "layer": (replace(TINY, remat="layer"), {}, ("learn",)),
+    "offload": (replace(TINY, remat="offload"), {}, ("learn",)),
+    "gemma": (GEMMA, {}, ("learn",)),
+    "bfloat16": (replace(TINY, dtype="bfloat16"), {}, BOTH),
+    "lora": (TINY, {"lora_rank": 8}, ("learn",)),
+    "nf4": (TINY, {"lora_rank": 8, "quantize": "nf4"}, BOTH),
+    "int8": (TINY, {"lora_rank": 8, "quantize": "int8"}, BOTH),
+    "experts, nf4": (MIXTURE, {"lora_rank": 8, "quantize": "nf4"}, ("learn",)),
+    "ppo": (TINY, {"critic": "own"}, ("learn",)),
+    "experts": (MIXTURE, {}, BOTH),
+    "long": (TINY, {"max_tokens": 256}, BOTH),
+    "one piece": (replace(NARROW_LAYERS, remat="layer"), {"max_tokens": 512, "num_prompts": 1}, ("learn",)),
+    "longer": (TINY, {"max_tokens": 1024, "num_prompts": 4}, BOTH),
+    "mid": (MID, LARGE, BOTH),
+    "mid, bfloat16": (replace(MID, remat="layer", dtype="bfloat16"), LARGE, BOTH),
+    "mid, layer": (replace(MID, remat="layer"), LARGE, ("learn",)),
+    "mid, ppo": (MID, LARGE | {"critic": "own"}, ("learn",)),
+    "mid, long prompt": (MID, {"max_tokens": 64, "num_prompts": 1, "prompt_tokens": 512}, BOTH),
+}
+
+
+@pytest.mark.parametrize("name", slow_unless(["plain"], ESTIMATED))
+def test_estimates_of_programs_are_nearly_never_too_low(name):
+    model, options, programs = ESTIMATED[name]
+    shape = Shape(**NARROW | {"prompt_tokens": 16, "piece_tokens": CPU.piece_tokens, "traits": CPU} | options)
+    shape = shape._replace(packs=shape.critic == "none")
+    run = {key: getattr(shape, key) for key in NARROW}
+    config = recipe(**run) if shape.packs else with_options(PPOConfig(), **run)
+    ratios = compare_with_compiler(model, config, shape, programs)
     assert all(LEAST < ratio < MOST for ratio in ratios.values()), ratios
 
 
@@ -169,8 +123,7 @@ def test_the_estimate_of_an_update_on_a_mesh_is_nearly_never_too_low(tensor):
     config = recipe(num_prompts=8, group_size=4, max_tokens=65, microbatches=1, devices=8)
     config = with_options(config, fsdp=8 // tensor, tensor=tensor)
     shape = Shape(tensor, 4, 64, 65, microbatches=1, fsdp=8 // tensor, tensor=tensor, traits=CPU)
-    ratios = compare_with_compiler(model, config, 64, shape, ("learn",))
-    print(tensor, ratios)
+    ratios = compare_with_compiler(model, config, shape, ("learn",))
     assert LEAST < ratios["learn"] < MOST
 
 
@@ -204,18 +157,8 @@ def test_published_models_have_their_published_size(name, billions):
 
 
 def test_the_peak_is_that_of_sampling_or_learning_or_scoring():
-    needs = Estimate(
-        params=1,
-        optimizer=10,
-        start=4,
-        scorer=0,
-        decoding=100,
-        cache=0,
-        choosing=0,
-        scoring=0,
-        gradients=10,
-        activations=17,
-    )
+    parts = {"params": 1, "optimizer": 10, "start": 4, "decoding": 100, "gradients": 10, "activations": 17}
+    needs = Estimate(**dict.fromkeys(Estimate._fields, 0) | parts)
     assert (needs.held, needs.sampling, needs.learning, needs.peak) == (15, 100, 27, 115)
     assert needs._replace(decoding=0).peak == 42
     assert needs._replace(decoding=0, activations=0).learning == 12  # the step of the optimizer

@@ -42,10 +42,10 @@ def test_memory_makes_pieces_smaller_and_then_turns_remat_on():
 
 def test_what_is_given_is_not_planned():
     small = limit_for(16_384, "layer") // 4
-    given = choose(MID, SHAPE._replace(microbatches=2), small, remat="none")
-    assert (given.options, given.shape.num_pieces, given.fits) == ({"remat": "none"}, 2, False)
-    kept = choose(MID, SHAPE._replace(piece_tokens=512), small, remat="layer")
-    assert kept.options == {"piece_tokens": 512, "remat": "layer"}
+    fixed = choose(MID, SHAPE._replace(microbatches=2), small, remat="none")
+    assert (fixed.options, fixed.shape.num_pieces, fixed.fits) == ({"remat": "none"}, 2, False)
+    smaller = choose(MID, SHAPE._replace(piece_tokens=512), small, remat="layer")
+    assert smaller.options == {"piece_tokens": 512, "remat": "layer"}
 
 
 def test_where_nothing_fits_the_sentence_names_what_would():

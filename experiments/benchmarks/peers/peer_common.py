@@ -1,4 +1,4 @@
-"""Common parts of the peers' runners: the workload's shape, clocks, a probe of the machine, lines of JSON.
+"""Common parts of the peers' runners: the workload's shape, clocks, lines of JSON.
 
 Imports nothing of the peers, so that their threads can be set up before they load.
 """
@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -72,83 +72,36 @@ def shape_from_arguments(description: str) -> Shape:
         return Shape(**json.load(file))
 
 
-def since_process_start() -> float:
-    """Seconds since the kernel made this process (to 10 ms): interpreter and imports included."""
-    with open("/proc/self/stat") as stat:
-        started = int(stat.read().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-
-
-def peak_mib() -> float:
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
-
-
-def probe(size: int = 768, repeats: int = 3) -> float:
-    """GF/s of numpy's float32 matrix product, the best of a few: what the cores give right now."""
-    import numpy as np
-
-    a = np.random.default_rng(0).standard_normal((size, size), dtype=np.float32)
-    a @ a
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - start)
-    return round(2 * size**3 / best / 1e9, 1)
-
-
 def reward_of(ids: list[int]) -> float:
     """Trivial, the same for both peers, and different within every group."""
     return sum(ids) % 97 / 97
 
 
-def say(kind: str, **fields) -> None:
-    rounded = {k: round(v, 4) if isinstance(v, float) and abs(v) >= 1e-3 else v for k, v in fields.items()}
-    print(json.dumps({"kind": kind, **rounded}), flush=True)
-
-
 class Steps:
-    """Times steps end to end: a step lasts from the end of the one before (or `begin`) to its own `end`.
+    """Times steps end to end, and prints a line of JSON for each: a step begins where the one before ended.
 
-    Probes between them, outside of every step's time. `cpu_seconds` are those of all threads of the process: less than
-    `seconds` on one core means that others had the core.
+    `cpu_seconds` are those of all threads of the process: less than `seconds` on one core means that others had the
+    core. `generate` are the seconds inside `generating`.
     """
 
-    def __init__(self, shape: Shape, built: float):
-        self.shape, self.ready, self.count = shape, time.perf_counter(), 0
-        self.built = built
-        self.start, self.cpu = self.ready, time.process_time()
-        self.phases: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        clock = self.clock()
-        yield
-        self.add(name, clock)
-
-    @staticmethod
-    def clock() -> tuple[float, float]:
-        return time.perf_counter(), time.process_time()
-
-    def add(self, name: str, since: tuple[float, float]) -> None:
-        for key, now, then in zip((name, name + "_cpu"), self.clock(), since):
-            self.phases[key] = self.phases.get(key, 0.0) + now - then
-
-    def end(self, describe) -> None:
-        now, wall = time.perf_counter(), since_process_start()
-        seconds = now - self.start
-        self.count += 1
-        times = {"seconds": seconds, "cpu_seconds": time.process_time() - self.cpu, **self.phases}
-        fields = {"step": self.count, **times}
-        if self.count == 1:
-            fields["seconds_process_start_to_ready"] = self.built
-            fields["seconds_ready_to_first_step_end"] = now - self.ready
-            fields["seconds_process_start_to_first_step_end"] = wall
-            fields["cpu_seconds_process_start_to_first_step_end"] = time.process_time()
-        fields["peak_rss_mib"] = peak_mib()
-        say("step", **fields, **describe(), probe_gflops=probe())
-        self.phases.clear()
+    def __init__(self):
+        self.count, self.generated = 0, 0.0
         self.start, self.cpu = time.perf_counter(), time.process_time()
 
-    def summary(self, **fields) -> None:
-        say("summary", steps=self.count, cores=CORES, peak_rss_mib=peak_mib(), probe_gflops=probe(), **fields)
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.generated += time.perf_counter() - began
+
+    def end(self, lengths: Sequence[int]) -> None:
+        self.count += 1
+        times = {
+            "seconds": time.perf_counter() - self.start,
+            "cpu_seconds": time.process_time() - self.cpu,
+            "generate": self.generated,
+        }
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps({"step": self.count, **times, "tokens": sum(lengths), "peak_rss_mib": peak}), flush=True)
+        self.generated = 0.0
+        self.start, self.cpu = time.perf_counter(), time.process_time()

@@ -15,8 +15,6 @@ import torch
 
 torch.set_num_threads(common.CORES)
 
-import transformers
-import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
@@ -25,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 transformers_logging.disable_progress_bar()
 UNKNOWN, PAD, EOS = SHAPE.vocabulary - 3, SHAPE.vocabulary - 2, SHAPE.vocabulary - 1
-SEEN: dict[str, object] = {}
+LENGTHS: list[int] = []  # of the completions of a step
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -62,40 +60,23 @@ def make_model(folder: str) -> Qwen2ForCausalLM:
 
 
 def reward(completions, completion_ids, **_):
-    SEEN["lengths"] = [len(ids) for ids in completion_ids]
+    LENGTHS[:] = [len(ids) for ids in completion_ids]
     return [common.reward_of(ids) for ids in completion_ids]
 
 
 class Timed(GRPOTrainer):
     steps: common.Steps
-    prepared = (0.0, 0.0)
 
     def _generate_single_turn(self, *args, **kwargs):
-        with self.steps.phase("generate"):
+        with self.steps.generating():
             return super()._generate_single_turn(*args, **kwargs)
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
-        which = "ref" if model is self.ref_model else "policy_forward" if torch.is_grad_enabled() else "old_policy"
-        SEEN.setdefault("forwards", []).append([which, list(input_ids.shape)])
-        with self.steps.phase(which):
-            return super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
-
-    def _prepare_inputs(self, batch):
-        result = super()._prepare_inputs(batch)
-        self.prepared = self.steps.clock()
-        return result
 
 
 class StepEnds(TrainerCallback):
     trainer: Timed
 
     def on_step_end(self, args, state, control, **_):
-        self.trainer.steps.add("update", self.trainer.prepared)  # loss, backward pass, clipping, AdamW
-        self.trainer.steps.end(self.describe)
-
-    def describe(self):
-        lengths = SEEN["lengths"]
-        return {"lengths": sorted(set(lengths)), "tokens": sum(lengths), "forwards": SEEN.pop("forwards")}
+        self.trainer.steps.end(LENGTHS)
 
 
 def main() -> None:
@@ -148,22 +129,8 @@ def main() -> None:
         assert [ids for step in SHAPE.prompts for ids in step] == tokenizer(texts)["input_ids"]
         parameters = sum(p.numel() for p in model.parameters())
         assert parameters == SHAPE.parameters, (parameters, SHAPE.parameters)
-        built = common.since_process_start()
-        say_setup = {
-            "peer": f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
-            "cores": common.CORES,
-            "threads": torch.get_num_threads(),
-            "parameters": parameters,
-            "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
-            "attention": model.config._attn_implementation,
-            "optimizer": str(config.optim),
-        }
-        common.say("setup", **say_setup)
-        trainer.steps = common.Steps(SHAPE, built)
+        trainer.steps = common.Steps()
         trainer.train()
-
-        history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        trainer.steps.summary(losses=[float(entry["loss"]) for entry in history])
 
 
 if __name__ == "__main__":

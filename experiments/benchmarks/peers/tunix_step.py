@@ -9,8 +9,6 @@ import peer_common as common  # before jax: sets up threads
 SHAPE = common.shape_from_arguments(__doc__)
 STEPS = len(SHAPE.prompts)
 
-import importlib.metadata
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +24,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 # since one that is not there is NaN.
 PAD = SHAPE.vocabulary - 1 if SHAPE.ends else SHAPE.vocabulary
 EOS = SHAPE.vocabulary + 1
-SEEN: dict[str, object] = {}
+LENGTHS: list[int] = []  # of the completions of a step
 
 
 class IdTokenizer:
@@ -86,47 +84,19 @@ class Timed(GRPOLearner):
         super()._run_global_step(*args, **kwargs)
         if self.rl_cluster.actor_trainer.train_steps > self.steps.count:
             jax.block_until_ready(nnx.state(self.rl_cluster.actor_trainer.model))
-            self.steps.end(self.describe)
-
-    def describe(self):
-        buffered = self.rl_cluster.actor_trainer._prev_buffered_train_metrics
-        return {
-            "lengths": sorted(set(SEEN["lengths"])),
-            "tokens": sum(SEEN["lengths"]),
-            "ref_shape": SEEN["ref_shape"],
-            "update_shapes": SEEN["update_shapes"],
-            "loss": float(buffered.loss),
-            "grad_norm": float(np.asarray(buffered.additional_metrics["grad_norm"][0][-1])),
-            "kl": float(np.asarray(buffered.additional_metrics["kl"][0][-1])),
-        }
+            self.steps.end(LENGTHS)
 
 
-def time_phases(cluster: clusters.RLCluster, learner: Timed) -> None:
-    """Wraps what a step is made of. Waiting for the reference's result is the one addition to what Tunix does."""
-    generate, reference, update = cluster.generate, cluster.get_ref_per_token_logps, cluster.update_actor
+def time_sampling(cluster: clusters.RLCluster, learner: Timed) -> None:
+    generate = cluster.generate
 
-    def timed_generate(*args, **kwargs):
-        with learner.steps.phase("generate"):
+    def timed(*args, **kwargs):
+        with learner.steps.generating():
             output = generate(*args, **kwargs)
-        SEEN["lengths"] = [len(tokens) for tokens in output.tokens]
-        ids = np.concatenate(output.tokens)  # a completion is empty where its first token ends it
-        SEEN["ids"] = [int(ids.min()), int(ids.max())]
+        LENGTHS[:] = [len(tokens) for tokens in output.tokens]
         return output
 
-    def timed_reference(*args, **kwargs):
-        with learner.steps.phase("ref"):
-            output = jax.block_until_ready(reference(*args, **kwargs))
-        SEEN["ref_shape"] = list(output.shape)
-        return output
-
-    def timed_update(examples, *args, **kwargs):
-        SEEN["update_shapes"] = [[list(e.prompt_ids.shape), list(e.completion_ids.shape)] for e in examples]
-        with learner.steps.phase("update"):
-            update(examples, *args, **kwargs)
-            jax.block_until_ready(nnx.state(cluster.actor_trainer.model))
-
-    cluster.generate, cluster.update_actor = timed_generate, timed_update
-    cluster.get_ref_per_token_logps = timed_reference
+    cluster.generate = timed
 
 
 def main() -> None:
@@ -172,25 +142,13 @@ def main() -> None:
         ),
         reward_fns=reward,
     )
-    time_phases(cluster, learner)
+    time_sampling(cluster, learner)
     model = cluster.actor_trainer.model
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert parameters == SHAPE.parameters, (parameters, SHAPE.parameters)
-    versions = [f"{p} {importlib.metadata.version(p)}" for p in ("google-tunix", "jax", "flax")]
     jax.block_until_ready(nnx.state(model))
-    built = common.since_process_start()
-    common.say(
-        "setup",
-        peer=", ".join(versions),
-        cores=common.CORES,
-        devices=[str(d) for d in jax.devices()],
-        parameters=parameters,
-        dtypes=sorted({str(x.dtype) for x in jax.tree.leaves(nnx.state(model, nnx.Param))}),
-        sync_weights_each_step=learner.should_sync_weights,
-    )
-    learner.steps = common.Steps(SHAPE, built)
+    learner.steps = common.Steps()
     learner.train(data)
-    learner.steps.summary(least_and_greatest_sampled_id=SEEN["ids"])
 
 
 if __name__ == "__main__":

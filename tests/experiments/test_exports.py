@@ -1,0 +1,153 @@
+"""Exports of runs, of LoRA too: merged, or the adapters alone. The runs have a checkpoint, and nothing was trained."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from safetensors.numpy import load_file
+from tiny import random_like, random_params, refused, tiny_config
+
+from experiments import stories
+from experiments.common import keep_model
+from experiments.tasks import arithmetic
+from grpo_jax.config import ModelOptions
+from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.lora import merge
+from grpo_jax.models.params import Adapted, split
+from grpo_jax.models.peft import load_adapter
+from grpo_jax.prepare import load_model
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.optimizer import init_state
+from grpo_jax.runs import flags
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.export import Options, export
+from grpo_jax.runs.pretrained import keep_description, load_run
+
+LORA = "--lora-rank 2 --lora-alpha 6 --lora-targets q_proj o_proj down_proj"
+LORA += " --param-dtype bfloat16 --remat layer --attention xla"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model in "base", and something else that is "full"."""
+    folder = tmp_path_factory.mktemp("exports")
+    config = tiny_config(arithmetic.VOCAB_SIZE)
+    save_pretrained(folder / "base", random_params(config), config)
+    arithmetic.TEXT.save_tokenizer(folder / "base")
+    (folder / "full").mkdir()
+    (folder / "full/thesis.txt").write_text("mine")
+    return folder
+
+
+def saved_run(folder, name, options="", describe=keep_description):
+    """Returns a run, its model, and the policy in its checkpoint of step 2."""
+    args = f"--model {folder}/base --num-prompts 4 --group-size 2 {options} --run-dir {folder / name}"
+    config = flags.parse(stories.Config, None, args.split())
+    loaded = load_model(config.model, seed=0)
+    run = flags.open_run(config)
+    describe(run, loaded.pretrained, config.model)
+    params = loaded.params
+    if isinstance(params, Adapted):
+        params = params._replace(adapters=random_like(params.adapters))
+    state = init_state(split({"policy": params})[0], grpo_method(loaded.policy, config.train).optimizer)
+    with run.checkpoints("grpo", keep=1) as checkpoints:
+        checkpoints.save(state, 2)
+    return run, loaded.pretrained, params, state
+
+
+@pytest.fixture(scope="module")
+def adapted(folder):
+    return saved_run(folder, "lora", LORA)
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    return saved_run(folder, "run")
+
+
+def test_a_run_of_lora_holds_only_adapters_and_has_the_options_of_its_model(folder, adapted):
+    run, model, params, state = adapted
+    assert (model.config.remat, model.config.attention, params.scale) == ("layer", "xla", 3)
+    assert {x.dtype for x in jax.tree.leaves(params.base)} == {jnp.dtype("bfloat16")}
+    trained, moments = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (state.params, state.opt_state))
+    assert trained == 2 * (2 * (16 + 16) + 32 + 16)  # rank, and in + out of q, o and down
+    assert moments == 2 * trained + 2  # and two counts of steps
+    on_disk = sum(file.stat().st_size for file in (run.path / "checkpoints").rglob("*") if file.is_file())
+    assert on_disk < 4 * 3 * trained + 2**16
+
+
+def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(folder, adapted, tmp_path):
+    _, _, params, _ = adapted
+    run = folder / "lora"
+    export(Options(run, tmp_path / "merged", dtype="float32"))
+    assert not (tmp_path / "merged/lora.json").exists()
+    saved = load_pretrained(tmp_path / "merged")
+    loaded, step = load_run(run)
+    assert step == 2
+    assert params_sha256(loaded.params) == params_sha256(merge(params))
+    assert loaded.eos_ids == saved.eos_ids
+    # Of the rounded weights that it was trained on: the file holds their exact values.
+    assert params_sha256(saved.params) == params_sha256(jax.tree.map(lambda x: x.astype(jnp.float32), merge(params)))
+    export(Options(run, tmp_path / "half", dtype="bfloat16"))
+    assert load_file(tmp_path / "half/model.safetensors")["model.norm.weight"].dtype == jnp.bfloat16
+
+    moved = (folder / "base").rename(folder / "moved")
+    export(Options(run, tmp_path / "adapter", adapter=True))
+    adapter = load_adapter(tmp_path / "adapter", params.base)
+    assert "library_name: peft" in (tmp_path / "adapter/README.md").read_text()
+    assert params_sha256(adapter.adapters) == params_sha256(params.adapters)
+    assert adapter.scale == params.scale
+    with refused("say where it is with --base"):
+        export(Options(run, tmp_path / "out"))
+    export(Options(run, tmp_path / "out", base=moved))
+    assert params_sha256(load_run(run, base=moved)[0].params) == params_sha256(loaded.params)
+    with refused("not those that the adapters were trained on"):
+        export(Options(run, tmp_path / "other", base=tmp_path / "merged"))
+    with refused("leave out --dtype"):
+        export(Options(run, tmp_path / "other", adapter=True, dtype="float32"))
+    moved.rename(folder / "base")
+
+
+def test_a_run_of_a_loop_of_its_own_is_exported_without_notes_of_its_model(folder, tmp_path):
+    saved_run(folder, "own", describe=lambda run, model, options: keep_model(run, model.config, arithmetic.TEXT))
+    assert export(Options(folder / "own", tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"run": "nowhere"}, "no model/config.json"),
+        ({"phase": "dpo"}, r"no checkpoints of a phase 'dpo': its phases are \['grpo'\]"),
+        ({"step": 3}, r"no checkpoint of step 3 .* only of \[2\]"),
+        ({"adapter": True}, "did not train adapters"),
+        ({"out": "full"}, "exists"),
+    ],
+)
+def test_exports_that_cannot_be_are_refused(folder, whole, options, words):
+    options = {"run": "run", "out": "out"} | options
+    with refused(words):
+        export(Options(**options | {name: folder / options[name] for name in ("run", "out")}))
+    assert not (folder / "out").exists()
+
+
+def test_a_run_does_not_continue_with_another_base(whole, tmp_path):
+    run, model, params, _ = whole
+    other = save_pretrained(
+        tmp_path / "other", jax.tree.map(lambda x: x * 0.5, params), model.config, source=model.folder
+    )
+    with refused(r"not what they were when the run .* began: .*model.safetensors of the model"):
+        keep_description(run, model._replace(folder=other), ModelOptions(str(other)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"param_dtype": "bfloat16"}, "param_dtype bfloat16 would lose"),
+        ({"attention": "cudnn"}, "bfloat16"),
+        ({"attention": "cudnn", "dtype": "bfloat16"}, "NVIDIA GPU"),
+        ({"lora_rank": 2, "lora_alpha": 0.0}, "alpha"),
+    ],
+)
+def test_models_that_cannot_be_trained_as_asked_are_refused(folder, options, words):
+    with refused(words):
+        load_model(ModelOptions(str(folder / "base"), **options), seed=0)

@@ -1,0 +1,303 @@
+"""Built-in rewards: answers, formats and lengths."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import refused
+
+from grpo_jax.data.types import Completion, Turn
+from grpo_jax.functional import overlong_penalty
+from grpo_jax.rewards import builtin
+from grpo_jax.rewards.processes import Grader
+
+DATA = Path(__file__).parents[3] / "shared/data"
+BUILTIN = "grpo_jax.rewards.builtin"
+has_math_verify = pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="needs math-verify")
+
+
+def texts(*words):
+    return [Completion(word) for word in words]
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected", "same"),
+    [
+        ("1,000", "1000.0", True),
+        ("-$1,234.50", "-1234.5", True),
+        ("$-5", "-5", True),
+        ("50%", "50", True),
+        ("1/2", "0.5", True),
+        (".5", "0.50", True),
+        ("1e3", "1000", True),
+        ("18.", "18", True),
+        ("−3", "-3", True),
+        ("3", "-3", False),
+        ("1,2", "12", False),
+        ("1/0", "1/0", False),
+        ("18 apples", "18", False),
+        ("0.30000000000000004", "0.3", False),
+        ("1e999999999", "1", False),
+        ("9" * 100_000, "9", False),
+        ("", "", False),
+        ("nan", "nan", False),
+    ],
+)
+def test_numbers_are_compared_as_numbers(stated, expected, same):
+    assert builtin.same_number(stated, expected) is same
+
+
+def test_exact_answer():
+    examples = [{"goal": "1,000"}, {"goal": "Paris"}, {"goal": "Paris"}, {"goal": 7}]
+    reward = builtin.exact_answer("goal")
+    assert reward(examples, texts("1000.0 ", "\nParis", "paris", "7.0")) == [1.0, 1.0, 0.0, 1.0]
+    assert reward(examples, texts("", "", "It is Paris", "It is 7")) == [0.0, 0.0, 0.0, 0.0]
+    last = builtin.exact_answer("goal", extract=builtin.last_number)
+    assert last(examples[-1:] * 2, texts("It is 7.", "None")) == [1.0, 0.0]
+    assert last([{"goal": 1000}], texts("It is 1e3.")) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("10-5", "5"),
+        ("it fell to -5 degrees", "-5"),
+        ("costs -$5.25!", "-$5.25"),
+        ("x2 and v1.5", None),
+        ("a total of 1,234,567 eggs", "1,234,567"),
+        ("(1,2)", "2"),
+        ("about 1e3 of them", "1e3"),
+        ("then -2.5E-3.", "-2.5E-3"),
+        ("the colour 1e3f", "1"),
+        ("", None),
+    ],
+)
+def test_last_number(text, number):
+    assert builtin.last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "lenient"),
+    [
+        ("9 * 2 = 18\n#### 18", 1.0, 1.0),
+        ("#### $18.00\n", 1.0, 1.0),
+        ("#### 3\n#### 18", 1.0, 1.0),
+        ("She makes 18 dollars.", 0.0, 1.0),
+        ("#### 18 of 20", 0.0, 0.0),
+        ("#### 18\nthat is 3 times 6", 1.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_gsm8k_by_hand(text, strict, lenient):
+    for answer in ("16 - 3 = 13\n#### 18", "18"):
+        assert builtin.gsm8k_answer()([{"answer": answer}], texts(text)) == [strict]
+        assert builtin.gsm8k_answer(lenient=True)([{"answer": answer}], texts(text)) == [lenient]
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed", "stated"),
+    [
+        (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}", r"\frac{1}{2}"),
+        (r"\boxed{1} or \boxed{2}", "2", "2"),
+        (r"\boxed{\{1\}}", r"\{1\}", r"\{1\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right.", r"\left\{ x \right."),
+        (r"\boxed 15$", "15", "15"),
+        (r"\fbox{7}", "7", "7"),
+        (r"\boxed{1} then \boxed{2", None, "2"),
+        ("The answer is 5. I am sure of 3.", None, "5"),
+        ("The answer is: $x^2$, as above", None, "x^2"),
+        ("so $x=1$ and $y=2$, twice 3", None, "y=2"),
+        (r"it costs $\$36$ now", None, r"\$36"),
+        ("$$a$$", None, "a"),
+    ],
+)
+def test_where_a_formula_is_found(text, boxed, stated):
+    assert builtin.boxed_answer(text) == boxed
+    assert builtin.stated_answer(text) == stated
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected", "same"),
+    [
+        (r"\dfrac12", r"\frac{1}{2}", True),
+        (r"\frac{1}{2}", "0.5", True),
+        (r"-\frac{1}{2}", "-1/2", True),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})", True),
+        ("x = 5", "5", True),
+        (r"\text{Evelyn}", "Evelyn", True),
+        (r"5\text{ cm}", "5", True),
+        (r"\$32,\!348", "32348", True),
+        (r"\sqrt2", r"\sqrt{2}", True),
+        ("p - q", "q-p", False),
+        ("(1,2)", "[1,2]", False),
+        ("12", "1,2", False),
+        (r"\frac{1}{3}", "0.33", False),
+        ("", "", False),
+    ],
+)
+def test_formulas_that_are_the_same_at_sight(stated, expected, same):
+    assert builtin.same_formula(stated, expected) is same
+
+
+# ---- published solutions
+
+
+def rows(name):
+    path = DATA / name
+    if not path.exists():
+        pytest.skip(f"no {path.name} here")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_every_gsm8k_solution_is_right_and_those_of_others_are_wrong(lenient):
+    solutions = [row["answer"] for row in rows("gsm8k/test.jsonl")]
+    reward = builtin.gsm8k_answer(lenient=lenient)
+    examples = [{"answer": solution} for solution in solutions]
+    assert reward(examples, texts(*solutions)) == [1.0] * len(solutions)
+    numbers = [float(solution.rpartition("#### ")[2].replace(",", "")) for solution in solutions]
+    equal = [float(a == b) for a, b in zip(numbers, [*numbers[1:], numbers[0]], strict=True)]
+    assert reward(examples, texts(*solutions[1:], solutions[0])) == equal
+    assert sum(equal) < 0.02 * len(equal)
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_every_math500_solution_is_right_and_those_of_others_are_wrong(lenient):
+    answers = [row["answer"] for row in rows("math500/math500_prompt_answer.jsonl")]
+    # The file repeats the answer behind the solution.
+    solutions = [row["answer"].rpartition("The answer is:")[0] for row in rows("math500/math500_with_solutions.jsonl")]
+    examples, reward = [{"answer": answer} for answer in answers], builtin.math_answer(lenient=lenient, sympy=False)
+    assert reward(examples, texts(*solutions)) == [1.0] * 500
+    others = [rf"\boxed{{{answer}}}" for answer in (*answers[1:], answers[0])]
+    assert sum(reward(examples, texts(*others))) == 3  # neighbours that are equal: 7 and 7, 3 and 3, 5 and x=5
+    if lenient:
+        for stated in ("The answer is {}", "Hence ${}$."):
+            assert reward(examples, texts(*map(stated.format, answers))) == [1.0] * 500
+
+
+# ---- what can take for ever
+
+
+@has_math_verify
+def test_math_verify_compares_formulas_in_a_process_with_a_deadline():
+    pairs = [
+        ("x+1", "1+x", 1.0),
+        (r"2\sqrt{2}", r"\sqrt{8}", 1.0),
+        (r"\frac{2}{4}", "0.5", 1.0),
+        ("x+1", "x-1", 0.0),
+        ("not a formula", "7", 0.0),
+        (r"__import__('os')._exit(3)", "7", 0.0),
+        (r"9^{9^{9^{9}}}", "7", None),
+        (r"\{2, 1\}", r"\{1, 2\}", 1.0),
+    ]
+    arguments = {"lenient": False}
+    with Grader(f"{BUILTIN}:math_answer", arguments=arguments, chunk=1, workers=1, deadline=2.0) as grader:
+        boxes = texts(*(rf"\boxed{{{stated}}}" for stated, _, _ in pairs))
+        assert grader([{"answer": expected} for _, expected, _ in pairs], boxes) == [reward for _, _, reward in pairs]
+        assert {reason: count for reason, count in grader.counts.items() if count} == {"timeout": 1}
+    with refused("name it to a Grader"):
+        builtin.math_answer()
+
+
+def test_math_verify_is_asked_for_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with refused(r"grpo_jax\[math\]"):
+        builtin.math_answer(sympy=True)
+    assert builtin.math_answer()([{"answer": "1/2"}], texts(r"\boxed{\frac12}")) == [1.0]
+
+
+def test_a_catastrophic_pattern_ends_in_a_process():
+    arguments = {"pattern": "(a+)+b"}
+    with Grader(f"{BUILTIN}:matches", arguments=arguments, chunk=1, workers=1, deadline=0.5) as grader:
+        assert grader([{}] * 3, texts("aab", "a" * 64, "c")) == [1.0, None, 0.0]
+        assert grader.counts["timeout"] == 1
+
+
+# ---- formats and lengths
+
+
+def test_matches_is_of_the_whole_text_and_over_lines():
+    reward = builtin.matches(r"<think>.*</think>\s*\d+")
+    written = texts("<think>a\nb</think>\n12", "<think>a</think>", "x<think></think>1", "<think></think>1 x")
+    assert reward([{}] * 4, written) == [1.0, 0.0, 0.0, 0.0]
+
+
+def sampled(length, truncated=False):
+    return Completion("", range(length), truncated)
+
+
+def test_length_counts_the_ending_token():
+    lengths = [sampled(0), sampled(9), sampled(10), sampled(10, truncated=True), sampled(14), sampled(40)]
+    target = builtin.length(target=10)([{}] * 6, lengths)
+    assert target == pytest.approx([0.1, 1.0, 0.9, 1.0, 0.5, 0.0])
+    assert builtin.length(maximum=10)([{}] * 6, lengths) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_overlong_penalty_is_the_function_of_arrays():
+    completions = [sampled(n, truncated=n == 100) for n in range(101)]
+    lengths = [min(n + 1, 100) for n in range(101)]
+    expected = overlong_penalty(jnp.array(lengths), max_length=100, buffer=20)
+    rewards = builtin.overlong_penalty(max_length=100, buffer=20)([{}] * 101, completions)
+    np.testing.assert_allclose(rewards, expected, atol=1e-6)
+    assert rewards[79] == 0.0  # 80 tokens
+    assert rewards[80] == pytest.approx(-0.05)
+    assert rewards[100] == -1.0
+
+
+@pytest.mark.parametrize(
+    ("ids", "n", "reward"),
+    [
+        ([1, 2, 3, 4], 3, 0.0),
+        ([1, 1, 1, 1, 1], 3, -2 / 3),  # three times the same
+        ([1, 2, 1, 2, 1], 2, -0.5),
+        ([1, 1], 3, 0.0),
+        ([], 3, 0.0),
+    ],
+)
+def test_repetition_by_hand(ids, n, reward):
+    assert builtin.repetition(n)([{}], [Completion("", ids)]) == [pytest.approx(reward)]
+
+
+def test_rewards_read_only_what_the_policy_said():
+    call, reply, final = (
+        Completion("<call>", [1, 2, 3]),
+        Completion("#### 3\n3" * 9, [7] * 99),
+        Completion("18", [4, 5]),
+    )
+    turns = [Turn(call, reply), Turn(final)]
+    episode = Completion("".join([call, reply, final]), [*call.ids, *reply.ids, *final.ids], turns=turns)
+    rewards = {
+        "answer": builtin.exact_answer(),
+        "format": builtin.matches(r"\d+"),
+        "target": builtin.length(target=7),  # five tokens, and two that end turns
+        "overlong": builtin.overlong_penalty(max_length=8, buffer=1),
+        "repetition": builtin.repetition(1),
+        "lenient": builtin.gsm8k_answer(lenient=True),
+    }
+    earned = {name: reward([{"answer": "18"}], [episode])[0] for name, reward in rewards.items()}
+    assert earned == {"answer": 1, "format": 1, "target": 1, "overlong": 0, "repetition": 0, "lenient": 1}
+    assert builtin.gsm8k_answer()([{"answer": "3"}], [episode]) == [0.0]  # the environment wrote it
+    cut = Completion(episode, turns=[turns[0], Turn(Completion("18", [4, 5], truncated=True))], truncated=True)
+    assert builtin.length(target=6)([{}], [cut]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: builtin.length(), "length"),
+        (lambda: builtin.length(target=1, maximum=1), "length"),
+        (lambda: builtin.length(target=0), "length"),
+        (lambda: builtin.overlong_penalty(max_length=100, buffer=0), "buffer is 0"),
+        (lambda: builtin.repetition(0), "n is 0"),
+        (lambda: builtin.exact_answer()([{"goal": 7}], texts("7")), "'answer'"),
+    ],
+)
+def test_a_reward_that_cannot_be_is_refused(make, words):
+    with refused(words):
+        make()
