@@ -35,6 +35,7 @@ from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.options import option_types
 from grpo_jax.runs import flags
 from grpo_jax.runs.export import model_card
+from grpo_jax.runs.files import read_object
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import LoraDescription
 from grpo_jax.runs.report import write_report
@@ -195,7 +196,7 @@ def starts(call: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize("method", BASES)
-@profiles(6, 200)
+@profiles(10, 200)
 def test_command_lines(inputs, method, examples):
     base = ["--method", method, "--model", "model", *BASES[method], "--run-dir", "run", "--no-compilation-cache"]
     given = flags_of(train.module_of(method).Config)
@@ -399,7 +400,7 @@ def objects_of_a_run() -> dict[str, list[dict[str, Any]]]:
 
 def resume(folder: Path) -> None:
     train.method_of(["--resume", "--run-dir", str(folder)])
-    run = RunFolder(folder, json.loads((folder / "config.json").read_text()), console=Console(quiet=True))
+    run = RunFolder(folder, read_object(folder / "config.json"), console=Console(quiet=True))
     run.keep_inputs("grpo", {"training rows": "abc"})
 
 
