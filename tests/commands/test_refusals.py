@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from command_helpers import refusal, write_inputs, write_rows
 
+from grpo_jax import prepare
 from grpo_jax.checks import validate_ppo
 from grpo_jax.commands import grpo
 from grpo_jax.config import PPOConfig, with_options
@@ -124,6 +125,13 @@ def folder(tmp_path_factory):
 def test_what_cannot_work_is_refused_before_there_is_a_run(folder, monkeypatch, capsys, start, args, words):
     monkeypatch.chdir(folder)
     assert words in refusal(capsys, *STARTS[start].split(), *shlex.split(args))
+    assert not (folder / "run").exists()
+
+
+def test_a_run_that_does_not_fit_into_memory_is_refused_before_it_begins(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(prepare, "memory_limit", lambda devices: 2**14)
+    assert "GB of 0 on each device" in refusal(capsys, *STARTS["grpo"].split())
     assert not (folder / "run").exists()
 
 

@@ -15,7 +15,7 @@ from grpo_jax.errors import UsageError
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_curves")]
 SMALL = ("--num-prompts", 4, "--group-size", 4, "--max-tokens", 8, "--steps", 2, "--eval-every", 1, "--seed", 3)
 SMALL += ("--num-heldout", 4)
-ROOM = ("--max-turns", 3, "--environment-tokens", 40)
+ROOM = ("--max-turns", 3, "--environment-tokens", 20)
 LOW = ("--reward", "rewards.py:low")
 REWARDS = """
 import math, os, time
@@ -54,10 +54,10 @@ def evaluation(run_dir, out, *args):
 
 
 def with_chat_template(folder, path):
-    """Copies the model, with prompts that begin with the number of tools."""
+    """Copies the model, with prompts that begin with the names of tools."""
     shutil.copytree(folder / "model", path)
-    template = "{{ tools | length if tools else '' }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    (path / "chat_template.jinja").write_text(template)
+    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    (path / "chat_template.jinja").write_text(template + "{% for m in messages %}{{ m.content }}{% endfor %}")
     return path
 
 
@@ -124,7 +124,7 @@ def test_a_class_written_for_trl_gives_prompts_and_rewards(folder, tmp_path):
     run(folder, tmp_path / "run", "grpo", *SMALL, *options)
     for group in read_lines(tmp_path / "run/rollouts.jsonl"):
         digit = group["columns"]["digit"]
-        assert group["prompt"].startswith(f"1{digit}+")  # there is one tool
+        assert group["prompt"].startswith(f"add{digit}+")
         assert group["prompt"].endswith("=0")
         assert group["components"]["get_reward"] == [int(digit)] * 4
 
@@ -134,7 +134,7 @@ def test_a_run_continues_with_the_same_tools_only_and_an_evaluation_needs_room_f
     options = ("--model", with_chat_template(folder, tmp_path / "model"), "--tools", f"{tools}:add", *ROOM)
     lines, _ = run(folder, tmp_path / "run", "grpo", *SMALL, *LOW, *options, "--steps", 1, "--eval-every", 0)
     assert lines[-1]["environment_calls"] == 0
-    assert read_lines(tmp_path / "run/rollouts.jsonl")[0]["prompt"].startswith("1")  # tool
+    assert read_lines(tmp_path / "run/rollouts.jsonl")[0]["prompt"].startswith("add")
     with pytest.raises(UsageError, match="environment_tokens is 0"):
         evaluation(tmp_path / "run", tmp_path / "out", "--environment-tokens", 0)
     tools.write_text(tools.read_text().replace("return a + 1", "return a + 2"))
