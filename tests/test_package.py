@@ -1,12 +1,10 @@
 """Promises to other projects: few packages, a quick import, types, and one program."""
 
 import os
-import runpy
 import subprocess
 import sys
 import tomllib
 import venv
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -87,61 +85,25 @@ def test_a_command_loads_nothing_of_features_that_are_off():
     assert "grpo_jax.prepare" in ran.stdout.split()
 
 
-def run_command(file, *args):
-    """Runs the program, or a module of a clone, in this process. Returns the exit status."""
-    program = partial(runpy.run_module, file, run_name="__main__", alter_sys=True) if "." in file else commands.main
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [file, *args])
-        patch.setenv("COLUMNS", "120")
-        with pytest.raises(SystemExit) as ended:
-            program()
-    return ended.value.code or 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "evaluate"])
-def test_a_command_and_its_module_in_a_clone_have_one_help(name, capsys):
-    statuses = run_command("grpo-jax", name, "-h"), run_command(f"experiments.{name}", "-h")
-    assert statuses == (0, 0)
-    _, ours, others = capsys.readouterr().out.split("usage: ")
-    heads, rest = zip(*(text.split("[-h]", 1) for text in (ours, others)), strict=True)
-    assert [" ".join(head.split()) for head in heads] == [f"grpo-jax {name}", f"python -m experiments.{name}"]
-    assert rest[0].split() == rest[1].split()
-
-
-@pytest.mark.parametrize("line", ["export no-such-run out", "report no-such-run"])
-def test_commands_of_a_run_name_it(line, capsys):
-    assert run_command("grpo-jax", *line.split()) == 2
-    assert "no-such-run" in capsys.readouterr().err
-
-
 USER = '''
 """A user's own step."""
 
 import jax
 import jax.numpy as jnp
 
-import grpo_jax
 from grpo_jax import GRPOTrainer
 from grpo_jax.config import GRPOConfig, recipe, with_options
-from grpo_jax.functional import PRESETS, Objective, group_advantages, grpo_loss, grpo_objective, token_mean_weights
-from grpo_jax.functional import losses
+from grpo_jax.functional import PRESETS, Objective, group_advantages, grpo_loss, losses, token_mean_weights
 from grpo_jax.statistics import interval_over_runs
 
 config: GRPOConfig = with_options(recipe("dapo", steps=3), seed=1)
 objective: Objective = PRESETS["dapo"]
 
+def loss(logprobs: jax.Array, rewards: jax.Array, mask: jax.Array) -> tuple[jax.Array, losses.Metrics]:
+    advantages, weights = group_advantages(rewards), token_mean_weights(mask)
+    return grpo_loss(logprobs, logprobs, advantages, mask, weights=weights)
 
-def loss(logprobs: jax.Array, old: jax.Array, rewards: jax.Array, mask: jax.Array) -> tuple[jax.Array, losses.Metrics]:
-    advantages = group_advantages(rewards)
-    weights = token_mean_weights(mask)
-    value, metrics = grpo_loss(logprobs, old, advantages, mask, weights=weights)
-    assert isinstance(value, jax.Array)
-    return value, metrics
-
-
-print(loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones(2), jnp.ones((2, 3), bool))[0])
-print(interval_over_runs([1.0, 2.0]).mean, GRPOTrainer, grpo_jax.__version__, grpo_objective)
+print(loss(jnp.zeros((2, 3)), jnp.ones(2), jnp.ones((2, 3), bool))[0], interval_over_runs([1.0, 2.0]).mean, GRPOTrainer)
 '''
 
 

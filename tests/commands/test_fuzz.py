@@ -24,6 +24,7 @@ import yaml
 from command_helpers import write_inputs
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from rich.console import Console
+from tiny import GOLDEN
 
 from grpo_jax import hosts
 from grpo_jax.commands import evaluate, train
@@ -246,26 +247,12 @@ def broken(draw: Any, texts: st.SearchStrategy[str]) -> str:
     return text
 
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 172,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 512,
-    "attention_bias": False,
-}
+LLAMA = json.loads((GOLDEN / "llama/config.json").read_text())
 QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
 SCALED = LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}
 
 
-@profiles(100, 10_000)
+@profiles(150, 10_000)
 def test_configurations_of_models(examples):
     types = st.sampled_from(["gemma", "gemma3_text", "qwen3", "mistral", "phi3", "gpt2", "mixtral", "qwen3_moe"])
     others = types.map(lambda name: LLAMA | {"model_type": name})

@@ -86,10 +86,12 @@ def test_a_transcript_becomes_messages_by_default(folder, tmp_path, capsys):
     template = "{% for m in messages %}{{ raise_exception(m.role ~ ' ' ~ m.content) if loop.last }}{% endfor %}"
     talk = "\n\nHuman: 1\n\nAssistant: 2\n\nHuman: {i}\n\nAssistant:"
     rows = [{"chosen": talk.format(i=i) + "4", "rejected": talk.format(i=i) + "5"} for i in range(9)]
-    where = ("--data", write_rows(tmp_path / "rows.jsonl", rows), "--run-dir", tmp_path / "run")
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    where = ("--data", file, "--run-dir", tmp_path / "run")
     model = with_template(folder, tmp_path / "model", template)
     sentence = refusal(capsys, "train", "--method", "dpo", "--model", model, *where, "--heldout-share", 0.5)
     assert re.search(r"refuses prompt 0: user \d$", sentence)
+    assert read_preferences(file, chat=False)[0][0].prompt == talk.format(i=0)
 
 
 # ---- what every method leaves
@@ -227,18 +229,14 @@ def test_a_run_on_a_quantised_base_is_resumed_and_exported_onto_the_original(fol
 
 
 @pytest.mark.slow
-def test_sft_with_a_teacher_nears_it_and_continues_with_the_same_one_only(folder, tmp_path, capsys):
+def test_sft_continues_with_the_same_teacher_only(folder, tmp_path, capsys):
     teacher = shutil.copytree(folder / "teacher", tmp_path / "teacher")
-    lines, results = run(folder, tmp_path / "run", "sft", *SFT, *TEACHER, "--teacher", teacher)
-    held = [line for line in lines if "heldout_nll" in line]
-    assert held[-1]["heldout_distillation"] < 0.9 * held[0]["heldout_distillation"]
-    assert held[-1]["heldout_nll"] == pytest.approx(results["after"]["nll"], rel=1e-5)
+    lines, _ = run(folder, tmp_path / "run", "sft", *SFT, *TEACHER, "--teacher", teacher)
+    assert lines[-1]["heldout_distillation"] < 0.9 * lines[0]["heldout_distillation"]
     assert lines[-1]["loss"] == pytest.approx(lines[-1]["distillation"] + 0.1 * lines[-1]["nll"], rel=1e-4)
-    content = bytearray((teacher / "model.safetensors").read_bytes())
-    content[-3] ^= 1
-    (teacher / "model.safetensors").write_bytes(content)
-    sentence = refusal(capsys, "train", "--resume", "--run-dir", tmp_path / "run", "--no-compilation-cache")
-    assert "model.safetensors of the teacher" in sentence
+    weights = (folder / "model/model.safetensors").read_bytes()
+    (teacher / "model.safetensors").write_bytes(weights)
+    assert "model.safetensors of the teacher" in refusal(capsys, "train", "--resume", "--run-dir", tmp_path / "run")
 
 
 # ---- reward model
@@ -262,13 +260,6 @@ def test_the_folder_of_a_reward_model_is_of_the_last_step_and_is_repaired(folder
 
 
 # ---- DPO and KTO
-
-
-@pytest.mark.slow
-def test_a_loss_without_reference_keeps_none(folder, tmp_path):
-    lines, results = run(folder, tmp_path / "run", "dpo", *PAIRS, "--preference-loss", "simpo", "--steps", 1)
-    assert "log_ratio_chosen" not in lines[-1]
-    assert results["before"]["logprob_chosen"] < 0
 
 
 def test_completions_of_pairs_end_with_eos_and_count_it(folder):
@@ -348,23 +339,6 @@ def test_a_run_of_another_method_starts_from_the_options_of_a_file(folder, tmp_p
     config = flags.parse(train.module_of(train.method_of(args)).Config, None, args)
     assert (config.method, config.train.critic.critic, config.train.run.steps) == ("ppo", "shared", 2)
     assert config.train.run.loss.epsilon_high == 0.28
-
-
-# ---- devices and hosts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["sft", "dpo", "reward-model"])
-def test_a_mesh_has_the_lines_of_one_device(folder, tmp_path, method):
-    options = (*OFFLINE[method], "--steps", 4, "--log-every", 1, "--eval-every", 2, "--microbatches", 2)
-    options += TEACHER if method == "sft" else ()
-    expected, results = run(folder, tmp_path / "one", method, *options)
-    lines, on_mesh = run(folder, tmp_path / "mesh", method, *options, "--devices", 8, "--fsdp", 4)
-    for line, other in zip(lines, expected, strict=True):
-        assert line.keys() == other.keys()
-        for name in line.keys() - {"phase", "accuracy"}:  # rounding says which of two equal ones is above
-            assert line[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
-    assert on_mesh.keys() == results.keys()
 
 
 @pytest.mark.parametrize(("method", "config"), [(kto, kto.Config()), (sft, sft.Config(teacher="DIR"))])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from command_helpers import refusal, run, write_inputs, write_rows
+from tiny import change_json
 
 from grpo_jax import commands, hosts
 from grpo_jax.commands import evaluate, sft
@@ -233,6 +234,12 @@ def test_a_model_description_that_changed_is_refused(place, name, harm, read):
     harm(place / "run/model" / name)
     with pytest.raises(UsageError, match=f"not what they were when the run in .* began: {name} of the model"):
         read()
+
+
+def test_an_option_of_a_run_that_is_not_of_its_type_is_named(place):
+    change_json(place / "run/config.json", seed="zero")
+    with pytest.raises(UsageError, match=r"seed in run/config\.json is 'zero'"):
+        evaluate.saved_options("run")
 
 
 @pytest.mark.parametrize(
