@@ -1,5 +1,6 @@
 """TensorBoard and Weights & Biases show what the files say, also after a resume."""
 
+import itertools
 import math
 import sys
 import types
@@ -9,6 +10,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from grpo_jax.errors import UsageError
+from grpo_jax.runs import files
 from grpo_jax.runs.files import weights_and_biases
 from grpo_jax.runs.folder import RunFolder
 
@@ -30,7 +32,9 @@ def events(folder):
     return found
 
 
-def test_tensorboard_has_each_number_once_and_no_lines_that_were_dropped(tmp_path):
+def test_tensorboard_has_each_number_once_and_no_lines_that_were_dropped(tmp_path, monkeypatch):
+    seconds = itertools.count()  # a file's name has the second in which it began
+    monkeypatch.setattr(files, "time", types.SimpleNamespace(time=lambda: next(seconds)))
     run = RunFolder(tmp_path, {})
     run.rewind("grpo", 0)
     for step in (1, 2, 3):
