@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from command_helpers import write_inputs
+from command_helpers import write_inputs, write_rows
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from rich.console import Console
 from tiny import GOLDEN
@@ -400,23 +400,50 @@ READERS = (
 )
 
 
+def write_run(folder: Path, files: dict[str, list[dict[str, Any]]]) -> None:
+    (folder / "checkpoints/grpo").mkdir(parents=True, exist_ok=True)
+    for name, objects in files.items():
+        write_rows(folder / name, objects)
+
+
 @profiles(60, 5_000)
 def test_files_of_runs(tmp_path, examples):
-    files, folder = objects_of_a_run(), tmp_path / "run"
-    (folder / "checkpoints/grpo").mkdir(parents=True)
-
-    def write(objects: list[dict[str, Any]]) -> str:
-        return "".join(json.dumps(line) + "\n" for line in objects)
+    files = objects_of_a_run()
 
     def changed(name: str) -> st.SearchStrategy[tuple[str, str]]:
         *lines, last = files[name]
-        return st.tuples(st.just(name), broken(replaced(last).map(lambda line: write([*lines, line]))))
+        text = replaced(last).map(lambda line: "".join(json.dumps(line) + "\n" for line in [*lines, line]))
+        return st.tuples(st.just(name), broken(text))
 
     def run(given: tuple[str, str]) -> bool:
-        for name, objects in files.items():
-            (folder / name).write_text(write(objects))
-        (folder / given[0]).write_bytes(given[1].encode(errors="surrogatepass"))
-        accepted = [survives(read, folder) for read in READERS]
+        write_run(tmp_path, files)
+        (tmp_path / given[0]).write_bytes(given[1].encode(errors="surrogatepass"))
+        accepted = [survives(read, tmp_path) for read in READERS]
         return all(accepted)
 
     fuzz(examples, st.sampled_from(sorted(files)).flatmap(changed), run)
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("results.json", {"before": {"avg": "x", "avg_low": "y", "avg_high": "z"}}),
+        ("results.json", {"before": {"avg": HUGE, "avg_low": HUGE, "avg_high": HUGE}}),
+        (
+            "rollouts.jsonl",
+            {"logprobs": [[1e308, -1e308], [0.0]], "turns": [[1, 1], [1]], "tokens": [["a", ""], ["b"]]},
+        ),
+        ("rollouts.jsonl", {"logprobs": [[HUGE], [0.0]]}),
+        ("rollouts.jsonl", {"rewards": [HUGE, 0.0]}),
+        ("metrics.jsonl", {"reward": HUGE}),
+    ],
+    ids=range(6),
+)
+def test_numbers_of_runs_may_be_of_any_size(tmp_path, file, change):
+    files = objects_of_a_run()
+    write_run(tmp_path, files | {file: [files[file][0] | change]})
+    for read in READERS:
+        survives(read, tmp_path)

@@ -1,7 +1,6 @@
 """Paths, terminals, encodings and limits: what a command cannot use is one sentence and exit status 2."""
 
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from command_helpers import refusal, run, write_inputs, write_rows
+from command_helpers import refusal, run, write_inputs
 from tiny import change_json
 
 from grpo_jax import commands, hosts
@@ -19,7 +18,6 @@ from grpo_jax.errors import Interruption, UsageError, lacking
 from grpo_jax.models import huggingface, weights
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.runs import export as exporting, flags
-from grpo_jax.runs.report import write_report
 
 
 @pytest.fixture(scope="module")
@@ -240,32 +238,6 @@ def test_an_option_of_a_run_that_is_not_of_its_type_is_named(place):
     change_json(place / "run/config.json", seed="zero")
     with pytest.raises(UsageError, match=r"seed in run/config\.json is 'zero'"):
         evaluate.saved_options("run")
-
-
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("results.json", '{"before": {"avg": "x", "avg_low": "y", "avg_high": "z"}}'),
-        ("results.json", f'{{"before": {{"avg": {HUGE}, "avg_low": {HUGE}, "avg_high": {HUGE}}}}}'),
-        ("rollouts.jsonl", '{"logprobs": [[1e308, -1e308]], "turns": [[1, 1]]}'),
-        ("rollouts.jsonl", f'{{"logprobs": [[{HUGE}, 0.0]]}}'),
-        ("rollouts.jsonl", f'{{"rewards": [{HUGE}]}}'),
-        ("metrics.jsonl", f'{{"reward": {HUGE}}}'),
-    ],
-    ids=range(6),
-)
-def test_a_report_takes_or_refuses_any_number(tmp_path, file, text):
-    group = {"phase": "sft", "step": 1, "prompt": "1+1=", "completions": ["23"], "rewards": [1.0], "lengths": [2]}
-    group |= {"advantages": [0.0], "tokens": [["2", "3"]], "logprobs": [[-1.0, -1.0]]}
-    for name in ("config.json", "results.json"):
-        (tmp_path / name).write_text("{}")
-    write_rows(tmp_path / "metrics.jsonl", [group])
-    text = text if file == "results.json" else json.dumps(group | json.loads(text)) + "\n"
-    (tmp_path / file).write_text(text)
-    try:
-        write_report(tmp_path)
-    except UsageError as error:
-        assert file in str(error)  # noqa: PT017
 
 
 # ---- links in a model's folder
