@@ -24,7 +24,7 @@ import yaml
 from command_helpers import write_inputs, write_rows
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from rich.console import Console
-from tiny import GOLDEN
+from tiny import GOLDEN, refused
 
 from grpo_jax import hosts
 from grpo_jax.commands import evaluate, train
@@ -43,6 +43,7 @@ from grpo_jax.runs.report import write_report
 from grpo_jax.tasks.task import text_task
 from grpo_jax.tasks.tools import load_tools, schemas_of
 
+HUGE = 10**400
 SECONDS = 10.0  # of the processor, which other programs do not lengthen
 
 
@@ -260,6 +261,12 @@ def test_configurations_of_models(examples):
     fuzz(examples, configs, lambda config: survives(config_from_huggingface, config))
 
 
+@pytest.mark.parametrize("value", ["x", True, -1.0, math.nan, HUGE])
+def test_a_number_of_a_model_is_finite_and_in_its_range(value):
+    with refused("rms_norm_eps"):
+        config_from_huggingface(LLAMA | {"rms_norm_eps": value})
+
+
 class Characters:
     """A tokenizer whose tokens are characters."""
 
@@ -422,9 +429,6 @@ def test_files_of_runs(tmp_path, examples):
         return all(accepted)
 
     fuzz(examples, st.sampled_from(sorted(files)).flatmap(changed), run)
-
-
-HUGE = 10**400
 
 
 @pytest.mark.parametrize(
