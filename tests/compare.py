@@ -30,7 +30,7 @@ import threading
 import time
 import tomllib
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -304,28 +304,23 @@ class Job(NamedTuple):
     folder: str  # where its run and gradients go
 
 
-class Gradients:
-    """The gradients that AdamW receives, by leaf and number of the update."""
+gradients: dict[str, np.ndarray] = {}  # that AdamW received in the case that runs now, by update and leaf
+lock = threading.Lock()
 
-    def __init__(self) -> None:
-        """Begins without any."""
-        self.arrays: dict[str, np.ndarray] = {}
-        self._lock = threading.Lock()
 
-    def add(self, names: Sequence[str], count: Any, leaves: Sequence[Any]) -> None:
-        """Adds the gradients of one update. Devices of pmap repeat the same ones, which are stored once."""
-        with self._lock:
-            for name, leaf in zip(names, leaves, strict=True):
-                value, again = np.array(leaf), 0
-                key = f"{int(count)}|{again}|{name}"
-                while key in self.arrays and not np.array_equal(self.arrays[key], value, equal_nan=True):
-                    again += 1  # a later phase, whose optimizer counts from 0 again
-                    key = f"{int(count)}|{again}|{name}"
-                self.arrays[key] = value
+def add_gradients(names: Sequence[str], count: Any, *leaves: Any) -> None:
+    """Adds the gradients of one update. Devices of pmap repeat the same ones, which are stored once."""
+    with lock:
+        for name, leaf in zip(names, leaves, strict=True):
+            value, again = np.array(leaf), 0
+            while not np.array_equal(
+                gradients.setdefault(f"{int(count)}|{again}|{name}", value), value, equal_nan=True
+            ):
+                again += 1  # a later phase, whose optimizer counts from 0 again
 
 
 def watch_optimizers() -> None:
-    """Replaces optax's AdamW by one that also hands its gradients to `current`, from within compiled programs."""
+    """Replaces optax's AdamW by one that also adds to `gradients`, from within compiled programs."""
     import jax
     import optax
 
@@ -339,8 +334,7 @@ def watch_optimizers() -> None:
                 names = [".".join(re.findall(r"\w+", jax.tree_util.keystr(path))) for path in paths]
                 names = [name.removeprefix("policy.") for name in names]  # not every version names the only role
                 count = optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
-                # Looked up when it is called: a program may outlive the case that compiled it.
-                jax.debug.callback(lambda count, *leaves: current[0].add(names, count, leaves), count, *leaves)
+                jax.debug.callback(functools.partial(add_gradients, names), count, *leaves)
                 return inner.update(grads, state, params, **extra)
 
             return optax.GradientTransformationExtraArgs(inner.init, update)
@@ -349,9 +343,6 @@ def watch_optimizers() -> None:
 
     for name in ("adamw", "adam"):
         setattr(optax, name, watched(getattr(optax, name)))
-
-
-current: list[Gradients] = []  # those of the case that runs now
 
 
 def drive(tree: Path, jobs: Sequence[Job]) -> None:
@@ -368,12 +359,12 @@ def drive(tree: Path, jobs: Sequence[Job]) -> None:
     package = Path(sys.modules[module.split(".")[0]].__file__ or "")
     assert package.is_relative_to(tree), f"{package} is not in {tree}"
     for job in jobs:
-        current[:] = [Gradients()]
+        gradients.clear()
         out, started = Path(job.folder), time.perf_counter()
         print(f"--- {job.name}", flush=True)
         status = attempt(main, job)
         jax.effects_barrier()
-        np.savez(out / "gradients.npz", **current[0].arrays)
+        np.savez(out / "gradients.npz", **gradients)
         seconds = round(time.perf_counter() - started, 1)
         (out / "status.json").write_text(json.dumps({"status": status, "seconds": seconds}))
         jax.clear_caches()
@@ -400,21 +391,14 @@ def attempt(main: Any, job: Job) -> str:
 # ---- processes of versions
 
 
-class Version(NamedTuple):
-    """A tree that runs."""
-
-    name: str
-    tree: Path
-
-
-def start(version: Version, jobs: Sequence[Job], inputs: Path, cache: Path) -> None:
+def start(tree: Path, jobs: Sequence[Job], inputs: Path, cache: Path) -> None:
     """Runs jobs that have the same number of devices. After a process that died, another one takes the jobs left."""
     left = list(jobs)
     while left:
         devices = left[0].case.devices
         flags = f"--xla_force_host_platform_device_count={devices} {QUICK_COMPILATION}"
         environment = os.environ | {
-            "PYTHONPATH": str(version.tree),
+            "PYTHONPATH": str(tree),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags,
             # A program's key is made of all of it, so versions share programs that are the same.
@@ -426,7 +410,7 @@ def start(version: Version, jobs: Sequence[Job], inputs: Path, cache: Path) -> N
             Path(job.folder).mkdir(parents=True, exist_ok=True)
         log = Path(left[0].folder) / "log.txt"
         # -P: this script's folder is not where the version's modules are looked for.
-        command = [sys.executable, "-P", __file__, "--drive", str(version.tree), json.dumps(left)]
+        command = [sys.executable, "-P", __file__, "--drive", str(tree), json.dumps(left)]
         with log.open("w") as file:
             try:
                 subprocess.run(command, cwd=inputs, env=environment, stdout=file, stderr=file, timeout=SECONDS)
@@ -495,24 +479,19 @@ def compare_json(where: str, old: Any, new: Any, bound: float, least: float) -> 
 
     Texts and whole numbers must be equal. Other numbers may differ by a share of their size, or by `least`.
     """
+    if isinstance(old, list) and isinstance(new, list):
+        old, new = (dict(enumerate(values)) for values in (old, new))
     if isinstance(old, dict) and isinstance(new, dict):
-        missing = [f"{where} has {name} in one version only" for name in sorted(old.keys() ^ new.keys())]
-        both = [(name, old[name], new[name]) for name in old if name in new]
-        return missing + compare_entries(where, both, bound, least)
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return compare_entries(where, zip(range(len(old)), old, new, strict=True), bound, least)
+        differences = [f"{where} has {name} in one version only" for name in old.keys() ^ new.keys()]
+        for name in old.keys() & new.keys():
+            differences += compare_json(f"{where} {name}", old[name], new[name], bound, least)
+        return sorted(differences)
     if isinstance(old, int | float) and isinstance(new, int | float) and float in (type(old), type(new)):
         if abs(old - new) <= max(bound * max(abs(old), abs(new)), least):
             return []
     elif old == new:
         return []
     return [f"{where}: {short(old)} against {short(new)}"]
-
-
-def compare_entries(where: str, entries: Iterable[tuple[Any, Any, Any]], bound: float, least: float) -> list[str]:
-    """Returns how the entries of two objects or lists differ, from (name, old, new) of each."""
-    found = (compare_json(f"{where} {name}", one, other, bound, least) for name, one, other in entries)
-    return [text for texts in found for text in texts]
 
 
 def short(value: Any) -> str:
@@ -525,10 +504,11 @@ def compare_gradients(old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarra
     """Returns which leaves have other gradients, with how far they are apart as a share of the leaf's norm."""
     if not old or not new:
         return ["no gradient was seen: does the library still call optax.adamw?"]
-    pairs, alone = matched(old, new)
-    found = [f"gradient {key} {np.shape(old.get(key, new.get(key)))} has no counterpart" for key in alone]
-    for update in sorted({key.rsplit("|", 1)[0] for key, _ in pairs}):
-        group = [(key, old[key], new[other]) for key, other in pairs if key.rsplit("|", 1)[0] == update]
+    pairs = match_leaves(old, new)
+    alone = (old.keys() - pairs.keys()) | (new.keys() - set(pairs.values()))
+    found = [f"gradient {key} has no counterpart" for key in sorted(alone)]
+    for update in sorted({update_of(key) for key in pairs}):
+        group = [(key, old[key], new[other]) for key, other in pairs.items() if update_of(key) == update]
         whole = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for _, x, _ in group))
         bound = FIRST_GRADIENT if update.startswith("0|") else LATER_GRADIENT
         for key, one, other in group:
@@ -539,35 +519,23 @@ def compare_gradients(old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarra
     return found
 
 
-def matched(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Returns pairs of leaves: those of one name, then those of one shape with the longest common end of their names.
+def update_of(key: str) -> str:
+    """Returns the number of the update that a leaf's gradient belongs to."""
+    return key.rpartition("|")[0]
+
+
+def match_leaves(old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Returns the leaf of `new` for each of `old`: that of its name, or else the nearest of its update and shape.
 
     So leaves are still matched when a version puts parameters into another structure.
     """
-    pairs = [(key, key) for key in old if key in new and old[key].shape == new[key].shape]
-    left, right = (sorted(names.keys() - {key for key, _ in pairs}) for names in (old, new))
-    candidates = [
-        (common_end(one, other), one, other)
-        for one in left
-        for other in right
-        if old[one].shape == new[other].shape and one.rsplit("|", 1)[0] == other.rsplit("|", 1)[0]
-    ]
-    for length, one, other in sorted(candidates, key=lambda item: (-item[0], item[1:])):
-        if length and one in left and other in right:
-            pairs.append((one, other))
-            left.remove(one)
-            right.remove(other)
-    return pairs, left + right
-
-
-def common_end(one: str, other: str) -> int:
-    """Returns how many parts at the end two dotted names have in common."""
-    count = 0
-    for x, y in zip(*(reversed(name.rsplit("|", 1)[-1].split(".")) for name in (one, other)), strict=False):
-        if x != y:
-            break
-        count += 1
-    return count
+    pairs = {key: key for key in old if key in new and old[key].shape == new[key].shape}
+    for key in sorted(old.keys() - pairs.keys()):
+        left = [x for x in sorted(new.keys() - set(pairs.values())) if update_of(x) == update_of(key)]
+        alike = {x: np.linalg.norm(new[x] - old[key]) for x in left if new[x].shape == old[key].shape}
+        if alike:
+            pairs[key] = min(alike, key=lambda x: alike[x])
+    return pairs
 
 
 # ---- the whole comparison
@@ -578,7 +546,7 @@ def in_new_names(case: Case) -> Case:
     return case._replace(args=" ".join(RENAMED_OPTIONS.get(word, word) for word in case.args.split()))
 
 
-def compare_versions(names: Sequence[str], old: Version, new: Version, folder: Path) -> Iterator[str]:
+def compare_versions(names: Sequence[str], old: Path, new: Path, folder: Path) -> Iterator[str]:
     """Runs cases in both versions, one process each at a time; yields what differs."""
     for devices in (1, 4, 8):
         chosen = [name for name in names if CASES[name].devices == devices]
@@ -604,8 +572,8 @@ def compare(commit: str, only: Sequence[str], folder: Path) -> list[str]:
     git = ["git", "-C", str(TREE), "worktree"]
     subprocess.run([*git, "add", "--quiet", "--detach", str(folder / "tree"), commit], check=True)
     try:
-        old, new = Version("old", folder / "tree"), Version("new", TREE)
-        differences = list(compare_versions([name for name in CASES if not only or name in only], old, new, folder))
+        names = [name for name in CASES if not only or name in only]
+        differences = list(compare_versions(names, folder / "tree", TREE, folder))
     finally:
         subprocess.run([*git, "remove", "--force", str(folder / "tree")], check=True)
     print(*differences, sep="\n")

@@ -1,4 +1,8 @@
-"""The documentation is run, and held against the code."""
+"""The README, the pages and the notebook: their code runs, and what they state is what the code has.
+
+A block of commands that begins with `# needs …` cannot run here. Its options are still checked. All other blocks run,
+made shorter by options, and those that are `# sized for` an accelerator run with a tiny model.
+"""
 
 import ast
 import importlib
@@ -7,212 +11,361 @@ import inspect
 import json
 import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
-from ast import literal_eval
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from experiments.planning.models import MODELS
 from grpo_jax import functional as F
+from grpo_jax.commands.train import module_of
+from grpo_jax.errors import UsageError
+from grpo_jax.options import option_types
+from grpo_jax.planning.memory import GB, Shape, choose
 
 ROOT = Path(__file__).parents[1]
-EXPORTS = {name for name, value in vars(F).items() if not name.startswith("_") and not inspect.ismodule(value)}
-DOCS = ROOT / "docs"
-MODEL = ROOT.parent / "shared/data/stories260K-hf"
-needs_model = pytest.mark.skipif(not MODEL.exists(), reason="needs the stories260K model")
+DATA = ROOT.parent / "shared/data"
+MODEL = DATA / "stories260K-hf"
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the stories260K model and GSM8K")
+PAGES = {page.name: page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+GUIDES = ["training.md", "engines.md", "performance.md", "scaling.md", "gsm8k.md"]
+CELLS = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
+NOTEBOOK = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 
 
-def blocks(file, language="python"):
-    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / file).read_text(), re.M | re.S)
+def blocks(page: str, language: str = r"\w*") -> list[str]:
+    """Returns the code of every block of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.M | re.S)
 
 
-def examples(file="examples.md"):
-    """Blocks that stand alone, each with those that continue it."""
-    programs = []
-    for code in blocks(file):
+def programs(page: str) -> list[str]:
+    """Returns the Python of a page, each block together with those that continue it."""
+    parts: list[str] = []
+    for code in blocks(page, "python"):
         if code.startswith("# (continued)"):
-            programs[-1] += code
+            parts[-1] += code
         else:
-            programs.append(code)
-    return programs
+            parts.append(code)
+    return parts
+
+
+def execute(*codes: str) -> dict[str, Any]:
+    """Runs programs, and returns the names of the last."""
+    for code in codes:
+        names: dict[str, Any] = {"__name__": "page"}
+        exec(compile(code, "page", "exec"), names)
+    return names
+
+
+# ---- Python
+
+
+def test_what_pages_and_the_notebook_import_is_there():
+    code = NOTEBOOK + [block for page in PAGES for block in blocks(page, "python")]
+    imports = [node for part in code for node in ast.walk(ast.parse(part)) if isinstance(node, ast.ImportFrom)]
+    ours = {(node.module, name.name) for node in imports for name in node.names if node.module.startswith("grpo_jax")}
+    assert len(ours) > 40
+    for module, name in ours:
+        exists = hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
+        assert exists, f"{module} has no {name}"
 
 
 # Without a compiler each operation is a program of its own.
 @pytest.mark.parametrize(
-    "code",
+    ("page", "number"),
     [
-        pytest.param(code, id=str(number), marks=() if number == 2 else pytest.mark.slow)
-        for number, code in enumerate(examples())
+        ("examples.md", 2),
+        ("own_loop.md", 0),  # losses under jit, pmap and shard_map
+        *(
+            pytest.param("examples.md", i, marks=pytest.mark.slow)
+            for i in range(len(programs("examples.md")))
+            if i != 2
+        ),
     ],
 )
-def test_example_runs(code):
-    exec(compile(code, "examples.md", "exec"), {})
+def test_an_example_runs(page, number):
+    execute(programs(page)[number])
 
 
-def test_losses_under_jit_pmap_and_shard_map_agree():
-    exec(compile(examples("own_loop.md")[0], "own_loop.md", "exec"), {})
-
-
-def test_example_of_memory_runs(capsys):
-    (code,) = examples("scaling.md")
-    exec(code, {})
+def test_the_example_of_memory_runs(capsys):
+    execute(*programs("scaling.md"))
     assert "'params': 5.8" in capsys.readouterr().out
 
 
-@needs_model
+def test_losses_of_the_readme_print_the_number_in_the_comment(capsys):
+    _, losses = programs("README.md")
+    (stated,) = re.findall(r"^print\(loss\)  # (\S+)$", losses, re.M)
+    loss = execute(losses)["loss"]
+    assert float(capsys.readouterr().out) == pytest.approx(float(stated), abs=1e-5)
+    assert -1e-3 < loss < 0  # GSPO clips at 1 + 4e-4
+
+
+def test_the_reward_of_the_readme_gives_numbers():
+    (code,) = re.findall(r"^cat > my_rewards.py <<'END'\n(.*?)^END", PAGES["README.md"], re.S | re.M)
+    rows = [{"answer": "9 * 8 = <<9*8=72>>72\n#### 72"}] * 3
+    assert execute(code)["correct"](rows, ["9 * 8 is 72.\n#### 72", "#### 73", "72"]) == [1, 0, 1]
+
+
+@needs_data
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["rewards.md", "pretrained.md", "own_loop.md"])
-def test_page_runs(file, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", ["rewards.md", "pretrained.md", "own_loop.md"])
+def test_the_programs_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(40)]
     Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for code in examples(file):
-        names = {"__name__": "page"}
-        exec(compile(code.replace("folder-or-hub/id", str(MODEL)), file, "exec"), names)
-    if file == "own_loop.md":
+    names = execute(*(code.replace("folder-or-hub/id", str(MODEL)) for code in programs(page)))
+    if page == "own_loop.md":
         assert Path("trained-model/model.safetensors").exists()
         assert names["trained"].params.keys() == names["model"].params.keys()
 
 
-@needs_model
+# ---- the notebook
+
+
+def test_the_notebook_holds_no_output_and_its_losses_run(capsys):
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in CELLS)
+    gradient = execute("\n".join(NOTEBOOK[:2]))["gradient"]
+    assert gradient[0, 0, 0] < 0 < gradient[0, 1, 0]  # the loss falls where the advantage is positive
+
+
+def test_the_notebook_finds_the_clone_from_its_own_folder(monkeypatch):
+    monkeypatch.chdir(ROOT / "examples")  # where Jupyter starts its kernel
+    monkeypatch.setattr(sys, "path", [])
+    (line,) = [line for line in NOTEBOOK[2].splitlines() if line.startswith("sys.path")]
+    exec(line, {"sys": sys})
+    assert [Path(folder).resolve() for folder in sys.path] == [ROOT]
+
+
 @pytest.mark.slow
-def test_commands_run_one_after_another(tmp_path):
-    """Rows, training, evaluation and export: each command of a page, made shorter by options."""
-    make, train, evaluate = blocks("rewards.md", "bash")
+def test_the_run_of_the_notebook_learns(monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    rewards = [line["reward"] for line in execute("\n".join(NOTEBOOK))["lines"]]
+    assert sum(rewards[-10:]) > sum(rewards[:10]) + 1
+
+
+# ---- commands
+
+SHORT = " --steps 2 --num-prompts 8 --group-size 2 --max-tokens 8 --num-heldout 8 --eval-samples 1"
+EXTENDED = "--steps 3"  # for the 200 of a page
+
+
+def train_commands(page: str) -> list[str]:
+    """Returns the arguments of each `grpo-jax train` of a page, also of one that is in $RUN."""
+    commands = []
+    for code in blocks(page):
+        is_yaml = "ports:" in code
+        joined = code.partition("ports:")[0].replace("\n", " ") if is_yaml else code.replace("\\\n", " ")
+        for line in joined.splitlines():
+            commands += re.findall(r"(?:grpo-jax train|^\$RUN)(.*?)(?:  +#|$)", line)
+    return commands
+
+
+def runnable(page: str) -> str:
+    """Returns the commands of a page that run here, as one script, made shorter by options."""
+    lines = []
+    for code in blocks(page, "bash"):
+        if code.startswith(("# needs ", "git clone ")):
+            continue
+        for line in code.replace("\\\n", " ").replace("--steps 200", EXTENDED).splitlines():
+            command, _, comment = line.partition("  # ")
+            is_new = "grpo-jax train" in command and "--resume" not in command
+            lines.append(command + SHORT * is_new + f"  # {comment}" * bool(comment))
+    return "\n".join(lines) + "\n" * bool(lines)
+
+
+def shell(script: str, folder: Path) -> None:
+    """Runs commands with this tree and the tiny model."""
+    program = folder / "bin/grpo-jax"
+    program.parent.mkdir()
+    call = "from grpo_jax.commands import main; main()"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(call)} "$@"\n')
+    program.chmod(0o755)
+    script = script.replace(".venv/bin/grpo-jax", "grpo-jax").replace(".venv/bin/python", sys.executable)
+    script = re.sub(r"(--model |model=\")(DIR|Qwen/\S+)", rf"\g<1>{MODEL}", script)
+    paths = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{folder}"}
+    subprocess.run(["bash", "-euxc", script], cwd=folder, env=os.environ | paths, check=True, timeout=900)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_exist(page):
+    for command in train_commands(page):
+        method = (re.findall(r"--method (\S+)", command) or ["grpo"])[-1]
+        known = option_types(module_of(method).Config)
+        for flag in re.findall(r"--[a-z][a-z-]*", command):
+            assert flag.removeprefix("--").replace("-", "_") in known, f"{page}: {flag}"
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_every_block_runs_or_says_what_it_needs(page):
+    known = [code for language in ("bash", "python", "text") for code in blocks(page, language)]
+    assert all(code in known or code.startswith("# needs ") for code in blocks(page))
+
+
+@needs_data
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in ["README.md", *GUIDES] if runnable(page)])
+def test_commands_run(page, tmp_path):
+    animals = ["cat", "dog", "bird", "fish", "bear", "frog", "duck", "fox"]
+    texts = [(animal, f"Once there was a {animal} and a {other}.") for animal in animals for other in animals * 2]
+    columns = {"question": "What is 1+5?", "answer": "1+5=6\n#### 6"}
+    rows = [json.dumps({"prompt": text, "word": animal, **columns, "question": text}) + "\n" for animal, text in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    mentions = "[float(example['word'] in text) for example, text in zip(examples, completions)]"
+    (tmp_path / "my_rewards.py").write_text(f"def mentions(examples, completions):\n    return {mentions}\n")
+    (tmp_path / "gsm8k").symlink_to(DATA / "gsm8k")
+    script = runnable(page)
+    if page == "README.md":
+        script += f"cat > trainer.py <<'END'\n{programs(page)[0]}END\n.venv/bin/python trainer.py\n"
+    shell(script, tmp_path)
+    if page == "README.md":
+        assert (tmp_path / "my-model/model.safetensors").exists()
+        assert (tmp_path / "runs/grpo_trainer/metrics.jsonl").exists()
+
+
+@needs_data
+@pytest.mark.slow
+def test_the_task_of_the_page_about_rewards_is_learned_evaluated_and_exported(tmp_path):
+    make, train, evaluate, *_ = blocks("rewards.md", "bash")
     (export,) = blocks("pretrained.md", "bash")
-    short = " --steps 2 --group-size 2 --max-tokens 8 --num-prompts 2\n"
-    shown = [make, train.rstrip() + short, evaluate, export]
-    program = ".venv/bin/python -c 'from grpo_jax.commands import main; main()'"
-    commands = "".join(shown).replace("DIR", str(MODEL)).replace(".venv/bin/grpo-jax", program)
-    commands = commands.replace(".venv/bin/python", sys.executable)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(["bash", "-euc", commands], cwd=tmp_path, env=environment, check=True, timeout=900)
+    shell(make + train + evaluate + export, tmp_path)
     assert (tmp_path / "trained-model/model.safetensors").exists()
+    results = json.loads((tmp_path / "runs/train/results.json").read_text())
+    assert results["before"]["avg"] < 0.3
+    assert results["after"]["avg_low"] > 0.6
 
 
-def test_what_pages_and_the_notebook_import_is_there():
-    cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    for page in DOCS.glob("*.md"):
-        code += blocks(page.name)
-    imports = [node for part in code for node in ast.walk(ast.parse(part)) if isinstance(node, ast.ImportFrom)]
-    ours = [(node.module, name.name) for node in imports for name in node.names if node.module.startswith("grpo_jax")]
-    assert len(ours) > 50
-    for module, name in ours:
-        found = hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
-        assert found, f"{module} has no {name}"
+# ---- limits, links and the reference
 
 
-def anchors(page: Path) -> set[str]:
+def test_the_readme_is_short_and_one_line_installs_and_tests():
+    text = PAGES["README.md"]
+    outside_code = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    assert len(text.splitlines()) <= 145
+    assert len(outside_code.split()) <= 1300
+    assert max(map(len, text.splitlines())) <= 120
+    (line,) = (line for line in text.splitlines() if line.endswith("-m pytest"))
+    assert line.startswith("python3 -m venv .venv && .venv/bin/pip install -q -e '.[test]'")
+
+
+def test_every_script_is_there():
+    scripts = re.findall(r"^\| `([a-z_.]+)[ `].*\|.*\|$", PAGES["scripts.md"], re.M)
+    assert len(set(scripts)) >= 20
+    paths = [ROOT / "experiments" / name.replace(".", "/") for name in scripts]
+    assert not [path for path in paths if not (path.is_dir() or path.with_suffix(".py").exists())]
+
+
+def anchors(text: str) -> set[str]:
     """Returns the anchors of a page's headings, as mkdocs and GitHub make them."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
-    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
     named = re.findall(r'<a id="([^"]+)">', text)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings} | set(named)
 
 
-def test_links_between_pages_lead_somewhere():
-    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
-        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
-            if target.startswith("http"):
-                continue
-            file = page.parent / target if target else page
-            assert file.exists(), f"{page.name}: {target}"
-            assert not anchor or anchor in anchors(file), f"{page.name}: {target}#{anchor}"
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page):
+    folder = ROOT if page == "README.md" else ROOT / "docs"
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", PAGES[page]):
+        file = folder / (target or page)
+        assert target.startswith("http") or file.exists(), target
+        assert target.startswith("http") or not anchor or anchor in anchors(file.read_text()), f"{target}#{anchor}"
+
+
+def test_the_reference_is_current():
+    page = runpy.run_path(str(ROOT / "docs/reference.py"))["page"]
+    assert page() == PAGES["reference.md"], "run python docs/reference.py"
 
 
 @pytest.mark.slow
-def test_site_is_built_without_a_warning(tmp_path):
+def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, timeout=300)
     assert "what predicts completion token" in (tmp_path / "api/grpo_jax.models.html").read_text()  # of Policy.hidden
 
 
-# --- the table of methods ---
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
+def test_the_memory_for_gsm8k_is_the_planners(name):
+    h100 = Shape(num_prompts=16, prompt_tokens=272, piece_tokens=0)
+    cells = []
+    for shape, limit in ((h100, 60 * GB), (h100._replace(num_prompts=2, fsdp=8), 16 * GB)):
+        for rank, dtype in ((0, "float32"), (16, "bfloat16")):
+            shape = shape._replace(lora_rank=rank, param_dtype=dtype)
+            try:
+                plan = choose(replace(MODELS[name], dtype="bfloat16"), shape, int(limit))
+            except UsageError:
+                cells.append("does not fit")
+            else:
+                cells.append(f"{plan.estimate.peak / GB:.2g}" + ", remat" * (plan.model.remat == "layer"))
+    assert f"| {name} | {' | '.join(cells)} |" in PAGES["gsm8k.md"]
 
 
-def table(heading, file="methods.md"):
-    """Rows of the table whose first column is `heading`, as lists of cells."""
-    lines = (DOCS / file).read_text().splitlines()
+# ---- the tables of methods
+
+EXPORTS = {name for name, value in vars(F).items() if not name.startswith("_") and not inspect.ismodule(value)}
+
+
+def table(heading: str) -> list[list[str]]:
+    """Returns the cells of each row of a table of methods.md."""
+    lines = PAGES["methods.md"].splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {heading} |"))
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
-    return rows
+    end = next((i for i, line in enumerate(lines) if i > start and not line.startswith("|")), len(lines))
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[start + 2 : end]]
 
 
-def constants_of(cell):
-    """The constants that a cell states, "name=value, …"."""
+def constants_of(cell: str) -> dict[str, Any]:
+    """Returns the constants that a cell states, "name=value, …"."""
     stated = dict(part.split("=") for part in cell.split(", ")) if cell else {}
-    return {name: float(value) if value == "inf" else literal_eval(value) for name, value in stated.items()}
+    return {name: float(value) if value == "inf" else ast.literal_eval(value) for name, value in stated.items()}
 
 
-METHODS = [row for row in table("method") if row[1]]
-NOT_METHODS = {"Metrics", "Objective", "PRESETS", "Term", "TokenLogprobs"}  # types and tables
-HELPERS = [row[0].strip("`") for row in table("helper")]
-EQUATIONS = dict(re.findall(r"^(\w+) {2,}(\S.*)$", blocks("methods.md", "text")[-1], re.M))
+METHODS = [(function.strip("`"), *rest) for _, function, *rest in table("method") if function]
+FUNCTIONS = EXPORTS - {"Metrics", "Objective", "PRESETS", "Term", "TokenLogprobs"}  # no types and tables
+HELPERS = {row[0].strip("`") for row in table("helper")}
+EQUATIONS = re.findall(r"^(\w+) {2,}\S", blocks("methods.md", "text")[-1], re.M)
 
 
-def test_every_function_has_one_equation():
-    lines = re.findall(r"^(\w+) {2,}\S", blocks("methods.md", "text")[-1], re.M)
-    assert sorted(lines) == sorted(set(EXPORTS) - NOT_METHODS - set(HELPERS))
-
-
-def test_every_function_with_constants_has_one_row():
+def test_every_function_has_one_equation_and_if_it_has_constants_one_row():
     def constants(name):
         values = [parameter.default for parameter in inspect.signature(getattr(F, name)).parameters.values()]
-        return [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        return [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
 
-    rows = [row[1].strip("`") for row in METHODS]
+    assert sorted(EQUATIONS) == sorted(FUNCTIONS - HELPERS)
+    rows = [function for function, *_ in METHODS]
     assert len(set(rows)) == len(rows)
     assert {name for name in EQUATIONS if constants(name)} <= set(rows)
 
 
-@pytest.mark.parametrize("row", METHODS, ids=lambda row: row[1].strip("`"))
-def test_row_is_complete_and_its_defaults_are_the_functions(row):
-    _, function, defaults, origin = row
-    parameters = inspect.signature(getattr(F, function.strip("`"))).parameters
-    numbers = {
-        name: parameter.default for name, parameter in parameters.items() if isinstance(parameter.default, (int, float))
-    }
+@pytest.mark.parametrize(("function", "defaults", "origin"), METHODS, ids=[row[0] for row in METHODS])
+def test_a_row_is_complete_and_its_defaults_are_the_functions(function, defaults, origin):
+    parameters = inspect.signature(getattr(F, function)).parameters
+    numbers = {name: p.default for name, p in parameters.items() if isinstance(p.default, int | float)}
     stated = constants_of(defaults)
     assert {name: value for name, value in stated.items() if value is not None} == numbers
     assert all(parameters[name].default == value for name, value in stated.items())
     assert origin or not numbers or numbers == {"temperature": 1.0}
 
 
-@pytest.mark.parametrize("name", sorted(set(EXPORTS) - NOT_METHODS - {"clipped_term"}))
-def test_docstring_is_complete(name):
-    function = getattr(F, name)
-    doc = inspect.getdoc(function)
-    parameters = inspect.signature(function).parameters
+@pytest.mark.parametrize("name", sorted(FUNCTIONS - {"clipped_term"}))
+def test_a_docstring_is_complete(name):
+    doc, parameters = inspect.getdoc(getattr(F, name)), inspect.signature(getattr(F, name)).parameters
     if name not in HELPERS:
-        assert "Args:" in doc
-        assert "Returns:" in doc
-        assert ">>>" in doc
+        assert all(part in doc for part in ("Args:", "Returns:", ">>>"))
     for parameter in parameters if "Args:" in doc else ():
         assert re.search(rf"^ +(\*\*)?{parameter}:", doc, re.M), f"{parameter} is not described"
 
 
-PRESET_ROWS = {row[0].strip("`"): row[1:] for row in table("preset")}
-
-
-def test_every_preset_has_a_row():
-    assert PRESET_ROWS.keys() == F.PRESETS.keys()
-
-
-@pytest.mark.parametrize("name", F.PRESETS)
-def test_row_of_preset_has_its_functions_and_constants(name):
-    objective = F.PRESETS[name]
-    _, _, _, weights, divergence, kl_coef, constants = PRESET_ROWS[name]
-    assert weights == f"`{objective.aggregation.__name__}`"
-    assert float(kl_coef) == objective.kl_coef
-    assert constants_of(constants) == objective.constants
-    if objective.kl_in_reward:
-        assert divergence == "k1 in the reward"
-    else:
-        assert divergence == (f"`{objective.divergence.__name__}`" if objective.kl_coef else "")
+def test_every_preset_has_a_row_with_its_functions_and_constants():
+    rows = {name.strip("`"): cells for name, *cells in table("preset")}
+    assert rows.keys() == F.PRESETS.keys()
+    for name, objective in F.PRESETS.items():
+        *_, weights, divergence, kl_coef, constants = rows[name]
+        assert weights == f"`{objective.aggregation.__name__}`", name
+        assert float(kl_coef) == objective.kl_coef, name
+        assert constants_of(constants) == objective.constants, name
+        of_loss = f"`{objective.divergence.__name__}`" if objective.kl_coef else ""
+        assert divergence == ("k1 in the reward" if objective.kl_in_reward else of_loss), name

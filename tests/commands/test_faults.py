@@ -3,26 +3,19 @@
 One table has every place and every fault. Nothing goes unnoticed: where the bytes that are left differ, a warning is.
 """
 
-import ctypes
 import json
-import os
 import random
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import pytest
+from command_helpers import without_override, write_inputs
 
-from experiments.tasks import arithmetic
 from grpo_jax import hosts
 from grpo_jax.commands import train
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.policy import decoder_policy
 
 # = the same bytes; l the same results, with fewer or other lines; w the same results, and a warning that names it;
 # r refused in one sentence; . not of this place.
@@ -130,26 +123,8 @@ FAULTS: dict[str, Callable[[Path, random.Random], None]] = {
 }
 
 
-@contextmanager
-def without_override() -> Iterator[None]:
-    """A block in which permissions of files hold also for root: in this thread, and in those that it starts."""
-    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    if os.geteuid() or libc.capget(header, sets):
-        yield
-        return
-    before = sets[0]
-    sets[0] = before & ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, of the effective ones
-    assert libc.capset(header, sets) == 0
-    try:
-        yield
-    finally:
-        sets[0] = before
-        assert libc.capset(header, sets) == 0
-
-
 # ---- runs
 
-CONFIG = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8)
 GIVEN = "--model model --task rows.jsonl --reward rewards.py:low --group-size 4 --num-prompts 4 --max-tokens 4 "
 GIVEN += "--steps 6 --learning-rate 1e-2 --checkpoint-every 2 --keep-checkpoints 3 --eval-every 3 --rollouts-every 1"
 AGAIN = ["--run-dir", "run", "--no-compilation-cache"]
@@ -162,14 +137,7 @@ def killed(tmp_path_factory):
 
     And the files that it left at its end.
     """
-    folder = tmp_path_factory.mktemp("killed")
-    save_pretrained(folder / "model", jax.jit(decoder_policy(CONFIG).init)(jax.random.key(3)), CONFIG)
-    arithmetic.TEXT.save_tokenizer(folder / "model")
-    rows = [{"prompt": f"{i}+{j}=", "answer": str(i + j)} for i in range(8) for j in range(8)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "rewards.py").write_text(
-        "def low(rows, texts): return [sum(map(text.count, '01234')) for text in texts]\n"
-    )
+    folder = write_inputs(tmp_path_factory.mktemp("killed"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         train.command([*GIVEN.split(), *AGAIN])

@@ -10,7 +10,7 @@ from grpo_jax.options import option_types
 from grpo_jax.runs import flags
 
 COMMANDS = {method: train.module_of(method).Config for method in train.METHODS} | {"evaluate": evaluate.Options}
-SOURCES = [file.read_text("utf-8") for file in Path(train.__file__).parents[1].rglob("*.py")]
+SOURCES = "\n".join(file.read_text("utf-8") for file in Path(train.__file__).parents[1].rglob("*.py"))
 
 
 def page(capsys, monkeypatch, *args):
@@ -36,6 +36,7 @@ def test_help_shows_the_first_options_and_says_how_to_see_all(capsys, monkeypatc
     first, everything = (page(capsys, monkeypatch, "--method", method, flag) for flag in ("--help", "--help-all"))
     assert lines_in_80_columns(first) <= 140
     assert 15 <= len(names_in(first)) <= 30
+    assert "--method {grpo,ppo,sft,reward-model,dpo,kto}" in everything
     assert {"model", "steps", "learning_rate", "run_dir"} <= names_in(first) < names_in(everything) == types.keys()
     assert first.rstrip().splitlines()[-1] == f"--help-all shows all {len(types)} options."
 
@@ -50,22 +51,10 @@ def test_help_of_grpo_has_about_twenty_options_with_their_texts_and_defaults(cap
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_has_a_text(command):
+def test_every_option_is_read_and_has_a_short_text(command):
     texts = flags.option_texts(COMMANDS[command])
     assert texts.keys() == option_types(COMMANDS[command]).keys()
     for name, text in texts.items():
         assert text.endswith("."), name
-        assert len(text.split()) >= 3, name
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_text_of_an_option_is_long(command):
-    counts = {name: len(text.split()) for name, text in flags.option_texts(COMMANDS[command]).items()}
-    assert {name for name, count in counts.items() if count > 25} == set()
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_option_is_never_read(command):
-    for name in option_types(COMMANDS[command]):
-        uses = sum(len(re.findall(rf"\.{name}\b|\"{name}\"", source)) for source in SOURCES)
-        assert uses, name
+        assert 3 <= len(text.split()) <= 25, name
+        assert re.search(rf"\.{name}\b|\"{name}\"", SOURCES), name

@@ -1,44 +1,31 @@
 """Paths, terminals, encodings and limits: what a command cannot use is one sentence and exit status 2."""
 
-import json
-import os
-import resource
+import io
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-import jax
+import numpy as np
 import pytest
-from test_faults import without_override
+from command_helpers import refusal, run, write_inputs
+from tiny import change_json
 
-from experiments.tasks import arithmetic
 from grpo_jax import commands, hosts
 from grpo_jax.commands import evaluate, sft
 from grpo_jax.errors import Interruption, UsageError, lacking
 from grpo_jax.models import huggingface, weights
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import load_pretrained, save_pretrained
-from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.runs import export as exporting, flags
-from grpo_jax.runs.report import write_report
 
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory):
     """A folder with a tiny model, rows, and a run of one step of supervised fine-tuning."""
-    folder = tmp_path_factory.mktemp("places")
-    config = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8, max_position_embeddings=64)
-    save_pretrained(folder / "model", jax.jit(decoder_policy(config).init)(jax.random.key(3)), config)
-    arithmetic.TEXT.save_tokenizer(folder / "model")
+    folder = write_inputs(tmp_path_factory.mktemp("places"))
     (folder / "model/LICENSE").write_text("free")
-    rows = [{"prompt": f"{i}+{j}=", "completion": str(i + j)} for i in range(8) for j in range(8)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        given = "--model model --task rows.jsonl --steps 1 --num-rows 8 --run-dir run --no-compilation-cache"
-        sft_config = flags.parse(sft.Config, None, given.split())
-        sft.main(sft_config)
+    run(folder, folder / "run", "sft", "--steps", 1, "--num-rows", 8)
     return folder
 
 
@@ -50,18 +37,6 @@ def place(origin, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo-jax"])
     monkeypatch.setattr(hosts, "leave", lambda reason, code: sys.exit(code))  # it would end the tests
     return tmp_path / "place"
-
-
-def refusal(capsys, *args: str) -> str:
-    """The sentence of a command that is refused."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended, without_override():
-        commands.main(list(args))
-    said = capsys.readouterr().err
-    assert ended.value.code == 2, said
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    return said
 
 
 # ---- paths
@@ -94,67 +69,53 @@ def test_a_path_that_cannot_be_used_is_named(place, capsys, use, path):
     assert not (place / "new").exists()
 
 
-def test_a_model_whose_folder_is_a_link_is_loaded(place):
-    (place / "link").symlink_to("model")
-    assert load_pretrained("link").config.hidden_size == 16
-
-
 # ---- terminals and encodings
 
 
-def run_command(place: Path, *args: str, limits=(), **environment: str) -> subprocess.CompletedProcess:
-    """A command in a process of its own, with limits on what it may use."""
-
-    def lower() -> None:
-        for kind, value in limits:
-            resource.setrlimit(kind, (value, value))
-
-    command = [sys.executable, "-c", "from grpo_jax.commands import main; main()", *args]
-    return subprocess.run(
-        command,
-        cwd=place,
-        env=os.environ | environment,
-        capture_output=True,
-        preexec_fn=lower if limits else None,
-        timeout=240,
-    )
-
-
-ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_help_is_written_to_any_terminal(monkeypatch, encoding):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "1")
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["train", "--help"])
+    assert not ended.value.code
+    assert b"--learning-rate" in terminal.buffer.getvalue()
 
 
 @pytest.mark.parametrize(
-    "environment", [{"COLUMNS": "1"}, ASCII, {"PYTHONIOENCODING": "latin-1"}], ids=["narrow", "C", "latin-1"]
-)
-def test_help_is_written_to_any_terminal(place, environment):
-    done = run_command(place, "train", "--help", **environment)
-    assert done.returncode == 0, done.stderr
-    assert b"--learning-rate" in done.stdout
-
-
-SHELL = f"{sys.executable} -c 'from grpo_jax.commands import main; main()' "
-
-
-@pytest.mark.parametrize(
-    ("line", "status", "said"),
+    ("line", "stream", "status", "sentence"),
     [
-        ("train --help >&-", 0, ""),
-        ("train --help >/dev/full", 2, "error: the help cannot be written (No space left on device)"),
-        ("export nowhere out 2>&-", 2, ""),
-        ("export nowhere out >&-", 2, "error: nowhere holds no model/config.json"),
+        ("train --help", "stdout", 0, ""),
+        ("export nowhere out", "stderr", 2, ""),
+        ("export nowhere out", "stdout", 2, "error: nowhere holds no model/config.json"),
     ],
 )
-def test_a_closed_or_full_stream_is_no_traceback(place, line, status, said):
-    done = subprocess.run(["bash", "-c", SHELL + line], cwd=place, capture_output=True, text=True, timeout=240)
-    assert done.returncode == status, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith(said)
+def test_a_stream_that_the_shell_has_closed_is_no_traceback(monkeypatch, capsys, line, stream, status, sentence):
+    monkeypatch.setattr(sys, stream, None)
+    with pytest.raises(SystemExit) as ended:
+        commands.main(line.split())
+    assert (ended.value.code or 0) == status
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_a_full_disk_behind_the_help_is_one_sentence(monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert "the help cannot be written (No space left on device)" in refusal(capsys, "train", "--help")
+
+
+def run_command(place: Path, *args: str, before: str = "") -> subprocess.CompletedProcess:
+    """Runs a command in a shell, after a line that limits or changes what it may use."""
+    program = [sys.executable, "-c", "from grpo_jax.commands import main; main()", *args]
+    shell = ["bash", "-c", f'{before}; exec "$@"', "bash", *program]
+    return subprocess.run(shell, cwd=place, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.slow
 def test_an_export_with_an_encoding_without_greek_is_complete(place):
     (place / "run/command.txt").write_text("grpo-jax train --run-dir β", encoding="utf-8")
-    done = run_command(place, "export", "run", "out", **ASCII)
+    done = run_command(place, "export", "run", "out", before="export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0")
     assert done.returncode == 0, done.stderr
     assert "β" in (place / "out/README.md").read_text(encoding="utf-8")
 
@@ -187,14 +148,13 @@ def test_a_limit_of_the_machine_has_a_sentence(error, sentence):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("limit", "sentence"),
-    [((resource.RLIMIT_FSIZE, 8192), "a file is larger"), ((resource.RLIMIT_NOFILE, 24), "too many files are open")],
+    ("limit", "sentence"), [("ulimit -f 8", "a file is larger"), ("ulimit -n 24", "too many files are open")]
 )
 def test_a_limit_while_a_checkpoint_is_written_is_one_sentence(place, limit, sentence):
     more = ["--group-size", "4", "--steps", "2", "--checkpoint-every", "1"]
-    said = run_command(place, *REWARDED, *more, limits=[limit]).stderr.decode()
-    assert "Traceback" not in said
-    assert sentence in said
+    printed = run_command(place, *REWARDED, *more, before=limit).stderr
+    assert "Traceback" not in printed
+    assert sentence in printed
 
 
 # ---- a run that had not begun
@@ -215,12 +175,14 @@ def test_only_a_run_that_began_can_be_resumed(place, capsys, error, begins):
 
 # ---- exports and reports of a run whose files were changed
 
+HUGE = "1" + "0" * 400
+
 
 def export(out: str = "out", **options) -> int:
     return exporting.export(exporting.Options(Path("run"), Path(out), **options))
 
 
-@pytest.mark.parametrize("results", ["{", "[1]", '{"after": {"avg": "x"}}', '{"after": {"avg": 1' + "0" * 400 + "}}"])
+@pytest.mark.parametrize("results", ["{", f'{{"after": {{"avg": {HUGE}}}}}'], ids=["half", "huge"])
 def test_damaged_results_do_not_block_a_model(place, results):
     (place / "run/results.json").write_text(results)
     assert export() == 1
@@ -228,57 +190,40 @@ def test_damaged_results_do_not_block_a_model(place, results):
     load_pretrained("out")
 
 
-def test_an_export_that_fails_leaves_nothing_and_can_be_repeated(place, monkeypatch):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting, "write_text", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            export()
-    assert not list(place.glob("out*"))
-    export()
-
-
-@pytest.mark.parametrize("moment", ["weights", "name"])
-def test_an_export_that_is_killed_leaves_no_folder_that_looks_complete(place, monkeypatch, moment):
+@pytest.mark.parametrize("failing", [(weights, "save_file"), (exporting, "write_text")], ids=["weights", "card"])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_export_that_ends_early_leaves_no_folder_that_looks_complete(place, failing, is_killed):
     """A killed process tidies nothing up; the next may have its number."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
-        target = (weights, "save_file") if moment == "weights" else (exporting, "write_text")
-        patch.setattr(*target, lambda *_: 1 / 0)
+        if is_killed:
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(*failing, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             export()
     assert not (place / "out").exists()
-    assert list(place.glob("out.partial-*"))
+    assert bool([*place.glob("out.partial-*")]) == is_killed
     export()
     assert {"README.md", "model.safetensors", "config.json"} <= {file.name for file in (place / "out").iterdir()}
 
 
-def test_an_evaluation_that_is_killed_leaves_no_numbers_of_other_completions(place, monkeypatch):
-    options = [
-        "run", "--task", "rows.jsonl", "--reward", "length(maximum=3)", "--samples", "1", "--max-tokens", "4",
-        "--no-compilation-cache", "--out", "out",
-    ]  # fmt: skip
-    evaluate.main(evaluate.parse(options))
-    assert (place / "out/numbers.json").exists()
+def test_an_evaluation_that_is_killed_leaves_no_numbers_of_other_completions(tmp_path, monkeypatch):
+    arrays = {"scores": np.ones((1, 1)), "greedy": np.ones(1), "graded": np.ones((1, 2), bool)}
+    evaluation = SimpleNamespace(texts=[["a", "b"]], lengths=np.ones((1, 2), int), **arrays)
+    task = SimpleNamespace(heldout=SimpleNamespace(examples=[{"prompt": "p"}]))
+    results = evaluate.Options(), tmp_path, {}, evaluation, task
+    evaluate.save(*results)
+    assert (tmp_path / "numbers.json").exists()
     monkeypatch.setattr(evaluate, "write_text", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        evaluate.main(evaluate.parse([*options, "--seed", "1"]))
-    assert not (place / "out/numbers.json").exists()
-
-
-def edit_model(file: Path) -> None:
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"rope_theta": 2 * config.get("rope_theta", 10_000.0)}))
+        evaluate.save(*results)
+    assert not (tmp_path / "numbers.json").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "harm"),
     [
-        ("config.json", edit_model),
+        ("config.json", lambda file: file.write_text(file.read_text().replace('size": 16', 'size": 8'))),
         ("tokenizer.json", Path.unlink),
-        (
-            "config.json",
-            lambda file: file.write_text(file.read_text().replace('"hidden_size": 16', '"hidden_size": 8')),
-        ),
         ("chat_template.jinja", lambda file: file.write_text("{{ messages }}")),
     ],
 )
@@ -289,29 +234,10 @@ def test_a_model_description_that_changed_is_refused(place, name, harm, read):
         read()
 
 
-HUGE = "1" + "0" * 400
-
-
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("results.json", '{"before": {"avg": "x", "avg_low": "y", "avg_high": "z"}}'),
-        ("results.json", f'{{"before": {{"avg": {HUGE}, "avg_low": {HUGE}, "avg_high": {HUGE}}}}}'),
-        ("rollouts.jsonl", '{"logprobs": [[1e308, -1e308]], "turns": [[1, 1]]}'),
-        ("rollouts.jsonl", f'{{"logprobs": [[{HUGE}, 0.0]]}}'),
-        ("rollouts.jsonl", f'{{"rewards": [{HUGE}]}}'),
-        ("metrics.jsonl", f'{{"reward": {HUGE}}}'),
-    ],
-)
-def test_a_report_takes_or_refuses_any_number(place, file, text):
-    group = {"phase": "sft", "step": 1, "prompt": "1+1=", "completions": ["23"], "rewards": [1.0], "lengths": [2]}
-    group |= {"advantages": [0.0], "tokens": [["2", "3"]], "logprobs": [[-1.0, -1.0]]}
-    text = text if file == "results.json" else json.dumps(group | json.loads(text)) + "\n"
-    (place / "run" / file).write_text(text)
-    try:
-        write_report(place / "run")
-    except UsageError as error:
-        assert file in str(error)  # noqa: PT017
+def test_an_option_of_a_run_that_is_not_of_its_type_is_named(place):
+    change_json(place / "run/config.json", seed="zero")
+    with pytest.raises(UsageError, match=r"seed in run/config\.json is 'zero'"):
+        evaluate.saved_options("run")
 
 
 # ---- links in a model's folder
@@ -321,6 +247,8 @@ def test_files_outside_of_a_model_are_not_copied(place, tmp_path):
     (tmp_path / "secret").write_text("secret")
     (place / "model/notes.json").symlink_to(tmp_path / "secret")
     (place / "model/merges.txt").symlink_to("LICENSE")
+    (place / "link").symlink_to("model")
+    assert load_pretrained("link").config.hidden_size == 16
     target = tmp_path / "copy"
     target.mkdir()
     huggingface.copy_text_files(place / "model", target)

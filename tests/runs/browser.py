@@ -1,6 +1,5 @@
 """A headless Chromium for tests of pages, driven over the W3C protocol of its driver."""
 
-import base64
 import contextlib
 import json
 import re
@@ -54,11 +53,6 @@ class Browser:
     def errors(self) -> list[str]:
         """Returns the console's messages since the last call."""
         return [entry["message"] for entry in self.ask("/se/log", type="browser")]
-
-    def screenshot(self, file: Path) -> None:
-        """Writes what the window shows."""
-        request = urllib.request.urlopen(self.session + "/screenshot", timeout=60)
-        file.write_bytes(base64.b64decode(json.load(request)["value"]))
 
 
 @contextlib.contextmanager

@@ -3,84 +3,70 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+import jax
 import pytest
 
-from grpo_jax.runs.progress import Programs, in_words
+from grpo_jax.errors import UsageError
+from grpo_jax.runs.progress import Programs, in_words, use_cache
 
-# An experiment whose run compiles programs and says how many.
+# Starts an experiment four times, with a second that finds its programs, and one whose writer was killed.
 SCRIPT = """
 from dataclasses import dataclass
 from pathlib import Path
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from grpo_jax.runs import progress, flags
 
 @dataclass(frozen=True)
 class Config:
     output: flags.RunConfig = flags.RunConfig(Path("run"))
 
-def run(config):
-    jax.jit(lambda x: x * 2)(1.0).block_until_ready()
-    print(*progress.programs_so_far())
+def start(*args):
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    jax.clear_caches()
+    since = progress.count_programs()
+    flags.main(Config, lambda config: jax.jit(lambda x: x * 2)(1.0).block_until_ready(), None, list(args))
+    print(*since())
 
-flags.main(Config, run, None)
+start()
+start()
+(broken,) = Path("cache").rglob("jit__lambda*-atime")
+broken.unlink()
+start()
+start("--no-compilation-cache")
 """
 
 
-def start(folder: Path, *flags: str, **environment: str) -> tuple[Programs, str]:
-    """The programs of a new process in this folder, and what it said on stderr."""
+def test_a_second_start_compiles_only_what_a_killed_writer_left_incomplete(tmp_path):
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    given = inherited | {"XDG_CACHE_HOME": str(folder / "cache")} | environment
-    command = [sys.executable, "-c", SCRIPT, *flags]
-    done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True, timeout=120, check=True)
-    return Programs(*map(int, done.stdout.split())), done.stderr
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-
-
-def test_a_second_start_compiles_nothing(tmp_path):
-    (first, _), (second, said) = (start(tmp_path) for _ in range(2))
+    paths = {"XDG_CACHE_HOME": "cache", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=inherited | paths, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    first, second, third, without = (Programs(*map(int, line.split())) for line in done.stdout.splitlines())
     assert first.compiled > 0
     assert second == Programs(0, sum(first))
-    assert "Error" not in said
-
-
-@pytest.mark.slow
-def test_a_program_whose_writer_was_killed_is_no_hindrance(tmp_path):
-    """It is deleted, and compiled again."""
-    first, _ = start(tmp_path)
-    (broken,) = (tmp_path / "cache").rglob("jit__lambda*-atime")
-    broken.unlink()
-    third, said = start(tmp_path)
     assert third == Programs(1, sum(first) - 1)
-    assert "Error" not in said
+    assert without.compiled > 0
+    assert without.read == 0
+    assert "Error" not in done.stderr
 
 
-@pytest.mark.slow
-def test_the_cache_can_be_switched_off(tmp_path):
-    programs, _ = start(tmp_path, "--no-compilation-cache")
-    assert programs.compiled > 0
-    assert programs.read == 0
-    assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.slow
-def test_a_folder_that_cannot_be_written_to_stops_no_run(tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    programs, said = start(tmp_path)
-    assert programs.compiled > 0
-    assert "compiled programs cannot be kept" in said
-
-
-@pytest.mark.slow
-def test_a_folder_that_jax_was_told_stays(tmp_path):
-    programs, _ = start(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
-    assert programs.compiled > 0
-    assert not (tmp_path / "cache").exists()
+def test_a_folder_that_cannot_be_written_to_is_noted_and_one_that_jax_was_told_stays(tmp_path):
+    (tmp_path / "file").write_text("")
+    told = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "told"))
+    try:
+        use_cache(tmp_path / "other")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "told")
+        assert not (tmp_path / "other").exists()
+        jax.config.update("jax_compilation_cache_dir", None)
+        with pytest.raises(UsageError, match="compiled programs cannot be kept"):
+            use_cache(tmp_path / "file")
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", told)
 
 
 def test_words():

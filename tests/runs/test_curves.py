@@ -2,35 +2,26 @@
 
 import json
 
-import matplotlib
 import pytest
-from matplotlib.axes import Axes
+from matplotlib import pyplot
 
 from grpo_jax.runs import report
 from grpo_jax.runs.folder import RunFolder
 
-matplotlib.use("Agg")
-
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Titles of the panels -> values of the lines in them."""
-    found: dict[str, list] = {}
-    plot, title = Axes.plot, Axes.set_title
-    lines: list = []
+    """Titles of the panels -> values of the lines in them, once curves are saved."""
+    panels: dict[str, list] = {}
+    close = pyplot.close
 
-    def keep_plot(axis, steps, values, **look):
-        lines.append(list(map(float, values)))
-        return plot(axis, steps, values, **look)
+    def read(figure):
+        panels.clear()
+        panels.update({x.get_title(): [list(y.get_ydata()) for y in x.lines] for x in figure.axes if x.get_visible()})
+        close(figure)
 
-    def keep_title(axis, words, **look):
-        found[words] = lines.copy()
-        lines.clear()
-        return title(axis, words, **look)
-
-    monkeypatch.setattr(Axes, "plot", keep_plot)
-    monkeypatch.setattr(Axes, "set_title", keep_title)
-    return found
+    monkeypatch.setattr(pyplot, "close", read)
+    return panels
 
 
 def run_with(path, **phases):
@@ -56,17 +47,13 @@ def test_each_of_several_rewards_has_a_panel(tmp_path, drawn):
     lines = [{"reward": r, "reward_std": 0.1, "reward_a": 2 * r, "reward_b": -r, "kl": r} for r in (0.0, 0.5)]
     run = run_with(tmp_path, grpo=lines)
     report.save_curves(run, report.curves_of(run), ("grpo",))
-    assert drawn == {
-        "reward": [[0.0, 0.5]],
-        "reward a": [[0.0, 1.0]],
-        "reward b": [[0.0, -0.5]],
-        "kl": [[0.0, 0.5]],
-    }
+    values = {"reward": [0.0, 0.5], "reward a": [0.0, 1.0], "reward b": [0.0, -0.5], "kl": [0.0, 0.5]}
+    assert drawn == {name: [line] for name, line in values.items()}
 
 
 def test_a_mean_of_seeds_and_a_run_of_one_step(tmp_path, drawn):
     seeds = {"grpo_0": [{"kl": 0.0}, {"kl": 1.0}], "grpo_1": [{"kl": 1.0}, {"kl": 2.0}]}
     report.save_curves(run_with(tmp_path / "two", **seeds), (("kl", "KL"),), {"grpo": ["grpo_0", "grpo_1"]})
-    assert drawn.pop("KL") == [[0.5, 1.5]]
+    assert drawn == {"KL": [[0.5, 1.5]]}
     report.save_curves(run_with(tmp_path / "one", grpo=[{"kl": 1.0}]), (("kl", "KL"),), ("grpo",))
     assert drawn == {"KL": [[1.0]]}

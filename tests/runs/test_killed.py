@@ -4,7 +4,7 @@ A seed draws the moments: a share of a step after a line of metrics, or while a 
 the runs after it has imported everything, so that a run takes seconds; all runs read programs from one folder.
 """
 
-import contextlib
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -12,12 +12,15 @@ import os
 import random
 import re
 import shutil
-import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 from compare import EPISODES, FAMILIES, GRPO, MESH, ONLINE, PMAP, PPO, write_inputs
+
+from grpo_jax.commands import train
+from grpo_jax.runs import flags
 
 FIT = "--steps 5 --checkpoint-every 1"
 LONG = f"{FIT} --learning-rate 1e-2 --adam-epsilon 1e-8"
@@ -56,26 +59,17 @@ def start_run(inputs: Path, run: Path, name: str) -> None:
     import matplotlib.figure
 
     devices, args, _ = RUNS[name]
-    more = ["--run-dir", str(run), "--no-compilation-cache"]
     os.environ["XLA_FLAGS"] = re.sub(r"(device_count=)\d+", rf"\g<1>{devices}", os.environ["XLA_FLAGS"])
     os.chdir(inputs)
     matplotlib.figure.Figure.savefig = lambda self, path, *_, **__: Path(path).touch()  # it takes seconds
-    resumed = ["--resume"] if (run / "config.json").exists() else []
-    with (
-        (inputs / f"{run.name}.log").open("a") as log,
-        contextlib.redirect_stdout(log),
-        contextlib.redirect_stderr(log),
-    ):
+    resumed = ["--resume"] if (run / "config.json").exists() else args.split()
+    argv = [*resumed, "--run-dir", str(run), "--no-compilation-cache"]
+    with (inputs / f"{run.name}.log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
         if args == ONLINE:
-            from experiments import online_preference
-            from grpo_jax.runs import flags
-
-            sys.argv = [MODULE, *args.split(), *more, *resumed]
-            flags.main(online_preference.Config, online_preference.main, online_preference.__doc__)
+            experiment = importlib.import_module(MODULE)
+            flags.main(experiment.Config, experiment.main, None, argv)
         else:
-            from grpo_jax.commands import train
-
-            train.command([*(resumed or args.split()), *more])
+            train.command(argv)
 
 
 def count_lines(run: Path) -> int:

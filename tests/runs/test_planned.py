@@ -6,20 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from grpo_jax import prepare
-from grpo_jax.commands import grpo
 from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import from_json
 from grpo_jax.prepare import Loaded, RunOptions, apply_memory_plan
-from grpo_jax.runs import flags
 
-STORIES = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 MODEL = ModelConfig(64, 32, 128, 4, 4, 2, 8)
 
 
@@ -50,15 +45,3 @@ def test_a_plan_is_kept_with_the_run_and_used_again_whatever_memory_there_is(mon
         resumed, _, again = plan_with(monkeypatch, kept, limit)
         assert resumed == smaller
         assert again.fits == (limit == 10**9)
-
-
-@pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K model")
-def test_a_run_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "memory_limit", lambda devices: 2**20)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"Once {i}"}) + "\n" for i in range(12)))
-    folder = tmp_path / "run"
-    given = ["--model", STORIES, "--task", tmp_path / "rows.jsonl", "--reward", "length(maximum=3)"]
-    given += ["--num-prompts", 4, "--run-dir", folder]
-    with pytest.raises(UsageError, match=r"the run needs about \S+ GB of 0.001 on each device"):
-        grpo.main(flags.parse(grpo.Config, None, [str(arg) for arg in given]))
-    assert not folder.exists()

@@ -3,6 +3,7 @@
 import io
 import os
 from contextlib import suppress
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -13,34 +14,24 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import RunConsole, in_time, progress, waiting
 
 
-class Clock:
-    """Seconds that pass when they are told to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
+    """Seconds that pass when they are told to."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(module, "time", clock)
     return clock
 
 
-def compile_one():
-    """Compiles a program that nothing has compiled before, or reads it if a cache has it."""
-    jax.jit(lambda x: x + 1)(1.0)
+def silent_console(**options):
+    return Console(file=io.StringIO(), width=200, **options)
 
 
 def lines_of(clock, total, seconds, compiles=True, **options):
     """The lines of a phase whose steps take so many seconds, but for 20 more of the first, in which it compiles."""
-    console = Console(file=io.StringIO(), width=200)
+    console = silent_console()
     with progress(console, "grpo", total, **options) as show:
-        if compiles:
-            compile_one()
+        if compiles:  # a program that nothing has compiled before
+            jax.jit(lambda x: x + 1)(1.0)
         clock.now += 20
         for step in range(options.get("completed", 0) + 1, total + 1):
             clock.now += seconds
@@ -63,18 +54,15 @@ def test_quick_steps_get_a_line_in_thirty_seconds_and_slow_ones_one_in_ten_minut
     assert [line.split()[2] for line in slow[1:]] == ["1", *map(str, range(3, 100, 2)), "100"]
 
 
-def test_a_phase_that_compiles_nothing_says_so_after_a_step(clock):
+def test_a_phase_says_if_it_compiled_nothing_where_it_continues_and_nothing_if_it_is_complete(clock):
     lines_of(clock, 100, 5)
-    lines = lines_of(clock, 100, 5, compiles=False)
-    assert lines[1] == "grpo: step 1 of 100, reward 1, 25 s"
-
-
-def test_a_resumed_phase_says_where_it_goes_on(clock):
+    assert lines_of(clock, 100, 5, compiles=False)[1] == "grpo: step 1 of 100, reward 1, 25 s"
     assert lines_of(clock, 10, 1, completed=4)[0] == "grpo: continues after step 4 of 10"
+    assert lines_of(clock, 10, 1, completed=10) == []
 
 
 def test_a_resumed_run_says_where_it_continues_before_it_evaluates(tmp_path):
-    console = Console(file=io.StringIO(), width=200)
+    console = silent_console()
     run = RunFolder(tmp_path / "run", {}, console=console)
     run.announce_checkpoints("grpo", "control")
     assert console.file.getvalue() == ""
@@ -92,32 +80,21 @@ def test_a_closed_pipe_is_an_error_and_no_silent_exit():
         RunConsole(file=pipe).print("words")
 
 
-def test_a_phase_that_is_complete_says_nothing(clock):
-    assert lines_of(clock, 10, 1, completed=10) == []
-
-
 def test_what_takes_its_time_is_a_line():
-    console = Console(file=io.StringIO(), width=200)
+    console = silent_console()
     with waiting(console, "starting"):
         pass
     assert console.file.getvalue() == "starting\n"
 
 
-def test_a_terminal_has_a_bar(clock):
-    console = Console(file=io.StringIO(), width=200, force_terminal=True)
+def test_a_terminal_has_a_bar_that_says_that_programs_may_compile_until_the_first_step(clock):
+    console = silent_console(force_terminal=True)
     with progress(console, "grpo", 4) as show:
         show(4, "reward 1")
-    assert "4/4" in console.file.getvalue()
-    assert "step 4 of 4" not in console.file.getvalue()
-
-
-def test_a_bar_says_that_programs_may_compile_until_the_first_step(clock):
-    console = Console(file=io.StringIO(), width=200, force_terminal=True)
-    with progress(console, "grpo", 4) as show:
-        show(1, "reward 1")
     shown = console.file.getvalue()
-    assert "compiling or loading programs" in shown
-    assert shown.rfind("reward 1") > shown.rfind("compiling")  # the newest
+    assert "4/4" in shown
+    assert "step 4 of 4" not in shown
+    assert shown.rfind("reward 1") > shown.rfind("compiling or loading programs") > -1  # the newest
 
 
 def test_times_are_short():

@@ -1,5 +1,6 @@
 """TensorBoard and Weights & Biases show what the files say, also after a resume."""
 
+import itertools
 import math
 import sys
 import types
@@ -9,6 +10,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from grpo_jax.errors import UsageError
+from grpo_jax.runs import files
 from grpo_jax.runs.files import weights_and_biases
 from grpo_jax.runs.folder import RunFolder
 
@@ -30,18 +32,23 @@ def events(folder):
     return found
 
 
-def test_tensorboard_has_each_number_once_and_no_lines_that_were_dropped(tmp_path):
+def test_tensorboard_has_each_number_once_and_no_lines_that_were_dropped(tmp_path, monkeypatch):
+    seconds = itertools.count()  # a file's name has the second in which it began
+    monkeypatch.setattr(files, "time", types.SimpleNamespace(time=lambda: next(seconds)))
     run = RunFolder(tmp_path, {})
     run.rewind("grpo", 0)
     for step in (1, 2, 3):
         run.log("grpo", step, {"reward": step / 2, "nothing": None, "infinite": math.inf})
     run.log("control", 1, {"reward": 9.0})
     assert events(tmp_path / "tensorboard" / "grpo") == {("reward", step): step / 2 for step in (1, 2, 3)}
+    (tmp_path / "tensorboard/grpo/notes.txt").write_text("a user's")
     again = RunFolder(tmp_path, {})
-    again.rewind("grpo", 2)
+    for step in (3, 2):
+        again.rewind("grpo", step)
     again.log("grpo", 3, {"reward": 7.0})
     assert events(tmp_path / "tensorboard" / "grpo") == {("reward", 1): 0.5, ("reward", 2): 1.0, ("reward", 3): 7.0}
     assert events(tmp_path / "tensorboard" / "control") == {("reward", 1): 9.0}
+    assert (tmp_path / "tensorboard/grpo/notes.txt").exists()
 
 
 @pytest.mark.parametrize("linked", ["tensorboard", "tensorboard/grpo"])
@@ -58,14 +65,6 @@ def test_nothing_is_deleted_behind_a_link(tmp_path, linked):
     assert len(list(elsewhere.rglob("events.mine"))) == 2
 
 
-def test_what_else_is_in_the_folder_of_a_phase_stays(tmp_path):
-    run = RunFolder(tmp_path, {})
-    run.log("grpo", 1, {"reward": 1.0})
-    (tmp_path / "tensorboard/grpo/notes.txt").write_text("mine")
-    run.rewind("grpo", 0)
-    assert [file.name for file in (tmp_path / "tensorboard/grpo").iterdir()] == ["notes.txt"]
-
-
 def test_weights_and_biases_is_one_run_with_a_step_of_its_own(tmp_path, monkeypatch):
     calls = []
     theirs = types.SimpleNamespace(
@@ -79,9 +78,6 @@ def test_weights_and_biases_is_one_run_with_a_step_of_its_own(tmp_path, monkeypa
         tracker.log({"phase": "grpo", "step": 4, "reward": 0.5, "nothing": None})
     assert calls[0]["id"] == calls[3]["id"]
     assert calls[1:3] == [("grpo/*", "grpo/step"), {"grpo/step": 4, "grpo/reward": 0.5}]
-
-
-def test_weights_and_biases_must_be_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match="install it"):
         weights_and_biases("project", tmp_path, {})

@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import random
-import string
 
 import numpy as np
 import pytest
@@ -51,53 +50,33 @@ class Countdown:
         Countdown.closed += 1
 
 
-def check_gymnasium(make):
-    rows = gymnasium_rows(make, range(4))
-    assert rows == gymnasium_rows(make, range(4))
+def test_texts_of_an_environment_with_the_methods_of_gymnasium():
+    before = Countdown.closed
+    rows = gymnasium_rows(Countdown, range(4))
+    assert rows == gymnasium_rows(Countdown, range(4))
     assert len({row["prompt"] for row in rows}) > 1
     for row in rows:
         left = int(row["prompt"].split()[0])
-        reply = gymnasium_environment(make)
+        reply = gymnasium_environment(Countdown)
         assert reply(row, turns("1"), (0,)) == Reply(f"{left - 1} left", reward=1.0)
         assert reply(row, turns("1", "2"), (0,)) == Reply(f"{left - 3} left", done=left == 3, reward=0.0)
         assert reply(row, turns(*"1" * left), (0,)).done
-
-
-def test_texts_of_an_environment_with_the_methods_of_gymnasium():
-    before = Countdown.closed
-    check_gymnasium(Countdown)
     assert Countdown.closed == before + 2 + 3 * 4  # each that was made
     (failed,) = asked(gymnasium_environment(Countdown), [({"seed": 0}, turns("one"), (0,))])
     assert failed.failure == "raised"
 
 
-def test_an_environment_of_gymnasium():
-    gymnasium = pytest.importorskip("gymnasium")
-
-    class Real(gymnasium.Env):
-        observation_space = action_space = gymnasium.spaces.Text(99, charset=string.printable)
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            self.left = int(self.np_random.integers(3, 9))
-            return f"{self.left} left", {}
-
-        step = Countdown.step
-
-    # With the wrappers of `make`: they check spaces and the order of calls.
-    gymnasium.register("Countdown-v0", Real, max_episode_steps=99)
-    check_gymnasium(lambda: gymnasium.make("Countdown-v0"))
-    with pytest.raises(UsageError, match="shows ndarray, not text"):
-        gymnasium_rows(lambda: gymnasium.make("CartPole-v1"), [0])
-
-
-def test_an_environment_of_gym_before_gymnasium_is_refused():
-    class Old(Countdown):
-        def reset(self, *, seed=None):
-            return "3 left"
-
-    with pytest.raises(UsageError, match="reset of the environment returned str, and in Gymnasium"):
-        gymnasium_rows(Old, [0])
+@pytest.mark.parametrize(
+    ("observation", "words"),
+    [
+        ("3 left", "reset of the environment returned str, and in Gymnasium"),
+        ((np.zeros(2), {}), "shows ndarray, not text"),
+    ],
+)
+def test_an_environment_of_gym_before_gymnasium_or_without_texts_is_refused(observation, words):
+    other = type("Other", (Countdown,), {"reset": lambda self, *, seed=None, options=None: observation})
+    with pytest.raises(UsageError, match=words):
+        gymnasium_rows(other, [0])
 
 
 # ---- TRL
@@ -204,51 +183,40 @@ def test_what_is_no_environment_of_trl_is_refused(factory):
         trl_tools(factory)
 
 
-@pytest.mark.parametrize("error", [ValueError("no\nserver"), SystemExit("no server")])
-def test_an_environment_that_cannot_be_made_or_reset_is_told(error):
-    class Unmade(Counter):
-        def __init__(self):
-            raise error
+def raising(error):
+    def method(self, **row):
+        raise error
 
-    class Unset(Counter):
-        def reset(self, **row):
-            raise error
+    return method
 
-    with pytest.raises(UsageError, match=r"environment_factory cannot be called: \w+: no server$"):
-        trl_tools(Unmade)
-    with pytest.raises(UsageError, match=r"the columns of row 0, raised \w+: no server$"):
-        trl_rows(Unset, [{"prompt": "a"}])
+
+def returning(value):
+    return lambda self, **row: value
+
+
+async def later(self, **row):
+    return "more"
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_async_reset_is_refused():
-    class Slow(Counter):
-        async def reset(self, **row):
-            return "more"
-
-    with pytest.raises(UsageError, match="reset of the environment is async"):
-        trl_rows(Slow, [{"prompt": "a"}])
-
-
-def test_a_reset_that_takes_no_columns_is_told():
-    class Strict(Counter):
-        def reset(self):
-            return None
-
-    with pytest.raises(UsageError, match=r"the columns of row 0, raised TypeError: .*prompt"):
-        trl_rows(Strict, [{"prompt": "a"}])
-
-
 @pytest.mark.parametrize(
-    ("prompt", "shown"), [(None, "x"), (3, "x"), ([], "x"), ([{"role": "user"}], "x"), ("a", 3), ("a", ["x"])]
+    ("methods", "prompt", "words"),
+    [
+        ({"__init__": raising(ValueError("no\nserver"))}, "a", r"environment_factory cannot be called: .*: no server$"),
+        ({"__init__": raising(SystemExit("no server"))}, "a", r"environment_factory cannot be called: .*: no server$"),
+        ({"reset": raising(ValueError("no\nserver"))}, "a", r"the columns of row 0, raised \w+: no server$"),
+        ({"reset": raising(SystemExit("no server"))}, "a", r"the columns of row 0, raised \w+: no server$"),
+        ({"reset": lambda self: None}, "a", r"the columns of row 0, raised TypeError: .*prompt"),
+        ({"reset": later}, "a", "reset of the environment is async"),
+        *(({"reset": returning("x")}, prompt, "row 0: reset returned") for prompt in (None, 3, [], [{"role": "user"}])),
+        ({"reset": returning(3)}, "a", "row 0: reset returned .* let it return a text or None"),
+        ({"reset": returning(["x"])}, "a", "row 0: reset returned .* let it return a text or None"),
+    ],
 )
-def test_what_cannot_stand_behind_a_prompt_is_refused(prompt, shown):
-    class Showing(Counter):
-        def reset(self, **row):
-            return shown
-
-    with pytest.raises(UsageError, match=r"row 0: reset returned .* let it return a text or None"):
-        trl_rows(Showing, [{"prompt": prompt}])
+def test_a_class_that_cannot_be_made_or_reset_is_refused(methods, prompt, words):
+    factory = type("Odd", (Counter,), methods)
+    with pytest.raises(UsageError, match=words):
+        trl_rows(trl_tools(factory) and factory, [{"prompt": prompt}])
 
 
 def test_async_methods_are_awaited():
@@ -260,8 +228,7 @@ def test_async_methods_are_awaited():
                 steps: how many.
             """
             await asyncio.sleep(0.001)
-            self.count += steps
-            return self.count
+            return super().count_on(steps)
 
         async def get_reward(self):
             return 0.5
@@ -284,11 +251,13 @@ class Slow:
         return " ".join(map(str, self.drawn))
 
 
+DRAW = '<tool_call>{"name": "draw", "arguments": {}}</tool_call>'
+
+
 def test_episodes_that_wait_for_one_another_draw_what_each_draws_by_itself():
-    call = '<tool_call>{"name": "draw", "arguments": {}}</tool_call>'
     environment = trl_environment(Slow)
     # The second begins within the first and ends after it, and the third ends before both.
-    episodes = [({"row": {"wait": wait}}, turns(call), (0,)) for wait in (0.02, 0.04, 0.0)]
+    episodes = [({"row": {"wait": wait}}, turns(DRAW), (0,)) for wait in (0.02, 0.04, 0.0)]
     state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
     together = [reply.text for reply in asked(environment, episodes)]
     assert together == [asked(environment, [episode])[0].text for episode in episodes]
@@ -297,12 +266,11 @@ def test_episodes_that_wait_for_one_another_draw_what_each_draws_by_itself():
 
 
 def test_a_waiting_episode_can_be_cancelled():
-    call = '<tool_call>{"name": "draw", "arguments": {}}</tool_call>'
     state = random.getstate()
 
     async def cancelled():
         async with asyncio.timeout(0.01):
-            await trl_environment(Slow)({"row": {"wait": 100}}, turns(call), (0,))
+            await trl_environment(Slow)({"row": {"wait": 100}}, turns(DRAW), (0,))
 
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())

@@ -62,6 +62,7 @@ def trained(task, steps=1):
 
 WORDS = [{"prompt": f"word {i}", "number": i} for i in range(100)]
 OTHERS = [{"prompt": "held out"}]
+USER = [{"role": "user", "content": "Hi"}]
 
 
 def refusal(function, *args, **options):
@@ -111,11 +112,10 @@ def test_a_late_step_is_as_quick_as_the_first(monkeypatch):
 
 
 def test_a_resumed_task_sees_what_it_would_have_seen():
-    first, again = make(WORDS, num_prompts=8), make(WORDS, num_prompts=8)
+    first, again, other = (make(WORDS, num_prompts=8, seed=seed) for seed in (0, 0, 1))
     for _ in range(20):
         first.prompts(0)
     np.testing.assert_array_equal(first.prompts(37).ids, again.prompts(37).ids)
-    other = make(WORDS, num_prompts=8, seed=1)
     assert (first.prompts(37).ids != other.prompts(37).ids).any()
     np.testing.assert_array_equal(first.heldout.ids, other.heldout.ids)  # the split is no matter of the seed
 
@@ -148,19 +148,14 @@ def test_a_number_is_held_out():
     assert texts(again.heldout) == texts(task.heldout)
 
 
-def test_rows_given_for_holding_out_are_never_trained_on():
-    task = make([*WORDS, WORDS[3]], heldout_rows=[WORDS[3], WORDS[50], {"prompt": "new"}])
-    assert texts(task.heldout) == ["word 3", "word 50", "new"]
-    assert sorted(trained(task, 98)) == sorted(row["prompt"] for row in WORDS if row["number"] not in (3, 50))
-    assert task.notes == ("training: dropped, for they are held out: 3",)
-
-
-def test_rows_left_out_of_the_held_out_ones_are_not_trained_on_either():
-    held = [{"prompt": f"{row['prompt']}!"} for row in WORDS]
-    task = make([*WORDS, *held], heldout_rows=held, num_heldout=5)
-    assert len(task.heldout.examples) == 5
-    assert sorted(trained(task, 100)) == sorted(row["prompt"] for row in WORDS)
-    assert task.notes == ("training: dropped, for they are held out: 100",)
+def test_rows_for_holding_out_are_never_trained_on_even_if_they_are_left_out():
+    heldout = [WORDS[3], WORDS[50], {"prompt": "new"}]
+    for number in (3, 1):
+        task = make(WORDS, heldout_rows=heldout, num_heldout=number)
+        assert len(task.heldout.examples) == number
+        assert {*texts(task.heldout)} <= {row["prompt"] for row in heldout}
+        assert sorted(trained(task, 98)) == sorted(row["prompt"] for row in WORDS if row["number"] not in (3, 50))
+        assert task.notes == ("training: dropped, for they are held out: 2",)
 
 
 def test_prompts_that_become_equal_by_cutting_do_not_straddle():
@@ -246,15 +241,15 @@ def test_prompts_that_are_encoded_when_they_are_taken_are_the_same(options, few_
 
 
 def test_one_bad_row_among_many_is_refused_before_anything_is_encoded(tmp_path):
-    lines = [json.dumps({"prompt": f"word {i}"}) for i in range(30_000)]
+    lines = [json.dumps({"prompt": f"word {i}"}) for i in range(3_000)]
     tokenizer, path = Counting(), tmp_path / "r.jsonl"
     for bad, sentence in (('{"prompt": 7}', "column prompt holds a number"), ('{"text": ""}', "has no column prompt")):
-        path.write_text("\n".join([*lines[:29_000], bad, *lines[29_001:]]))
+        path.write_text("\n".join([*lines[:2_900], bad, *lines[2_901:]]))
         refused = refusal(make, read_rows(path), tokenizer)
-        assert f"{path}, line 29001" in refused
+        assert f"{path}, line 2901" in refused
         assert sentence in refused
-    path.write_text("\n".join([*lines[:29_000], '{"prompt": ', *lines[29_001:]]))
-    assert f"{path}, line 29001 is not JSON" in refusal(read_rows, path)
+    path.write_text("\n".join([*lines[:2_900], '{"prompt": ', *lines[2_901:]]))
+    assert f"{path}, line 2901 is not JSON" in refusal(read_rows, path)
     assert tokenizer.encoded == []
 
 
@@ -294,15 +289,14 @@ def test_examples_have_all_columns_and_the_text_as_encoded():
 
 
 def test_texts_and_messages_in_chat():
-    user = [{"role": "user", "content": "Hi"}]
     held = [{"prompt": [{"role": "user", "content": "Oh"}]}]
-    assert trained(make([{"prompt": user}], heldout_rows=held)) == ["<user>Hi<assistant>"]
+    assert trained(make([{"prompt": USER}], heldout_rows=held)) == ["<user>Hi<assistant>"]
     assert trained(make([{"prompt": "Hi"}], heldout_rows=held)) == ["Hi"]
     assert trained(make([{"prompt": "Hi"}], heldout_rows=held, chat=True)) == ["<user>Hi<assistant>"]
     both = make([{"prompt": "Hi"}], heldout_rows=held, chat=True, system="Be")
     assert trained(both) == ["<system>Be<user>Hi<assistant>"]
     assert texts(both.heldout) == ["<system>Be<user>Oh<assistant>"]
-    own = [{"role": "system", "content": "Do"}, *user]
+    own = [{"role": "system", "content": "Do"}, *USER]
     assert trained(make([{"prompt": own}], heldout_rows=held, system="Be")) == ["<system>Do<user>Hi<assistant>"]
 
 
@@ -311,72 +305,46 @@ def test_the_split_is_the_same_with_and_without_a_chat_template():
     assert [f"<user>{text}<assistant>" for text in texts(bare.heldout)] == texts(chat.heldout)
 
 
-@pytest.mark.parametrize(
-    ("template", "sentence"),
-    [
-        ("{question", "the template cannot be read"),
-        ("question}", "the template cannot be read"),
-        ("{missing}", "row 0 has no column missing: its columns are prompt, number, many, none"),
-        ("{}", "without a name"),
-        ("{number:>99999999}", "with a format"),
-        ("{number!r}", "with a format"),
-        ("{number.__class__}", "no column number.__class__"),
-        ("{number[0]}", "no column number[0]"),
-        ("{many}", "row 0: column many holds a list"),
-        ("{none}", "row 0: column none holds nothing (null)"),
-    ],
-)
-def test_a_template_takes_names_of_columns_alone(template, sentence):
-    rows = [{"prompt": "x", "number": 7, "many": [1], "none": None}]
-    assert sentence in refusal(make, rows, template=template, heldout_rows=OTHERS)
+MIXED = [{"prompt": "x", "number": 7, "many": [1], "none": None}]
+CANNOT = [
+    ({"template": "{question"}, "the template cannot be read"),
+    ({"template": "{missing}"}, "row 0 has no column missing: its columns are prompt, number, many, none"),
+    ({"template": "{}"}, "without a name"),
+    ({"template": "{number:>99999999}"}, "with a format"),
+    ({"template": "{number!r}"}, "with a format"),
+    ({"template": "{number.__class__}"}, "no column number.__class__"),
+    ({"template": "{many}"}, "row 0: column many holds a list"),
+    ({"template": "{none}"}, "row 0: column none holds nothing (null)"),
+    ({"prompt": 7}, "row 1: column prompt holds a number, and should hold text or a list of chat messages"),
+    ({"prompt": None}, "holds nothing (null)"),
+    ({"prompt": []}, "should end with the user's"),
+    ({"prompt": [{"role": "user"}]}, 'without text as "role" and "content"'),
+    ({"prompt": [{"role": "user", "content": ["x"]}]}, 'without text as "role" and "content"'),
+    ({"prompt": [*USER, {"role": "assistant", "content": "y"}]}, "should end with the user's"),
+    ({"prompt": "\ud800"}, "row 1: its prompt holds half of a surrogate pair"),
+    ({"num_prompts": 0}, "num_prompts is 0"),
+    ({"num_prompts": 101}, "num_prompts is 101, but there are 100 training prompts"),
+    ({"num_heldout": 0}, "num_heldout is 0"),
+    ({"num_heldout": 100, "heldout_rows": None}, "no prompt is left for training among 100 rows"),
+    ({"heldout_share": 1e-9, "heldout_rows": None}, "no prompt is left for held out among 100 rows"),
+    ({"heldout_share": 1.5, "heldout_rows": None}, "heldout_share is 1.5"),
+    ({"heldout_rows": []}, "no prompt is left for held out"),
+    ({"heldout_rows": [{"text": "x"}]}, "held-out row 0 has no column prompt: its columns are text"),
+    ({"heldout_rows": WORDS}, "no prompt is left for training among 100 rows"),
+    ({"prompt_column": "question"}, "row 0 has no column question: its columns are prompt, number"),
+    ({"system": "Be"}, "a system message needs chat messages"),
+    ({"chat": True, "tokenizer": SimpleNamespace(chat_template=None)}, "no chat template"),
+    ({"vocab_size": ord("w")}, "the tokenizer writes token 119, but the model has the tokens 0 to 118"),
+]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sentence"),
-    [
-        (7, "row 1: column prompt holds a number, and should hold text or a list of chat messages"),
-        (None, "holds nothing (null)"),
-        ({"role": "user", "content": "x"}, "holds an object"),
-        (["x"], "holds a list"),
-        ([], "should end with the user's"),
-        ([{"role": "user"}], 'without text as "role" and "content"'),
-        ([{"role": "user", "content": ["x"]}], 'without text as "role" and "content"'),
-        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "should end with the user's"),
-        ("\ud800", "row 1: its prompt holds half of a surrogate pair"),
-    ],
-)
-def test_a_prompt_is_text_or_messages(prompt, sentence):
-    assert sentence in refusal(make, [{"prompt": "fine"}, {"prompt": prompt}], heldout_rows=OTHERS)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"num_prompts": 0}, "num_prompts is 0"),
-        ({"num_prompts": 101, "heldout_rows": OTHERS}, "num_prompts is 101, but there are 100 training prompts"),
-        ({"num_heldout": 0}, "num_heldout is 0"),
-        ({"num_heldout": 100}, "no prompt is left for training among 100 rows"),
-        ({"heldout_share": 1e-9}, "no prompt is left for held out among 100 rows"),
-        ({"heldout_share": 1.5}, "heldout_share is 1.5: it must be at least 0, and below 1"),
-        ({"heldout_rows": []}, "no prompt is left for held out"),
-        (
-            {"heldout_rows": [{"text": "x"}]},
-            "held-out row 0 has no column prompt: its columns are text; put the prompt there, or set",
-        ),
-        ({"prompt_column": "question"}, "row 0 has no column question: its columns are prompt, number"),
-        ({"system": "Be"}, "a system message needs chat messages"),
-        ({"vocab_size": ord("w")}, "the tokenizer writes token 119, but the model has the tokens 0 to 118: take the"),
-        ({"heldout_rows": WORDS}, "no prompt is left for training among 100 rows"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options, sentence):
-    assert sentence in refusal(make, WORDS, **options)
-
-
-def test_chat_without_a_template_is_refused():
-    tokenizer = Characters()
-    tokenizer.chat_template = None
-    assert "no chat template" in refusal(make, WORDS, tokenizer, chat=True)
+@pytest.mark.parametrize(("options", "sentence"), CANNOT, ids=[str(options)[:60] for options, _ in CANNOT])
+def test_what_makes_no_task_is_refused(options, sentence):
+    options = {"heldout_rows": OTHERS} | options
+    rows = MIXED if "template" in options else WORDS
+    if "prompt" in options:
+        rows = [WORDS[0], {"prompt": options.pop("prompt")}]
+    assert sentence in refusal(make, rows, **options)
 
 
 # --- reading ---
@@ -412,12 +380,10 @@ def test_a_folder_has_splits(tmp_path):
     [
         ("r.jsonl", b'{"a": 1}\n{"a": }', "r.jsonl, line 2 is not JSON (Expecting value at column 7)"),
         ("r.jsonl", b"\n[1]", "r.jsonl, line 2 holds a list, not an object"),
-        ("r.jsonl", b'{"a": 1}\nnull', "r.jsonl, line 2 holds nothing (null), not an object"),
         ("r.jsonl", b'{"a": "\xff"}', "r.jsonl, line 1 is not UTF-8"),
         ("r.jsonl", b"[" * 100_000, "r.jsonl, line 1 is JSON that cannot be read"),
         ("r.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "r.jsonl, line 1 is JSON that cannot be read"),
         ("r.jsonl", b"", "r.jsonl holds no rows"),
-        ("r.jsonl", b"\n \n", "r.jsonl holds no rows"),
         ("r.json", b"[]", "r.json holds no rows"),
         ("r.json", b'{"a": 1}', "r.json holds an object, not a list of objects: is it .jsonl?"),
         ("r.json", b'[{"a": 1},\n{"a": ]', "r.json is not JSON (Expecting value at line 2, column 7)"),
@@ -437,6 +403,7 @@ def test_what_is_wrong_with_a_row_is_said_with_its_file_and_line(tmp_path):
     rows = read_rows(tmp_path / "r.jsonl")
     assert f"{tmp_path}/r.jsonl, line 2: column prompt holds a number" in refusal(make, rows)
     assert f"{tmp_path}/r.jsonl, line 3 has no column prompt" in refusal(make, rows[2:])
+    assert "here has no column b: its columns are a" in refusal(make, [Row({"a": 1}, "here")], prompt_column="b")
 
 
 def test_a_missing_file_is_a_sentence(tmp_path):
@@ -458,9 +425,6 @@ def test_a_data_set_of_the_hub(monkeypatch):
     assert rows[0].where == "owner/name, split test, row 0"
     assert read_rows("name")[0]["split"] == "train"
     assert refusal(read_rows, "no/one").endswith("split train cannot be loaded: no such data set")
-
-
-def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "install grpo_jax[hub]" in refusal(read_rows, "owner/name")
 
@@ -468,112 +432,65 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
 # --- GSM8K and MATH ---
 
 
+@pytest.mark.parametrize(
+    ("read", "row", "sentence"),
+    [
+        (gsm8k_rows, {"question": "How many?", "answer": "5"}, 'line 1: its answer does not end with "####"'),
+        (gsm8k_rows, {"question": "How many?", "answer": 5}, "line 1: column answer holds a number"),
+        (gsm8k_rows, {"answer": "#### 5"}, "line 1 has no column question: its columns are answer"),
+        (math_rows, {"text": "1+1?"}, "has no column question: its columns are text"),
+        (math_rows, {"problem": "1+1?", "solution": "2"}, "has no column answer"),
+        (math_rows, {"problem": "1+1?", "answer": " "}, "its answer is empty"),
+    ],
+)
+def test_a_problem_without_question_or_answer_is_refused(tmp_path, read, row, sentence):
+    (tmp_path / "r.jsonl").write_text(json.dumps(row))
+    assert sentence in refusal(read, tmp_path / "r.jsonl")
+
+
 def test_gsm8k_rows_by_hand(tmp_path):
     path = tmp_path / "train.jsonl"
-    path.write_text(
-        json.dumps({"question": "How many?", "answer": "2 * 500 = <<2*500=1000>>1,000 of #1 ####\n#### 1,000"})
-    )
+    solution = "2 * 500 = <<2*500=1000>>1,000 of #1 ####"
+    path.write_text(json.dumps({"question": "How many?", "answer": f"{solution}\n#### 1,000"}))
     [row] = gsm8k_rows(path)
-    assert row == {"question": "How many?", "answer": "1,000", "solution": "2 * 500 = <<2*500=1000>>1,000 of #1 ####"}
+    assert row == {"question": "How many?", "answer": "1,000", "solution": solution}
     assert row.where == f"{path}, line 1"
-    path.write_text('{"question": "How many?", "answer": "5"}')
-    assert 'line 1: its answer does not end with "####"' in refusal(gsm8k_rows, path)
-    path.write_text('{"question": "How many?", "answer": 5}')
-    assert "line 1: column answer holds a number, and should hold text" in refusal(gsm8k_rows, path)
-    path.write_text('{"answer": "#### 5"}')
-    assert "line 1 has no column question: its columns are answer" in refusal(gsm8k_rows, path)
 
 
 def test_math_rows_by_hand(tmp_path):
-    path = tmp_path / "r.jsonl"
     lines = [
         {"prompt": f"1+1?\n{BOXED}", "answer": "2"},
         {"question": "1+1?", "answer": "It is $\\boxed{2}$.The answer is: 2"},
         {"problem": "1+1?", "answer": 2, "level": 1, "solution": "Add."},
     ]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    rows = math_rows(path)
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = math_rows(tmp_path / "r.jsonl")
     assert [(row["question"], row["answer"]) for row in rows] == [("1+1?", "2")] * 3
     assert [row.get("solution") for row in rows] == [None, "It is $\\boxed{2}$.", "Add."]
     assert rows[2]["level"] == 1
-    path.write_text('{"text": "1+1?"}')
-    assert "has no column question: its columns are text" in refusal(math_rows, path)
-    path.write_text('{"problem": "1+1?", "solution": "2"}')
-    assert "has no column answer" in refusal(math_rows, path)
-    path.write_text('{"problem": "1+1?", "answer": " "}')
-    assert "its answer is empty" in refusal(math_rows, path)
-    assert trained(
-        problem_task("math", Characters(), (0,), rows, heldout_rows=[rows[0] | {"question": "x"}], **OPTIONS)
-    ) == ["Problem: 1+1?\nPlease reason step by step, and put your final answer within \\boxed{}.\nSolution:"]
-
-
-OPTIONS = {"vocab_size": 256, "num_prompts": 1, "seed": 0, "reward": zeros}
-
-
-def gsm8k_of(folder, tokenizer, **options):
-    rows, test = (gsm8k_rows(folder, split=split) for split in ("train", "test"))
-    return problem_task("gsm8k", tokenizer, (2,), rows, heldout_rows=test, **options)
+    held = [rows[0] | {"question": "x"}]
+    options = {"vocab_size": 256, "num_prompts": 1, "seed": 0, "reward": zeros, "heldout_rows": held}
+    (text,) = trained(problem_task("math", Characters(), (0,), rows, **options))
+    assert text == f"Problem: 1+1?\n{BOXED}\nSolution:"
+    (text,) = trained(problem_task("math", Characters(), (0,), rows, **options, chat=True, system="Be"))
+    assert text == f"<system>Be<user>1+1?\n{BOXED}<assistant>"
 
 
 @needs_data
-def test_gsm8k_for_a_base_model(tmp_path):
+def test_gsm8k_and_math500_are_read_as_they_come(tmp_path):
+    rows, heldout = (gsm8k_rows(DATA / "gsm8k", split=split) for split in ("train", "test"))
+    assert (len(rows), len(heldout)) == (7473, 1319)
     tokenizer = load_tokenizer(DATA / "stories260K-hf")
-    rows = gsm8k_rows(DATA / "gsm8k")
-    assert len(rows) == 7473
-    for split in ("train", "test"):  # of whose first rows the task is made
-        lines = (DATA / f"gsm8k/{split}.jsonl").read_text().splitlines()[:200]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
-    options = OPTIONS | {"vocab_size": 512, "num_prompts": 4, "num_heldout": 8}
-    task = gsm8k_of(tmp_path, tokenizer, **options)
-    assert len(task.heldout.examples) == 8
-    example = task.prompts(0).examples[0]
+    options = {"vocab_size": 512, "num_prompts": 4, "num_heldout": 8, "seed": 0, "reward": zeros}
+    task = problem_task("gsm8k", tokenizer, (2,), rows[:200], heldout_rows=heldout[:200], **options)
+    assert (len(task.heldout.examples), task.notes) == (8, ())
+    prompts = task.prompts(0)
+    example = prompts.examples[0]
     assert example["prompt"].startswith(f"Question: {example['question']}\n")
     assert example["prompt"].endswith('"#### 72".\nAnswer:')
-    ids = task.prompts(0).ids[0][task.prompts(0).mask[0]]
-    assert task.decode(ids.tolist()).strip() == example["prompt"]
-    assert any(row["question"] == example["question"] and row["answer"] == example["answer"] for row in rows)
-    assert {row["question"] for row in gsm8k_rows(DATA / "gsm8k", split="test")} >= {
-        example["question"] for example in task.heldout.examples
-    }
-    assert task.notes == ()
-
-
-@needs_data
-def test_gsm8k_in_chat(tmp_path):
-    tokenizer = load_tokenizer(DATA / "hf-tokenizers/phi-3-mini")
-    for split in ("train", "test"):
-        lines = (DATA / f"gsm8k/{split}.jsonl").read_text().splitlines()[:40]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
-    task = gsm8k_of(
-        tmp_path,
-        tokenizer,
-        chat=True,
-        system="Be brief.",
-        max_prompt_tokens=100,
-        **OPTIONS | {"vocab_size": 32064},
-    )
-    example = task.prompts(0).examples[0]
-    assert example["prompt"].startswith(f"<|system|>\nBe brief.<|end|>\n<|user|>\n{example['question']}\n")
-    assert example["prompt"].endswith("<|end|>\n<|assistant|>\n")
-    assert task.heldout.ids.shape[1] <= 100
-    assert len(task.notes) == 2
-    assert all("longer than 100 tokens" in note for note in task.notes)
-
-
-@needs_data
-def test_both_files_of_math500_give_the_same_rows():
-    bare = math_rows(DATA / "math500/math500_prompt_answer.jsonl")
-    solved = math_rows(DATA / "math500/math500_with_solutions.jsonl")
+    assert task.decode(prompts.ids[0][prompts.mask[0]].tolist()).strip() == example["prompt"]
+    bare, solved = (math_rows(DATA / f"math500/math500_{name}.jsonl") for name in ("prompt_answer", "with_solutions"))
     assert len(bare) == len(solved) == 500
     for one, other in zip(bare, solved, strict=True):
         assert (one["question"], one["answer"]) == (other["question"], other["answer"])
         assert "The answer is:" not in other["solution"]
-    tokenizer = load_tokenizer(DATA / "stories260K-hf")
-    task = problem_task("math", tokenizer, (2,), solved, num_heldout=100, **OPTIONS | {"vocab_size": 512})
-    assert len(task.heldout.examples) == 100
-    assert task.prompts(0).examples[0]["prompt"].endswith("within \\boxed{}.\nSolution:")
-
-
-def test_rows_know_where_they_were_read():
-    assert Row({"a": 1}, "here").where == "here"
-    assert "here has no column b: its columns are a" in refusal(make, [Row({"a": 1}, "here")], prompt_column="b")

@@ -44,14 +44,8 @@ def test_a_schema_has_the_types_and_the_words():
     assert schema["function"]["description"] == "Multiplies two numbers."
     assert schema["function"]["parameters"]["properties"]["b"] == {"type": "number", "description": "another one."}
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
-
-
-def test_a_function_without_hints_is_refused():
-    def bare(a):
-        """Does nothing."""
-
     with pytest.raises(UsageError, match="the tool bare needs a type hint"):
-        schemas_of({"bare": bare})
+        schemas_of({"bare": lambda a: None})
 
 
 @pytest.mark.parametrize(
@@ -85,10 +79,8 @@ def test_calls_are_read_in_both_formats(text, calls):
     "text",
     [
         "<tool_call>multiply(2, 3)</tool_call>",
-        "<tool_call></tool_call>",
         '<tool_call>{"name": "multiply", "arguments": [2, 3]}</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
-        '<tool_call>["multiply"]</tool_call>',
         "<tool_call>" + "[" * 10**5,
         '{"name": "multiply", "parameters": {"a": 2,',
         '{"name": 3, "parameters": {}}',
@@ -123,9 +115,9 @@ def test_a_result_that_json_cannot_write_is_answered_by_an_error():
         """Returns a dict without names, later."""
         return pairs()
 
-    tools = {"pairs": pairs, "endless": endless, "pairs_later": pairs_later}
-    for name in tools:
-        for several in (tools, {name: tools[name]}):  # with and without an async one beside it
+    tools = {tool.__name__: tool for tool in (pairs, endless, pairs_later)}
+    for name, tool in tools.items():
+        for several in (tools, {name: tool}):  # with an async one and without
             reply = ask(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>', several)
             assert reply.failure == ""
             assert reply.text.startswith("Error: ")
@@ -139,51 +131,13 @@ def test_results_are_a_line_each_and_a_turn_without_calls_ends_the_episode():
     assert ask("6") == Reply(done=True)
 
 
-FILE = '''
-import time
-
-def add(a: int, b: int) -> int:
-    """Adds.
-
-    Args:
-        a: one.
-        b: another.
-    """
-    if a == 13:
-        time.sleep(1000)
-    return a + b
-'''
-
-
-def test_tools_of_a_file_run_in_processes_under_a_deadline(tmp_path):
-    file = tmp_path / "tools.py"
-    file.write_text(FILE)
-    spec = "grpo_jax.tasks.tools:environment_of_tools"
-    call = '<tool_call>{"name": "add", "arguments": {"a": %d, "b": 1}}</tool_call>'
-    with environment_in_processes(spec, list, arguments={"tools": f"{file}:add"}, deadline=0.5, workers=1) as found:
-        transcripts = [[Turn(Completion(call % a))] for a in (1, 13, 2)]
-        one, hangs, two = found.ask([{}] * 3, transcripts, [(0,)] * 3)
-    assert (one.text, two.text) == ("2", "3")
-    assert hangs.failure == "timeout"
-
-
-SHARED = '''
+SHARED = """
 print("loaded", file=open({log!r}, "a"))
 seen = []
 
-def remember(word: str) -> str:
-    """Keeps a word.
-
-    Args:
-        word: to keep.
-    """
-    seen.append(word)
-    return "kept"
-
-def recall() -> list:
-    """Returns the words."""
-    return seen
-'''
+def remember(word: str) -> None: seen.append(word)
+def recall() -> list: return seen
+"""
 
 
 def test_tools_of_one_file_share_its_state_and_it_runs_once(tmp_path):
@@ -194,38 +148,20 @@ def test_tools_of_one_file_share_its_state_and_it_runs_once(tmp_path):
     assert (tmp_path / "log").read_text() == "loaded\n"
 
 
-ESCAPES = '''
+ESCAPES = """
 import os, subprocess, sys, time
 
-def sleep() -> str:
-    """Sleeps, and so does a child of it."""
+def sleep():
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     time.sleep(1000)
 
-def spin() -> str:
-    """Never returns to the interpreter's other threads."""
-    sum(iter(int, 1))
-
-def leave() -> str:
-    """Ends the program."""
-    sys.exit(3)
-
-def crash() -> str:
-    """Ends the process without a word."""
-    os._exit(3)
-
-def interrupt() -> str:
-    """Raises what Ctrl-C raises."""
-    raise KeyboardInterrupt
-
-async def sleep_later() -> str:
-    """Holds the loop."""
-    time.sleep(1000)
-
-def fine() -> str:
-    """Says so."""
-    return "fine"
-'''
+def spin(): sum(iter(int, 1))  # never returns to the interpreter's other threads
+def leave(): sys.exit(3)
+def crash(): os._exit(3)
+def interrupt(): raise KeyboardInterrupt
+async def sleep_later(): time.sleep(1000)
+def fine(): return "fine"
+"""
 
 
 @pytest.mark.parametrize(
@@ -233,10 +169,10 @@ def fine() -> str:
     [
         ("leave", "died"),
         ("spin", "timeout"),
-        *(  # other ways out of a call
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("sleep", "timeout"), ("sleep_later", "timeout"), ("crash", "died"), ("interrupt", "raised")]
-        ),
+        pytest.param("sleep", "timeout", marks=pytest.mark.slow),
+        pytest.param("sleep_later", "timeout", marks=pytest.mark.slow),
+        pytest.param("crash", "died", marks=pytest.mark.slow),
+        pytest.param("interrupt", "raised", marks=pytest.mark.slow),
     ],
 )
 def test_a_tool_that_hangs_or_escapes_ends_its_own_episode_only(tmp_path, name, failure):

@@ -1,0 +1,120 @@
+"""A tiny model with rows that serve every method, and commands that run in this process."""
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from experiments.tasks import arithmetic
+from grpo_jax import commands, hosts
+from grpo_jax.commands import train
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import save_pretrained
+from grpo_jax.models.policy import decoder_policy
+
+CONFIG = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8, max_position_embeddings=64)
+LOW = "def low(rows, texts): return [sum(map(text.count, '01234')) for text in texts]\n"
+GAME = '''
+import time
+from grpo_jax.data.episodes import Reply
+
+def make():
+    def reply(example, transcript, key):
+        if key[3] == 5: time.sleep(1000)
+        return Reply(f"={example['digit']}=", reward=sum(map(transcript[-1].action.count, "01234")) / 8)
+    return reply
+
+class Game:
+    def reset(self, **row):
+        self.digit = row["digit"]
+        return "0"
+
+    def get_reward(self):
+        return int(self.digit)
+
+    def add(self, a: int) -> int:
+        """Adds.
+
+        Args:
+          a: a number.
+        """
+        return a + 1
+
+add = Game().add
+'''
+OF_PAIRS = ("reward-model", "dpo", "kto")
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
+    """Writes a row a line."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def write_inputs(folder: Path) -> Path:
+    """Writes model/ and teacher/, rows.jsonl with columns for every method, rewards.py, and game.py: environments."""
+    for name, config in (("model", CONFIG), ("teacher", replace(CONFIG, initializer_range=0.3))):
+        save_pretrained(folder / name, jax.jit(decoder_policy(config).init)(jax.random.key(3)), config)
+        arithmetic.TEXT.save_tokenizer(folder / name)
+    rows = [
+        {"prompt": f"{i}+{j}=", "completion": str(i + j), "chosen": str(i + j), "rejected": str(i + j + 1)}
+        for i in range(8)
+        for j in range(8)
+    ]
+    write_rows(folder / "rows.jsonl", rows)
+    (folder / "rewards.py").write_text(LOW)
+    (folder / "game.py").write_text(GAME)
+    return folder
+
+
+def run(folder: Path, out: Path, method: str, *args: Any) -> tuple[list[dict], dict]:
+    """Trains by a method on the rows of a folder, or resumes without one. Returns lines of metrics and the results."""
+    rows = "--data" if method in OF_PAIRS else "--task"
+    named = ["--method", method, "--model", folder / "model", rows, folder / "rows.jsonl"] if method else []
+    train.command([str(arg) for arg in [*named, "--run-dir", out, "--no-compilation-cache", *args]])
+    return read_lines(out / "metrics.jsonl"), json.loads((out / "results.json").read_text())
+
+
+def read_lines(file: Path) -> list[dict]:
+    """Returns the objects of a file with one a line."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@contextmanager
+def without_override() -> Iterator[None]:
+    """A block in which permissions of files hold also for root: in this thread, and in those that it starts."""
+    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    if os.geteuid() or libc.capget(header, sets):
+        yield
+        return
+    before = sets[0]
+    sets[0] = before & ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, of the effective ones
+    assert libc.capset(header, sets) == 0
+    try:
+        yield
+    finally:
+        sets[0] = before
+        assert libc.capset(header, sets) == 0
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
+    """Runs a command of the program that must end with status 2 and one sentence, which it returns."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch, without_override():
+        patch.setattr(sys, "argv", ["grpo-jax"])
+        patch.setattr(hosts, "leave", lambda reason, code: sys.exit(code))  # it would end the tests
+        with pytest.raises(SystemExit) as ended:
+            commands.main([str(arg) for arg in args])
+    sentence = capsys.readouterr().err
+    assert ended.value.code == 2, sentence
+    assert sentence.startswith("error: ")
+    assert sentence.count("\n") == 1
+    return sentence
