@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from bigrams import PARAMS, POLICY, V
-from losses import loss_of
-from rl_helpers import assert_close, assert_same_runs, open_run, says_three
+from rl_helpers import assert_close, assert_same_runs, loss_of, open_run, says_three
 from tiny import digit_task, refused, slow_unless, tiny_config
 
 from experiments.tasks import arithmetic

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V, train_grpo
-from losses import loss_of
-from rl_helpers import assert_close, assert_same_runs, compilations_of, open_run
+from rl_helpers import assert_close, assert_same_runs, compilations_of, loss_of, open_run
 from tiny import digit_prompts, digit_task, random_params, refused, tiny_config
 
 from grpo_jax.config import recipe, with_options

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from losses import loss_of
-from rl_helpers import assert_close, compilations_of, open_run, says_three
+from rl_helpers import assert_close, compilations_of, loss_of, open_run, says_three
 from tiny import digit_prompts, digit_task, random_params, refused, tiny_config
 
 from grpo_jax.checks import validate_ppo

@@ -22,6 +22,7 @@ from test_devices import (
     a_batch,
     case_of,
     check_program,
+    compare,
     on,
     shapes_of,
 )
@@ -31,7 +32,6 @@ from grpo_jax.data.packing import Packed
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.types import rng
 from grpo_jax.devices import Devices, place, to_devices, to_numpy
-from grpo_jax.fit import fit
 from grpo_jax.functional import dpo_loss
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.params import split
@@ -40,7 +40,6 @@ from grpo_jax.offline import phase
 from grpo_jax.offline.pairs import (
     kto_objective,
     pad_pairs,
-    pair_batches,
     pair_logprobs,
     pair_rewards,
     preference_objective,
@@ -49,8 +48,6 @@ from grpo_jax.offline.pairs import (
 )
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
 from grpo_jax.offline.sft import DistillationTarget, distillation_objective, mean_divergence, sft_objective, text_nll
-from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder
 
 WIDTH = 8
 
@@ -60,7 +57,7 @@ def start_of(name: str) -> Any:
     return case_of(name).start["policy"]
 
 
-CONFIG = SupervisedConfig(4, 1e-2, microbatches=2, checkpoint_every=2, log_every=1)
+CONFIG = SupervisedConfig(4, 1e-2, microbatches=2)
 SHAPE, HEADLESS = add_head(MODEL, start_of("decoder"))
 NOISE = np.random.default_rng(3)
 HEADED = Headed(HEADLESS.decoder, NOISE.normal(size=MODEL.hidden_size).astype(np.float32))
@@ -140,13 +137,8 @@ QUICK = {("packed", ALL)}
 )
 def test_a_step_has_the_gradients_of_one_device(name, devices):
     (expected, metrics), (actual, others) = gradients(name, 1), gradients(name, devices)
-    norms = [np.linalg.norm(leaf) for leaf in jax.tree.leaves(expected)]
-    assert min(norms) > 0
-    for x, y, norm in zip(*map(jax.tree.leaves, (expected, actual)), norms, strict=True):
-        assert np.linalg.norm(x - y) <= 1e-6 * (norm if norm > 1e-3 * max(norms) else max(norms))
-    assert metrics.keys() == others.keys()
-    for key, value in metrics.items():
-        np.testing.assert_allclose(others[key], value, rtol=1e-4, atol=2e-6, err_msg=key)
+    assert min(np.linalg.norm(leaf) for leaf in jax.tree.leaves(expected)) > 0
+    compare((expected, metrics, 0), (actual, others, 0))
     assert name != "kto" or metrics["kl"] > 1
 
 
@@ -161,32 +153,6 @@ def test_evaluations_have_the_numbers_of_one_device(devices):
         lambda devices: score_pairs(pair_rewards, SHAPE, place(headed, devices), PAIRS, num_pairs=N, devices=devices),
     ):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), score(devices), score(1))
-
-
-def fit_pairs(path: Any, devices: Devices, **options: Any) -> tuple[Any, RunFolder]:
-    """A run of DPO, or of its first steps."""
-    config, run = dataclasses.replace(on(devices, CONFIG), **options), RunFolder(path, {})
-    batches = pair_batches(PAIRS, N, 0, ref_logprobs=REFERENCE)
-    objective = preference_objective(DECODER, partial(dpo_loss, beta=0.5))
-    return fit(objective, start_of("lora"), batches, config, run, phase="dpo"), run
-
-
-@pytest.mark.slow
-def test_a_phase_on_a_mesh_is_resumed_to_the_bit_and_on_one_device_to_rounding(tmp_path):
-    state, run = fit_pairs(tmp_path / "whole", ALL)
-    for name in ("cut", "one"):
-        fit_pairs(tmp_path / name, ALL, steps=2)
-    resumed, again = fit_pairs(tmp_path / "cut", ALL)
-    assert params_sha256(resumed) == params_sha256(state)
-    assert again.lines() == run.lines()
-    other, alone = fit_pairs(tmp_path / "one", 1)
-    jax.tree.map(
-        partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), to_numpy(other.params), to_numpy(state.params)
-    )
-    assert [line["loss"] for line in alone.lines()] == pytest.approx([line["loss"] for line in run.lines()], rel=1e-4)
-    counts = [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]
-    assert counts[1] == counts[0]
-    assert counts[3] == counts[2]  # in between a checkpoint was saved
 
 
 @pytest.mark.slow
