@@ -303,7 +303,8 @@ def whole(tmp_path_factory):
 def test_a_run_of_a_mesh_goes_on_to_the_bit_and_on_other_devices_to_rounding(tmp_path, whole, devices):
     run_on(ALL, tmp_path, steps=2)
     state, run = run_on(devices, tmp_path)
-    assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(shardings(state, devices))
+    for x, where in zip(*map(jax.tree.leaves, (state, shardings(state, devices))), strict=True):
+        assert x.sharding.is_equivalent_to(where, x.ndim)
     if devices == ALL:
         assert_same_runs((state, run), whole, ["metrics.jsonl"])
         counts = compilations_of(whole[1])
@@ -312,17 +313,6 @@ def test_a_run_of_a_mesh_goes_on_to_the_bit_and_on_other_devices_to_rounding(tmp
         assert line["reward"] == expected["reward"]
         assert expected["grad_norm"] > 0
         np.testing.assert_allclose(line["grad_norm"], expected["grad_norm"], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_experts_are_those_of_the_sampler_and_logged(tmp_path):
-    """In float32, where routes of sampler and trainer do not differ."""
-    _, run = run_on(ALL, tmp_path, "experts", steps=2)
-    for line in run.lines():
-        assert abs(line["first_ratio_deviation"]) < 1e-5
-        assert abs(line["first_sampler_mismatch"] - 1) < 1e-5
-        assert 1 / 5 < line["busiest_expert"] <= 1 / 2  # of 5 experts, 2 a token
-        assert 0 < line["router_entropy"] < math.log(5)
 
 
 @pytest.mark.parametrize(
