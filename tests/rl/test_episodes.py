@@ -43,6 +43,7 @@ CONFIG = recipe(
 EOS, PAD = 6, 7
 DECODER = decoder_policy(tiny_config(V, intermediate_size=24, initializer_range=0.5))
 prompts = partial(digit_prompts, count=4)
+TWO_TURNS = with_options(CONFIG, max_turns=2).sampling
 INPUTS = completion_numbers(CONFIG.sampling), group_temperatures(CONFIG.sampling), noise_of(0, SAMPLING, 0)
 
 
@@ -76,13 +77,20 @@ def echoes():
 
 @cache
 def programs_of(advantages_of="sum"):
-    return make_programs(POLICY, PLAYED, with_options(CONFIG, advantages_of=advantages_of))
+    return make_programs(
+        POLICY, PLAYED, with_options(CONFIG, advantages_of=advantages_of), sampler=sampler_of(CONFIG.sampling)
+    )
 
 
-def sample(reply=echo):
+@cache
+def sampler_of(sampling):
+    return make_sampler(POLICY, PLAYED, sampling)
+
+
+def sample(reply=echo, sampling=CONFIG.sampling):
     """Completions of the first prompts, in NumPy."""
     REPLIES[:] = [reply]
-    return programs_of().sampler.complete(PARAMS, prompts(0), *INPUTS)
+    return sampler_of(sampling).complete(PARAMS, prompts(0), *INPUTS)
 
 
 def train_bigrams(path, config=CONFIG, *, reply=echo, **options):
@@ -126,7 +134,7 @@ def test_an_episode_of_one_turn_gives_the_numbers_of_a_completion(tmp_path):
 
 def batch_of_episodes():
     """Episodes with what a loss needs."""
-    batch, _ = programs_of().sampler.sample(PARAMS, prompts(0), *INPUTS)
+    batch, _ = sampler_of(CONFIG.sampling).sample(PARAMS, prompts(0), *INPUTS)
     mask = batch.completion_mask
     return batch._replace(
         advantages=np.linspace(-1, 1, mask[..., 0].size, dtype=np.float32).reshape(mask.shape[:2]),
@@ -312,7 +320,7 @@ def fails(example, transcript, key):
     ],
 )
 def test_what_ended_an_episode_is_counted(reply, ending):
-    texts = [text for group in decode_groups(sample(reply), PLAYED) for text in group]
+    texts = [text for group in decode_groups(sample(reply, TWO_TURNS), PLAYED) for text in group]
     counts = Counter(text.ending.replace(" ", "_") for text in texts)
     assert all(text.truncated or text.ending == "done" for text in texts)
     assert counts.keys() <= {ending, "policy_tokens"}
