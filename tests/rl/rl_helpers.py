@@ -2,17 +2,20 @@
 
 import dataclasses
 import itertools
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from bigrams import POLICY, TASK
 
+from grpo_jax.config import recipe
 from grpo_jax.devices import place, to_devices, to_numpy
 from grpo_jax.models.params import split
 from grpo_jax.rl import update
+from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays, TrainState
@@ -20,6 +23,15 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 
 LINES = ("metrics.jsonl", "rollouts.jsonl")
+# A run of bigrams, whose programs many tests share.
+RUN = recipe(
+    steps=6, num_prompts=8, group_size=4, max_tokens=3, learning_rate=5e-2, checkpoint_every=2, rollouts_every=1
+)
+
+
+@cache
+def run_programs() -> Programs:
+    return make_programs(POLICY, TASK, RUN)
 
 
 class Stop(Exception):
@@ -76,6 +88,18 @@ def assert_same_means(one, other) -> None:
     assert one.keys() == other.keys()
     for name, pair in one.items():
         np.testing.assert_allclose(other[name], pair, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def recording(programs: Programs, seen: list) -> Programs:
+    """Returns the programs, which put (batch, rewards, advantages) of each step into a list, in NumPy."""
+
+    def learn(state, frozen, start, batch, rewards, clock):
+        before = to_numpy((batch, rewards))
+        state, learned = programs.learn(state, frozen, start, batch, rewards, clock)
+        seen.append((*before, to_numpy(learned.advantages)))
+        return state, learned
+
+    return programs._replace(learn=learn)
 
 
 def rise_of(lines, name="reward", count=5) -> float:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, D, V, train_grpo
-from rl_helpers import assert_close, assert_same_runs, compilations_of, loss_of, open_run
+from rl_helpers import assert_close, assert_same_runs, compilations_of, loss_of, open_run, recording
 from tiny import digit_prompts, digit_task, random_params, refused, tiny_config
 
 from grpo_jax.config import recipe, with_options
@@ -179,17 +179,9 @@ def test_packed_episodes_have_the_gradient_of_padded_ones():
 def learned_by_turns(path, reward):
     """Takes a step with an advantage for each turn; returns the run, the batch, the rewards and the advantages."""
     config, seen = with_options(CONFIG, advantages_of="turns", steps=1), []
-    programs = programs_of("turns")._replace(config=config)
-
-    def recorded(state, frozen, start, batch, rewards, clock):
-        seen.extend(jax.device_get((batch, rewards)))
-        state, learned = programs.learn(state, frozen, start, batch, rewards, clock)
-        seen.append(np.asarray(learned.advantages))
-        return state, learned
-
-    run = open_run(path, config)
-    train_grpo(PLAYED, config, run, programs._replace(learn=recorded), reward=reward)
-    return run, *seen
+    programs, run = recording(programs_of("turns")._replace(config=config), seen), open_run(path, config)
+    train_grpo(PLAYED, config, run, programs, reward=reward)
+    return run, *seen[0]
 
 
 def turn_rewards(batch, rewards):

@@ -177,7 +177,8 @@ def by_hand(batch: Batch, *, top_entropy, mask_truncated, **constants) -> optax.
 
 def test_options_have_the_gradient_of_their_functions_and_each_of_them_counts():
     batch = a_batch()
-    actual, _ = gradient_of(with_options(GRPO, **OPTIONS), batch, some_rewards())
+    actual, metrics = gradient_of(with_options(GRPO, **OPTIONS), batch, some_rewards())
+    assert 0 < metrics["on_policy_share"] < 1
     assert_close(actual, by_hand(batch, **OPTIONS), rtol=1e-4, atol=1e-7)
     for name in OPTIONS:
         without = by_hand(batch, **OPTIONS | {name: OFF[name]})

@@ -70,11 +70,12 @@ def count_compilations(caplog) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_compiles_each_program_once(tmp_path, caplog, devices):
+def test_a_run_that_is_resumed_compiles_each_program_once(tmp_path, caplog, devices):
     config = dataclasses.replace(CONFIG, devices=devices)
     programs = make_programs(POLICY, TASK, config)
     run = open_run(tmp_path, config)
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
-        train_grpo(TASK, config, run, programs)
+        train_grpo(TASK, config, run, programs, until=3)  # a step past its checkpoint
+        train_grpo(TASK, config, open_run(tmp_path, config), programs)
     assert len(run.lines()) == config.steps
     assert count_compilations(caplog) == PROGRAMS
