@@ -200,7 +200,7 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
     @jax.jit
     def everything(params):
         values = heads.values(CRITIC, params["critic"], *batch[:4])[..., :-1]
-        return gradient(params), values, POLICY.hidden(params["policy"], *batch[:3])
+        return gradient(params, batch), values, POLICY.hidden(params["policy"], *batch[:3])
 
     ((_, logs), actual), values, hidden = jax.device_get(everything(params))
     old_values = batch.old_values[..., :-1]
