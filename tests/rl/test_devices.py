@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import PARAMS, POLICY, V
 from rl_helpers import Placed, assert_same_runs, compilations_of, open_run, placed, ragged_batch, recorder, says_three
 from tiny import GOLDEN, load_golden, refused
 
 from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.data.types import Prompts, pad_prompts, rng
 from grpo_jax.devices import Devices, Mesh, devices_of, load_shardings, parts, place, shardings, to_devices
-from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import join
@@ -25,6 +23,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.weights import load_params
 from grpo_jax.rl import pieces
+from grpo_jax.rl.distillation import distillation_method
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
@@ -53,6 +52,7 @@ OTHER = dataclasses.replace(
     remat="layer",
     attention="xla",
 )
+TEACHER = decoder_policy(dataclasses.replace(OTHER, num_key_value_heads=8))
 # Of 5 experts, whose features the devices share out.
 EXPERTS = dataclasses.replace(MODEL, qk_norm=True, experts=ExpertsConfig(5, 2, 16, norm_topk_prob=True))
 TASK = Task(None, None, None, None, (EOS,), PAD, MODEL.vocab_size)
@@ -82,9 +82,10 @@ class Case(NamedTuple):
 def case_of(name: str) -> Case:
     options: dict[str, Any] = {"num_prompts": N, "group_size": G, "max_tokens": T}
     params = jax.jit(DECODER.init)(jax.random.key(0))
-    if name in PRESETS:
-        config = recipe(name, **options)
-        return Case(config, grpo_method(POLICY, config), {"policy": PARAMS}, POLICY)
+    if name == "taught":
+        config = recipe("grpo", **options, kl_coef=0.0, distillation="jsd", distillation_top_k=3, reward_coef=0.5)
+        models = {"policy": params, "teacher": jax.jit(TEACHER.init)(jax.random.key(5))}
+        return Case(config, distillation_method(DECODER, TEACHER, config), models)
     if name in ("ppo", "shared"):
         critic = "shared" if name == "shared" else "own"
         config = with_options(PPOConfig(), **options, kl_coef=0.1, minibatches=2, critic=critic)
@@ -112,9 +113,9 @@ def case_of(name: str) -> Case:
 
 
 @cache
-def a_batch(vocab_size: int, tokens: int = T) -> Batch:
+def a_batch(tokens: int = T) -> Batch:
     """Prompts and completions of different lengths, which nothing has scored."""
-    batch = ragged_batch((N, G, P, tokens), vocab_size, shortest=1)
+    batch = ragged_batch((N, G, P, tokens), MODEL.vocab_size, shortest=1)
     sampled = batch.sampler_logprobs - 2  # about as likely as a token of a start is
     return batch._replace(
         sampler_logprobs=sampled, old_logprobs=None, ref_logprobs=None, old_entropy=None, old_values=None
@@ -134,7 +135,7 @@ def prepared(case: Case, devices: Devices, *, recording: bool = True) -> tuple[P
     if recording:
         method = method._replace(optimizer=recorder(config.optimizer.epochs * config.optimizer.minibatches))
     programs = compile_programs(method, case.policy, TASK, config)
-    batch = a_batch(V if case.policy is POLICY else MODEL.vocab_size, config.sampling.max_tokens)
+    batch = a_batch(config.sampling.max_tokens)
     start = placed(programs, case.start, batch, rewards())
     reference = join(start.state.params, start.frozen)["policy"] if config.loss.objective.has_reference else None
     return programs, start.scored(programs, reference), reference
@@ -154,9 +155,8 @@ def gradients(name: str, devices: Devices) -> Any:
 
 UPDATES = [
     *((name, devices) for name in ("decoder", "ppo", "lora", "experts", "int8", "nf4") for devices in PLACES),
-    *((name, ALL) for name in ("shared", "moving", "other", "adapted experts", "nf4 experts", "packed", "lite_ppo")),
-    ("offload", PMAP),  # inputs of layers that wait on the host
-    ("offload", ALL),
+    *((name, ALL) for name in ("shared", "moving", "other", "adapted experts", "nf4 experts", "packed", "taught")),
+    ("offload", ALL),  # inputs of layers that wait on the host
 ]
 
 
@@ -189,7 +189,7 @@ def compare(one: Any, other: Any, most: float = 1e-6) -> None:
 @cache
 def sampled(devices: Devices, name: str = "decoder") -> Any:
     """Completions of all prompts."""
-    config, batch = recipe(num_prompts=N, group_size=G, max_tokens=12).sampling, a_batch(MODEL.vocab_size)
+    config, batch = recipe(num_prompts=N, group_size=G, max_tokens=12).sampling, a_batch()
     mask = np.array(batch.prompt_mask)
     mask[:, -1] = True
     sampler = make_sampler(case_of(name).policy, TASK, config, devices=devices)

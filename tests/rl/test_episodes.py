@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, D, V, train_grpo
-from rl_helpers import assert_close, assert_same_runs, compilations_of, loss_of, open_run, recording
+from rl_helpers import assert_same_runs, compilations_of, open_run, recording
 from tiny import digit_prompts, digit_task, random_params, refused, tiny_config
 
 from grpo_jax.config import recipe, with_options
@@ -19,12 +19,9 @@ from grpo_jax.functional import turn_advantages
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.pieces import lengths_of, packed
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Forward, noise_of
-from grpo_jax.rl.update import accumulate_grads
-from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.tasks.task import random_reward
 
 CONFIG = recipe(
@@ -115,36 +112,15 @@ def test_first_ratio_is_one_over_three_turns_of_any_lengths(tmp_path):
     assert line["first_sampler_mismatch"] == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.slow
-def test_an_episode_of_one_turn_gives_the_numbers_of_a_completion(tmp_path):
-    alone = with_options(CONFIG, max_turns=1, environment_tokens=0)
-    REPLIES[:] = [lambda *_: Reply(done=True)]
-    actual = []
-    for name, task in {"alone": TASK, "done": PLAYED}.items():
-        run = open_run(tmp_path / name, alone)
-        state = train_grpo(task, alone, run)
-        actual.append((params_sha256(state.params), run.lines()))
-    (sha, lines), (other_sha, others) = actual
-    assert sha == other_sha
-    for line, other in zip(lines, others, strict=True):
-        assert other["turns_mean"] == 1
-        assert other["ended_done"] == 16
-        assert {name: other[name] for name in line} == line
-
-
-def batch_of_episodes():
-    """Episodes with what a loss needs."""
+def test_tokens_of_the_environment_have_no_gradient():
+    (objective,) = grpo_method(POLICY, CONFIG).terms
     batch, _ = sampler_of(CONFIG.sampling).sample(PARAMS, prompts(0), *INPUTS)
     mask = batch.completion_mask
-    return batch._replace(
+    batch = batch._replace(
         advantages=np.linspace(-1, 1, mask[..., 0].size, dtype=np.float32).reshape(mask.shape[:2]),
         ref_logprobs=batch.sampler_logprobs - 0.1,
         weights=jax.jit(CONFIG.loss.objective.aggregation)(mask),
     )
-
-
-def test_tokens_of_the_environment_have_no_gradient():
-    batch, (objective,) = batch_of_episodes(), grpo_method(POLICY, CONFIG).terms
     observed = ~np.asarray(batch.completion_mask)
     assert (batch.turn > 0)[observed].any()
     hidden = np.random.default_rng(0).normal(size=(*observed.shape, D)).astype(np.float32)
@@ -161,19 +137,6 @@ def test_tokens_of_the_environment_have_no_gradient():
     # Nor is any of their numbers read: other ones change no bit of the loss or of its metrics.
     other, _ = loss(np.where(observed[..., None], hidden + 3, hidden))
     jax.tree.map(np.testing.assert_array_equal, other, value)
-
-
-@pytest.mark.slow
-def test_packed_episodes_have_the_gradient_of_padded_ones():
-    batch, loss = batch_of_episodes(), loss_of(grpo_method(DECODER, CONFIG))
-
-    @partial(jax.jit, static_argnums=1)
-    def gradient(batch, packs):
-        pieces = packed(lengths_of(batch.completion_mask), batch.completion_mask.shape[-1], 4) if packs else ()
-        params = DECODER.init(jax.random.key(0))
-        return accumulate_grads(lambda params, piece: loss({"policy": params}, piece), params, batch, pieces)[0]
-
-    assert_close(*(gradient(batch, packs) for packs in (True, False)), atol=1e-6)
 
 
 def learned_by_turns(path, reward):

@@ -41,8 +41,6 @@ from grpo_jax.runs.progress import count_programs
 from grpo_jax.statistics import calibration
 
 GOLDEN = Path(__file__).parents[1] / "golden/llama"
-DATA = Path(__file__).parents[2].parent / "shared/data"
-HH = DATA / "hh-rlhf/harmless-base-test.jsonl.gz"
 
 VOCAB = arithmetic.VOCAB_SIZE
 CONFIG = tiny_config(VOCAB)
@@ -51,24 +49,20 @@ _, PARAMS = add_head(CONFIG, random_params(CONFIG))
 LOOKING = PARAMS._replace(head=jax.random.normal(jax.random.key(1), (16,)))  # a head that is not zero
 
 
-def ragged():
-    """Two prompts with three completions each, one of them empty. Texts have 4 or 6 tokens."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (4, 2)]
-    completions = [[rng.integers(0, VOCAB, n).tolist() for n in lengths] for lengths in ((2, 0, 2), (4, 2, 4))]
-    return prompts, completions
+PROMPTS = [[3, 1, 4, 1], [5, 9]]
+COMPLETIONS = [[[2, 6], [], [5, 3]], [[5, 8, 9, 7], [9, 3], [2, 3, 8, 4]]]  # texts have 4 or 6 tokens
 
 
 def padded(texts, width, side):
     """ids and mask `[..., width]`; "middle" has padding everywhere."""
-    rng = np.random.default_rng(1)
-    ids, mask = rng.integers(0, VOCAB, (len(texts), width)).astype(np.int32), np.zeros((len(texts), width), bool)
+    noise = np.random.default_rng(1)
+    ids, mask = noise.integers(0, VOCAB, (len(texts), width)).astype(np.int32), np.zeros((len(texts), width), bool)
     for i, text in enumerate(texts):
         free = width - len(text)
         places = {
             "left": np.arange(free, width),
             "right": np.arange(len(text)),
-            "middle": np.sort(rng.choice(width, len(text), replace=False)),
+            "middle": np.sort(noise.choice(width, len(text), replace=False)),
         }[side]
         ids[i, places], mask[i, places] = text, True
     return ids, mask
@@ -77,42 +71,31 @@ def padded(texts, width, side):
 # ---- the head
 
 
-def test_padding_does_not_move_a_score_wherever_it_is():
-    (prompts, completions), params = ragged(), LOOKING
-
+def test_padding_does_not_move_a_score_wherever_it_is_and_values_are_scores_of_beginnings():
     @jax.jit
     def last_state(text):
         """Of a text alone: no padding, no group, no split into prompt and completion."""
         nothing = jnp.zeros((1, 1, 1), jnp.int32)
-        return POLICY.hidden(params.decoder, text[None], jnp.ones_like(text, bool)[None], nothing)[0, 0, 0]
+        return POLICY.hidden(LOOKING.decoder, text[None], jnp.ones_like(text, bool)[None], nothing)[0, 0, 0]
 
-    expected = np.array(
-        [
-            [last_state(jnp.array(prompt + text)) @ params.head for text in group]
-            for prompt, group in zip(prompts, completions, strict=True)
-        ]
-    )
+    def score(prompt, text):
+        return float(last_state(jnp.array(prompt + text)) @ LOOKING.head)
+
+    pairs = list(zip(PROMPTS, COMPLETIONS, strict=True))
+    expected = np.array([[score(prompt, text) for text in group] for prompt, group in pairs])
     assert np.ptp(expected) > 1
     for side in ("left", "right", "middle"):
-        ids, mask = padded(prompts, 9, side)
-        groups = [padded(group, 8, side) for group in completions]
-        arrays = (np.stack(part) for part in zip(*groups, strict=True))
-        actual = heads.score_groups(CONFIG, params, ids, mask, *arrays)
+        ids, mask = padded(PROMPTS, 9, side)
+        arrays = (np.stack(part) for part in zip(*(padded(group, 8, side) for group in COMPLETIONS), strict=True))
+        actual = heads.score_groups(CONFIG, LOOKING, ids, mask, *arrays)
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
-
-
-def test_values_stand_at_every_token_and_the_score_is_the_last():
-    prompts, completions = ragged()
-    prompt_ids, prompt_mask = padded(prompts, 4, "left")
-    groups = [padded(group, 4, "right") for group in completions]
-    ids, mask = (np.stack(part) for part in zip(*groups, strict=True))
-    values = jax.jit(partial(heads.values, POLICY))(LOOKING, prompt_ids, prompt_mask, ids, mask)
+    arrays = [np.stack(part) for part in zip(*(padded(group, 4, "right") for group in COMPLETIONS), strict=True)]
+    values = jax.jit(partial(heads.values, POLICY))(LOOKING, *padded(PROMPTS, 4, "left"), *arrays)
     assert values.shape == (2, 3, 5)
-    for t in range(5):  # the value after t tokens is the score of the text that ends there
-        shorter = mask & (np.arange(4) < t)
-        score = heads.score_groups(CONFIG, LOOKING, prompt_ids, prompt_mask, ids, shorter)
-        known = mask.sum(-1) >= t
-        np.testing.assert_allclose(values[..., t][known], score[known], rtol=2e-5, atol=2e-5)
+    for i, j in np.ndindex(2, 3):
+        beginnings = [COMPLETIONS[i][j][:t] for t in range(0, len(COMPLETIONS[i][j]) + 1, 2)]
+        of_beginnings = [score(PROMPTS[i], text) for text in beginnings]
+        np.testing.assert_allclose(values[i, j, : 2 * len(beginnings) : 2], of_beginnings, rtol=2e-5, atol=2e-5)
 
 
 # ---- preferences
@@ -150,16 +133,6 @@ def test_rows_are_read_split_and_counted(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b"}\n')
     with refused("has no column rejected"):
         read_preferences(tmp_path / "bad.jsonl")
-
-
-@pytest.mark.skipif(not HH.exists(), reason="needs the HH-RLHF file")
-def test_the_transcripts_of_hh_are_read_but_for_nine():
-    preferences, dropped = read_preferences(HH)
-    assert len(preferences) == 2303
-    assert dropped == {"with an empty answer": 4, "with turns after the answer": 5}
-    assert all(pair.prompt.endswith("\n\nAssistant:") for pair in preferences)
-    chat, _ = read_preferences(HH, chat=True)
-    assert {pair.prompt[-1]["role"] for pair in chat} == {"user"}
 
 
 # ---- loss and training

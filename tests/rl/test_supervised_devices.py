@@ -13,9 +13,9 @@ from test_devices import (
     DECODER,
     FSDP,
     MODEL,
-    OTHER,
     PASSES,
     PMAP,
+    TEACHER,
     TENSOR,
     WIDE,
     N,
@@ -80,7 +80,6 @@ def packed_rows() -> Packed:
 
 PAIRS, ROWS = some_pairs(), packed_rows()
 REFERENCE = NOISE.normal(-8, 1, (N, 2)).astype(np.float32)
-TEACHER = decoder_policy(dataclasses.replace(OTHER, num_key_value_heads=8))
 TAUGHT = {"policy": start_of("decoder"), "teacher": jax.jit(TEACHER.init)(jax.random.key(5))}
 LESSON = DistillationTarget(TEACHER, DistillationConfig("forward_kl"), nll_coef=0.3)
 
@@ -106,7 +105,7 @@ def case_named(name: str) -> Case:
         return Case(kto_objective(DECODER), rated, start_of("lora"))
     if name == "teacher":
         return Case(distillation_objective(DECODER, LESSON), ROWS, TAUGHT)
-    batch = ROWS if name == "packed" else a_batch(MODEL.vocab_size)
+    batch = ROWS if name == "packed" else a_batch()
     return Case(sft_objective(DECODER), batch, start_of("decoder"))
 
 

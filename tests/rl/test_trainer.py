@@ -257,21 +257,6 @@ def test_what_cannot_work_is_refused_in_a_sentence(folder, tmp_path, options, me
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_several_rewards_add_up_over_the_prompts_that_are_left(folder, tmp_path):
-    """Of 42 prompts 40 can be sampled, and 3 minibatches take 30 of the 32 that a step has by default."""
-    prompts = [f"{i}+{i}=" for i in range(10, 50)] + ["", "1+1+1+1+1="]
-    rewards = {"threes": Threes(), "length": Component(lambda rows, completions: list(map(len, completions)), 0.5)}
-    given = {"max_tokens": 2, "max_prompt_tokens": 6, "steps": np.int64(1), "minibatches": 3}
-    trainer = GRPOTrainer(folder, rewards, run_dir=tmp_path / "run", **given)
-    trainer.train(iter(prompts))
-    options = flattened(json.loads((trainer.run.path / "config.json").read_text()))
-    assert (options["num_prompts"], options["steps"]) == (30, 1)
-    line = trainer.run.lines()[0]
-    assert line["reward"] == pytest.approx(line["reward_threes"] + 0.5 * line["reward_length"])
-    assert len(rewards["threes"].rows) == 30 * 8
-
-
 def test_a_loaded_model_is_shown_without_its_arrays_and_its_settings_are_not_given_again(folder, tmp_path):
     loaded = load_pretrained(folder)
     count = sum(np.prod(x.shape, dtype=int) for x in jax.tree.leaves(loaded.params))
