@@ -275,8 +275,8 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", slow_unless(("dapo",), SPLITS))
-def test_a_split_batch_has_the_scores_and_the_gradients_of_the_whole(name):
-    """In two pieces on each of two devices."""
+def test_a_split_batch_has_the_gradient_of_the_whole(name):
+    """In two pieces on each of two devices; and the scores of the whole."""
     config, components = SPLITS[name]
     config = with_options(config, num_prompts=N, group_size=G, max_tokens=T, kl_horizon=64)
     scored, updates = [], []
