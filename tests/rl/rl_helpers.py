@@ -12,6 +12,7 @@ import optax
 from bigrams import POLICY, TASK
 
 from grpo_jax.config import recipe
+from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.devices import place, to_devices, to_numpy
 from grpo_jax.models.params import split
 from grpo_jax.rl import update
@@ -180,6 +181,28 @@ def ragged_batch(shape, vocab_size, *, prompt_lengths=None, lengths=None, shorte
         old_values=numbers(t + 1, low=-1.5, high=1.5),
         advantages=numbers(low=-1.5, high=1.5),
     )
+
+
+def ragged_rewards(num_prompts, group_size, components=0) -> RewardArrays:
+    """Returns rewards, a few of which do not apply, in NumPy; and perhaps their components."""
+    noise, shape = np.random.default_rng(1), (num_prompts, group_size)
+    rewards = RewardArrays(noise.normal(size=shape).astype(np.float32), noise.random(shape) < 0.9)
+    if not components:
+        return rewards
+    parts = noise.normal(size=(*shape, components)).astype(np.float32)
+    parts[~rewards.applicable] = np.nan
+    return rewards._replace(components=parts, weights=np.linspace(0.5, 1, components, dtype=np.float32))
+
+
+def some_pairs(number, vocab_size) -> EncodedPairs:
+    """Returns pairs of a prompt of at most 3 tokens and two answers of at most 4."""
+    noise = np.random.default_rng(0)
+
+    def text(longest):
+        return noise.integers(2, vocab_size, noise.integers(1, longest + 1)).tolist()
+
+    texts = [(text(3), text(4), text(4)) for _ in range(number)]
+    return EncodedPairs([a for a, _, _ in texts], [(b, c) for _, b, c in texts], [0.0] * number)
 
 
 def near(policy, params, batch: Batch, scale=0.3) -> Batch:

@@ -10,7 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rl_helpers import Placed, assert_same_runs, compilations_of, open_run, placed, ragged_batch, recorder, says_three
+from rl_helpers import (
+    Placed,
+    assert_same_runs,
+    compilations_of,
+    open_run,
+    placed,
+    ragged_batch,
+    ragged_rewards,
+    recorder,
+    says_three,
+)
 from tiny import GOLDEN, load_golden, refused
 
 from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
@@ -28,7 +38,7 @@ from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.types import Batch, Method, RewardArrays, noise_of
+from grpo_jax.rl.types import Batch, Method, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
@@ -95,7 +105,7 @@ def case_of(name: str) -> Case:
         config = recipe("grpo", **options, minibatches=2, kl_coef=0.2, **(moving if name == "moving" else {}))
         policy = DECODER if name == "moving" else decoder_policy(OTHER)
         return Case(config, grpo_method(policy, config), {"policy": jax.jit(policy.init)(jax.random.key(0))}, policy)
-    config = recipe("grpo", **options, epochs=2, microbatches=2, kl_coef=0.2)
+    config = recipe("grpo", **options, microbatches=2, kl_coef=0.2)
     policy = DECODER
     if name == "packed":  # completions so long that rows of one completion each cost little more
         config = with_options(config, microbatches=0, max_tokens=20, piece_tokens=60)
@@ -122,11 +132,6 @@ def a_batch(tokens: int = T) -> Batch:
     )
 
 
-def rewards() -> RewardArrays:
-    noise = np.random.default_rng(1)
-    return RewardArrays(noise.normal(size=(N, G)).astype(np.float32), noise.random((N, G)) < 0.9)
-
-
 def prepared(case: Case, devices: Devices, *, recording: bool = True) -> tuple[Programs, Placed, Any]:
     """The programs, what they take with a batch that is scored, and the reference."""
     config = on(devices, run_of(case.config))
@@ -136,7 +141,7 @@ def prepared(case: Case, devices: Devices, *, recording: bool = True) -> tuple[P
         method = method._replace(optimizer=recorder(config.optimizer.epochs * config.optimizer.minibatches))
     programs = compile_programs(method, case.policy, TASK, config)
     batch = a_batch(config.sampling.max_tokens)
-    start = placed(programs, case.start, batch, rewards())
+    start = placed(programs, case.start, batch, ragged_rewards(N, G))
     reference = join(start.state.params, start.frozen)["policy"] if config.loss.objective.has_reference else None
     return programs, start.scored(programs, reference), reference
 

@@ -122,6 +122,8 @@ def test_a_run_that_is_cut_off_anywhere_ends_the_same(tmp_path, uncut, monkeypat
         task, options = options_cut_at(place, number, run)
         with pytest.raises(Stop):
             train_grpo(task, CUT, run, run_programs(), **options)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "grpo", "st')  # a line that a crash cut off
     assert_same_runs(run_whole(tmp_path, CUT, evaluate=evaluate), uncut)
 
 

@@ -16,6 +16,7 @@ from rl_helpers import (
     near,
     placed,
     ragged_batch,
+    ragged_rewards,
     recorder,
 )
 from tiny import refused, slow_unless
@@ -29,7 +30,7 @@ from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.optimizer import has_weight_decay, make_optimizer
 from grpo_jax.rl.ppo import ppo_method
 from grpo_jax.rl.scorers import hidden_states, needs_old_logprobs
-from grpo_jax.rl.types import Batch, RewardArrays
+from grpo_jax.rl.types import Batch
 from grpo_jax.rl.update import minibatch_order
 from grpo_jax.tasks.task import Task
 
@@ -42,18 +43,6 @@ HEAD = jnp.linspace(-1, 1, D)
 def a_batch(num_prompts: int = N) -> Batch:
     """Completions of a policy that is near; some of them are empty."""
     return near(POLICY, PARAMS, ragged_batch((num_prompts, G, P, T), V))
-
-
-def some_rewards(num_prompts: int = N, components: int = 0) -> RewardArrays:
-    """A few of them do not apply."""
-    noise = np.random.default_rng(1)
-    rewards = noise.normal(size=(num_prompts, G)).astype(np.float32)
-    applicable = noise.random((num_prompts, G)) < 0.9
-    if not components:
-        return RewardArrays(rewards, applicable)
-    parts = noise.normal(size=(num_prompts, G, components)).astype(np.float32)
-    parts[~applicable] = np.nan
-    return RewardArrays(rewards, applicable, parts, np.linspace(0.5, 1, components, dtype=np.float32))
 
 
 @cache
@@ -113,7 +102,7 @@ def test_there_is_a_pass_for_what_an_update_needs(options, needs_old, scored):
 def test_a_ratio_to_the_sampler_is_against_what_it_reported(config):
     config = with_options(config, num_prompts=4, group_size=G)
     programs, params = programs_of(config)
-    start = placed(programs, params, a_batch(4)._replace(old_logprobs=None), some_rewards(4))
+    start = placed(programs, params, a_batch(4)._replace(old_logprobs=None), ragged_rewards(4, G))
     np.testing.assert_array_equal(start.scored(programs).batch.old_logprobs, a_batch(4).sampler_logprobs)
 
 
@@ -166,7 +155,7 @@ def gradient_by_hand(batch: Batch, mask, delta, off_policy_threshold, *, kl_bias
 
 
 def by_hand(batch: Batch, *, top_entropy, mask_truncated, **constants) -> optax.Params:
-    mask, rewards = batch.completion_mask, some_rewards()
+    mask, rewards = batch.completion_mask, ragged_rewards(N, G)
     # Of n tokens the 1 + ⌊share (n − 1)⌋ of the highest entropy.
     of_tokens = np.sort(np.asarray(batch.old_entropy)[mask])[::-1]
     has_advantage = batch.old_entropy >= of_tokens[int(top_entropy * (len(of_tokens) - 1))]
@@ -177,7 +166,7 @@ def by_hand(batch: Batch, *, top_entropy, mask_truncated, **constants) -> optax.
 
 def test_options_have_the_gradient_of_their_functions_and_each_of_them_counts():
     batch = a_batch()
-    actual, metrics = gradient_of(with_options(GRPO, **OPTIONS), batch, some_rewards())
+    actual, metrics = gradient_of(with_options(GRPO, **OPTIONS), batch, ragged_rewards(N, G))
     assert 0 < metrics["on_policy_share"] < 1
     assert_close(actual, by_hand(batch, **OPTIONS), rtol=1e-4, atol=1e-7)
     for name in OPTIONS:
@@ -196,7 +185,7 @@ def test_masked_tokens_change_no_gradient():
         completion_ids=np.where(batch.completion_mask, batch.completion_ids, 3),
         **{name: rubbish(getattr(batch, name)) for name in names},
     )
-    assert_same_gradient(*(gradient_of(config, each, some_rewards())[0] for each in (batch, spoiled)))
+    assert_same_gradient(*(gradient_of(config, each, ragged_rewards(N, G))[0] for each in (batch, spoiled)))
 
 
 def test_the_only_step_has_a_ratio_of_one_to_the_bit_and_a_length_without_room_for_an_environment():
@@ -206,7 +195,7 @@ def test_the_only_step_has_a_ratio_of_one_to_the_bit_and_a_length_without_room_f
     by_token = ("completion_ids", "completion_mask", "sampler_logprobs")
     room = {name: np.pad(getattr(batch, name), [(0, 0), (0, 0), (0, 5)]) for name in by_token}
     wide = batch._replace(**room, turn=room["completion_mask"].astype(np.int32))
-    (expected, metrics), (actual, _) = (gradient_of(config, each, some_rewards(4)) for each in (batch, wide))
+    (expected, metrics), (actual, _) = (gradient_of(config, each, ragged_rewards(4, G)) for each in (batch, wide))
     assert_same_gradient(expected, actual, 1e-5)
     assert metrics["ratio"] == 1
     assert metrics["clip_low"] == metrics["clip_high"] == 0
@@ -216,7 +205,7 @@ def test_the_only_step_has_a_ratio_of_one_to_the_bit_and_a_length_without_room_f
 def test_the_reference_of_the_loss_is_the_one_that_moves():
     changes = {"critic": "shared", "divergence": "reverse", "kl_in_reward": False, "ref_mixup_alpha": 0.5}
     config = with_options(PPOConfig(), num_prompts=4, group_size=G, ref_sync_steps=1, **changes)
-    state, actual = learned(config, a_batch(4)._replace(ref_logprobs=None), some_rewards(4))
+    state, actual = learned(config, a_batch(4)._replace(ref_logprobs=None), ragged_rewards(4, G))
     assert actual.metrics["kl"] == pytest.approx(0, abs=1e-6)  # it began as the policy, and nothing else was given
     assert state.extras["reference"].keys() == PARAMS.keys()  # of the policy only
     for name, start in PARAMS.items():
@@ -284,7 +273,7 @@ def test_a_split_batch_has_the_gradient_of_the_whole(name):
         programs, params = programs_of(each)
         reference = jax.tree.map(lambda x: 1.1 * x, PARAMS) if run_of(config).loss.objective.has_reference else None
         unscored = a_batch()._replace(old_logprobs=None, ref_logprobs=None, old_entropy=None, old_values=None)
-        start = placed(programs, params, unscored, some_rewards(components=components))
+        start = placed(programs, params, unscored, ragged_rewards(N, G, components))
         start = start.scored(programs, place(reference, programs.sampler.devices))
         scored.append(to_numpy(start.batch))
         updates.append(start.learned(programs))
@@ -322,7 +311,7 @@ def test_every_epoch_has_all_prompts_once_in_an_order_of_seed_and_step():
 
 def test_the_minibatch_that_is_skipped_is_told_and_moves_nothing():
     config = recipe("dapo", num_prompts=N, group_size=G, minibatches=4, epochs=2)
-    rewards = some_rewards()
+    rewards = ragged_rewards(N, G)
     rewards.rewards[6, 1] = np.nan
     rewards.applicable[6] = True
     state, actual = learned(config, a_batch(), rewards)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rl_helpers import some_pairs
 from scipy import special
 from tiny import random_params, refused, tiny_config
 
@@ -32,17 +33,7 @@ POLICY = decoder_policy(tiny_config(VOCAB))
 PARAMS = random_params(tiny_config(VOCAB))
 
 
-def some_pairs(number):
-    noise = np.random.default_rng(0)
-
-    def text(longest):
-        return noise.integers(0, VOCAB, noise.integers(1, longest + 1)).tolist()
-
-    texts = [(text(3), text(4), text(4)) for _ in range(number)]
-    return EncodedPairs([a for a, _, _ in texts], [(b, c) for _, b, c in texts], [0.0] * number)
-
-
-PAIRS = some_pairs(24)
+PAIRS = some_pairs(24, VOCAB)
 REFERENCE = score_pairs(pair_logprobs, POLICY, PARAMS, PAIRS, num_pairs=8)
 
 

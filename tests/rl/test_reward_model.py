@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rl_helpers import some_pairs
 from scipy import special
 from tiny import random_params, randomly_adapted, refused, slow_unless, tiny_config
 
 from experiments.tasks import arithmetic
 from grpo_jax.data.preferences import (
-    EncodedPairs,
     Preference,
     encode_preferences,
     parse_transcripts,
     read_preferences,
     split_preferences,
 )
-from grpo_jax.data.types import Completion, rng
+from grpo_jax.data.types import Completion
 from grpo_jax.models import heads
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.heads import add_head
@@ -138,23 +138,12 @@ def test_rows_are_read_split_and_counted(tmp_path):
 # ---- loss and training
 
 
-def some_pairs(number: int) -> EncodedPairs:
-    """Pairs of a prompt of at most 3 tokens and answers of at most 4."""
-    generator = rng(0, 1)
-
-    def text(longest: int) -> list[int]:
-        return generator.integers(0, VOCAB, generator.integers(1, longest + 1)).tolist()
-
-    texts = [(text(3), text(4), text(4)) for _ in range(number)]
-    return EncodedPairs([a for a, _, _ in texts], [(b, c) for _, b, c in texts], [0.0] * number)
-
-
-PAIRS, OBJECTIVE = some_pairs(64), reward_model_objective(CONFIG, center_coef=0.01)
+PAIRS, OBJECTIVE = some_pairs(64, VOCAB), reward_model_objective(CONFIG, center_coef=0.01)
 
 
 def test_the_gradient_of_a_pair_is_bradley_and_terrys():
     """∂ −log σ(d − m) = −σ(m − d) ∂d with d = r_c − r_r; and ∂ c s² = 2 c s ∂s with s = r_c + r_r."""
-    pairs = some_pairs(5)._replace(margins=[0.0, 0.5, 1.0, 0.0, 2.0])
+    pairs = some_pairs(5, VOCAB)._replace(margins=[0.0, 0.5, 1.0, 0.0, 2.0])
     batch = pad_pairs(pairs, np.arange(6), 3, 4)  # the sixth is no pair
     batch = batch._replace(weights=pair_weights(batch.completion_mask))
     np.testing.assert_allclose(batch.weights, [0.2] * 5 + [0])

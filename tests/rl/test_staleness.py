@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, TASK, prompts, train_grpo
 from rl_helpers import RUN, Stop, assert_same_runs, open_run, recording, run_programs, stopping
-from tiny import refused
 
-from grpo_jax.checks import validate
 from grpo_jax.config import with_options
 from grpo_jax.devices import to_numpy
 from grpo_jax.rl.grpo import grpo_method, make_programs
@@ -156,16 +154,3 @@ def test_the_run_as_one_program_is_as_stale(tmp_path):
         logged = [line[name] for line in run.lines() if line["step"]]
         np.testing.assert_allclose(history.metrics[name], logged, rtol=1e-3, atol=1e-5, err_msg=name)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), history.params, state.params)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"staleness": STEPS}, "staleness is 6, and steps is 6"),
-        ({"preset": "dppo", "correction": "none", "old_logprobs": "sampler"}, "old_logprobs"),
-        ({"old_logprobs": "sampler"}, "correction token .*old_logprobs"),
-    ],
-)
-def test_options_that_make_no_sense_together_are_refused(changes, words):
-    with refused(words):
-        validate(with_options(CONFIG, **changes))

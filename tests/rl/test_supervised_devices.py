@@ -1,41 +1,33 @@
 """Phases on given data over eight virtual devices, and over a mesh of them, against one device: the same numbers."""
 
-import dataclasses
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
-from rl_helpers import recorder
+from rl_helpers import recorder, some_pairs
 from test_devices import (
     ALL,
     DECODER,
     FSDP,
     MODEL,
-    PASSES,
     PMAP,
     TEACHER,
     TENSOR,
-    WIDE,
     N,
     a_batch,
     case_of,
-    check_program,
     compare,
     on,
-    shapes_of,
 )
 
 from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import Packed
-from grpo_jax.data.preferences import EncodedPairs
-from grpo_jax.data.types import rng
 from grpo_jax.devices import Devices, place, to_devices, to_numpy
 from grpo_jax.functional import dpo_loss
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.params import split
-from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline import phase
 from grpo_jax.offline.pairs import (
     kto_objective,
@@ -63,12 +55,6 @@ NOISE = np.random.default_rng(3)
 HEADED = Headed(HEADLESS.decoder, NOISE.normal(size=MODEL.hidden_size).astype(np.float32))
 
 
-def some_pairs() -> EncodedPairs:
-    """As many as a step takes, and of different lengths."""
-    texts = [[rng(i, j).integers(2, 64, 1 + (i + j) % 4).tolist() for j in range(3)] for i in range(N)]
-    return EncodedPairs([a for a, _, _ in texts], [(b, c) for _, b, c in texts], [0.1 * i for i in range(N)])
-
-
 def packed_rows() -> Packed:
     """Rows of two texts and padding, of which the last tokens are learned."""
     lengths = NOISE.integers(2, 5, (N, 2))
@@ -78,7 +64,7 @@ def packed_rows() -> Packed:
     return Packed(NOISE.integers(0, 64, (N, WIDTH)).astype(np.int32), texts.astype(np.int32), last)
 
 
-PAIRS, ROWS = some_pairs(), packed_rows()
+PAIRS, ROWS = some_pairs(N, 64)._replace(margins=[0.1 * i for i in range(N)]), packed_rows()
 REFERENCE = NOISE.normal(-8, 1, (N, 2)).astype(np.float32)
 TAUGHT = {"policy": start_of("decoder"), "teacher": jax.jit(TEACHER.init)(jax.random.key(5))}
 LESSON = DistillationTarget(TEACHER, DistillationConfig("forward_kl"), nll_coef=0.3)
@@ -152,17 +138,3 @@ def test_evaluations_have_the_numbers_of_one_device(devices):
         lambda devices: score_pairs(pair_rewards, SHAPE, place(headed, devices), PAIRS, num_pairs=N, devices=devices),
     ):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), score(devices), score(1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["packed", "dpo"])
-def test_a_step_takes_its_share_and_gathers_a_layer_at_a_time(name, assume):
-    assume(slice_elements=N * WIDTH * 128)  # several slices of the vocabulary
-    policy, batch = decoder_policy(WIDE), case_named(name).batch
-    start = jax.tree.map(lambda x: jax.numpy.full(x.shape, 0.01), shapes_of(WIDE))
-    objective = sft_objective(policy) if name == "packed" else preference_objective(policy, dpo_loss)
-    config = on(ALL, dataclasses.replace(CONFIG, microbatches=1))
-    programs: Any = make_fit_programs(objective, config)
-    state = place(programs.init_state(place(start, ALL)), ALL)
-    compiled = programs.train_step.lower(state, to_devices(batch, ALL), None).compile()
-    check_program(compiled, state, ALL, PASSES["learn"])
