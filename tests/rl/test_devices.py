@@ -313,7 +313,7 @@ def test_a_run_of_a_mesh_goes_on_to_the_bit_and_on_other_devices_to_rounding(tmp
     if devices == ALL:
         assert_same_runs((state, run), whole, ["metrics.jsonl"])
         counts = compilations_of(whole[1])
-        assert counts == [counts[0]] * 4
+        assert (counts[1], counts[3]) == (counts[0], counts[2])  # in between a checkpoint is saved
     for line, expected in zip(run.lines(), whole[1].lines(), strict=True):
         assert line["reward"] == expected["reward"]
         assert expected["grad_norm"] > 0
