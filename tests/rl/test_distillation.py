@@ -81,7 +81,7 @@ def scores_of(method, models, batch):
 
 
 @pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("kind", slow_unless(("jsd",), ("reverse_kl", "forward_kl", "jsd")))
+@pytest.mark.parametrize("kind", slow_unless(("forward_kl",), ("reverse_kl", "forward_kl", "jsd")))
 def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
     beta = {"distillation_beta": 0.3} if kind == "jsd" else {}
     config = recipe("dapo", distillation=kind, distillation_coef=0.7, distillation_top_k=k, **beta)

@@ -108,6 +108,14 @@ def test_evaluation_is_the_mean_over_pairs_with_intervals():
     assert numbers["margin"] == pytest.approx(-2.5)
 
 
+def test_a_batch_of_pairs_has_their_reference():
+    steps = [pair_batches(PAIRS, 8, 0, ref_logprobs=REFERENCE)(step) for step in range(3)]
+    drawn = np.concatenate([batch.ref_logprobs for batch in steps])
+    np.testing.assert_array_equal(sorted(drawn.tolist()), sorted(REFERENCE.tolist()))
+    actual = jax.jit(lambda batch: pair_logprobs(POLICY, PARAMS, batch))(steps[1])
+    np.testing.assert_allclose(actual, steps[1].ref_logprobs, rtol=1e-4)
+
+
 def test_pairs_that_cannot_be_shared_out_are_refused():
     with refused("num_pairs is 25, but there are 24"):
         pair_batches(PAIRS, 25, 0, ref_logprobs=REFERENCE)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import random_params, refused, tiny_config
 
-from grpo_jax.data.packing import pack, packed_pieces
+from grpo_jax.data.packing import pack, packed_batches, packed_pieces
 from grpo_jax.data.types import pad_completions, pad_prompts
 from grpo_jax.functional import token_mean_weights
 from grpo_jax.models.policy import decoder_policy
@@ -41,6 +41,16 @@ def test_rows_hold_every_text_whole_and_little_else():
     assert len(packed.ids) <= -(-needed // 16) + 1  # one more than if texts could be cut
     again = pack(prompts, completions, width=16)
     np.testing.assert_array_equal(again.ids, packed.ids)
+
+
+def test_each_epoch_of_batches_has_every_row_once():
+    rows = pack(*texts(40), width=16)
+    total, batches = len(rows.ids), packed_batches(rows, 3, seed=0)
+    drawn = np.concatenate([batches(step).ids for step in range(3 * total)])
+    for epoch in np.split(drawn[: 6 * total], 6):
+        np.testing.assert_array_equal(sorted(epoch.tolist()), sorted(rows.ids.tolist()))
+    with refused("a step of 99 rows"):
+        packed_batches(rows, 99, seed=0)
 
 
 def test_the_first_token_of_a_text_without_prompt_is_not_learned():
