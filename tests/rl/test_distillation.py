@@ -80,9 +80,12 @@ def scores_of(method, models, batch):
     return {name: array for scorer in method.scorers for name, array in scorer(models, batch).items()}
 
 
-@pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("kind", slow_unless(("forward_kl",), ("reverse_kl", "forward_kl", "jsd")))
-def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
+LOSSES = {f"{kind} {k}": (kind, k) for kind in ("reverse_kl", "forward_kl", "jsd") for k in (0, 3)}
+
+
+@pytest.mark.parametrize("name", slow_unless(("jsd 0", "forward_kl 3"), LOSSES))
+def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(name):
+    kind, k = LOSSES[name]
     beta = {"distillation_beta": 0.3} if kind == "jsd" else {}
     config = recipe("dapo", distillation=kind, distillation_coef=0.7, distillation_top_k=k, **beta)
     method, batch = distillation_method(POLICY, POLICY, config), a_batch()
