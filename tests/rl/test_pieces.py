@@ -225,7 +225,7 @@ def pieces_of(kind, method, batch):
     return choose_pieces(method._replace(packs=kind == BOTH), config, batch, WIDTHS)
 
 
-@pytest.mark.parametrize("name", slow_unless(("packed", "widths"), CASES))
+@pytest.mark.parametrize("name", slow_unless(("both",), CASES))
 def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
     kind, make = CASES[name]
     method, models, score = make()
