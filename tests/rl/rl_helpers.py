@@ -1,19 +1,38 @@
-"""What tests of the iteration share: folders of runs, a stop in their middle, equal runs, and recorded gradients."""
+"""What tests of the iteration share: folders of runs, a stop in their middle, equal runs, batches, and one update."""
 
 import dataclasses
 import itertools
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from bigrams import POLICY, TASK
 
+from grpo_jax.config import recipe
+from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.devices import place, to_devices, to_numpy
+from grpo_jax.models.params import split
+from grpo_jax.rl import update
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.scorers import score_completion_tokens
+from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays, TrainState
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 
 LINES = ("metrics.jsonl", "rollouts.jsonl")
+# A run of bigrams, whose programs many tests share.
+RUN = recipe(
+    steps=6, num_prompts=8, group_size=4, max_tokens=3, learning_rate=5e-2, checkpoint_every=2, rollouts_every=1
+)
+
+
+@cache
+def run_programs() -> Programs:
+    return make_programs(POLICY, TASK, RUN)
 
 
 class Stop(Exception):
@@ -58,6 +77,32 @@ def assert_close(one, other, **tolerances) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, **tolerances), one, other)
 
 
+def assert_same_gradient(one, other, tolerance=1e-6) -> None:
+    """Asserts ‖Δ‖ ≤ tolerance · ‖g‖ for each leaf, and that none is zero."""
+    for x, y in zip(*map(jax.tree.leaves, jax.device_get((one, other))), strict=True):
+        assert 0 < np.linalg.norm(x) < np.inf
+        assert np.linalg.norm(x - y) <= tolerance * np.linalg.norm(x)
+
+
+def assert_same_means(one, other) -> None:
+    """Asserts that two logs have the same sums and weights by name."""
+    assert one.keys() == other.keys()
+    for name, pair in one.items():
+        np.testing.assert_allclose(other[name], pair, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def recording(programs: Programs, seen: list) -> Programs:
+    """Returns the programs, which put (batch, rewards, advantages) of each step into a list, in NumPy."""
+
+    def learn(state, frozen, start, batch, rewards, clock):
+        before = to_numpy((batch, rewards))
+        state, learned = programs.learn(state, frozen, start, batch, rewards, clock)
+        seen.append((*before, to_numpy(learned.advantages)))
+        return state, learned
+
+    return programs._replace(learn=learn)
+
+
 def rise_of(lines, name="reward", count=5) -> float:
     """Returns how much the mean of the last steps is above that of the first ones."""
     values = [line[name] for line in lines]
@@ -95,3 +140,106 @@ def recorder(updates: int, rate: float = 0.1, step=None) -> optax.GradientTransf
         return jax.tree.map(lambda x: -rate * x, along), Recorded(state.count + 1, every)
 
     return optax.GradientTransformation(init, update)
+
+
+# ---- batches, and what one iteration makes of them
+
+
+def loss_of(method):
+    """Returns the loss of a method, a function of (models by role, batch with weights)."""
+    return partial(update.loss_of, method)
+
+
+def ragged_batch(shape, vocab_size, *, prompt_lengths=None, lengths=None, shortest=0) -> Batch:
+    """Returns noise for every field that a loss reads, in NumPy.
+
+    Args:
+      shape: N, G, P, T.
+      vocab_size: of ids from 0.
+      prompt_lengths: int `[N]`; None: any from 1 on.
+      lengths: int `[N, G]`, of completions; None: any from `shortest` on.
+      shortest: tokens of a completion.
+    """
+    noise, (n, g, p, t) = np.random.default_rng(0), shape
+    prompt_lengths = noise.integers(1, p + 1, n) if prompt_lengths is None else np.asarray(prompt_lengths)
+    lengths = noise.integers(shortest, t + 1, (n, g)) if lengths is None else np.asarray(lengths)
+
+    def numbers(*axes, low=-3.0, high=-1.0):
+        return noise.uniform(low, high, (n, g, *axes)).astype(np.float32)
+
+    return Batch(
+        noise.integers(0, vocab_size, (n, p)).astype(np.int32),
+        np.arange(p) >= p - prompt_lengths[:, None],
+        noise.integers(0, vocab_size, (n, g, t)).astype(np.int32),
+        np.arange(t) < lengths[..., None],
+        numbers(low=0.8, high=1.2),
+        sampler_logprobs=numbers(t),
+        truncated=noise.random((n, g)) < 0.3,
+        old_logprobs=numbers(t),
+        ref_logprobs=numbers(t),
+        old_entropy=numbers(t, low=0.5, high=2.0),
+        old_values=numbers(t + 1, low=-1.5, high=1.5),
+        advantages=numbers(low=-1.5, high=1.5),
+    )
+
+
+def ragged_rewards(num_prompts, group_size, components=0) -> RewardArrays:
+    """Returns rewards, a few of which do not apply, in NumPy; and perhaps their components."""
+    noise, shape = np.random.default_rng(1), (num_prompts, group_size)
+    rewards = RewardArrays(noise.normal(size=shape).astype(np.float32), noise.random(shape) < 0.9)
+    if not components:
+        return rewards
+    parts = noise.normal(size=(*shape, components)).astype(np.float32)
+    parts[~rewards.applicable] = np.nan
+    return rewards._replace(components=parts, weights=np.linspace(0.5, 1, components, dtype=np.float32))
+
+
+def some_pairs(number, vocab_size) -> EncodedPairs:
+    """Returns pairs of a prompt of at most 3 tokens and two answers of at most 4."""
+    noise = np.random.default_rng(0)
+
+    def text(longest):
+        return noise.integers(2, vocab_size, noise.integers(1, longest + 1)).tolist()
+
+    texts = [(text(3), text(4), text(4)) for _ in range(number)]
+    return EncodedPairs([a for a, _, _ in texts], [(b, c) for _, b, c in texts], [0.0] * number)
+
+
+def near(policy, params, batch: Batch, scale=0.3) -> Batch:
+    """Returns the batch with the entropies of a policy, and with log-probabilities that are not far from its own."""
+    scores = jax.device_get(jax.jit(partial(score_completion_tokens, policy))(params, batch))
+    noise = np.random.default_rng(1)
+    names = "sampler_logprobs", "old_logprobs", "ref_logprobs"
+    fields = {x: scores.logprobs + noise.normal(0, scale, scores.logprobs.shape).astype(np.float32) for x in names}
+    return batch._replace(**fields, old_entropy=scores.entropy)
+
+
+class Placed(NamedTuple):
+    """What programs take, on their devices."""
+
+    state: TrainState
+    frozen: Any
+    batch: Batch
+    rewards: RewardArrays
+    clock: Any  # seed and step
+
+    def scored(self, programs: Programs, reference=None) -> "Placed":
+        batch = programs.score(self.state.params, self.state.extras, self.frozen, reference, self.batch)
+        return self._replace(batch=batch)
+
+    def learned(self, programs: Programs):
+        """Returns the state after the update, and what was learned, in NumPy."""
+        return to_numpy(programs.learn(self.state, self.frozen, None, self.batch, self.rewards, self.clock))
+
+
+def placed(programs: Programs, start, batch: Batch, rewards: RewardArrays, clock=(3, 5)) -> Placed:
+    """Puts the start of a run and a batch onto the devices of its programs."""
+    devices = programs.sampler.devices
+    trained, frozen = split(place(start, devices))
+    return Placed(
+        place(programs.initial_state(trained), devices),
+        frozen,
+        to_devices(batch, devices),
+        to_devices(rewards, devices, axes=REWARD_AXES),
+        to_devices(np.array(clock, np.uint32), devices, axes=None),
+    )

@@ -1,13 +1,11 @@
 """Dynamic sampling: which groups a step learns from, at what cost, at fixed shapes, and again after a crash."""
 
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
-from bigrams import POLICY, train_grpo
-from rl_helpers import Stop, assert_same_runs, open_run, stopping
-from tiny import digit_prompts, digit_task, refused
+from bigrams import POLICY, TASK as THREES, prompts, train_grpo
+from rl_helpers import RUN, Stop, assert_same_runs, open_run, run_programs, stopping
+from tiny import refused
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component, Prompts, Span
@@ -18,17 +16,14 @@ from grpo_jax.rl.source import ahead, select_groups, to_batch, until_spread
 from grpo_jax.rl.types import Graded, Rollout
 from grpo_jax.sampling.sampler import Completions
 
-CONFIG = recipe(
-    steps=6, num_prompts=4, group_size=4, max_tokens=3, learning_rate=1e-2, checkpoint_every=2, max_rollouts=5
-)
+CONFIG = with_options(RUN, max_rollouts=5)
 
 
 def begins_with_three(examples, completions):
     return [float(text.startswith("3")) for text in completions]
 
 
-prompts = partial(digit_prompts, count=4)
-TASK = digit_task(begins_with_three, prompts)
+TASK = THREES._replace(reward=begins_with_three)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +135,7 @@ def test_spread_of_a_component_is_what_counts():
     np.testing.assert_array_equal(by_raw.prompts.ids[:, 0], [1, 10])
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("draws", [2, 3])
+@pytest.mark.parametrize(("devices", "draws"), [(1, 2), (2, 3)])
 def test_groups_on_the_devices_are_those_of_numpy(devices, draws):
     batches = [made_up(number, [SPREAD] * 4).batch for number in range(draws)]
     on_devices = [to_devices(batch, devices) for batch in batches]
@@ -160,7 +154,7 @@ def test_groups_on_the_devices_are_those_of_numpy(devices, draws):
 
 
 def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_path):
-    programs, scored = make_programs(POLICY, TASK, CONFIG), []
+    programs, scored = run_programs(), []
 
     def score(trained, extras, frozen, start, batch):
         scored.append(batch.prompt_ids.shape)
@@ -170,10 +164,10 @@ def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_p
     expected = train_grpo(TASK, CONFIG, whole, programs._replace(score=score))
     lines = whole.lines()
     assert max(line["rollouts"] for line in lines) > 1
-    assert scored == [(4, 3)] * 6  # the groups that are kept, once a step
+    assert scored == [(8, 3)] * 6  # the groups that are kept, once a step
     for line in lines:
         assert line["update_zero_spread_share"] == 0 or line["rollouts"] == CONFIG.sampling.max_rollouts
-        assert line["tokens"] >= line["rollouts"] * 16  # the cost: all that was sampled counts
+        assert line["tokens"] >= line["rollouts"] * 32  # the cost: all that was sampled counts
     assert any(line["zero_spread_share"] > 0 and line["update_zero_spread_share"] == 0 for line in lines)
     times = whole.lines("times.jsonl")
     assert [line["rollout_tokens"] for line in times] == [line["tokens"] for line in lines]
@@ -189,7 +183,7 @@ def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_p
 def test_a_cap_that_was_hit_is_said(tmp_path, capsys):
     config = with_options(CONFIG, steps=1, max_rollouts=2)
     run = open_run(tmp_path, config)
-    train_grpo(TASK._replace(reward=lambda examples, texts: [1.0] * len(texts)), config, run)
+    train_grpo(TASK, config, run, run_programs(), reward=lambda examples, texts: [1.0] * len(texts))
     line = run.lines()[0]
     assert (line["rollouts"], line["zero_spread_share"], line["update_zero_spread_share"]) == (2, 1, 1)
     assert "raise max_rollouts" in " ".join(capsys.readouterr().out.split())

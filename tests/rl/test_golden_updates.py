@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rl_helpers import recorder
+from rl_helpers import placed, recorder
+from tiny import slow_unless
 
 from grpo_jax.config import PPOConfig, recipe, run_of, with_options
 from grpo_jax.data.types import pad_prompts, rng
-from grpo_jax.devices import place, to_devices
+from grpo_jax.devices import place
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.heads import Headed
-from grpo_jax.models.params import Adapted, join, split
+from grpo_jax.models.params import Adapted
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.options import options_of
@@ -27,7 +28,7 @@ from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.ppo import critic_policy, ppo_method
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.types import REWARD_AXES, SAMPLING, Batch, RewardArrays, noise_of
+from grpo_jax.rl.types import SAMPLING, Batch, RewardArrays, noise_of
 from grpo_jax.tasks.task import Task
 
 with np.load(Path(__file__).parents[1] / "golden" / "updates" / "updates.npz") as file:
@@ -102,28 +103,20 @@ def task_of(policy):
     return Task(prompts, lambda *_: [], prompts(0), str, (6,), 7, 8)
 
 
-def replay(case: str, *, devices: int = 1, **options):
+def replay(case: str):
     """The state after an iteration, what it learned, and its scored batch."""
     policy, method, start, config = set_up(case)
-    config = with_options(config, devices=devices, **options)
     data = arrays(case)
     programs = compile_programs(method, policy, task_of(policy), config)
-    trained, frozen = split(place(start, devices))
-    reference = join(trained, frozen)["policy"]
-    if tree(case, "reference"):
-        reference = place(tree(case, "reference"), devices)
     fields = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "temperature", "sampler_logprobs")
     batch = Batch(**{name: data[name] for name in fields}, truncated=data["truncated"])
-    batch = to_devices(batch, devices)
-    state = place(programs.initial_state(trained), devices)
-    batch = programs.score(trained, state.extras, frozen, reference, batch)
     graded = RewardArrays(data["rewards"], np.ones(data["rewards"].shape, bool))
     if "components" in data:
         graded = graded._replace(components=np.moveaxis(data["components"], 0, -1), weights=data["weights"])
-    graded = to_devices(graded, devices, axes=REWARD_AXES)
-    clock = to_devices(np.array([0, 0], np.uint32), devices, axes=None)
-    state, learned = programs.learn(state, frozen, None, batch, graded, clock)
-    return state, learned, batch
+    first = placed(programs, start, batch, graded, clock=(0, 0))
+    reference = place(tree(case, "reference") or start["policy"], programs.sampler.devices)
+    scored = first.scored(programs, reference)
+    return *scored.learned(programs), scored.batch
 
 
 def path_of(path) -> str:
@@ -155,27 +148,9 @@ def check(case: str, state, learned, batch) -> None:
 
 # What the others have besides is a loss without a term, or a batch that `dynamic` has too. On some CPUs rounding puts
 # two of them above 1e-5, see BUILD_NOTES.md.
-QUICK = {"ppo_own_reference"}
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", slow_unless(("ppo_own_reference",), CASES))
 def test_gradients_are_those_that_were_recorded(case):
     check(case, *replay(case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        *((case, {"devices": 2}) for case in ("grpo_minibatches", "ppo_own_reference", "gdpo")),
-        ("grpo_reference", {"microbatches": 4}),
-        ("ppo_shared", {"microbatches": 2}),
-    ],
-)
-def test_gradients_do_not_depend_on_devices_and_microbatches(case, options):
-    check(case, *replay(case, **options))
 
 
 def test_tokens_of_the_first_step_are_those_that_were_recorded():

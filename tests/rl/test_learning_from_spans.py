@@ -2,13 +2,11 @@
 
 import jax
 import numpy as np
-import pytest
 from bigrams import EOS, PAD, POLICY, TASK as THREES, prompts, train_grpo
-from rl_helpers import open_run, rise_of
+from rl_helpers import RUN, open_run, rise_of, run_programs
 from tiny import refused
 
-from grpo_jax.checks import validate
-from grpo_jax.config import recipe, with_options
+from grpo_jax.config import with_options
 from grpo_jax.data.types import Component, Span
 from grpo_jax.functional import group_advantages
 from grpo_jax.rl.grade import grade_completions, reward_arrays
@@ -17,9 +15,7 @@ from grpo_jax.rl.types import Graded
 from grpo_jax.sampling.sampler import Completions
 
 T = 4
-CONFIG = recipe(
-    steps=30, num_prompts=8, group_size=4, max_tokens=T, learning_rate=5e-2, kl_coef=0.0, advantages_of="spans"
-)
+CONFIG = with_options(RUN, steps=30, kl_coef=0.0, advantages_of="spans")
 
 
 def threes(examples, completions):
@@ -63,7 +59,7 @@ def test_a_reward_that_is_nan_stays_visible():
 
 def test_a_run_learns_from_spans_and_shows_them(tmp_path):
     run = open_run(tmp_path, CONFIG)
-    train_grpo(TASK, CONFIG, run)
+    train_grpo(TASK, CONFIG, run, make_programs(POLICY, TASK, CONFIG, sampler=run_programs().sampler))
     lines = run.lines()
     assert rise_of(lines) > 0.5
     assert all(line["spans_mean"] > 0 for line in lines)
@@ -76,18 +72,6 @@ def test_a_run_learns_from_spans_and_shows_them(tmp_path):
         assert group["span_advantages"][i][:1] in ([], [group["advantages"][i]])
 
 
-@pytest.mark.slow
-def test_dynamic_sampling_keeps_the_spans_of_the_groups_it_keeps(tmp_path):
-    config = with_options(CONFIG, steps=2, max_rollouts=3, rollouts_every=1)
-    run = open_run(tmp_path, config)
-    train_grpo(TASK, config, run)
-    for group in run.lines("rollouts.jsonl"):
-        assert [len(spans) for spans in group["spans"]] == [len(text) for text in group["completions"]]
-
-
-def test_what_does_not_go_with_spans_is_refused():
-    with refused("gmpo .*advantages_of"):
-        validate(with_options(CONFIG, preset="gmpo"))
-    played = TASK._replace(environment=object())
+def test_spans_of_episodes_are_refused():
     with refused('"spans"'):
-        make_programs(POLICY, played, CONFIG)
+        make_programs(POLICY, TASK._replace(environment=object()), CONFIG)

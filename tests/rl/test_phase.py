@@ -16,7 +16,7 @@ from grpo_jax.rl.types import Logs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import count_programs
 
-CONFIG = SupervisedConfig(10, 1e-2, log_every=5, checkpoint_every=4)
+CONFIG = SupervisedConfig(10, 1e-2, log_every=5, checkpoint_every=4, eval_every=5)
 START = {"mean": jnp.zeros(())}
 
 
@@ -46,7 +46,11 @@ def batches(*bad: int):
 
 
 def trained(folder, batch):
-    return jax.device_get(fit(OBJECTIVE, START, batch, CONFIG, RunFolder(folder, {}), phase="phase").params["mean"])
+    def evaluate(params, step):
+        return {"heldout_mean": float(params["mean"])}
+
+    state = fit(OBJECTIVE, START, batch, CONFIG, RunFolder(folder, {}), phase="phase", evaluate=evaluate)
+    return jax.device_get(state.params["mean"])
 
 
 def test_phases_with_one_objective_and_configuration_share_programs(tmp_path):
@@ -63,8 +67,10 @@ def test_the_batch_and_the_line_of_a_skipped_step_are_of_that_step(tmp_path, bad
     trained(tmp_path, batches(*bad))
     dumped = {file.name: np.load(file)["values"][0, 0] for file in tmp_path.glob("skipped_*.npz")}
     assert dumped == {f"skipped_phase_{step:06d}.npz": step for step in bad}
-    in_a_row = {line["step"]: line["skipped"] for line in RunFolder(tmp_path, {}).lines()}
+    lines = RunFolder(tmp_path, {}).lines()
+    in_a_row = {line["step"]: line["skipped"] for line in lines if "skipped" in line}
     assert in_a_row == {5: 0, 10: 0} | {step: number for number, step in enumerate(bad, 1)}
+    assert [line["step"] for line in lines if "heldout_mean" in line] == [0, 5, 10]
 
 
 @pytest.mark.parametrize("cut", [5, 8, 10])
@@ -80,5 +86,5 @@ def test_steps_that_are_skipped_in_a_row_end_the_run_and_a_resumed_one_at_the_sa
     for _ in range(2):
         with pytest.raises(FloatingPointError, match="5 times in a row"):
             trained(tmp_path, batches(*range(2, 10)))
-        assert [line["step"] for line in RunFolder(tmp_path, {}).lines()] == [2, 3, 4, 5, 6]
+        assert [line["step"] for line in RunFolder(tmp_path, {}).lines() if "loss" in line] == [2, 3, 4, 5, 6]
         assert sorted(path.name for path in (tmp_path / "checkpoints/phase").iterdir()) == ["4"]

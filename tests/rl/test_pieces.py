@@ -1,7 +1,61 @@
-"""Which pieces a batch is cut into."""
+"""Pieces of a batch: which there are, and that packed completions and narrow prompts change no number."""
 
+import dataclasses
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bigrams import PARAMS, POLICY, V
+from rl_helpers import assert_same_gradient, assert_same_means, loss_of, placed, ragged_batch, recorder
+from tiny import random_params, slow_unless, task_of_tokens, tiny_config
+
+from grpo_jax.config import PPOConfig, recipe, with_options
+from grpo_jax.data.types import Prompts, choose_widths, useful_widths
+from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU
-from grpo_jax.rl.pieces import Piece, choose_microbatches, choose_piece, choose_rows
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl import ppo
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.rl.pieces import (
+    Piece,
+    PromptWidths,
+    by_prompts,
+    choose_microbatches,
+    choose_piece,
+    choose_pieces,
+    choose_rows,
+    computed_in_pieces,
+    lengths_of,
+    packed,
+    take,
+)
+from grpo_jax.rl.scorers import score_completion_tokens
+from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
+from grpo_jax.rl.types import SAMPLING, Batch, RewardArrays, noise_of
+from grpo_jax.rl.update import accumulate_grads
+
+N, G, P, T = 8, 2, 48, 4
+WIDTHS = (16, 24, 48)
+PROMPT_LENGTHS = np.array([10, 48, 3, 16, 20, 5, 24, 17])
+LENGTHS = np.array([[4, 1], [0, 3], [4, 4], [0, 0], [2, 2], [1, 1], [3, 2], [4, 0]])
+MODEL = tiny_config(V)
+TASK = task_of_tokens((0,), 0, V)
+
+
+@cache
+def a_batch() -> Batch:
+    """Prompts of 3 to 48 tokens; one of them has only empty completions. One completion has a token that is not learned
+    from, and that the tokens behind it see."""
+    batch = ragged_batch((N, G, P, T), V, prompt_lengths=PROMPT_LENGTHS, lengths=LENGTHS)
+    batch.completion_mask[0, 0, 1] = False
+    noise = np.random.default_rng(1)
+    return batch._replace(returns=noise.normal(size=(N, G, T)).astype(np.float32))
+
+
+# ---- which pieces there are
 
 
 def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
@@ -15,28 +69,230 @@ def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
     assert (choose_microbatches(32, 64, 1_024), choose_microbatches(32, 65, 1_024)) == (1, 4)  # 2,048 tokens stay whole
 
 
-def test_the_shape_of_rows_by_hand():
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ((4, 16, 8, 128), (128, 4)),  # 1,040 tokens each. Rows of one completion are 8 · 144 = 1,152. 4 a piece
+        ((4, 32, 8, 128), (256, 2)),  # 1,056. Rows of one are 1,280, those of two 4 · 288 = 1,152. 2 a piece
+        ((4, 64, 16, 64), None),  # rows of eight would do, at 2 · 576 tokens for 1,088, but not those of two
+        ((4, 512, 8, 64), None),  # prompts that are long compared with their completions are computed once
+        ((4, 16, 8, 1_024), (1_024, 1)),  # long completions have a row each: 8 · 1,040 tokens for 8,208
+        ((2, 4, 4, 8), None),  # all fits in one piece
+    ],
+)
+def test_the_shape_of_rows_by_hand(prompts, expected):
     """With pieces of about 768 tokens. Without padding, packing may cost 12% more tokens at most."""
-    # 4 prompts of 16 with 8 × 128: 1,040 tokens each. Rows of one completion are 8 · 144 = 1,152. 4 a piece.
-    assert choose_rows(4, 16, 8, 128, CPU.piece_tokens) == (128, 4)
-    # 4 prompts of 32: 1,056. Rows of one are 1,280, those of two 4 · 288 = 1,152. 2 a piece.
-    assert choose_rows(4, 32, 8, 128, CPU.piece_tokens) == (256, 2)
-    # With long prompts rows of eight would do, at 2 · 576 tokens where the group has 1,088, but not those of two.
-    assert choose_rows(4, 64, 16, 64, CPU.piece_tokens) is None
-    # Prompts that are long beside their completions are computed once.
-    assert choose_rows(4, 512, 8, 64, CPU.piece_tokens) is None
-    # Long completions have a row each: 8 · 1,040 tokens where the group has 8,208.
-    assert choose_rows(4, 16, 8, 1_024, CPU.piece_tokens) == (1_024, 1)
-    # All fits in one piece.
-    assert choose_rows(2, 4, 4, 8, CPU.piece_tokens) is None
+    assert choose_rows(*prompts, CPU.piece_tokens) == expected
 
 
-def test_pieces_are_packed_unless_their_number_is_given_or_the_method_does_not_pack():
-    def piece(**changes):
-        return choose_piece(4, 16, 8, 128, **{"microbatches": 0, "piece_tokens": 1_024, "packs": True} | changes)
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, Piece(8, 1, 128, True)),
+        ({"piece_tokens": 512}, Piece(4, 1, 128, True)),
+        ({"packs": False}, Piece(1, 8, 128)),
+        ({"microbatches": 2}, Piece(2, 8, 128)),
+        ({"piece_tokens": 5_000}, Piece(4, 8, 128)),
+    ],
+)
+def test_pieces_are_packed_unless_their_number_is_an_option_or_the_method_does_not_pack(changes, expected):
+    assert (
+        choose_piece(4, 16, 8, 128, **{"microbatches": 0, "piece_tokens": 1_024, "packs": True} | changes) == expected
+    )
 
-    assert piece() == Piece(8, 1, 128, True)
-    assert piece(piece_tokens=512) == Piece(4, 1, 128, True)
-    assert piece(packs=False) == Piece(1, 8, 128)
-    assert piece(microbatches=2) == Piece(2, 8, 128)
-    assert piece(piece_tokens=5_000) == Piece(4, 8, 128)
+
+def test_a_method_that_reads_the_value_after_a_completion_does_not_pack():
+    reading = with_options(PPOConfig(), bootstrap_truncated=True)
+    assert not ppo.ppo_method(POLICY, POLICY, reading).packs
+
+
+def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out():
+    assert choose_widths([16, 16, 64, 16]) == (16, 64)  # with only 64 there would be 3 · 48 tokens of padding
+    assert choose_widths([32, 16, 32, 64, 16]) == (16, 32, 64)
+    assert choose_widths([7]) == (7,)
+    assert choose_widths([12, 12, 20]) == (16, 20)  # 16 is the narrowest
+    # With 100 tokens of completions 48 instead of 64 saves 10%, and 60 saves 2%.
+    assert useful_widths((60, 64), 64, 100) == (64,)
+    assert useful_widths((48, 64), 64, 100) == (48, 64)
+    assert useful_widths((), 64, 100) == (64,)
+
+
+def test_pieces_of_several_widths_by_hand():
+    """Widths 16, 24 and 48 hold 4, 3 and 1 prompts. Pieces of 1, 2 and 4 prompts: the first has the prompt of 48
+    tokens; two have those of 20, 24 and 17 and one shorter prompt; and the last has the other three."""
+    pieces = by_prompts(N, 8, PromptWidths(jnp.asarray(PROMPT_LENGTHS), WIDTHS, (4, 2, 1)))
+    assert [x.prompt_width for x in pieces] == [48, 24, 16]
+    assert [int(x.num_used) for x in pieces] == [1, 2, 1]
+    assert pieces[0].prompts[0].tolist() == [1]
+    assert pieces[1].prompts[:2].tolist() == [[4, 6], [7, 0]]
+    assert pieces[2].prompts[0, :3].tolist() == [2, 3, 5]
+    assert pieces[2].members[0, :, 0].tolist() == [True, True, True, False]
+    assert take(a_batch(), pieces[1], 0).prompt_ids.shape == (2, 24)
+
+
+compiled = jax.jit(packed, static_argnums=(1, 2))
+
+
+def rows_of(lengths, width, rows):
+    """`packed`, as one program."""
+    return compiled(lengths, width, rows)[0]._replace(width=width)
+
+
+def test_packed_rows_by_hand():
+    """Of widths 5, 3, 2, 4 in rows of 8: first 5, then 4 in a row of its own, 3 next to 5, and 2 next to 4."""
+    actual = rows_of(np.array([[5, 3, 2, 4]]), 8, 1)
+    assert actual.num_used == 2
+    members = np.asarray(actual.members)
+    assert members[:2, 0].tolist() == [[True, True, False, False], [False, False, True, True]]
+    assert not members[2:].any()
+    counts = [int(rows_of(np.full((8, 4), length), 32, 2).num_used) for length in (32, 16, 8, 1, 0)]
+    assert counts == [16, 8, 4, 4, 0]
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 9), (3, 6), (3, 24)])
+def test_each_completion_is_in_one_row_and_no_row_is_too_long(rows, width):
+    lengths = np.random.default_rng(rows).integers(0, 7, (7, 4))
+    actual = rows_of(lengths, width, rows)
+    prompts, members = (np.asarray(x).reshape(-1, *x.shape[2:]) for x in (actual.prompts, actual.members))
+    counts = np.zeros_like(lengths)
+    for prompt, member in zip(prompts, members, strict=True):
+        counts[prompt] += member
+        assert lengths[prompt][member].sum() <= width
+    assert (counts == (lengths > 0)).all()
+    used = members.any(-1)
+    assert actual.num_used == -(-used.sum() // rows)
+    assert not used[int(actual.num_used) * rows :].any()
+
+
+def test_a_piece_masks_what_it_does_not_compute():
+    batch = a_batch()._replace(weights=np.ones((N, G, T), np.float32))
+    lengths = lengths_of(batch.completion_mask)
+    assert lengths.tolist() == LENGTHS.tolist()  # up to the last token that is learned from
+    pieces = rows_of(lengths, 8, 2)
+    piece_of = jax.jit(lambda number: take(jax.tree.map(jnp.asarray, batch), pieces, number))
+    taken = [jax.device_get(piece_of(number)) for number in range(int(pieces.num_used))]
+    assert sum(piece.completion_mask.sum() for piece in taken) == batch.completion_mask.sum()
+    piece = taken[0]
+    assert not piece.weights[~piece.completion_mask.any(-1)].any()
+    assert piece.packed.shape == (2, 8)
+
+
+# ---- the numbers of the whole
+
+
+def of_grpo(preset="grpo", policy=None, params=None):
+    """(method, models, scores of a batch) of a policy, by default a decoder."""
+    policy = decoder_policy(MODEL) if policy is None else policy
+    params = random_params(MODEL) if params is None else params
+    return grpo_method(policy, recipe(preset)), {"policy": params}, partial(score_completion_tokens, policy, params)
+
+
+def of_decoder(**changes):
+    config = dataclasses.replace(MODEL, **changes)
+    return of_grpo(policy=decoder_policy(config), params=random_params(config))
+
+
+def of_ppo(kind):
+    """The KL is in the reward, so that the loss reads no reference."""
+    policy, critic = decoder_policy(MODEL), ppo.critic_policy(MODEL)
+    models = ppo.add_critic(MODEL, random_params(MODEL), kind)
+    models["critic"] = models["critic"]._replace(head=jnp.linspace(-1, 1, MODEL.hidden_size))
+    method = ppo.ppo_method(policy, critic, with_options(PPOConfig(), critic=kind))
+    return method, models, partial(ppo.score, policy, critic, models)
+
+
+PACKED, NARROW, BOTH = "packed", "widths", "packed widths"
+# A preset for each loss; those that differ only in advantages and constants are the same program. A loss sees only
+# log-probabilities and entropies, which a table has at once.
+LOSSES = sorted({(a.term, a.aggregation): name for name, a in PRESETS.items()}.values())
+CASES = {
+    "packed": (PACKED, of_grpo),
+    "widths": (NARROW, of_grpo),
+    "both": (BOTH, of_grpo),
+    "gspo": (PACKED, partial(of_grpo, "gspo")),
+    "window": (PACKED, partial(of_decoder, sliding_window=3)),
+    "some layers": (PACKED, partial(of_decoder, num_hidden_layers=2, sliding_window=3, sliding_layers=(1,))),
+    "own critic": (PACKED, partial(of_ppo, "own")),
+    "shared critic": (PACKED, partial(of_ppo, "shared")),
+    **{f"table {preset}": (PACKED, partial(of_grpo, preset, POLICY, PARAMS)) for preset in LOSSES},
+}
+
+
+def pieces_of(kind, method, batch):
+    if kind == PACKED:
+        return packed(lengths_of(batch.completion_mask), 8, 2)
+    config = recipe(piece_tokens=40 if kind == BOTH else 64)
+    return choose_pieces(method._replace(packs=kind == BOTH), config, batch, WIDTHS)
+
+
+@pytest.mark.parametrize("name", slow_unless(("both",), CASES))
+def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
+    kind, make = CASES[name]
+    method, models, score = make()
+    batch = jax.tree.map(jnp.asarray, a_batch())
+    if "critic" in models:
+        batch = batch._replace(ref_logprobs=None)
+
+    @partial(jax.jit, static_argnums=1)
+    def both(batch, in_pieces):
+        pieces = pieces_of(kind, method, batch) if in_pieces else ()
+        weighted = batch._replace(weights=method.aggregation(batch.completion_mask, num_completions=N * G))
+        return computed_in_pieces(score, batch, pieces), accumulate_grads(loss_of(method), models, weighted, pieces)
+
+    scores, (gradient, loss, logs) = jax.device_get(both(batch, False))
+    mask = batch.completion_mask
+    spoiled = {
+        x: jnp.where(mask, getattr(batch, x), jnp.nan) for x in ("old_logprobs", "sampler_logprobs", "old_entropy")
+    }
+    for each in (batch, batch._replace(**spoiled)):
+        actual, (other, other_loss, other_logs) = jax.device_get(both(each, True))
+        for x, y in zip(jax.tree.leaves(scores), jax.tree.leaves(actual), strict=True):
+            x, y = (np.where(mask, array[..., :T], 0) for array in (x, y))
+            assert np.abs(x[mask]).max() > 0
+            np.testing.assert_allclose(y, x, atol=1e-5)
+        assert_same_gradient(gradient, other, 5e-6)
+        np.testing.assert_allclose(other_loss, loss, rtol=1e-5)
+        assert_same_means(logs.means, other_logs.means)
+
+
+def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_the_whole():
+    """As when all completions are cut off and masked."""
+    nothing = np.zeros((N, G, T), bool)
+    batch = a_batch()._replace(completion_mask=nothing, weights=nothing.astype(np.float32))
+    method, models, _ = of_grpo(policy=POLICY, params=PARAMS)
+
+    @jax.jit
+    def both(batch):
+        kinds = [(), pieces_of(PACKED, method, batch)]
+        return [accumulate_grads(loss_of(method), models, batch, pieces) for pieces in kinds]
+
+    jax.tree.map(np.testing.assert_array_equal, *both(batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"parallel": "mesh", "fsdp": 2}])
+def test_pieces_on_two_devices_have_the_gradient_of_the_whole(options):
+    gradients, (method, models, _) = [], of_grpo()
+    method = method._replace(optimizer=recorder(1))
+    for widths, more in ((), {}), (WIDTHS, {"devices": 2} | options):
+        config = recipe(num_prompts=N, group_size=G, max_tokens=T, piece_tokens=64, **more)
+        programs = compile_programs(method, decoder_policy(MODEL), TASK._replace(prompt_widths=widths), config)
+        noise = np.random.default_rng(2).normal(size=(N, G)).astype(np.float32)
+        start = placed(programs, models, a_batch(), RewardArrays(noise, np.ones((N, G), bool)))
+        gradients.append(start.learned(programs)[0].opt_state.gradients)
+    assert_same_gradient(*gradients, 2e-6)
+
+
+def test_tokens_are_those_of_the_full_width():
+    """Three draws, of which the last one has only short prompts and is sampled at a width of 24."""
+    sampling = recipe(num_prompts=2, group_size=G, max_tokens=T).sampling
+    policy, params, noise = decoder_policy(MODEL), random_params(MODEL), np.random.default_rng(0)
+    whole, narrow = (make_sampler(policy, TASK._replace(batch_widths=x), sampling) for x in ((), WIDTHS))
+    for longest in (48, 30, 20):
+        mask = np.arange(P) >= P - np.array([[longest], [5]])
+        prompts = Prompts(noise.integers(0, V, (2, P)).astype(np.int32), mask, [])
+        inputs = completion_numbers(sampling), group_temperatures(sampling), noise_of(0, SAMPLING, longest)
+        one, other = (sampler.complete(params, prompts, *inputs) for sampler in (whole, narrow))
+        assert (one.completion_ids == other.completion_ids).all()
+        np.testing.assert_allclose(one.sampler_logprobs, other.sampler_logprobs, atol=1e-5)
+    assert narrow.program._cache_size() == 2

@@ -1,14 +1,11 @@
 """PPO: its advantages and gradients against those by hand and of GRPO, and its loop."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from losses import loss_of
-from rl_helpers import assert_close, compilations_of, open_run, says_three
-from tiny import digit_prompts, digit_task, random_params, refused, tiny_config
+from rl_helpers import assert_close, loss_of, near, ragged_batch, says_three
+from tiny import digit_task, random_params, refused, tiny_config
 
 from grpo_jax.checks import validate_ppo
 from grpo_jax.config import PPOConfig, recipe, with_options
@@ -16,11 +13,7 @@ from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
-from grpo_jax.models.huggingface import save_description, save_pretrained
-from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge
-from grpo_jax.models.params import split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.ppo import (
     add_critic,
@@ -30,12 +23,7 @@ from grpo_jax.rl.ppo import (
     ppo_method,
     token_advantages,
 )
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import Batch, RewardArrays, TrainState
-from grpo_jax.runs.export import Options, export
-from grpo_jax.runs.files import write_json
-from grpo_jax.runs.pretrained import LoraDescription, restore
-from grpo_jax.train import train as train_models
+from grpo_jax.rl.types import Batch, RewardArrays
 
 VOCAB = 8
 MODEL = tiny_config(VOCAB)
@@ -48,49 +36,11 @@ def of_ppo(**options) -> PPOConfig:
     return with_options(PPOConfig(), **options)
 
 
-CONFIG = of_ppo(
-    steps=6,
-    num_prompts=32,
-    max_tokens=3,
-    learning_rate=1e-2,
-    critic_learning_rate=1e-2,
-    checkpoint_every=2,
-    rollouts_every=1,
-)
-
-
-TASK = digit_task(says_three, partial(digit_prompts, count=32))
-
-
-@pytest.fixture(scope="module")
-def programs():
-    return make_ppo_programs(POLICY, CRITIC, TASK, CONFIG)
-
-
-def train(config, run, programs, *, params=PARAMS, **options):
-    return train_models(params, TASK, config.run, run, programs, phase="ppo", **options)
-
-
-def a_batch(num_prompts=4, group_size=2, width=3) -> Batch:
+def a_batch() -> Batch:
     """Ragged rows, and log-probabilities near those of PARAMS."""
-    noise = np.random.default_rng(0)
-    ids = noise.integers(0, 6, (num_prompts, group_size, width))
-    mask = np.arange(width) < noise.integers(1, width + 1, (num_prompts, group_size, 1))
-    given = digit_prompts(0, 32)
-    batch = Batch(
-        given.ids[:num_prompts], given.mask[:num_prompts], ids, mask, np.ones((num_prompts, group_size), np.float32)
-    )
-    logprobs = np.asarray(jax.jit(partial(score_completion_tokens, POLICY))(PARAMS["policy"], batch).logprobs)
-    shifted = [(logprobs + noise.normal(0, 0.2, mask.shape)).astype(np.float32) for _ in range(2)]
-    old_values, returns, advantages = noise.normal(0, 1, (3, *mask.shape)).astype(np.float32)
-    old_values = np.pad(old_values, [(0, 0), (0, 0), (0, 1)])
-    return batch._replace(
-        old_logprobs=shifted[0],
-        ref_logprobs=shifted[1],
-        old_values=old_values,
-        returns=returns,
-        advantages=advantages,
-    )
+    batch = near(POLICY, PARAMS["policy"], ragged_batch((4, 2, 3, 3), VOCAB, shortest=1), scale=0.2)
+    returns, advantages = np.random.default_rng(2).normal(0, 1, (2, 4, 2, 3)).astype(np.float32)
+    return batch._replace(returns=returns, advantages=advantages)
 
 
 def valued(batch: Batch, values=None, truncated=None) -> Batch:
@@ -158,13 +108,20 @@ def test_advantages_of_the_seeds_example():
     assert first(5, 0.9, 0.0, True) == pytest.approx(2.30025, abs=1e-5)
 
 
-def test_advantages_are_whitened_over_the_tokens_of_the_batch():
+def test_advantages_are_whitened_over_the_tokens_of_the_batch_and_a_nan_spoils_its_own_row():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
     actual, returns = token_advantages(rewards, valued(batch), 0.0, config=of_ppo(kl_coef=0.0))
-    of_tokens = np.asarray(actual)[batch.completion_mask]
+    mask = batch.completion_mask
+    of_tokens = np.asarray(actual)[mask]
     assert of_tokens.mean() == pytest.approx(0, abs=1e-5)
     assert of_tokens.std(ddof=1) == pytest.approx(1, abs=1e-3)
     assert np.asarray(returns).max() == 7  # the critic learns rewards as they are
+    rewards[1, 0] = np.nan
+    actual, _ = token_advantages(rewards, valued(batch), 0.0, config=of_ppo(kl_coef=0.0))
+    assert np.isnan(actual[1, 0][mask[1, 0]]).all()
+    others = np.delete(np.asarray(actual).reshape(8, -1), 2, axis=0)
+    assert np.isfinite(others).all()
+    assert others.any()
 
 
 def test_explained_variance():
@@ -175,42 +132,19 @@ def test_explained_variance():
     assert np.isnan(explained_variance(returns, np.ones(4), mask))
 
 
-def test_a_reward_that_is_nan_spoils_its_own_row_alone():
-    batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
-    rewards[1, 0] = np.nan
-    actual, _ = token_advantages(rewards, valued(batch), 0.0, config=of_ppo(kl_coef=0.0))
-    mask = batch.completion_mask
-    assert np.isnan(actual[1, 0][mask[1, 0]]).all()
-    others = np.delete(np.asarray(actual).reshape(8, -1)[mask.reshape(8, -1).any(-1)], 2, axis=0)
-    assert np.isfinite(others).all()
-    assert others.any()
-
-
 # ---- gradients
 
 
-@pytest.mark.parametrize(
-    ("preset", "kl_coef"),  # means over tokens, and of means over rows
-    [
-        ("lite_ppo", 0.1),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in [("grpo", 0.0), ("lite_ppo", 0.0), ("grpo", 0.1)]),
-    ],
-)
-def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, kl_coef):
+def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2) ** 2
-    config = of_ppo(preset=preset, kl_coef=kl_coef, kl_in_reward=False, gae_lambda=1.0, whiten=False)
+    config = of_ppo(kl_coef=0.1, kl_in_reward=False, gae_lambda=1.0, whiten=False)
     centered = np.asarray(centered_advantages(jnp.asarray(rewards)))
     by_token, returns = token_advantages(centered, valued(batch), 0.0, config=config)
-    weights = PRESETS[preset].aggregation(batch.completion_mask)
-    if not kl_coef:
-        batch = batch._replace(ref_logprobs=None)
-    for_ppo = batch._replace(
-        advantages=by_token, returns=returns, old_values=np.zeros_like(batch.old_values), weights=weights
-    )
+    weights = config.run.loss.objective.aggregation(batch.completion_mask)
     of_grpo = batch._replace(advantages=centered, weights=weights)
-
+    for_ppo = of_grpo._replace(advantages=by_token, returns=returns, old_values=np.zeros_like(batch.old_values))
     loss_of_both = loss_of(ppo_method(POLICY, CRITIC, config))
-    loss_alone = loss_of(grpo_method(POLICY, recipe(preset, kl_coef=kl_coef)))
+    loss_alone = loss_of(grpo_method(POLICY, recipe("lite_ppo", kl_coef=0.1)))
 
     @jax.jit
     def gradients(params):
@@ -220,7 +154,7 @@ def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, 
 
     actual, expected, hidden = gradients(PARAMS)
     assert_close(actual["policy"], expected, atol=1e-6)
-    # The critic feels its own part of the loss alone, here ½ (0 − R)², and below a head of 0 nothing.
+    # The critic feels only its own part of the loss, ½ (0 − R)² in this case, and below a head of 0 nothing.
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(actual["critic"].decoder))
     slope = -config.critic.value_coef * np.einsum("ngt,ngtd->d", weights * returns, hidden)
     np.testing.assert_allclose(actual["critic"].head, slope, rtol=1e-3, atol=1e-5)
@@ -235,12 +169,14 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
     # What is in masked places counts nowhere.
     returns = np.where(batch.completion_mask, batch.returns, np.nan)
     batch = batch._replace(weights=weights, ref_logprobs=None, returns=returns)
-    (_, logs), actual = jax.jit(jax.value_and_grad(loss_of(ppo_method(POLICY, CRITIC, config)), has_aux=True))(
-        params, batch
-    )
+    gradient = jax.value_and_grad(loss_of(ppo_method(POLICY, CRITIC, config)), has_aux=True)
 
-    values = np.asarray(jax.jit(partial(heads.values, CRITIC))(params["critic"], *batch[:4]))[..., :-1]
-    hidden = np.asarray(jax.jit(POLICY.hidden)(PARAMS["policy"], *batch[:3]))
+    @jax.jit
+    def everything(params):
+        values = heads.values(CRITIC, params["critic"], *batch[:4])[..., :-1]
+        return gradient(params, batch), values, POLICY.hidden(params["policy"], *batch[:3])
+
+    ((_, logs), actual), values, hidden = jax.device_get(everything(params))
     old_values = batch.old_values[..., :-1]
     clipped = np.clip(values, old_values - 0.2, old_values + 0.2)
     bound = (clipped - returns) ** 2 > (values - returns) ** 2
@@ -271,60 +207,29 @@ def test_a_shared_decoder_has_the_sum_of_both_gradients():
     def policy_alone(params):
         return loss_of(grpo_method(POLICY, config.run))(params, batch)[0]
 
-    def of_both(params, config):
+    def whole(params):
         return loss_of(ppo_method(POLICY, CRITIC, config))(params, batch)[0]
 
     @jax.jit
     def gradients(params):
-        little = partial(of_both, config=with_options(config, value_coef=1e-9))
-        losses = partial(of_both, config=config), policy_alone, critic_alone, little
+        losses = whole, policy_alone, critic_alone
         return [jax.grad(loss)(params) for loss in losses]
 
-    actual, of_policy, of_critic, with_little = gradients(params)
-    expected = jax.tree.map(lambda x, y: x + 2.0 * y, of_policy, of_critic)
-    assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert_close(with_little["policy"], of_policy["policy"], atol=1e-6)
+    actual, of_policy, of_critic = gradients(params)
+    assert_close(actual, jax.tree.map(lambda x, y: x + 2.0 * y, of_policy, of_critic), rtol=1e-4, atol=1e-5)
     assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(of_critic)) > 1e-3
 
 
-# ---- the loop
+# ---- options
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"critic": "shared", "kl_in_reward": False, "divergence": "reverse"},
-        {"ref_sync_steps": 2, "ref_mixup_alpha": 0.5, "kl_target": 0.1},
-    ],
-    ids=["own", "shared", "moving"],
-)
-def test_training_raises_the_reward_and_the_critic_foresees_it(tmp_path, capsys, changes):
-    config, critic = with_options(CONFIG, steps=20, **changes), changes.get("critic", "own")
-    programs, params = make_ppo_programs(POLICY, CRITIC, TASK, config), add_critic(MODEL, PARAMS["policy"], critic)
-    run = open_run(tmp_path, config)
-    state, lines = train(config, run, programs, params=params), run.lines()
-    assert lines[-1]["reward"] > lines[0]["reward"] + 0.2
-    assert lines[0]["value_mean"] == 0
-    assert lines[0]["first_ratio_deviation"] < 1e-5
-    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
-    assert lines[-1]["value_mean"] == pytest.approx(lines[-1]["returns_mean"], abs=0.3)
-    assert max(line["explained_variance"] for line in lines) > 0.1
-    assert "all rewards are equal" not in " ".join(capsys.readouterr().out.split())  # of one completion they always are
-    counts = compilations_of(run)
-    assert counts[-1] == counts[1]
-    assert state.extras.get("reference", PARAMS["policy"]).keys() == PARAMS["policy"].keys()  # of the policy only
-    save_description(tmp_path / "model", MODEL)
-    jax.tree.map(np.testing.assert_array_equal, restore(tmp_path, None, None).params, state.params["policy"])
-
-
-def test_critics_of_the_other_kind_and_a_value_beyond_an_end_that_is_meant_are_refused(programs):
+def test_critics_of_the_other_kind_and_a_value_beyond_an_end_that_is_meant_are_refused():
+    programs = make_ppo_programs(POLICY, CRITIC, digit_task(says_three), of_ppo())
     with refused("critic is to be own"):
-        programs.initial_state(add_critic(MODEL, PARAMS["policy"], "shared"))
-    endless = TASK._replace(open_ended=True)
+        programs.method.extras(add_critic(MODEL, PARAMS["policy"], "shared"))
+    endless = digit_task(says_three)._replace(open_ended=True)
     with refused("bootstrap_truncated"):
-        make_ppo_programs(POLICY, CRITIC, endless, with_options(CONFIG, bootstrap_truncated=True))
+        make_ppo_programs(POLICY, CRITIC, endless, of_ppo(bootstrap_truncated=True))
 
 
 @pytest.mark.parametrize(
@@ -340,17 +245,16 @@ def test_critics_of_the_other_kind_and_a_value_beyond_an_end_that_is_meant_are_r
 )
 def test_options_that_do_not_go_together_are_refused(changes, word):
     with refused(word):
-        validate_ppo(with_options(CONFIG, **changes))
+        validate_ppo(of_ppo(**changes))
 
 
-@pytest.mark.slow
-def test_policy_and_critic_have_their_own_rates(tmp_path):
-    config = with_options(CONFIG, steps=1, critic_learning_rate=1e-12)
-    programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
-    params = train(config, open_run(tmp_path, config), programs).params
-    np.testing.assert_allclose(params["critic"].head, PARAMS["critic"].head, atol=1e-10)
-    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), params["policy"], PARAMS["policy"])
-    assert max(jax.tree.leaves(moved)) == pytest.approx(1e-2, rel=1e-2)
+def test_policy_and_critic_have_their_own_rates():
+    """The first step of Adam is the rate, whatever the gradient."""
+    optimizer = ppo_method(POLICY, CRITIC, of_ppo(learning_rate=1e-2, critic_learning_rate=1e-3)).optimizer
+    params = {"policy": {"kernel": jnp.ones((2, 2))}, "critic": {"kernel": jnp.ones((2, 2))}}
+    updates = jax.jit(lambda params: optimizer.update(params, optimizer.init(params), params)[0])(params)
+    np.testing.assert_allclose(updates["policy"]["kernel"], -1e-2, rtol=1e-3)
+    np.testing.assert_allclose(updates["critic"]["kernel"], -1e-3, rtol=1e-3)
 
 
 def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_value_after_it():
@@ -374,25 +278,3 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
         RewardArrays(rewards, applicable), batch._replace(truncated=np.zeros_like(truncated)), 0.0
     )
     np.testing.assert_allclose(ended.returns[0, 0], 0.5 * batch.completion_mask[0, 0], atol=1e-5)
-
-
-@pytest.mark.slow
-def test_of_a_checkpoint_only_the_policy_is_exported_with_its_adapters(tmp_path):
-    run, base = open_run(tmp_path / "run", CONFIG), save_pretrained(tmp_path / "base", PARAMS["policy"], MODEL)
-    save_description(run.path / "model", MODEL, source=base)
-    policy = add_adapters(PARAMS["policy"], jax.random.key(1), rank=2, alpha=4.0)
-    policy = policy._replace(adapters=jax.tree.map(lambda x: x + 0.1, policy.adapters))
-    lora = LoraDescription(str(base), fingerprint(PARAMS["policy"]), "float32", 2, 4.0, TARGETS)
-    write_json(run.path / "model/lora.json", lora._asdict())
-    trained, _ = split(add_critic(MODEL, policy))
-    for phase in ("warm", "ppo"):
-        with run.checkpoints(phase, keep=1) as checkpoints:
-            checkpoints.save(TrainState(trained, {}, jnp.int32(0), {}), 3)
-    assert export(Options(run.path, tmp_path / "out")) == 3
-    jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "out", MODEL), merge(policy))
-    adapters = restore(run.path, "ppo", 3, adapter=True).params.adapters
-    jax.tree.map(np.testing.assert_array_equal, adapters, policy.adapters)
-    with run.checkpoints("ppo_1", keep=1) as checkpoints:
-        checkpoints.save(TrainState(trained, {}, jnp.int32(0), {}), 3)
-    with refused("'ppo', 'ppo_1', 'warm'.* --phase"):
-        restore(run.path, None, None)

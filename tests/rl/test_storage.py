@@ -14,16 +14,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from bigrams import PARAMS, POLICY, TASK, prompts, train_grpo
-from rl_helpers import assert_same_files, open_run
+from bigrams import PARAMS, TASK, prompts, train_grpo
+from rl_helpers import RUN, assert_same_files, open_run, run_programs
 from tiny import refused
 
 from grpo_jax import __version__
-from grpo_jax.config import recipe, with_options
+from grpo_jax.config import with_options
 from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.processes import Grader
-from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import checkpoint as seal
 from grpo_jax.runs.checkpoint import Checkpoints, check_seal, params_sha256
@@ -31,31 +30,26 @@ from grpo_jax.runs.files import hold
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.train import train
 
-CONFIG = recipe(steps=6, num_prompts=8, group_size=4, max_tokens=3, learning_rate=5e-2, checkpoint_every=2)
+CONFIG = with_options(RUN, rollouts_every=0)
 
 
 @pytest.fixture(scope="module")
-def programs():
-    return make_programs(POLICY, TASK, CONFIG)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, programs):
+def finished(tmp_path_factory):
     """A finished run, which has the checkpoints 4 and 6, and its parameters' checksum."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    state = train_grpo(TASK, CONFIG, open_run(folder, CONFIG), programs)
+    state = train_grpo(TASK, CONFIG, open_run(folder, CONFIG), run_programs())
     assert sorted(path.name for path in (folder / "checkpoints/grpo").iterdir()) == ["4", "6"]
     return folder, state
 
 
-def resumed(finished, folder, programs, harm, task=TASK) -> str:
+def resumed(finished, folder, harm) -> str:
     """What a copy of the run says when it is resumed after `harm`; it must end as it did before."""
     whole, expected = finished
     shutil.copytree(whole, folder)
     harm(folder)
     try:
         run = open_run(folder, CONFIG)
-        state = train_grpo(task, CONFIG, run, programs)
+        state = train_grpo(TASK, CONFIG, run, run_programs())
     except UsageError as error:
         return f"refused: {error}"
     assert params_sha256(state) == params_sha256(expected)
@@ -81,7 +75,7 @@ def delete(file: Path, place: random.Random) -> None:
     file.unlink()
 
 
-def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(finished, tmp_path, programs):
+def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(finished, tmp_path):
     folder = finished[0] / "checkpoints/grpo/6"
     files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     files = [name for name in files if name not in ("commit_success.txt", "_CHECKPOINT_METADATA")]  # nobody reads them
@@ -145,7 +139,7 @@ def test_the_newest_checkpoint_that_verifies_is_taken_and_the_others_are_named(f
     assert words in " ".join(warnings)
 
 
-def test_a_run_resumes_from_the_newest_checkpoint_that_verifies_or_does_not_begin_again(finished, tmp_path, programs):
+def test_a_run_resumes_from_the_newest_checkpoint_that_verifies_or_does_not_begin_again(finished, tmp_path):
     def damage(*steps):
         def harm(folder):
             for step in steps:
@@ -153,33 +147,24 @@ def test_a_run_resumes_from_the_newest_checkpoint_that_verifies_or_does_not_begi
 
         return harm
 
-    assert "checkpoint 6 is not used" in resumed(finished, tmp_path / "one", programs, damage(6))
-    said = resumed(finished, tmp_path / "both", programs, damage(4, 6))
+    assert "checkpoint 6 is not used" in resumed(finished, tmp_path / "one", damage(6))
+    said = resumed(finished, tmp_path / "both", damage(4, 6))
     assert all(words in said for words in ("refused", "checkpoint 6 is not", "checkpoint 4 is not", "start a new run"))
 
 
 @pytest.mark.parametrize("other", ["another seed", "another phase", "other rows"])
-def test_a_checkpoint_of_another_run_is_passed_over(finished, tmp_path, programs, other):
+def test_a_checkpoint_of_another_run_is_passed_over(finished, tmp_path, other):
     config = dataclasses.replace(CONFIG, seed=CONFIG.seed + (other == "another seed"))
     task = TASK._replace(prompts=lambda step: prompts(step + 1)) if other == "other rows" else TASK
     phase = "control" if other == "another phase" else "grpo"
     run = open_run(tmp_path / "other", config)
-    train({"policy": PARAMS}, task, config, run, programs._replace(config=config), phase=phase)
+    train({"policy": PARAMS}, task, config, run, run_programs()._replace(config=config), phase=phase)
 
     def harm(folder):
         shutil.rmtree(folder / "checkpoints/grpo/6")
         shutil.copytree(tmp_path / "other/checkpoints" / phase / "6", folder / "checkpoints/grpo/6")
 
-    assert "checkpoint 6 is not used, for it is of another run" in resumed(finished, tmp_path / "run", programs, harm)
-
-
-def test_a_run_that_is_extended_takes_its_checkpoints_without_a_warning(finished, tmp_path, programs):
-    longer = dataclasses.replace(CONFIG, steps=CONFIG.steps + 1)
-    shutil.copytree(finished[0], tmp_path / "run")
-    run = open_run(tmp_path / "run", longer)
-    train_grpo(TASK, longer, run, programs)
-    assert not run.lines("warnings.jsonl")
-    assert [line["step"] for line in run.lines()][-1] == longer.steps
+    assert "checkpoint 6 is not used, for it is of another run" in resumed(finished, tmp_path / "run", harm)
 
 
 # ---- lines
@@ -192,12 +177,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("file", "content"), [(file, text) for file, texts in BROKEN.items() for text in texts])
-def test_a_file_of_a_run_that_is_malformed_is_a_sentence_that_names_it(finished, tmp_path, programs, file, content):
+def test_a_file_of_a_run_that_is_malformed_is_a_sentence_that_names_it(finished, tmp_path, file, content):
     def harm(folder):
         before = (folder / file).read_bytes() if file == "metrics.jsonl" else b""
         (folder / file).write_bytes(before + content.encode(errors="surrogatepass"))
 
-    said = resumed(finished, tmp_path / "run", programs, harm)
+    said = resumed(finished, tmp_path / "run", harm)
     assert said.startswith("refused")
     assert file != "metrics.jsonl" or file in said
 
@@ -211,8 +196,8 @@ def edit(folder: Path, **options) -> None:
     file.write_text(json.dumps(dataclasses.asdict(with_options(CONFIG, **options))))
 
 
-def test_an_edited_option_is_noticed(finished, tmp_path, programs):
-    said = resumed(finished, tmp_path / "run", programs, lambda folder: edit(folder, learning_rate=0.5))
+def test_an_edited_option_is_noticed(finished, tmp_path):
+    said = resumed(finished, tmp_path / "run", lambda folder: edit(folder, learning_rate=0.5))
     assert said.startswith("refused")
     assert "began with other options (learning_rate)" in said
     edited = dataclasses.asdict(with_options(CONFIG, learning_rate=0.5))
@@ -245,11 +230,11 @@ def test_a_start_that_was_killed_before_it_wrote_anything_may_be_repeated(tmp_pa
 # ---- inputs
 
 
-def test_inputs_that_changed_are_named(tmp_path, programs):
+def test_inputs_that_changed_are_named(tmp_path):
     def begin(rows):
         with Grader(f"{file}:threes", chunk=4, workers=1) as grader:
             task = TASK._replace(reward={"threes": Component(grader)}, rows=rows)
-            train_grpo(task, with_options(CONFIG, steps=2), RunFolder(tmp_path / "run", {}), programs)
+            train_grpo(task, with_options(CONFIG, steps=2), RunFolder(tmp_path / "run", {}), run_programs())
 
     file = tmp_path / "reward.py"
     file.write_text("def threes(rows, texts): return [text.count('3') / 3 for text in texts]\n")
@@ -324,7 +309,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(place):
         RunFolder(Path(place), {})
 
 
-def test_a_full_disk_is_told_from_a_defect(tmp_path, programs):
+def test_a_full_disk_is_told_from_a_defect(tmp_path):
     run = open_run(tmp_path, CONFIG)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as error:
@@ -334,11 +319,11 @@ def test_a_full_disk_is_told_from_a_defect(tmp_path, programs):
     assert lacking(FileNotFoundError(2, "No such file", "x")) == ""
 
 
-def test_where_a_checkpoint_has_no_room_nothing_is_trained(tmp_path, programs, monkeypatch):
+def test_where_a_checkpoint_has_no_room_nothing_is_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
     run = open_run(tmp_path, CONFIG)
     with refused("free some space"):
-        train_grpo(TASK, CONFIG, run, programs)
+        train_grpo(TASK, CONFIG, run, run_programs())
     assert not run.lines()
 
 
@@ -351,6 +336,10 @@ def test_parameters_are_read_from_what_verifies_and_stray_things_stay(finished, 
     (folder / "99").mkdir()
     (folder / "98").write_text("")
     flip(next(folder.glob("6/params/d/*")), random.Random(0))
+    shutil.copytree(folder / "4", tmp_path / "other/4")
+    flip(next((tmp_path / "other").glob("4/rest/d/*")), random.Random(0))  # of the optimizer, which is not read
+    with Checkpoints(tmp_path / "other", warn=pytest.fail) as checkpoints:
+        assert checkpoints.restore_params(PARAMS)[1] == 4
     said: list[str] = []
     with Checkpoints(folder, warn=said.append) as checkpoints:
         params, step = checkpoints.restore_params(PARAMS)
@@ -369,14 +358,6 @@ def test_parameters_are_read_from_what_verifies_and_stray_things_stay(finished, 
     assert all(f"checkpoint {number} is not used" in sentence for number in (6, 98, 99))
     assert (folder / "99").is_dir()
     assert (folder / "6").is_dir()  # a reader moves nothing
-
-
-def test_the_optimizer_may_be_damaged_where_parameters_are_read_alone(finished, tmp_path):
-    folder = tmp_path / "grpo"
-    shutil.copytree(finished[0] / "checkpoints/grpo", folder)
-    flip(next(folder.glob("6/rest/d/*")), random.Random(0))
-    with Checkpoints(folder, warn=pytest.fail) as checkpoints:
-        assert checkpoints.restore_params(PARAMS)[1] == 6
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_with_both_versions(tmp_path, monkeypatch):
