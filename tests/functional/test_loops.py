@@ -1,6 +1,6 @@
 """Every function against its equation as a plain loop over Python numbers, on random inputs with random masks."""
 
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 
 import jax
@@ -413,6 +413,13 @@ def of_ratio(function, loop):
     return function, over_rows(loop), lambda rng: [x for i, x in enumerate(draw_term(rng)) if i != 2]
 
 
+def of_surrogate(log_ratio, surrogate):
+    def of_completion(new, old, advantages):
+        return [surrogate(np.exp(d), a) for d, a in zip(log_ratio(new, old), advantages, strict=True)]
+
+    return of_completion
+
+
 LOG_RATIOS = {"token": differences, "sequence": sequence_sum, "gspo": sequence_mean}
 CHOICES = {  # log-ratio, surrogate, divergence
     "grpo": ("token", "clipped_surrogate", "kl_k3"),
@@ -424,12 +431,11 @@ CHOICES = {  # log-ratio, surrogate, divergence
 
 def of_loss(log_ratio, surrogate, divergence):
     def expected(new, old, advantages, mask, ref, weights):
-        term = SURROGATES[surrogate][0]
+        term = of_surrogate(LOG_RATIOS[log_ratio], SURROGATES[surrogate][0])
 
         def row(new, old, advantages, ref, weights):
-            ratios = [np.exp(d) for d in LOG_RATIOS[log_ratio](new, old)]
             kls = [0.04 * ESTIMATORS[divergence](x) for x in differences(new, ref)]
-            return [w * (term(*of) + k) for w, k, *of in zip(weights, kls, ratios, advantages, strict=True)]
+            return [w * (x + k) for w, x, k in zip(weights, term(new, old, advantages), kls, strict=True)]
 
         return over_rows(row)(new, old, advantages, ref, weights, mask).sum()
 
@@ -658,10 +664,24 @@ LOOPS = {
 }
 
 
+SEEDS = range(12)
+
+
+@cache
+def results():
+    """Returns what all functions compute for all seeds: one program."""
+    drawn = {name: [draw(np.random.default_rng(seed)) for seed in SEEDS] for name, (_, _, draw) in LOOPS.items()}
+    stacked = {name: [np.stack(x) for x in zip(*arrays, strict=True)] for name, arrays in drawn.items()}
+
+    @jax.jit
+    def of_all(stacked):
+        return {name: jax.vmap(function)(*stacked[name]) for name, (function, _, _) in LOOPS.items()}
+
+    return drawn, jax.device_get(of_all(stacked))
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_equals_a_plain_loop(name):
-    function, loop, draw = LOOPS[name]
-    compiled = jax.jit(function)
-    for seed in range(12):
-        arrays = draw(np.random.default_rng(seed))
-        assert_allclose(compiled(*arrays), loop(*arrays), rtol=2e-4, atol=1e-5, err_msg=f"seed {seed}")
+    loop, (drawn, computed) = LOOPS[name][1], results()
+    for seed, arrays, result in zip(SEEDS, drawn[name], computed[name], strict=True):
+        assert_allclose(result, loop(*arrays), rtol=2e-4, atol=1e-5, err_msg=f"seed {seed}")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, COMPUTE_IN_16_BITS, ROWS, Case, T
+from cases import CASES, COMPUTE_IN_16_BITS, ROWS, Case
 from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax import functional as F
@@ -165,6 +165,7 @@ def without_masked():
 
 @pytest.mark.parametrize("name", HAVE_MASK)
 def test_what_is_masked_might_as_well_be_removed(name):
+    """Padding is masked too, so that it changes nothing."""
     mask, (_, result, gradients) = CASES[name].arrays[CASES[name].mask], expected()[name]
     _, removed, removed_gradients = without_masked()[name]
 
@@ -177,31 +178,15 @@ def test_what_is_masked_might_as_well_be_removed(name):
     jax.tree.map(compare, (result, gradients), (removed, removed_gradients))
 
 
-@cache
-def padded():
-    """Adds two tokens to the right of completions."""
-
-    def pad(case, _, x):
-        if not case.mask or x.shape[-1:] != (T,):
-            return x
-        return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 2)], constant_values=x.dtype.type(0))
-
-    return jax.device_get(evaluate_all(inputs(pad)))
-
-
-@pytest.mark.parametrize("name", HAVE_MASK)
-def test_padding_changes_nothing(name):
-    wide = jax.tree.map(lambda x: x[..., :T] if x.shape[-1:] == (T + 2,) else x, padded()[name])
-    assert_close(wide, expected()[name], rtol=1e-4, atol=1e-5)
-
-
 # --- transformations ---
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_spread])
-def test_a_batch_over_devices_is_the_whole_batch(name, spread):
-    case = CASES[name]
-    # Another scale on each device, and one without spread: statistics of its own would differ.
+SPREAD = [name for name, case in CASES.items() if case.is_spread]
+
+
+def on_devices(name):
+    """Returns the inputs of a case, one row for each device."""
+    # Another scale on each device, and one without spread: its statistics would differ.
     scale = np.arange(1, ROWS + 1, dtype=np.float32)
 
     def scaled(x):
@@ -211,13 +196,28 @@ def test_a_batch_over_devices_is_the_whole_batch(name, spread):
         x[4] = x[4].mean()
         return x
 
-    arrays = {key: scaled(x) for key, x in case.arrays.items()}
-    function = partial(case.function, **case.numbers)
-    result = spread(lambda parts: function(**parts, axis_name="data"))({k: x[:, None] for k, x in arrays.items()})
-    whole = jax.jit(lambda arrays: function(**arrays))(arrays)
-    assert_allclose(result[:, 0], whole, rtol=1e-4, atol=1e-5)
-    of_each = jax.jit(jax.vmap(lambda arrays: function(**arrays)))({k: x[:, None] for k, x in arrays.items()})
-    assert not np.allclose(of_each[:, 0], whole, rtol=1e-3)
+    return {key: scaled(x)[:, None] for key, x in CASES[name].arrays.items()}
+
+
+def test_a_batch_over_devices_is_the_whole_batch(spread):
+    arrays = {name: on_devices(name) for name in SPREAD}
+
+    def evaluate(arrays, **options):
+        return {name: CASES[name].function(**x, **CASES[name].numbers, **options) for name, x in arrays.items()}
+
+    result = spread(partial(evaluate, axis_name="data"))(arrays)
+    whole, of_each = jax.jit(lambda x: (evaluate(jax.tree.map(lambda y: y[:, 0], x)), jax.vmap(evaluate)(x)))(arrays)
+    for name in SPREAD:
+        assert_allclose(result[name][:, 0], whole[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        assert not np.allclose(of_each[name][:, 0], whole[name], rtol=1e-3), name
+
+
+def test_a_loop_over_tokens_runs_on_every_device(spread):
+    case = CASES["gae_of_two_steps"]
+    result = spread(lambda arrays: case.function(**arrays, **case.numbers))(
+        {k: x[:, None] for k, x in case.arrays.items()}
+    )
+    assert_close(result[:, 0], expected()["gae_of_two_steps"][1])
 
 
 @cache
@@ -256,38 +256,46 @@ def test_jit_equals_eager(name):
     assert_close(eager, expected()[name][1])
 
 
-@cache
-def with_numbers():
+@jax.jit
+def evaluate_with_constants(arrays):
     """Hyperparameters are constants of this program, and arguments of the others."""
-    return jax.jit(lambda: {name: case.function(**case.arrays, **case.numbers) for name, case in CASES.items()})()
+    return {name: CASES[name].function(**x, **CASES[name].numbers) for name, x in arrays.items()}
+
+
+@cache
+def with_constants(digits=np.float32):
+    """Returns all results of inputs that are rounded to the digits of a type."""
+    return evaluate_with_constants(
+        {name: converted(case, lambda x: x.astype(digits).astype(np.float32)) for name, case in CASES.items()}
+    )
+
+
+def converted(case, convert):
+    """Converts the floats of a case but for advantages and weights, which are always of 32 bits."""
+    return {
+        key: convert(x) if x.dtype == np.float32 and key not in ("advantages", "weights") else x
+        for key, x in case.arrays.items()
+    }
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.numbers])
 def test_hyperparameters_may_be_traced(name):
-    assert_close(with_numbers()[name], expected()[name][1])
+    assert_close(with_constants()[name], expected()[name][1])
 
 
 # --- types and shapes ---
 
 
 @cache
-def in_16_bits():
-    """Returns results of bfloat16 inputs, and those of the same numbers in float32."""
-
-    def of_case(case, is_short):
-        arrays = {key: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x for key, x in case.arrays.items()}
-        for key, x in arrays.items():
-            if x.dtype == jnp.bfloat16 and (not is_short or key in ("advantages", "weights")):
-                arrays[key] = x.astype(np.float32)
-        return case.function(**arrays, **case.numbers)
-
+def of_16_bits():
     names = [name for name in CASES if name not in COMPUTE_IN_16_BITS]
-    return jax.jit(lambda: {name: [of_case(CASES[name], is_short) for is_short in (True, False)] for name in names})()
+    return evaluate_with_constants({x: converted(CASES[x], lambda y: y.astype(jnp.bfloat16)) for x in names})
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COMPUTE_IN_16_BITS])
 def test_16_bits_are_computed_in_32(name):
-    for short, exact in zip(*map(jax.tree.leaves, in_16_bits()[name]), strict=True):
+    results = of_16_bits()[name], with_constants(jnp.bfloat16)[name]
+    for short, exact in zip(*map(jax.tree.leaves, results), strict=True):
         rounding = 2.0**-8 if short.dtype == jnp.bfloat16 else 1e-5
         assert_allclose(short.astype(np.float32), exact.astype(np.float32), rtol=rounding, atol=1e-6)
         assert short.dtype in (exact.dtype, jnp.bfloat16)
