@@ -55,7 +55,7 @@ ADVANTAGES = [
     # Two of six completions are in a group whose rewards differ: α = 6/2 = 3, r − μ = ±½.
     (F.gpg_advantages, [[[1.0, 0], [1, 1], [0, 0]]], [[1.5, -1.5], [0, 0], [0, 0]], {}),
     (F.opo_advantages, [[4.0, 1, 0], [0, 0, 0]], [4, 1, 0], {}),  # without tokens there is no baseline
-    (F.remax_advantages, [[3.0], 1.0], [2], {}),
+    (F.remax_advantages, [[[1.0, 0], [2, 2]], [0.5, 2.5]], [[0.5, -0.5], [-0.5, -0.5]], {}),
     # n = 4, q = 2, k = 2: R̄ = 1 − C(2,2)/C(4,2) = 5/6, σ = √(5/36), A⁺ = (1/6)/σ = 1/√5, A⁻ = −1/√5.
     (F.pass_at_k_advantages, [[0.1, -5, 7, 0]], np.array([1, -1, 1, -1]) / 5**0.5, {"k": 2}),
     (F.gdpo_advantages, [SEVERAL], [1.1154, -0.2989, -0.8165], {}),
@@ -82,6 +82,7 @@ WEIGHTS = [
     (F.on_policy_completions, [DRIFT, [-1.0, -1.0], TWO_EACH], [[0, 0], [1, 1]], {"threshold": 1.0}),
     (F.on_policy_completions, [DRIFT, [-1.0, -1.0], TWO_EACH], TWO_EACH, {"threshold": 1.5}),
     (F.on_policy_completions, [DRIFT, [0.0, 0.0], TWO_EACH], TWO_EACH, {"threshold": 1.0}),
+    (F.keep_completions, [TWO_EACH, [True, False]], [[1, 1], [0, 0]], {}),
     (F.top_entropy_tokens, ENTROPY, [[1, 0, 1], [0, 0, 1]], {"share": 0.5}),
     (F.top_entropy_tokens, ENTROPY, ENTROPY[1], {"share": 1.0}),
     (F.top_entropy_tokens, ENTROPY, [[1, 0, 0], [0, 0, 0]], {"share": 1e-3}),
@@ -172,6 +173,7 @@ PREFERENCES = [
     (F.kto_kl, MISMATCHED, 0.0, {"where": np.zeros(3, bool)}),
     # R = 3, V = 1, V_old = 0.5: clipped to 0.7, ½ (2.3)² = 2.645 is larger than ½ · 4.
     (F.critic_loss, [1.0, 3.0], 2.645, {"old_values": np.float32(0.5)}),
+    (F.critic_loss, [4.0, 3.0], 0.5, {}),
     (F.critic_loss, [4.0, 3.0], 0.5, {"old_values": np.float32(3)}),  # clipped to 3.2 it is smaller: no clip
 ]
 
@@ -195,6 +197,9 @@ LOSSES = [
     (F.weighted_sum, [[[4.0, NAN], [np.inf, 3]], [[0.5, 1], [7, -2]], [[True, False], [False, True]]], -4, {}),
     (F.masked_sum, [[True, False, True, True], [True, True, True, False]], (2, 3), {}),
     (F.grpo_objective, EXAMPLE, 1.032749, {}),
+    (F.grpo_objective, [[5.0], [1.0], [1.0], [1.0]], 1.2, {}),
+    (F.grpo_objective, [[5.0], [-1.0], [1.0], [1.0]], -5.0, {}),
+    (F.grpo_objective, [[0.5], [-1.0], [1.0], [1.0]], -0.7, {"epsilon": 0.3}),
     # 0 · log(0 + 1e-10) = 0: only the other response is left, with KL = 1 · log(1/0.5) = 0.6931.
     (F.grpo_objective, [[0.0, 1], [1.0, 1], [0.5, 0.5], [0.5, 0.5]], 0.5 - 0.6931, {"beta": 1.0}),
 ]

@@ -41,12 +41,9 @@ def test_each_row_is_multiplied_by_the_kernel_of_its_group(sizes):
     np.testing.assert_allclose(made, jax.lax.ragged_dot(rows, kernels, jnp.array(sizes)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param(x, id=name, marks=() if name == "empty at ends" else pytest.mark.slow) for name, x in SIZES.items()],
-)
-def test_gradients_of_the_product_of_groups(sizes):
+def test_gradients_of_the_product_of_groups():
     """Against those that JAX has of `ragged_dot`, and finite differences."""
+    sizes = SIZES["empty at ends"]
     rows, kernels, weights = randoms((sum(sizes), WIDTH), (EXPERTS, WIDTH, INNER), (sum(sizes), INNER))
 
     def value(product, rows, kernels):
@@ -119,13 +116,6 @@ def test_what_accelerators_compute_is_the_same(monkeypatch):
     for platform in ("tpu", "cuda"):
         program = jax.export.export(jax.jit(lambda *arrays: gradients(*arrays)), platforms=[platform])(*arrays)
         assert "ragged_dot" in program.mlir_module()
-
-
-def test_tokens_that_all_go_to_one_expert_are_all_computed():
-    x, _, *kernels = randoms(*ARRAYS)
-    router = jnp.zeros((WIDTH, EXPERTS))  # ties: the first experts have all tokens
-    expected = mixture_in_a_loop(x, router, kernels, normalise=True)
-    np.testing.assert_allclose(jax.jit(mixed)(x, router, *kernels), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_choosing_is_of_float32_for_bfloat16_tokens():

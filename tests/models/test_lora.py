@@ -18,7 +18,6 @@ from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge, site
 from grpo_jax.models.params import Adapted, join, split
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import Linear
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.rl.optimizer import init_state
 
@@ -77,23 +76,6 @@ def test_adapters_equal_merged_weights():
 
 def test_decoding_has_the_adapters_too():
     np.testing.assert_allclose(decoded(ADAPTED)[:, :, :4], hidden(ADAPTED), atol=2e-5)
-
-
-@pytest.mark.parametrize("in_shape", [(5,), (2, 3)], ids=["one axis", "heads and features"])
-def test_linear_layer_against_a_loop(in_shape):
-    rng = np.random.default_rng(0)
-    x, kernel, bias, a, b = (
-        rng.normal(size=shape).astype(np.float32)
-        for shape in ((4, *in_shape), (*in_shape, 2, 4), (2, 4), (*in_shape, RANK), (RANK, 2, 4))
-    )
-    expected = np.tile(bias.astype(np.float64), (4, 1, 1))
-    for row, *outputs in np.ndindex(4, 2, 4):
-        for inputs in np.ndindex(*in_shape):
-            weight = kernel[(*inputs, *outputs)] + sum(a[(*inputs, r)] * b[(r, *outputs)] for r in range(RANK))
-            expected[(row, *outputs)] += x[(row, *inputs)] * weight
-    linear = Linear((2, 4), use_bias=True, in_axes=len(in_shape))
-    variables = {"params": {"kernel": kernel, "bias": bias}, "lora": {"a": a, "b": b}}
-    np.testing.assert_allclose(jax.jit(linear.apply)(variables, x), expected, atol=1e-5)
 
 
 def test_merged_kernels_against_a_loop():

@@ -141,12 +141,12 @@ def test_one_completion_token():
 
 @pytest.fixture(scope="module")
 def hidden_fn():
-    """ids, mask, completions, and optionally other parameters -> hidden states behind wide padding, compiled once."""
+    """ids, mask, completions -> hidden states behind wide padding, compiled once."""
     compiled = jax.jit(partial(shared_hidden, ALL))
 
-    def hidden(ids, mask, completions, params=None):
+    def hidden(ids, mask, completions):
         wide = (np.pad(x, ((0, 0), (5, 0))) for x in (ids, mask))
-        return np.asarray(compiled(random_params(ALL, 0.1) if params is None else params, *wide, completions))
+        return np.asarray(compiled(random_params(ALL, 0.1), *wide, completions))
 
     return hidden
 
@@ -168,15 +168,6 @@ def test_each_token_reaches_what_follows_it_and_nothing_else(hidden_fn):
     reached[1, 1] = True
     for changed, expected in zip(((ids, of_completion), (of_prompt, completions)), reached, strict=True):
         np.testing.assert_array_equal((hidden_fn(changed[0], mask, changed[1]) != before).any(-1), expected)
-
-
-def test_norms_of_queries_and_keys_undo_the_size_of_their_projections(hidden_fn):
-    *batch, _ = ragged_batch()
-    params = random_params(ALL, 0.1)
-    attention = params["layers"]["attention"]
-    larger = {name: jax.tree.map(lambda x: 8 * x, attention[name]) for name in ("q_proj", "k_proj")}
-    changed = params | {"layers": params["layers"] | {"attention": attention | larger}}
-    np.testing.assert_allclose(hidden_fn(*batch, params=changed), hidden_fn(*batch), atol=1e-4)  # but for epsilon
 
 
 # ---- other forms of the same decoder
@@ -271,24 +262,6 @@ def test_more_layers_do_not_grow_the_program():
 # ---- the parts, against loops
 
 
-def test_rotation_turns_pairs_of_features_by_their_angle():
-    theta, features = 100.0, 8
-    positions = np.array([[0, 1, 7], [3, 2, 300]])
-    x = np.random.default_rng(0).normal(size=(2, 3, 4, features)).astype(np.float32)
-    expected = np.zeros_like(x, dtype=np.float64)
-    for n, m, h in np.ndindex(2, 3, 4):
-        for i in range(features // 2):
-            angle = positions[n, m] * theta ** (-2 * i / features)
-            pair = complex(x[n, m, h, i], x[n, m, h, i + features // 2]) * np.exp(1j * angle)
-            expected[n, m, h, [i, i + features // 2]] = pair.real, pair.imag
-    angles = angles_of(jnp.asarray(positions), Rotation(theta), features)
-    np.testing.assert_allclose(rotate(jnp.asarray(x), angles), expected, atol=1e-4)  # float32 angles of up to 300
-    # Of some features, the others stay; and without a rotation all do.
-    more = jnp.concatenate([jnp.asarray(x), jnp.asarray(x)], axis=-1)
-    np.testing.assert_array_equal(rotate(more, angles), jnp.concatenate([rotate(jnp.asarray(x), angles), x], axis=-1))
-    np.testing.assert_array_equal(rotate(jnp.asarray(x), angles_of(jnp.asarray(positions), None, features)), x)
-
-
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_who_may_look_where_in_a_group(window):
     g, s, p = 2, 5, 4
@@ -374,14 +347,10 @@ def group_inputs():
 
 
 CAPPED = Scores(0.8, 1.5)
-each_kind_of_scores = pytest.mark.parametrize(
-    "scores", [pytest.param(Scores(), marks=pytest.mark.slow), CAPPED], ids=["plain", "capped"]
-)
 
 
 def looped_attention(queries, keys, values, masks, scores):
     """`attend_rows`, one query at a time."""
-    scale = 1 / np.sqrt(E_A) if scores.scale is None else scores.scale
     attended = np.zeros(queries.shape)
     for n, m, k, q in np.ndindex(*queries.shape[:-1]):
         member, step = divmod(m - P_A, S_A)
@@ -389,29 +358,27 @@ def looped_attention(queries, keys, values, masks, scores):
         if m >= P_A:
             row, places = masks[1][n, 0, 0, 0], np.concatenate([places, P_A + member * S_A + np.arange(S_A)])
         seen = places[np.asarray(row[step if m >= P_A else m])]
-        own = scale * keys[n, seen, k] @ queries[n, m, k, q]
-        weights = np.exp(own if scores.softcap is None else scores.softcap * np.tanh(own / scores.softcap))
+        own = scores.scale * keys[n, seen, k] @ queries[n, m, k, q]
+        weights = np.exp(scores.softcap * np.tanh(own / scores.softcap))
         attended[n, m, k, q] = weights / weights.sum() @ values[n, seen, k]
     return attended
 
 
-@each_kind_of_scores
-def test_attention_of_groups_equals_a_loop(scores):
+def test_attention_of_groups_equals_a_loop():
     inputs, masks = group_inputs()
-    attended, prompt = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(*inputs, masks)
-    np.testing.assert_allclose(attended, looped_attention(*map(np.asarray, inputs), masks, scores), atol=1e-5)
+    attended, prompt = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", CAPPED))(*inputs, masks)
+    np.testing.assert_allclose(attended, looped_attention(*map(np.asarray, inputs), masks, CAPPED), atol=1e-5)
     np.testing.assert_array_equal(prompt.keys, inputs[1][:, :P_A].transpose(0, 2, 3, 1))
     np.testing.assert_array_equal(prompt.values, inputs[2][:, :P_A].swapaxes(1, 2))
     first = [x[:, :P_A] for x in inputs]
     nothing = np.zeros((N_A, 1, 1, 1, 0, P_A), bool)
-    alone, _ = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(*first, (masks[0], nothing))
+    alone, _ = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", CAPPED))(*first, (masks[0], nothing))
     np.testing.assert_allclose(alone, np.asarray(attended)[:, :P_A], atol=1e-6)
 
 
-@each_kind_of_scores
-def test_gradients_of_attention(scores):
+def test_gradients_of_attention():
     inputs, masks = group_inputs()
-    attended = jax.jit(lambda *x: attend_rows(*x, masks, (None, None), "shared", scores)[0])
+    attended = jax.jit(lambda *x: attend_rows(*x, masks, (None, None), "shared", CAPPED)[0])
     check_grads(attended, inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
@@ -441,38 +408,30 @@ def ragged_mask(size, num_keys, window=None):
     return jnp.asarray(seen[:, None, None, None])
 
 
+def mask_of_prefix(size, reach, prefix):
+    """All see a ragged prefix, and as many tokens as they reach."""
+    places, own = np.arange(size + prefix) - prefix, np.arange(size)[:, None]
+    causal = (places <= own) & (own - places < reach) | (places < 0)
+    there = np.ones((2, size + prefix), bool)
+    there[1, :2] = False
+    return jnp.asarray((causal & there[:, None])[:, None, None, None])
+
+
+# 300 queries are three blocks, the last one short. The last case leaves out keys beyond its reach.
 @pytest.mark.parametrize(
-    ("size", "num_keys", "window"),
+    ("size", "num_keys", "mask", "options"),
     [
-        pytest.param(2048 + 77, 2048 + 77, None, marks=pytest.mark.slow),
-        pytest.param(2304, 2304 + 40, 700, marks=pytest.mark.slow),
-        (300, 305, None),
+        pytest.param(2304, 2304 + 40, partial(ragged_mask, window=700), {}, marks=pytest.mark.slow),
+        (300, 305, ragged_mask, {}),
+        (300, 305, lambda size, _: mask_of_prefix(size, 100, 5), {"prefix": 5, "reach": 100}),
     ],
 )
-def test_attention_in_blocks_is_that_of_all_scores_at_once(size, num_keys, window):
-    inputs, mask = attention_inputs(size, num_keys, (1, 2), 8), ragged_mask(size, num_keys, window)
-    value, grads = gradient_program(attend)(*inputs, mask)
-    expected, expected_grads = gradient_program(attention_at_once)(*inputs, mask)
+def test_attention_in_blocks_is_that_of_all_scores_at_once(size, num_keys, mask, options):
+    arguments = *attention_inputs(size, num_keys, (1, 2), 4), mask(size, num_keys)
+    value, grads = gradient_program(partial(attend, **options))(*arguments)
+    expected, expected_grads = gradient_program(attention_at_once)(*arguments)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert np.linalg.norm(grad - expected_grad) <= 1e-5 * np.linalg.norm(expected_grad)
-
-
-def test_blocks_leave_out_keys_beyond_their_reach():
-    """300 queries are three blocks, the last one short. A window and a ragged prefix are in the mask."""
-    size, reach = 300, 100
-    places, own = np.arange(size + 5) - 5, np.arange(size)[:, None]
-    causal = (places <= own) & (own - places < reach) | (places < 0)
-    prefix = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool)
-    there = np.concatenate([prefix, np.ones((2, size), bool)], axis=-1)
-    arguments = (
-        *attention_inputs(size, size + 5, (1, 2), 4),
-        jnp.asarray((causal & there[:, None])[:, None, None, None]),
-    )
-    made = gradient_program(partial(attend, prefix=5, reach=reach))(*arguments)
-    expected = gradient_program(attention_at_once)(*arguments)
-    np.testing.assert_allclose(made[0], expected[0], rtol=1e-5)
-    for grad, expected_grad in zip(made[1], expected[1], strict=True):
         assert np.linalg.norm(grad - expected_grad) <= 1e-5 * np.linalg.norm(expected_grad)
 
 

@@ -198,13 +198,6 @@ def test_limits_that_are_off_keep_everything_and_flat_logits_are_all_ties():
 # ---- a fake policy: a Markov chain of second order
 
 
-def counting_table(vocab_size):
-    """The chain that counts: i + 1 follows i, whatever was before."""
-    nexts = (np.arange(vocab_size) + 1) % vocab_size
-    table = np.where(np.arange(vocab_size) == nexts[:, None], 0, -1e4).astype(np.float32)
-    return np.broadcast_to(table, (vocab_size,) * 3)
-
-
 PROMPTS = np.array([[9, 9, 0], [1, 2, 1], [9, 2, 0]], np.int32)
 PROMPT_MASK = np.array([[False, False, True], [True, True, True], [False, True, True]])
 
@@ -257,19 +250,6 @@ def test_completions_hold_what_they_say():
     assert {ids[ends].tolist().count(eos) > 0 for eos in eos_ids} == {True}
     assert np.asarray(out.truncated).any()
     assert (mask.sum(-1) == 1).any()
-
-
-def test_sampling_stops_when_every_row_has_ended():
-    steps = []
-    policy = markov_policy(lambda step, num_rows: steps.append(int(step)))
-    last = np.array([0, 2, 3], np.int32)
-    sample = sampler_of(policy, max_tokens=50, eos_ids=(3, 6))
-    prompts = np.stack([last, last], axis=1)
-    out = sample(counting_table(8), prompts, np.ones((3, 2), bool), row_numbers(3, 2), jax.random.key(0))
-    assert out.completion_mask.sum(-1).max() == 3
-    jax.effects_barrier()
-    # The first token comes from the prompt, so three tokens take two turns.
-    assert sorted(steps) == [0, 1]
 
 
 # ---- noise is keyed by key, row and position alone
@@ -405,11 +385,9 @@ def test_a_scorer_finds_the_log_probabilities_of_the_sampler(params, prompts, sa
         assert out.truncated_logprobs[n, g, t] == pytest.approx(left[ids[n, g, t]], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "max_tokens", [96, pytest.param(192, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("max_tokens", [96, pytest.param(256, marks=pytest.mark.slow)])
 def test_a_scorer_finds_the_log_probabilities_of_long_completions(prompts, max_tokens):
-    """A CPU's cache holds the keys of 96 and 192 tokens in three blocks; that of 256 grows."""
+    """A CPU's cache holds the keys of 96 tokens in three blocks; that of 256 grows."""
     config = replace(CONFIG, num_hidden_layers=1)
     policy, params = decoder_policy(config), random_params(config)
     sample = sampler_of(policy, max_tokens=max_tokens, eos_ids=(), pad_id=PAD_ID)
