@@ -139,6 +139,8 @@ RETURNS = [
     # Without a mask the 99 counts: mean 26.25, deviations (−25.25, −24.25, −23.25, 72.75), s = 48.507.
     (F.whiten, CORNER[:1], np.array([[-25.25, -24.25], [-23.25, 72.75]]) / 48.507, {}),
     (F.reinforce_pp_advantages, [[1.0], [THREE]], [[-1.1547, 0.57735, 0.57735]], PENALTY),
+    # Without a penalty every token has its completion's reward: (1, 1, −1), mean 1/3, s = √(24/9/2) = 1.1547.
+    (F.reinforce_pp_advantages, [[1.0, -1], CORNER[1]], [[0.57735, 0.57735], [-1.1547, 0]], {"eps": 0.0}),
     # Nothing up to 80, then −1/20 a token, −1 from 100 on.
     (F.overlong_penalty, [[80, 81, 99, 100, 5000]], [0, -0.05, -0.95, -1, -1], {"max_length": 100, "buffer": 20}),
 ]
