@@ -43,18 +43,18 @@ def dr_grpo(logprobs):
     return preset("dr_grpo", logprobs, weights=F.constant_length_weights(MASK, max_length=20))
 
 
-def of_kept(kept, logprobs):
-    return grpo(logprobs, advantages=jnp.where(kept, ADVANTAGES[..., None], 0))
+def of_chosen(chosen, logprobs):
+    return grpo(logprobs, advantages=jnp.where(chosen, ADVANTAGES[..., None], 0))
 
 
 def top_entropy(logprobs):
-    return of_kept(F.top_entropy_tokens(D["entropies"], MASK, share=0.3), logprobs)
+    return of_chosen(F.top_entropy_tokens(D["entropies"], MASK, share=0.3), logprobs)
 
 
 def off_policy_mask(logprobs):
     drift = F.token_log_ratio(logprobs, D["sampler"], MASK)
-    kept = F.on_policy_completions(drift, ADVANTAGES, MASK, threshold=0.2)
-    return of_kept(kept, logprobs)
+    chosen = F.on_policy_completions(drift, ADVANTAGES, MASK, threshold=0.2)
+    return of_chosen(chosen, logprobs)
 
 
 def corrected(logprobs):
@@ -169,7 +169,7 @@ def losses_and_gradients():
     """One program for all of them."""
     inputs = {variable: D[variable] for variable, _ in ALL.values()}
     of_all = {name: partial(loss_and_gradient, function) for name, (_, function) in ALL.items()}
-    return jax.jit(lambda given: {name: of(given[ALL[name][0]]) for name, of in of_all.items()})(inputs)
+    return jax.jit(lambda inputs: {name: of(inputs[ALL[name][0]]) for name, of in of_all.items()})(inputs)
 
 
 @pytest.mark.parametrize("name", ALL)

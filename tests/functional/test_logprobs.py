@@ -144,13 +144,13 @@ def assert_close(result, expected, rtol=1e-4, atol=2e-5):
 # --- all logits at once ---
 
 
-@pytest.mark.parametrize("kind", ["again", "kept", "capped"])
+@pytest.mark.parametrize("kind", ["again", "in memory", "capped"])
 @pytest.mark.parametrize(("vocabulary", "width"), SLICINGS)
 def test_values_and_gradients_equal_the_dense_ones(vocabulary, width, kind):
     arrays = random_arrays(vocabulary)
     for softcap in (0.5, 1e4) if kind == "capped" else (0.5,):
         options = {"is_capped": kind == "capped"}
-        result = program(sliced, width, kind == "kept", **options)(arrays, softcap=softcap)
+        result = program(sliced, width, kind == "in memory", **options)(arrays, softcap=softcap)
         expected = program(dense, **options)(arrays, softcap=softcap)
         for name, (values, gradients) in result.items():
             assert all(x.dtype == jnp.float32 for x in values)

@@ -49,8 +49,8 @@ def test_traits_follow_the_backend(monkeypatch, backend, capability, flash):
 
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    found = traits_of_backend()
-    assert (found.backend, found.has_flash_attention) == (backend, flash)
+    traits = traits_of_backend()
+    assert (traits.backend, traits.has_flash_attention) == (backend, flash)
 
 
 def test_traits_are_assumed_only_inside():
@@ -88,8 +88,8 @@ def test_a_product_in_bfloat16_is_accumulated_in_float32(traits):
     x = jnp.ones((2, 257), jnp.bfloat16).at[:, 0].set(256)
     kernel = jnp.ones((257, 1), jnp.bfloat16)
     with assume_traits(**traits._asdict()):
-        found = product(x, kernel), contract(x, kernel.T, 1, 1, jnp.bfloat16)
-    for y in found:
+        result = product(x, kernel), contract(x, kernel.T, 1, 1, jnp.bfloat16)
+    for y in result:
         assert y.dtype == jnp.bfloat16
         np.testing.assert_array_equal(y.astype(jnp.float32), [[512], [512]])
 
@@ -110,8 +110,8 @@ def test_a_sum_over_queries_is_a_loop_over_them(traits, num_keys, normal):
 
 def test_rms_norm_by_hand():
     # The mean square of (3, 4, 0, 0) is 25 / 4, so that its root is 2.5.
-    found = rms_norm(jnp.array([3.0, 4.0, 0.0, 0.0]), jnp.array([1.0, 2.0, 1.0, 1.0]), 0.0)
-    np.testing.assert_allclose(found, [1.2, 3.2, 0, 0], rtol=1e-6)
+    result = rms_norm(jnp.array([3.0, 4.0, 0.0, 0.0]), jnp.array([1.0, 2.0, 1.0, 1.0]), 0.0)
+    np.testing.assert_allclose(result, [1.2, 3.2, 0, 0], rtol=1e-6)
 
 
 def test_gradients_of_rms_norm_are_finite_differences(normal):
@@ -130,9 +130,9 @@ def test_a_slice_is_written_and_clipped(traits, dtype):
     expected = np.zeros((2, 5, 3))
     expected[:, 3:] = 7  # a slice of 2 that would begin at 4 begins at 3
     with assume_traits(**traits._asdict()):
-        found = jax.jit(lambda start: write_slice(array, part, {1: start}))(4)
-    assert found.dtype == dtype
-    np.testing.assert_array_equal(found.astype(jnp.float32), expected)
+        result = jax.jit(lambda start: write_slice(array, part, {1: start}))(4)
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result.astype(jnp.float32), expected)
 
 
 @pytest.mark.parametrize(("traits", "dtype"), [(CPU, jnp.float32), (GPU, jnp.bfloat16)], ids=["cpu", "gpu"])

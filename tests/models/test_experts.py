@@ -49,11 +49,11 @@ def test_gradients_of_the_product_of_groups():
     def value(product, rows, kernels):
         return jnp.sum(weights * jnp.sin(product(rows, kernels, jnp.array(sizes))))
 
-    own, expected = (
+    gradients, expected = (
         jax.jit(jax.grad(partial(value, product), (0, 1)))(rows, kernels)
         for product in (grouped_product, jax.lax.ragged_dot)
     )
-    for x, y in zip(own, expected, strict=True):
+    for x, y in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
     check_grads(jax.jit(partial(value, grouped_product)), (rows, kernels), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 

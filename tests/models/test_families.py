@@ -161,8 +161,8 @@ def test_packed_texts_are_as_each_alone(family):
     for start, end in ((0, 9), (9, 15)):
         alone = np.zeros((1, 16), np.int32)
         alone[:, : end - start] = ids[:, start:end]
-        own = packed(params, alone, (np.arange(16) < end - start)[None])
-        np.testing.assert_allclose(own[0, : end - start], hidden[0, start:end], atol=1e-5)
+        states = packed(params, alone, (np.arange(16) < end - start)[None])
+        np.testing.assert_allclose(states[0, : end - start], hidden[0, start:end], atol=1e-5)
 
 
 @each_family()

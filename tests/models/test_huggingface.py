@@ -317,8 +317,8 @@ def test_code_of_a_folder_is_never_run_nor_asked_about(folder, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *words: "y")
     (folder / "own.py").write_text(f"open({str(folder / 'was_run')!r}, 'w')\nclass Own: pass\n")
     remove(folder, "tokenizer.json")
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with refused("holds no tokenizer that transformers can load"):
         load_pretrained(folder)
     assert not (folder / "was_run").exists()
@@ -365,10 +365,10 @@ def test_a_name_of_the_hub_is_fetched_without_pickles(folder, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert model_folder("someone/model") == folder
     assert asked["name"] == "someone/model"
-    wanted = [*(file.name for file in folder.iterdir()), "LICENSE", "chat_template.jinja"]
-    offered = [*wanted, "pytorch_model.bin", "model.pt", "modeling.py", "model.gguf"]
+    needed = [*(file.name for file in folder.iterdir()), "LICENSE", "chat_template.jinja"]
+    offered = [*needed, "pytorch_model.bin", "model.pt", "modeling.py", "model.gguf"]
     matching = huggingface_hub.utils.filter_repo_objects(offered, allow_patterns=asked["allow_patterns"])
-    assert list(matching) == wanted
+    assert list(matching) == needed
 
 
 # ---- a real model

@@ -184,9 +184,9 @@ def test_experts_are_quantised_one_by_one_and_routers_are_not():
     np.testing.assert_array_equal(of["router"]["kernel"], plain["router"]["kernel"])
     assert of["down_proj"]["kernel"].codes.shape == (2, 4, 5, 16)  # two of 10 inputs in a byte
     for layer, expert in np.ndindex(2, 4):
-        own = there_and_back(plain["down_proj"]["kernel"][layer, expert], "nf4")
+        expected = there_and_back(plain["down_proj"]["kernel"][layer, expert], "nf4")
         of_expert = jax.tree.map(lambda x: x[layer, expert], of["down_proj"]["kernel"])  # noqa: B023, called here
-        jax.tree.map(np.testing.assert_array_equal, of_expert, own)
+        jax.tree.map(np.testing.assert_array_equal, of_expert, expected)
 
 
 # ---- what is refused

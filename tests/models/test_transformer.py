@@ -185,9 +185,9 @@ def test_scanned_layers_equal_separate_layers(config):
     scanned, stacked = jax.device_get(apply(Transformer(config), params))
     hidden, layers = jax.device_get(apply(Transformer(config, scan_layers=False), params))
     np.testing.assert_allclose(hidden, scanned, atol=1e-5)
-    for layer, own in enumerate(layers):
-        np.testing.assert_allclose(own.keys, stacked.keys[layer], atol=1e-5)
-        np.testing.assert_allclose(own.values, stacked.values[layer], atol=1e-5)
+    for layer, separate in enumerate(layers):
+        np.testing.assert_allclose(separate.keys, stacked.keys[layer], atol=1e-5)
+        np.testing.assert_allclose(separate.values, stacked.values[layer], atol=1e-5)
 
 
 @pytest.mark.parametrize("remat", ["layer", "none", pytest.param("offload", marks=pytest.mark.slow)])
@@ -283,8 +283,8 @@ def test_who_may_look_where_in_a_group(window):
     ((of_prompt, of_completions),) = seen_rows.masks
     np.testing.assert_array_equal(of_prompt[:, 0, 0, 0], row[:, :p, :p])
     np.testing.assert_array_equal(of_completions[:, 0, 0, 0], row[:, p:])
-    own = jnp.asarray(np.concatenate([place[:, :p], np.tile(place[:, p:], (1, g))], axis=1))
-    jax.tree.map(np.testing.assert_array_equal, seen_rows.angles[0], angles_of(own, Rotation(1e4), 8))
+    positions = jnp.asarray(np.concatenate([place[:, :p], np.tile(place[:, p:], (1, g))], axis=1))
+    jax.tree.map(np.testing.assert_array_equal, seen_rows.angles[0], angles_of(positions, Rotation(1e4), 8))
 
     # One token after the other into a cache: each sees what its row says.
     prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(prompt_mask.sum(-1)))
@@ -340,8 +340,8 @@ def group_inputs():
     m = P_A + G_A * S_A
     shapes = (N_A, m, K_A, Q_A, E_A), (N_A, m, K_A, E_A), (N_A, m, K_A, E_A)
     of_prompt = np.tril(np.ones((P_A, P_A), bool)) & PREFIX_MASK[:, None] | np.eye(P_A, dtype=bool)
-    own = np.broadcast_to(np.tril(np.ones((S_A, S_A), bool)), (N_A, S_A, S_A))
-    in_a_row = np.concatenate([np.repeat(PREFIX_MASK[:, None], S_A, axis=1), own], axis=-1)
+    causal = np.broadcast_to(np.tril(np.ones((S_A, S_A), bool)), (N_A, S_A, S_A))
+    in_a_row = np.concatenate([np.repeat(PREFIX_MASK[:, None], S_A, axis=1), causal], axis=-1)
     masks = tuple(x[:, None, None, None] for x in (of_prompt, in_a_row))
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes], masks
 
@@ -358,8 +358,8 @@ def looped_attention(queries, keys, values, masks, scores):
         if m >= P_A:
             row, places = masks[1][n, 0, 0, 0], np.concatenate([places, P_A + member * S_A + np.arange(S_A)])
         seen = places[np.asarray(row[step if m >= P_A else m])]
-        own = scores.scale * keys[n, seen, k] @ queries[n, m, k, q]
-        weights = np.exp(scores.softcap * np.tanh(own / scores.softcap))
+        logits = scores.scale * keys[n, seen, k] @ queries[n, m, k, q]
+        weights = np.exp(scores.softcap * np.tanh(logits / scores.softcap))
         attended[n, m, k, q] = weights / weights.sum() @ values[n, seen, k]
     return attended
 
@@ -402,16 +402,16 @@ def gradient_program(attention):
 
 def ragged_mask(size, num_keys, window=None):
     """The second of two rows is padded on the left; more keys than queries are a prompt before them."""
-    place, own = np.arange(num_keys), np.arange(size)[:, None] + num_keys - size
-    seen = (place <= own) & (place >= own - (window or num_keys))
-    seen = np.stack([seen, seen & ((place >= 30) | (place == own))])
+    place, query = np.arange(num_keys), np.arange(size)[:, None] + num_keys - size
+    seen = (place <= query) & (place >= query - (window or num_keys))
+    seen = np.stack([seen, seen & ((place >= 30) | (place == query))])
     return jnp.asarray(seen[:, None, None, None])
 
 
 def mask_of_prefix(size, reach, prefix):
     """All see a ragged prefix, and as many tokens as they reach."""
-    places, own = np.arange(size + prefix) - prefix, np.arange(size)[:, None]
-    causal = (places <= own) & (own - places < reach) | (places < 0)
+    places, query = np.arange(size + prefix) - prefix, np.arange(size)[:, None]
+    causal = (places <= query) & (query - places < reach) | (places < 0)
     there = np.ones((2, size + prefix), bool)
     there[1, :2] = False
     return jnp.asarray((causal & there[:, None])[:, None, None, None])

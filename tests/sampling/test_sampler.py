@@ -120,7 +120,7 @@ def test_the_tokens_are_the_same_by_columns(vocab_size):
 ROWS, V = (2, 3), 12
 
 
-def kept(logits, top_k=0, top_p=1.0, min_p=0.0):
+def allowed(logits, top_k=0, top_p=1.0, min_p=0.0):
     """Sorts one row. Returns which tokens stay, and how close top-p and min-p were to deciding otherwise."""
     probs = np.exp(log_softmax(logits))
     keep, margin = np.ones(len(probs), bool), np.inf
@@ -157,7 +157,7 @@ def per_row(elements, dtype):
 )
 def test_truncation_equals_sorting(logits, top_k, top_p, min_p):
     keep, margin = zip(
-        *(kept(logits[row], top_k[row], top_p[row], min_p[row]) for row in np.ndindex(ROWS)), strict=True
+        *(allowed(logits[row], top_k[row], top_p[row], min_p[row]) for row in np.ndindex(ROWS)), strict=True
     )
     assume(min(margin) > 1e-5)  # at a tie between masses, float32 may round either way
     finite = finite_after(logits, Truncation(top_k, top_p, min_p))
@@ -273,8 +273,8 @@ def test_noise_is_that_of_a_key_folded_with_row_and_position():
     rows, key = np.array([[3, 0], [7, 2**31 - 1]], np.int32), jax.random.key(3)
     noise = draw_noise(key, jnp.asarray(rows), 4)
     for *row, position in np.ndindex(noise.shape[:-1]):
-        own = jax.random.fold_in(jax.random.fold_in(key, rows[tuple(row)]), position)
-        np.testing.assert_array_equal(noise[(*row, position)], jax.random.uniform(own, (2,)))
+        folded = jax.random.fold_in(jax.random.fold_in(key, rows[tuple(row)]), position)
+        np.testing.assert_array_equal(noise[(*row, position)], jax.random.uniform(folded, (2,)))
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +380,7 @@ def test_a_scorer_finds_the_log_probabilities_of_the_sampler(params, prompts, sa
     assert (np.asarray(out.truncated_logprobs)[~mask] == 0).all()
     for row in np.argwhere(mask):
         n, g, t = row
-        keep, _ = kept(logits[n, g, t], *(x[n, g] for x in limits))
+        keep, _ = allowed(logits[n, g, t], *(x[n, g] for x in limits))
         left = log_softmax(np.where(keep, logits[n, g, t], -np.inf))
         assert out.truncated_logprobs[n, g, t] == pytest.approx(left[ids[n, g, t]], abs=1e-4)
 
