@@ -179,25 +179,24 @@ def test_the_routing_of_states_is_there_for_packed_completions_too():
     assert len(np.unique(routing.experts)) > 2
 
 
-@pytest.mark.parametrize("router", [pytest.param("trained", marks=pytest.mark.slow), "frozen"])
-def test_a_frozen_router_stays_as_it_is(router):
-    """It stays under weight decay too, and all else learns."""
-    config = dataclasses.replace(MODEL, router=router, num_hidden_layers=1)
+def test_a_frozen_router_stays_as_it_is():
+    """It stays under weight decay too, and the experts learn."""
+    config = dataclasses.replace(MODEL, router="frozen", num_hidden_layers=1)
     policy, params, optimizer = decoder_policy(config), random_params(config), make_optimizer(1e-2, weight_decay=0.1)
-    ids = np.random.default_rng(0).integers(0, 29, (2, 4))
+    ids, others = np.random.default_rng(0).integers(0, 29, (2, 4)), params["layers"]
 
     @jax.jit
-    def update(params):
-        def loss(params):
-            return jnp.sum(jnp.sin(states_of_texts(policy, params, ids, np.ones_like(ids))))
+    def update(mlp):
+        def loss(mlp):
+            states = states_of_texts(policy, params | {"layers": others | {"mlp": mlp}}, ids, np.ones_like(ids))
+            return jnp.sum(jnp.sin(states))
 
-        grads = jax.grad(loss)(params)
-        updates, _ = optimizer.update(grads, optimizer.init(params), params)
-        return jax.tree.map(jnp.add, params, updates)
+        updates, _ = optimizer.update(jax.grad(loss)(mlp), optimizer.init(mlp), mlp)
+        return jax.tree.map(jnp.add, mlp, updates)
 
-    before, after = (dict(x["layers"]["mlp"]) for x in (params, update(params)))
+    before, after = others["mlp"], update(others["mlp"])
     moved = {name: bool((before[name]["kernel"] != after[name]["kernel"]).any()) for name in before}
-    assert moved == {"gate_proj": True, "up_proj": True, "down_proj": True, "router": router == "trained"}
+    assert moved == {"gate_proj": True, "up_proj": True, "down_proj": True, "router": False}
 
 
 def test_a_frozen_router_of_a_model_without_experts_is_refused():

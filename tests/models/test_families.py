@@ -92,7 +92,7 @@ def test_peft_folders_come_back(family, tmp_path):
     params = params._replace(adapters={"layers": layers})
     folder = save_adapter(tmp_path / "out", params, base="base", fused_projections=config.fused_projections)
     again = load_adapter(folder, params.base)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), merge(again), merge(params))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), *map(jax.jit(merge), (again, params)))
     modules = set(read_json(folder / "adapter_config.json")["target_modules"])
     assert ("qkv_proj" in modules) == config.fused_projections
     assert ("k_proj" in modules) != config.fused_projections
@@ -152,7 +152,8 @@ def test_adapters_are_sampled_as_they_are_scored_merged_and_exported(family, kin
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), merge(again), merge(params))
 
 
-@each_family("gemma2")
+@pytest.mark.slow
+@each_family()
 def test_packed_texts_are_as_each_alone(family):
     config, params = golden(family)
     packed = jax.jit(partial(states_of_texts, decoder_policy(config)))
