@@ -8,7 +8,6 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 from tiny import ragged_prompts, random_params, refused, states_of_texts
 
 from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
@@ -347,39 +346,6 @@ def group_inputs():
 
 
 CAPPED = Scores(0.8, 1.5)
-
-
-def looped_attention(queries, keys, values, masks, scores):
-    """`attend_rows`, one query at a time."""
-    attended = np.zeros(queries.shape)
-    for n, m, k, q in np.ndindex(*queries.shape[:-1]):
-        member, step = divmod(m - P_A, S_A)
-        row, places = masks[0][n, 0, 0, 0], np.arange(P_A)
-        if m >= P_A:
-            row, places = masks[1][n, 0, 0, 0], np.concatenate([places, P_A + member * S_A + np.arange(S_A)])
-        seen = places[np.asarray(row[step if m >= P_A else m])]
-        logits = scores.scale * keys[n, seen, k] @ queries[n, m, k, q]
-        weights = np.exp(scores.softcap * np.tanh(logits / scores.softcap))
-        attended[n, m, k, q] = weights / weights.sum() @ values[n, seen, k]
-    return attended
-
-
-def test_attention_of_groups_equals_a_loop():
-    inputs, masks = group_inputs()
-    attended, prompt = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", CAPPED))(*inputs, masks)
-    np.testing.assert_allclose(attended, looped_attention(*map(np.asarray, inputs), masks, CAPPED), atol=1e-5)
-    np.testing.assert_array_equal(prompt.keys, inputs[1][:, :P_A].transpose(0, 2, 3, 1))
-    np.testing.assert_array_equal(prompt.values, inputs[2][:, :P_A].swapaxes(1, 2))
-    first = [x[:, :P_A] for x in inputs]
-    nothing = np.zeros((N_A, 1, 1, 1, 0, P_A), bool)
-    alone, _ = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", CAPPED))(*first, (masks[0], nothing))
-    np.testing.assert_allclose(alone, np.asarray(attended)[:, :P_A], atol=1e-6)
-
-
-def test_gradients_of_attention():
-    inputs, masks = group_inputs()
-    attended = jax.jit(lambda *x: attend_rows(*x, masks, (None, None), "shared", CAPPED)[0])
-    check_grads(attended, inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
 def attention_at_once(queries, keys, values, mask):

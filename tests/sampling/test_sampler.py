@@ -187,14 +187,6 @@ def test_truncation_in_the_order_of_huggingface(limits, expected):
     np.testing.assert_array_equal(left[stays], logits[stays])
 
 
-def test_limits_that_are_off_keep_everything_and_flat_logits_are_all_ties():
-    logits = np.random.default_rng(0).normal(size=(*ROWS, V)).astype(np.float32)
-    off = Truncation(np.zeros(ROWS, np.int32), np.ones(ROWS, np.float32), np.zeros(ROWS, np.float32))
-    assert finite_after(10 * logits, off).all()
-    narrow = Truncation(*(np.full(ROWS, x.dtype.type(y)) for x, y in zip(off, (1, 0.1, 1), strict=True)))
-    assert finite_after(0 * logits - 3, narrow).all()
-
-
 # ---- a fake policy: a Markov chain of second order
 
 
