@@ -348,10 +348,13 @@ def group_inputs():
 CAPPED = Scores(0.8, 1.5)
 
 
-def attention_at_once(queries, keys, values, mask):
+def attention_at_once(queries, keys, values, mask, scores=Scores()):  # noqa: B008, it is a tuple
     """`attend` with all scores in memory."""
-    scores = jnp.einsum("nkgqse,nkgce->nkgqsc", queries, keys) / np.sqrt(queries.shape[-1])
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+    scale = 1 / np.sqrt(queries.shape[-1]) if scores.scale is None else scores.scale
+    logits = scale * jnp.einsum("nkgqse,nkgce->nkgqsc", queries, keys)
+    if scores.softcap is not None:
+        logits = scores.softcap * jnp.tanh(logits / scores.softcap)
+    weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf))
     return jnp.einsum("nkgqsc,nkgce->nkgqse", weights, values)
 
 
@@ -383,19 +386,20 @@ def mask_of_prefix(size, reach, prefix):
     return jnp.asarray((causal & there[:, None])[:, None, None, None])
 
 
-# 300 queries are three blocks, the last one short. The last case leaves out keys beyond its reach.
+# 300 queries are three blocks, the last one short; 2300 are blocks of three parts, the last one with a rest.
 @pytest.mark.parametrize(
-    ("size", "num_keys", "mask", "options"),
+    ("size", "mask", "scores", "options"),
     [
-        pytest.param(2304, 2304 + 40, partial(ragged_mask, window=700), {}, marks=pytest.mark.slow),
-        (300, 305, ragged_mask, {}),
-        (300, 305, lambda size, _: mask_of_prefix(size, 100, 5), {"prefix": 5, "reach": 100}),
+        pytest.param(2300, partial(ragged_mask, window=700), CAPPED, {}, marks=pytest.mark.slow),
+        (300, ragged_mask, CAPPED, {}),
+        # Keys beyond its reach are left out.
+        (300, lambda size, _: mask_of_prefix(size, 100, 5), Scores(), {"prefix": 5, "reach": 100}),
     ],
 )
-def test_attention_in_blocks_is_that_of_all_scores_at_once(size, num_keys, mask, options):
-    arguments = *attention_inputs(size, num_keys, (1, 2), 4), mask(size, num_keys)
-    value, grads = gradient_program(partial(attend, **options))(*arguments)
-    expected, expected_grads = gradient_program(attention_at_once)(*arguments)
+def test_attention_in_blocks_is_that_of_all_scores_at_once(size, mask, scores, options):
+    arguments = *attention_inputs(size, size + 5, (1, 2), 4), mask(size, size + 5)
+    value, grads = gradient_program(partial(attend, scores=scores, **options))(*arguments)
+    expected, expected_grads = gradient_program(partial(attention_at_once, scores=scores))(*arguments)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert np.linalg.norm(grad - expected_grad) <= 1e-5 * np.linalg.norm(expected_grad)

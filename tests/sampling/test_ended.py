@@ -121,7 +121,6 @@ def test_every_device_leaves_its_own_completions_behind(traits, assume):
 
 CONFIG = ModelConfig(50, 16, 24, 2, 2, 1, 8)
 SHAPE = 8, 4  # few enough to compile soon
-ONE_LAYER = replace(CONFIG, num_hidden_layers=1)
 GROWS = {"grows_from": 1, "rooms": 2}
 
 
@@ -131,19 +130,18 @@ GROWS = {"grows_from": 1, "rooms": 2}
         pytest.param(replace(CONFIG, sliding_window=9), 0, SHAPE, GROWS, marks=pytest.mark.slow),
         (replace(CONFIG, sliding_window=5, sliding_layers=(1,)), 0, SHAPE, GROWS),
         pytest.param(replace(CONFIG, num_key_value_heads=2), 2, SHAPE, GROWS, marks=pytest.mark.slow),
-        pytest.param(ONE_LAYER, 0, ROWS.shape, ACCELERATOR, marks=pytest.mark.slow),
-        pytest.param(replace(ONE_LAYER, dtype="bfloat16"), 0, ROWS.shape, ACCELERATOR, marks=pytest.mark.slow),
+        pytest.param(replace(CONFIG, num_hidden_layers=1), 0, ROWS.shape, ACCELERATOR, marks=pytest.mark.slow),
     ],
-    ids=["window", "window in one layer", "LoRA, and more heads", "accelerator", "accelerator in bfloat16"],
+    ids=["window", "window in one layer", "LoRA, and more heads", "accelerator"],
 )
 def test_a_decoder_says_the_same_when_completions_leave_and_its_cache_grows(config, rank, shape, traits, assume):
     policy, params = decoder_policy(config), random_params(config)
     params = randomly_adapted(params, rank) if rank else params
     rows, options = row_numbers(*shape), {"max_tokens": TOKENS, "eos_ids": tuple(range(3, 9)), "pad_id": 1}
     temperature = np.linspace(0, 1.5, rows.size, dtype=np.float32).reshape(rows.shape)
-    limits = Truncation(rows % 9 * 3, 0.7 + temperature / 4, temperature / 50)
+    limits = Truncation(rows % 9 * 3, 0.7 + temperature / 4, temperature / 50) if traits is GROWS else None
     batches = [
-        (params, *random_prompts(shape[0], 50), rows, jax.random.key(seed), temperature, limits) for seed in range(6)
+        (params, *random_prompts(shape[0], 50), rows, jax.random.key(seed), temperature, limits) for seed in range(3)
     ]
     whole_sample = sampler_of(policy._replace(select=None), **options)
     expected = [jax.device_get(whole_sample(*batch)) for batch in batches]
@@ -159,11 +157,11 @@ def test_a_decoder_says_the_same_when_completions_leave_and_its_cache_grows(conf
         assert traits is GROWS or lengths[-33] < lengths[-9]  # and at most 32 before
         for name in ("completion_mask", "truncated"):
             np.testing.assert_array_equal(getattr(out, name)[equal], getattr(whole, name)[equal])
-        for name in ("sampler_logprobs", "truncated_logprobs"):
+        for name in ("sampler_logprobs", "truncated_logprobs") if limits else ("sampler_logprobs",):
             deviation = abs(getattr(out, name) - getattr(whole, name)) * colder  # a temperature divides logits
             assert deviation[equal].max() <= 1e-5
     # A uniform may lie within rounding of the boundary between two tokens, once in some 100,000 tokens.
-    assert different <= 1, f"{different} of {6 * rows.size} completions differ"
+    assert different <= 1, f"{different} of {3 * rows.size} completions differ"
 
 
 # Two layers of Qwen3-0.6B and of Llama 3.1 8B, with as small a part of their vocabularies.
