@@ -43,18 +43,18 @@ def dr_grpo(logprobs):
     return preset("dr_grpo", logprobs, weights=F.constant_length_weights(MASK, max_length=20))
 
 
-def of_kept(kept, logprobs):
-    return grpo(logprobs, advantages=jnp.where(kept, ADVANTAGES[..., None], 0))
+def of_chosen(chosen, logprobs):
+    return grpo(logprobs, advantages=jnp.where(chosen, ADVANTAGES[..., None], 0))
 
 
 def top_entropy(logprobs):
-    return of_kept(F.top_entropy_tokens(D["entropies"], MASK, share=0.3), logprobs)
+    return of_chosen(F.top_entropy_tokens(D["entropies"], MASK, share=0.3), logprobs)
 
 
 def off_policy_mask(logprobs):
     drift = F.token_log_ratio(logprobs, D["sampler"], MASK)
-    kept = F.on_policy_completions(drift, ADVANTAGES, MASK, threshold=0.2)
-    return of_kept(kept, logprobs)
+    chosen = F.on_policy_completions(drift, ADVANTAGES, MASK, threshold=0.2)
+    return of_chosen(chosen, logprobs)
 
 
 def corrected(logprobs):
@@ -169,7 +169,7 @@ def losses_and_gradients():
     """One program for all of them."""
     inputs = {variable: D[variable] for variable, _ in ALL.values()}
     of_all = {name: partial(loss_and_gradient, function) for name, (_, function) in ALL.items()}
-    return jax.jit(lambda given: {name: of(given[ALL[name][0]]) for name, of in of_all.items()})(inputs)
+    return jax.jit(lambda inputs: {name: of(inputs[ALL[name][0]]) for name, of in of_all.items()})(inputs)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -353,11 +353,19 @@ PAIR_LOSSES = {
 }
 
 
+@cache
+def losses_of_pairs():
+    """Returns the loss and its gradient of every one."""
+    inputs = {name: P["rated" if name in ("kto_rated", "apo_zero") else "logprobs"] for name in PAIR_LOSSES}
+    with jax.enable_x64(True):
+        return jax.jit(lambda x: {name: jax.value_and_grad(loss)(x[name]) for name, loss in PAIR_LOSSES.items()})(
+            inputs
+        )
+
+
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_losses_of_pairs(name):
-    logprobs = P["rated" if name in ("kto_rated", "apo_zero") else "logprobs"]
-    with jax.enable_x64(True):
-        loss, gradient = jax.jit(jax.value_and_grad(PAIR_LOSSES[name]))(logprobs)
+    loss, gradient = losses_of_pairs()[name]
     assert_allclose(loss, OF_PAIRS[f"{name}.loss"], rtol=1e-9)
     assert np.any(OF_PAIRS[f"{name}.gradient"])
     assert_allclose(gradient, OF_PAIRS[f"{name}.gradient"], rtol=1e-8, atol=1e-12)
@@ -372,22 +380,36 @@ DIVERGENCES = {
 }
 
 
+def with_bucket(logits, ids):
+    """Returns the logits of the five likeliest tokens of the teacher, and those of all others in one bucket."""
+    is_chosen = jax.nn.one_hot(ids, 17, dtype=bool).any(-2)
+    others = jax.nn.logsumexp(jnp.where(is_chosen, -jnp.inf, logits), axis=-1, keepdims=True)
+    return jnp.concatenate([jnp.take_along_axis(logits, ids, axis=-1), others], axis=-1)
+
+
+@cache
+def divergences():
+    """Returns the values and the gradient of each of them, over the whole vocabulary and over a few tokens."""
+
+    def loss(student, name, kind):
+        logits = student / 0.7, S["teacher"] / 0.7
+        if kind == "top":
+            logits = [with_bucket(x, jax.lax.top_k(S["teacher"], 5)[1]) for x in logits]
+        values = DIVERGENCES[name](*logits)
+        return jnp.sum(values), values
+
+    def of_all(student):
+        gradients = jax.grad(loss, has_aux=True)
+        return {f"{kind}.{name}": gradients(student, name, kind) for name in DIVERGENCES for kind in ("full", "top")}
+
+    with jax.enable_x64(True):
+        return jax.jit(of_all)(S["student"])
+
+
 @pytest.mark.parametrize("kind", ["full", "top"])
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_divergences_of_a_teacher(kind, name):
-    def loss(student):
-        logits = student / 0.7, S["teacher"] / 0.7
-        if kind == "top":  # the five likeliest tokens of the teacher, and the others in one bucket
-            ids = jax.lax.top_k(S["teacher"], 5)[1]
-            is_chosen = jax.nn.one_hot(ids, 17, dtype=bool).any(-2)
-            others = [jax.nn.logsumexp(jnp.where(is_chosen, -jnp.inf, x), axis=-1, keepdims=True) for x in logits]
-            chosen = [jnp.take_along_axis(x, ids, axis=-1) for x in logits]
-            logits = [jnp.concatenate(both, axis=-1) for both in zip(chosen, others, strict=True)]
-        result = DIVERGENCES[name](*logits)
-        return jnp.sum(result), result
-
-    with jax.enable_x64(True):
-        (_, values), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(S["student"])
+    gradient, values = divergences()[f"{kind}.{name}"]
     assert_allclose(values, OF_TEACHER[f"{kind}.{name}.values"], rtol=1e-9)
     assert_allclose(gradient, OF_TEACHER[f"{kind}.{name}.gradient"], rtol=1e-8, atol=1e-10)
 

@@ -49,8 +49,8 @@ def test_traits_follow_the_backend(monkeypatch, backend, capability, flash):
 
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    found = traits_of_backend()
-    assert (found.backend, found.has_flash_attention) == (backend, flash)
+    traits = traits_of_backend()
+    assert (traits.backend, traits.has_flash_attention) == (backend, flash)
 
 
 def test_traits_are_assumed_only_inside():
@@ -64,16 +64,22 @@ def test_traits_are_assumed_only_inside():
 
 
 @both_backends
-@pytest.mark.parametrize(("inputs", "outputs"), [((5,), (3,)), ((3,), (5,)), ((2, 4), (3,)), ((4,), (2, 3))])
-def test_a_product_and_its_gradients_are_those_of_einsum(traits, inputs, outputs, normal):
-    x, kernel, seen = normal(2, 6, *inputs), normal(*inputs, *outputs), normal(2, 6, *outputs)
-    plain = lambda x, kernel: jnp.tensordot(x, kernel, axes=len(inputs))  # noqa: E731
+def test_a_product_and_its_gradients_are_those_of_einsum(traits, normal):
+    shapes = [((5,), (3,)), ((3,), (5,)), ((2, 4), (3,)), ((4,), (2, 3))]
+    arrays = [(normal(2, 6, *x), normal(*x, *y), normal(2, 6, *y)) for x, y in shapes]
+
+    @partial(jax.jit, static_argnums=0)
+    def evaluate(multiply, arrays):
+        def total(x, kernel, weights):
+            y = multiply(x, kernel, kernel.ndim - weights.ndim + 2)
+            return jnp.sum(y * weights), y
+
+        return [jax.grad(total, (0, 1), has_aux=True)(*x) for x in arrays]
+
     with assume_traits(**traits._asdict()):
-        written = jax.jit(lambda x, kernel: product(x, kernel, len(inputs)))
-        np.testing.assert_allclose(written(x, kernel), plain(x, kernel), rtol=1e-5, atol=1e-5)
-        found = jax.jit(jax.grad(lambda *args: jnp.sum(written(*args) * seen), (0, 1)))(x, kernel)
-    expected = jax.grad(lambda *args: jnp.sum(plain(*args) * seen), (0, 1))(x, kernel)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+        written = evaluate(product, arrays)
+    expected = evaluate(lambda x, kernel, axes: jnp.tensordot(x, kernel, axes=axes), arrays)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), written, expected)
 
 
 @both_backends
@@ -82,8 +88,8 @@ def test_a_product_in_bfloat16_is_accumulated_in_float32(traits):
     x = jnp.ones((2, 257), jnp.bfloat16).at[:, 0].set(256)
     kernel = jnp.ones((257, 1), jnp.bfloat16)
     with assume_traits(**traits._asdict()):
-        found = product(x, kernel), contract(x, kernel.T, 1, 1, jnp.bfloat16)
-    for y in found:
+        result = product(x, kernel), contract(x, kernel.T, 1, 1, jnp.bfloat16)
+    for y in result:
         assert y.dtype == jnp.bfloat16
         np.testing.assert_array_equal(y.astype(jnp.float32), [[512], [512]])
 
@@ -104,8 +110,8 @@ def test_a_sum_over_queries_is_a_loop_over_them(traits, num_keys, normal):
 
 def test_rms_norm_by_hand():
     # The mean square of (3, 4, 0, 0) is 25 / 4, so that its root is 2.5.
-    found = rms_norm(jnp.array([3.0, 4.0, 0.0, 0.0]), jnp.array([1.0, 2.0, 1.0, 1.0]), 0.0)
-    np.testing.assert_allclose(found, [1.2, 3.2, 0, 0], rtol=1e-6)
+    result = rms_norm(jnp.array([3.0, 4.0, 0.0, 0.0]), jnp.array([1.0, 2.0, 1.0, 1.0]), 0.0)
+    np.testing.assert_allclose(result, [1.2, 3.2, 0, 0], rtol=1e-6)
 
 
 def test_gradients_of_rms_norm_are_finite_differences(normal):
@@ -124,9 +130,9 @@ def test_a_slice_is_written_and_clipped(traits, dtype):
     expected = np.zeros((2, 5, 3))
     expected[:, 3:] = 7  # a slice of 2 that would begin at 4 begins at 3
     with assume_traits(**traits._asdict()):
-        found = jax.jit(lambda start: write_slice(array, part, {1: start}))(4)
-    assert found.dtype == dtype
-    np.testing.assert_array_equal(found.astype(jnp.float32), expected)
+        result = jax.jit(lambda start: write_slice(array, part, {1: start}))(4)
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result.astype(jnp.float32), expected)
 
 
 @pytest.mark.parametrize(("traits", "dtype"), [(CPU, jnp.float32), (GPU, jnp.bfloat16)], ids=["cpu", "gpu"])
@@ -156,22 +162,22 @@ def test_rows_are_multiplied_by_columns_only_in_float32():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [(4, 3), (3, 4), (2, 1, 6, 5)])
-def test_a_transposed_array_has_the_numbers_of_any_other(shape, dtype):
-    x = jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
-    chex.assert_trees_all_equal(jax.jit(transposed)(x), jnp.asarray(np.swapaxes(np.asarray(x), -1, -2)))
+def test_a_transposed_array_has_the_numbers_of_any_other(dtype):
+    arrays = [jnp.arange(np.prod(x), dtype=dtype).reshape(x) for x in [(4, 3), (3, 4), (2, 1, 6, 5)]]
+    expected = [jnp.asarray(np.swapaxes(np.asarray(x), -1, -2)) for x in arrays]
+    chex.assert_trees_all_equal(jax.jit(partial(jax.tree.map, transposed))(arrays), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [(1,), (3,), (8,), (2, 3), ()])
 @pytest.mark.parametrize("by_columns", [False, True])
-def test_few_rows_times_a_transposed_matrix_are_the_product_of_numpy(rows, by_columns, dtype):
-    rng = np.random.default_rng(0)
-    x, matrix = rng.integers(-8, 9, (*rows, 5)), rng.integers(-8, 9, (40, 5))  # exact in both types
-    multiply = jax.jit(partial(times_transposed, dtype=jnp.float32, by_columns=by_columns))
-    y = multiply(jnp.asarray(x, dtype), jnp.asarray(matrix, dtype))
-    assert y.dtype == jnp.float32
-    np.testing.assert_array_equal(np.asarray(y), x @ matrix.T)
+def test_few_rows_times_a_transposed_matrix_are_the_product_of_numpy(by_columns, dtype):
+    rng, rows = np.random.default_rng(0), [(1,), (3,), (8,), (2, 3), ()]
+    xs, matrix = [rng.integers(-8, 9, (*n, 5)) for n in rows], rng.integers(-8, 9, (40, 5))  # exact in both types
+    multiply = partial(times_transposed, dtype=jnp.float32, by_columns=by_columns)
+    compiled = jax.jit(lambda xs, matrix: [multiply(x, matrix) for x in xs])
+    for x, y in zip(xs, compiled([jnp.asarray(x, dtype) for x in xs], jnp.asarray(matrix, dtype)), strict=True):
+        assert y.dtype == jnp.float32
+        np.testing.assert_array_equal(np.asarray(y), x @ matrix.T)
 
 
 def test_a_slice_is_written_at_a_place_of_two_axes():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, COMPUTE_IN_16_BITS, ROWS, Case, T
+from cases import CASES, COMPUTE_IN_16_BITS, ROWS, Case
 from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax import functional as F
@@ -29,7 +29,7 @@ def only_counted(x, mask):
     return jnp.where(jnp.reshape(where, (*where.shape, *[1] * (x.ndim - where.ndim))), x, jnp.zeros_like(x))
 
 
-def evaluate(case: Case, arrays, numbers, weights):
+def evaluate(case: Case, arrays, numbers):
     """Returns the sum of a result in which every number has its own weight, the result, and the sum's gradients."""
 
     def total(inputs):
@@ -37,7 +37,7 @@ def evaluate(case: Case, arrays, numbers, weights):
         leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(result)]
         if case.mask:
             leaves = [only_counted(x, arrays[case.mask]) for x in leaves]
-        return sum(jnp.sum(x * weight) for x, weight in zip(leaves, weights, strict=True)), result
+        return sum(jnp.sum(x * jnp.linspace(1, 2, x.size).reshape(x.shape)) for x in leaves), result
 
     names = (case.differentiable + " " + case.constant).split()
     (value, result), gradients = jax.value_and_grad(total, has_aux=True)({name: arrays[name] for name in names})
@@ -49,23 +49,10 @@ def evaluate_all(arguments):
     return {name: evaluate(CASES[name], *of_case) for name, of_case in arguments.items()}
 
 
-@cache
-def weights_of_results():
-    def of_case(case):
-        shapes = jax.tree.leaves(jax.eval_shape(lambda: case.function(**case.arrays, **case.numbers)))
-        return [np.linspace(1, 2, int(np.prod(x.shape)), dtype=np.float32).reshape(x.shape) for x in shapes]
-
-    return {name: of_case(case) for name, case in CASES.items()}
-
-
 def inputs(change=lambda case, key, x: x):
-    """Returns the inputs of all cases, whose arrays, and weights of results, `change` makes."""
+    """Returns the inputs of all cases, whose arrays `change` makes."""
     return {
-        name: (
-            {key: change(case, key, x) for key, x in case.arrays.items()},
-            dict(case.numbers),
-            [change(case, None, x) for x in weights_of_results()[name]],
-        )
+        name: ({key: change(case, key, x) for key, x in case.arrays.items()}, dict(case.numbers))
         for name, case in CASES.items()
     }
 
@@ -128,7 +115,7 @@ def test_constants_have_no_gradient(name):
 @cache
 def with_rubbish(rubbish):
     def spoil(case, key, x):
-        if key in (None, "weights") or not case.mask or x.dtype != np.float32 or x.ndim < case.arrays[case.mask].ndim:
+        if key == "weights" or not case.mask or x.dtype != np.float32 or x.ndim < case.arrays[case.mask].ndim:
             return x
         mask = case.arrays[case.mask]
         return np.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, np.float32(rubbish))
@@ -149,59 +136,48 @@ def test_what_is_masked_may_be_anything(name):
             assert not np.any(x[~mask])
 
 
+def counted_rows(x, mask):
+    """Returns the numbers of an array that count, and how many of its axes they take the place of."""
+    where = counts(x, mask)
+    if where is None:
+        where = mask.reshape(ROWS, -1).any(-1)
+    return x[where], where.ndim
+
+
 @cache
 def without_masked():
-    def remove(case, _, x):
-        if not case.mask:
+    def remove(case, x):
+        if not x.shape:
             return x
-        mask = case.arrays[case.mask]
-        where = counts(x, mask)
-        if where is None:
-            return x[mask.reshape(ROWS, -1).any(-1)] if x.shape else x
-        return x[where].reshape(*case.counted[: where.ndim], *x.shape[where.ndim :])
+        numbers, axes = counted_rows(x, case.arrays[case.mask])
+        return numbers.reshape(*case.counted[:axes], *x.shape[axes:])
 
-    return jax.device_get(evaluate_all(inputs(remove)))
+    cases = {name: CASES[name] for name in HAVE_MASK}
+    return evaluate_with_constants(
+        {name: {key: remove(case, x) for key, x in case.arrays.items()} for name, case in cases.items()}
+    )
 
 
 @pytest.mark.parametrize("name", HAVE_MASK)
 def test_what_is_masked_might_as_well_be_removed(name):
-    mask, (_, result, gradients) = CASES[name].arrays[CASES[name].mask], expected()[name]
-    _, removed, removed_gradients = without_masked()[name]
+    """Padding is masked too, so that it changes nothing."""
 
     def compare(x, y):
-        where = counts(x, mask)
-        if where is None and x.shape:
-            where = mask.reshape(ROWS, -1).any(-1)
-        assert_allclose(np.ravel(x if where is None else x[where]), np.ravel(y), rtol=1e-4, atol=1e-5)
+        numbers = counted_rows(x, CASES[name].arrays[CASES[name].mask])[0] if x.shape else x
+        assert_allclose(np.ravel(numbers), np.ravel(y), rtol=1e-4, atol=1e-5)
 
-    jax.tree.map(compare, (result, gradients), (removed, removed_gradients))
-
-
-@cache
-def padded():
-    """Adds two tokens to the right of completions."""
-
-    def pad(case, _, x):
-        if not case.mask or x.shape[-1:] != (T,):
-            return x
-        return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 2)], constant_values=x.dtype.type(0))
-
-    return jax.device_get(evaluate_all(inputs(pad)))
-
-
-@pytest.mark.parametrize("name", HAVE_MASK)
-def test_padding_changes_nothing(name):
-    wide = jax.tree.map(lambda x: x[..., :T] if x.shape[-1:] == (T + 2,) else x, padded()[name])
-    assert_close(wide, expected()[name], rtol=1e-4, atol=1e-5)
+    jax.tree.map(compare, expected()[name][1], without_masked()[name])
 
 
 # --- transformations ---
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_spread])
-def test_a_batch_over_devices_is_the_whole_batch(name, spread):
-    case = CASES[name]
-    # Another scale on each device, and one without spread: statistics of its own would differ.
+SPREAD = [name for name, case in CASES.items() if case.is_spread]
+
+
+def on_devices(name):
+    """Returns the inputs of a case, one row for each device."""
+    # Another scale on each device, and one without spread: its statistics would differ.
     scale = np.arange(1, ROWS + 1, dtype=np.float32)
 
     def scaled(x):
@@ -211,13 +187,28 @@ def test_a_batch_over_devices_is_the_whole_batch(name, spread):
         x[4] = x[4].mean()
         return x
 
-    arrays = {key: scaled(x) for key, x in case.arrays.items()}
-    function = partial(case.function, **case.numbers)
-    result = spread(lambda parts: function(**parts, axis_name="data"))({k: x[:, None] for k, x in arrays.items()})
-    whole = jax.jit(lambda arrays: function(**arrays))(arrays)
-    assert_allclose(result[:, 0], whole, rtol=1e-4, atol=1e-5)
-    of_each = jax.jit(jax.vmap(lambda arrays: function(**arrays)))({k: x[:, None] for k, x in arrays.items()})
-    assert not np.allclose(of_each[:, 0], whole, rtol=1e-3)
+    return {key: scaled(x)[:, None] for key, x in CASES[name].arrays.items()}
+
+
+def test_a_batch_over_devices_is_the_whole_batch(spread):
+    arrays = {name: on_devices(name) for name in SPREAD}
+
+    def evaluate(arrays, **options):
+        return {name: CASES[name].function(**x, **CASES[name].numbers, **options) for name, x in arrays.items()}
+
+    result = spread(partial(evaluate, axis_name="data"))(arrays)
+    whole, of_each = jax.jit(lambda x: (evaluate(jax.tree.map(lambda y: y[:, 0], x)), jax.vmap(evaluate)(x)))(arrays)
+    for name in SPREAD:
+        assert_allclose(result[name][:, 0], whole[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        assert not np.allclose(of_each[name][:, 0], whole[name], rtol=1e-3), name
+
+
+def test_a_loop_over_tokens_runs_on_every_device(spread):
+    case = CASES["gae_of_two_steps"]
+    result = spread(lambda arrays: case.function(**arrays, **case.numbers))(
+        {k: x[:, None] for k, x in case.arrays.items()}
+    )
+    assert_close(result[:, 0], expected()["gae_of_two_steps"][1])
 
 
 @cache
@@ -256,38 +247,46 @@ def test_jit_equals_eager(name):
     assert_close(eager, expected()[name][1])
 
 
-@cache
-def with_numbers():
+@jax.jit
+def evaluate_with_constants(arrays):
     """Hyperparameters are constants of this program, and arguments of the others."""
-    return jax.jit(lambda: {name: case.function(**case.arrays, **case.numbers) for name, case in CASES.items()})()
+    return {name: CASES[name].function(**x, **CASES[name].numbers) for name, x in arrays.items()}
+
+
+@cache
+def with_constants(digits=np.float32):
+    """Returns all results of inputs that are rounded to the digits of a type."""
+    return evaluate_with_constants(
+        {name: converted(case, lambda x: x.astype(digits).astype(np.float32)) for name, case in CASES.items()}
+    )
+
+
+def converted(case, convert):
+    """Converts the floats of a case but for advantages and weights, which are always of 32 bits."""
+    return {
+        key: convert(x) if x.dtype == np.float32 and key not in ("advantages", "weights") else x
+        for key, x in case.arrays.items()
+    }
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.numbers])
 def test_hyperparameters_may_be_traced(name):
-    assert_close(with_numbers()[name], expected()[name][1])
+    assert_close(with_constants()[name], expected()[name][1])
 
 
 # --- types and shapes ---
 
 
 @cache
-def in_16_bits():
-    """Returns results of bfloat16 inputs, and those of the same numbers in float32."""
-
-    def of_case(case, is_short):
-        arrays = {key: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x for key, x in case.arrays.items()}
-        for key, x in arrays.items():
-            if x.dtype == jnp.bfloat16 and (not is_short or key in ("advantages", "weights")):
-                arrays[key] = x.astype(np.float32)
-        return case.function(**arrays, **case.numbers)
-
+def of_16_bits():
     names = [name for name in CASES if name not in COMPUTE_IN_16_BITS]
-    return jax.jit(lambda: {name: [of_case(CASES[name], is_short) for is_short in (True, False)] for name in names})()
+    return evaluate_with_constants({x: converted(CASES[x], lambda y: y.astype(jnp.bfloat16)) for x in names})
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COMPUTE_IN_16_BITS])
 def test_16_bits_are_computed_in_32(name):
-    for short, exact in zip(*map(jax.tree.leaves, in_16_bits()[name]), strict=True):
+    results = of_16_bits()[name], with_constants(jnp.bfloat16)[name]
+    for short, exact in zip(*map(jax.tree.leaves, results), strict=True):
         rounding = 2.0**-8 if short.dtype == jnp.bfloat16 else 1e-5
         assert_allclose(short.astype(np.float32), exact.astype(np.float32), rtol=rounding, atol=1e-6)
         assert short.dtype in (exact.dtype, jnp.bfloat16)

@@ -41,22 +41,19 @@ def test_each_row_is_multiplied_by_the_kernel_of_its_group(sizes):
     np.testing.assert_allclose(made, jax.lax.ragged_dot(rows, kernels, jnp.array(sizes)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param(x, id=name, marks=() if name == "empty at ends" else pytest.mark.slow) for name, x in SIZES.items()],
-)
-def test_gradients_of_the_product_of_groups(sizes):
+def test_gradients_of_the_product_of_groups():
     """Against those that JAX has of `ragged_dot`, and finite differences."""
+    sizes = SIZES["empty at ends"]
     rows, kernels, weights = randoms((sum(sizes), WIDTH), (EXPERTS, WIDTH, INNER), (sum(sizes), INNER))
 
     def value(product, rows, kernels):
         return jnp.sum(weights * jnp.sin(product(rows, kernels, jnp.array(sizes))))
 
-    own, expected = (
+    gradients, expected = (
         jax.jit(jax.grad(partial(value, product), (0, 1)))(rows, kernels)
         for product in (grouped_product, jax.lax.ragged_dot)
     )
-    for x, y in zip(own, expected, strict=True):
+    for x, y in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
     check_grads(jax.jit(partial(value, grouped_product)), (rows, kernels), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
@@ -121,13 +118,6 @@ def test_what_accelerators_compute_is_the_same(monkeypatch):
         assert "ragged_dot" in program.mlir_module()
 
 
-def test_tokens_that_all_go_to_one_expert_are_all_computed():
-    x, _, *kernels = randoms(*ARRAYS)
-    router = jnp.zeros((WIDTH, EXPERTS))  # ties: the first experts have all tokens
-    expected = mixture_in_a_loop(x, router, kernels, normalise=True)
-    np.testing.assert_allclose(jax.jit(mixed)(x, router, *kernels), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_choosing_is_of_float32_for_bfloat16_tokens():
     x, router = randoms((TOKENS, WIDTH), (WIDTH, EXPERTS), dtype=jnp.bfloat16)
     _, exact = route(x.astype(jnp.float32), router.astype(jnp.float32), CHOSEN, normalise=True)
@@ -189,25 +179,24 @@ def test_the_routing_of_states_is_there_for_packed_completions_too():
     assert len(np.unique(routing.experts)) > 2
 
 
-@pytest.mark.parametrize("router", [pytest.param("trained", marks=pytest.mark.slow), "frozen"])
-def test_a_frozen_router_stays_as_it_is(router):
-    """It stays under weight decay too, and all else learns."""
-    config = dataclasses.replace(MODEL, router=router, num_hidden_layers=1)
+def test_a_frozen_router_stays_as_it_is():
+    """It stays under weight decay too, and the experts learn."""
+    config = dataclasses.replace(MODEL, router="frozen", num_hidden_layers=1)
     policy, params, optimizer = decoder_policy(config), random_params(config), make_optimizer(1e-2, weight_decay=0.1)
-    ids = np.random.default_rng(0).integers(0, 29, (2, 4))
+    ids, others = np.random.default_rng(0).integers(0, 29, (2, 4)), params["layers"]
 
     @jax.jit
-    def update(params):
-        def loss(params):
-            return jnp.sum(jnp.sin(states_of_texts(policy, params, ids, np.ones_like(ids))))
+    def update(mlp):
+        def loss(mlp):
+            states = states_of_texts(policy, params | {"layers": others | {"mlp": mlp}}, ids, np.ones_like(ids))
+            return jnp.sum(jnp.sin(states))
 
-        grads = jax.grad(loss)(params)
-        updates, _ = optimizer.update(grads, optimizer.init(params), params)
-        return jax.tree.map(jnp.add, params, updates)
+        updates, _ = optimizer.update(jax.grad(loss)(mlp), optimizer.init(mlp), mlp)
+        return jax.tree.map(jnp.add, mlp, updates)
 
-    before, after = (dict(x["layers"]["mlp"]) for x in (params, update(params)))
+    before, after = others["mlp"], update(others["mlp"])
     moved = {name: bool((before[name]["kernel"] != after[name]["kernel"]).any()) for name in before}
-    assert moved == {"gate_proj": True, "up_proj": True, "down_proj": True, "router": router == "trained"}
+    assert moved == {"gate_proj": True, "up_proj": True, "down_proj": True, "router": False}
 
 
 def test_a_frozen_router_of_a_model_without_experts_is_refused():

@@ -8,7 +8,6 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 from tiny import ragged_prompts, random_params, refused
 
 from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
@@ -139,12 +138,12 @@ def test_one_completion_token():
 
 @pytest.fixture(scope="module")
 def hidden_fn():
-    """ids, mask, completions, and optionally other parameters -> hidden states behind wide padding, compiled once."""
+    """ids, mask, completions -> hidden states behind wide padding, compiled once."""
     compiled = jax.jit(partial(shared_hidden, ALL))
 
-    def hidden(ids, mask, completions, params=None):
+    def hidden(ids, mask, completions):
         wide = (np.pad(x, ((0, 0), (5, 0))) for x in (ids, mask))
-        return np.asarray(compiled(random_params(ALL, 0.1) if params is None else params, *wide, completions))
+        return np.asarray(compiled(random_params(ALL, 0.1), *wide, completions))
 
     return hidden
 
@@ -168,15 +167,6 @@ def test_each_token_reaches_what_follows_it_and_nothing_else(hidden_fn):
         np.testing.assert_array_equal((hidden_fn(changed[0], mask, changed[1]) != before).any(-1), expected)
 
 
-def test_norms_of_queries_and_keys_undo_the_size_of_their_projections(hidden_fn):
-    *batch, _ = ragged_batch()
-    params = random_params(ALL, 0.1)
-    attention = params["layers"]["attention"]
-    larger = {name: jax.tree.map(lambda x: 8 * x, attention[name]) for name in ("q_proj", "k_proj")}
-    changed = params | {"layers": params["layers"] | {"attention": attention | larger}}
-    np.testing.assert_allclose(hidden_fn(*batch, params=changed), hidden_fn(*batch), atol=1e-4)  # but for epsilon
-
-
 # ---- other forms of the same decoder
 
 
@@ -192,9 +182,9 @@ def test_scanned_layers_equal_separate_layers(config):
     scanned, stacked = jax.device_get(apply(Transformer(config), params))
     hidden, layers = jax.device_get(apply(Transformer(config, scan_layers=False), params))
     np.testing.assert_allclose(hidden, scanned, atol=1e-5)
-    for layer, own in enumerate(layers):
-        np.testing.assert_allclose(own.keys, stacked.keys[layer], atol=1e-5)
-        np.testing.assert_allclose(own.values, stacked.values[layer], atol=1e-5)
+    for layer, separate in enumerate(layers):
+        np.testing.assert_allclose(separate.keys, stacked.keys[layer], atol=1e-5)
+        np.testing.assert_allclose(separate.values, stacked.values[layer], atol=1e-5)
 
 
 @pytest.mark.parametrize("remat", ["layer", "none", pytest.param("offload", marks=pytest.mark.slow)])
@@ -269,22 +259,6 @@ def test_more_layers_do_not_grow_the_program():
 # ---- the parts, against loops
 
 
-def test_rotation_turns_pairs_of_features_by_their_angle():
-    theta, features = 100.0, 8
-    positions = np.array([[0, 1, 7], [3, 2, 300]])
-    x = np.random.default_rng(0).normal(size=(2, 3, 4, features)).astype(np.float32)
-    expected = np.zeros_like(x, dtype=np.float64)
-    for n, m, h in np.ndindex(2, 3, 4):
-        for i in range(features // 2):
-            angle = positions[n, m] * theta ** (-2 * i / features)
-            pair = complex(x[n, m, h, i], x[n, m, h, i + features // 2]) * np.exp(1j * angle)
-            expected[n, m, h, [i, i + features // 2]] = pair.real, pair.imag
-    angles = angles_of(jnp.asarray(positions), Rotation(theta), features)
-    np.testing.assert_allclose(rotate(jnp.asarray(x), angles), expected, atol=1e-4)  # float32 angles of up to 300
-    # Without a rotation all features stay.
-    np.testing.assert_array_equal(rotate(jnp.asarray(x), angles_of(jnp.asarray(positions), None, features)), x)
-
-
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_who_may_look_where_in_a_group(window):
     g, s, p = 2, 5, 4
@@ -306,8 +280,8 @@ def test_who_may_look_where_in_a_group(window):
     ((of_prompt, of_completions),) = seen_rows.masks
     np.testing.assert_array_equal(of_prompt[:, 0, 0, 0], row[:, :p, :p])
     np.testing.assert_array_equal(of_completions[:, 0, 0, 0], row[:, p:])
-    own = jnp.asarray(np.concatenate([place[:, :p], np.tile(place[:, p:], (1, g))], axis=1))
-    jax.tree.map(np.testing.assert_array_equal, seen_rows.angles[0], angles_of(own, Rotation(1e4), 8))
+    positions = jnp.asarray(np.concatenate([place[:, :p], np.tile(place[:, p:], (1, g))], axis=1))
+    jax.tree.map(np.testing.assert_array_equal, seen_rows.angles[0], angles_of(positions, Rotation(1e4), 8))
 
     # One token after the other into a cache: each sees what its row says.
     prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(prompt_mask.sum(-1)))
@@ -345,58 +319,22 @@ def group_inputs():
     m = P_A + G_A * S_A
     shapes = (N_A, m, K_A, Q_A, E_A), (N_A, m, K_A, E_A), (N_A, m, K_A, E_A)
     of_prompt = np.tril(np.ones((P_A, P_A), bool)) & PREFIX_MASK[:, None] | np.eye(P_A, dtype=bool)
-    own = np.broadcast_to(np.tril(np.ones((S_A, S_A), bool)), (N_A, S_A, S_A))
-    in_a_row = np.concatenate([np.repeat(PREFIX_MASK[:, None], S_A, axis=1), own], axis=-1)
+    causal = np.broadcast_to(np.tril(np.ones((S_A, S_A), bool)), (N_A, S_A, S_A))
+    in_a_row = np.concatenate([np.repeat(PREFIX_MASK[:, None], S_A, axis=1), causal], axis=-1)
     masks = tuple(x[:, None, None, None] for x in (of_prompt, in_a_row))
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes], masks
 
 
 CAPPED = Scores(0.8, 1.5)
-each_kind_of_scores = pytest.mark.parametrize(
-    "scores", [pytest.param(Scores(), marks=pytest.mark.slow), CAPPED], ids=["plain", "capped"]
-)
 
 
-def looped_attention(queries, keys, values, masks, scores):
-    """`attend_rows`, one query at a time."""
-    scale = 1 / np.sqrt(E_A) if scores.scale is None else scores.scale
-    attended = np.zeros(queries.shape)
-    for n, m, k, q in np.ndindex(*queries.shape[:-1]):
-        member, step = divmod(m - P_A, S_A)
-        row, places = masks[0][n, 0, 0, 0], np.arange(P_A)
-        if m >= P_A:
-            row, places = masks[1][n, 0, 0, 0], np.concatenate([places, P_A + member * S_A + np.arange(S_A)])
-        seen = places[np.asarray(row[step if m >= P_A else m])]
-        own = scale * keys[n, seen, k] @ queries[n, m, k, q]
-        weights = np.exp(own if scores.softcap is None else scores.softcap * np.tanh(own / scores.softcap))
-        attended[n, m, k, q] = weights / weights.sum() @ values[n, seen, k]
-    return attended
-
-
-@each_kind_of_scores
-def test_attention_of_groups_equals_a_loop(scores):
-    inputs, masks = group_inputs()
-    attended, prompt = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(*inputs, masks)
-    np.testing.assert_allclose(attended, looped_attention(*map(np.asarray, inputs), masks, scores), atol=1e-5)
-    np.testing.assert_array_equal(prompt.keys, inputs[1][:, :P_A].transpose(0, 2, 3, 1))
-    np.testing.assert_array_equal(prompt.values, inputs[2][:, :P_A].swapaxes(1, 2))
-    first = [x[:, :P_A] for x in inputs]
-    nothing = np.zeros((N_A, 1, 1, 1, 0, P_A), bool)
-    alone, _ = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(*first, (masks[0], nothing))
-    np.testing.assert_allclose(alone, np.asarray(attended)[:, :P_A], atol=1e-6)
-
-
-@each_kind_of_scores
-def test_gradients_of_attention(scores):
-    inputs, masks = group_inputs()
-    attended = jax.jit(lambda *x: attend_rows(*x, masks, (None, None), "shared", scores)[0])
-    check_grads(attended, inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
-
-
-def attention_at_once(queries, keys, values, mask):
+def attention_at_once(queries, keys, values, mask, scores=Scores()):  # noqa: B008, it is a tuple
     """`attend` with all scores in memory."""
-    scores = jnp.einsum("nkgqse,nkgce->nkgqsc", queries, keys) / np.sqrt(queries.shape[-1])
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+    scale = 1 / np.sqrt(queries.shape[-1]) if scores.scale is None else scores.scale
+    logits = scale * jnp.einsum("nkgqse,nkgce->nkgqsc", queries, keys)
+    if scores.softcap is not None:
+        logits = scores.softcap * jnp.tanh(logits / scores.softcap)
+    weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf))
     return jnp.einsum("nkgqsc,nkgce->nkgqse", weights, values)
 
 
@@ -413,44 +351,37 @@ def gradient_program(attention):
 
 def ragged_mask(size, num_keys, window=None):
     """The second of two rows is padded on the left; more keys than queries are a prompt before them."""
-    place, own = np.arange(num_keys), np.arange(size)[:, None] + num_keys - size
-    seen = (place <= own) & (place >= own - (window or num_keys))
-    seen = np.stack([seen, seen & ((place >= 30) | (place == own))])
+    place, query = np.arange(num_keys), np.arange(size)[:, None] + num_keys - size
+    seen = (place <= query) & (place >= query - (window or num_keys))
+    seen = np.stack([seen, seen & ((place >= 30) | (place == query))])
     return jnp.asarray(seen[:, None, None, None])
 
 
+def mask_of_prefix(size, reach, prefix):
+    """All see a ragged prefix, and as many tokens as they reach."""
+    places, query = np.arange(size + prefix) - prefix, np.arange(size)[:, None]
+    causal = (places <= query) & (query - places < reach) | (places < 0)
+    there = np.ones((2, size + prefix), bool)
+    there[1, :2] = False
+    return jnp.asarray((causal & there[:, None])[:, None, None, None])
+
+
+# 300 queries are three blocks, the last one short; 2300 are blocks of three parts, the last one with a rest.
 @pytest.mark.parametrize(
-    ("size", "num_keys", "window"),
+    ("size", "mask", "scores", "options"),
     [
-        pytest.param(2048 + 77, 2048 + 77, None, marks=pytest.mark.slow),
-        pytest.param(2304, 2304 + 40, 700, marks=pytest.mark.slow),
-        (300, 305, None),
+        pytest.param(2300, partial(ragged_mask, window=700), CAPPED, {}, marks=pytest.mark.slow),
+        (300, ragged_mask, CAPPED, {}),
+        # Keys beyond its reach are left out.
+        (300, lambda size, _: mask_of_prefix(size, 100, 5), Scores(), {"prefix": 5, "reach": 100}),
     ],
 )
-def test_attention_in_blocks_is_that_of_all_scores_at_once(size, num_keys, window):
-    inputs, mask = attention_inputs(size, num_keys, (1, 2), 8), ragged_mask(size, num_keys, window)
-    value, grads = gradient_program(attend)(*inputs, mask)
-    expected, expected_grads = gradient_program(attention_at_once)(*inputs, mask)
+def test_attention_in_blocks_is_that_of_all_scores_at_once(size, mask, scores, options):
+    arguments = *attention_inputs(size, size + 5, (1, 2), 4), mask(size, size + 5)
+    value, grads = gradient_program(partial(attend, scores=scores, **options))(*arguments)
+    expected, expected_grads = gradient_program(partial(attention_at_once, scores=scores))(*arguments)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert np.linalg.norm(grad - expected_grad) <= 1e-5 * np.linalg.norm(expected_grad)
-
-
-def test_blocks_leave_out_keys_beyond_their_reach():
-    """300 queries are three blocks, the last one short. A window and a ragged prefix are in the mask."""
-    size, reach = 300, 100
-    places, own = np.arange(size + 5) - 5, np.arange(size)[:, None]
-    causal = (places <= own) & (own - places < reach) | (places < 0)
-    prefix = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool)
-    there = np.concatenate([prefix, np.ones((2, size), bool)], axis=-1)
-    arguments = (
-        *attention_inputs(size, size + 5, (1, 2), 4),
-        jnp.asarray((causal & there[:, None])[:, None, None, None]),
-    )
-    made = gradient_program(partial(attend, prefix=5, reach=reach))(*arguments)
-    expected = gradient_program(attention_at_once)(*arguments)
-    np.testing.assert_allclose(made[0], expected[0], rtol=1e-5)
-    for grad, expected_grad in zip(made[1], expected[1], strict=True):
         assert np.linalg.norm(grad - expected_grad) <= 1e-5 * np.linalg.norm(expected_grad)
 
 
