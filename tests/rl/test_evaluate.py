@@ -209,8 +209,7 @@ SHAPE = {"num_prompts": 4, "group_size": 4}
 
 
 def evaluated(task=TASK, *, metric="", **options) -> Evaluation:
-    given = {**SHAPE, "temperature": 1.0, "seed": 0} | options
-    return evaluate(sample_heldout(SAMPLER, PARAMS, task, **given), task, metric=metric)
+    return evaluate(sample_heldout(SAMPLER, PARAMS, task, recipe(**SHAPE | options)), task, metric=metric)
 
 
 @pytest.fixture(scope="module")
@@ -224,13 +223,13 @@ def plain():
 )
 def test_samples_do_not_depend_on_how_they_are_spread(plain, num_prompts, group_size):
     assert plain.scores.shape == (11, 3)
-    other = evaluated(num_prompts=num_prompts, group_size=group_size, samples=3)
+    other = evaluated(num_prompts=num_prompts, group_size=group_size, eval_samples=3)
     assert other.texts == plain.texts
     jax.tree.map(assert_array_equal, other, plain)
 
 
 def test_more_samples_begin_with_the_fewer(plain):
-    more = evaluated(samples=6)
+    more = evaluated(eval_samples=6)
     assert [group[:3] for group in more.texts] == [group[:3] for group in plain.texts]
     assert [group[-1] for group in more.texts] == [group[-1] for group in plain.texts]
     flat = [text for group in more.texts for text in group]
@@ -245,7 +244,7 @@ def test_greedy_does_not_depend_on_the_seed_and_samples_do(plain):
 
 
 def test_filling_does_not_count_and_ends_with_what_does():
-    calls = list(sample_heldout(SAMPLER, PARAMS, TASK, **SHAPE, temperature=1.0, seed=0, samples=4))
+    calls = list(sample_heldout(SAMPLER, PARAMS, TASK, recipe(**SHAPE, eval_samples=4)))
     assert sum(int(call.counted.sum()) for call in calls) == 11 * 5
     assert len(calls) == 6  # of 4 groups, where 11 prompts have 2 each
     for call in calls:
@@ -270,7 +269,7 @@ def test_a_reward_has_all_completions_of_a_prompt_and_not_too_many_at_once():
         seen.append([example["number"] for example in examples])
         return [0.0] * len(completions)
 
-    evaluated(TASK._replace(reward=reward), samples=99)
+    evaluated(TASK._replace(reward=reward), eval_samples=99)
     assert [sorted(set(numbers)) for numbers in seen] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
     assert [len(numbers) for numbers in seen] == [200] * 5 + [100]
 
@@ -310,8 +309,8 @@ def test_summary_by_hand():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samples": 0}, "0 samples of each"),
-        ({"samples": 4096}, "4096 samples of each"),
+        ({"eval_samples": 0}, "0 samples of each"),
+        ({"eval_samples": 4096}, "4096 samples of each"),
         ({"task": TASK._replace(heldout=HELDOUT._replace(examples=[]))}, "0 held-out prompts"),
     ],
 )

@@ -105,9 +105,7 @@ def test_infinite_rewards_print_no_warnings_of_numpy(tmp_path, programs):
         warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(FloatingPointError):
             train_grpo(TASK, CONFIG, open_run(tmp_path, CONFIG), programs, reward=reward)
-        samples = sample_heldout(
-            programs.sampler, PARAMS, TASK, num_prompts=8, group_size=4, temperature=1.0, seed=0, samples=3
-        )
+        samples = sample_heldout(programs.sampler, PARAMS, TASK, recipe(num_prompts=8, group_size=4))
         held = evaluate(samples, TASK._replace(reward=reward))
         summary(held)
         paired_difference(prompt_means(held), prompt_means(held))
