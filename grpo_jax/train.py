@@ -1,6 +1,6 @@
 """Trains by rewards: an iteration of `rl` under the runner of `runs`, alone, with evaluations, or beside a control."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grade import grader_warnings
 from grpo_jax.rl.iteration import Programs, check_programs, compile_ahead, iterate, make_iteration
-from grpo_jax.rl.source import Sampler, empty_queue
+from grpo_jax.rl.source import empty_queue
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
 from grpo_jax.runs.folder import RunFolder
@@ -103,25 +103,11 @@ class HeldoutResult(NamedTuple):
     calls: list[Samples]  # the evaluated completions
 
 
-def heldout_samples(sampler: Sampler, params: Params, task: Task, config: GRPOConfig) -> Iterator[Samples]:
-    """Samples completions of the held-out prompts, at the shapes of training."""
-    return sample_heldout(
-        sampler,
-        params,
-        task,
-        num_prompts=config.sampling.num_prompts,
-        group_size=config.sampling.group_size,
-        temperature=config.sampling.temperature,
-        seed=config.seed,
-        samples=config.logging.eval_samples,
-    )
-
-
 def evaluate_heldout(
     programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder
 ) -> HeldoutResult:
     """Samples completions of the held-out prompts, and scores them with the task's reward."""
-    calls = list(heldout_samples(programs.sampler, params, task, config))
+    calls = list(sample_heldout(programs.sampler, params, task, config))
     evaluation = evaluate(calls, task, block=config.sampling.num_prompts * config.sampling.group_size)
     run.warn(grader_warnings(task.reward))
     return HeldoutResult(evaluation, calls)

@@ -36,7 +36,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import fits, flattened, from_json, option_types
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
-from grpo_jax.rl.evaluate import Evaluation, evaluate, summary
+from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.rl.source import make_sampler
 from grpo_jax.runs import flags
@@ -46,7 +46,6 @@ from grpo_jax.runs.pretrained import load_run, phase_of
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import heldout_samples
 
 _MAX_GROUP = 16  # completions of a prompt sampled at once, to bound the memory
 _GROUP_SIZE = 8  # that deadlines of rewards are meant for, as in training
@@ -212,7 +211,7 @@ def sample_and_score(
     sampling, samples = config.sampling, config.logging.eval_samples or 0
     sampler = make_sampler(decoder_policy(pretrained.config), task, sampling)
     groups = -(-(samples + 1) // sampling.group_size) * len(task.heldout.examples)
-    calls = heldout_samples(sampler, pretrained.params, task, config)
+    calls = sample_heldout(sampler, pretrained.params, task, config)
     num_calls = -(-groups // sampling.num_prompts)
     watched = track(calls, "sampling", total=num_calls, console=console, transient=True)
     return evaluate(watched, task, metric=metric, block=block)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Completion, Prompts
 from grpo_jax.devices import all_rows, place
 from grpo_jax.errors import UsageError
@@ -48,17 +49,7 @@ class Evaluation(NamedTuple):
     answers: list[list[Hashable | None]] | None  # [M][n], where the task has them
 
 
-def sample_heldout(
-    sampler: Sampler,
-    params: Params,
-    task: Task,
-    *,
-    num_prompts: int,
-    group_size: int,
-    temperature: float,
-    seed: int,
-    samples: int | None = None,
-) -> Iterator[Samples]:
+def sample_heldout(sampler: Sampler, params: Params, task: Task, config: GRPOConfig) -> Iterator[Samples]:
     """Samples n completions of each held-out prompt, and one greedily.
 
     Calls have the given shape, so that evaluation compiles no program of its own. The noise of a completion depends on
@@ -70,11 +61,8 @@ def sample_heldout(
       sampler: the run's.
       params: to evaluate.
       task: its held-out prompts are used.
-      num_prompts: N of the sampler.
-      group_size: G of the sampler.
-      temperature: of all but the greedy ones.
-      seed: of the noise.
-      samples: n; None: G − 1, one group a prompt. Other numbers cost ⌈(n + 1) / G⌉ groups a prompt.
+      config: the shape of the sampler's calls, the temperature of all but the greedy completions, the seed of the
+        noise, and n (`eval_samples`). Another n than G − 1 costs ⌈(n + 1) / G⌉ groups a prompt.
 
     Yields:
       Each call. What counts is in the order of prompts, and of one prompt's completions, the greedy one last.
@@ -82,18 +70,19 @@ def sample_heldout(
     Raises:
       UsageError: there are no prompts, too many, or an impossible n.
     """
-    params = place(params, sampler.devices)
+    params, shape = place(params, sampler.devices), config.sampling
 
     def start(call: Samples) -> Samples:
-        temperatures = np.where(call.greedy, 0, temperature).astype(np.float32)
-        noise = noise_of(seed, EVALUATION, 0)
+        temperatures = np.where(call.greedy, 0, shape.temperature).astype(np.float32)
+        noise = noise_of(config.seed, EVALUATION, 0)
         _, completions = sampler.sample(params, call.prompts, call.numbers, temperatures, noise)
         return call._replace(completions=completions)
 
     def fetch(started: Samples) -> Samples:
         return started._replace(completions=all_rows(started.completions, sampler.devices))
 
-    calls = map(start, heldout_calls(task.heldout, num_prompts=num_prompts, group_size=group_size, samples=samples))
+    samples, counts = config.logging.eval_samples, {"num_prompts": shape.num_prompts, "group_size": shape.group_size}
+    calls = map(start, heldout_calls(task.heldout, **counts, samples=samples))
     started = next(calls)
     for following in calls:  # the devices work on it while the host reads the one before
         yield fetch(started)
@@ -104,7 +93,7 @@ def sample_heldout(
 def heldout_calls(
     heldout: Prompts, *, num_prompts: int, group_size: int, samples: int | None = None
 ) -> Iterator[Samples]:
-    """Yields the calls of `sample_heldout`, without completions, with its arguments and errors."""
+    """Yields the calls of `sample_heldout`, without completions, with its errors; n is G − 1 if `samples` is None."""
     samples, total = group_size - 1 if samples is None else samples, len(heldout.examples)
     if not 1 <= samples <= _MAX_SAMPLES:
         raise UsageError(f"{samples} samples of each held-out prompt are asked for: it must be 1 to {_MAX_SAMPLES}")

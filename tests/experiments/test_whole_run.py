@@ -66,9 +66,8 @@ def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, policy, param
     programs, judged = compile_programs(make_method(policy, config), policy, TASK, shared), []
 
     def judge(actor, step):
-        calls = sample_heldout(
-            programs.sampler, actor, TASK, num_prompts=8, group_size=4, temperature=1.0, seed=shared.seed
-        )
+        shape = recipe(num_prompts=8, group_size=4, seed=shared.seed)
+        calls = sample_heldout(programs.sampler, actor, TASK, shape)
         judged.append(evaluate(calls, TASK).scores.mean())
         return {}
 

@@ -124,8 +124,8 @@ def test_ten_thousand_prompts_need_no_square_of_memory():
         (lambda: majority([[0.0, 1.0]], [["a"]]), "needs 2 answers of each of 1"),
         (lambda: majority([[0.0, 1.0]], [[["a"], ["b"]]]), "must be hashable"),
         (lambda: evaluated(metric="x"), "no reward 'x' to evaluate: its rewards are threes, novel"),
-        (lambda: evaluated(samples=0), "0 samples of each"),
-        (lambda: evaluated(samples=4096), "4096 samples of each"),
+        (lambda: evaluated(eval_samples=0), "0 samples of each"),
+        (lambda: evaluated(eval_samples=4096), "4096 samples of each"),
         (lambda: evaluated(TASK._replace(heldout=HELDOUT._replace(examples=[]))), "0 held-out prompts"),
     ],
 )
@@ -166,8 +166,7 @@ SHAPE = {"num_prompts": 4, "group_size": 4}
 
 
 def evaluated(task=TASK, *, metric="", **options) -> Evaluation:
-    options = {**SHAPE, "temperature": 1.0, "seed": 0} | options
-    return evaluate(sample_heldout(SAMPLER, PARAMS, task, **options), task, metric=metric)
+    return evaluate(sample_heldout(SAMPLER, PARAMS, task, recipe(**SHAPE | options)), task, metric=metric)
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +177,10 @@ def plain():
 def test_samples_depend_on_the_seed_and_not_on_their_number_or_how_they_are_spread(plain):
     """Calls of 11 prompts that do not divide them."""
     assert plain.scores.shape == (11, 3)
-    other = evaluated(num_prompts=5, group_size=2, samples=3)
+    other = evaluated(num_prompts=5, group_size=2, eval_samples=3)
     assert other.texts == plain.texts
     jax.tree.map(assert_array_equal, other, plain)
-    more, again = evaluated(samples=6), evaluated(seed=1)
+    more, again = evaluated(eval_samples=6), evaluated(seed=1)
     assert [group[:3] for group in more.texts] == [group[:3] for group in plain.texts]
     for greedy in (more, again):
         assert [group[-1] for group in greedy.texts] == [group[-1] for group in plain.texts]
@@ -191,7 +190,7 @@ def test_samples_depend_on_the_seed_and_not_on_their_number_or_how_they_are_spre
 
 
 def test_filling_does_not_count_and_ends_with_what_does():
-    calls = list(sample_heldout(SAMPLER, PARAMS, TASK, **SHAPE, temperature=1.0, seed=0, samples=4))
+    calls = list(sample_heldout(SAMPLER, PARAMS, TASK, recipe(**SHAPE, eval_samples=4)))
     assert sum(int(call.counted.sum()) for call in calls) == 11 * 5
     assert len(calls) == 6  # of 4 groups, where 11 prompts have 2 each
     for call in calls:
@@ -214,7 +213,7 @@ def test_a_reward_has_all_completions_of_a_prompt_and_not_too_many_at_once():
         seen.append([example["number"] for example in examples])
         return [0.0] * len(completions)
 
-    evaluated(TASK._replace(reward=reward), samples=99)
+    evaluated(TASK._replace(reward=reward), eval_samples=99)
     assert [sorted(set(numbers)) for numbers in seen] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
     assert [len(numbers) for numbers in seen] == [200] * 5 + [100]
 

@@ -11,7 +11,7 @@ from rl_helpers import RUN, open_run, run_programs
 from tiny import refused
 
 from grpo_jax.checks import validate
-from grpo_jax.config import with_options
+from grpo_jax.config import recipe, with_options
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
@@ -105,9 +105,7 @@ def test_infinite_rewards_print_no_warnings_of_numpy(tmp_path):
         warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(FloatingPointError):
             train_grpo(TASK, RUN, open_run(tmp_path, RUN), run_programs(), reward=reward)
-        samples = sample_heldout(
-            run_programs().sampler, PARAMS, TASK, num_prompts=8, group_size=4, temperature=1.0, seed=0, samples=3
-        )
+        samples = sample_heldout(run_programs().sampler, PARAMS, TASK, recipe(num_prompts=8, group_size=4))
         held = evaluate(samples, TASK._replace(reward=reward))
         summary(held)
         paired_difference(prompt_means(held), prompt_means(held))
