@@ -64,7 +64,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Warm start, GRPO, control; a table, a few groups, curves, a page, and the checksum of the result."""
+    """Warm start, GRPO, control; a table, a few groups, a page, and the checksum of the result."""
     started = time.perf_counter()
     common.check_warm_start(config.warm, "call_share")
     train = config.train

@@ -14,6 +14,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from experiments import plots
 from experiments.tasks.characters import Characters
 from grpo_jax import hosts
 from grpo_jax.data.packing import Packed
@@ -220,7 +221,7 @@ def save_over_seeds(
       curves: metrics with their titles.
     """
     phases = {method: [f"{method}_{seed}" for seed in seeds] for method in runs if method not in NO_RUNS}
-    report.save_curves(run, curves, phases)
+    plots.save_curves(run, curves, phases)
     write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
 
 

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from experiments import plots
 from experiments.common import Seeds, seeds_of
 from experiments.judging import (
     SFT,
@@ -193,7 +194,7 @@ def main(config: Config) -> None:
     phases = {title: [f"{name}_{seed}" for seed in seeds] for name, title in METHODS.items()}
     times = {title: step_seconds(run, names) for title, names in phases.items()}
     print_tables(run, results, times, control=METHODS["control"])
-    report.save_curves(run, CURVES, phases)
+    plots.save_curves(run, CURVES, phases)
     report.say_end(run, started)
     run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)
 

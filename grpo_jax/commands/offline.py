@@ -2,7 +2,7 @@
 
 A method is a function that makes a `Job` of the options. It reads the data, loads the model and refuses what cannot
 work, before the run has a folder. `run_method` does the rest: it evaluates, trains, evaluates again and leaves a table,
-curves, results and a page.
+results and a page.
 """
 
 import time
@@ -88,7 +88,7 @@ class Job(NamedTuple):
 
 
 def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
-    """Trains and evaluates; leaves a table, curves, a page, and the checksum.
+    """Trains and evaluates; leaves a table, a page, and the checksum.
 
     Args:
       prepare: the method.
@@ -125,9 +125,8 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     rows = job.rows(before, after, trained) if job.rows else compare(before, after, job.summary)
     more = job.leave(run, after, trained)
     checksum = params_sha256(state.params)
-    if run.writes:
-        report.print_results(run, job.title, rows)
-        report.save_results(run, {**rows, **more}, checksum, started, phases=(job.phase,))
+    report.print_results(run, job.title, rows)
+    report.finish(run, {**rows, **more}, checksum, started)
 
 
 def open_run(job: Job) -> RunFolder:

@@ -26,7 +26,6 @@ from grpo_jax.rewards.learned import load_reward_model
 from grpo_jax.runs import flags
 from grpo_jax.runs.export import Options, export
 
-pytestmark = pytest.mark.usefixtures("without_curves")
 CONFIG = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8)
 
 
@@ -142,7 +141,7 @@ def test_ppo_has_its_own_defaults_a_table_a_page_and_a_control(ppo_run):
     assert all("explained_variance" in line for line in lines if line["step"])
     assert [line["step"] for line in lines if line["phase"] == "ppo" and "heldout_avg" in line] == [0, 1, 2]
     assert set(results) == {"before", "after", "control", "params_sha256"}
-    assert {"curves.png", "report.html"} <= {file.name for file in out.iterdir()}
+    assert {"report.html"} <= {file.name for file in out.iterdir()}
     assert '"rollouts":{"ppo":[[1,[' in (out / "report.html").read_text()
     options = json.loads((out / "config.json").read_text())["train"]["run"]
     assert (options["sampling"]["group_size"], options["loss"]["preset"]) == (1, "lite_ppo")
@@ -199,7 +198,7 @@ def test_sft_learns_completions_and_is_exported_and_evaluated(folder, tmp_path, 
     said = capsys.readouterr().out
     assert "held-out completions" in said
     assert "58 texts to train on" in said
-    assert {"curves.png", "report.html", "model"} <= {file.name for file in out.iterdir()}
+    assert {"report.html", "model"} <= {file.name for file in out.iterdir()}
 
     assert export(Options(out, tmp_path / "exported")) == 12
     assert "tags: [sft, grpo_jax]" in (tmp_path / "exported/README.md").read_text()
@@ -387,7 +386,7 @@ def test_dpo_learns_pairs_and_is_exported_and_evaluated(folder, tmp_path, capsys
     assert lines[-1]["margin"] > 0.05
     assert lines[-1]["loss"] < np.log(2)
     assert "held-out pairs" in capsys.readouterr().out
-    assert {"curves.png", "report.html", "model"} <= {file.name for file in out.iterdir()}
+    assert {"report.html", "model"} <= {file.name for file in out.iterdir()}
 
     assert export(Options(out, tmp_path / "exported")) == 8
     assert "tags: [dpo, grpo_jax]" in (tmp_path / "exported/README.md").read_text()
@@ -497,7 +496,7 @@ def test_kto_learns_ratings_and_is_resumed_exported_and_evaluated(folder, tmp_pa
     said = capsys.readouterr().out
     assert "held-out completions" in said
     assert "good, " in said
-    assert {"curves.png", "report.html", "model"} <= {file.name for file in out.iterdir()}
+    assert {"report.html", "model"} <= {file.name for file in out.iterdir()}
 
     run(folder, tmp_path / "cut", "kto", *constant, "--steps", 4)
     assert run(folder, tmp_path / "cut", "", "--resume", "--steps", 8) == (lines, results)

@@ -14,7 +14,6 @@ from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags
 from grpo_jax.tasks.options import TaskOptions, open_task
 
-pytestmark = pytest.mark.usefixtures("without_curves")
 DATA = Path(__file__).parents[3] / "shared/data"
 MODEL, GSM8K = DATA / "stories260K-hf", DATA / "gsm8k"
 needs_model = pytest.mark.skipif(not MODEL.exists(), reason="needs the stories260K model")

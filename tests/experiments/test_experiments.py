@@ -57,7 +57,7 @@ HH = ROOT.parent / "shared/data/hh-rlhf/harmless-base-test.jsonl.gz"
 needs_pairs = pytest.mark.skipif(not (STORIES_MODEL.exists() and HH.exists()), reason="needs stories260K and HH-RLHF")
 needs_stories = pytest.mark.skipif(not STORIES_MODEL.exists(), reason="needs the stories260K model")
 FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "results.json", "report.html"}
-FILES |= {"curves.png", "inputs.json", "lock", "tensorboard", "checkpoints", "model", "command.txt"}
+FILES |= {"inputs.json", "lock", "tensorboard", "checkpoints", "model", "command.txt"}
 CONFIGS = [
     module.Config
     for module in (
