@@ -286,7 +286,7 @@ def explain_control(run: RunFolder, names: Iterable[str], *, control: str = "con
 
 
 def finish(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: str, started: float) -> None:
-    """Leaves results.json and report.html, and says the checksum and what the run took. The first of several hosts does.
+    """Leaves results.json and report.html, and prints the checksum and the time. The first of several hosts does.
 
     Args:
       run: of the experiment.
