@@ -34,6 +34,12 @@ HAS_MATH_VERIFY = importlib.util.find_spec("math_verify") is not None
 FILE = r"""
 import asyncio, os, re, signal, subprocess, sys, time
 
+from grpo_jax.rewards import worker
+
+
+def send(answer):
+    return os.write(worker.answers.fileno(), answer)
+
 
 def act(examples, completions):
     return ACTIONS[completions[0]](len(completions))
@@ -103,10 +109,10 @@ ACTIONS = {
     "its number": lambda count: [float(os.getpid())] * count,
     "naps, its number": lambda count: [time.sleep(0.1) or float(os.getpid())] * count,
     "a child that is let go": lambda count: let_go() or time.sleep(1000),
-    "an answer that is too long": lambda count: os.write(int(sys.argv[1]), b"\x7f\xff\xff\xff") and time.sleep(1000),
-    "half of an answer": lambda count: os.write(int(sys.argv[1]), b"\x00\x00\x00\x40[") and time.sleep(1000),
-    "a pickle": lambda count: os.write(int(sys.argv[1]), b"\x00\x00\x00\x04\x80\x04N."),
-    "another shape": lambda count: os.write(int(sys.argv[1]), b"\x00\x00\x00\x02[]"),
+    "an answer that is too long": lambda count: send(b"1" * 2**26) and time.sleep(1000),
+    "half of an answer": lambda count: send(b"[") and time.sleep(1000),
+    "a pickle": lambda count: send(b"\x80\x04N.\n"),
+    "another shape": lambda count: send(b"[]\n"),
     "a child's number": lambda count: [float(subprocess.Popen(["sleep", "1000"]).pid)] * count,
 }
 
@@ -371,7 +377,7 @@ def test_workers_are_kept_and_replaced_when_they_died_between_calls(actor):
     (first,), (same,) = graded(actor, "its number")[0], graded(actor, "its number")[0]
     assert first == same != os.getpid()
     os.kill(int(first), signal.SIGKILL)
-    os.waitid(os.P_PID, int(first), os.WEXITED | os.WNOWAIT)  # until all its threads have ended
+    assert is_gone(int(first))
     (other,), counts = graded(actor, "its number")
     assert other not in (first, None)
     assert counts == {}
