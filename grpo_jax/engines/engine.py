@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -30,34 +30,6 @@ _LONGEST_PAUSE = 30.0  # seconds before a server that was gone is asked again
 
 
 Completion = tuple[list[int], list[float]]  # tokens and their log-probabilities
-
-
-class Kind(NamedTuple):
-    """How a server is told of weights. A request is a path and what is posted there."""
-
-    weights: Callable[[str], list[tuple[str, dict[str, Any]]]]  # folder -> requests that load it
-    load_adapter: str  # path
-    unload_adapter: str  # path
-    naming: Callable[[str, str], dict[str, Any]]  # (model, adapter) -> of a request for a completion by both
-
-
-KINDS = {
-    "vllm": Kind(
-        lambda folder: [
-            ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
-            ("/reset_prefix_cache", {}),  # it holds keys and values of the weights before
-        ],
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-        lambda model, adapter: {"model": adapter},
-    ),
-    "sglang": Kind(
-        lambda folder: [("/update_weights_from_disk", {"model_path": folder})],
-        "/load_lora_adapter",
-        "/unload_lora_adapter",
-        lambda model, adapter: {"model": model, "lora_path": adapter},
-    ),
-}
 
 
 class Engine:
@@ -87,7 +59,7 @@ class Engine:
         if not options.engine_timeout > 0:
             raise UsageError(f"engine_timeout is {options.engine_timeout}: it must be above 0")
         self._url = options.engine.rstrip("/").removesuffix("/v1")
-        self._kind, self._timeout = KINDS[options.engine_kind], options.engine_timeout
+        self._is_vllm, self._timeout = options.engine_kind == "vllm", options.engine_timeout
         self._save, self._note = save, note
         self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
         self._folder = user_path(self._temporary.name if self._temporary else options.engine_folder).absolute()
@@ -166,7 +138,9 @@ class Engine:
             raise next((error for error in errors if isinstance(error, Interruption)), errors[0])
 
     def _one(self, body: Mapping[str, Any], vocab_size: int) -> Completion:
-        named = self._kind.naming(self.model, self._adapter) if self._adapter else {"model": self.model}
+        named = {"model": self.model}
+        if self._adapter:
+            named = {"model": self._adapter} if self._is_vllm else {"model": self.model, "lora_path": self._adapter}
         try:
             return read_completion(self._post(_COMPLETIONS, {**named, **body}), body, vocab_size)
         except Wrong as error:
@@ -196,8 +170,7 @@ class Engine:
         if isinstance(params, Adapted):
             self._load_adapter()
         else:
-            for path, body in self._kind.weights(str(self._parameters)):
-                self._tell(path, body)
+            self._load_weights(str(self._parameters))
         self._is_told = True
 
     def _write(self, params: Params) -> None:
@@ -210,13 +183,21 @@ class Engine:
         except OSError as error:
             raise Interruption(f"{self._folder} cannot take parameters ({lacking(error) or error})") from None
 
+    def _load_weights(self, folder: str) -> None:
+        if self._is_vllm:
+            self._tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+            self._tell("/reset_prefix_cache", {})  # it holds keys and values of the weights before
+        else:
+            self._tell("/update_weights_from_disk", {"model_path": folder})
+
     def _load_adapter(self) -> None:
         """Adapters get a name of their own each time: what the server keeps of prompts is kept by name."""
         before, self._adapter = self._adapter, f"grpo-jax-{uuid.uuid4().hex[:12]}"
-        self._tell(self._kind.load_adapter, {"lora_name": self._adapter, "lora_path": str(self._parameters)})
+        version = "/v1" if self._is_vllm else ""
+        self._tell(f"{version}/load_lora_adapter", {"lora_name": self._adapter, "lora_path": str(self._parameters)})
         if before:
             with suppress(Gone, Interruption):  # one that was started again does not know it
-                self._post(self._kind.unload_adapter, {"lora_name": before})
+                self._post(f"{version}/unload_lora_adapter", {"lora_name": before})
 
     def _tell(self, path: str, body: dict[str, Any]) -> None:
         """Posts what the server has to do; some say in their answer that they have not."""

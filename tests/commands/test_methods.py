@@ -14,7 +14,8 @@ from experiments.tasks import arithmetic
 from grpo_jax import hosts
 from grpo_jax.commands import evaluate, kto, sft, train
 from grpo_jax.commands.dpo import CONSTANTS
-from grpo_jax.data.preferences import read_preferences
+from grpo_jax.commands.offline import encoding
+from grpo_jax.data.preferences import encode_preferences, read_preferences
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
@@ -227,10 +228,9 @@ def test_prompts_are_not_learned_and_completions_end_with_eos(folder):
     sft = train.module_of("sft")
     config = flags.parse(sft.Config, None, args)
     pretrained = load_pretrained(folder / "model")
-    texts = sft.encode_texts(config, sft.read_completions(config), pretrained)
-    assert "dropped of 58 completions" in texts.notes[0]  # of two digits and EOS
+    packed, _, _, notes = sft.encode_texts(config, sft.read_completions(config), pretrained)
+    assert "dropped of 58 completions" in notes[0]  # of two digits and EOS
     eos_id = arithmetic.TEXT.eos_id
-    packed = texts.training
     for ids, numbers, learned in zip(packed.ids, packed.texts, packed.completion_mask, strict=True):
         for number in range(1, numbers.max() + 1):
             answer = ids[(numbers == number) & learned].tolist()
@@ -416,11 +416,17 @@ def test_completions_of_pairs_end_with_eos_and_count_it(folder):
     args = ["--model", str(folder / "model"), "--data", str(folder / "rows.jsonl"), "--max-tokens", "2"]
     pretrained = load_pretrained(folder / "model")
     preferences, _ = read_preferences(folder / "rows.jsonl")
-    kept = dpo.encode(flags.parse(dpo.Config, None, args), preferences, pretrained)
+
+    def encoded(*more):
+        config = flags.parse(dpo.Config, None, [*args, *more])
+        options = encoding(pretrained, config.model, config.max_tokens)
+        return encode_preferences(pretrained.tokenizer, preferences, **options)
+
+    kept = encoded()
     eos_id = arithmetic.TEXT.eos_id
     assert {(len(ids), ids[-1]) for pair in kept.answers for ids in pair} == {(2, eos_id)}
     assert any("longer than 2 tokens" in note for note in kept.notes)
-    cut = dpo.encode(flags.parse(dpo.Config, None, [*args, "--overlong", "truncate"]), preferences, pretrained)
+    cut = encoded("--overlong", "truncate")
     assert any(pair[0][-1] != eos_id and pair[1][-1] != eos_id for pair in cut.answers)
     assert len(cut.answers) > len(kept.answers)
 
