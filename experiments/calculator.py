@@ -63,7 +63,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Warm start, GRPO, control; a table, a few groups, curves, a page, and the checksum of the result."""
+    """Warm start, GRPO, control; a table, a few groups, a page, and the checksum of the result."""
     started = time.perf_counter()
     train = config.train
     task = calculator.calculator_task(num_prompts=train.sampling.num_prompts, seed=train.seed)

@@ -13,6 +13,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from experiments import plots
 from experiments.tasks.characters import Characters
 from grpo_jax import hosts
 from grpo_jax.data.packing import Packed
@@ -206,7 +207,7 @@ def save_over_seeds(
     """
     trained = [method for method in runs if method not in ("start", "closed form")]
     phases = {method: [f"{method}_{seed}" for seed in seeds] for method in trained}
-    report.save_curves(run, curves, phases)
+    plots.save_curves(run, curves, phases)
     write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
 
 

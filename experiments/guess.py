@@ -77,7 +77,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Warm start, GRPO, controls; a table, a few groups, curves, a page, and the checksum of the result."""
+    """Warm start, GRPO, controls; a table, a few groups, a page, and the checksum of the result."""
     started = time.perf_counter()
     train = config.train
     task = guess.guess_task(num_prompts=train.sampling.num_prompts, seed=train.seed)
@@ -86,17 +86,15 @@ def main(config: Config) -> None:
     params = common.imitate(policy, games, config.warm, run, seed=train.seed)
     measure = partial(examine, task)
     rows, checksum = train_with_control({"policy": params}, task, train, run, programs, measure)
-    phases = ["grpo", "control"]
     if config.noise:
         deaf = guess.guess_task(num_prompts=train.sampling.num_prompts, seed=train.seed, reply=guess.noise)
         hearing_noise = programs._replace(sampler=make_programs(policy, deaf, train).sampler)
         _, held = learn({"policy": params}, deaf, train, run, hearing_noise, phase="noise")
         rows["noise"] = summary(held.evaluation) | measure(*held)
-        phases.append("noise")
     common.print_last_groups(run)
     title = f"share of games won on {guess.NUM_HELDOUT} held-out intervals, with 95% intervals"
     common.print_heldout(run, title, rows, COLUMNS, players(task.heldout.examples))
-    finish(run, rows, checksum, started, phases=phases)
+    finish(run, rows, checksum, started)
 
 
 def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from experiments import plots
 from experiments.common import Seeds
 from experiments.judging import (
     SFT,
@@ -189,7 +190,7 @@ def main(config: Config) -> None:
     write_text(run.path / "samples.md", samples_text(matches[0].answers, prompts, 20))
     phases = {title: [f"{name}_{seed}" for seed in seeds] for name, title in METHODS.items()}
     print_tables(run, results, control=METHODS["control"])
-    report.save_curves(run, CURVES, phases)
+    plots.save_curves(run, CURVES, phases)
     report.say_end(run, started)
     run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import common
+from experiments import common, plots
 from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds
 from experiments.tasks import letters
 from grpo_jax.config import GRPOConfig, recipe, with_options
@@ -250,7 +250,7 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     }
     title = "held-out own and order_score by the weight of own, and the share of the square that they cover"
     report.print_table(run, title, (*sweep["sum"], "covered"), lines)
-    report.save_curves(run, CURVES, {method: phases[method] for method in (*METHODS, "coin")})
+    plots.save_curves(run, CURVES, {method: phases[method] for method in (*METHODS, "coin")})
     write_json(run.path / "results.json", {"over_seeds": rows, "covered": covered, "runs": scores})
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments import common
+from experiments import common, plots
 from experiments.arithmetic import MODEL, WarmStart, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from experiments.tasks import arithmetic
@@ -120,7 +120,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
         for method, row in rows.items()
     }
     print_over_seeds(run, "accuracy on 1,000 held-out additions", seeds, columns, table, coin="control")
-    common.save_over_seeds(run, runs, rows, seeds, report.curves_of(run))
+    common.save_over_seeds(run, runs, rows, seeds, plots.curves_of(run))
 
 
 if __name__ == "__main__":

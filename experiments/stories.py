@@ -54,7 +54,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """GRPO and control; a table, two stories before and after, curves, a page, and the checksum of the result."""
+    """GRPO and control; a table, two stories before and after, a page, and the checksum of the result."""
     started = time.perf_counter()
     model = load_model(config.model, seed=config.train.seed)
     task = stories_task(

@@ -37,7 +37,7 @@ from grpo_jax.train import train
 class GRPOTrainer:
     """Trains a model towards what a reward prefers among completions of the same prompt."""
 
-    run: RunFolder  # of the newest call of `train`: metrics, rollouts, checkpoints, curves, report.html
+    run: RunFolder  # of the newest call of `train`: metrics, rollouts, checkpoints, report.html
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class GRPOTrainer:
         begin(self.run, prepared, chat=self._uses_chat)
         programs, phase = prepared.programs, GRPO.phase
         state = train(prepared.params, task, programs.config, self.run, programs, phase=phase)
-        finish(self.run, {}, params_sha256(state.params["policy"]), started, phases=[phase])
+        finish(self.run, {}, params_sha256(state.params["policy"]), started)
         if options.model.quantize != "none":
             params = restore(self.run.path, phase, None).merged()
         else:

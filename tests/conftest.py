@@ -93,9 +93,9 @@ def _resident_bytes() -> float:
 @pytest.fixture
 def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs end with an empty curves.png: a second or two for each. What is drawn has tests of its own."""
-    from grpo_jax.runs import report
+    from experiments import plots
 
-    monkeypatch.setattr(report, "save_curves", lambda run, *_: (run.path / "curves.png").touch())
+    monkeypatch.setattr(plots, "save_curves", lambda run, *_: (run.path / "curves.png").touch())
 
 
 @pytest.fixture

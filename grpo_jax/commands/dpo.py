@@ -10,18 +10,16 @@ reference. Start from a model that was trained on such completions: `--method sf
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from grpo_jax import functional
-from grpo_jax.commands.offline import Job, PairOptions, encoding, load_data, pair_job, run_method
+from grpo_jax.commands.offline import Job, PairOptions, pair_job, run_method
 from grpo_jax.commands.train import Method
-from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences
-from grpo_jax.data.types import hash_values
+from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences
 from grpo_jax.errors import UsageError
-from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.offline.pairs import (
     PairLoss,
     evaluate_terms,
@@ -33,6 +31,7 @@ from grpo_jax.offline.pairs import (
 )
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Positive, Range, Size, Weight
+from grpo_jax.prepare import Loaded
 
 CONSTANTS = ("beta", "label_smoothing", "tau", "gamma", "odds_coef", "nll_coef")
 LOSSES: Mapping[str, PairLoss] = {
@@ -80,14 +79,21 @@ def prepare(config: Config) -> Job:
       UsageError: one sentence that says what to change.
     """
     loss = loss_of(config)
-    data = load_data(config, "num_pairs", "preferences", read_preferences, encode)
+
+    def make(model: Loaded, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
+        return {
+            "objective": preference_objective(model.policy, loss),
+            "score": partial(score_pairs, pair_logprobs, model.policy),
+            "evaluate": partial(evaluate_terms, partial(preference_terms, loss)),
+        }
+
     return pair_job(
-        data,
+        config,
         "dpo",
-        objective=preference_objective(data.model.policy, loss),
-        score=partial(score_pairs, pair_logprobs, data.model.policy),
-        evaluate=partial(evaluate_terms, partial(preference_terms, loss)),
-        digest=lambda pairs: hash_values(pairs.prompts, pairs.answers),
+        make,
+        number="num_pairs",
+        read=read_preferences,
+        encode=encode_preferences,
         has_reference=needs_reference(loss),
     )
 
@@ -111,13 +117,3 @@ def loss_of(config: Config) -> PairLoss:
                 f"{' or '.join(owners)}"
             )
     return partial(loss, **constants)
-
-
-def encode(config: Config, preferences: Sequence[Preference], pretrained: Pretrained) -> EncodedPairs:
-    """Returns preferences as the tokens of a model, each completion with its EOS.
-
-    Raises:
-      UsageError: one sentence that says what to change.
-    """
-    options = encoding(pretrained, config.model, config.max_tokens, chat=bool(config.chat))
-    return encode_preferences(pretrained.tokenizer, preferences, **options)

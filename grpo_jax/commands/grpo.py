@@ -60,7 +60,7 @@ def main(config: Config) -> None:
 
 
 def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
-    """Trains by rewards; leaves a group, a table, curves, a page, and the checksum.
+    """Trains by rewards; leaves a table, a page, and the checksum.
 
     Args:
       options: of the command line.
@@ -82,7 +82,7 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
         phases = (algorithm.phase, CONTROL) if options.control else (algorithm.phase,)
         results = train_with_control(prepared.params, task, programs.config, run, programs, phases=phases)
         report.print_results(run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", results[0])
-        report.finish(run, *results, started, phases=phases)
+        report.finish(run, *results, started)
 
 
 def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextManager[Task]:

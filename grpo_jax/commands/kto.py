@@ -13,18 +13,16 @@ distance from the reference on completions of other prompts. Start from a model 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from grpo_jax.commands.offline import Job, PairOptions, encoding, load_data, pair_job, run_method
+from grpo_jax.commands.offline import Job, PairOptions, pair_job, run_method
 from grpo_jax.commands.train import Method
 from grpo_jax.data.preferences import EncodedPairs, Rating, encode_ratings, read_ratings, with_mismatched
-from grpo_jax.data.types import hash_values
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
 from grpo_jax.hosts import check_alone
-from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.offline.pairs import (
     PairBatch,
     RatedLoss,
@@ -38,6 +36,7 @@ from grpo_jax.offline.pairs import (
 )
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Positive, Size, Weight
+from grpo_jax.prepare import Loaded
 
 
 @dataclass(frozen=True)
@@ -68,22 +67,28 @@ def prepare(config: Config) -> Job:
     """
     loss, estimates_kl = loss_of(config), config.reference_point == "kl"
     check_alone("phases on ratings")
-    data = load_data(config, "num_completions", "ratings", read_ratings, encode)
 
     def evaluate(logprobs: np.ndarray, batch: PairBatch) -> dict[str, np.ndarray]:
         batch = with_reference_point(batch, logprobs[:, 1] if estimates_kl else None)
         return evaluate_terms(partial(rated_terms, loss), logprobs, batch)
 
+    def make(model: Loaded, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
+        return {
+            "objective": kto_objective(model.policy, loss, estimates_kl=estimates_kl),
+            "score": partial(score_pairs, pair_logprobs, model.policy),
+            "evaluate": evaluate,
+            "summary": summary,
+            "warnings": rating_warnings(config, training),
+        }
+
     return pair_job(
-        data,
+        config,
         "kto",
-        objective=kto_objective(data.model.policy, loss, estimates_kl=estimates_kl),
-        score=partial(score_pairs, pair_logprobs, data.model.policy),
-        evaluate=evaluate,
-        digest=lambda pairs: hash_values(pairs.prompts, [ids for ids, _ in pairs.answers], pairs.desirable),
+        make,
+        number="num_completions",
+        read=read_ratings,
+        encode=partial(encode, config),
         has_reference=True,
-        summary=summary,
-        warnings=rating_warnings(config, data.training),
     )
 
 
@@ -103,14 +108,16 @@ def loss_of(config: Config) -> RatedLoss:
     return partial(loss, **constants)
 
 
-def encode(config: Config, ratings: Sequence[Rating], pretrained: Pretrained) -> EncodedPairs:
+def encode(config: Config, tokenizer: Any, ratings: Sequence[Rating], **options: Any) -> EncodedPairs:
     """Returns ratings as the tokens of a model, each completion with its EOS and beside one of another prompt.
 
-    Raises:
-      UsageError: one sentence that says what to change.
+    Args:
+      config: the options.
+      tokenizer: of the model.
+      ratings: the rows.
+      **options: as of `encode_answers`.
     """
-    options = encoding(pretrained, config.model, config.max_tokens, chat=bool(config.chat))
-    encoded = encode_ratings(pretrained.tokenizer, ratings, **options)
+    encoded = encode_ratings(tokenizer, ratings, **options)
     good = sum(encoded.desirable or ())
     words = f"completions to train on: {good} good, {len(encoded.prompts) - good} bad"
     pairs = with_mismatched(encoded, config.seed) if config.reference_point == "kl" else encoded

@@ -2,7 +2,7 @@
 
 A method is a function that makes a `Job` of the options. It reads the data, loads the model and refuses what cannot
 work, before the run has a folder. `run_method` does the rest: it evaluates, trains, evaluates again and leaves a table,
-curves, results and a page.
+results and a page.
 """
 
 import time
@@ -18,12 +18,13 @@ from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
 from grpo_jax.data.text import ending_id, prompt_limit
+from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params import join, split
-from grpo_jax.offline.pairs import PairBatch, pair_batches, pair_widths, whole_batch, with_intervals
+from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import Objective, SupervisedConfig, check_supervised
 from grpo_jax.options import Fraction, Seed, Size
 from grpo_jax.prepare import Loaded, decide_chat, load_model
@@ -88,7 +89,7 @@ class Job(NamedTuple):
 
 
 def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
-    """Trains and evaluates; leaves a table, curves, a page, and the checksum.
+    """Trains and evaluates; leaves a table, a page, and the checksum.
 
     Args:
       prepare: the method.
@@ -125,9 +126,8 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     rows = job.rows(before, after, trained) if job.rows else compare(before, after, job.summary)
     more = job.leave(run, after, trained)
     checksum = params_sha256(state.params)
-    if run.writes:
-        report.print_results(run, job.title, rows)
-        report.save_results(run, {**rows, **more}, checksum, started, phases=(job.phase,))
+    report.print_results(run, job.title, rows)
+    report.finish(run, {**rows, **more}, checksum, started)
 
 
 def open_run(job: Job) -> RunFolder:
@@ -158,106 +158,73 @@ def compare(before: Values, after: Values, summary: Callable[[Values], dict[str,
 # ---- pairs and ratings
 
 
-class Data(NamedTuple):
-    """Pairs or ratings as tokens, and the model that they are for."""
-
-    config: Any  # the options, with `chat` decided
-    model: Loaded
-    training: EncodedPairs
-    heldout: EncodedPairs
-    number: str  # the option that says how many a step has, such as num_pairs
-    size: int  # rows before any was held out or dropped
-    notes: Sequence[str]  # what was dropped and cut, in words
-
-
-def load_data(
+def pair_job(
     config: Any,
+    phase: str,
+    make: Callable[[Loaded, EncodedPairs, EncodedPairs], dict[str, Any]],
+    *,
     number: str,
-    kind: str,
     read: Callable[..., tuple[Sequence[Any], Mapping[str, int]]],
-    encode: Callable[[Any, Sequence[Any], Pretrained], EncodedPairs],
-) -> Data:
-    """Reads --data, holds a share out by a hash of the prompt, and loads the model.
+    encode: Callable[..., EncodedPairs],
+    has_reference: bool = False,
+    has_end: bool = True,
+) -> Job:
+    """Reads --data, holds a share out by a hash of the prompt, loads the model, and makes the job.
 
     Args:
       config: the options.
+      phase: its name.
+      make: (model, training rows, held-out rows) -> fields of the job, and besides: "score", `score_pairs` of the
+        method's scores and its model; "evaluate", (scores of the held-out pairs `[M, 2]`, these pairs) -> evaluation.
       number: the option that says how many pairs or completions a step has.
-      kind: what the rows are called.
       read: (source, chat=...) -> rows, and how many were dropped, by reason.
-      encode: (options, rows, model) -> rows as tokens.
+      encode: (tokenizer, rows, options of `encode_answers`) -> rows as tokens.
+      has_reference: whether the scores of the start are part of the loss.
+      has_end: as in `encoding`.
 
     Raises:
       UsageError: one sentence that says what to change.
     """
-    asked = getattr(config, number)
-    check_supervised(config.train, seed=config.seed, rows=asked, name=number)
+    size, devices = getattr(config, number), devices_of(config.train)
+    check_supervised(config.train, seed=config.seed, rows=size, name=number)
     if not config.data:
-        raise UsageError(f"--data is needed: name a file of {kind}")
+        raise UsageError(f"--data is needed: name a file of {number.removeprefix('num_')}")
     config = with_options(config, chat=decide_chat(config.chat, config.model))
     rows, dropped = read(config.data, chat=bool(config.chat))
     parts = split_preferences(rows, config.heldout_share)
-    model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices_of(config.train)))
-    training, heldout = (encode(config, part, model.pretrained) for part in parts)
+    model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
+    pretrained = model.pretrained
+    options = encoding(pretrained, config.model, config.max_tokens, chat=bool(config.chat), has_end=has_end)
+    training, heldout = (encode(pretrained.tokenizer, part, **options) for part in parts)
     count, noun = len(training.prompts), number.removeprefix("num_")
-    if asked > count:
-        raise UsageError(f"{number} is {asked}, but there are {count} {noun}: set it to at most that")
-    notes = [*(f"dropped {many} rows {why}" for why, many in dropped.items()), *training.notes]
-    return Data(config, model, training, heldout, number, len(rows), notes)
-
-
-def pair_job(
-    data: Data,
-    phase: str,
-    *,
-    score: Callable[..., np.ndarray],
-    evaluate: Callable[[np.ndarray, PairBatch], Any],
-    digest: Callable[[EncodedPairs], str],
-    has_reference: bool = False,
-    warnings: Mapping[str, str] = {},
-    **more: Any,
-) -> Job:
-    """Makes the job of a method that learns from two completions of each prompt.
-
-    Args:
-      data: of the method.
-      phase: its name.
-      score: `score_pairs` of the method's scores and its model.
-      evaluate: (scores of the held-out pairs `[M, 2]`, these pairs) -> evaluation.
-      digest: of what is learned from.
-      has_reference: whether the scores of the start are part of the loss.
-      warnings: besides that of the length.
-      more: other fields of the job.
-    """
-    config, pretrained = data.config, data.model.pretrained
-    sides, noun = {"training": data.training, "heldout": data.heldout}, data.number.removeprefix("num_")
-    size, devices = getattr(config, data.number), devices_of(config.train)
-    score = partial(score, num_pairs=size, devices=devices)
+    if size > count:
+        raise UsageError(f"{number} is {size}, but there are {count} {noun}: set it to at most that")
+    fields = make(model, training, heldout)
+    score, evaluate = partial(fields.pop("score"), num_pairs=size, devices=devices), fields.pop("evaluate")
+    longest = pretrained.config.max_position_embeddings
+    digests = (hash_values(side.prompts, side.answers, side.desirable) for side in (training, heldout))
 
     def evaluated(params: Any, reference: Reference) -> Any:
-        batch = whole_batch(data.heldout)._replace(ref_logprobs=reference.get("heldout"))
-        return evaluate(score(params, data.heldout), batch)
+        batch = whole_batch(heldout)._replace(ref_logprobs=reference.get("heldout"))
+        return evaluate(score(params, heldout), batch)
 
-    job = Job(
+    def scored(params: Any) -> Reference:
+        return {"training": score(params, training), "heldout": score(params, heldout)}
+
+    return Job(
         config=config,
         phase=phase,
-        model=data.model,
-        params=data.model.params,
-        batches=lambda reference: pair_batches(
-            data.training, size, config.seed, ref_logprobs=reference.get("training")
-        ),
+        model=model,
+        params=fields.pop("params", model.params),
+        batches=lambda reference: pair_batches(training, size, config.seed, ref_logprobs=reference.get("training")),
         evaluate=evaluated,
-        inputs={"training rows": digest(data.training), f"held-out {noun}": digest(data.heldout)},
-        title=f"{len(data.heldout.prompts)} held-out {noun} of {data.size}, with 95% intervals",
-        notes=data.notes,
-        warnings={
-            **warnings,
-            **length_warning(sum(pair_widths(data.training)), pretrained.config.max_position_embeddings),
-        },
-        **more,
+        inputs=dict(zip(("training rows", f"held-out {noun}"), digests, strict=True)),
+        title=f"{len(heldout.prompts)} held-out {noun} of {len(rows)}, with 95% intervals",
+        notes=[*(f"dropped {many} rows {why}" for why, many in dropped.items()), *training.notes],
+        warnings=fields.pop("warnings", {}) | length_warning(sum(pair_widths(training)), longest),
+        reference=scored if has_reference else None,
+        **fields,
     )
-    if not has_reference:
-        return job
-    return job._replace(reference=lambda params: {name: score(params, side) for name, side in sides.items()})
 
 
 def encoding(

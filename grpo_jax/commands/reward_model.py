@@ -12,24 +12,22 @@ papers' pretraining on preferences and ensembles are left out.
 """
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.commands.offline import Job, PairOptions, Rows, encoding, load_data, pair_job, run_method
+from grpo_jax.commands.offline import Job, PairOptions, Rows, pair_job, run_method
 from grpo_jax.commands.train import Method
 from grpo_jax.config import ModelOptions
-from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences
-from grpo_jax.data.types import hash_values
+from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences
 from grpo_jax.devices import devices_of, to_numpy
 from grpo_jax.models.heads import Headed, add_head
-from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.offline.pairs import PairEvaluation, evaluate_pairs, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Fraction, Size, Weight
+from grpo_jax.prepare import Loaded
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs.folder import RunFolder
 
@@ -68,48 +66,47 @@ def prepare(config: Config) -> Job:
     Raises:
       UsageError: one sentence that says what to change.
     """
-    data = load_data(config, "num_pairs", "preferences", read_preferences, encode)
-    loaded = data.model.pretrained
-    shape, params = add_head(loaded.config, data.model.params)
-    score = partial(score_pairs, pair_rewards, shape)
 
-    def rows(before: PairEvaluation, after: PairEvaluation, params: Headed) -> Rows:
-        rewards = score(params, data.training, num_pairs=config.num_pairs, devices=devices_of(config.train))
-        shorter = evaluate_pairs(-answer_lengths(data.heldout)).accuracy.named("accuracy")
-        trained_on = evaluate_pairs(rewards, bins=config.bins).numbers()
-        return {"held out": after.numbers(), "trained on": trained_on, "the shorter one": shorter}
+    def make(model: Loaded, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
+        loaded = model.pretrained
+        shape, params = add_head(loaded.config, model.params)
+        score = partial(score_pairs, pair_rewards, shape)
 
-    def leave(run: RunFolder, after: PairEvaluation, params: Headed) -> dict[str, Any]:
-        whole = to_numpy(params)  # on all hosts
-        if run.writes:
-            keep_model(run, RewardModel(shape, whole, loaded.tokenizer, loaded.eos_ids, loaded.folder))
-        curve = after.calibration._asdict()
-        return {"calibration": {name: np.asarray(value).tolist() for name, value in curve.items()}}
+        def rows(before: PairEvaluation, after: PairEvaluation, params: Headed) -> Rows:
+            rewards = score(params, training, num_pairs=config.num_pairs, devices=devices_of(config.train))
+            shorter = evaluate_pairs(-answer_lengths(heldout)).accuracy.named("accuracy")
+            trained_on = evaluate_pairs(rewards, bins=config.bins).numbers()
+            return {"held out": after.numbers(), "trained on": trained_on, "the shorter one": shorter}
+
+        def leave(run: RunFolder, after: PairEvaluation, params: Headed) -> dict[str, Any]:
+            whole = to_numpy(params)  # on all hosts
+            if run.writes:
+                keep_model(run, RewardModel(shape, whole, loaded.tokenizer, loaded.eos_ids, loaded.folder))
+            curve = after.calibration._asdict()
+            return {"calibration": {name: np.asarray(value).tolist() for name, value in curve.items()}}
+
+        return {
+            "params": params,
+            "objective": reward_model_objective(shape, center_coef=config.center_coef),
+            "score": score,
+            "evaluate": lambda rewards, pairs: evaluate_pairs(rewards, bins=config.bins),
+            "summary": PairEvaluation.numbers,
+            "rows": rows,
+            "leave": leave,
+        }
 
     return pair_job(
-        data,
+        config,
         "reward_model",
-        objective=reward_model_objective(shape, center_coef=config.center_coef),
-        score=score,
-        evaluate=lambda rewards, pairs: evaluate_pairs(rewards, bins=config.bins),
-        digest=lambda pairs: hash_values(*pairs[:3]),
-        summary=PairEvaluation.numbers,
-        rows=rows,
-        leave=leave,
-    )._replace(params=params)
+        make,
+        number="num_pairs",
+        read=read_preferences,
+        encode=encode_preferences,
+        has_end=False,
+    )
 
 
 main = partial(run_method, prepare)
-
-
-def encode(config: Config, preferences: Sequence[Preference], pretrained: Pretrained) -> EncodedPairs:
-    """Returns preferences as the tokens of a model.
-
-    Raises:
-      UsageError: one sentence that says what to change.
-    """
-    options = encoding(pretrained, config.model, config.max_tokens, chat=bool(config.chat), has_end=False)
-    return encode_preferences(pretrained.tokenizer, preferences, **options)
 
 
 def answer_lengths(pairs: EncodedPairs) -> np.ndarray:

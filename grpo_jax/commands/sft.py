@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -93,15 +93,6 @@ class Config:
     """Random seed of the order of rows and of new adapters."""
 
 
-class Texts(NamedTuple):
-    """Prompts and completions, packed."""
-
-    training: Packed
-    heldout: Packed
-    heldout_prompts: Prompts  # as a task has them
-    notes: tuple[str, ...]  # what was dropped, cut and packed, in words
-
-
 def prepare(config: Config) -> Job:
     """Reads the rows, loads the model, and its teacher if there is one.
 
@@ -114,11 +105,12 @@ def prepare(config: Config) -> Job:
     divergence, devices = divergence_of(config), devices_of(config.train)
     rows = read_completions(config)  # before a checkpoint is read
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
-    texts, policy, shape = encode_texts(config, rows, model.pretrained), model.policy, model.pretrained.config
-    batches = packed_batches(texts.training, config.num_rows, config.seed)
+    policy, shape = model.policy, model.pretrained.config
+    training, held_out, prompts, notes = encode_texts(config, rows, model.pretrained)
+    batches = packed_batches(training, config.num_rows, config.seed)
 
     def heldout() -> Iterable[Packed]:
-        return packed_pieces(texts.heldout, config.num_rows)
+        return packed_pieces(held_out, config.num_rows)
 
     def evaluate(params: Any, reference: Reference) -> Values:
         return {"nll": shares_of_mean(*text_nll(policy, params, heldout(), devices=devices))}
@@ -136,13 +128,13 @@ def prepare(config: Config) -> Job:
         evaluate=evaluate,
         log=log,
         inputs={
-            "held-out prompts": hash_prompts(texts.heldout_prompts),
-            "held-out texts": hash_values(*texts.heldout[:3]),
-            "training rows": hash_values(*texts.training[:3]),
+            "held-out prompts": hash_prompts(prompts),
+            "held-out texts": hash_values(*held_out[:3]),
+            "training rows": hash_values(*training[:3]),
         },
         title="held-out completions, nats a token [95% interval]",
-        notes=texts.notes,
-        warnings=length_warning(texts.training.ids.shape[1], shape.max_position_embeddings),
+        notes=notes,
+        warnings=length_warning(training.ids.shape[1], shape.max_position_embeddings),
     )
     if not config.teacher:
         return job
@@ -209,8 +201,14 @@ def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
     return rows
 
 
-def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: Pretrained) -> Texts:
+def encode_texts(
+    config: Config, rows: Sequence[Mapping[str, Any]], pretrained: Pretrained
+) -> tuple[Packed, Packed, Prompts, list[str]]:
     """Packs rows as tokens, split as a task of these rows would be.
+
+    Returns:
+      The training rows, the held-out rows, the held-out prompts as a task has them, and what was dropped, cut and
+      packed, in words.
 
     Raises:
       UsageError: one sentence that says what to change.
@@ -252,7 +250,7 @@ def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: 
         f"{count} texts to train on in {size} rows of {width} tokens: {size / config.num_rows:.3g} steps an epoch"
     )
     padded = pad_prompts(*heldout_rows.take(), width=prompt_width, pad_id=padding_id(tokenizer, shape.vocab_size))
-    return Texts(training, heldout, padded, tuple(notes))
+    return training, heldout, padded, notes
 
 
 def shares_of_mean(totals: np.ndarray, tokens: np.ndarray) -> np.ndarray:

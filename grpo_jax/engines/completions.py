@@ -18,8 +18,8 @@ import math
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _ROUNDING = 1e-3  # by which a log-probability may be above 0
 
@@ -28,41 +28,20 @@ class Wrong(Exception):
     """An answer is wrong. The text continues a sentence that begins with "the engine"."""
 
 
-class Asked(NamedTuple):
-    """One completion that is asked for."""
-
-    prompt: list[int]
-    temperature: float
-    seed: int
-    max_tokens: int
-
-
-class Answer(NamedTuple):
-    """One completion."""
-
-    ids: list[int]  # with the one that ended it
-    logprobs: list[float]  # of each, after temperature
-
-
-class Tokens(NamedTuple):
-    """The range of ids, and those that end a completion."""
-
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-
-
-def body_of(asked: Asked, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """The request, without its model.
+def request_body(
+    prompt: list[int], *, temperature: float, seed: int, max_tokens: int, eos_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Returns the request for a completion, without its model.
 
     A completion is a request of its own, with a seed of its own: one that fails is asked for again alone, and gives
     what it would have given. The server keeps the prompt that it shares with others of its group.
     """
     return {
-        "prompt": asked.prompt,
+        "prompt": prompt,
         "n": 1,
-        "max_tokens": asked.max_tokens,
-        "temperature": asked.temperature,
-        "seed": asked.seed,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
         "stop_token_ids": list(eos_ids),
         "logprobs": 0,  # of the sampled token alone
         "return_token_ids": True,
@@ -76,21 +55,29 @@ def body_of(asked: Asked, eos_ids: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def believed(answer: bytes, asked: Asked, tokens: Tokens) -> Answer:
-    """The completion in an answer, if all that can be checked of it is right.
+def read_completion(answer: bytes, body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], list[float]]:
+    """Returns the completion in an answer, if all that can be checked of it is right.
+
+    Args:
+      answer: of the server.
+      body: the request.
+      vocab_size: of the model.
+
+    Returns:
+      Its tokens, with the one that ended it, and the log-probability of each after temperature.
 
     Raises:
-      Wrong: the first thing that is not.
+      Wrong: the first thing that is not right.
     """
     choice = _choice(answer)
     logprobs = choice.get("logprobs") or {}
     if (ids := choice.get("token_ids")) is None:
         raise Wrong("gave no token ids: it needs a version that knows return_token_ids")
-    _check_ids(ids, asked, tokens)
-    seen = choice.get("prompt_token_ids")
-    if seen is not None and seen != asked.prompt:
-        raise Wrong(f"completed another prompt, of {len(seen)} tokens in place of {len(asked.prompt)}")
-    return Answer(ids, _checked_logprobs(logprobs.get("token_logprobs"), len(ids)))
+    _check_ids(ids, vocab_size, body["stop_token_ids"], body["max_tokens"])
+    seen, prompt = choice.get("prompt_token_ids"), body["prompt"]
+    if seen is not None and seen != prompt:
+        raise Wrong(f"completed another prompt, of {len(seen)} tokens in place of {len(prompt)}")
+    return ids, _checked_logprobs(logprobs.get("token_logprobs"), len(ids))
 
 
 def _choice(answer: bytes) -> dict[str, Any]:
@@ -107,19 +94,19 @@ def _choice(answer: bytes) -> dict[str, Any]:
     return choice
 
 
-def _check_ids(ids: Any, asked: Asked, tokens: Tokens) -> None:
+def _check_ids(ids: Any, vocab_size: int, eos_ids: Sequence[int], max_tokens: int) -> None:
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise Wrong("gave a completion without tokens")
-    if wrong := [i for i in ids if not 0 <= i < tokens.vocab_size]:
-        raise Wrong(f"gave token {wrong[0]}, but the model has the tokens 0 to {tokens.vocab_size - 1}")
-    if len(ids) > asked.max_tokens:
-        raise Wrong(f"gave {len(ids)} tokens where at most {asked.max_tokens} were asked for")
-    ends = [place for place, i in enumerate(ids) if i in tokens.eos_ids]
+    if wrong := [i for i in ids if not 0 <= i < vocab_size]:
+        raise Wrong(f"gave token {wrong[0]}, but the model has the tokens 0 to {vocab_size - 1}")
+    if len(ids) > max_tokens:
+        raise Wrong(f"gave {len(ids)} tokens where at most {max_tokens} were asked for")
+    ends = [place for place, i in enumerate(ids) if i in eos_ids]
     if ends and ends[0] != len(ids) - 1:
         raise Wrong(f"went on after token {ids[ends[0]]}, which ends a completion here")
-    if not ends and len(ids) < asked.max_tokens:
+    if not ends and len(ids) < max_tokens:
         raise Wrong(
-            f"ended a completion after {len(ids)} of {asked.max_tokens} tokens by token {ids[-1]}, which ends none "
+            f"ended a completion after {len(ids)} of {max_tokens} tokens by token {ids[-1]}, which ends none "
             "here: it may have less room for prompt and completion, or other tokens that end one"
         )
 

@@ -7,16 +7,16 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from grpo_jax.config import EngineOptions
-from grpo_jax.engines.completions import Answer, Asked, Gone, Refused, Tokens, Wrong, ask, believed, body_of
+from grpo_jax.engines.completions import Gone, Refused, Wrong, ask, read_completion
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.transformer import Params
@@ -25,35 +25,11 @@ _COMPLETIONS = "/v1/completions"
 _NOT_FOUND = 404
 _AT_ONCE = 256  # requests under way, which the server batches
 _SOON = 30.0  # seconds for a server to say that it is there
+_FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 30.0  # seconds before a server that was gone is asked again
 
 
-class Kind(NamedTuple):
-    """How a server is told of weights. A request is a path and what is posted there."""
-
-    weights: Callable[[str], list[tuple[str, dict[str, Any]]]]  # folder -> requests that load it
-    load_adapter: str  # path
-    unload_adapter: str  # path
-    naming: Callable[[str, str], dict[str, Any]]  # (model, adapter) -> of a request for a completion by both
-
-
-KINDS = {
-    "vllm": Kind(
-        lambda folder: [
-            ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
-            ("/reset_prefix_cache", {}),  # it holds keys and values of the weights before
-        ],
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-        lambda model, adapter: {"model": adapter},
-    ),
-    "sglang": Kind(
-        lambda folder: [("/update_weights_from_disk", {"model_path": folder})],
-        "/load_lora_adapter",
-        "/unload_lora_adapter",
-        lambda model, adapter: {"model": model, "lora_path": adapter},
-    ),
-}
+Completion = tuple[list[int], list[float]]  # tokens and their log-probabilities
 
 
 class Engine:
@@ -83,7 +59,7 @@ class Engine:
         if not options.engine_timeout > 0:
             raise UsageError(f"engine_timeout is {options.engine_timeout}: it must be above 0")
         self._url = options.engine.rstrip("/").removesuffix("/v1")
-        self._kind, self._timeout = KINDS[options.engine_kind], options.engine_timeout
+        self._is_vllm, self._timeout = options.engine_kind == "vllm", options.engine_timeout
         self._save, self._note = save, note
         self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
         self._folder = user_path(self._temporary.name if self._temporary else options.engine_folder).absolute()
@@ -104,67 +80,69 @@ class Engine:
         except (ValueError, LookupError, TypeError):
             raise UsageError(f"what answers at {self._url} names no model: it must serve /v1/models") from None
 
-    def complete(self, params: Params, asked: Sequence[Asked], tokens: Tokens) -> list[Answer]:
-        """Completions by these parameters, in the order asked.
+    def complete(self, params: Params, bodies: Sequence[Mapping[str, Any]], vocab_size: int) -> list[Completion]:
+        """Returns completions by these parameters, each as tokens and their log-probabilities.
 
         A server that does not answer is waited for, told the parameters again, and asked for what is missing.
 
         Args:
           params: of the policy.
-          asked: what for.
-          tokens: of the model.
+          bodies: requests, as `request_body` makes them.
+          vocab_size: of the model.
 
         Raises:
           Interruption: the server is gone for longer than its timeout, refuses, or says what cannot be.
         """
-        answers: list[Answer | None] = [None] * len(asked)
-        pauses, gone_since, missing = _pauses(), None, len(asked)
+        answers: list[Completion | None] = [None] * len(bodies)
+        pause, gone_since, missing = _FIRST_PAUSE, None, len(bodies)
         while True:
             try:
                 self._load(params)
-                self._fill(answers, asked, tokens)
+                self._fill(answers, bodies, vocab_size)
                 return [answer for answer in answers if answer]
             except Gone as error:
                 self._is_told = False  # one that was started again has its first parameters
                 left = answers.count(None)
                 if gone_since is None or left < missing:
-                    gone_since, pauses, missing = time.monotonic(), _pauses(), left
+                    gone_since, pause, missing = time.monotonic(), _FIRST_PAUSE, left
                     self._note(f"the engine at {self._url} does not answer ({error}): it is asked again")
                 if time.monotonic() - gone_since >= self._timeout:
                     raise Interruption(
                         f"the engine at {self._url} has not answered for {self._timeout:g} s ({error}), with {left} of "
-                        f"{len(asked)} completions missing: start it again"
+                        f"{len(bodies)} completions missing: start it again"
                     ) from None
-                time.sleep(min(next(pauses), self._timeout))
+                time.sleep(min(pause, self._timeout))
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _fill(self, answers: list[Answer | None], asked: Sequence[Asked], tokens: Tokens) -> None:
+    def _fill(self, answers: list[Completion | None], bodies: Sequence[Mapping[str, Any]], vocab_size: int) -> None:
         """Asks for what is missing, all at once. When one request fails no others are begun.
 
         Raises:
           Gone: the server does not answer.
           Interruption: as `complete`.
         """
-        failed, failures = threading.Event(), []
+        failed = threading.Event()
 
-        def one(place: int) -> None:
-            if failed.is_set():
-                return
+        def attempt(place: int) -> Exception | None:
             try:
-                answers[place] = self._one(asked[place], tokens)
+                answers[place] = None if failed.is_set() else self._one(bodies[place], vocab_size)
             except (Gone, Interruption) as error:
                 failed.set()
-                failures.append(error)
+                return error
+            return None
 
         missing = [place for place, answer in enumerate(answers) if answer is None]
         with ThreadPoolExecutor(min(_AT_ONCE, len(missing))) as pool:
-            list(pool.map(one, missing))
-        if failures:
-            raise next((error for error in failures if isinstance(error, Interruption)), failures[0])
+            errors = [error for error in pool.map(attempt, missing) if error]
+        if errors:
+            raise next((error for error in errors if isinstance(error, Interruption)), errors[0])
 
-    def _one(self, asked: Asked, tokens: Tokens) -> Answer:
-        named = self._kind.naming(self.model, self._adapter) if self._adapter else {"model": self.model}
+    def _one(self, body: Mapping[str, Any], vocab_size: int) -> Completion:
+        named = {"model": self.model}
+        if self._adapter:
+            named = {"model": self._adapter} if self._is_vllm else {"model": self.model, "lora_path": self._adapter}
         try:
-            return believed(self._post(_COMPLETIONS, named | body_of(asked, tokens.eos_ids)), asked, tokens)
+            return read_completion(self._post(_COMPLETIONS, {**named, **body}), body, vocab_size)
         except Wrong as error:
             raise Interruption(f"the engine at {self._url} {error}: nothing was learned from it") from None
 
@@ -192,8 +170,7 @@ class Engine:
         if isinstance(params, Adapted):
             self._load_adapter()
         else:
-            for path, body in self._kind.weights(str(self._parameters)):
-                self._tell(path, body)
+            self._load_weights(str(self._parameters))
         self._is_told = True
 
     def _write(self, params: Params) -> None:
@@ -206,13 +183,21 @@ class Engine:
         except OSError as error:
             raise Interruption(f"{self._folder} cannot take parameters ({lacking(error) or error})") from None
 
+    def _load_weights(self, folder: str) -> None:
+        if self._is_vllm:
+            self._tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+            self._tell("/reset_prefix_cache", {})  # it holds keys and values of the weights before
+        else:
+            self._tell("/update_weights_from_disk", {"model_path": folder})
+
     def _load_adapter(self) -> None:
         """Adapters get a name of their own each time: what the server keeps of prompts is kept by name."""
         before, self._adapter = self._adapter, f"grpo-jax-{uuid.uuid4().hex[:12]}"
-        self._tell(self._kind.load_adapter, {"lora_name": self._adapter, "lora_path": str(self._parameters)})
+        version = "/v1" if self._is_vllm else ""
+        self._tell(f"{version}/load_lora_adapter", {"lora_name": self._adapter, "lora_path": str(self._parameters)})
         if before:
             with suppress(Gone, Interruption):  # one that was started again does not know it
-                self._post(self._kind.unload_adapter, {"lora_name": before})
+                self._post(f"{version}/unload_lora_adapter", {"lora_name": before})
 
     def _tell(self, path: str, body: dict[str, Any]) -> None:
         """Posts what the server has to do; some say in their answer that they have not."""
@@ -226,11 +211,3 @@ class Engine:
                 f"the engine at {self._url} does not load parameters ({reply.get('message', 'it does not say why')}): "
                 f"it must see {self._folder} under the same path: set engine_folder to a folder that both see"
             )
-
-
-def _pauses() -> Iterator[float]:
-    """Seconds before a server is asked again: 1, 2, 4, …"""
-    pause = 1.0
-    while True:
-        yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE)

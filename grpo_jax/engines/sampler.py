@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from grpo_jax.config import EngineOptions, GRPOConfig, SamplingConfig
+from grpo_jax.config import EngineOptions, GRPOConfig
 from grpo_jax.data.types import pad_completions
-from grpo_jax.devices import Devices, devices_of, to_devices, to_numpy
-from grpo_jax.engines.completions import Answer, Asked, Tokens
-from grpo_jax.engines.engine import Engine
+from grpo_jax.devices import devices_of, to_devices, to_numpy
+from grpo_jax.engines.completions import request_body
+from grpo_jax.engines.engine import Completion, Engine
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models import huggingface, peft
@@ -21,38 +21,10 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
 
-def engine_sampler(engine: Engine, task: Task, sampling: SamplingConfig, *, devices: Devices = 1) -> Sampler:
-    """A sampler that asks an engine, one request a completion.
-
-    Args:
-      engine: that samples.
-      task: its tokens.
-      sampling: of the run, checked.
-      devices: that the completions are put on.
-    """
-    tokens = Tokens(task.vocab_size, task.eos_ids)
-
-    def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        ids, mask, numbers, temperature = to_numpy((prompts.ids, prompts.mask, numbers, temperature))
-        asked = [
-            Asked(
-                prompt=ids[i][mask[i]].tolist(),
-                temperature=float(temperature[i, j]),
-                seed=seed_of(noise, numbers[i, j]),
-                max_tokens=sampling.max_tokens,
-            )
-            for i, j in np.ndindex(numbers.shape)
-        ]
-        answers = engine.complete(params, asked, tokens)
-        return to_devices(completions_of(answers, numbers.shape, sampling.max_tokens, task), devices)
-
-    return Sampler(draw, devices)
-
-
 def sampler_of(
     options: EngineOptions, pretrained: Pretrained, task: Task, config: GRPOConfig, *, note: Callable[[str], None]
 ) -> Sampler:
-    """Returns the sampler of the engine that the options name.
+    """Returns a sampler that asks the engine of the options, one request a completion.
 
     Args:
       options: of the engine.
@@ -72,8 +44,24 @@ def sampler_of(
         else:
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
-    engine = Engine(options, save, note=note)
-    return engine_sampler(engine, task, config.sampling, devices=devices_of(config))
+    engine, devices, max_tokens = Engine(options, save, note=note), devices_of(config), config.sampling.max_tokens
+
+    def draw(params, prompts, numbers, temperature, noise) -> Completions:
+        ids, mask, numbers, temperature = to_numpy((prompts.ids, prompts.mask, numbers, temperature))
+        bodies = [
+            request_body(
+                ids[i][mask[i]].tolist(),
+                temperature=float(temperature[i, j]),
+                seed=seed_of(noise, numbers[i, j]),
+                max_tokens=max_tokens,
+                eos_ids=task.eos_ids,
+            )
+            for i, j in np.ndindex(numbers.shape)
+        ]
+        answers = engine.complete(params, bodies, task.vocab_size)
+        return to_devices(completions_of(answers, numbers.shape, max_tokens, task), devices)
+
+    return Sampler(draw, devices)
 
 
 def seed_of(noise: np.ndarray, number: int) -> int:
@@ -87,7 +75,7 @@ def seed_of(noise: np.ndarray, number: int) -> int:
     return int.from_bytes(digest[:4]) >> 1
 
 
-def completions_of(answers: list[Answer], shape: tuple[int, int], max_tokens: int, task: Task) -> Completions:
+def completions_of(answers: list[Completion], shape: tuple[int, int], max_tokens: int, task: Task) -> Completions:
     """Answers to N·G requests as the arrays of a sampler, of NumPy.
 
     Args:
@@ -97,9 +85,9 @@ def completions_of(answers: list[Answer], shape: tuple[int, int], max_tokens: in
       task: its tokens.
     """
     groups = [answers[start : start + shape[1]] for start in range(0, len(answers), shape[1])]
-    ids, mask = pad_completions([[answer.ids for answer in group] for group in groups], max_tokens)
+    ids, mask = pad_completions([[completion for completion, _ in group] for group in groups], max_tokens)
     logprobs = np.zeros(ids.shape, np.float32)
-    logprobs[mask] = [value for answer in answers for value in answer.logprobs]
+    logprobs[mask] = [value for _, values in answers for value in values]
     ended = np.isin(ids, task.eos_ids) & mask
     ids = np.where(mask, ids, task.pad_id).astype(np.int32)
     return Completions(ids, mask, logprobs, None, ~ended.any(-1))  # type: ignore[arg-type]

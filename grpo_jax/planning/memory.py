@@ -386,7 +386,7 @@ def shape_of(
       prompt_tokens: P.
       parts: how many parts of the mesh prompts are spread over.
     """
-    run = run_of(config)
+    run, critic = run_of(config), config.critic if isinstance(config, PPOConfig) else None
     return Shape(
         num_prompts=run.sampling.num_prompts // parts,
         group_size=run.sampling.group_size,
@@ -395,22 +395,17 @@ def shape_of(
         minibatches=run.optimizer.minibatches,
         microbatches=run.optimizer.microbatches,
         piece_tokens=run.optimizer.piece_tokens,
-        packs=run.packs and not _reads_ends(config),
+        packs=run.packs and not (critic and critic.bootstrap_truncated),  # then PPO reads values after completions
         lora_rank=options.lora_rank,
         lora_targets=options.lora_targets,
         param_dtype=options.param_dtype,
         quantize=options.quantize,
-        critic=config.critic.critic if isinstance(config, PPOConfig) else "none",
+        critic=critic.critic if critic else "none",
         copies=1 + (run.reference.ref_sync_steps > 0),
         fsdp=run.mesh.fsdp,
         tensor=run.mesh.tensor,
         traits=traits_of_backend(),
     )
-
-
-def _reads_ends(config: GRPOConfig | PPOConfig) -> bool:
-    """Tells whether PPO reads the values after completions. These are not packed."""
-    return isinstance(config, PPOConfig) and config.critic.bootstrap_truncated
 
 
 def choose(model: ModelConfig, shape: Shape, limit: int, *, remat: PlannedRemat = "auto") -> Plan:
@@ -458,30 +453,26 @@ def _piece_sizes(shape: Shape) -> list[int]:
 def _describe_what_fits(model: ModelConfig, shape: Shape, limit: int, smallest: Plan) -> str:
     """Returns one sentence: how much is needed, and what to set instead."""
 
-    def if_it_fits(words: str, model: ModelConfig, shape: Shape) -> list[str]:
-        plan = list(_plans(model, shape, limit, "layer"))[-1]
-        return [f"{words} (about {_in_gb(plan.estimate.peak)} GB)"] if plan.fits else []
+    def in_fewest_bytes(model: ModelConfig, shape: Shape) -> Plan:
+        return list(_plans(model, shape, limit, "layer"))[-1]
 
-    lora = shape._replace(lora_rank=16, param_dtype="bfloat16")
-    half = replace(model, dtype="bfloat16")
-    ways = []
-    if model.dtype != "bfloat16":
-        ways += if_it_fits("dtype bfloat16", half, shape)
-    if shape.lora_rank and shape.quantize != "nf4":
-        ways += if_it_fits("quantize nf4", model, shape._replace(quantize="nf4"))
-    if not shape.lora_rank:
-        ways += if_it_fits("lora_rank 16, param_dtype bfloat16", model, lora)
-        ways = ways or if_it_fits("lora_rank 16, param_dtype bfloat16, dtype bfloat16", half, lora)
+    half, lora = replace(model, dtype="bfloat16"), shape._replace(lora_rank=16, param_dtype="bfloat16")
+    ways = [("dtype bfloat16", half, shape)]
+    if shape.lora_rank:
+        ways.append(("quantize nf4", model, shape._replace(quantize="nf4")))
+    else:
+        ways.append(("lora_rank 16, param_dtype bfloat16", model, lora))
+        ways.append(("lora_rank 16, param_dtype bfloat16, dtype bfloat16", half, lora))
     for devices in (2, 4, 8, 16, 32, 64):
-        cut = shape._replace(
-            num_prompts=max(shape.num_prompts // devices, shape.minibatches), fsdp=shape.fsdp * devices
-        )
-        if more := if_it_fits(f"fsdp {cut.fsdp} on {devices} times as many devices", model, cut):
-            ways += more
+        prompts, fsdp = max(shape.num_prompts // devices, shape.minibatches), shape.fsdp * devices
+        cut = shape._replace(num_prompts=prompts, fsdp=fsdp)
+        if in_fewest_bytes(model, cut).fits:
+            ways.append((f"fsdp {fsdp} on {devices} times as many devices", model, cut))
             break
-    if shape.num_prompts > 1:
-        ways += if_it_fits("num_prompts 1", model, shape._replace(num_prompts=1, minibatches=1))
-    instead = ", or ".join(ways) or "a smaller model, or fewer and shorter completions"
+    ways.append(("num_prompts 1", model, shape._replace(num_prompts=1, minibatches=1)))
+    plans = [(words, in_fewest_bytes(decoder, changed)) for words, decoder, changed in ways]
+    what_fits = [f"{words} (about {_in_gb(plan.estimate.peak)} GB)" for words, plan in plans if plan.fits]
+    instead = ", or ".join(what_fits) or "a smaller model, or fewer and shorter completions"
     return (
         f"the run needs about {_in_gb(smallest.estimate.peak)} GB of {_in_gb(limit)} on each device, even in the "
         f"smallest microbatches with remat layer: set {instead}; or set microbatches and remat, which are then not "

@@ -3,34 +3,35 @@
     with Grader("my_rewards.py:solved", deadline=5.0, chunk=1) as grader:
         task = Task(reward=grader, ...)
 
-Each call has a thread here, and a process. Requests are pickled. Answers are JSON of limited length: nothing that a
-function returns is unpickled here.
+One thread has an event loop for all processes. Requests are pickled. Answers are lines of JSON of limited length:
+nothing that a function returns is unpickled here.
+
+Pools that are built on `multiprocessing`, such as pebble's, import the user's main module again in every process, and
+do not kill what a process has started.
 """
 
+import asyncio
 import json
 import os
 import pickle
-import queue
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from asyncio.subprocess import PIPE
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain, pairwise
-from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeVar
 
 from grpo_jax.data.types import (
     LARGEST_REWARD,
     MESSAGE_CHARACTERS,
-    MOST_SPANS,
+    BadReward,
     Completion,
     Earned,
     Example,
@@ -42,13 +43,12 @@ from grpo_jax.errors import UsageError
 REASONS = ("timeout", "raised", "died", "nan", "not numbers", "bad spans", "wrong length", "budget")
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
 _CHILD = "from grpo_jax.rewards.worker import main; main()"
+_LONGEST_ANSWER = 2**25  # bytes
+# Nothing is written to this pipe. It closes when this process ends, however that ends, and the children end themselves.
+_lifeline, _held_open = os.pipe()
+os.register_at_fork(after_in_child=partial(os.close, _held_open))
 
-
-class Unanswered(NamedTuple):
-    """The reason why a question has no answer."""
-
-    reason: str  # "timeout", "raised", "died", "budget", or what is wrong with the answer
-    message: str  # the end of a traceback or of the function's stderr
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,7 @@ class Processes:
       source: digest of the file that the function is in; empty for one of this package.
     """
 
-    def __init__(
-        self, kind: str, spec: str, options: ProcessOptions, read: Callable[[Any], Any], most_bytes: int
-    ) -> None:
+    def __init__(self, kind: str, spec: str, options: ProcessOptions, read: Callable[[Any], Any]) -> None:
         """Starts the processes and loads the function.
 
         The function sees no accelerator through JAX, and its output is discarded. A process that it starts ends with
@@ -129,14 +127,13 @@ class Processes:
           kind: "reward" or "environment".
           spec: "package.module:function" or "path/to/file.py:function"; async functions too.
           options: how it runs.
-          read: turns one answer, as it came from JSON, into the answer or `Unanswered`. If it raises, all answers of
+          read: turns one answer, as it came from JSON, into the answer or `BadReward`. If it raises, all answers of
             the call are discarded, and the process is killed.
-          most_bytes: the largest length of one answer.
 
         Raises:
           UsageError: the function cannot be loaded, or its arguments cannot be sent.
         """
-        self._options, self._name, self._read, self._most_bytes = options, f"{kind} {spec!r}", read, most_bytes
+        self._options, self._name, self._read = options, f"{kind} {spec!r}", read
         setup = {
             "kind": kind,
             "spec": spec,
@@ -146,100 +143,122 @@ class Processes:
             "memory_mb": options.memory_mb,
         }
         self._setup = _pickled(setup, f"the arguments of the {self._name}")
-        self._threads = ThreadPoolExecutor(options.num_workers)
-        self._free: queue.LifoQueue[_Worker] = queue.LifoQueue()  # workers that have tried to load the function
+        # Workers that have loaded the function, and reasons why others have not.
+        self._free: asyncio.LifoQueue[_Worker | BadReward] = asyncio.LifoQueue()
         self._workers: set[_Worker] = set()
-        self._close = weakref.finalize(self, _close, self._workers, self._free, os.getpid())
-        for _ in range(options.num_workers):
-            self._start()
-        first = self._free.get()
-        if isinstance(first.loaded, Unanswered):
-            self.close()
-            why = "" if first.loaded.reason == "raised" else f"the {self._name} cannot be loaded: "
-            raise UsageError(" ".join(f"{why}{first.loaded.message}".split()))
-        (self.source,) = first.loaded
-        self._free.put(first)
+        self._starting: set[asyncio.Task[None]] = set()
+        self._close = weakref.finalize(self, _close, self._workers, os.getpid())
+        self.source = _in_loop(self._open())
 
     def ask(self, examples: Sequence[Example], questions: Sequence[Any]) -> list[Any]:
-        """Returns answers to B questions, or `Unanswered`. Each question has an example.
+        """Returns answers to B questions, or `BadReward`. Each question has an example.
 
         Raises:
           UsageError: examples or questions cannot be sent to another process, or the processes are closed.
         """
         if not self._close.alive:
             raise UsageError(f"the {self._name} is closed")
-        ends = time.monotonic() + self._options.budget
+        ends, chunks = time.monotonic() + self._options.budget, self._options.chunks(examples)
+        what = f"examples, for the {self._name} in another process,"
+        requests = [_pickled((examples[chunk], questions[chunk]), what) for chunk in chunks]
 
-        def answer(chunk: slice) -> list[Any]:
-            return self._answer(examples[chunk], questions[chunk], ends)
+        async def answers() -> list[list[Any]]:
+            calls = zip(requests, chunks, strict=True)
+            return await asyncio.gather(*(self._answer(sent, x.stop - x.start, ends) for sent, x in calls))
 
-        return list(chain.from_iterable(self._threads.map(answer, self._options.chunks(examples))))
+        return list(chain.from_iterable(_in_loop(answers())))
 
     def close(self) -> None:
         """Kills the processes."""
         self._close()
 
-    def _answer(self, examples: Sequence[Example], questions: Sequence[Any], ends: float) -> list[Any]:
-        """Returns the answers to the questions of one call, which must be over at the time `ends`."""
-        count = len(questions)
-        worker = self._next_free(ends)
-        if worker is None:
-            return [Unanswered("budget", f"{self._options.budget} s were over before it was its turn")] * count
-        try:
-            if isinstance(worker.loaded, Unanswered):  # a call pays for it, so that this cannot go on for ever
-                return [worker.loaded._replace(reason="died")] * count
-            left, deadline = ends - time.monotonic(), self._options.call_seconds(count)
-            what = f"examples, for the {self._name} in another process,"
-            request = _pickled((examples, questions, min(left, deadline)), what)
-            answers = worker.call(request, min(left, deadline), count, self._read, self._most_bytes)
-            if not isinstance(answers, Unanswered):
-                return answers
-            if answers.reason == "timeout" and left < deadline:
-                answers = Unanswered("budget", f"{self._options.budget} s were over: {answers.message}")
-            return [answers] * count
-        finally:
-            if worker.has_ended or isinstance(worker.loaded, Unanswered):
-                self._replace(worker)
-            else:
-                self._free.put(worker)
+    # ---- in the loop
 
-    def _next_free(self, ends: float) -> "_Worker | None":
-        """Waits for a worker, until the time `ends`."""
-        while (left := ends - time.monotonic()) > 0:
-            with suppress(queue.Empty):
-                worker = self._free.get(timeout=left)
-                if isinstance(worker.loaded, Unanswered) or not worker.connection.poll():
-                    return worker
-                self._replace(worker)  # it ended while it had nothing to do, which no call pays for
-        return None
+    async def _open(self) -> str:
+        """Starts the processes, and returns the digest of the function's file."""
+        for _ in range(self._options.num_workers):
+            self._start()
+        first = await self._free.get()
+        if isinstance(first, BadReward):
+            self.close()
+            why = "" if first.reason == "raised" else f"the {self._name} cannot be loaded: "
+            raise UsageError(" ".join(f"{why}{first}".split()))
+        self._free.put_nowait(first)
+        return first.source
 
     def _start(self) -> None:
-        worker = _Worker()
-        self._workers.add(worker)
-        if not self._close.alive:  # closed by another thread, which may not have seen this worker
-            worker.kill()
+        task = asyncio.create_task(self._load())
+        self._starting.add(task)  # the loop itself holds no task
+        task.add_done_callback(self._starting.discard)
 
-        def load() -> None:
-            worker.loaded = worker.call(self._setup, self._options.start_deadline, 1, str, 2**16)
-            self._free.put(worker)
+    async def _load(self) -> None:
+        """Starts a process, and loads the function in it."""
+        loaded: list[Any] | BadReward
+        try:
+            worker = _Worker(await _start_process())
+        except OSError as error:
+            loaded = BadReward("died", f"no process can be started: {error}")
+        else:
+            self._workers.add(worker)
+            if not self._close.alive:  # closed by another thread, which has not seen this process
+                worker.kill()
+            loaded = await worker.call(self._setup, self._options.start_deadline, 1, str)
+        if isinstance(loaded, BadReward):
+            self._free.put_nowait(loaded)
+        else:
+            (worker.source,) = loaded
+            self._free.put_nowait(worker)
 
-        threading.Thread(target=load, daemon=True).start()
+    async def _answer(self, request: bytes, count: int, ends: float) -> list[Any]:
+        """Returns the answers to the questions of one call, which must be over at the time `ends`."""
+        budget = self._options.budget
+        try:
+            async with asyncio.timeout_at(ends):
+                worker = await self._free.get()
+        except TimeoutError:
+            return [BadReward("budget", f"{budget} s were over before it was its turn")] * count
+        if isinstance(worker, BadReward):  # a call pays for it, so that this cannot go on for ever
+            self._restart()
+            return [BadReward("died", str(worker))] * count
+        await asyncio.sleep(0)  # the loop sees which processes have ended
+        if worker.has_ended:  # while it had nothing to do, which no call pays for
+            self._restart(worker)
+            return await self._answer(request, count, ends)
+        left, deadline = ends - time.monotonic(), self._options.call_seconds(count)
+        answers = await worker.call(request, min(left, deadline), count, self._read)
+        if worker.has_ended:
+            self._restart(worker)
+        else:
+            self._free.put_nowait(worker)
+        if isinstance(answers, BadReward):
+            if answers.reason == "timeout" and left < deadline:
+                answers = BadReward("budget", f"{budget} s were over: {answers}")
+            return [answers] * count
+        return answers
 
-    def _replace(self, worker: "_Worker") -> None:
-        worker.end()
-        self._workers.discard(worker)
+    def _restart(self, ended: "_Worker | None" = None) -> None:
+        """Starts a process in place of one that has ended."""
+        self._workers -= {ended}
         if self._close.alive:
             self._start()
 
 
-def _close(workers: "set[_Worker]", free: "queue.LifoQueue[_Worker]", owner: int) -> None:
-    if os.getpid() != owner:  # a fork's copy
-        return
-    for worker in list(workers):
-        worker.kill()  # a thread that waits for it then ends it
-    with suppress(queue.Empty):
-        while True:
-            free.get_nowait().end()
+def _close(workers: "set[_Worker]", owner: int) -> None:
+    for worker in list(workers) if os.getpid() == owner else ():  # not a fork's copies
+        worker.kill()
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop of all processes, which a thread runs."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="processes", daemon=True).start()
+    return loop
+
+
+def _in_loop(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of a coroutine that the loop of all processes runs."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
 
 
 class Grader:
@@ -266,7 +285,7 @@ class Grader:
         """
         self.counts = dict.fromkeys(REASONS, 0)
         self.messages: dict[str, str] = {}
-        self._processes = Processes("reward", reward, ProcessOptions(**options), _read_reward, 128 * MOST_SPANS)
+        self._processes = Processes("reward", reward, ProcessOptions(**options), _read_reward)
         self.source = self._processes.source
 
     def __call__(self, examples: Sequence[Example], completions: Sequence[Completion]) -> list[Earned]:
@@ -280,10 +299,10 @@ class Grader:
         return [self._counted(answer) for answer in self._processes.ask(examples, completions)]
 
     def _counted(self, answer: Any) -> Earned:
-        if not isinstance(answer, Unanswered):
+        if not isinstance(answer, BadReward):
             return answer
         self.counts[answer.reason] += 1
-        self.messages[answer.reason] = answer.message
+        self.messages[answer.reason] = str(answer)
         return None
 
     def close(self) -> None:
@@ -297,7 +316,7 @@ class Grader:
         self.close()
 
 
-def _read_reward(value: Any) -> Earned | Unanswered:
+def _read_reward(value: Any) -> Earned | BadReward:
     if value is None:
         return None
     if isinstance(value, dict):
@@ -306,107 +325,104 @@ def _read_reward(value: Any) -> Earned | Unanswered:
     numbers = [float(part.reward) for part in parts] if isinstance(value, list) else [float(value)]
     for number in (*numbers, sum(numbers)):
         if not abs(number) <= LARGEST_REWARD:
-            return Unanswered("nan", f"the function returned {number}")
+            return BadReward("nan", f"the function returned {number}")
     return parts if isinstance(value, list) else numbers[0]
 
 
-def _read_failure(answer: Mapping[str, Any]) -> Unanswered:
+def _read_failure(answer: Mapping[str, Any]) -> BadReward:
     if answer["reason"] not in REASONS:
         raise ValueError("there is no such reason")
-    return Unanswered(answer["reason"], str(answer["message"])[-MESSAGE_CHARACTERS:])
+    return BadReward(answer["reason"], str(answer["message"])[-MESSAGE_CHARACTERS:])
 
 
 # ---- processes
 
-_living: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
+
+async def _start_process() -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _CHILD, str(_lifeline)),
+        cwd=_ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerator is the trainer's
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        limit=_LONGEST_ANSWER,
+        pass_fds=(_lifeline,),
+        start_new_session=True,  # one group with all its children, to be killed at once
+    )
 
 
 class _Worker:
-    """A child process, and the files that lead to it."""
+    """A child process. It is used in the loop; only `kill` may be called by any thread."""
 
-    def __init__(self) -> None:
-        self.connection, child = Pipe()
-        with child:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, str(child.fileno())],
-                cwd=_ROOT,
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerator is the trainer's
-                stdin=subprocess.PIPE,  # it closes when this process ends
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=(child.fileno(),),
-                start_new_session=True,  # one group with all its children, to be killed at once
-            )
-        _living.add(self._process)
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.source = ""
+        self._process = process
         self._stderr = b""  # its end
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-        self._lock = threading.RLock()
-        self.loaded: list[Any] | Unanswered = []  # the digest of the function's file, or why it could not be loaded
-        self.has_ended = False
+        self._exit, self._listener = asyncio.create_task(self._watch()), asyncio.create_task(self._listen())
 
-    def call(
-        self, request: bytes, seconds: float, count: int, read: Callable[[Any], Any], most_bytes: int
-    ) -> list[Any] | Unanswered:
+    @property
+    def has_ended(self) -> bool:
+        """True if the process takes no more requests."""
+        assert self._process.stdout
+        return self._exit.done() or self._process.returncode is not None or self._process.stdout.at_eof()
+
+    async def call(
+        self, request: bytes, seconds: float, count: int, read: Callable[[Any], Any]
+    ) -> list[Any] | BadReward:
         """Sends a request, and returns `count` answers, or why there are none. Without an answer the process ends."""
-        until = time.monotonic() + seconds
-        # A thread kills the process, since both reading and writing may block.
-        timer = threading.Timer(max(0.0, seconds), self.kill)
-        timer.daemon = True
-        timer.start()
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests
+        assert answers
         try:
-            self.connection.send_bytes(request)
-            answer = json.loads(self.connection.recv_bytes(2**16 + count * most_bytes))
+            async with asyncio.timeout(seconds):
+                requests.write(pickle.dumps((seconds, len(request))) + request)
+                answer = json.loads(await answers.readline())
             if "values" not in answer:
                 return _read_failure(answer)
             if len(answer["values"]) != count:
                 raise ValueError("an answer is missing")
             return [read(value) for value in answer["values"]]
-        except Exception:  # it has ended, or what it sent is no answer
-            is_late = time.monotonic() >= until
-            how = self.end(patience=0.0 if is_late else 1.0)
+        except Exception as error:  # it is late, it has ended, or what it sent is no answer
+            is_late = isinstance(error, TimeoutError)
+            how = await self._end(patience=0.0 if is_late else 1.0)
             text = self._stderr.decode(errors="replace")[-MESSAGE_CHARACTERS:]
             last_words = f"the end of its stderr: {text}" if text else "it wrote nothing to stderr"
             if is_late:
-                return Unanswered("timeout", f"no answer within its deadline; {last_words}")
-            return Unanswered("died", f"the process {how}; {last_words}")
-        finally:
-            timer.cancel()
+                return BadReward("timeout", f"no answer within its deadline; {last_words}")
+            return BadReward("died", f"the process {how}; {last_words}")
 
-    def kill(self) -> None:
-        """Kills the process and its children. Any thread may call this, at any time."""
-        with self._lock:
-            if self.has_ended:  # the number of its group may be another's
-                return
-            with suppress(ProcessLookupError, PermissionError):  # macOS refuses if only dead processes are left
-                os.killpg(self._process.pid, signal.SIGKILL)
-            # A child in a session of its own may keep the other end open, and a thread here would wait for it.
-            with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as channel:
-                channel.shutdown(socket.SHUT_RDWR)
-
-    def end(self, patience: float = 0.0) -> str:
-        """Kills the process and its children after `patience` seconds, closes the files, and returns how it ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience)
+    async def _end(self, patience: float) -> str:
+        """Kills the process and its children after `patience` seconds, and returns how it ended."""
+        await asyncio.wait([self._exit], timeout=patience)
         code = self._process.returncode
-        with self._lock:
-            self.kill()
-            self.has_ended = True
-            self._process.wait()
-            self.connection.close()
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        self._listener.join(1.0)  # it reads what is left
+        self.kill()
+        await asyncio.wait([self._exit], timeout=1.0)
+        await asyncio.wait([self._listener], timeout=1.0)  # it reads what is left
         if code is None:
             return "sent nonsense"
         return f"ended by a signal ({signal.strsignal(-code)})" if code < 0 else f"ended with exit status {code}"
 
-    def _listen(self) -> None:
+    def kill(self) -> None:
+        """Kills the process and its children."""
+        if self._process.returncode is None:
+            _kill_group(self._process.pid)
+
+    async def _watch(self) -> None:
+        """Kills the children of the process as soon as it has ended."""
+        await self._process.wait()
+        _kill_group(self._process.pid)
+
+    async def _listen(self) -> None:
         """Reads stderr and forgets all but its end."""
-        assert self._process.stderr is not None
-        with self._process.stderr as pipe:
-            while block := os.read(pipe.fileno(), 2**16):
-                self._stderr = (self._stderr + block)[-4 * MESSAGE_CHARACTERS :]
+        assert self._process.stderr
+        while block := await self._process.stderr.read(2**16):
+            self._stderr = (self._stderr + block)[-4 * MESSAGE_CHARACTERS :]
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS refuses if only dead processes are left
+        os.killpg(group, signal.SIGKILL)
 
 
 def _pickled(value: Any, what: str) -> bytes:
@@ -415,13 +431,3 @@ def _pickled(value: Any, what: str) -> bytes:
         return pickle.dumps(value)
     except Exception as error:  # anything that an object's own pickling raises
         raise UsageError(f"{what} must be picklable: {type(error).__name__}: {error}") from error
-
-
-def _let_go() -> None:
-    """Closes a fork's copies of the pipes that must close when this process ends."""
-    for process in _living:
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-os.register_at_fork(after_in_child=_let_go)

@@ -196,13 +196,8 @@ _SPEC = re.compile(
 _BUILTIN = ("exact_answer", "gsm8k_answer", "math_answer", "matches", "length", "overlong_penalty", "repetition")
 
 
-class Spec(NamedTuple):
-    """A reward as a text names it."""
-
-    name: str
-    weight: float
-    function: str  # as `Grader` takes it
-    arguments: Mapping[str, Any] | None
+# A reward as a text names it: name, weight, function as `Grader` takes it, and its arguments.
+Spec = tuple[str, float, str, Mapping[str, Any] | None]
 
 
 def parse_reward(text: str) -> Spec:
@@ -233,7 +228,7 @@ def parse_reward(text: str) -> Spec:
         weight = math.nan
     if not math.isfinite(weight):
         raise UsageError(f"the weight of the reward {text!r} is no number: {match['weight']}")
-    return Spec(name, weight, function, arguments)
+    return name, weight, function, arguments
 
 
 @contextmanager
@@ -257,18 +252,18 @@ def open_rewards(
       UsageError: one cannot be read or loaded, two have one name, or all weights are 0.
     """
     specs = [parse_reward(text) for text in texts]
-    names = [spec.name for spec in specs]
+    names = [name for name, *_ in specs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UsageError(f"two rewards are called {twice[0]}: give them names, as in other={twice[0]}")
-    if not any(spec.weight for spec in specs):
+    if not any(weight for _, weight, *_ in specs):
         raise UsageError("every reward has the weight 0: there is nothing to learn from")
     options = {"deadline": deadline, "budget": budget, "group_size": group_size, "memory_mb": memory_mb}
     with ExitStack() as stack:
         rewards = {}
-        for spec in specs:
-            grader = Grader(spec.function, arguments=spec.arguments, chunk="prompt", **options)
-            rewards[spec.name] = Component(stack.enter_context(grader), spec.weight)
+        for name, weight, function, arguments in specs:
+            grader = Grader(function, arguments=arguments, chunk="prompt", **options)
+            rewards[name] = Component(stack.enter_context(grader), weight)
         yield rewards
 
 

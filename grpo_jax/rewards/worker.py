@@ -18,9 +18,8 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from grpo_jax.data.coroutines import run_to_end
 from grpo_jax.data.types import (
@@ -44,6 +43,7 @@ _PARAMETERS = {
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 _is_worker = False
+answers: BinaryIO  # of a worker: the pipe to its parent
 
 
 def is_worker() -> bool:
@@ -189,18 +189,20 @@ def _module_name(place: str) -> str:
 
 
 def main() -> None:
-    """Serves the connection whose file descriptor is the first argument, until the process is killed."""
-    global _is_worker
-    _is_worker = True
-    connection = Connection(int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)
-    # Nothing is written to standard input: it closes when the parent ends, however that ends. Then a shell kills this
+    """Answers requests until the process is killed. The first argument is the file descriptor of the lifeline."""
+    global _is_worker, answers
+    _is_worker, lifeline = True, int(sys.argv[1])
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    for file, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY)):  # for functions that read their input, or print
+        os.dup2(os.open(os.devnull, mode), file)
+    # Nothing is written to the lifeline: it closes when the parent ends, however that ends. Then a shell kills this
     # process and its children. A thread could not while a function holds the interpreter's lock.
-    subprocess.run(["sh", "-c", "exec 3<&0; (read line <&3; kill -KILL 0) >&- 2>&- &"], check=True)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for functions that read their input
+    end = "exec 3<&0; (read line <&3; kill -KILL 0) >&- 2>&- &"
+    subprocess.run(["sh", "-c", end], stdin=lifeline, check=True)
+    os.close(lifeline)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
     faulthandler.enable(file=_STDERR)
-    setup = pickle.loads(connection.recv_bytes())
+    setup = pickle.loads(_read(requests)[1])
     os.chdir(setup["folder"])
     sys.path[:] = setup["path"]
     kind, spec = setup["kind"], setup["spec"]
@@ -212,17 +214,23 @@ def main() -> None:
     if setup["memory_mb"] is not None:
         _limit_memory(setup["memory_mb"])
     while True:
-        connection.send_bytes(json.dumps(answer).encode())
-        answer = _answer(_rewards if kind == "reward" else _replies, function, connection.recv_bytes())
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+        answer = _answer(_rewards if kind == "reward" else _replies, function, *_read(requests))
 
 
-def _answer(call: Callable[..., list[Any]], function: Any, request: bytes) -> dict[str, Any]:
+def _read(requests: BinaryIO) -> tuple[float, bytes]:
+    """Returns the seconds for the next request, and the request."""
+    seconds, size = pickle.load(requests)
+    return seconds, requests.read(size)
+
+
+def _answer(call: Callable[..., list[Any]], function: Any, seconds: float, request: bytes) -> dict[str, Any]:
     """Returns what the function makes of a request: {"values": ...}, or {"reason": ..., "message": ...}."""
     try:
-        examples, questions, seconds = pickle.loads(request)
         # Shortly before it is killed, a function that hangs says on stderr where it is.
         faulthandler.dump_traceback_later(min(0.9 * seconds, threading.TIMEOUT_MAX), file=_STDERR)
-        return {"values": call(function, examples, questions)}
+        return {"values": call(function, *pickle.loads(request))}
     except BadReward as error:
         return _failure(error)
     except SystemExit as error:

@@ -3,12 +3,11 @@
 import hashlib
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from grpo_jax import __version__, hosts
 from grpo_jax.data.types import hash_files, hash_values
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.models.transformer import Params
+from grpo_jax.runs.files import write_json
 
 State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
 
@@ -46,7 +46,7 @@ class Checkpoints:
           folder: of the phase.
           keep: the newest so many stay.
           every: steps after which one is due; 0: none for that.
-          run: the digest of what the run began with, as in `Seal`; checkpoints of another run are passed over.
+          run: the digest of what the run began with, as in `write_seal`; checkpoints of another run are passed over.
           warn: says a sentence; None: on stderr.
         """
         self._folder, self._keep, self._every = folder.absolute(), keep, every
@@ -114,7 +114,8 @@ class Checkpoints:
         self._check_room(shapes)
         if not (step := hosts.first_says("where the run goes on", self._where_to_go_on() if hosts.is_first() else 0)):
             return like(), 0
-        restored = self._restore(step, _items(shapes), None if shardings is None else _items(shardings(shapes)))
+        targets = _placed(_items(shapes), None if shardings is None else _items(shardings(shapes)))
+        restored = self._read(step, {name: ocp.args.StandardRestore(target) for name, target in targets.items()})
         return shapes._replace(params=restored["params"], **restored["rest"]), step
 
     def _where_to_go_on(self) -> int:
@@ -133,17 +134,18 @@ class Checkpoints:
         passed: dict[int, str] = {}
         for step in sorted(steps, reverse=True):
             seal, wrong = check_seal(self._folder / str(step), part)
-            if seal and not seal.is_readable:
-                raise UsageError(
-                    f"checkpoint {step} in {self._folder} was written by grpo_jax {seal.version}, and this is "
-                    f"{__version__}, which cannot read it: take that version, or start a new run"
-                )
-            if seal and seal.step != step:
-                wrong = f"it is of step {seal.step}"
-            elif seal and seal.run != (run := self._run()) and None not in (seal.run, run):
-                wrong = "it is of another run, or of one that began with other options or rows"
-            elif seal:
-                return step, passed
+            if seal:
+                if seal["version"].rpartition(".")[0] != __version__.rpartition(".")[0]:
+                    raise UsageError(
+                        f"checkpoint {step} in {self._folder} was written by grpo_jax {seal['version']}, and this is "
+                        f"{__version__}, which cannot read it: take that version, or start a new run"
+                    )
+                if seal["step"] != step:
+                    wrong = f"it is of step {seal['step']}"
+                elif seal["run"] != (run := self._run()) and None not in (seal["run"], run):
+                    wrong = "it is of another run, or of one that began with other options or rows"
+                else:
+                    return step, passed
             passed[step] = wrong
         raise UsageError(
             f"{self._folder}: {_in_words(passed)}, and there is no other: put its files back, or start a new run"
@@ -174,17 +176,13 @@ class Checkpoints:
                 f"the checkpoints in {self._folder} are of a reward model, and of no policy: take the run's "
                 "folder reward-model, or name another phase with --phase"
             )
-        if "policy" not in names:
-            return self._restore(chosen, {"params": like})["params"], chosen
         # The parameters of methods that learn from rollouts are named by the role of their model.
-        part = _placed({"policy": like})
-        how = ocp.checkpoint_utils.construct_restore_args(part)
-        args = ocp.args.PyTreeRestore(part, restore_args=how, partial_restore=True)
-        return self._read(chosen, {"params": args})["params"]["policy"], chosen
-
-    def _restore(self, step: int, items: dict[str, Any], shardings: Any = None) -> Any:
-        args = {name: ocp.args.StandardRestore(target) for name, target in _placed(items, shardings).items()}
-        return self._read(step, args)
+        has_roles = "policy" in names
+        target = _placed({"policy": like} if has_roles else like)
+        how = ocp.checkpoint_utils.construct_restore_args(target)
+        args = ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=has_roles)
+        params = self._read(chosen, {"params": args})["params"]
+        return params["policy"] if has_roles else params, chosen
 
     def _read(self, step: int, items: Mapping[str, Any]) -> Any:
         """Returns the items of a checkpoint, each read as its arguments say."""
@@ -264,36 +262,20 @@ _DIGEST = "digest"  # of the seal itself
 _UNSEALED = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
-class Seal(NamedTuple):
-    """The contents of a checkpoint's seal."""
-
-    files: Mapping[str, str]  # path in its folder -> digest
-    step: int | None = None
-    run: str | None = None  # digest of what the run began with; None: it did not note that
-    version: str = "0.1.0"  # of this library, which did not note it before 0.2.0
-
-    @property
-    def is_readable(self) -> bool:
-        """Returns whether this version reads the checkpoint."""
-        return self.version.rpartition(".")[0] == __version__.rpartition(".")[0]
-
-
 def write_seal(folder: Path, *, step: int, run: str | None = None) -> None:
     """Seals a complete checkpoint.
 
     Args:
       folder: of the checkpoint.
-      step, run: as in `Seal`.
+      step: of the checkpoint.
+      run: the digest of what the run began with; None: it did not note that.
     """
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-    seal = Seal(hash_files(folder, names - _UNSEALED), step, run, __version__)
-    temporary = folder / f"{_SEAL_FILE}.tmp"
-    text = json.dumps(seal._asdict() | {_DIGEST: hash_values(seal._asdict())}, indent=1) + "\n"
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, folder / _SEAL_FILE)
+    seal = {"files": hash_files(folder, names - _UNSEALED), "step": step, "run": run, "version": __version__}
+    write_json(folder / _SEAL_FILE, seal | {_DIGEST: hash_values(seal)})
 
 
-def check_seal(folder: Path, part: str = "") -> tuple[Seal | None, str]:
+def check_seal(folder: Path, part: str = "") -> tuple[dict[str, Any] | None, str]:
     """Compares a checkpoint with its seal. One bit that differs is found.
 
     Args:
@@ -301,21 +283,19 @@ def check_seal(folder: Path, part: str = "") -> tuple[Seal | None, str]:
       part: only files whose paths begin so are read; their names are always compared.
 
     Returns:
-      The seal and "", or None and what is wrong, in words.
+      Its files, step, run and version, and ""; or None and what is wrong, in words.
     """
     if not folder.is_dir():
         return None, "it is no folder"
     if not (folder / _SEAL_FILE).exists():
         return None, "it was never completed" if any(folder.iterdir()) else "it is empty"
     try:
-        fields = json.loads((folder / _SEAL_FILE).read_text(encoding="utf-8"))
-        noted = fields.pop(_DIGEST, None)
-        seal = Seal(**fields)
-        files = dict(seal.files)
-        if noted != hash_values(fields):
+        seal = json.loads((folder / _SEAL_FILE).read_text(encoding="utf-8"))
+        if seal.pop(_DIGEST, None) != hash_values(seal):
             return None, f"its {_SEAL_FILE} is damaged"
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None, f"its {_SEAL_FILE} cannot be read"
+    files = seal["files"]
     try:
         if missing := [name for name in files if not (folder / name).is_file()]:
             return None, f"it lacks {missing[0]}"

@@ -42,19 +42,8 @@ from grpo_jax.runs.files import (
 from grpo_jax.runs.progress import RunConsole, Show, count_programs, progress, waiting
 
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
-_LINE = {"phase": str, "step": int}
-# What the lines of each file have, by name and type.
-_LINE_FILES: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(_NUMBER_FILES, _LINE),
-    "rollouts.jsonl": _LINE
-    | {
-        "prompt": str | list,
-        "completions": list[str],
-        "lengths": list[int],
-        "rewards": list[float | None],
-        "advantages": list[float | None],
-    },
-}
+_PHASE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
+_LINE = {"phase": str, "step": int}  # what each of their lines has
 # The warm start and the control: no phases that a run is for.
 SIDE_PHASES = ("warm", "control")
 
@@ -212,11 +201,11 @@ class RunFolder:
         """
         if not self.writes:
             return
-        for name, fields in _LINE_FILES.items():
+        for name in _PHASE_FILES:
             file = self.path / name
             if file.exists():
                 done = step or -1  # of a phase that begins, also the line before its first step is dropped
-                lines = complete_lines(file, fields)
+                lines = complete_lines(file, _LINE)
                 remaining = [line for line, record in lines if record["phase"] != phase or record["step"] <= done]
                 write_text(file, "".join(line + "\n" for line in remaining))
         numbers = [line for name in _NUMBER_FILES for line in self.lines(name) if line["phase"] == phase]
@@ -229,7 +218,7 @@ class RunFolder:
         Raises:
           UsageError: a line is not as a run writes it.
         """
-        return read_lines(self.path / name, _LINE_FILES.get(name, {}))
+        return read_lines(self.path / name, _LINE if name in _PHASE_FILES else {})
 
     def _log(self, name: str, record: dict[str, Any]) -> None:
         self._append(name, record)

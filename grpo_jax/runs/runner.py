@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -267,21 +267,16 @@ def profiling(folder: Path, begin: int, steps: int) -> Iterator[Callable[[int], 
       begin: the first step of the loop, numbered from 0. Recording begins two steps later.
       steps: how many are recorded; 0: none.
     """
-    first, recording = begin + _UNPROFILED, False
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # calls of Python would be most of the profile
+    with ExitStack() as recording:
 
-    def at_step(step: int) -> None:
-        nonlocal recording
-        if steps and step == first:
-            options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # calls of Python would be most of the profile
-            jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
-            recording = True
-        elif recording and step == first + steps:
-            jax.profiler.stop_trace()
-            recording = False
+        def at_step(step: int) -> None:
+            if steps and step == begin + _UNPROFILED:
+                recording.enter_context(
+                    jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options)
+                )
+            elif step == begin + _UNPROFILED + steps:
+                recording.close()
 
-    try:
         yield at_step
-    finally:
-        if recording:
-            jax.profiler.stop_trace()

@@ -6,7 +6,6 @@ from typing import Any
 
 from grpo_jax.data.episodes import (
     FAILURES,
-    MAX_CHARACTERS,
     Environment,
     Key,
     Reply,
@@ -16,9 +15,9 @@ from grpo_jax.data.episodes import (
     messages_of,
     reply_encoder,
 )
-from grpo_jax.data.types import Example
+from grpo_jax.data.types import BadReward, Example
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.rewards.processes import Processes, ProcessOptions, Unanswered
+from grpo_jax.rewards.processes import Processes, ProcessOptions
 from grpo_jax.rewards.worker import digest_of_source
 from grpo_jax.tasks.adapters import load_factory, trl_tools
 from grpo_jax.tasks.options import TaskOptions
@@ -55,9 +54,6 @@ def tools_of(options: TaskOptions) -> dict[str, Callable[..., Any]]:
     return load_tools(options.tools) if options.tools else {}
 
 
-_MOST_BYTES = 12 * MAX_CHARACTERS  # of a reply: JSON writes some characters as two of six each
-
-
 @contextmanager
 def environment_in_processes(
     spec: str, encode: Callable[[str], Sequence[int]], **options: Any
@@ -78,7 +74,7 @@ def environment_in_processes(
     Raises:
       UsageError: an impossible option, or the function cannot be loaded.
     """
-    processes = Processes("environment", spec, ProcessOptions(chunk=1, **options), _read_reply, _MOST_BYTES)
+    processes = Processes("environment", spec, ProcessOptions(chunk=1, **options), _read_reply)
     messages: dict[str, str] = {}
 
     def ask(examples: Sequence[Example], transcripts: Sequence[Transcript], keys: Sequence[Key]) -> list[Reply]:
@@ -97,7 +93,7 @@ def _read_reply(value: Any) -> Reply:
     return checked_reply(Reply(**value))
 
 
-def _reply(answer: Reply | Unanswered) -> Reply:
+def _reply(answer: Reply | BadReward) -> Reply:
     if isinstance(answer, Reply):
         return answer
-    return Reply(failure=answer.reason if answer.reason in FAILURES else "not a reply", message=answer.message)
+    return Reply(failure=answer.reason if answer.reason in FAILURES else "not a reply", message=str(answer))

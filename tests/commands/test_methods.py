@@ -14,7 +14,8 @@ from experiments.tasks import arithmetic
 from grpo_jax import hosts
 from grpo_jax.commands import evaluate, kto, sft, train
 from grpo_jax.commands.dpo import CONSTANTS
-from grpo_jax.data.preferences import read_preferences
+from grpo_jax.commands.offline import encoding
+from grpo_jax.data.preferences import encode_preferences, read_preferences
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.lora import merge
@@ -24,7 +25,6 @@ from grpo_jax.rewards.learned import load_reward_model
 from grpo_jax.runs import flags
 from grpo_jax.runs.export import Options, export
 
-pytestmark = pytest.mark.usefixtures("without_curves")
 SFT = ("--steps", 12, "--num-rows", 16, "--learning-rate", 1e-2, "--eval-every", 6, "--checkpoint-every", 4)
 PAIRS = ("--steps", 8, "--num-pairs", 16, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
 KTO = ("--steps", 8, "--num-completions", 16, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
@@ -122,7 +122,7 @@ def test_a_method_learns_rows_and_its_policy_is_exported_and_evaluated(
     assert results["after"]["change"] == pytest.approx(after - before, rel=1e-4)
     assert {name: held[0][f"heldout_{name}"] for name in first} == pytest.approx(first)
     assert lines[-1]["loss"] < lines[1]["loss"]
-    assert {"curves.png", "report.html", "model"} <= {file.name for file in out.iterdir()}
+    assert {"report.html", "model"} <= {file.name for file in out.iterdir()}
     printed = capsys.readouterr().out
     assert "plan: prompts that are text are encoded without a chat template" in printed
     assert "held-out " in printed
@@ -202,9 +202,8 @@ def test_a_run_is_extended_by_its_folder_alone(folder, tmp_path, method, options
 
 def test_prompts_are_not_learned_and_completions_end_with_eos(folder):
     config = flags.parse(sft.Config, None, ["--model", "model", "--task", "rows.jsonl", "--max-tokens", "2"])
-    texts = sft.encode_texts(config, sft.read_completions(config), load_pretrained(folder / "model"))
-    assert "dropped of 58 completions" in texts.notes[0]  # of two digits and EOS
-    packed = texts.training
+    packed, _, _, notes = sft.encode_texts(config, sft.read_completions(config), load_pretrained(folder / "model"))
+    assert "dropped of 58 completions" in notes[0]  # of two digits and EOS
     for ids, numbers, learned in zip(packed.ids, packed.texts, packed.completion_mask, strict=True):
         for number in range(1, numbers.max() + 1):
             answer = ids[(numbers == number) & learned].tolist()
@@ -267,10 +266,16 @@ def test_completions_of_pairs_end_with_eos_and_count_it(folder):
     args = ["--model", "model", "--data", "rows.jsonl", "--max-tokens", "2"]
     pretrained, eos_id = load_pretrained(folder / "model"), arithmetic.TEXT.eos_id
     preferences, _ = read_preferences(folder / "rows.jsonl")
-    whole = dpo.encode(flags.parse(dpo.Config, None, args), preferences, pretrained)
+
+    def encoded(*more):
+        config = flags.parse(dpo.Config, None, [*args, *more])
+        options = encoding(pretrained, config.model, config.max_tokens)
+        return encode_preferences(pretrained.tokenizer, preferences, **options)
+
+    whole = encoded()
     assert {(len(ids), ids[-1]) for pair in whole.answers for ids in pair} == {(2, eos_id)}
     assert any("longer than 2 tokens" in note for note in whole.notes)
-    cut = dpo.encode(flags.parse(dpo.Config, None, [*args, "--overlong", "truncate"]), preferences, pretrained)
+    cut = encoded("--overlong", "truncate")
     assert any(pair[0][-1] != eos_id and pair[1][-1] != eos_id for pair in cut.answers)
     assert len(cut.answers) > len(whole.answers)
 

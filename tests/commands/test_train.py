@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from grpo_jax.commands import evaluate
 from grpo_jax.errors import UsageError
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_curves")]
+pytestmark = pytest.mark.slow
 SMALL = ("--num-prompts", 4, "--group-size", 4, "--max-tokens", 8, "--steps", 2, "--eval-every", 1, "--seed", 3)
 SMALL += ("--num-heldout", 4)
 ROOM = ("--max-turns", 3, "--environment-tokens", 20)

@@ -11,19 +11,21 @@ from tiny import refused
 
 from grpo_jax.config import EngineOptions
 from grpo_jax.engines import completions
-from grpo_jax.engines.completions import Asked, Tokens
+from grpo_jax.engines.completions import request_body
 from grpo_jax.engines.engine import Engine
 from grpo_jax.errors import Interruption
 
 EOS = 6
-TOKENS = Tokens(8, (EOS,))
+VOCAB_SIZE = 8
 
 
 def decode(ids):
     return "".join(map(str, ids))
 
 
-ASKED = [Asked([1, 2, number], 1.0, number, 3) for number in range(5)]
+ASKED = [
+    request_body([1, 2, number], temperature=1.0, seed=number, max_tokens=3, eos_ids=(EOS,)) for number in range(5)
+]
 
 
 def echo(folder, body):
@@ -60,9 +62,9 @@ def choice_with(**changes):
 
 
 def test_completions_come_in_the_order_asked(server, tmp_path):
-    answers = engine_of(server, tmp_path).complete(np.ones(2), ASKED, TOKENS)
-    assert [answer.ids for answer in answers] == [[number, EOS] for number in range(5)]
-    assert answers[0].logprobs == [-0.5, -0.25]
+    answers = engine_of(server, tmp_path).complete(np.ones(2), ASKED, VOCAB_SIZE)
+    assert [ids for ids, _ in answers] == [[number, EOS] for number in range(5)]
+    assert answers[0][1] == [-0.5, -0.25]
 
 
 def test_a_redirect_does_not_carry_the_key_to_another_server(monkeypatch):
@@ -112,7 +114,7 @@ LIES = {
 def test_an_answer_that_cannot_be_ends_the_draw_in_a_sentence(server, tmp_path, words):
     server.tamper = LIES[words]
     with pytest.raises(Interruption, match=words) as error:
-        engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], TOKENS)
+        engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], VOCAB_SIZE)
     assert server.url in str(error.value)
     assert len(server.completions()) == 1  # it was not asked again
 
@@ -121,8 +123,8 @@ def test_an_answer_that_cannot_be_ends_the_draw_in_a_sentence(server, tmp_path, 
 def test_only_what_failed_is_asked_for_again_after_parameters_are_told_again(server, tmp_path, failure, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     server.tamper = lambda number, answer: failure if number == 2 else answer
-    answers = engine_of(server, tmp_path).complete(np.ones(2), ASKED, TOKENS)
-    assert [answer.ids[0] for answer in answers] == list(range(5))
+    answers = engine_of(server, tmp_path).complete(np.ones(2), ASKED, VOCAB_SIZE)
+    assert [ids[0] for ids, _ in answers] == list(range(5))
     assert len(server.completions()) <= 6
     assert [path for path, _ in server.asked].count("/collective_rpc") == 2
 
@@ -130,7 +132,7 @@ def test_only_what_failed_is_asked_for_again_after_parameters_are_told_again(ser
 def test_parameters_are_told_once_for_many_draws_and_leave_one_folder(server, tmp_path):
     engine, first, second = engine_of(server, tmp_path), np.ones(2), np.zeros(2)
     for params in (first, first, second):
-        engine.complete(params, ASKED[:1], TOKENS)
+        engine.complete(params, ASKED[:1], VOCAB_SIZE)
     folders = [body["kwargs"]["weights_path"] for path, body in server.asked if path == "/collective_rpc"]
     assert len(folders) == 2
     assert [str(folder) for folder in tmp_path.iterdir()] == [folders[1]]
@@ -141,16 +143,16 @@ def test_a_server_that_hangs_is_left_after_its_timeout(server, tmp_path):
     server.tamper = lambda number, answer: 503
     engine = engine_of(server, tmp_path, engine_timeout=0.05)
     with pytest.raises(Interruption, match=r"has not answered for 0.05 s \(503.*5 of 5 completions missing"):
-        engine.complete(np.ones(2), ASKED, TOKENS)
+        engine.complete(np.ones(2), ASKED, VOCAB_SIZE)
 
 
 def test_a_server_that_does_not_load_parameters_is_told_of(server, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "reply", lambda path, body: {"success": False, "message": "no such folder"})
     with pytest.raises(Interruption, match=r"does not load parameters \(no such folder\): it must see"):
-        engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED, TOKENS)
+        engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED, VOCAB_SIZE)
     monkeypatch.setattr(server, "reply", lambda path, body: 404)
     with pytest.raises(Interruption, match="refuses /update_weights_from_disk"):
-        engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED, TOKENS)
+        engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED, VOCAB_SIZE)
 
 
 def test_an_address_without_an_engine_is_refused_at_once(server, tmp_path):
@@ -167,7 +169,7 @@ def test_an_address_without_an_engine_is_refused_at_once(server, tmp_path):
 
 
 def test_requests_are_json_that_both_servers_read_and_no_default_of_a_server_counts(server, tmp_path):
-    engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], TOKENS)
+    engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], VOCAB_SIZE)
     body = json.loads(json.dumps(server.completions()[0]))
     assert (body["prompt"], body["stop_token_ids"], body["model"]) == ([1, 2, 0], [EOS], "the-model")
     assert (body["return_token_ids"], body["logprobs"]) == (True, 0)

@@ -21,7 +21,6 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks.adapters import trl_reward
 
-pytestmark = pytest.mark.usefixtures("without_curves")
 PROMPTS = ["1+1=", "2+2=", "12+3="]
 LINES = """
 from grpo_jax import GRPOTrainer
@@ -83,7 +82,7 @@ def test_the_five_lines(folder, tmp_path, monkeypatch, capsys):
     assert len(group["completions"]) == 12
     lines = {"metrics.jsonl", "times.jsonl", "rollouts.jsonl", "warnings.jsonl"}
     made = {"config.json", "inputs.json", "lock", "model", "checkpoints", "tensorboard"}
-    ending = {"curves.png", "report.html", "results.json"}
+    ending = {"report.html", "results.json"}
     assert {file.name for file in run.path.iterdir()} == lines | made | ending
     checksum = json.loads((run.path / "results.json").read_text())["params_sha256"]
     assert checksum in (run.path / "report.html").read_text()

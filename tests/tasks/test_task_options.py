@@ -9,7 +9,7 @@ from experiments.tasks import arithmetic
 from grpo_jax.data.types import Completion, hash_file
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
-from grpo_jax.rewards.reward import Spec, open_rewards, parse_reward
+from grpo_jax.rewards.reward import open_rewards, parse_reward
 from grpo_jax.tasks.options import TaskOptions, open_task
 
 BUILTIN = "grpo_jax.rewards.builtin:"
@@ -18,15 +18,15 @@ BUILTIN = "grpo_jax.rewards.builtin:"
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("gsm8k_answer", Spec("gsm8k_answer", 1.0, f"{BUILTIN}gsm8k_answer", {})),
-        ("lenient=0*length(maximum=1)", Spec("lenient", 0.0, f"{BUILTIN}length", {"maximum": 1})),
-        ("a.py:solved", Spec("solved", 1.0, "a.py:solved", None)),
+        ("gsm8k_answer", ("gsm8k_answer", 1.0, f"{BUILTIN}gsm8k_answer", {})),
+        ("lenient=0*length(maximum=1)", ("lenient", 0.0, f"{BUILTIN}length", {"maximum": 1})),
+        ("a.py:solved", ("solved", 1.0, "a.py:solved", None)),
         (
             " -0.5 * my/dir-2/a.py:make(n=3, names=['x'])",
-            Spec("make", -0.5, "my/dir-2/a.py:make", {"n": 3, "names": ["x"]}),
+            ("make", -0.5, "my/dir-2/a.py:make", {"n": 3, "names": ["x"]}),
         ),
-        ("x = 1e-3*pkg.mod:f()", Spec("x", 0.001, "pkg.mod:f", {})),
-        (r'matches(pattern="(a*b)=\\(\n")', Spec("matches", 1.0, f"{BUILTIN}matches", {"pattern": "(a*b)=\\(\n"})),
+        ("x = 1e-3*pkg.mod:f()", ("x", 0.001, "pkg.mod:f", {})),
+        (r'matches(pattern="(a*b)=\\(\n")', ("matches", 1.0, f"{BUILTIN}matches", {"pattern": "(a*b)=\\(\n"})),
     ],
 )
 def test_a_reward_is_read(text, expected):

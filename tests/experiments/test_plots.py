@@ -5,7 +5,7 @@ import json
 import pytest
 from matplotlib import pyplot
 
-from grpo_jax.runs import report
+from experiments import plots
 from grpo_jax.runs.folder import RunFolder
 
 
@@ -35,7 +35,7 @@ def test_the_three_curves_without_the_coin_and_without_what_never_moves(tmp_path
     ours = [{"reward": r, "heldout_avg": r / 2, "kl": 0.0, "entropy": 1 - r, "length_mean": 3.0} for r in (0.0, 0.5)]
     coin = [{"reward": 0.5, "heldout_avg": 0.25, "kl": 0.0, "entropy": e, "length_mean": 3.0} for e in (0.9, 0.8)]
     run = run_with(tmp_path, grpo=ours, control=coin)
-    report.save_curves(run, report.curves_of(run), ("grpo", "control"))
+    plots.save_curves(run, plots.curves_of(run), ("grpo", "control"))
     assert drawn == {
         "reward (dots: held out)": [[0.0, 0.5], [0.0, 0.25], [0.25, 0.25]],  # of the control the held-out score alone
         "entropy": [[1.0, 0.5], [0.9, 0.8]],
@@ -46,14 +46,14 @@ def test_the_three_curves_without_the_coin_and_without_what_never_moves(tmp_path
 def test_each_of_several_rewards_has_a_panel(tmp_path, drawn):
     lines = [{"reward": r, "reward_std": 0.1, "reward_a": 2 * r, "reward_b": -r, "kl": r} for r in (0.0, 0.5)]
     run = run_with(tmp_path, grpo=lines)
-    report.save_curves(run, report.curves_of(run), ("grpo",))
+    plots.save_curves(run, plots.curves_of(run), ("grpo",))
     values = {"reward": [0.0, 0.5], "reward a": [0.0, 1.0], "reward b": [0.0, -0.5], "kl": [0.0, 0.5]}
     assert drawn == {name: [line] for name, line in values.items()}
 
 
 def test_a_mean_of_seeds_and_a_run_of_one_step(tmp_path, drawn):
     seeds = {"grpo_0": [{"kl": 0.0}, {"kl": 1.0}], "grpo_1": [{"kl": 1.0}, {"kl": 2.0}]}
-    report.save_curves(run_with(tmp_path / "two", **seeds), (("kl", "KL"),), {"grpo": ["grpo_0", "grpo_1"]})
+    plots.save_curves(run_with(tmp_path / "two", **seeds), (("kl", "KL"),), {"grpo": ["grpo_0", "grpo_1"]})
     assert drawn == {"KL": [[0.5, 1.5]]}
-    report.save_curves(run_with(tmp_path / "one", grpo=[{"kl": 1.0}]), (("kl", "KL"),), ("grpo",))
+    plots.save_curves(run_with(tmp_path / "one", grpo=[{"kl": 1.0}]), (("kl", "KL"),), ("grpo",))
     assert drawn == {"KL": [[1.0]]}
