@@ -1,6 +1,6 @@
-"""Refusals of options that do not go together. Ranges of single options are declared by their types.
+"""Checks that options work together. Ranges of single options are declared by their types.
 
-A check yields a sentence for everything that it refuses; a run is refused with the first.
+A check yields a sentence for each conflict. The first sentence is raised as a `UsageError`.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -25,15 +25,15 @@ Sentences = Iterator[str]
 
 
 def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool = True) -> None:
-    """Refuses what cannot work, before anything is compiled.
+    """Raises if options do not work together, before anything is compiled.
 
     Args:
-      config: the run.
-      num_devices: devices that prompts are spread over.
-      compares_groups: whether advantages compare the completions of a group, so that a group of one is refused.
+      config: The configuration of the run.
+      num_devices: The number of devices over which prompts are sharded.
+      compares_groups: True if advantages compare the completions of a group, so that groups need a minimum size.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: Options do not work. The message says what to change.
     """
     check_ranges(config)
     compares_groups = compares_groups and not is_zero(config.distillation.reward_coef)
@@ -53,14 +53,14 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
 
 
 def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
-    """Refuses what cannot work in PPO, as `validate` does.
+    """Raises if options of PPO do not work together, as `validate` does.
 
     Args:
-      config: the run.
-      num_devices: devices that prompts are spread over.
+      config: The configuration of the run.
+      num_devices: The number of devices over which prompts are sharded.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: Options do not work. The message says what to change.
     """
     check_ranges(config)
     _refuse_first(_groups_in_ppo(config.run))
@@ -69,44 +69,44 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
 
 
 def validate_mesh(config: MeshConfig) -> None:
-    """Refuses a mesh that no number of devices can have, as `validate` does."""
+    """Raises if the options of a mesh do not work together, as `validate` does."""
     check_ranges(config)
     _refuse_first(_mesh(config))
 
 
 def validate_divergence(config: DistillationConfig) -> None:
-    """Refuses constants that the divergence from a teacher does not have, as `validate` does."""
+    """Raises if the divergence from a teacher lacks constants that are set, as `validate` does."""
     check_ranges(config)
     _refuse_first(_divergence(config))
 
 
 def check_episodes(options: SamplingConfig, *, has_environment: bool) -> None:
-    """Refuses turns without an environment, and an environment without room for its replies.
+    """Raises for turns without an environment, and for an environment without room for its replies.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: Options do not work. The message says what to change.
     """
     _refuse_first(_episodes(options, has_environment))
 
 
 def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
-    """Refuses a model that nothing is learned from, and options without the model that they need.
+    """Raises if a teacher is loaded but not used, or used but not loaded.
 
     Args:
-      config: the run.
-      roles: of the models that there are.
+      config: The configuration of the run.
+      roles: The roles of the loaded models.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: Models and options do not match. The message says what to change.
     """
     _refuse_first(_teacher(config.distillation, "teacher" in roles))
 
 
 def check_control(config: GRPOConfig) -> None:
-    """Refuses a control, whose rewards are a coin toss, if the policy learns from more than rewards.
+    """Raises if a control, whose rewards are coin tosses, would also learn from a teacher.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: The run has a teacher.
     """
     if config.distillation.teacher:
         raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")

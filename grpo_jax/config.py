@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
     Preset = Literal[tuple(PRESETS)]  # a type checker cannot read this; the command line offers these names
 
-# What a preset sets: options with the names of fields of `Objective`, and of constants of its term.
+# Options that a preset sets: fields of `Objective`, and constants of its term.
 NUMBERS = ("kl_coef", "entropy_coef", "kl_in_reward", "kl_bias_correction")
 CONSTANTS = ("epsilon_low", "epsilon_high", "delta")
 
@@ -46,7 +46,7 @@ PlannedRemat = Literal["auto", "none", "layer", "offload"]
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which pretrained model, and how it is computed and trained."""
+    """The pretrained model, and how it is computed and trained."""
 
     model: str = ""
     """Folder of a Hugging Face model, or its id on the hub."""
@@ -193,7 +193,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The loss: a published method, and its numbers."""
+    """The loss: a published method and its constants."""
 
     preset: Preset = "grpo"
     """Published method: advantage, ratio, surrogate, aggregation, KL and their numbers, which other options replace."""
@@ -322,7 +322,7 @@ class LoggingConfig(CheckpointConfig):
 
 @dataclass(frozen=True)
 class GRPOConfig(PhaseConfig):
-    """A GRPO run. In Python `recipe` makes one, and `with_options` changes fields of any group."""
+    """The configuration of a GRPO run. `recipe` makes it, and `with_options` changes fields of any group."""
 
     seed: Seed = 0
     """Random seed of prompts, sampling and shuffling."""
@@ -441,11 +441,11 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """A PPO run: the loss of a preset, with a critic's advantages of tokens in place of those of groups.
+    """The configuration of a PPO run: the loss of a preset, with advantages of tokens from a critic.
 
-    Lite PPO's loss is that of PPO: ratios of tokens clipped at 0.2 (1707.06347), and the mean over tokens. A critic
-    needs no second completion of a prompt. The KL is in the reward, at the 0.02 of InstructGPT (2203.02155). Another
-    preset brings its own KL, or none.
+    The default preset is Lite PPO, whose loss is PPO's: ratios of tokens clipped at 0.2 (1707.06347), and the mean over
+    tokens. One completion per prompt suffices with a critic. The KL is in the reward, with the coefficient 0.02 of
+    InstructGPT (2203.02155). Other presets bring their own KL, or none.
     """
 
     run: GRPOConfig = recipe("lite_ppo", group_size=1, kl_coef=0.02, kl_in_reward=True)

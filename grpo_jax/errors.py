@@ -1,4 +1,4 @@
-"""Errors that a user can mend."""
+"""Errors that a user can fix."""
 
 import contextlib
 import errno
@@ -8,11 +8,10 @@ from pathlib import Path
 
 
 class UsageError(ValueError):
-    """An option, a file or a task that cannot work, in one sentence that says what to change.
+    """An error in an option, a file or a task, whose message is one sentence that says what to change.
 
-    Programs print it without a traceback; any other error is a defect and keeps its own. What it quotes may have line
-    breaks or be long, and the sentence has not: lines are joined, and the middle of more than 1,000 characters is left
-    out.
+    Programs print the message without a traceback. Any other error is a defect and keeps its traceback. Line breaks in
+    the message are joined, and beyond 1,000 characters its middle is left out.
     """
 
     def __init__(self, sentence: str) -> None:
@@ -25,18 +24,17 @@ _LONGEST = 1000  # characters of a sentence
 
 
 class Interruption(UsageError):
-    """Something that a run waits for is gone, or not what it was. Nothing of the run is wrong: what it has learned is
-    saved, and it can be resumed."""
+    """An error in something that a run waits for, such as a server. The run itself is saved and can be resumed."""
 
 
 def abbreviate(value: object) -> str:
-    """A value in an error: one line, and not more than one can read."""
+    """Returns a value as text for an error message, at most 60 characters of its `repr`."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def reason_of(error: Exception) -> str:
-    """Returns why something failed, in a few words: the first line of what an error says."""
+    """Returns the first line of an error's message, or the name of its type."""
     text = str(getattr(error, "strerror", None) or error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -49,10 +47,10 @@ def missing(package: str | None) -> ImportError:
 
 
 def need(*packages: str) -> None:
-    """Refuses to go on without packages of the extra `train`.
+    """Raises if packages of the extra `train` are missing.
 
     Raises:
-      ImportError: one of them is not installed.
+      ImportError: A package is not installed.
     """
     for package in packages:
         if find_spec(package) is None:
@@ -60,10 +58,10 @@ def need(*packages: str) -> None:
 
 
 def user_path(name: str | Path) -> Path:
-    """Returns a path that the user names, with ~ replaced. Nothing need exist there.
+    """Returns a path from the user, with ~ expanded. The path need not exist.
 
     Raises:
-      UsageError: no file can have this name, or a folder above it cannot be entered.
+      UsageError: No file can have this name, or a folder above it cannot be entered.
     """
     try:
         path = Path(name).expanduser()
@@ -79,7 +77,7 @@ def user_path(name: str | Path) -> Path:
     return path
 
 
-# Limits of the machine: numbers of errors, what libraries write instead of a number, and the sentence.
+# Limits of the machine: error numbers, the texts of libraries that raise without a number, and the message.
 _LIMITS = (
     ({errno.ENOSPC, errno.EDQUOT}, "No space left on device|Disk quota exceeded", "the disk is full: free some space"),
     ({errno.EFBIG}, "File too large", "a file is larger than a limit allows: raise the limit (ulimit -f)"),
@@ -91,7 +89,7 @@ _UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}  # somet
 
 
 def lacking(error: BaseException) -> str:
-    """Returns what the machine lacks, as a sentence without its end, if an error was raised for that; else nothing."""
+    """Returns which resource the machine lacks, without a final period, or "" if the error has another cause."""
     number, text = getattr(error, "errno", None), " ".join(str(error).split())
     for numbers, words, sentence in _LIMITS:
         if number in numbers or re.search(words, text):

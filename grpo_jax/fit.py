@@ -26,22 +26,22 @@ def fit(
     """Minimises an objective over batches, continuing from the newest checkpoint of this phase in the run.
 
     Args:
-      objective: such as `sft_objective`, `distillation_objective`, `preference_objective`, `kto_objective` or
-        `reward_model_objective`.
-      params: where training starts, as the objective takes them; `models.params.split` says which of them are trained.
-      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x the `devices.parts` of
-        the devices. Every host makes the whole batch.
-      config: the phase.
-      run: where lines and checkpoints go.
-      phase: names lines and checkpoints.
-      evaluate: (all parameters, steps taken) -> numbers to log, called at step 0 and every `config.eval_every` steps.
+      objective: The objective, such as `sft_objective`, `distillation_objective`, `preference_objective`,
+        `kto_objective` or `reward_model_objective`.
+      params: Initial parameters for the objective. `models.params.split` decides which of them are trained.
+      batches: A pure function from a step to its batch. The leading axis is a multiple of microbatches x the
+        `devices.parts` of the devices. Every host makes the whole batch.
+      config: The configuration of the phase.
+      run: The folder for lines and checkpoints.
+      phase: The name of the phase, which names lines and checkpoints.
+      evaluate: (all parameters, steps taken) -> metrics to log, called at step 0 and every `config.eval_every` steps.
 
     Returns:
       The final state. The model is `join(state.params, split(params)[1])`, both of `models.params`.
 
     Raises:
-      UsageError: the configuration cannot work.
-      FloatingPointError: gradients were not finite too many times in a row.
+      UsageError: The configuration does not work.
+      FloatingPointError: Gradients were not finite too many times in a row.
     """
     devices, programs = devices_of(config), make_fit_programs(objective, config)
     trained, frozen = (place(part, devices) for part in split(params))

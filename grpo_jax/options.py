@@ -1,7 +1,7 @@
 """Options as data: dataclasses whose fields are options or groups of options.
 
-Every option has a name of its own, in whichever group it is. Its type declares its ranges: `Annotated[int,
-at_least(1)]` is a whole number from 1. A type may have several ranges; a number must be in all of them.
+The name of an option is unique across groups. Its type declares its ranges: `Annotated[int, at_least(1)]` is a whole
+number from 1. A type may have several ranges; a number must be in all of them.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Config = TypeVar("Config", bound=Any)  # a dataclass whose fields are options or
 
 
 class Range(NamedTuple):
-    """Numbers that an option may be."""
+    """A range of numbers that an option accepts."""
 
     contains: Callable[[float], bool]
     """Number -> true if it is in the range; NaN is in none."""
@@ -60,13 +60,13 @@ Share = Annotated[float, above(0), Range(lambda number: number <= 1, "at most 1"
 
 
 def check_ranges(options: Any) -> None:
-    """Refuses numbers that are not in the ranges of their types.
+    """Raises if a number is not in the ranges of its type.
 
     Args:
-      options: a dataclass whose fields are options or dataclasses of options.
+      options: A dataclass whose fields are options or dataclasses of options.
 
     Raises:
-      UsageError: one sentence that names the option and its range.
+      UsageError: A number is out of range. The message names the option and its range.
     """
     types = option_types(type(options), include_extras=True)
     for name, value in options_of(options).items():
@@ -74,15 +74,15 @@ def check_ranges(options: Any) -> None:
 
 
 def check_number(name: str, value: Any, hint: Any) -> None:
-    """Refuses a number that is not in the ranges of its type.
+    """Raises if a number is not in the ranges of its type.
 
     Args:
-      name: of the option.
-      value: of the option; None is in every range.
-      hint: its type, such as `Size` or `Size | None`.
+      name: The name of the option.
+      value: The value of the option. None is in every range.
+      hint: The type of the option, such as `Size` or `Size | None`.
 
     Raises:
-      UsageError: one sentence that names the option and its range.
+      UsageError: The number is out of range. The message names the option and its range.
     """
     for part in _ranges_of(hint) if value is not None else ():
         if not part.contains(value):
@@ -106,15 +106,15 @@ def check_types(kind: type, values: Mapping[str, Any]) -> None:
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
-    """Refuses a value that is not of a type.
+    """Raises if a value does not have a type.
 
     Args:
-      name: of the option or field.
-      value: as a JSON file holds it, or Python.
-      hint: its type.
+      name: The name of the option or field.
+      value: The value, from JSON or Python.
+      hint: The type.
 
     Raises:
-      UsageError: one sentence that names the option and what it may be.
+      UsageError: The type differs. The message names the option and valid values.
     """
     if fits(value, hint):
         return
@@ -226,14 +226,14 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def check_known(options: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses names of options that there are not.
+    """Raises if options are unknown.
 
     Args:
-      options: names.
-      known: names of the options that there are.
+      options: The names to check.
+      known: The names of all options.
 
     Raises:
-      UsageError: one sentence, with the closest known names.
+      UsageError: A name is unknown. The message lists the closest known names.
     """
     for name in options:
         if name not in known:

@@ -40,7 +40,7 @@ class Loaded(NamedTuple):
     pretrained: Pretrained
 
 
-Models = Mapping[str, Loaded]  # by role: "policy", and "teacher" if there is one
+Models = Mapping[str, Loaded]  # by role: "policy", and optionally "teacher"
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,15 @@ Options = TypeVar("Options", bound=RunOptions)
 
 
 def load_models(options: ModelOptions, config: GRPOConfig, *, pretrained: Pretrained | None = None) -> Models:
-    """Loads the policy, and its teacher if there is one, where the devices of the run take them.
+    """Loads the policy, and its teacher if there is one, sharded over the devices of the run.
 
     Args:
-      options: of the model.
-      config: the run.
-      pretrained: as in `load_model`.
+      options: The options of the model.
+      config: The configuration of the run.
+      pretrained: A model that is already loaded, as in `load_model`.
 
     Raises:
-      UsageError: a model is missing, or models and options do not fit each other.
+      UsageError: A model is missing, or models and options do not match.
     """
     teacher = config.distillation.teacher
     check_models(config, ("policy", "teacher") if teacher else ("policy",))
@@ -83,16 +83,13 @@ def load_model(
     """Loads the model that the options name.
 
     Args:
-      options: of the run.
-      seed: of new adapters.
-      pretrained: a model that is loaded already; only the LoRA options are then read.
-      sharding: as in `load_pretrained`.
-
-    Returns:
-      The model.
+      options: The options of the model.
+      seed: The random seed of new adapters.
+      pretrained: A model that is already loaded. Only the LoRA options then apply.
+      sharding: The sharding of parameters, as in `load_pretrained`.
 
     Raises:
-      UsageError: there is none, or it cannot be trained as asked.
+      UsageError: There is no such model, or it cannot be trained with these options.
     """
     check_ranges(options)
     rank = options.lora_rank
@@ -112,7 +109,7 @@ def load_model(
             param_dtype=options.param_dtype,
             quantize=options.quantize,
             dtype=options.dtype,
-            remat="none" if options.remat == "auto" else options.remat,  # auto: until it is planned
+            remat="none" if options.remat == "auto" else options.remat,  # auto is planned later
             attention=options.attention,
             router=options.router,
             sharding=sharding,
@@ -127,16 +124,16 @@ def load_model(
 
 
 def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *, sharding: Any = None) -> Loaded:
-    """Loads a teacher, which is computed like the model that it teaches. Its parameters have the dtype of activations.
+    """Loads a teacher with the dtype and attention of the student. Its parameters have the dtype of activations.
 
     Args:
-      name: a folder of a Hugging Face model, or its id on the hub.
-      options: of the model that it teaches.
-      student: that model.
-      sharding: as in `load_pretrained`.
+      name: The folder of a Hugging Face model, or its id on the hub.
+      options: The options of the student.
+      student: The model that learns from the teacher.
+      sharding: The sharding of parameters, as in `load_pretrained`.
 
     Raises:
-      UsageError: there is none, or its tokens differ from the student's.
+      UsageError: There is no such model, or its tokens differ from the student's.
     """
     teacher = load_pretrained(
         name, param_dtype=options.dtype, dtype=options.dtype, attention=options.attention, sharding=sharding
@@ -150,15 +147,15 @@ def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *
 
 
 def check_vocabulary(teacher: Mapping[str, int], student: Mapping[str, int], name: str | Path) -> None:
-    """Refuses a teacher whose tokens are not those of the model.
+    """Raises if teacher and student have different tokens.
 
     Args:
-      teacher: token -> id of the teacher.
-      student: token -> id of the model.
-      name: the teacher's.
+      teacher: The vocabulary of the teacher: token -> id.
+      student: The vocabulary of the student: token -> id.
+      name: The name of the teacher.
 
     Raises:
-      UsageError: they differ; the sentence names a token.
+      UsageError: The vocabularies differ. The message names a token.
     """
     for token in sorted(teacher.keys() | student.keys()):
         ids = [vocabulary.get(token, "no token") for vocabulary in (teacher, student)]
@@ -170,10 +167,10 @@ def check_vocabulary(teacher: Mapping[str, int], student: Mapping[str, int], nam
 
 
 def decide_chat(chat: bool | None, options: ModelOptions) -> bool:
-    """Returns `uses_chat` for a model whose weights are not read yet.
+    """Returns `uses_chat` for a model, without loading its weights.
 
     Raises:
-      UsageError: there is no model, or it has no tokenizer.
+      UsageError: There is no model, or it has no tokenizer.
     """
     return uses_chat(chat, load_tokenizer(model_folder(options.model)))
 
@@ -182,11 +179,11 @@ def decide_chat(chat: bool | None, options: ModelOptions) -> bool:
 
 
 class Algorithm(NamedTuple):
-    """The parts of the preparation that differ between methods that learn from rewards."""
+    """The parts of the preparation that differ between GRPO and PPO."""
 
-    phase: str  # names the lines and checkpoints of its runs
-    validate: Callable[..., None]  # (options, num_devices=...): refuses options that cannot work
-    # (models, task, options, sampler of an engine or None) -> programs, and the parameters by role that they start from
+    phase: str  # the name of its lines and checkpoints
+    validate: Callable[..., None]  # (options, num_devices=...): raises if options do not work
+    # (models, task, options, sampler of an engine or None) -> (programs, initial parameters by role)
     programs: Callable[[Models, Task, Any, Sampler | None], tuple[Programs, Params]]
 
 
@@ -197,7 +194,7 @@ def grpo_programs(
     policy, params = models["policy"].policy, {role: model.params for role, model in models.items()}
     if "teacher" not in models:
         return make_programs(policy, task, config, sampler=sampler), params
-    from grpo_jax.rl.distillation import make_distillation_programs  # a run without a teacher does not load it
+    from grpo_jax.rl.distillation import make_distillation_programs  # loaded only with a teacher
 
     return make_distillation_programs(policy, models["teacher"].policy, task, config, sampler=sampler), params
 
@@ -206,7 +203,7 @@ def ppo_programs(
     models: Models, task: Task, config: PPOConfig, sampler: Sampler | None = None
 ) -> tuple[Programs, Params]:
     """Makes the programs of PPO, and adds a critic to the policy."""
-    from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs  # a run without a critic does not load it
+    from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs  # loaded only for PPO
 
     policy, params, pretrained = models["policy"]
     programs = make_ppo_programs(policy, critic_policy(pretrained.config), task, config, sampler=sampler)
@@ -218,9 +215,9 @@ PPO = Algorithm("ppo", validate_ppo, ppo_programs)
 
 
 class Prepared(NamedTuple, Generic[Options]):
-    """Everything that a run trains with, before it has a folder."""
+    """Everything that a run needs to train, except its folder."""
 
-    options: Options  # with what was planned
+    options: Options  # with the choices of the memory plan
     models: Models
     task: Task
     programs: Programs
@@ -240,20 +237,20 @@ def prepare(
     """Plans the memory of a run and makes its programs, which are compiled at their first call.
 
     Args:
-      algorithm: the method.
-      options: of the run.
-      models: of `load_models`.
-      task: prompts and rewards.
-      engine: a server that samples in place of this process, or none.
-      note: tells the user what takes long.
+      algorithm: `GRPO` or `PPO`.
+      options: The options of the run.
+      models: The models, as returned by `load_models`.
+      task: Supplies the prompts and the reward.
+      engine: A server that samples instead of this process. Default: no server.
+      note: Prints a message about a slow step.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: Options do not work. The message says what to change.
     """
     options, models, plan = apply_memory_plan(options, models, task)
     config, sampler = run_of(options.train), None
     if engine.engine:
-        from grpo_jax.engines.sampler import sampler_of  # a run without an engine does not load it
+        from grpo_jax.engines.sampler import sampler_of  # loaded only with an engine
 
         sampler = sampler_of(engine, models["policy"].pretrained, task, config, note=note)
     programs, params = algorithm.programs(models, task, options.train, sampler)
@@ -261,27 +258,27 @@ def prepare(
 
 
 def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Options, Models, Plan]:
-    """Chooses what the memory of a device leaves to choose: pieces, and remat.
+    """Chooses pieces and remat by the memory of a device.
 
-    The choice is then an option like others, kept in the run's config.json. So a resumed run is computed as it began,
-    also on a machine with other memory.
+    The choice becomes part of the options in the run's config.json. So a resumed run uses it too, even on a machine
+    with different memory.
 
     Args:
-      options: of the run.
-      models: the policy, and perhaps a teacher.
-      task: its prompts.
+      options: The options of the run.
+      models: The policy, and a teacher if there is one.
+      task: Supplies the prompts.
 
     Returns:
-      The options and the models with the choice, and the plan.
+      The options and the models with the choice applied, and the plan.
 
     Raises:
-      UsageError: nothing fits; the sentence names what would.
+      UsageError: Nothing fits. The message names options that would.
     """
     policy, config = models["policy"], run_of(options.train)
     devices = devices_of(config)
     shape = shape_of(options.train, options.model, task.prompts(0).ids.shape[-1], parts=parts(devices))
     if "teacher" in models:
-        from grpo_jax.rl.distillation import output_bytes  # a run without a teacher does not load it
+        from grpo_jax.rl.distillation import output_bytes  # loaded only with a teacher
 
         scorer = models["teacher"].pretrained.config
         shape = shape._replace(scorer=scorer, output_bytes=output_bytes(config.distillation, scorer))
@@ -293,15 +290,15 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
 
 
 def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) -> None:
-    """Writes into a run's folder what it starts from, and prints its plan.
+    """Writes the description of the models into a run's folder, and prints the memory plan.
 
     Args:
-      run: new, or to be continued.
-      prepared: what it trains with.
-      chat: as in `keep_description`.
+      run: The folder of a new or resumed run.
+      prepared: The result of `prepare`.
+      chat: True if prompts are chat messages, as in `keep_description`.
 
     Raises:
-      UsageError: the run is resumed, and files of its models have changed.
+      UsageError: The run is resumed, and files of its models have changed.
     """
     plan, pretrained = prepared.plan, prepared.models["policy"].pretrained
     run.console.print(str(plan), markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Estimates from scores `[M, n]` of M prompts with n completions each, and how sure they are. NumPy alone.
+"""Estimates with confidence intervals from scores `[M, n]` of M prompts with n completions each.
 
 Prompts are drawn from a larger set and completions of one prompt are alike, so intervals come from resampling prompts.
 """
@@ -17,14 +17,14 @@ _CELLS = 2**20  # of an array of resamples; more are drawn in pieces
 
 
 class Interval(NamedTuple):
-    """A mean with the bounds of its confidence interval; NaN where nothing can be said of them."""
+    """A mean with the bounds of its confidence interval. Undefined bounds are NaN."""
 
     mean: float
     low: float
     high: float
 
     def named(self, name: str) -> dict[str, float]:
-        """The mean under a name, and the bounds under the same with `_low` and `_high`."""
+        """Returns the mean under a name, and the bounds with the suffixes `_low` and `_high`."""
         return {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
@@ -90,7 +90,7 @@ def majority(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]]) -
 def bootstrap(
     values: np.ndarray, *, binary: bool = True, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Interval:
-    """The mean of a value a prompt, with an interval from resampling prompts.
+    """Returns the mean of one value per prompt, with an interval from resampling prompts.
 
     Percentiles of the resampled means, further out for few prompts: their tail probability is
     Φ(−√(M / (M − 1)) t), with t the quantile of Student's distribution at M − 1 degrees ("expanded percentile",
@@ -98,11 +98,11 @@ def bootstrap(
     have Clopper and Pearson's bounds.
 
     Args:
-      values: `[M]`.
-      binary: whether they are shares of right answers, and no other rewards. Default: they are.
-      level: of confidence. Default 0.95.
-      resamples: how many. Default 10,000, enough for two digits of an interval's width (1411.5279).
-      seed: of the resampling: the same bounds every time.
+      values: One value per prompt, `[M]`.
+      binary: True if the values are shares of right answers, not other rewards. Default: True.
+      level: The level of confidence. Default: 0.95.
+      resamples: The number of resamples. Default: 10,000, enough for two digits of an interval's width (1411.5279).
+      seed: The random seed of the resampling.
 
     Returns:
       The mean and its interval; NaN bounds for fewer prompts than can have such a level (6 for 0.95), or where all
@@ -190,8 +190,8 @@ def interval_over_runs(values: Sequence[float] | np.ndarray, *, level: float = 0
     4.3 standard errors on either side.
 
     Args:
-      values: one a run.
-      level: of confidence, 0.95.
+      values: One value per run.
+      level: The level of confidence. Default: 0.95.
 
     Returns:
       The mean and its interval; bounds of NaN for a single run.

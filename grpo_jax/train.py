@@ -1,4 +1,7 @@
-"""Trains by rewards: an iteration of `rl` under the runner of `runs`, alone, with evaluations, or beside a control."""
+"""Trains with rewards, optionally with held-out evaluations or a control run.
+
+It runs the iteration of `rl` with the runner of `runs`.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,27 +40,29 @@ def train(
     evaluate: Callable[[Params, int], dict[str, float]] | None = None,
     until: int | None = None,
 ) -> TrainState:
-    """Trains by the programs of a method, continuing from the newest checkpoint of this phase in the run.
+    """Trains with the programs of a method. Resumes from the newest checkpoint of this phase in the run.
 
     Args:
-      params: where training starts: models by role, {"policy": ...}, and perhaps "critic" and "teacher". The policy's
-        are also the reference, if there is one. Of `lora.Adapted` parameters only the adapters are trained.
-      task: prompts and text.
-      config: the run.
-      run: where lines and checkpoints go.
-      programs: of the method; phases that differ only in the reward may share them.
-      phase: names lines and checkpoints.
-      reward: replaces the task's, and what its environment gives unless it has one of the task's rewards as a part.
-      evaluate: (parameters of the policy, steps taken) -> numbers to log, called at step 0, every `eval_every` steps,
+      params: Initial parameters by role: {"policy": ...}, and optionally "critic" and "teacher". The policy is also the
+        reference, if there is one. Only the adapters of `lora.Adapted` parameters are trained.
+      task: Supplies the prompts and decodes completions.
+      config: The configuration of the run.
+      run: The folder for lines and checkpoints.
+      programs: The programs of the run. Phases that differ only in the reward can share them.
+      phase: The name of the phase, which names lines and checkpoints.
+      reward: Replaces the reward of the task. Unless the two have a function in common, rewards of turns from the
+        environment are ignored too.
+      evaluate: (parameters of the policy, steps taken) -> metrics to log, called at step 0, every `eval_every` steps,
         and at the end.
-      until: the step to stop at. A later call continues from there, perhaps with another reward. None: the last step.
+      until: The step at which to stop. A later call continues from there, even with another reward. Default: the last
+        step.
 
     Returns:
       The final state. The models are `join(state.params, split(params)[1])`, both of `models.params`.
 
     Raises:
-      UsageError: the configuration cannot work.
-      FloatingPointError: gradients were not finite too many times in a row.
+      UsageError: The configuration does not work.
+      FloatingPointError: Gradients were not finite too many times in a row.
     """
     check_programs(programs, config)
     where.pop_bytes_moved()  # the first line counts only what this phase moves
@@ -97,7 +102,7 @@ def train(
 
 
 class HeldoutResult(NamedTuple):
-    """A policy's evaluation on the held-out prompts."""
+    """The evaluation of a policy on the held-out prompts."""
 
     evaluation: Evaluation
     calls: list[Samples]  # the evaluated completions
@@ -124,20 +129,20 @@ def learn(
     reward: Reward | Rewards | None = None,
     start: HeldoutResult | None = None,
 ) -> tuple[TrainState, HeldoutResult]:
-    """Trains, with held-out evaluations in the log. No parameters are evaluated twice.
+    """Trains, and logs held-out evaluations. No parameters are evaluated twice.
 
     Args:
-      params: where training starts, as `programs` take it.
-      task: its reward judges held-out completions.
-      config: of the phase.
-      run: of the phase.
-      programs: of the method.
-      phase: names it.
-      reward: to train on in place of the task's.
-      start: of `params`, if it is known.
+      params: Initial parameters by role.
+      task: Supplies the prompts, and the reward of held-out completions.
+      config: The configuration of the run.
+      run: The folder for lines and checkpoints.
+      programs: The programs of the run.
+      phase: The name of the phase, which names lines and checkpoints.
+      reward: Replaces the reward of the task in training.
+      start: The evaluation of the initial policy, if it is known.
 
     Returns:
-      The final state, and what its policy does on the held-out prompts.
+      The final state, and the evaluation of its policy.
     """
     latest = {0: start} if start else {}  # step -> evaluation
 
@@ -162,26 +167,26 @@ def train_with_control(
     *,
     phases: Sequence[str] = PHASES,
 ) -> tuple[dict[str, dict[str, float]], str]:
-    """Trains on the task's reward, and again from the same start on a coin toss.
+    """Trains on the task's reward, and then a control from the same initial parameters on coin tosses.
 
     Args:
-      params: the start of both.
-      task: with the reward.
-      config: of both.
-      run: of the phases.
-      programs: shared by both.
-      examine: (evaluation, the calls that it is of) -> further numbers of a row.
-      phases: the method, and "control" if there is to be one.
+      params: Initial parameters by role, of both phases.
+      task: Supplies the prompts and the reward.
+      config: The configuration of both phases.
+      run: The folder for lines and checkpoints.
+      programs: The programs of both phases.
+      examine: (evaluation, its calls of the sampler) -> further metrics of a row.
+      phases: The names of the phases: the method, and "control" to train a control.
 
     Returns:
-      Rows "before", "after" and perhaps "control": summaries of held-out evaluations, the last two with the change of
-      avg over the same prompts; and the SHA-256 of the policy's trained parameters after the first phase.
+      Rows "before", "after" and, with a control, "control": summaries of held-out evaluations, the last two with the
+      change of avg over the same prompts. And the SHA-256 of the policy's trained parameters after the first phase.
     """
 
     def row(held: HeldoutResult) -> dict[str, float]:
         return summary(held.evaluation) | examine(*held)
 
-    for phase in phases:  # before the start is evaluated, which takes long
+    for phase in phases:  # before the initial evaluation, which takes long
         run.keep_inputs(phase, inputs_of(task))
     run.announce_checkpoints(*phases)
     if max(saved_steps(run.path / "checkpoints" / phases[0]), default=0) < config.steps:

@@ -1,4 +1,4 @@
-"""GRPO in five lines: a model, a reward and prompts. `train.train` is for everything else."""
+"""GRPO in five lines: a model, a reward and prompts. Use `train.train` for everything else."""
 
 import contextlib
 import dataclasses
@@ -35,9 +35,9 @@ from grpo_jax.train import train
 
 
 class GRPOTrainer:
-    """Trains a model towards what a reward prefers among completions of the same prompt."""
+    """A trainer that fine-tunes a language model with rewards by GRPO."""
 
-    run: RunFolder  # of the newest call of `train`: metrics, rollouts, checkpoints, report.html
+    run: RunFolder  # the folder of the last call of `train`: metrics, rollouts, checkpoints, report.html
 
     def __init__(
         self,
@@ -54,27 +54,26 @@ class GRPOTrainer:
         """Loads the model.
 
         Args:
-          model: folder of a Hugging Face model, its id on the hub, or what `load_pretrained` returned.
-          reward_model: (examples, completions) -> a number for each completion, or None where it does not apply; may be
-            async. An example is a dict: "prompt", and the other columns of its row. Several rewards are given by name
-            and added up; `data.types.Component` gives one a weight other than 1.
-          clip_epsilon: epsilon_low and epsilon_high in one; None: the preset's.
-          environment: (example, transcript, key) -> `data.episodes.Reply`, which answers each turn of the policy; may
-            be async. `data.episodes.episode_return` is the reward of what it gives. It needs max_turns and
-            environment_tokens. Where the tokenizer has a chat template, a prompt that is a text is then a user's
-            message.
-          tools: functions that the policy may call, with type hints and docstrings, in place of an environment. The
+          model: The folder of a Hugging Face model, its id on the hub, or the result of `load_pretrained`.
+          reward_model: (examples, completions) -> a number for each completion, or None if the reward does not apply.
+            May be async. An example is a dict with "prompt" and the other columns of its row. Pass a dict from names to
+            rewards to sum several. `data.types.Component` sets a weight other than 1.
+          clip_epsilon: Sets both epsilon_low and epsilon_high. Default: those of the preset.
+          environment: (example, transcript, key) -> `data.episodes.Reply`. Answers each turn of the policy; may be
+            async. Needs max_turns and environment_tokens. The reward `data.episodes.episode_return` sums the rewards of
+            its replies. If the tokenizer has a chat template, text prompts become user messages.
+          tools: Functions that the policy may call, with type hints and docstrings, instead of an environment. The
             tokenizer needs a chat template.
-          environment_factory: a class written for TRL, in place of both: its methods are tools, and what its `reset`
-            returns stands behind the prompt. `tasks.adapters.trl_reward` makes a reward of what it earned.
-          run_dir: folder of the run; a number is added if it holds one.
-          **options: as for `config.recipe`, and fields of `ModelOptions`, with their defaults: steps 100, learning_rate
-            1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … But num_prompts (32) is
-            lowered to the prompts that there are and what minibatches, microbatches and devices divide, and there is no
-            eval_every and no eval_samples, for nothing is held out.
+          environment_factory: A class written for TRL, instead of `environment` and `tools`. Its methods are tools, and
+            the result of its `reset` is appended to the prompt. `tasks.adapters.trl_reward` makes a reward from it.
+          run_dir: The folder of the run. If it already holds a run, a number is appended.
+          **options: Options of `config.recipe` and fields of `ModelOptions`, with their defaults: steps 100,
+            learning_rate 1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … The default
+            num_prompts (32) is lowered if there are fewer prompts, and to a multiple of minibatches, microbatches and
+            devices. There is no eval_every or eval_samples, because the trainer has no held-out set.
 
         Raises:
-          UsageError: one sentence that says what to change.
+          UsageError: Arguments do not work. The message says what to change.
         """
         if clip_epsilon is not None:
             if {"epsilon_low", "epsilon_high"} & options.keys():
@@ -107,22 +106,22 @@ class GRPOTrainer:
         self._models = load_models(model_options, run, pretrained=pretrained)
 
     def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:
-        """Trains from the model given, in a new run; a second call begins there again.
+        """Trains in a new run. Each call starts from the original model.
 
-        The run's folder gets what `grpo-jax train` leaves in it, but for a command and for what is held out.
+        The run's folder gets the files of `grpo-jax train`, except the command and held-out results.
 
         Args:
-          prompts: texts, lists of chat messages, or rows, whose "prompt" is either; or a file of rows (.jsonl, .json).
-            All of them are trained on.
+          prompts: Texts, lists of chat messages, or rows whose "prompt" is either, or a file of rows (.jsonl, .json).
+            The trainer uses all of them for training.
 
         Returns:
-          The trained model, adapters merged in: with quantize into the original weights, which are read again.
-          `save_pretrained` writes its params and config, with its folder as the source. The model given stays as it
-          was.
+          The trained model with adapters merged. With quantize they are merged into the original weights, which are
+          loaded again. `save_pretrained` writes its params and config, with its folder as the source. The original
+          model does not change.
 
         Raises:
-          UsageError: one sentence that says what to change.
-          FloatingPointError: gradients were not finite too many times in a row.
+          UsageError: Prompts or options do not work. The message says what to change.
+          FloatingPointError: Gradients were not finite too many times in a row.
         """
         started, options, rows = time.perf_counter(), self._options, _rows(prompts)
         rows = rows if self._factory is None else trl_rows(self._factory, rows)
@@ -146,11 +145,11 @@ class GRPOTrainer:
 
     @property
     def _uses_chat(self) -> bool:
-        """Returns whether a prompt that is a text becomes a user's message, which an environment answers."""
+        """Returns true if text prompts become user messages, as for environments with a chat template."""
         return bool(self._reply and self._models["policy"].pretrained.tokenizer.chat_template)
 
     def _task(self, rows: Sequence[Mapping[str, Any]], *, num_prompts: int) -> Task:
-        """Makes a task of rows, all of which are trained on."""
+        """Makes a task from rows, without a held-out set."""
         run, model = run_of(self._options.train), self._options.model
         pretrained = self._models["policy"].pretrained
         if self._tools and not self._uses_chat:
@@ -175,21 +174,21 @@ class GRPOTrainer:
 
 
 def _environment(reply: ReplyFn, tools: Mapping[str, Any], pretrained: Pretrained) -> Environment:
-    """Returns the environment of a function, whose replies are those of tools if there are any."""
+    """Makes an environment from a function. With tools, its replies may have the role "tool"."""
     roles = ("tool", "user") if tools else ("user",)
     environment = environment_of(reply, reply_encoder(pretrained.tokenizer, pretrained.eos_ids, roles=roles))
     return environment._replace(measure=count_calls if tools else None)
 
 
 def _settings_of(pretrained: Pretrained) -> dict[str, Any]:
-    """Returns the options of `ModelOptions` that a loaded model has decided."""
+    """Returns the fields of `ModelOptions` that a loaded model determines."""
     settings = {name: getattr(pretrained.config, name) for name in ("dtype", "remat", "attention", "router")}
     dtype = str(pretrained.params["embedding"].dtype)
     return settings | {"param_dtype": dtype, "quantize": format_of(pretrained.params)}
 
 
 def _fitting_num_prompts(config: GRPOConfig, num_left: int) -> int:
-    """Returns the prompts of a step: the default or as many as there are, in pieces of one size."""
+    """Returns the largest number of prompts for a step that the pieces divide, up to the default."""
     pieces = max(config.optimizer.minibatches * (config.optimizer.microbatches or 1) * parts(devices_of(config)), 1)
     if num_left < pieces:
         raise UsageError(
@@ -203,7 +202,7 @@ def _fitting_num_prompts(config: GRPOConfig, num_left: int) -> int:
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options whose names and types a trainer knows."""
+    """Checks the names and types of options, and returns the converted options."""
     hints = option_types(GRPOConfig) | option_types(ModelOptions)
     for name in ("model", "eval_every", "eval_samples"):
         del hints[name]
@@ -212,7 +211,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Returns a value as its type hint has it: NumPy's numbers become Python's, lists tuples, and paths texts."""
+    """Checks a value against its type hint. Converts NumPy scalars to numbers, lists to tuples and paths to texts."""
     value = value.item() if isinstance(value, np.generic) else tuple(value) if isinstance(value, list) else value
     value = str(value) if isinstance(value, Path) and hint is str else value
     check_type(name, value, hint)
@@ -220,13 +219,13 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def _check_kind(name: str, value: Any, kinds: tuple[Any, ...], instead: str) -> None:
-    """Refuses an argument of another type than these."""
+    """Raises if an argument has none of these types."""
     if not isinstance(value, kinds):
         raise UsageError(f"{name} is of type {type(value).__name__}: {instead}")
 
 
 def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward | Rewards:
-    """Returns a reward that can be called, or several as components."""
+    """Checks a reward, and returns several rewards as components."""
     if not isinstance(reward, Mapping):
         _check_callable(reward)
         return reward
@@ -242,9 +241,9 @@ def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward
 
 
 def _check_callable(reward: Reward) -> None:
-    """Refuses what cannot be called with examples and completions."""
+    """Raises if a reward cannot be called with examples and completions."""
     try:
-        with contextlib.suppress(ValueError):  # what is written in C may not say
+        with contextlib.suppress(ValueError):  # functions in C may have no signature
             inspect.signature(reward).bind([], [])
     except TypeError:
         raise UsageError(
@@ -254,7 +253,7 @@ def _check_callable(reward: Reward) -> None:
 
 
 def _rows(prompts: Any) -> list[Mapping[str, Any]]:
-    """Returns prompts of any kind as rows."""
+    """Converts prompts of any kind to rows."""
     if isinstance(prompts, str) and not prompts.endswith(SUFFIXES):
         raise UsageError(f"prompts is one text: put it into brackets, or name a file that ends in {SUFFIXES[0]}")
     if isinstance(prompts, str | Path):

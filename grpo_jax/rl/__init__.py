@@ -1,4 +1,4 @@
-"""From rollouts to updates."""
+"""Methods that learn from rollouts."""
 
 from grpo_jax.errors import need
 

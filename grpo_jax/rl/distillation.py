@@ -1,10 +1,10 @@
-"""On-policy distillation: GRPO with a teacher that judges each token of what the policy samples.
+"""On-policy distillation: GRPO with a teacher that scores each token sampled by the policy.
 
-The teacher is a second policy, frozen, of any size that has the policy's tokens. It runs once for each rollout, as a
-scorer. The update needs its hidden states, or k of its likeliest tokens, or one log-probability; never logits
+The teacher is a frozen model of any size with the tokenizer of the policy. It runs once for each rollout, as a scorer.
+For each token the update needs its hidden state, or its k likeliest tokens, or one log-probability, but never logits
 `[N, G, T, V]`. The models are {"policy": ..., "teacher": ...}.
 
-Letters as in `types`; V tokens that policy and teacher both have, E features of the teacher.
+Letters as in `types`, and: V tokens that both policy and teacher have, E features of the teacher.
 """
 
 from typing import Any
@@ -29,24 +29,24 @@ from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, Method, RewardArrays, TeacherOutputs, Term
 from grpo_jax.tasks.task import Task
 
-# The last layer, which makes logits from hidden states: the unembedding `[V, D]`, and the softcap of `Policy`.
+# The last layer, from hidden states to logits: the unembedding `[V, D]`, and the softcap of `Policy`.
 Head = tuple[jax.Array, float | None]
 
 
 def make_distillation_programs(
     policy: Policy, teacher: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
 ) -> Programs:
-    """Checks everything that can be checked, and makes the programs, which are compiled at their first call.
+    """Checks all options and makes the programs of distillation, which are compiled at their first call.
 
     Args:
-      policy: the model's functions.
-      teacher: those of the teacher.
-      task: its tokens.
-      config: the run, with a distillation.
-      sampler: as in `compile_programs`.
+      policy: The functions of the model.
+      teacher: The functions of the teacher.
+      task: Supplies the widths of prompts and the special tokens.
+      config: The configuration of the run, which sets `distillation`.
+      sampler: Samples completions on the devices of the run. Default: the policy samples.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: Options do not work. The message says what to change.
     """
     check_models(config, ("policy", "teacher"))
     validate(config, num_devices=parts(devices_of(config)))
@@ -56,10 +56,10 @@ def make_distillation_programs(
 
 
 def check_top_k(config: DistillationConfig, vocab_size: int) -> None:
-    """Refuses as many of the teacher's likeliest tokens as there are tokens.
+    """Checks that `distillation_top_k` is below the number of tokens.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: It is too large.
     """
     if config.distillation_top_k >= vocab_size:
         raise UsageError(
@@ -69,12 +69,12 @@ def check_top_k(config: DistillationConfig, vocab_size: int) -> None:
 
 
 def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> Method:
-    """Returns GRPO with a teacher as data.
+    """Returns the method: GRPO with a teacher.
 
     Args:
-      policy: the model's functions.
-      teacher: those of the teacher.
-      config: the run.
+      policy: The functions of the model.
+      teacher: The functions of the teacher.
+      config: The configuration of the run.
     """
     options, grpo = config.distillation, grpo_method(policy, config)
 
@@ -116,14 +116,14 @@ def teacher_term(policy: Policy, teacher: Policy, config: DistillationConfig) ->
 def teacher_outputs(
     teacher: Policy, params: Params, config: DistillationConfig, batch: Batch, *, vocab_size: int
 ) -> TeacherOutputs:
-    """Returns what the loss needs of a teacher, which depends on the kind of distillation.
+    """Computes the outputs of a teacher that the loss needs, which depend on the kind of distillation.
 
     Args:
-      teacher: its functions.
-      params: its parameters.
-      config: of the run.
-      batch: as sampled.
-      vocab_size: tokens of the policy; further ones of the teacher are left out of its likeliest.
+      teacher: The functions of the teacher.
+      params: The parameters of the teacher.
+      config: The distillation options of the run.
+      batch: The sampled batch.
+      vocab_size: The number of tokens of the policy. Further tokens of the teacher are excluded from its top k.
     """
     if config.distillation == "k1":
         return TeacherOutputs(logprobs=score_completion_tokens(teacher, params, batch).logprobs)
@@ -134,14 +134,14 @@ def teacher_outputs(
 def outputs_of_states(
     config: DistillationConfig, hidden: jax.Array, head: Head, temperature: jax.Array | float, *, vocab_size: int
 ) -> TeacherOutputs:
-    """Returns what `token_divergence` needs of a teacher: its hidden states, or its likeliest tokens.
+    """Returns the teacher's outputs that `token_divergence` needs: hidden states, or the likeliest tokens.
 
     Args:
-      config: how it is learned from, other than by k1.
-      hidden: of the teacher, `[..., T, E]`.
-      head: of the teacher.
-      temperature: broadcasts against `[..., T]`.
-      vocab_size: as in `teacher_outputs`.
+      config: The distillation options of the run. The kind is not k1.
+      hidden: The hidden states of the teacher, `[..., T, E]`.
+      head: The last layer of the teacher.
+      temperature: The sampling temperature, which broadcasts against `[..., T]`.
+      vocab_size: The number of tokens of the policy, as in `teacher_outputs`.
     """
     if not config.distillation_top_k:
         return TeacherOutputs(hidden=hidden)
@@ -152,11 +152,11 @@ def outputs_of_states(
 
 
 def output_bytes(config: DistillationConfig, teacher: ModelConfig) -> int:
-    """Returns the bytes that `teacher_outputs` holds for each token of a rollout.
+    """Returns the size in bytes of `teacher_outputs` for each token of a rollout.
 
     Args:
-      config: of the run.
-      teacher: its decoder.
+      config: The distillation options of the run.
+      teacher: The configuration of the teacher's decoder.
     """
     if config.distillation == "k1":
         return 4
@@ -166,11 +166,11 @@ def output_bytes(config: DistillationConfig, teacher: ModelConfig) -> int:
 
 
 def taught_advantage(advantage: Advantage, config: DistillationConfig) -> Advantage:
-    """Weighs the advantages of rewards by `reward_coef`, and for k1 adds those of the teacher at each token.
+    """Weighs an advantage function by `reward_coef`, and for k1 adds advantages from the teacher.
 
     Args:
-      advantage: of the rewards.
-      config: of the run.
+      advantage: The advantage function of the rewards.
+      config: The distillation options of the run.
     """
 
     def taught(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
@@ -178,7 +178,7 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig) -> Advant
         weighted = batch.advantages if config.reward_coef == 1 else config.reward_coef * batch.advantages
         if config.distillation != "k1":
             return batch._replace(advantages=weighted), logged, logs
-        # The policy before the update is the one that sampled, unless it has a pass of its own.
+        # Without a separate scoring pass, use the sampler's log-probabilities as those before the update.
         logprobs = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
         assert batch.teacher is not None
         by_token = jnp.where(batch.completion_mask, F.teacher_advantages(logprobs, batch.teacher.logprobs), 0)
@@ -197,22 +197,21 @@ def token_divergence(
     outputs: TeacherOutputs | None,
     temperature: jax.Array | float,
 ) -> jax.Array:
-    """Returns the divergence of a policy from its teacher at each token, of the kind that the run asks for.
+    """Returns the divergence of a policy from its teacher at each token, of the kind that the options set.
 
-    Tokens that only one of them has, such as the padding of embeddings, are left out of both. If the policy
-    samples from padding that its teacher lacks, the teacher reads its own last row instead: such a token has no text
-    to learn.
+    Tokens that only one model has, such as padding of embeddings, are excluded from both distributions. If the policy
+    samples a padding token that its teacher lacks, the teacher embeds its own last token instead.
 
     Args:
-      config: of the run.
-      hidden: of the policy, `[..., T, D]`.
-      student: the policy's.
-      teacher: the teacher's.
-      outputs: of `teacher_outputs`.
-      temperature: of both, broadcasts against `[..., T]`.
+      config: The distillation options of the run.
+      hidden: The hidden states of the policy, `[..., T, D]`.
+      student: The last layer of the policy.
+      teacher: The last layer of the teacher.
+      outputs: The outputs of the teacher, as returned by `teacher_outputs`.
+      temperature: The sampling temperature, applied to both models. It broadcasts against `[..., T]`.
 
     Returns:
-      `[..., T]`, in nats.
+      The divergence of each token, `[..., T]`, in nats.
     """
     assert outputs is not None
     kind, beta, size = config.distillation, config.distillation_beta, min(len(student[0]), len(teacher[0]))

@@ -1,4 +1,4 @@
-"""Episodes: turns of the policy on the devices, and between them the replies of an environment, on the host."""
+"""Episodes: the policy takes turns on the devices, and an environment replies on the host."""
 
 import math
 from collections import defaultdict
@@ -22,9 +22,9 @@ from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episod
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
-# The two compiled programs of episodes, whatever the number of turns:
+# The two compiled programs, which serve any number of turns:
 # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Episodes after one turn, and
-# (params, episodes, replies [N, G, R], counts [N, G], continues [N, G]) -> Episodes; the old ones are donated
+# (params, episodes, replies [N, G, R], counts [N, G], continues [N, G]) -> Episodes; `episodes` is donated
 EpisodePrograms = tuple[Callable[..., Episodes], Callable[..., Episodes]]
 
 
@@ -34,13 +34,13 @@ def episode_sampler(
     """Returns the function `draw` of a `Sampler` whose completions are episodes.
 
     Args:
-      policy: the model's functions.
-      task: with an environment.
-      sampling: options of the run.
-      devices: where the programs run.
+      policy: The functions of the model.
+      task: Supplies the environment, and decodes completions.
+      sampling: The sampling options of the run.
+      devices: The devices that share the rows.
 
     Raises:
-      UsageError: the policy cannot continue after a reply.
+      UsageError: The policy cannot continue after a reply.
     """
     if policy.decoder is None:
         raise UsageError("this policy has no decoder, with which a completion goes on after a reply: give it one")
@@ -95,20 +95,21 @@ def play(
     sampling: SamplingConfig,
     devices: Devices,
 ) -> Completions:
-    """Episodes of prompts, from their first turn until all have ended.
+    """Plays one episode for each completion, from the first turn until all episodes have ended.
 
     Args:
-      programs: of the run.
-      params: the policy's.
-      given: prompt_ids, prompt_mask, numbers, temperature, on the devices.
-      noise: uint32 `[3]`, (seed, stream, index); with the numbers of completion and turn it is the key of a reply.
-      examples: N, of the prompts.
-      task: with an environment.
-      sampling: of the run.
-      devices: that programs run on.
+      programs: The programs of `episode_programs`.
+      params: The parameters of the policy.
+      inputs: The arrays prompt_ids, prompt_mask, numbers and temperature, on the devices.
+      noise: The arguments (seed, stream, index) of `step_key`, uint32 `[3]`. With the numbers of completion and turn
+        they are the key of a reply.
+      examples: The N examples of the prompts.
+      task: Supplies the environment, and decodes completions.
+      sampling: The sampling options of the run.
+      devices: The devices that share the rows.
 
     Returns:
-      The completions: rewards of turns and endings as NumPy arrays, all others on the devices.
+      The completions, on the devices.
     """
     assert task.environment
     numbers = to_numpy(inputs[2])
@@ -120,7 +121,7 @@ def play(
     for number in range(sampling.max_turns):
         places = [(int(i), int(j)) for i, j in np.argwhere(ending < 0)]
         sampled = _sampled(episodes, rewards)
-        for place in places:  # the last turn is read again: now it has an answer
+        for place in places:  # read the last turn again: now it has a reply
             so_far[place] = so_far.get(place, ())[:-1] + turns_of(sampled, place, task, first=max(number, 1))
         transcripts = [so_far[place] for place in places]
         keys = [(*map(int, noise), int(numbers[place]), number) for place in places]
@@ -144,7 +145,7 @@ def play(
 
 
 def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
-    """The tokens of episodes on the host."""
+    """Copies the tokens of episodes to the host."""
     out = episodes.running.out
     ids, mask, turn, truncated = to_numpy((out.completion_ids, out.completion_mask, out.turn, out.truncated))
     return Completions(ids, mask, None, None, truncated, turn, rewards)  # type: ignore[arg-type]
@@ -153,7 +154,7 @@ def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
 def _outcome(
     reply: Reply, sampled: Completions, place: tuple[int, int], number: int, task: Task, sampling: SamplingConfig
 ) -> tuple[str, Sequence[int]]:
-    """Returns how a reply ends its episode, "" if it continues, and the tokens of the reply that the policy reads."""
+    """Returns how a reply ends its episode ("" if it continues), and the tokens of the reply for the policy."""
     is_policy = sampled.completion_mask[place]
     if reply.failure or reply.done:
         return reply.failure or "done", ()
@@ -178,17 +179,17 @@ def _outcome(
 
 
 def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first: int = 1) -> tuple[Turn, ...]:
-    """The turns of an episode.
+    """Returns the turns of an episode.
 
     Args:
-      sampled: NumPy arrays.
-      place: of the episode among `[N, G]`.
-      task: for its decoder.
-      first: the number of the first turn that is wanted.
+      sampled: The completions as NumPy arrays.
+      place: The index of the episode in `[N, G]`.
+      task: Decodes completions.
+      first: The number of the first turn to return. Default: 1.
     """
     assert sampled.turn is not None
     turn = sampled.turn[place]
-    tokens = slice(int(np.argmax(turn == first)), np.count_nonzero(turn))  # tokens are in order, and 0 is after the end
+    tokens = slice(int(np.argmax(turn == first)), np.count_nonzero(turn))  # turns ascend, and are 0 after the end
     actions: dict[int, list[int]] = defaultdict(list)
     observations: dict[int, list[int]] = defaultdict(list)
     ids, mask = sampled.completion_ids[place], sampled.completion_mask[place]
@@ -208,11 +209,11 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
     return tuple(one(number) for number in actions)
 
 
-# ---- what is graded, logged and checked of episodes
+# ---- grading, metrics and checks
 
 
 def read_episode(task: Task, completions: Completions, place: tuple[int, int]) -> Completion:
-    """Returns the text of an episode, of all its tokens but those that end a turn, with its turns and its ending."""
+    """Returns the text of an episode, without EOS tokens, with its turns and its ending."""
     whole, turns = read_text(task, completions, place), turns_of(completions, place, task)
     return Completion(whole, whole.ids, whole.truncated, turns, ENDINGS[completions.ending[place]])
 
@@ -221,8 +222,8 @@ def turn_parts(completions: Completions, counted: bool) -> np.ndarray:
     """Returns the turns of each episode as parts: object `[N, G]`, tuples of `Span` in tokens.
 
     Args:
-      completions: NumPy arrays.
-      counted: whether a part has what the environment gave for the turn, or 0.
+      completions: The completions as NumPy arrays.
+      counted: True: the reward of a part is the environment's reward of the turn. False: it is 0.
     """
     parts = np.empty(completions.truncated.shape, object)
     for place in np.ndindex(parts.shape):
@@ -236,7 +237,7 @@ def turn_parts(completions: Completions, counted: bool) -> np.ndarray:
 
 
 def episode_numbers(task: Task, completions: Completions, texts: list[list[Completion]]) -> dict[str, np.ndarray]:
-    """Returns numbers of episodes `[N, G]` by name: turns, tokens of the environment, and what it measures."""
+    """Returns statistics of episodes `[N, G]` by name: turns, environment tokens, endings and its measures."""
     turn, mask = np.asarray(completions.turn), np.asarray(completions.completion_mask)
     numbers = {
         "turns": turn.max(-1),
@@ -254,7 +255,7 @@ def episode_numbers(task: Task, completions: Completions, texts: list[list[Compl
 
 
 def episode_metrics(graded: Graded) -> dict[str, Any]:
-    """Returns means of the numbers of episodes, and how many episodes ended in which way."""
+    """Returns means of the statistics of episodes, and the number of episodes for each ending."""
     episodes = graded.episodes
     means = {f"{name}_mean": float(episodes[name].mean()) for name in ("turns", "environment_tokens")}
     counts = np.bincount(episodes["ending"].ravel(), minlength=len(ENDINGS))
@@ -269,10 +270,10 @@ def episode_metrics(graded: Graded) -> dict[str, Any]:
 
 
 def check_first_episodes(task: Task, graded: Graded) -> None:
-    """Ends a run whose environment fails in every episode of the first rollout.
+    """Raises if the environment failed in every episode of the first rollout.
 
     Raises:
-      UsageError: how it failed, and where.
+      UsageError: The environment failed. The message says how and where.
     """
     if task.environment and task.environment.messages and _endings(graded) <= {"raised", "not a reply", "died"}:
         failure, message = next(iter(task.environment.messages.items()))
@@ -282,7 +283,7 @@ def check_first_episodes(task: Task, graded: Graded) -> None:
 
 
 def episode_warnings(task: Task, graded: Graded) -> dict[str, str]:
-    """Warns of what the environment failed at, once for each kind, and of episodes that had too few turns."""
+    """Returns a warning for each kind of failure of the environment, and one if all episodes ran out of turns."""
     assert task.environment is not None
     warnings = {
         f"environment {failure}": f"{_environment_failed(failure, message)}; metrics.jsonl counts them as "
@@ -303,8 +304,10 @@ def _environment_failed(failure: str, message: str) -> str:
 
 
 def turn_columns(completions: Completions, i: int, texts: Sequence[Completion]) -> dict[str, Any]:
-    """Returns what `readable` writes of a group of episodes: the turn of each token, negative if the environment wrote
-    it; what turns earned; and why episodes ended."""
+    """Returns the columns of a group of episodes for `readable`.
+
+    They are the turn of each token (negative if the environment wrote it), rewards of turns, and endings.
+    """
     lengths = completions.attention_mask[i].sum(-1)
     turn = np.where(completions.completion_mask[i], completions.turn[i], -completions.turn[i])
     return {
@@ -315,7 +318,7 @@ def turn_columns(completions: Completions, i: int, texts: Sequence[Completion]) 
 
 
 def empty_episodes(batch: Batch, sampling: SamplingConfig) -> Batch:
-    """Returns a batch of zeros with those of episodes."""
+    """Adds the fields of episodes, as zeros, to a batch of zeros."""
     shape = batch.temperature.shape
     rewards, ending = np.zeros((*shape, sampling.max_turns), np.float32), np.zeros(shape, np.int8)
     return batch._replace(turn=np.zeros_like(batch.completion_ids), turn_rewards=rewards, ending=ending)

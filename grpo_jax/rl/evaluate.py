@@ -1,4 +1,4 @@
-"""Held-out evaluation. Its completions do not depend on the shape of the sampler's calls."""
+"""Held-out evaluation, whose completions do not depend on the shape of the sampler's calls."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -20,55 +20,58 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.statistics import best_of, bootstrap, majority
 from grpo_jax.tasks.task import Task
 
-# Numbers of completions are 32 bits: 12 of them count the completions of a prompt.
+# Numbers of completions have 32 bits: 12 bits for the completion of a prompt, the rest for the prompt.
 _MAX_SAMPLES = 2**12 - 1
 _MAX_PROMPTS = 2**19
-_BLOCK = 256  # completions in a call of the reward, as in a step of 32 prompts and groups of 8
+_BLOCK = 256  # completions in a call of the reward, as in a step of 32 prompts with 8 completions each
 
 
 class Samples(NamedTuple):
     """One call of the sampler: N groups of G completions."""
 
-    prompts: Prompts  # N
-    numbers: np.ndarray  # int32 [N, G], of completions, that key their noise
+    prompts: Prompts  # N prompts
+    numbers: np.ndarray  # int32 [N, G], numbers of the completions, which key their noise
     greedy: np.ndarray  # bool [N, G]
-    counted: np.ndarray  # bool [N, G], false for what only fills the shape
+    counted: np.ndarray  # bool [N, G], false for completions that only fill the shape
     completions: Completions  # NumPy arrays; None before they are sampled
 
 
 class Evaluation(NamedTuple):
-    """Rewards of M held-out prompts with n sampled completions and a greedy one each."""
+    """Rewards of M held-out prompts with n sampled completions and one greedy completion each.
 
-    scores: np.ndarray  # float64 [M, n] of the metric, 0 where it is not graded
-    greedy: np.ndarray  # float64 [M]
-    graded: np.ndarray  # bool [M, n + 1], whether the metric is a finite number; here and below the last is greedy
-    components: dict[str, np.ndarray]  # name -> float32 [M, n + 1], unweighted, NaN where it does not apply
-    lengths: np.ndarray  # int [M, n + 1], in tokens, the ending one included
+    In fields of n + 1 completions the last one is greedy.
+    """
+
+    scores: np.ndarray  # float64 [M, n], the metric of sampled completions, 0 if not graded
+    greedy: np.ndarray  # float64 [M], the metric of greedy completions
+    graded: np.ndarray  # bool [M, n + 1], true if the metric is a finite number
+    components: dict[str, np.ndarray]  # name -> float32 [M, n + 1], unweighted, NaN where the reward does not apply
+    lengths: np.ndarray  # int [M, n + 1], in tokens, including EOS
     truncated: np.ndarray  # bool [M, n + 1]
     texts: list[list[Completion]]  # [M][n + 1]
-    answers: list[list[Hashable | None]] | None  # [M][n], where the task has them
+    answers: list[list[Hashable | None]] | None  # [M][n]; None if the task has none
 
 
 def sample_heldout(sampler: Sampler, params: Params, task: Task, config: GRPOConfig) -> Iterator[Samples]:
     """Samples n completions of each held-out prompt, and one greedily.
 
-    Calls have the given shape, so that evaluation compiles no program of its own. The noise of a completion depends on
-    the seed, the number of its prompt and its own number: not on the shape, nor on n. It is the same at every
-    evaluation, so that differences between two evaluations come from the parameters. The shape changes rounding, which
-    rarely changes a token.
+    Calls have the shape of training, so that evaluation compiles no program. The noise of a completion depends on the
+    seed, the number of its prompt and its own number, but not on the shape or on n. It is the same at every evaluation,
+    so that differences between two evaluations come from the parameters. The shape changes rounding, which rarely
+    changes a token.
 
     Args:
-      sampler: the run's.
-      params: to evaluate.
-      task: its held-out prompts are used.
-      config: the shape of the sampler's calls, the temperature of all but the greedy completions, the seed of the
-        noise, and n (`eval_samples`). Another n than G − 1 costs ⌈(n + 1) / G⌉ groups a prompt.
+      sampler: Samples completions on the devices of the run.
+      params: The parameters of the policy.
+      task: Supplies the held-out prompts.
+      config: The configuration of the run. It sets the shape of the calls, the temperature of sampled completions, the
+        seed, and n (`eval_samples`). A prompt takes ⌈(n + 1) / G⌉ groups.
 
     Yields:
-      Each call. What counts is in the order of prompts, and of one prompt's completions, the greedy one last.
+      The calls. Counted completions are in the order of prompts, and the greedy completion of a prompt is its last.
 
     Raises:
-      UsageError: there are no prompts, too many, or an impossible n.
+      UsageError: There are no prompts, too many prompts, or n is out of range.
     """
     params, shape = place(params, sampler.devices), config.sampling
 
@@ -84,7 +87,7 @@ def sample_heldout(sampler: Sampler, params: Params, task: Task, config: GRPOCon
     samples, counts = config.logging.eval_samples, {"num_prompts": shape.num_prompts, "group_size": shape.group_size}
     calls = map(start, heldout_calls(task.heldout, **counts, samples=samples))
     started = next(calls)
-    for following in calls:  # the devices work on it while the host reads the one before
+    for following in calls:  # the devices sample this call while the host reads the previous call
         yield fetch(started)
         started = following
     yield fetch(started)
@@ -93,44 +96,44 @@ def sample_heldout(sampler: Sampler, params: Params, task: Task, config: GRPOCon
 def heldout_calls(
     heldout: Prompts, *, num_prompts: int, group_size: int, samples: int | None = None
 ) -> Iterator[Samples]:
-    """Yields the calls of `sample_heldout`, without completions, with its errors; n is G − 1 if `samples` is None."""
+    """Yields the calls of `sample_heldout` without completions. n is `samples`, by default G − 1."""
     samples, total = group_size - 1 if samples is None else samples, len(heldout.examples)
     if not 1 <= samples <= _MAX_SAMPLES:
         raise UsageError(f"{samples} samples of each held-out prompt are asked for: it must be 1 to {_MAX_SAMPLES}")
     if not 1 <= total <= _MAX_PROMPTS:
         raise UsageError(f"the task has {total} held-out prompts: an evaluation takes 1 to {_MAX_PROMPTS}")
-    groups = -(-(samples + 1) // group_size)  # of one prompt
+    groups = -(-(samples + 1) // group_size)  # for each prompt
     for start in range(0, total * groups, num_prompts):
         group = np.arange(start, start + num_prompts)[:, None]
         prompt = np.minimum(group // groups, total - 1)
         sample = group % groups * group_size + np.arange(group_size)
         counted = (group < total * groups) & (sample <= samples)
-        # Copies of the greedy completion fill up the shape: they end when it ends, and so take no extra steps.
+        # Copies of the greedy completion fill up the shape: they end when it ends, so they take no extra steps.
         sample = np.where(counted, sample, samples)
         numbers = (prompt * (_MAX_SAMPLES + 1) + sample).astype(np.int32)
         yield Samples(take_prompts(heldout, prompt[:, 0]), numbers, sample == samples, counted, None)  # type: ignore[arg-type]
 
 
 def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: int = _BLOCK) -> Evaluation:
-    """Scores completions by the task's reward.
+    """Scores completions with the task's reward.
 
-    The reward is called on blocks of whole prompts, of up to `block` completions (or one prompt's), whatever the
-    sampler's shape: one that compares completions of a prompt has all n + 1 of them, the greedy one too, and a `Grader`
-    has its deadlines for about as much as in a step of training. What a reward finds by comparing prompts depends
-    on the blocks.
+    Each call of the reward gets whole prompts, with up to `block` completions (but at least one prompt), independent of
+    the sampler's shape. So a reward that compares completions of a prompt sees all n + 1 of them, including the greedy
+    completion, and the deadlines of a `Grader` cover about as many completions as in training. A reward that compares
+    prompts depends on `block`.
 
     Args:
-      calls: of `sample_heldout`, all of them.
-      task: with the reward, and what is voted on.
-      metric: the component that counts; "": the weighted sum of them.
-      block: completions in a call of the reward: those of a step of training, for whose number a `Grader` has its
-        budget. Default: 32 prompts × 8.
+      calls: All calls of `sample_heldout`.
+      task: Supplies the reward, and the answers for majority votes.
+      metric: The component to score. Default: the weighted sum.
+      block: The largest number of completions in a call of the reward. Pass that of a step of training, for which
+        deadlines of a `Grader` are set. Default: 256.
 
     Returns:
-      The evaluation. A metric that is None, NaN or infinite counts 0, and as not graded.
+      The evaluation. A metric that is None, NaN or infinite counts as 0 and as not graded.
 
     Raises:
-      UsageError: there is no such component, or as in `score_completions`.
+      UsageError: There is no such component, or `score_completions` raised the error.
     """
     names = list(task.reward) if isinstance(task.reward, Mapping) else ["reward"]
     if metric and metric not in names:
@@ -165,24 +168,24 @@ def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: i
     )
 
 
-@np.errstate(invalid="ignore", over="ignore")  # an infinite reward is told by the run, once
+@np.errstate(invalid="ignore", over="ignore")  # the run warns about an infinite reward
 def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str, float]:
-    """The numbers of an evaluation, by name.
+    """Returns the metrics of an evaluation, by name.
 
-    Each of avg (of the sampled completions, avg@n), greedy, pass_at_k and, where the task has answers, maj_at_n is a
-    mean over prompts, and has the bounds of its 95% interval beside it as `_low` and `_high` (`bootstrap`). Of scores
-    other than 0 and 1, pass_at_k is the mean best of k. Of several rewards the means of each are there too. Lengths
-    in tokens, the ending one included, and shares are of sampled completions; `not_graded_share` is of all.
+    The metrics avg (avg@n, over sampled completions), greedy, pass_at_k and, if the task has answers, maj_at_n are
+    means over prompts. The bounds of their 95% intervals (`bootstrap`) have the suffixes `_low` and `_high`. For scores
+    other than 0 and 1, pass_at_k is the mean best of k. With several rewards the mean of each component is included.
+    Lengths (in tokens, including EOS) and shares cover sampled completions, but `not_graded_share` covers all.
 
     Args:
-      evaluation: of `evaluate`.
-      ks: of pass_at_k; None: powers of two from 2 to n.
+      evaluation: The result of `evaluate`.
+      ks: The values of k for pass_at_k. Default: powers of two from 2 to n.
 
     Returns:
-      The numbers; NaN where there is nothing to say.
+      The metrics; NaN if a metric is undefined.
 
     Raises:
-      UsageError: a k is out of range.
+      UsageError: A k is out of range.
     """
     n = evaluation.scores.shape[1]
     scores, greedy = (_if_graded(values, evaluation) for values in (evaluation.scores, evaluation.greedy))
@@ -208,17 +211,17 @@ def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str
 
 @np.errstate(invalid="ignore", over="ignore")
 def prompt_means(evaluation: Evaluation) -> np.ndarray:
-    """avg@n of each prompt, `[M]`; NaN where no completion at all was graded."""
+    """Returns avg@n of each prompt, `[M]`; NaN if no completion of the evaluation was graded."""
     return _if_graded(evaluation.scores, evaluation).mean(-1)
 
 
 def _if_graded(values: np.ndarray, evaluation: Evaluation) -> np.ndarray:
-    """The values, or NaN if no completion at all was graded, which is not a score of 0."""
+    """Returns the values, or NaN if no completion of the evaluation was graded."""
     return values if evaluation.graded.any() else np.full_like(values, np.nan)
 
 
 def _scored(task: Task, texts: list[list[Completion]], size: int) -> RewardScores:
-    """Rewards `[M, n + 1]`, by blocks of whole prompts, which hosts share out."""
+    """Computes rewards `[M, n + 1]` in blocks of whole prompts, which are distributed over hosts."""
     step = max(1, size // len(texts[0]))
     starts = range(0, len(texts), step)
 

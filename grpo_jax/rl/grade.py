@@ -1,4 +1,4 @@
-"""Completions become text on the host: for rewards, and for people. Each host grades those on its own devices."""
+"""Decodes and grades completions on the host. Each host grades the completions on its own devices."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ from grpo_jax.tasks.task import Task
 
 
 def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: Devices) -> Callable[[Rollout], Rollout]:
-    """Returns the function that grades a rollout: rewards, and the counts of what graders gave no number.
+    """Returns the function that adds rewards, and counts of ungraded completions, to a rollout.
 
     Args:
-      task: for its decoder, and its environment.
-      reward: one function, or several with weights.
-      config: the run.
-      devices: where rollouts lie.
+      task: Decodes completions, and supplies an environment if there is one.
+      reward: One reward function, or several with weights.
+      config: The configuration of the run.
+      devices: The devices that share the rows.
     """
     reward = reward if config.needs_rewards else no_reward
     episodes = episodes_of(task)
@@ -55,12 +55,12 @@ def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: D
 
 
 def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Callable[[Rollout, int], Rollout]:
-    """Returns the function that adds metrics and warnings to a graded rollout, and ends a run that cannot learn.
+    """Returns the function that adds metrics and warnings to a graded rollout, and raises if the run cannot learn.
 
     Args:
-      task: of the run.
-      reward: as in `grading`.
-      config: the run.
+      task: The task, with an environment if there is one.
+      reward: One reward function, or several with weights.
+      config: The configuration of the run.
     """
     is_graded, episodes = config.needs_rewards, episodes_of(task)
     is_first = True
@@ -69,7 +69,7 @@ def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Calla
         nonlocal is_first
         graded = rollout.graded
         assert graded is not None
-        if step == 0:  # a resumed run continues as the whole one did
+        if step == 0:  # a resumed run must continue like an uninterrupted run
             check_first_rewards(graded, reward)
         metrics = rollout_metrics(graded)
         warnings = rollout_warnings(graded, task, step + 1, is_graded=is_graded)
@@ -85,7 +85,7 @@ def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Calla
 
 
 def grader_warnings(reward: Reward | Rewards) -> dict[str, str]:
-    """Returns a sentence about each reason why graders gave completions no number, by key. All hosts call this."""
+    """Returns a warning for each reason why completions were not graded, by key. All hosts must call this."""
     if not graders(reward):
         return {}
     messages: dict[str, str] = {}
@@ -98,7 +98,7 @@ def grader_warnings(reward: Reward | Rewards) -> dict[str, str]:
 
 
 def _sum_everywhere(reward: Reward | Rewards, counts: dict[str, int]) -> dict[str, int]:
-    """Adds up what the graders of all hosts counted, by name."""
+    """Sums the counts of the graders over all hosts, by name."""
     if not graders(reward):
         return counts
     total: Counter[str] = Counter()
@@ -108,22 +108,22 @@ def _sum_everywhere(reward: Reward | Rewards, counts: dict[str, int]) -> dict[st
 
 
 def read_completions(rollout: Rollout) -> Completions:
-    """Reads what the host needs of the completions on its devices: everything but log-probabilities."""
+    """Copies the completions on this host's devices to the host, without log-probabilities."""
     fields = rollout.batch._replace(sampler_logprobs=None, truncated_logprobs=None)._asdict()
     return Completions(**local_rows({name: fields[name] for name in Completions._fields}))
 
 
 def grade_completions(prompts: Prompts, completions: Completions, task: Task, reward: Reward | Rewards) -> Graded:
-    """Decodes completions and rewards them.
+    """Decodes completions and computes their rewards.
 
     Args:
-      prompts: N.
-      completions: of `read_completions`.
-      task: for its decoder.
-      reward: one function, or several with weights.
+      prompts: The N prompts.
+      completions: The completions, as returned by `read_completions`.
+      task: Decodes completions.
+      reward: One reward function, or several with weights.
 
     Raises:
-      UsageError: a reward function returned another number of rewards than asked.
+      UsageError: A reward function returned the wrong number of rewards.
     """
     texts, of_episodes = decode_groups(completions, task), episodes_of(task)
     shape = completions.truncated.shape
@@ -131,7 +131,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
     flat = [text for group in texts for text in group]
     scores = score_completions(reward, examples, flat)
     if any(scores.parts):
-        from grpo_jax.data.spans import in_tokens  # a run without spans does not load it
+        from grpo_jax.data.spans import in_tokens  # loaded only for spans
 
         for number, (parts, text) in enumerate(zip(scores.parts, flat, strict=True)):
             scores.parts[number] = in_tokens(parts, text, task.decode)
@@ -149,19 +149,19 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
 
 
 def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:
-    """Returns some prompts, by their numbers."""
+    """Selects prompts by their numbers."""
     return Prompts(prompts.ids[rows], prompts.mask[rows], [prompts.examples[row] for row in rows])
 
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
-    """Decodes `[N][G]` texts without the token that ended them. The text of an episode includes the observations."""
+    """Decodes completions to `[N][G]` texts without EOS. The text of an episode includes the observations."""
     episodes, (num_prompts, group_size) = episodes_of(task), completions.truncated.shape
     read = episodes.read_episode if episodes else read_text
     return [[read(task, completions, (i, j)) for j in range(group_size)] for i in range(num_prompts)]
 
 
 def episodes_of(task: Task) -> Any:
-    """Returns the module `rl.episodes`; None for a task without an environment, whose runs do not load it."""
+    """Imports and returns the module `rl.episodes`, or returns None if the task has no environment."""
     if task.environment is None:
         return None
     from grpo_jax.rl import episodes
@@ -170,18 +170,18 @@ def episodes_of(task: Task) -> Any:
 
 
 def read_text(task: Task, completions: Completions, place: tuple[int, int]) -> Completion:
-    """Returns the text of a completion, of all its tokens but those that end a turn."""
+    """Returns the text of a completion, without EOS tokens."""
     tokens = completions.completion_ids[place][completions.attention_mask[place]]
     ids = tokens[~np.isin(tokens, task.eos_ids)].tolist()
     return Completion(task.decode(ids), ids, bool(completions.truncated[place]))
 
 
 def shares_a_function(reward: Reward | Rewards, of_task: Reward | Rewards) -> bool:
-    """Returns whether a run's reward has a function of the task's. Rewards of turns count only then.
+    """Returns true if two rewards have a function in common. Only then do a run's rewards of turns count.
 
-    A control's coin toss has none, so the rewards of turns are left out as well. Otherwise they would teach the
-    control, even where they cancel in the sum of an episode: the loss weighs a token by the length of its completion,
-    and later turns change that length.
+    The coin toss of a control is not in the task's reward, so its rewards of turns are left out too. Otherwise the
+    control would learn from them, even if they cancel in the sum of an episode: the loss weighs a token by the length
+    of its completion, and later turns change that length.
     """
     functions, others = ([part.reward for part in named_components(each).values()] for each in (reward, of_task))
     return any(function in others for function in functions)
@@ -193,13 +193,13 @@ def shares_a_function(reward: Reward | Rewards, of_task: Reward | Rewards) -> bo
 def reward_arrays(
     graded: Graded, advantages_of: AdvantagesOf, num_tokens: int, reward: Reward | Rewards
 ) -> RewardArrays:
-    """Returns the rewards of a rollout as the arrays that advantages are made of.
+    """Converts the rewards of a rollout to the arrays from which advantages are computed.
 
     Args:
-      graded: the rollout.
-      advantages_of: what is compared, an option of the run.
-      num_tokens: T.
-      reward: for the weights of components.
+      graded: The rewards of the rollout.
+      advantages_of: The option of this name.
+      num_tokens: Tokens of a completion, T.
+      reward: The reward of the run, for the weights of components.
     """
     if advantages_of in ("turns", "spans"):
         return RewardArrays(graded.rewards, graded.applicable, parts=_part_rewards(graded, num_tokens))
@@ -212,7 +212,7 @@ def reward_arrays(
 
 
 def empty_rewards(shape: tuple[int, int, int], advantages_of: AdvantagesOf, reward: Reward | Rewards) -> RewardArrays:
-    """Returns zeros of the shapes `[N, G, T]` that `reward_arrays` has."""
+    """Returns zeros with the shapes of `reward_arrays`, for completions of shape `[N, G, T]`."""
     groups = shape[:2]
     if advantages_of in ("turns", "spans"):
         return RewardArrays(np.zeros(groups, np.float32), np.zeros(groups, bool), parts=np.zeros(shape, np.float32))
@@ -224,10 +224,10 @@ def empty_rewards(shape: tuple[int, int, int], advantages_of: AdvantagesOf, rewa
 
 
 def _part_rewards(graded: Graded, num_tokens: int) -> np.ndarray:
-    """Returns what each turn or span earned, at the last of its tokens, float32 `[N, G, T]`; NaN elsewhere.
+    """Returns the reward of each turn or span at its last token, float32 `[N, G, T]`; NaN elsewhere.
 
-    The last part of a completion also has what the completion's reward is above their sum: what the whole completion
-    earned. A completion without parts is one.
+    The last part of a completion also gets the difference between the reward of the completion and the sum over its
+    parts. A completion without parts is a single part.
     """
     earned = np.full((*graded.rewards.shape, num_tokens), np.nan, np.float32)
     for i, j in np.ndindex(graded.rewards.shape):
@@ -243,9 +243,9 @@ def _distinct(group: Sequence[Completion]) -> float:
     return len({(*text.ids, text.truncated) for text in group}) / len(group)
 
 
-# ---- as people read it: texts, rewards, and the text of each token
+# ---- rollouts for people to read
 
-GROUPS = 2  # of a rollout that are written
+GROUPS = 2  # the number of groups of a rollout that are written
 
 
 def readable(
@@ -256,19 +256,19 @@ def readable(
     task: Task,
     devices: Devices,
 ) -> list[dict[str, Any]]:
-    """Returns the first groups on the devices of this host, as JSON can hold them.
+    """Returns the first groups on the devices of this host, as values for JSON.
 
     Args:
-      rollout: N groups, graded.
-      completions: those on the devices of this host.
-      logprobs: their log-probabilities `[n, G, T]` by the sampler.
-      advantages: theirs, `[n, G]`, or `[n, G, T]` of turns and spans: the first entry is the advantage by all that the
-        completion earned.
-      task: for texts.
-      devices: where groups lie.
+      rollout: The graded rollout, with N groups.
+      completions: The completions of the n groups on this host.
+      logprobs: The sampler's log-probabilities of these completions, `[n, G, T]`.
+      advantages: The advantages of these completions, `[n, G]`. With turns and spans `[n, G, T]`, where the first entry
+        is the advantage from the whole reward of a completion.
+      task: Decodes completions.
+      devices: The devices that share the rows.
 
     Returns:
-      For each group the prompt, the example's other columns, and lists over its completions.
+      A dict for each group: its prompt, the other columns of the example, and lists over its completions.
     """
     graded = rollout.graded
     assert graded is not None
@@ -308,14 +308,14 @@ def _part_columns(graded: Graded, number: int, advantages: np.ndarray | None) ->
     """Returns columns about the turns or spans of a group.
 
     Args:
-      graded: of the rollout.
-      number: of the group.
-      advantages: `[G, T]`, if they are made for each part.
+      graded: The rewards of the rollout.
+      number: The number of the group.
+      advantages: The advantages of tokens, `[G, T]`. None: advantages are not computed for each part.
     """
     parts = graded.parts[number]
     columns: dict[str, Any] = {}
     if not graded.episodes and any(graded.parts.ravel()):
-        # The first token of each span and the one behind its last.
+        # Each span is a half-open range of tokens.
         columns["spans"] = [[[part.start, part.end] for part in row] for row in parts]
         columns["span_rewards"] = [[part.reward for part in row] for row in parts]
     if advantages is not None and (graded.episodes or columns):
@@ -331,15 +331,12 @@ def _rounded(values: np.ndarray, digits: int = 4) -> list[float]:
 
 
 def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
-    """Returns the part of a completion's text that each token adds (`data.text.token_pieces`). EOS adds nothing.
+    """Splits the text of a completion into one text for each token (`data.text.token_pieces`). That of EOS is empty.
 
     Args:
-      ids: as sampled, with what ended it.
-      text: the completion.
-      task: for its decoder.
-
-    Returns:
-      One text for each id.
+      ids: The sampled token ids, including EOS.
+      text: The text of the completion.
+      task: Decodes completions.
     """
     texts = [""] * len(ids)
     content = [place for place, token in enumerate(ids) if token not in task.eos_ids]
@@ -351,6 +348,6 @@ def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
 
 
 def _short(value: Any) -> Any:
-    """A column's value as JSON can hold it, if it is not long; else its beginning."""
+    """Returns a value as JSON can hold it. Texts are cut after 2,000 characters."""
     plain = value if isinstance(value, str | int | float | bool | None) else str(value)
     return plain[:2000] if isinstance(plain, str) else plain

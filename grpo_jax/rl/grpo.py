@@ -1,7 +1,7 @@
-"""GRPO, or what a preset makes of it: rewards are compared within groups.
+"""GRPO and its variants (presets), which compare rewards within groups.
 
-Its advantages are functions of `functional`, applied to a scored batch. Its terms of the loss are the preset's
-objective and the KL over the whole vocabulary. PPO and distillation add theirs. Letters as in `types`.
+Advantages are computed by `functional` from a scored batch. The terms of the loss are the preset's objective and,
+optionally, the KL over the whole vocabulary. PPO and distillation add further terms. Letters as in `types`.
 """
 
 from collections.abc import Callable
@@ -35,16 +35,16 @@ from grpo_jax.tasks.task import Task
 
 
 def make_programs(policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None) -> Programs:
-    """Checks everything that can be checked, and makes the programs of GRPO, which are compiled at their first call.
+    """Checks all options and makes the programs of GRPO, which are compiled at their first call.
 
     Args:
-      policy: the model's functions.
-      task: its tokens.
-      config: the run.
-      sampler: an engine's; None: the policy's own.
+      policy: The functions of the model.
+      task: Supplies the widths of prompts and the special tokens.
+      config: The configuration of the run.
+      sampler: Samples completions on the devices of the run. Default: the policy samples.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: Options do not work. The message says what to change.
     """
     validate(config, num_devices=parts(devices_of(config)))
     check_models(config, ("policy",))
@@ -53,11 +53,11 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sa
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
-    """Returns GRPO as data. Its models are {"policy": ...}.
+    """Returns the method GRPO, or the variant that `config.loss.preset` names. Its models are {"policy": ...}.
 
     Args:
-      policy: the model's functions.
-      config: the run; `config.loss.preset` names what differs from GRPO.
+      policy: The functions of the model.
+      config: The configuration of the run.
     """
 
     def score(models: Params, batch: Batch) -> F.TokenLogprobs:
@@ -98,8 +98,8 @@ def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.Gradient
 
 
 def _routing_term(num_experts: int) -> Term:
-    """Returns a term of 0 that logs how tokens are shared out among experts."""
-    from grpo_jax.models.experts import load  # a dense model does not load it
+    """Returns a term of value 0 that logs how tokens are distributed over experts."""
+    from grpo_jax.models.experts import load  # not loaded for dense models
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
         return jnp.zeros(()), Logs(load(forward.routing, batch.completion_mask, num_experts))
@@ -117,7 +117,7 @@ def _busiest_expert(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def group_advantage(config: LossConfig) -> Advantage:
-    """Returns the advantage function of methods that compare rewards within groups: of sums, components or parts."""
+    """Returns the advantage function that compares sums, components or parts of rewards within groups."""
     compare = {"components": by_component, "turns": by_part, "spans": by_part}.get(config.advantages_of)
 
     def advantage(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, Any]]:
@@ -133,13 +133,13 @@ def group_advantage(config: LossConfig) -> Advantage:
 
 
 def by_component(rewards: RewardArrays) -> jax.Array:
-    """`gdpo_advantages` of several rewards, `[N, G]`."""
+    """Returns `gdpo_advantages` of several rewards, `[N, G]`."""
     advantages = F.gdpo_advantages(jnp.moveaxis(rewards.components, -1, 0), weights=rewards.weights)
     return jnp.where(jnp.isnan(rewards.rewards), jnp.nan, advantages)  # a reward that is NaN stays visible
 
 
 def by_part(rewards: RewardArrays) -> jax.Array:
-    """`span_advantages` of turns or spans, `[N, G, T]`."""
+    """Returns `span_advantages` of turns or spans, `[N, G, T]`."""
     ends = ~jnp.isnan(rewards.parts)
     advantages = F.span_advantages(jnp.where(ends, rewards.parts, 0), ends, where=rewards.applicable)
     is_bad = rewards.applicable & jnp.isnan(rewards.rewards)
@@ -152,10 +152,10 @@ def penalized_rewards(
     """rᵢ − β Σₜ k1, if the KL is in the reward. The loss then needs no reference.
 
     Args:
-      rewards: `[N, G]`.
-      batch: with old and reference log-probabilities.
-      config: the run's.
-      kl_coef: β of the step.
+      rewards: The rewards of completions, `[N, G]`.
+      batch: The scored batch, with old and reference log-probabilities.
+      config: The loss options of the run.
+      kl_coef: The coefficient β of the step.
 
     Returns:
       Rewards for the advantages, metrics of the KL, and the batch for the loss.
@@ -169,7 +169,7 @@ def penalized_rewards(
 
 
 def kl_logs(batch: Batch, kl_coef: Array) -> dict[str, jax.Array]:
-    """Returns metrics of a KL in the reward: k1 of a token and of a completion, in nats, and its coefficient."""
+    """Returns metrics of a KL in the reward: mean k1 per token and per completion, in nats, and its coefficient."""
     mask = batch.completion_mask
     total = jnp.sum(jnp.where(mask, batch.old_logprobs - batch.ref_logprobs, 0))
     counts = {"kl": jnp.sum(mask), "kl_completion": jnp.sum(jnp.any(mask, axis=-1))}
@@ -177,14 +177,14 @@ def kl_logs(batch: Batch, kl_coef: Array) -> dict[str, jax.Array]:
 
 
 def masked(batch: Batch, config: LossConfig) -> Batch:
-    """Leaves out truncated completions and tokens of low entropy, as the configuration says.
+    """Masks truncated completions and tokens of low entropy, if the options ask for it.
 
-    A truncated completion leaves the mask, and so the KL too. A token of low entropy loses only its advantage
-    (2506.01939).
+    A truncated completion is removed from the mask, so it has no KL either. For a token of low entropy only the
+    advantage is set to 0 (2506.01939).
 
     Args:
-      batch: with advantages, and entropies if they are needed.
-      config: the run's.
+      batch: The batch with advantages, and with entropies if `top_entropy` is below 1.
+      config: The loss options of the run.
     """
     if config.top_entropy < 1:
         entropy, mask = batch.old_entropy, batch.completion_mask
@@ -197,7 +197,7 @@ def masked(batch: Batch, config: LossConfig) -> Batch:
 
 # ---- terms of the loss, which are added
 
-# What a correction compares, and what it makes of the ratio.
+# The log-ratio of each correction, and the function from log-ratios to weights.
 _CORRECTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
     "token": (F.token_log_ratio, F.truncated_weights),
     "sequence": (F.sequence_log_ratio, partial(F.truncated_weights, cap=3.0)),
@@ -207,7 +207,7 @@ _CORRECTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]
 
 
 def forward_of(policy: Policy) -> Callable[[Params, Batch], Forward]:
-    """Returns the forward pass that the terms of a loss share."""
+    """Returns the forward pass shared by the terms of a loss."""
 
     def forward(models: Params, batch: Batch) -> Forward:
         states, routing = hidden_and_routing(policy, models["policy"], batch)
@@ -225,7 +225,7 @@ def policy_terms(policy: Policy, config: LossConfig) -> tuple[Term, ...]:
 
 
 def objective_term(config: LossConfig) -> Term:
-    """`Objective.loss` of the preset, with corrected advantages."""
+    """Returns the term `Objective.loss` of the preset, with corrected advantages."""
     in_full = config.divergence != "preset"
     objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective
 
@@ -246,7 +246,7 @@ def objective_term(config: LossConfig) -> Term:
             entropy=forward.entropy,
             weights=batch.weights,
         )
-        # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
+        # Compare with the sampler's log-probabilities if they are known, even if the loss uses other old ones.
         sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
         mismatch = jnp.where(mask, fresh - sampled, 0)
         metrics["entropy"] = F.masked_sum(forward.entropy, mask)
@@ -287,10 +287,10 @@ def corrected_advantages(
     """Applies `correction` and `off_policy_threshold` to advantages.
 
     Args:
-      batch: with advantages and the sampler's log-probabilities.
-      logprobs: `[N, G, T]`, of the policy.
-      old_logprobs: `[N, G, T]`, of the policy that sampled, as the trainer computes them.
-      config: the run's.
+      batch: The batch with advantages and the sampler's log-probabilities.
+      logprobs: Log-probabilities of the current policy, `[N, G, T]`.
+      old_logprobs: Log-probabilities of the policy before the updates, `[N, G, T]`.
+      config: The loss options of the run.
 
     Returns:
       Advantages `[N, G]` or `[N, G, T]`, and metrics.
@@ -303,7 +303,7 @@ def corrected_advantages(
         advantages = F.per_token(advantages, weights) * weights
         metrics["correction"] = F.masked_sum(weights, mask)
     if config.off_policy_threshold is not None:
-        # Against the sampler: against old_logprobs it would change nothing in the first optimizer step.
+        # Compare with the sampler: old_logprobs equal the current ones in the first optimizer step.
         drift = F.token_log_ratio(logprobs, batch.sampler_logprobs, mask)
         keep = F.on_policy_completions(drift, batch.advantages, mask, threshold=config.off_policy_threshold)
         advantages = jnp.where(keep, F.per_token(advantages, logprobs), 0)

@@ -1,4 +1,4 @@
-"""Refusals, warnings and metrics: what a run says of a task and of its rollouts."""
+"""Checks of tasks, and warnings and metrics of rollouts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,16 +14,16 @@ from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.rl.types import Graded
 from grpo_jax.tasks.task import Task
 
-# In float32 every token's ratio is 1 to about 1e-5. In bfloat16 one was seen off by 0.33, and their mean by 0.013.
+# In float32 ratios of tokens are within 1e-5 of 1. In bfloat16 we saw a ratio off by 0.33, and the mean by 0.013.
 RATIO_TOLERANCE = 1.0
 MISMATCH_TOLERANCE = 1.05
 
 
 def check_task(task: Task, config: GRPOConfig) -> None:
-    """Refuses a task that cannot be trained on with these options.
+    """Raises if a task and the options do not work together.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: Task and options conflict. The message says what to change.
     """
     check_tokens(task)
     loss, sampling = config.loss, config.sampling
@@ -61,10 +61,10 @@ def check_task(task: Task, config: GRPOConfig) -> None:
 
 
 def check_tokens(task: Task) -> None:
-    """Refuses a task whose completions could never end.
+    """Raises if the tokens of a task do not fit the model.
 
     Raises:
-      UsageError: the model can sample no token that ends a completion, or a prompt has a token that it does not know.
+      UsageError: The model cannot sample EOS, or its vocabulary lacks the padding token or a token of a prompt.
     """
     if not task.eos_ids:
         raise UsageError("the tokenizer has no EOS token, so no completion could end: name one in its eos_token")
@@ -84,14 +84,14 @@ def check_tokens(task: Task) -> None:
 
 
 def length_warning(width: int, longest: int | None) -> dict[str, str]:
-    """Warns of texts longer than the model was trained on.
+    """Returns a warning if texts may be longer than the model was trained on.
 
     Args:
-      width: tokens of the longest text that there can be, prompt included.
-      longest: the model's `max_position_embeddings`, if it is known.
+      width: The largest possible length of a text in tokens, including the prompt.
+      longest: The model's `max_position_embeddings`, or None if it is not known.
 
     Returns:
-      Sentences by key, here and below: a run says each key once.
+      Sentences by key, like all warnings. A run prints each key once.
     """
     if longest is None or width <= longest:
         return {}
@@ -103,13 +103,13 @@ def length_warning(width: int, longest: int | None) -> dict[str, str]:
 
 @np.errstate(invalid="ignore", over="ignore")  # the run warns about an infinite reward
 def rollout_warnings(graded: Graded, task: Task, step: int, *, is_graded: bool = True) -> dict[str, str]:
-    """Warns of rollouts that nothing can be learned from.
+    """Returns warnings about rollouts from which the policy cannot learn.
 
     Args:
-      graded: what the step sampled.
-      task: of the run.
-      step: from 1.
-      is_graded: whether rewards are needed.
+      graded: The rewards of the rollout.
+      task: The task of the run.
+      step: The number of the step, from 1.
+      is_graded: True if the method needs rewards.
     """
     warnings = {}
     if not np.isfinite(graded.rewards).all():
@@ -131,7 +131,7 @@ def rollout_warnings(graded: Graded, task: Task, step: int, *, is_graded: bool =
 
 
 def _compares_nothing(graded: Graded) -> bool:
-    """Returns whether the rewards of each group are equal numbers; a group of one has nothing to compare anyway."""
+    """Returns true if all groups have equal, finite rewards. Groups of one do not count: they never have spread."""
     finite = np.isfinite(graded.rewards[graded.applicable]).all()
     return bool(finite) and graded.rewards.shape[-1] > 1 and not has_spread(graded).any()
 
@@ -141,20 +141,19 @@ def _which(graded: Graded) -> str:
     return f" (all are {values[0]:g})" if len(values) == 1 else ""
 
 
-# Failures of a function, which will come again. One that hung may answer the next time, and one that gave NaN may do so
-# only for these rows.
+# Failures that will recur. A function that hung may answer the next time, and NaN may concern only these rows.
 _FAILED = ("_raised", "_died", "_wrong_length", "_not_numbers", "_bad_spans")
 
 
 def check_first_rewards(graded: Graded, reward: Reward | Rewards) -> None:
-    """Ends a run whose rewards fail on every completion of its first rollout: it would learn nothing until its end.
+    """Raises if rewards failed on every completion of the first rollout: the run would never learn anything.
 
     Args:
-      graded: the rollout.
-      reward: that graded it.
+      graded: The rewards of the rollout.
+      reward: The reward that graded it: one function, or several with weights.
 
     Raises:
-      UsageError: how they failed, and where.
+      UsageError: The rewards failed. The message says how and where.
     """
     failures = [message for name, message in ungraded_messages(reward).items() if name.endswith(_FAILED)]
     if failures and not graded.applicable.any():
@@ -162,10 +161,10 @@ def check_first_rewards(graded: Graded, reward: Reward | Rewards) -> None:
 
 
 def ratio_warning(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Warns when trainer and sampler disagree on the probabilities of samples.
+    """Returns a warning if trainer and sampler disagree on the probabilities of sampled tokens.
 
     Args:
-      metrics: of the first minibatch, when nothing was updated yet: `first_ratio_deviation`, the largest |ratio − 1|
+      metrics: Metrics of the first minibatch, before any update: `first_ratio_deviation`, the largest |ratio − 1|
         against the sampler, and `first_sampler_mismatch`, the mean of exp |Δ log-probability|.
     """
     deviation, mismatch = metrics["first_ratio_deviation"], metrics["first_sampler_mismatch"]
@@ -183,11 +182,11 @@ def ratio_warning(metrics: Mapping[str, float]) -> dict[str, str]:
 
 @np.errstate(invalid="ignore", over="ignore")  # the run warns about an infinite reward
 def rollout_metrics(graded: Graded) -> dict[str, Any]:
-    """Returns metrics of a rollout, as plain numbers.
+    """Returns metrics of a rollout, as Python numbers.
 
-    `distinct_share` is the share of completions of a group that differ. Lengths are in tokens, the ending one included.
-    `length_above` is the mean length of completions with more reward than the mean of their group (the solved ones if
-    rewards are 0 and 1), `length_below` of those with less.
+    `distinct_share` is the share of distinct completions in a group. Lengths are in tokens, including EOS.
+    `length_above` is the mean length of completions with a reward above the mean of their group (the correct ones if
+    rewards are 0 and 1). `length_below` is the mean length of completions with a reward below it.
     """
     lengths, components = graded.lengths, graded.components
     counts = np.maximum(graded.applicable.sum(-1, keepdims=True), 1)
@@ -217,18 +216,18 @@ def rollout_metrics(graded: Graded) -> dict[str, Any]:
 
 
 def has_spread(graded: Graded | None, metric: str = "") -> np.ndarray:
-    """Returns whether the rewards of a group that apply differ, bool `[N]`: a group without spread teaches nothing.
+    """Returns for each group if its applicable rewards differ, bool `[N]`. Groups without spread have no gradient.
 
     Args:
-      graded: N groups.
-      metric: the component to look at; "": the weighted sum.
+      graded: The rewards of N groups.
+      metric: The component to compare. Default: the weighted sum.
     """
     assert graded is not None
     values = graded.components[metric] if metric else graded.rewards
     applicable = ~np.isnan(values) if metric else graded.applicable
     highest = np.where(applicable, values, -np.inf).max(-1)
     lowest = np.where(applicable, values, np.inf).min(-1)
-    # A group without any reward teaches nothing either, and no step can use one with NaN or infinity.
+    # Groups without any reward have no gradient either, and no step can use NaN or infinity.
     return (highest > lowest) & np.isfinite(highest) & np.isfinite(lowest)
 
 

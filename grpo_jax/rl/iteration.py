@@ -1,8 +1,8 @@
-"""The iteration of methods that learn from rollouts, read from top to bottom.
+"""The iteration of methods that learn from rollouts. Read this file from top to bottom.
 
-An iteration is three programs: `sample`, `score`, `learn`. The host is needed between the first and the last, for
-prompts, text and rewards. It hands work to the devices as early as it can, and it reads an iteration's numbers while
-the devices sample the next one.
+An iteration runs three programs on the devices: `sample`, `score` and `learn`. Between them the host supplies prompts,
+decodes text and computes rewards. It dispatches work to the devices as early as it can, and reads the metrics of an
+iteration while the devices sample for the next iteration.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,28 +45,28 @@ from grpo_jax.rl.types import REWARD_AXES, Batch, Learned, Method, Rollout, Trai
 from grpo_jax.rl.update import models_of
 from grpo_jax.tasks.task import Task
 
-# Options that only the host reads, so that programs do not depend on them. Devices are those of the sampler.
+# Options that only the host reads: changing them needs no other programs. The sampler determines the devices.
 HOST_ONLY_OPTIONS = {"seed", "max_rollouts", "filter_metric", "max_skipped", "devices"}
 HOST_ONLY_OPTIONS |= options_of(LoggingConfig()).keys() | options_of(MeshConfig()).keys()
 
-LEARNED_AXES: Any = Learned(None, 0, None)  # type: ignore[arg-type]  # 0: each device has a part; None: the same on all
+LEARNED_AXES: Any = Learned(None, 0, None)  # type: ignore[arg-type]  # 0: split over devices; None: the same on all
 
 
 class Programs(NamedTuple):
-    """The programs of a method and a run, compiled at their first call. Phases that differ in the reward share them."""
+    """The programs of a run, compiled at their first call. Phases that differ only in the reward can share them."""
 
     method: Method
     sampler: Sampler
-    # (trained parameters, extras, frozen ones, the start's policy or None, batch as sampled) -> scored batch
+    # (trained parameters, extras, frozen parameters, initial policy or None, sampled batch) -> scored batch
     score: Callable[[Params, Mapping[str, Any], Any, Params | None, Batch], Batch]
-    # (state, frozen parameters, the start's policy or None, scored batch, rewards, uint32 [2] of seed and step) ->
-    # state, what to log. The state is donated
+    # (state, frozen parameters, initial policy or None, scored batch, rewards, uint32 [2] of seed and step) ->
+    # (state, `Learned`). The state is donated
     learn: Any  # a jitted function
-    # trained parameters -> the first state, a copy
+    # trained parameters -> the first state, which holds copies of them
     initial_state: Callable[[Params], TrainState]
-    config: GRPOConfig  # that they compute
-    score_program: Any  # the compiled part of `score`; None if nothing is scored
-    compiling: list[Thread]  # of `compile_ahead`
+    config: GRPOConfig  # the configuration that the programs are compiled for
+    score_program: Any  # the compiled part of `score`; None without scorers
+    compiling: list[Thread]  # the thread of `compile_ahead`, once it has started
 
 
 def compile_programs(
@@ -75,11 +75,11 @@ def compile_programs(
     """Makes the programs of a method, which are compiled at their first call.
 
     Args:
-      method: of the run.
-      policy: the model's functions.
-      task: its tokens.
-      config: the run, checked.
-      sampler: an engine's, on the run's devices; None: the policy's own.
+      method: The method, such as GRPO or PPO.
+      policy: The functions of the model.
+      task: Supplies the widths of prompts and the special tokens.
+      config: The configuration of the run, already validated.
+      sampler: Samples completions on the devices of the run. Default: the policy samples.
     """
     sampler = sampler or make_sampler(policy, task, config.sampling, devices=devices_of(config))
     devices = sampler.devices
@@ -117,17 +117,18 @@ def compile_programs(
 
 
 def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward | Rewards) -> None:
-    """Starts to compile scoring and learning in a thread, unless it has been started, so that they are compiled while
-    the first completions are sampled. The first call of `iterate` waits for it.
+    """Starts to compile scoring and learning in a thread, which overlaps with sampling the first completions.
+
+    Further calls do nothing. The first call of `iterate` waits for the thread.
 
     Args:
-      programs: of the run.
-      params: models by role, where training starts.
-      task: its prompts.
-      reward: one function, or several with weights.
+      programs: The programs of the run.
+      params: Initial parameters by role.
+      task: Supplies the prompts, which determine shapes.
+      reward: One reward function, or several with weights.
     """
     config, devices = programs.config, programs.sampler.devices
-    sampled = sources.empty_batch(task, config.sampling)  # reads prompts, which threads do not share
+    sampled = sources.empty_batch(task, config.sampling)  # here, because threads must not share the prompts
 
     def compile_programs_for_shapes() -> None:
         trained, frozen = (abstract(part, devices) for part in split(params))
@@ -141,7 +142,7 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
         programs.learn.lower(state, frozen, start, batch, rewards, clock).compile()
 
     def compile_quietly() -> None:
-        with suppress(Exception):  # the call of the program raises it again, where it is handled
+        with suppress(Exception):  # calling the program raises the error again, where it is handled
             compile_programs_for_shapes()
 
     if not programs.compiling:
@@ -150,46 +151,46 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
 
 
 def start_of(config: GRPOConfig, trained: Params, frozen: Any) -> Params | None:
-    """Returns the policy's parameters at the start, if they are the reference of the whole run."""
+    """Returns the initial parameters of the policy if they are the reference throughout the run, else None."""
     moves = config.reference.ref_sync_steps > 0
     return None if moves or not config.loss.objective.has_reference else join(trained, frozen)["policy"]
 
 
 class Iteration(NamedTuple):
-    """The functions of a phase's iterations."""
+    """The functions that an iteration of a phase calls."""
 
     source: Callable[[TrainState, int, Callable[[], None]], tuple[sources.Queue, Rollout]]
     score: Callable[[TrainState, Batch], Batch]
-    grade: Callable[[Rollout, int], Rollout]  # texts to numbers
+    grade: Callable[[Rollout, int], Rollout]  # decodes and rewards completions
     learn: Callable[[TrainState, Batch, Rollout, int], tuple[TrainState, Learned]]  # the state is donated
-    line: Callable[..., Line]  # (step, rollout, scored batch, learned) -> what to write
+    line: Callable[..., Line]  # (step, rollout, scored batch, learned) -> the line to write
 
 
 def iterate(
     it: Iteration, state: TrainState, step: int, meanwhile: Callable[[], None] = lambda: None
 ) -> tuple[TrainState, Callable[[], Line]]:
-    """Hands one iteration to the devices.
+    """Runs one iteration, without waiting for the devices to finish the update.
 
     Args:
-      it: the iteration.
-      state: before it; donated.
-      step: its number, from 0.
-      meanwhile: called once, when the devices have begun to sample.
+      it: The functions of the iteration.
+      state: The state before the iteration. It is donated.
+      step: The number of the iteration, from 0.
+      meanwhile: Called once, when the devices have begun to sample.
 
     Returns:
-      The state after it, and a function that waits for its numbers.
+      The state after the iteration, and a function that waits for its metrics and returns its line.
     """
-    # ---- sample: prompts to completions, started and not waited for
+    # ---- sample: dispatch the sampling of completions, without waiting for them
     queue, rollout = it.source(state, step, meanwhile)
 
-    # ---- score: queued behind it; the devices work while the host grades
+    # ---- score: queued after sampling, so that the devices work while the host grades
     batch = it.score(state, rollout.batch)
 
-    # ---- grade: texts to numbers, on the host; with dynamic sampling the source has graded already
+    # ---- grade: decode and reward completions on the host; dynamic sampling has done this already
     rollout = it.grade(rollout, step)
 
-    # ---- learn: advantages, then every prompt once an epoch, in shuffled minibatches
-    state, learned = it.learn(state._replace(queue=()), batch, rollout, step)  # the queue's rollouts are read later
+    # ---- learn: compute advantages, then use each prompt once per epoch, in shuffled minibatches
+    state, learned = it.learn(state._replace(queue=()), batch, rollout, step)  # not donating the queued rollouts
     return state._replace(queue=queue), partial(it.line, step, rollout, batch, learned)
 
 
@@ -204,17 +205,17 @@ def make_iteration(
     *,
     timed: Callable[[str], AbstractContextManager],
 ) -> Iteration:
-    """Puts together the iteration of a phase.
+    """Builds the functions of a phase's iterations.
 
     Args:
-      phase: names what is skipped.
-      programs: of the method.
-      trained, frozen: models by role, where training starts, on the devices: the parts of `models.params.split`. The
-        policy's are also the reference, if there is one.
-      task: prompts and text.
-      reward: one function, or several with weights.
-      config: the run.
-      timed: adds the seconds of a block to a part of the iteration.
+      phase: The name of the phase, which names the files of skipped updates.
+      programs: The programs of the run.
+      trained, frozen: Initial parameters by role, on the devices, as `models.params.split` returns them. The policy is
+        also the reference, if there is one.
+      task: Supplies the prompts and decodes completions.
+      reward: One reward function, or several with weights.
+      config: The configuration of the run.
+      timed: Adds the seconds of a block to the time of the named part of the iteration.
     """
     devices = programs.sampler.devices
     start = start_of(config, trained, frozen)
@@ -234,7 +235,7 @@ def make_iteration(
 
     source = sources.ahead(draw, task, config)
     if config.sampling.max_rollouts > 1:
-        # A phase may have one reward that is a single number in place of the task's.
+        # A phase may replace the rewards of the task with one function, which has no named components.
         metric = config.sampling.filter_metric if isinstance(reward, Mapping) else ""
         source = sources.until_spread(source, draw, timed_grade, report, config, devices, metric=metric)
 
@@ -276,19 +277,19 @@ def read_line(
     batch: Batch,
     learned: Learned,
 ) -> Line:
-    """Waits for the numbers of an iteration, and returns what is to be written of it.
+    """Waits for the metrics of an iteration, and returns its line of the log.
 
     Args:
-      phase: names what is skipped.
-      config: the run.
-      task: for texts.
-      devices: where arrays lie.
-      flops: operations of an update, a token.
-      timed: adds the seconds of a block to a part of the iteration.
-      step: from 0.
-      rollout: graded, with its metrics.
-      batch: scored.
-      learned: of the update.
+      phase: The name of the phase, which names the files of skipped updates.
+      config: The configuration of the run.
+      task: Decodes completions.
+      devices: The devices that share the rows.
+      flops: Floating-point operations of an update per token.
+      timed: Adds the seconds of a block to the time of the named part of the iteration.
+      step: The number of the iteration, from 0.
+      rollout: The graded rollout, with its metrics.
+      batch: The scored batch.
+      learned: The metrics and advantages of the update.
     """
     graded = rollout.graded
     assert graded is not None
@@ -300,7 +301,7 @@ def read_line(
         logprobs, advantages = local_rows((batch.sampler_logprobs, learned.advantages))
         groups = readable(rollout, read_completions(rollout), logprobs, advantages, task, devices)
     tokens = int(rollout.prompts.mask.sum() + graded.lengths.sum())
-    tokens += int(graded.episodes["environment_tokens"].sum()) if graded.episodes else 0  # they are computed too
+    tokens += int(graded.episodes["environment_tokens"].sum()) if graded.episodes else 0  # computed too
     times = {
         "tokens": {"rollout": rollout.metrics["tokens"], "update": config.optimizer.epochs * tokens},
         "update_flops": flops * config.optimizer.epochs * tokens,
@@ -309,7 +310,7 @@ def read_line(
     }
 
     def skipped_arrays() -> dict[str, Any]:
-        # Only plain arrays: outputs of another model, which may be large, can be computed again.
+        # Leave out the outputs of a teacher: they may be large, and can be computed again.
         arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, jax.Array)}
         return to_numpy(arrays | {"advantages": learned.advantages, "prompts": learned.order[first_skipped]})
 
@@ -326,15 +327,15 @@ def read_line(
 
 
 def _computed(frozen: Any) -> Any:
-    """Returns the frozen parameters that an update computes with: not those of models that only score."""
+    """Returns the frozen parameters that an update uses, without models that only score."""
     return {role: part for role, part in frozen.items() if role in TRAINED_ROLES}
 
 
 def check_programs(programs: Programs, config: GRPOConfig) -> None:
-    """Refuses programs that compute another run than the one that is asked for.
+    """Raises if programs were compiled for other options than those of this run.
 
     Raises:
-      UsageError: one sentence that names the options.
+      UsageError: An option differs. The message names it.
     """
     free = HOST_ONLY_OPTIONS if config.optimizer.decay != "none" else HOST_ONLY_OPTIONS | {"steps"}
     compiled_for = options_of(programs.config)

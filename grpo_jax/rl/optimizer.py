@@ -1,4 +1,4 @@
-"""The state of training: its first value, its optimizer, and hooks that run after the updates of an iteration."""
+"""The initial state of training, the optimizer, and hooks that run after the updates of an iteration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
     """Returns the state before the first step.
 
     Raises:
-      UsageError: the parameters have adapters, which `params.split` takes out for training, or are quantised.
+      UsageError: The parameters have adapters, which `params.split` must separate first, or are quantised.
     """
     if isinstance(params, Adapted):
         raise UsageError("these parameters have adapters: train the first of models.params.split(params)")
@@ -29,14 +29,14 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 
 
 def learning_rate_schedule(options: AdamWConfig, total_steps: int) -> optax.Schedule:
-    """A linear rise to the peak, then a constant rate or a fall to 0.
+    """Returns a schedule with linear warm-up to the peak, then a constant rate or a decay to 0.
 
     Args:
-      options: peak, warm-up and fall.
-      total_steps: optimizer steps at which the fall ends.
+      options: The peak, the warm-up and the kind of decay.
+      total_steps: The number of optimizer steps after which the decay ends.
 
     Returns:
-      Number of optimizer steps taken -> rate of the next.
+      A function from the number of optimizer steps taken to the learning rate of the next step.
     """
     learning_rate, warmup_steps = options.learning_rate, options.warmup_steps
     falling = max(total_steps - warmup_steps, 1)
@@ -56,24 +56,21 @@ def make_optimizer(
     max_grad_norm: float = 1.0,
     adam_epsilon: float = 1e-8,
 ) -> optax.GradientTransformation:
-    """AdamW (1711.05101) after scaling down long gradients.
+    """Makes AdamW (1711.05101), with gradients clipped by their global norm.
 
     Args:
-      learning_rate: a rate, or a schedule.
-      weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL. Routers of experts
-        have none either: they may be frozen.
-      max_grad_norm: norm above which a gradient is scaled down; default 1.
-      adam_epsilon: ε of a step m / (√v + ε); default 1e-8.
-
-    Returns:
-      An optax transformation.
+      learning_rate: A learning rate, or a schedule.
+      weight_decay: Weight decay of matrices. Default: 0. It does not apply to norms and biases, as in transformers and
+        TRL, nor to routers of experts, which may be frozen.
+      max_grad_norm: The norm above which a gradient is scaled down. Default: 1.
+      adam_epsilon: The constant ε of a step m / (√v + ε). Default: 1e-8.
     """
     adamw = optax.adamw(learning_rate, eps=adam_epsilon, weight_decay=weight_decay, mask=has_weight_decay)
     return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
 
 
 def has_weight_decay(params: Params) -> Any:
-    """For each parameter, whether weight decay applies: not to a norm's scale or its offset, a bias, or a router."""
+    """Returns for each parameter if weight decay applies: not to scales and offsets of norms, biases and routers."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
         names = {getattr(key, "key", None) for key in path[-2:]}
@@ -83,15 +80,15 @@ def has_weight_decay(params: Params) -> Any:
 
 
 def steps_taken(state: TrainState) -> jax.Array:
-    """Optimizer steps that changed the parameters: those that were skipped do not count."""
+    """Returns the number of optimizer steps that changed the parameters, without skipped steps."""
     return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
 
 
-# ---- hooks: they move the reference and the coefficient of the KL
+# ---- hooks, which update the reference and the coefficient of the KL
 
 
 def moving_parts(config: GRPOConfig) -> tuple[Callable[[Any], dict[str, Any]], tuple[Hook, ...]]:
-    """Returns what a run keeps in `TrainState.extras`, as a function of the trained parameters, and its hooks."""
+    """Returns a function from trained parameters to initial `TrainState.extras`, and the hooks that update these."""
     moves, adapts = config.reference.ref_sync_steps > 0, config.reference.kl_target is not None
 
     def extras(trained: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The pieces that a batch is computed in: whole prompts, or completions packed so that padding is not computed.
+"""The pieces in which a batch is computed: whole prompts, or completions packed so that padding is not computed.
 
-Letters as in `types`; R rows of packed completions, S tokens of a row, C pieces of n prompts or rows each.
+Letters as in `types`, and: R rows of packed completions, S tokens in a row, C pieces of n prompts or rows each.
 """
 
 from collections.abc import Callable
@@ -16,30 +16,30 @@ from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
 from grpo_jax.rl.types import Array, Batch, Method
 
-# Packing computes a prompt again for each of its rows. If no completion is padded it may cost this much more.
+# Packing computes a prompt again for each of its rows. This is the largest extra cost when no completion is padded.
 _MAX_OVERHEAD = 1.12
-# The most completions of full length in a row. A query is compared with as many keys before its own completion as
-# these may have: with 16 short completions in a row an update without any padding took 1.9 times as long.
+# The largest number of full-length completions in a row. Each query also attends over masked keys of earlier
+# completions in its row: with 16 short completions in a row, an update without any padding took 1.9 times as long.
 _MAX_TOGETHER = 2
 
 
 class Piece(NamedTuple):
     """The shape of each piece of a batch, chosen before there is a batch."""
 
-    rows: int  # prompts, each with completions behind it
+    rows: int  # number of rows: a prompt followed by completions
     texts: int  # completions of a row that are padded to one width; 1 if they are packed
-    width: int  # tokens of each; if they are packed, of all in a row
+    width: int  # tokens of each padded completion, or of all packed completions in a row
     is_packed: bool = False
 
 
 class Microbatches(NamedTuple):
     """Pieces of a batch, each of the same shape."""
 
-    prompts: Array  # int32 [C, n], of each piece
-    members: Array  # bool [C, n, G or 1], the completions of the prompt that the piece computes
-    num_used: int | jax.Array  # pieces to compute, at most C; the others are empty
+    prompts: Array  # int32 [C, n], the prompt of each row
+    members: Array  # bool [C, n, G or 1], the completions of this prompt that are in the row
+    num_used: int | jax.Array  # pieces to compute, at most C; further pieces are empty
     width: int | None  # S; None: completions are not packed
-    prompt_width: int | None = None  # tokens of a prompt that a piece computes, the last ones; None: all P
+    prompt_width: int | None = None  # a piece computes only so many last tokens of a prompt; None: all P
 
 
 # One entry for each width of prompts, the widest first. Empty: the batch is computed at once.
@@ -47,21 +47,22 @@ Pieces = tuple[Microbatches, ...]
 
 
 class PromptWidths(NamedTuple):
-    """Widths that prompts are cut to in pieces, and the pieces of each width."""
+    """Widths to which pieces cut prompts, and the size of the pieces of each width."""
 
     lengths: Array  # int [N], tokens of each prompt
-    widths: tuple[int, ...]  # ascending; the last one holds every prompt
-    rows: tuple[int, ...]  # prompts, or rows of packed completions, in a piece of each width
+    widths: tuple[int, ...]  # ascending; every prompt fits the last width
+    rows: tuple[int, ...]  # number of prompts, or of rows of packed completions, in a piece of each width
 
 
 def choose_pieces(method: Method, config: GRPOConfig, batch: Batch, widths: tuple[int, ...] = ()) -> Pieces:
-    """Returns the pieces that a batch is computed in, of the rows that one device has.
+    """Returns the pieces in which one device computes its rows of a batch.
 
     Args:
-      method: says whether completions may be packed.
-      config: the run.
-      batch: of N prompts.
-      widths: of prompts, ascending (`data.types.choose_widths`). A piece is as wide as its longest prompt needs.
+      method: The method, which decides if completions may be packed.
+      config: The configuration of the run.
+      batch: N prompts with their completions.
+      widths: Widths of prompts, ascending (`data.types.choose_widths`). A piece has the least width that fits its
+        longest prompt.
     """
     num_prompts, group_size, tokens = batch.completion_ids.shape
     local, prompt, group_tokens = num_prompts // batch_parts(), batch.prompt_ids.shape[-1], group_size * tokens
@@ -94,19 +95,17 @@ def choose_pieces(method: Method, config: GRPOConfig, batch: Batch, widths: tupl
 def choose_piece(
     num_prompts: int, prompt: int, group_size: int, tokens: int, *, microbatches: int, piece_tokens: int, packs: bool
 ) -> Piece:
-    """Chooses the pieces that a batch is computed in.
+    """Chooses the shape of the pieces in which a batch is computed.
 
     Args:
-      num_prompts: N, on one device.
-      prompt: P.
-      group_size: G.
-      tokens: T.
-      microbatches: the number of pieces of whole prompts; 0: `piece_tokens` decides, and packs if that saves work.
-      piece_tokens: as in `choose_microbatches`.
-      packs: completions may be packed.
-
-    Returns:
-      Their shape.
+      num_prompts: The number of prompts on one device, N.
+      prompt: Tokens of a prompt, P.
+      group_size: Completions of a prompt, G.
+      tokens: Tokens of a completion, T.
+      microbatches: The number of pieces of whole prompts. 0: `piece_tokens` decides, and completions are packed if that
+        saves work.
+      piece_tokens: The largest number of tokens of a piece, as in `choose_microbatches`.
+      packs: True if completions may be packed.
     """
     whole = prompt + group_size * tokens
     rows = choose_rows(num_prompts, prompt, group_size, tokens, piece_tokens) if packs and not microbatches else None
@@ -117,14 +116,15 @@ def choose_piece(
 
 
 def choose_microbatches(num_prompts: int, tokens: int, piece_tokens: int) -> int:
-    """Chooses the number of pieces of whole prompts that a batch is computed in.
+    """Chooses the number of pieces of whole prompts in which a batch is computed.
 
-    A batch of up to two pieces stays whole: in two pieces 1,500 and 1,800 tokens took up to a quarter longer.
+    A batch of up to two pieces stays whole: split in two, batches of 1,500 and 1,800 tokens took up to a quarter
+    longer.
 
     Args:
-      num_prompts: N, on one device.
-      tokens: of one prompt with its completions, padding included.
-      piece_tokens: the most tokens of one of several pieces; one prompt with its completions may have more.
+      num_prompts: The number of prompts on one device, N.
+      tokens: Tokens of one prompt with its completions, including padding.
+      piece_tokens: The largest number of tokens of a piece. One prompt with its completions may exceed it.
 
     Returns:
       A divisor of num_prompts.
@@ -140,14 +140,14 @@ def choose_rows(
     """Chooses the shape of pieces of packed completions, if packing can save work.
 
     Args:
-      num_prompts: N.
-      prompt: P.
-      group_size: G.
-      tokens: T.
-      piece_tokens: of a piece.
+      num_prompts: The number of prompts on one device, N.
+      prompt: Tokens of a prompt, P.
+      group_size: Completions of a prompt, G.
+      tokens: Tokens of a completion, T.
+      piece_tokens: The largest number of tokens of a piece.
 
     Returns:
-      Tokens of a row and rows of a piece; or None.
+      Tokens of a row and rows of a piece, or None if completions should not be packed.
     """
     whole = prompt + group_size * tokens
     if choose_microbatches(num_prompts, whole, piece_tokens) == 1:
@@ -155,7 +155,7 @@ def choose_rows(
     for together in range(1, min(_MAX_TOGETHER + 1, group_size)):
         rows, width = -(-group_size // together), together * tokens
         if rows * (prompt + width) <= _MAX_OVERHEAD * whole:
-            # A little above the size of other pieces: rows of full length should fill the last piece too.
+            # Slightly larger than other pieces, so that rows of full length also fill the last piece.
             limit = piece_tokens * 9 // 8
             return width, _largest_divisor(num_prompts * rows, prompt + width, limit)
     return None
@@ -167,12 +167,12 @@ def _largest_divisor(number: int, tokens: int, limit: int) -> int:
 
 
 def by_prompts(num_prompts: int, pieces: int, sorting: PromptWidths | None = None) -> Pieces:
-    """Pieces of whole prompts. On a mesh each has as many of every part of the batch.
+    """Returns pieces of whole prompts. On a mesh each piece has equally many prompts of every part of the batch.
 
     Args:
-      num_prompts: N.
-      pieces: C; with the parts of the batch it divides N.
-      sorting: widths of prompts; None: all are computed at full width.
+      num_prompts: The number of prompts, N.
+      pieces: The number of pieces, C. Its product with the number of parts of the batch divides N.
+      sorting: The widths of prompts. Default: all prompts are computed at full width.
     """
     if pieces == 1 and sorting is None:
         return ()
@@ -182,16 +182,16 @@ def by_prompts(num_prompts: int, pieces: int, sorting: PromptWidths | None = Non
 
 
 def packed(lengths: jax.Array, width: int, rows: int, sorting: PromptWidths | None = None) -> Pieces:
-    """Pieces of packed completions. A row has completions of one prompt, as many as fit: first the longest.
+    """Returns pieces of packed completions. A row holds completions of one prompt, packed longest first.
 
-    On a mesh each part of the batch is packed by itself, and a piece has rows of all parts. As many pieces are computed
-    as the fullest part needs.
+    On a mesh each part of the batch is packed separately, and a piece has rows of all parts. The fullest part
+    determines how many pieces are computed.
 
     Args:
-      lengths: int `[N, G]`, tokens of each completion, at most `width`; 0 for those that are left out.
-      width: S, tokens of a row.
-      rows: n, of a piece; on a mesh of each part.
-      sorting: widths of prompts; None: all are computed at full width.
+      lengths: Tokens of each completion, int `[N, G]`, at most `width`; 0 for completions to leave out.
+      width: Tokens of a row, S.
+      rows: Rows of a piece, n. On a mesh, rows of each part of the batch.
+      sorting: The widths of prompts. Default: all prompts are computed at full width.
     """
     parts, num_prompts = batch_parts(), lengths.shape[0]
     prompts, members, num_rows = jax.vmap(partial(_pack, width=width))(lengths.reshape(parts, -1, lengths.shape[-1]))
@@ -210,13 +210,13 @@ def _cut(
     """Cuts the rows of each part of a batch into pieces.
 
     Args:
-      prompts: int32 `[parts, R]`, of each row; rows that are used come first.
-      members: bool `[parts, R, G or 1]`.
-      num_rows: that are used, of each part.
-      rows: n, of a piece, without `sorting`.
-      width: S.
-      sorting: rows are sorted by the width of their prompts, and cut from the widest on. The last rows of a width share
-        a piece with the first ones of the next narrower width. So only the last piece of all has empty rows.
+      prompts: The prompt of each row, int32 `[parts, R]`; used rows come first.
+      members: The completions of each row, bool `[parts, R, G or 1]`.
+      num_rows: The number of used rows in each part.
+      rows: Rows of a piece, n. Ignored with `sorting`.
+      width: Tokens of a row, S. None: completions are not packed.
+      sorting: The widths of prompts. Rows are sorted by these widths and cut from the widest on. The last rows of a
+        width share a piece with the first rows of the next narrower width, so only the last piece has empty rows.
     """
     size = prompts.shape[1]
     counts: list[Any] = [num_rows]
@@ -245,18 +245,18 @@ def _cut(
 
 
 def _side_by_side(x: jax.Array) -> jax.Array:
-    """Pieces of the parts of a batch `[parts, C, n, ...]` as pieces of all of it, `[C, parts · n, ...]`."""
+    """Joins pieces of the parts of a batch, `[parts, C, n, ...]`, into pieces of all of it, `[C, parts · n, ...]`."""
     x = x.swapaxes(0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _pack(lengths: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Packs completions of one part of a batch: the prompt and the members of each row, and how many rows are used."""
+    """Packs one part of a batch. Returns the prompt and the members of each row, and how many rows are used."""
     num_prompts, group_size = lengths.shape
     numbers = jnp.arange(group_size)
 
     def rows_of_group(lengths: jax.Array) -> jax.Array:
-        """The row of each completion, `[G]`: first-fit decreasing."""
+        """Returns the row of each completion, `[G]`, by first-fit decreasing."""
         before = numbers[:, None] < numbers
         goes_first = (lengths[:, None] > lengths) | ((lengths[:, None] == lengths) & before)
         order = _places(jnp.sum(goes_first, axis=0), group_size)  # the longest first
@@ -278,7 +278,7 @@ def _pack(lengths: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array, jax.
 
 
 def take(batch: Any, microbatches: Microbatches, number: Array) -> Any:
-    """A piece of a batch. Completions that it does not compute are masked."""
+    """Returns a piece of a batch. Completions that are not in the piece are masked."""
     prompts, members = microbatches.prompts[number], microbatches.members[number]
     piece = spread(jax.tree.map(lambda x: x[prompts], batch), BATCH)
     begin = -(microbatches.prompt_width or 0)
@@ -296,35 +296,35 @@ def take(batch: Any, microbatches: Microbatches, number: Array) -> Any:
 
 
 def lengths_of(completion_mask: jax.Array) -> jax.Array:
-    """Tokens of completions up to the last that is learned from: bool `[..., T]` -> int32 `[...]`."""
+    """Counts tokens up to the last true element of each mask: bool `[..., T]` -> int32 `[...]`."""
     numbers = jnp.arange(1, completion_mask.shape[-1] + 1, dtype=jnp.int32)
     return jnp.max(jnp.where(completion_mask, numbers, 0), axis=-1)
 
 
 def _true_places(chosen: jax.Array, width: int) -> jax.Array:
-    """The places of true elements, in order: bool `[..., M]` -> int32 `[..., width]`, filled up with M."""
+    """Returns the indices of true elements, ascending: bool `[..., M]` -> int32 `[..., width]`, padded with M."""
     ranks = jnp.where(chosen, jnp.cumsum(chosen, axis=-1) - 1, width)
     flat = ranks.reshape(-1, ranks.shape[-1])
     return jax.vmap(lambda ranks: _places(ranks, width))(flat).reshape(*chosen.shape[:-1], width)
 
 
 def _places(ranks: jax.Array, width: int) -> jax.Array:
-    """The place of each rank: int `[M]` -> int32 `[width]`, filled up with M. A sort would take longer to compile."""
+    """Returns the index of each rank: int `[M]` -> int32 `[width]`, padded with M. A sort compiles more slowly."""
     (size,) = ranks.shape
     places = jnp.arange(size, dtype=jnp.int32)
     return jnp.full(width, size, jnp.int32).at[ranks].set(places, mode="drop")
 
 
 def computed_in_pieces(fn: Callable[[Any], Any], batch: Any, pieces: Pieces) -> Any:
-    """The function of a batch, one piece after another. Completions must not depend on each other.
+    """Computes a function of a batch one piece at a time. Completions must not depend on each other.
 
     Args:
-      fn: batch -> arrays `[N, G, ...]`.
-      batch: of N prompts.
-      pieces: of the batch.
+      fn: A function from a batch to arrays `[N, G, ...]`.
+      batch: N prompts with their completions.
+      pieces: The pieces of the batch.
 
     Returns:
-      What fn gives for the whole batch; 0 for completions in no piece.
+      The arrays of the whole batch. They are 0 for completions that are in no piece.
     """
     if not pieces:
         return fn(batch)

@@ -1,8 +1,8 @@
-"""PPO (1707.06347) with a critic: GRPO's iteration, with other advantages and one term more in the loss.
+"""PPO (1707.06347) with a critic: GRPO's iteration, with other advantages and an additional term in the loss.
 
-A completion is an episode: the state is what was written so far, the action a token, and the reward comes with the last
-one. The critic is a decoder of its own with a scalar head, which takes as much memory again as the policy, or only a
-head on the policy's decoder. The models are {"policy": ..., "critic": `heads.Headed`}.
+A completion is an episode: the state is the text so far, an action is a token, and the reward comes with the last
+token. The critic is a separate decoder with a scalar head, which takes as much memory as the policy, or only a head on
+the policy's decoder. The models are {"policy": ..., "critic": `heads.Headed`}.
 """
 
 from dataclasses import replace
@@ -39,20 +39,20 @@ from grpo_jax.tasks.task import Task
 
 
 def critic_policy(config: ModelConfig) -> Policy:
-    """Returns the functions of a critic's decoder, for a policy of this shape."""
+    """Returns the functions of the critic's decoder for a policy with this configuration."""
     return decoder_policy(heads.without_vocabulary(config))
 
 
 def add_critic(config: ModelConfig, params: Params, critic: Literal["own", "shared"] = "own") -> Params:
-    """Adds a critic that starts from the policy's weights, with a head of zeros: its first values are all 0.
+    """Adds a critic that starts from the policy's weights, with a head of zeros: its initial values are all 0.
 
     Args:
-      config: the policy's shape.
-      params: of the policy.
-      critic: "own", or "shared": a head on the policy's decoder.
+      config: The configuration of the policy's decoder.
+      params: The parameters of the policy.
+      critic: "own": a separate decoder. "shared": a head on the policy's decoder.
 
     Returns:
-      {"policy": ..., "critic": ...}. The same arrays are in both; training copies what it trains.
+      {"policy": ..., "critic": ...}. Both share their arrays; training copies trained parameters.
     """
     headed = heads.add_head(config, params)[1]
     return {"policy": params, "critic": headed._replace(decoder=None) if critic == "shared" else headed}
@@ -61,17 +61,17 @@ def add_critic(config: ModelConfig, params: Params, critic: Literal["own", "shar
 def make_ppo_programs(
     policy: Policy, critic: Policy, task: Task, config: PPOConfig, *, sampler: Sampler | None = None
 ) -> Programs:
-    """Checks everything that can be checked, and makes the programs of PPO, which are compiled at their first call.
+    """Checks all options and makes the programs of PPO, which are compiled at their first call.
 
     Args:
-      policy: the model's functions.
-      critic: those of the critic's decoder; a shared critic does not use them.
-      task: its tokens.
-      config: the run.
-      sampler: an engine's; None: the policy's own.
+      policy: The functions of the model.
+      critic: The functions of the critic's decoder. A shared critic does not use them.
+      task: Supplies the widths of prompts and the special tokens.
+      config: The configuration of the run.
+      sampler: Samples completions on the devices of the run. Default: the policy samples.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: Options do not work. The message says what to change.
     """
     if task.environment is not None:
         raise UsageError("a critic of PPO reads no episodes of several turns: train with GRPO, or without environment")
@@ -85,12 +85,12 @@ def make_ppo_programs(
 
 
 def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
-    """Returns PPO as data: rewards are compared with the values of a critic, which is trained as well.
+    """Returns the method PPO, which compares rewards with the values of a critic and trains both models.
 
     Args:
-      policy: the model's functions.
-      critic: those of the critic's decoder.
-      config: the run.
+      policy: The functions of the model.
+      critic: The functions of the critic's decoder.
+      config: The configuration of the run.
     """
     run, grpo = config.run, grpo_method(policy, config.run)
 
@@ -103,10 +103,10 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
             )
         return grpo.extras(trained)
 
-    has_ends = config.critic.bootstrap_truncated  # the value after the last token is read, which is not packed
+    has_ends = config.critic.bootstrap_truncated  # packed completions have no value after the last token
     critic_options = replace(run.optimizer, learning_rate=config.critic.critic_learning_rate)
     critic_schedule = learning_rate_schedule(critic_options, run.num_updates)
-    # One step of both, but each gradient is clipped by its own norm.
+    # One optimizer for both, but each gradient is clipped by its own norm.
     optimizer = optax.multi_transform(
         {"policy": grpo.optimizer, "critic": optimizer_of(run, critic_schedule)},
         {"policy": "policy", "critic": "critic"},
@@ -125,7 +125,7 @@ def critic_advantage(
     rewards: RewardArrays, batch: Batch, kl_coef: Array, *, config: PPOConfig
 ) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
     """Returns a batch with the advantages and returns of tokens; means of advantages over completions; metrics."""
-    # What no reward applies to teaches neither policy nor critic.
+    # Neither policy nor critic learns from completions to which no reward applies.
     batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, rewards.applicable))
     by_token, returns = token_advantages(rewards.rewards, batch, kl_coef, config=config)
     mask, logs, loss = batch.completion_mask, value_logs(batch, returns), config.run.loss
@@ -137,13 +137,13 @@ def critic_advantage(
 
 
 def score(policy: Policy, critic: Policy, models: Params, batch: Batch) -> tuple[jax.Array, ...]:
-    """Scores completions by policy and critic. If they share a decoder, one forward pass serves both.
+    """Scores completions with policy and critic. If they share a decoder, one forward pass serves both.
 
     Args:
-      policy: the model's functions.
-      critic: those of the critic's decoder.
-      models: both.
-      batch: as sampled.
+      policy: The functions of the model.
+      critic: The functions of the critic's decoder.
+      models: Parameters by role.
+      batch: The sampled batch.
 
     Returns:
       Log-probabilities and entropies `[N, G, T]`, and values `[N, G, T + 1]`.
@@ -168,10 +168,10 @@ def token_values(critic: Policy, models: Params, states: jax.Array, batch: Batch
     """Returns values of the states in which tokens are chosen, `[N, G, T]`.
 
     Args:
-      critic: the functions of the critic's decoder.
-      models: both.
-      states: the policy's, which a shared critic reads.
-      batch: a piece.
+      critic: The functions of the critic's decoder.
+      models: Parameters by role.
+      states: The hidden states of the policy, which a shared critic reads.
+      batch: A piece of a batch.
     """
     headed = models["critic"]
     if headed.decoder is None:
@@ -187,14 +187,14 @@ def token_advantages(
     """GAE of a rollout, of rₜ = 1[last] r − β k1ₜ. The second term is there if the KL is in the reward. 1506.02438.
 
     Args:
-      rewards: `[N, G]`.
-      batch: with a mask, old values, which completions were cut off, and with old and reference log-probabilities if
-        there is a KL in the reward.
-      kl_coef: β of the step.
-      config: the run.
+      rewards: The rewards of completions, `[N, G]`.
+      batch: The scored batch, with old values, and with old and reference log-probabilities if there is a KL in the
+        reward.
+      kl_coef: The coefficient β of the step.
+      config: The configuration of the run.
 
     Returns:
-      Advantages, whitened if the run says so, and returns A + V of those before whitening, both `[N, G, T]`.
+      Advantages A, whitened if `whiten` is set, and returns A + V from before whitening, both `[N, G, T]`.
     """
     critic, loss, mask = config.critic, config.run.loss, batch.completion_mask
     by_token = F.rewards_at_end(rewards, mask)
@@ -215,7 +215,7 @@ def token_advantages(
     )
     returns = advantages + values
     if critic.whiten:
-        # A reward that is NaN stays visible in its own completion, and spoils no other.
+        # A NaN reward stays visible in its completion, but does not affect other completions.
         finite = jnp.isfinite(advantages)
         whitened = F.whiten(jnp.where(finite, advantages, 0), mask & finite)
         advantages = jnp.where(finite, whitened, advantages)
@@ -223,12 +223,12 @@ def token_advantages(
 
 
 def value_term(critic: Policy, config: PPOConfig) -> Term:
-    """w₃ L_critic, of values that are clipped around those at sampling if the run says so."""
+    """w₃ L_critic, with values clipped around the old values if `value_clip` is set."""
     options = config.critic
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
         values, mask = token_values(critic, models, forward.states, batch), batch.completion_mask
-        returns = jnp.where(mask, batch.returns, 0)  # rubbish there would make the gradient NaN
+        returns = jnp.where(mask, batch.returns, 0)  # invalid numbers there would make the gradient NaN
         error, means = F.critic_loss(values, returns), {}
         if options.value_clip is not None:
             old_values = jnp.where(mask, batch.old_values[..., :-1], 0)
@@ -242,15 +242,15 @@ def value_term(critic: Policy, config: PPOConfig) -> Term:
     return term
 
 
-# ---- what to log of a critic
+# ---- metrics of a critic
 
 
 def value_logs(batch: Batch, returns: jax.Array) -> dict[str, jax.Array]:
-    """Means of values and returns over tokens, and how well the values predicted the returns.
+    """Returns means of values and returns over tokens, and how well the values predicted the returns.
 
     Args:
-      batch: with a mask and old values.
-      returns: `[N, G, T]`.
+      batch: The scored batch, with old values.
+      returns: The returns of tokens, `[N, G, T]`.
     """
     values, mask = batch.old_values[..., :-1], batch.completion_mask
     return {
@@ -264,9 +264,9 @@ def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -
     """1 − Var(R − V) / Var(R). 1: V predicts R. 0: no better than a constant. Below 0: worse. NaN: R does not vary.
 
     Args:
-      values: `[...]`, of tokens when they were sampled.
-      returns: `[...]`.
-      mask: bool `[...]`, which count.
+      values: The values V of tokens before the updates, `[...]`.
+      returns: The returns R, `[...]`.
+      mask: The tokens that count, bool `[...]`.
     """
 
     def variance(x: jax.Array) -> jax.Array:
@@ -277,5 +277,5 @@ def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -
 
 
 def masked_mean(values: jax.Array, mask: jax.Array, *, axis: int | None = None) -> jax.Array:
-    """The mean over the mask, 0 where it is empty."""
+    """Returns the mean over the mask, or 0 if the mask is empty."""
     return jnp.sum(jnp.where(mask, values, 0), axis=axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)

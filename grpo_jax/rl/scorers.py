@@ -1,4 +1,4 @@
-"""Scorers: what the update needs to know of completions from forward passes without gradient.
+"""Scorers: forward passes without gradient over completions, before the update.
 
 They need no rewards, so the devices run them while graders work.
 """
@@ -33,15 +33,15 @@ def score_rollout(
     devices: Devices = 1,
     prompt_widths: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Runs the method's scorers over a rollout.
+    """Runs the scorers of a method over a rollout.
 
     Args:
-      method: of the run.
-      config: the run.
-      models: by role, before the update on the batch.
-      batch: as sampled.
-      devices: that share the rows.
-      prompt_widths: as in `pieces.choose_pieces`.
+      method: The method, such as GRPO or PPO.
+      config: The configuration of the run.
+      models: Parameters by role, before the update.
+      batch: The sampled batch.
+      devices: The devices that share the rows.
+      prompt_widths: Widths of prompts, ascending, as in `pieces.choose_pieces`.
 
     Returns:
       Fields of the batch, `[N, G, ...]`.
@@ -59,13 +59,13 @@ def score_rollout(
 def old_scorer(
     score: Callable[[Params, Batch], tuple[jax.Array, ...]], config: GRPOConfig, *, values: bool = False
 ) -> tuple[Scorer, ...]:
-    """Returns the scorer of the policy before the update; none if the update needs nothing of it.
+    """Returns the scorer of the policy before the update, or no scorer if the update does not need it.
 
     Args:
       score: (models by role, batch) -> log-probabilities and entropies `[N, G, T]`, and values `[N, G, T + 1]` of a
         critic.
-      config: the run, which decides about log-probabilities and entropies.
-      values: whether there is a critic, whose values are needed.
+      config: The configuration of the run, which determines if log-probabilities and entropies are needed.
+      values: True if the values of a critic are needed.
     """
     needed = {
         "old_logprobs": needs_old_logprobs(config),
@@ -80,7 +80,7 @@ def old_scorer(
 
 
 def reference_scorer(policy: Policy, config: GRPOConfig) -> tuple[Scorer, ...]:
-    """Returns the scorer of the reference; none if the loss has no KL of sampled tokens."""
+    """Returns the scorer of the reference, or no scorer if no KL of sampled tokens is used."""
 
     def scorer(models: Params, batch: Batch) -> dict[str, Any]:
         return {"ref_logprobs": score_completion_tokens(policy, models["reference"], batch).logprobs}
@@ -89,16 +89,16 @@ def reference_scorer(policy: Policy, config: GRPOConfig) -> tuple[Scorer, ...]:
     return (scorer,) if is_needed else ()
 
 
-# ---- whose numbers the old log-probabilities are: three cases
+# ---- three sources of the old log-probabilities
 
 
 def needs_old_logprobs(config: GRPOConfig) -> bool:
-    """Returns whether old log-probabilities, those before the first step on a rollout, need a pass of their own.
+    """Returns true if old log-probabilities, before the first step on a rollout, need a separate forward pass.
 
-    With one optimizer step on a rollout, the old policy is the one that is differentiated, and its own numbers without
-    gradient serve. Several steps need the numbers from before the first, and a KL in the reward needs them too. A
-    method whose ratio is defined against the sampler takes the sampler's numbers for both, and so does a run that asks
-    for them.
+    With one optimizer step per rollout, the old policy is the current policy, and the update uses the current
+    log-probabilities without gradient. Several steps need log-probabilities from before the first step, and so does a
+    KL in the reward. If the method or the run takes the ratio against the sampler, the sampler's log-probabilities
+    serve both purposes.
     """
     objective = config.loss.objective
     has_penalty = objective.has_reference and objective.kl_in_reward
@@ -107,10 +107,9 @@ def needs_old_logprobs(config: GRPOConfig) -> bool:
 
 
 def takes_sampler_logprobs(config: GRPOConfig) -> bool:
-    """Returns whether the log-probabilities that the sampler reported are the old ones.
+    """Returns true if the old log-probabilities are the ones that the sampler reported.
 
-    With staleness they are those of the earlier policy that sampled, so the ratio includes how far the policy has moved
-    since.
+    With staleness an earlier policy sampled, so the ratio includes how far the policy has moved since.
     """
     return config.loss.objective.ratio_to_sampler or config.loss.old_logprobs == "sampler"
 
@@ -118,13 +117,13 @@ def takes_sampler_logprobs(config: GRPOConfig) -> bool:
 def score_completion_tokens(
     policy: Policy, params: Params, batch: Batch, *, hidden: jax.Array | None = None
 ) -> TokenLogprobs:
-    """Log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`.
+    """Computes log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`.
 
     Args:
-      policy: the model's functions.
-      params: its parameters.
-      batch: completions. Those that are packed get 0 where they are not computed.
-      hidden: of `hidden_states`, if they are computed already.
+      policy: The functions of the model.
+      params: The parameters of the model.
+      batch: The batch of completions. With packed completions, tokens that are not in the piece get 0.
+      hidden: The result of `hidden_states`. Default: it is computed.
     """
     rows = rows_of(batch)
     hidden = policy.states(params, rows)[0] if hidden is None else hidden
@@ -139,26 +138,26 @@ def rows_of(batch: Batch) -> Rows:
 
 
 def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
-    """Returns the states that predict each completion token: `[N, G, T, D]`, or `[N, 1, S, D]` of packed ones."""
+    """Returns the hidden states that predict each completion token: `[N, G, T, D]`, or `[N, 1, S, D]` if packed."""
     return policy.states(params, rows_of(batch))[0]
 
 
 def hidden_and_routing(policy: Policy, params: Params, batch: Batch) -> tuple[jax.Array, "Routing | None"]:
-    """Returns `hidden_states`, and where these went in each layer `[N, G, T, L]`, if the model has experts."""
+    """Returns `hidden_states`, and their routing in each layer, `[N, G, T, L]`, if the model has experts."""
     rows = rows_of(batch)
     hidden, routing = policy.states(params, rows)
     return hidden, jax.tree.map(rows.unpack, routing)
 
 
 def unpack_completions(x: jax.Array, batch: Batch) -> jax.Array:
-    """Takes what was computed of tokens to `[N, G, T, ...]`: see `Rows.unpack`."""
+    """Arranges values of tokens as `[N, G, T, ...]`. See `Rows.unpack`."""
     return rows_of(batch).unpack(x)
 
 
 def _token_logprobs(
     policy: Policy, params: Params, hidden: jax.Array, ids: jax.Array, temperature: jax.Array
 ) -> TokenLogprobs:
-    """`token_logprobs`. On a mesh all devices share out the tokens, those too that share out heads."""
+    """Computes `token_logprobs`. On a mesh tokens are sharded over all devices, including the tensor axis."""
     scored = partial(token_logprobs, unembedding=policy.unembedding(params), softcap=policy.softcap)
     if mesh_sizes() is None:
         return scored(hidden, ids=ids, temperature=temperature)

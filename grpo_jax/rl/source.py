@@ -1,8 +1,8 @@
-"""Sources of rollouts: prompts to completions, started on the devices and not waited for.
+"""Sources of rollouts: they dispatch the sampling of completions, without waiting for it.
 
-A `Sampler` samples completions: the policy's own programs are one, and `engines` have another. A source is a function
-(queue, policy's parameters, step, meanwhile) -> (queue, rollout). It calls `meanwhile` once the devices have begun to
-sample. Staleness and dynamic sampling wrap a source.
+A `Sampler` samples completions, either with the policy in this process or with a server (`engines`). A source is a
+function (queue, parameters of the policy, step, meanwhile) -> (queue, rollout). It calls `meanwhile` once the devices
+have begun to sample. Dynamic sampling wraps a source.
 """
 
 from collections.abc import Callable
@@ -27,38 +27,38 @@ from grpo_jax.tasks.task import Task
 
 
 class Sampler(NamedTuple):
-    """Functions that sample completions, for training and evaluation alike."""
+    """Functions that sample completions, for both training and evaluation."""
 
     # (params, prompts, numbers int32 [N, G], temperature float32 [N, G], noise uint32 [3]) -> Completions. The noise is
-    # on the host, all others on the devices
+    # on the host, all other arguments are on the devices
     draw: Callable[..., Completions]
     devices: Devices
-    # The policy's own program: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the
+    # The compiled program: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the
     # devices. None: an engine samples, or several programs sample episodes
     program: Callable[..., Completions] | None = None
-    # Widths that prompts are sampled at, ascending: each compiles a program when it is first needed. Empty: P
+    # Widths to which prompts are padded for sampling, ascending. Each compiles a program at its first use. Empty: P
     prompt_widths: tuple[int, ...] = ()
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
     ) -> tuple[Batch, Completions]:
-        """Samples a group for each prompt.
+        """Samples a group of completions for each prompt.
 
-        The policy's own program is started and not waited for; episodes and engines are waited for.
+        The call waits for episodes and for engines. Otherwise it only dispatches the program.
 
         Args:
-          params: the policy's.
-          prompts: N, padded on the left.
-          numbers: int32 `[N, G]`, numbers of the completions, which key the noise of each.
-          temperature: float32 `[N, G]`.
-          noise: uint32 `[3]`, (seed, stream, index) of `step_key`.
+          params: The parameters of the policy.
+          prompts: N prompts, padded on the left.
+          numbers: The numbers of the completions, int32 `[N, G]`, which key the noise of each.
+          temperature: The temperature of each completion, float32 `[N, G]`.
+          noise: The arguments (seed, stream, index) of `step_key`, uint32 `[3]`.
 
         Returns:
           The batch, and the completions that it holds, both on the devices.
 
         Raises:
-          UsageError: prompts are not padded on the left.
-          Interruption: an engine is gone.
+          UsageError: The prompts are not padded on the left.
+          Interruption: An engine does not answer.
         """
         if not prompts.mask[:, -1].all():
             raise UsageError("prompts must be padded on the left: data.types.pad_prompts does it")
@@ -71,7 +71,7 @@ class Sampler(NamedTuple):
         return to_batch(ids, mask, temperature, completions), completions
 
     def complete(self, params: Params, *args: Any) -> Completions:
-        """Samples as `sample` does and waits: NumPy arrays. The parameters may be on one device only."""
+        """Samples as `sample` does, and returns NumPy arrays. The parameters may be on a single device."""
         return all_rows(self.sample(place(params, self.devices), *args)[1], self.devices)
 
 
@@ -79,18 +79,18 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
     """Makes the sampler of a run, which is compiled at its first call.
 
     Args:
-      policy: the model's functions.
-      task: its tokens, and perhaps an environment.
-      sampling: options of the run.
-      devices: where it runs.
+      policy: The functions of the model.
+      task: Supplies the widths of prompts, the special tokens and an environment if there is one.
+      sampling: The sampling options of the run.
+      devices: The devices that share the rows.
 
     Raises:
-      UsageError: the task has an environment, and the policy cannot continue after its replies.
+      UsageError: The task has an environment, but the policy cannot continue after its replies.
     """
     group_tokens, longest = sampling.group_size * sampling.row_tokens, max(task.batch_widths, default=0)
     widths = useful_widths(task.batch_widths, longest, group_tokens)
     if task.environment is not None:
-        from grpo_jax.rl.episodes import episode_sampler  # a run without an environment does not load it
+        from grpo_jax.rl.episodes import episode_sampler  # loaded only for tasks with an environment
 
         return Sampler(episode_sampler(policy, task, sampling, devices), devices, prompt_widths=widths)
 
@@ -124,12 +124,13 @@ def sample_completions(
     """Samples completions of prompts with the options of a run.
 
     Args:
-      policy, params: of the model.
-      task, sampling: of the run.
-      prompts: ids int32 and mask bool, `[N, P]`.
-      numbers: int32 `[N, G]`, numbers of the completions, which key the noise of each.
-      temperature: `[N, G]`.
-      key: consumed.
+      policy, params: The functions and parameters of the model.
+      task: Supplies the special tokens.
+      sampling: The sampling options of the run.
+      prompts: Token ids int32 and mask bool, `[N, P]`.
+      numbers: The numbers of the completions, int32 `[N, G]`, which key the noise of each.
+      temperature: The temperature of each completion, `[N, G]`.
+      key: The key of the noise, consumed.
     """
     return sample_groups(
         policy if sampling.narrow_decoding else policy._replace(select=None),
@@ -146,7 +147,7 @@ def sample_completions(
 
 
 def truncation_of(sampling: SamplingConfig) -> Truncation:
-    """Returns the limits on candidates that the options of a run ask for."""
+    """Returns the truncation (top-k, top-p, min-p) that the options set."""
     return Truncation(
         top_k=sampling.top_k or None,
         top_p=sampling.top_p if sampling.top_p < 1 else None,
@@ -155,7 +156,7 @@ def truncation_of(sampling: SamplingConfig) -> Truncation:
 
 
 def to_batch(prompt_ids: Any, prompt_mask: Any, temperature: Any, completions: Completions) -> Batch:
-    """Returns prompts and completions as the batch that is scored and learned from."""
+    """Combines prompts and completions into a batch."""
     fields = {name: x for name, x in completions._asdict().items() if name in Batch._fields}
     return Batch(prompt_ids, prompt_mask, temperature=temperature, **fields)
 
@@ -177,17 +178,17 @@ def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
 # ---- sources
 
 Queue = tuple[Any, ...]
-Draw = Callable[[Params, int], Rollout]  # (policy's parameters, index of prompts and noise) -> rollout
+Draw = Callable[[Params, int], Rollout]  # (parameters of the policy, index of prompts and noise) -> rollout
 Source = Callable[[Queue, Params, int, Callable[[], None]], tuple[Queue, Rollout]]
 
 
 def sampling(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
-    """Returns the function that starts to sample N groups.
+    """Returns the function that samples N groups.
 
     Args:
-      sampler: the policy's own, or an engine.
-      task: its prompts.
-      config: the run.
+      sampler: Samples completions on the devices of the run.
+      task: Supplies the prompts.
+      config: The configuration of the run.
     """
     numbers = to_devices(completion_numbers(config.sampling), sampler.devices)
     temperature = to_devices(group_temperatures(config.sampling), sampler.devices)
@@ -208,16 +209,16 @@ def sampling(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
 
 
 def ahead(draw: Draw, task: Task, config: GRPOConfig) -> Source:
-    """Returns the source that samples each rollout `staleness` steps before it is learned from.
+    """Returns the source that samples each rollout `staleness` steps before the update that uses it.
 
-    Without staleness it is the policy of the rollout's own step. With it rollouts wait in the queue, so the devices
-    sample one while graders work on another. The start samples the first ones. Past the last step it samples too, so
-    that a run can be extended.
+    Without staleness the current policy samples. With staleness rollouts wait in a queue, so that the devices sample
+    one rollout while graders work on another. The initial policy samples the first `staleness` + 1 rollouts. The last
+    steps still sample rollouts for later steps, so that a run can be extended.
 
     Args:
-      draw: of `sampling`.
-      task: its prompts.
-      config: the run.
+      draw: Samples a rollout, as returned by `sampling`.
+      task: Supplies the prompts.
+      config: The configuration of the run.
     """
     staleness = config.sampling.staleness
 
@@ -235,12 +236,12 @@ def ahead(draw: Draw, task: Task, config: GRPOConfig) -> Source:
 
 
 def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
-    """Returns a queue of zeros, with the shapes that a checkpoint of the run has."""
+    """Returns a queue of zeros with the shapes of the run's queue."""
     return (empty_batch(task, sampling),) * sampling.staleness if sampling.staleness else ()
 
 
 def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
-    """Returns a batch of zeros, with the shapes that are sampled."""
+    """Returns a batch of zeros with the shapes of sampled batches."""
     n, p = task.prompts(0).ids.shape
     shape = n, sampling.group_size, sampling.row_tokens
     is_truncated = truncation_of(sampling) != truncation_of(SamplingConfig())
@@ -271,23 +272,23 @@ def until_spread(
     *,
     metric: str = "",
 ) -> Source:
-    """Returns the source that replaces groups whose completions all earn the same (DAPO, 2503.14476, equation 11).
+    """Returns the source that replaces groups whose completions have equal rewards (DAPO, 2503.14476, equation 11).
 
-    Such a group has advantages of 0: it costs as much as another and teaches nothing. The first N groups with spread
-    are taken, as if prompts had come one by one. If there are too few after `max_rollouts` draws, groups without spread
-    fill up the batch. Groups that are left over are not kept for the next step, whose policy is another. Every draw has
-    the same shape, so nothing is compiled again. Step and number of a draw decide its prompts and its noise, so a
-    resumed run needs to know only its step.
+    Such a group has advantages of 0: it costs as much as any group, and contributes no gradient. The source takes the
+    first N groups with spread, in the order of the draws. If there are too few after `max_rollouts` draws, groups
+    without spread fill up the batch. Surplus groups are discarded, because the policy of the next step differs. Every
+    draw has the same shape, so nothing is compiled again. The prompts and noise of a draw depend only on the step and
+    the number of the draw, so a run can resume at any step.
 
     Args:
-      source: of the first draw of a step.
-      draw: of the further ones, which the present policy samples.
-      grade: rollout -> rollout with rewards.
-      report: (rollout, step) -> with metrics and warnings about all groups of the step.
-      config: the run.
-      devices: where groups lie.
-      metric: component whose spread counts; "": the weighted sum. With a length penalty in the sum, nearly every group
-        has some spread.
+      source: Samples the first rollout of a step.
+      draw: Samples further rollouts of the step with the current policy.
+      grade: Adds rewards to a rollout.
+      report: (rollout, step) -> rollout with metrics and warnings about all groups of the step.
+      config: The configuration of the run.
+      devices: The devices that share the rows.
+      metric: The component whose spread counts. Default: the weighted sum. With a length penalty in the sum, nearly
+        every group has some spread.
     """
     num_groups, most = config.sampling.num_prompts, config.sampling.max_rollouts
 
@@ -296,8 +297,8 @@ def until_spread(
         rollouts = [grade(first)]
         spread = has_spread(rollouts[0].graded, metric)
         while spread.sum() < num_groups and len(rollouts) < most:
-            # The first draw of each step is that of a run without further ones, so that every epoch has all its
-            # prompts. The others are further on in the same order.
+            # The first draw of each step is the same as without dynamic sampling, so that every epoch has all its
+            # prompts. Further draws take the prompts that come after the last step.
             index = config.steps + step * (most - 1) + len(rollouts) - 1
             rollouts.append(grade(draw(policy, index)))
             spread = np.concatenate([spread, has_spread(rollouts[-1].graded, metric)])
@@ -334,24 +335,24 @@ def _concatenate(rollouts: list[Rollout]) -> Rollout:
 
 
 def _select(everything: Rollout, batches: list[Batch], groups: np.ndarray, devices: Devices) -> Rollout:
-    """Returns some groups of several draws, by their numbers."""
+    """Selects groups of several draws by their numbers."""
     graded = jax.tree.map(lambda x: x[groups], everything.graded)
     return Rollout(take_prompts(everything.prompts, groups), select_groups(batches, groups, devices), graded)
 
 
 def select_groups(batches: list[Batch], groups: np.ndarray, devices: Devices = 1) -> Batch:
-    """Returns N groups of several batches of N, by their numbers. It is one program, however many batches there are.
+    """Selects N groups of several batches of N by their numbers. One program serves any number of batches.
 
     Args:
-      batches: of the draws.
-      groups: int `[N]`, ascending, counted over all batches.
-      devices: where groups lie.
+      batches: The batches of the draws.
+      groups: The numbers of the groups, int `[N]`, ascending, counted over all batches.
+      devices: The devices that share the rows.
     """
     count, chosen = len(groups), batches[0]
     if len(batches) == 1:
         return chosen
     for number, batch in enumerate(batches):
-        # Places that this batch fills get its groups, counted behind those that were chosen before.
+        # An index below N keeps the group chosen so far; N + i takes group i of this batch.
         from_batch = groups // count == number
         places = np.where(from_batch, count + groups % count, np.arange(count)).astype(np.int32)
         chosen = _choose(chosen, batch, to_devices(places, devices, axes=None), devices=devices)
@@ -360,6 +361,6 @@ def select_groups(batches: list[Batch], groups: np.ndarray, devices: Devices = 1
 
 @partial(jax.jit, static_argnames="devices")
 def _choose(chosen: Batch, batch: Batch, places: jax.Array, *, devices: Devices) -> Batch:
-    """Takes places of both batches, one behind the other, and spreads them over devices."""
+    """Selects groups from the concatenation of both batches, and shards them over devices."""
     picked = jax.tree.map(lambda one, other: jnp.concatenate([one, other])[places], chosen, batch)
     return spread_over(picked, devices) if size(devices) > 1 else picked

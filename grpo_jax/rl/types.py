@@ -1,7 +1,7 @@
 """The data of an iteration. Letters: N prompts of P tokens, G completions of T tokens, K rewards, U optimizer steps.
 
-A reward passes four containers: the list that a function returns becomes `rewards.reward.RewardScores`, then `Graded`
-on the host, then `RewardArrays` on the devices, and at last the advantages of a `Batch`.
+Rewards pass through four containers: the list that a function returns becomes `rewards.reward.RewardScores`, then
+`Graded` on the host, then `RewardArrays` on the devices, and finally the advantages of a `Batch`.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,24 +25,24 @@ Array = Any  # jax.Array on a device, np.ndarray on the host
 class TrainState(NamedTuple):
     """Everything that a checkpoint holds.
 
-    Data and noise are functions of (seed, step), and the step is the checkpoint's name, so no iterator and no key is
-    part of it.
+    It has no iterator and no key: data and noise are functions of (seed, step), and the name of the checkpoint is the
+    step.
     """
 
-    params: Any  # what is trained: of one model, or by role ("policy", "critic")
+    params: Any  # the trained parameters, of one model or by role ("policy", "critic")
     opt_state: optax.OptState
     skipped: Array  # int32, optimizer steps skipped in a row because gradients were not finite
-    extras: dict[str, Any]  # what hooks move: "reference" and "kl_coef"
-    queue: tuple[Any, ...] = ()  # rollouts that wait for their step, oldest first: `Batch`
+    extras: dict[str, Any]  # values that hooks update: "reference" and "kl_coef"
+    queue: tuple[Any, ...] = ()  # batches that wait for their step, oldest first
 
 
 class TeacherOutputs(NamedTuple):
     """Outputs of a teacher that the loss needs. A field is None if the kind of distillation does not need it."""
 
-    logprobs: Array = None  # [N, G, T], of the sampled tokens
-    hidden: Array = None  # [N, G, T, E], states of the teacher's decoder
+    logprobs: Array = None  # [N, G, T], log-probabilities of the sampled tokens
+    hidden: Array = None  # [N, G, T, E], hidden states
     ids: Array = None  # int32 [N, G, T, K], the likeliest tokens
-    logits: Array = None  # [N, G, T, K + 1], of these tokens, and of all other tokens in one
+    logits: Array = None  # [N, G, T, K + 1], logits of these tokens, and one for all other tokens together
 
 
 class Batch(NamedTuple):
@@ -51,42 +51,42 @@ class Batch(NamedTuple):
     prompt_ids: Array  # int32 [N, P], padded on the left
     prompt_mask: Array  # bool [N, P]
     completion_ids: Array  # int32 [N, G, T]
-    completion_mask: Array  # bool [N, G, T], the policy's own tokens
-    temperature: Array  # [N, G], of the sampler
+    completion_mask: Array  # bool [N, G, T], the tokens that the policy wrote
+    temperature: Array  # [N, G], the sampling temperature
     # ---- from the sampler
-    sampler_logprobs: Array = None  # [N, G, T], of the softmax after temperature
+    sampler_logprobs: Array = None  # [N, G, T], after temperature
     truncated_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
-    truncated: Array = None  # bool [N, G], no token ended the completion
-    # ---- of episodes, as in `Completions`; None: there is one turn
+    truncated: Array = None  # bool [N, G], true if no token ended the completion
+    # ---- for episodes, as in `Completions`; None: there is one turn
     turn: Array = None  # int32 [N, G, T]
     turn_rewards: Array = None  # float32 [N, G, K]
     ending: Array = None  # int8 [N, G]
     # ---- from scorers; None if the update does not need the field
-    old_logprobs: Array = None  # [N, G, T]; None: those of the policy that is differentiated, without gradient
+    old_logprobs: Array = None  # [N, G, T]; None: those of the current policy, without gradient
     ref_logprobs: Array = None  # [N, G, T]
     old_entropy: Array = None  # [N, G, T], in nats
-    old_values: Array = None  # [N, G, T + 1], of a critic when the completions were sampled
+    old_values: Array = None  # [N, G, T + 1], values of a critic before the updates
     teacher: TeacherOutputs | None = None
     # ---- from the rewards
     advantages: Array = None  # [N, G], or [N, G, T]
-    returns: Array = None  # [N, G, T], what a critic learns
+    returns: Array = None  # [N, G, T], the targets of a critic
     # ---- from the masks of a whole optimizer batch
     weights: Array = None  # [N, G, T]
-    # ---- of a piece with packed completions
-    packed: Array = None  # int32 [N, S], places of tokens among the G·T of their prompt, in order; G·T for padding
+    # ---- only for pieces with packed completions
+    packed: Array = None  # int32 [N, S], indices of tokens among the G·T of their prompt, ascending; G·T for padding
 
 
 class Graded(NamedTuple):
-    """Rewards of completions, the same on every host. All arrays are NumPy's."""
+    """Rewards of completions, the same on every host. All arrays are NumPy arrays."""
 
     rewards: np.ndarray  # float32 [N, G], the weighted sum
-    applicable: np.ndarray  # bool [N, G], whether any reward applies
-    components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where it does not apply
-    lengths: np.ndarray  # int [N, G], in tokens, the ending one included
+    applicable: np.ndarray  # bool [N, G], true if any reward applies
+    components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where the reward does not apply
+    lengths: np.ndarray  # int [N, G], in tokens, including EOS
     truncated: np.ndarray  # bool [N, G]
-    distinct: np.ndarray  # float [N], share of the completions of a group that differ
-    parts: np.ndarray  # object [N, G], tuples of `Span` in tokens, ordered by their ends: turns or spans
-    episodes: dict[str, np.ndarray]  # name -> [N, G], numbers of episodes; empty without an environment
+    distinct: np.ndarray  # float [N], share of distinct completions in a group
+    parts: np.ndarray  # object [N, G], the turns or spans: tuples of `Span` in tokens, ordered by their ends
+    episodes: dict[str, np.ndarray]  # name -> [N, G], statistics of episodes; empty without an environment
 
 
 class Rollout(NamedTuple):
@@ -94,63 +94,63 @@ class Rollout(NamedTuple):
 
     prompts: Prompts
     batch: Batch
-    graded: Graded | None = None  # None: rewards are not known yet
-    metrics: dict[str, Any] = _NOTHING  # of grading, as plain numbers
-    warnings: dict[str, str] = _NOTHING  # key -> sentence, for the user
+    graded: Graded | None = None  # None: not graded yet
+    metrics: dict[str, Any] = _NOTHING  # metrics of grading, as Python numbers
+    warnings: dict[str, str] = _NOTHING  # key -> sentence for the user
 
 
 class RewardArrays(NamedTuple):
     """Rewards of completions, on the devices."""
 
     rewards: Array  # float32 [N, G], the weighted sum
-    applicable: Array  # bool [N, G], whether any reward applies
-    components: Array = None  # float32 [N, G, K], NaN where a reward does not apply or is only watched
+    applicable: Array  # bool [N, G], true if any reward applies
+    components: Array = None  # float32 [N, G, K], NaN where a reward does not apply or has weight 0
     weights: Array = None  # float32 [K]
-    parts: Array = None  # float32 [N, G, T], of turns or spans at the token that ends each, NaN elsewhere
+    parts: Array = None  # float32 [N, G, T], the reward of each turn or span at its last token, NaN elsewhere
 
 
-REWARD_AXES = RewardArrays(0, 0, 0, None, 0)  # what devices share out; the weights are the same on all
+REWARD_AXES = RewardArrays(0, 0, 0, None, 0)  # 0: split over devices; None: the same on all
 
 
 class Forward(NamedTuple):
     """One differentiated forward pass over a piece of a batch."""
 
-    states: jax.Array  # hidden states that predict each token: [N, G, T, D], or [N, S, D] of packed completions
+    states: jax.Array  # hidden states that predict each token: [N, G, T, D], or [N, 1, S, D] if packed
     logprobs: jax.Array  # [N, G, T], after the sampler's temperature
     entropy: jax.Array  # [N, G, T], in nats
-    routing: Any = None  # `models.experts.Routing` of a mixture of experts
+    routing: Any = None  # `models.experts.Routing` if the model has experts
 
 
 class Logs(NamedTuple):
-    """Metrics that a loss reports. Logs of pieces of a batch can be combined."""
+    """Metrics of a loss, which can be combined over the pieces of a batch."""
 
     means: Metrics  # name -> (weighted sum, weight)
     maxima: Mapping[str, jax.Array] = {}
 
 
 Scorer = Callable[[Params, Batch], dict[str, Any]]  # (models by role, batch) -> fields of the batch
-# (rewards, scored batch, β) -> batch with advantages; advantages to log, [N, G] or [N, G, T]; metrics
+# (rewards, scored batch, β) -> (batch with advantages, advantages to log [N, G] or [N, G, T], metrics)
 Advantage = Callable[[RewardArrays, Batch, Array], tuple[Batch, jax.Array, dict[str, jax.Array]]]
-# (models by role, forward pass, batch with weights) -> Σ weights · loss, and what to log of it
+# (models by role, forward pass, batch with weights) -> (Σ weights · loss, logs)
 Term = Callable[[Params, Forward, Batch], tuple[jax.Array, Logs]]
-# (state after the updates of an iteration, its metrics, its number from 0) -> state
+# (state after the updates of an iteration, metrics, number of the iteration from 0) -> state
 Hook = Callable[[TrainState, Mapping[str, Array], Array], TrainState]
 
 
 class Method(NamedTuple):
     """A method that learns from rollouts, such as GRPO or PPO, as data."""
 
-    forward: Callable[[Params, Batch], Forward]  # (models by role, piece of a batch) -> what the terms read
-    terms: tuple[Term, ...]  # parts of the loss, which are added
+    forward: Callable[[Params, Batch], Forward]  # (models by role, piece of a batch) -> input of the terms
+    terms: tuple[Term, ...]  # the loss is their sum
     advantage: Advantage
     aggregation: Callable[..., jax.Array]  # (mask, *, num_completions) -> weights
     optimizer: optax.GradientTransformation
-    schedule: optax.Schedule  # the policy's learning rate, to log
+    schedule: optax.Schedule  # the learning rate of the policy, to log
     scorers: tuple[Scorer, ...] = ()
-    extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> what hooks move, at the start
+    extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> initial extras
     after: tuple[Hook, ...] = ()
-    packs: bool = False  # whether scorers and terms take batches whose completions are packed
-    # metrics of an optimizer step -> those to log
+    packs: bool = False  # true if scorers and terms accept packed completions
+    # metrics of an optimizer step -> metrics to log
     summarise: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda metrics: metrics
 
 
@@ -158,20 +158,20 @@ class Learned(NamedTuple):
     """Metrics and advantages of an iteration's updates, to log."""
 
     metrics: dict[str, jax.Array]  # scalars
-    advantages: jax.Array  # [N, G], or [N, G, T] of turns and spans
+    advantages: jax.Array  # [N, G], or [N, G, T] for turns and spans
     order: jax.Array  # int32 [U, n], the prompts of each optimizer step
 
 
-# The streams of a run. Each has noise of its own.
+# Streams of random numbers, independent of each other.
 SAMPLING, SHUFFLING, EVALUATION, LABELLING, REWARD = range(5)
 
 
 def step_key(seed: Any, stream: Any, index: Any) -> jax.Array:
-    """Returns the key of a step. Each of the three numbers is below 2³²."""
+    """Returns the random key of a step in a stream. Each of the three numbers is below 2³²."""
     seed, stream, index = (jnp.asarray(number, jnp.uint32) for number in (seed, stream, index))
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), index)
 
 
 def noise_of(seed: int, stream: int, index: int) -> np.ndarray:
-    """Returns (seed, stream, index) as programs take them, for `step_key`."""
+    """Returns the arguments of `step_key` as an array, uint32 `[3]`."""
     return np.array([seed, stream, index], np.uint32)

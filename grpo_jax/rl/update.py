@@ -1,7 +1,7 @@
 """The update of an iteration, as pure functions of whole arrays: epochs, minibatches, pieces, devices.
 
-Weights are made from the mask of a whole optimizer batch, before it is split. So the gradients of its pieces, and of
-the parts that devices have, add up to the gradient of the whole batch.
+Weights are computed from the mask of a whole optimizer batch, before it is split. So the gradients of its pieces, and
+of its shards on devices, add up to the gradient of the whole batch.
 
 Letters as in `types`.
 """
@@ -27,7 +27,7 @@ from grpo_jax.rl.types import SHUFFLING, Array, Batch, Learned, Logs, Method, Re
 # Metrics of optimizer steps, not of tokens.
 STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate"})
 
-# (trained parameters, all that is not differentiated, batch with weights) -> Σ weights · loss, and logs
+# (trained parameters, other inputs without gradient, batch with weights) -> (Σ weights · loss, logs)
 LossFn = Callable[[Params, Any, Batch], tuple[jax.Array, Logs]]
 
 
@@ -47,37 +47,37 @@ def learn(
     """Computes advantages, takes all optimizer steps on a rollout, and runs the method's hooks.
 
     Args:
-      method: of the run.
-      config: the run.
-      state: donated by callers that compile this.
-      frozen: parameters that are not trained.
-      start: the policy's parameters at the start, which are the reference unless the state has another.
-      batch: as sampled and scored, of N prompts.
-      rewards: of its completions.
-      clock: the seed of the run, and the number of the iteration, from 0.
-      devices: that share the rows.
-      prompt_widths: as in `pieces.choose_pieces`.
+      method: The method, such as GRPO or PPO.
+      config: The configuration of the run.
+      state: The state before the updates. Callers that compile this function donate it.
+      frozen: Parameters that are not trained.
+      start: The initial parameters of the policy, which are the reference unless the state has one. None: no reference.
+      batch: The scored batch of N prompts.
+      rewards: The rewards of its completions.
+      clock: The seed of the run, and the number of the iteration, from 0.
+      devices: The devices that share the rows.
+      prompt_widths: Widths of prompts, ascending, as in `pieces.choose_pieces`.
 
     Returns:
-      The next state, and what to log.
+      The next state, and the metrics and advantages to log.
     """
     # ---- advantages
     kl_coef = state.extras.get("kl_coef", jnp.float32(config.loss.kl_coef))
     batch, advantages, logs = method.advantage(rewards, batch, kl_coef)
 
-    # ---- every prompt once an epoch, in shuffled minibatches
+    # ---- updates: each prompt once per epoch, in shuffled minibatches
     pieces = partial(choose_pieces, method, config, widths=prompt_widths)
     step = partial(optimizer_step, method, config, frozen, start, devices, pieces)
     state, metrics, order = update_epochs(step, state, batch, config, clock, devices)
 
-    # ---- what moves after the updates
+    # ---- hooks
     for hook in method.after:
         state = hook(state, logs | metrics, clock[1])
     return state, Learned(logs | metrics, advantages, order)
 
 
 def models_of(trained: Params, frozen: Any, start: Params | None, extras: Mapping[str, Any]) -> Params:
-    """Returns all models of a run by role, with the "reference": the one in the state, or else the start."""
+    """Returns all models of a run by role. The "reference" comes from `extras`, or else is the initial policy."""
     models = join(trained, frozen)
     moved = extras.get("reference")
     reference = start if moved is None else join(moved, frozen["policy"])
@@ -95,15 +95,15 @@ def update_epochs(
     """Takes the optimizer steps on a rollout.
 
     Args:
-      optimizer_step: (state, minibatch) -> state, metrics.
-      state: before the updates.
-      batch: of N prompts.
-      config: the run.
-      clock: as in `learn`.
-      devices: that share the rows.
+      optimizer_step: (state, minibatch) -> (state, metrics).
+      state: The state before the updates.
+      batch: The batch of N prompts, with advantages.
+      config: The configuration of the run.
+      clock: The seed of the run, and the number of the iteration, from 0.
+      devices: The devices that share the rows.
 
     Returns:
-      The state, metrics of the iteration, and the prompts of each optimizer step `[U, n]`.
+      The next state, metrics of the iteration, and the prompts of each optimizer step, `[U, n]`.
     """
     epochs, minibatches = config.optimizer.epochs, config.optimizer.minibatches
     num_prompts = batch.prompt_ids.shape[0]
@@ -129,7 +129,7 @@ def update_epochs(
 def minibatch_order(seed: Array, step: Array, num_prompts: int, *, epochs: int, minibatches: int) -> jax.Array:
     """Returns the prompts of each optimizer step, int32 `[epochs · minibatches, N / minibatches]`.
 
-    Every epoch has its own permutation of all N, a function of (seed, step).
+    Each epoch permutes all N prompts. The permutation depends only on (seed, step, epoch).
     """
 
     def of_epoch(epoch: jax.Array) -> jax.Array:
@@ -150,14 +150,14 @@ def optimizer_step(
     state: TrainState,
     minibatch: Batch,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Takes one optimizer step of a method on a minibatch; other arguments as in `learn` and `train_step`."""
+    """Takes one optimizer step of a method on a minibatch. For the arguments see `learn` and `train_step`."""
 
     def loss_fn(trained: Params, others: Any, piece: Batch) -> tuple[jax.Array, Logs]:
         return loss_of(method, models_of(trained, *others), piece)
 
     rate, weights_of = method.schedule(steps_taken(state)), method.aggregation
     if weights_of is constant_length_weights:
-        # With an environment the mask is wider than the policy's own tokens can be.
+        # With an environment the mask also has room for observations, which do not count.
         longest = min(minibatch.completion_ids.shape[-1], config.sampling.max_tokens)
         weights_of = partial(weights_of, max_length=longest)
     state, metrics = train_step(
@@ -175,12 +175,12 @@ def optimizer_step(
 
 
 def loss_of(method: Method, models: Params, piece: Batch) -> tuple[jax.Array, Logs]:
-    """Returns the sum of a method's terms, and what they log.
+    """Returns the sum of a method's terms, and their logs.
 
     Args:
-      method: of the run.
-      models: by role.
-      piece: of a batch, with weights.
+      method: The method, such as GRPO or PPO.
+      models: Parameters by role.
+      piece: A piece of a batch, with weights.
     """
     forward = method.forward(models, piece)
     losses, logs = zip(*(term(models, forward, piece) for term in method.terms), strict=True)
@@ -202,17 +202,17 @@ def train_step(
     """Takes one optimizer step. Gradients that are not finite change only the count of skipped steps.
 
     Args:
-      state: before the step.
-      others: what the loss reads and is not differentiated, such as frozen parameters.
-      batch: of N rows, with a `completion_mask` and room for `weights`.
-      loss_fn: (trained parameters, others, batch with weights) -> Σ weights · loss, logs.
-      weights_of: mask of the whole batch -> weights, as `functional.token_mean_weights` does.
-      optimizer: an optax transformation.
-      pieces: rows of one device -> the pieces that they are computed in. Default: at once.
-      devices: that share the rows.
+      state: The state before the step.
+      others: Inputs of the loss without gradient, such as frozen parameters.
+      batch: The batch of N rows, with fields `completion_mask` and `weights`.
+      loss_fn: (trained parameters, others, batch with weights) -> (Σ weights · loss, logs).
+      weights_of: Computes weights from the mask of the whole batch, such as `functional.token_mean_weights`.
+      optimizer: An optax transformation.
+      pieces: Returns the pieces in which one device computes its rows. Default: all rows at once.
+      devices: The devices that share the rows.
 
     Returns:
-      The next state, and metrics as scalars: those of the loss, `loss`, `grad_norm`, `skipped`.
+      The next state, and scalar metrics: those that the loss logs, and `loss`, `grad_norm` and `skipped`.
     """
     batch = batch._replace(weights=weights_of(batch.completion_mask))
 
@@ -240,13 +240,13 @@ def train_step(
 def accumulate_grads(
     loss_fn: Callable[[Params, Any], tuple[jax.Array, Logs]], params: Params, batch: Any, pieces: Pieces = ()
 ) -> tuple[Params, jax.Array, Logs]:
-    """Σ over pieces of ∇ loss_fn, one at a time in memory.
+    """Σ over pieces of ∇ loss_fn, with one piece in memory at a time.
 
     Args:
       loss_fn: (params, batch with weights) -> (Σ weights · per-token loss, logs).
-      params: where to differentiate.
-      batch: leading axis N; its weights are already made from all of it.
-      pieces: of the batch.
+      params: The parameters with respect to which the loss is differentiated.
+      batch: Arrays with leading axis N. The weights are those of the whole batch.
+      pieces: The pieces of the batch. Default: all rows at once.
 
     Returns:
       Gradients, loss and logs of the whole batch.
@@ -267,14 +267,14 @@ def accumulate_grads(
     for microbatches in pieces:
         num_used = microbatches.num_used
         if microbatches is pieces[-1]:
-            # An empty piece is computed too if every completion is left out: the maxima would stay −∞.
+            # Without any completions, compute one empty piece: the maxima would otherwise stay −∞.
             num_used = jnp.maximum(num_used, 1 if len(pieces) == 1 else sum(x.num_used for x in pieces) == 0)
         total = jax.lax.fori_loop(0, num_used, partial(add, microbatches), total)
     return total
 
 
 def _combine(total: Any, piece: Any) -> Any:
-    """Adds gradients, losses and means; takes the larger of maxima."""
+    """Adds gradients, losses and means, and takes the larger of the maxima."""
     (grads, loss, logs), (more_grads, more_loss, more_logs) = total, piece
     summed = jax.tree.map(jnp.add, (grads, loss, logs.means), (more_grads, more_loss, more_logs.means))
     return summed[0], summed[1], Logs(summed[2], jax.tree.map(jnp.maximum, logs.maxima, more_logs.maxima))
@@ -283,14 +283,14 @@ def _combine(total: Any, piece: Any) -> Any:
 def average_over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
     """Returns the metrics of an iteration from those of its optimizer steps.
 
-    They are means over the steps. Metrics of tokens are weighted by the tokens of each step: a plain mean would give
-    short minibatches too much weight. `ratio_deviation` is the largest. `first_ratio_deviation` and
-    `first_sampler_mismatch` are of the first step, when the policy is still the one that sampled. `skipped` is the
-    largest number of steps skipped in a row. `skipped_update` is the first skipped step, counted from 0, or −1.
+    Metrics are averaged over the steps. Metrics of tokens are weighted by the tokens of each step, because a plain mean
+    would give short minibatches too much weight. `ratio_deviation` is the maximum over the steps.
+    `first_ratio_deviation` and `first_sampler_mismatch` are values of the first step, before any update. `skipped` is
+    the largest number of steps skipped in a row. `skipped_update` is the first skipped step, counted from 0, or −1.
 
     Args:
-      metrics: name -> `[U]`.
-      tokens: `[U]`, tokens that each step learned from.
+      metrics: The metrics of the optimizer steps: name -> `[U]`.
+      tokens: The number of tokens in the loss of each step, `[U]`.
     """
     weights = tokens / (tokens.sum() + (tokens.sum() == 0))
     means = {
