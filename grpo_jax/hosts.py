@@ -60,7 +60,7 @@ class HostOptions:
 
 
 def count() -> int:
-    """Returns the number of hosts: 1 unless `start` connected more. Before `start`, this does not initialise devices."""
+    """Returns the number of hosts: 1 unless `start` connected more. Does not initialise devices."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
