@@ -204,8 +204,8 @@ def attend(
       keys, values: The keys and values, `[N, K, G, C, E]`.
       mask: True where a query may see a key, bool `[N or 1, 1, G or 1, 1, S, C]`; at least one true per query.
       prefix: The number of keys at the beginning that every query may see.
-      reach: The number of other keys, up to its own, outside of which the mask hides all from a query; None: all keys
-        up to its own may be seen.
+      reach: The largest number of keys after the prefix, counted back from its own, that the mask lets a query see;
+        None: no limit.
       scores: The scale and the cap of the scores.
 
     Returns:
