@@ -42,7 +42,7 @@ _note: Callable[[str], None] = print  # replaced by `start`
 
 @dataclass(frozen=True)
 class HostOptions:
-    """Several hosts, each with a process of its own. Names are those of `jax.distributed.initialize`."""
+    """Options for running on several hosts, with one process on each. Names follow `jax.distributed.initialize`."""
 
     distributed: bool = False
     """Run on several hosts, each started with the same command. JAX finds the hosts under Slurm, Open MPI, Kubernetes

@@ -139,8 +139,8 @@ def rank_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, whe
 
     Args:
       rewards: `[..., G]`.
-      ddof: as in `group_advantages`.
-      eps: as in `group_advantages`.
+      ddof: see `group_advantages`.
+      eps: see `group_advantages`.
       where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
 
     Returns:
@@ -170,8 +170,8 @@ def batch_std_advantages(
 
     Args:
       rewards: `[..., G]`; all axes together are the batch.
-      ddof: as in `group_advantages`, for the batch.
-      eps: as in `group_advantages`.
+      ddof: see `group_advantages`, for the batch.
+      eps: see `group_advantages`.
       where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
       axis_name: mapped axes over which the batch is spread.
 
@@ -360,8 +360,8 @@ def gdpo_advantages(
     Args:
       rewards: `[K, ..., G]`; NaN where a reward does not apply to a completion.
       weights: `[K]`; None: 1 each.
-      ddof: as in `group_advantages`, for group and batch.
-      eps: as in `group_advantages`, for group and batch.
+      ddof: see `group_advantages`, for group and batch.
+      eps: see `group_advantages`, for group and batch.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -392,8 +392,8 @@ def turn_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, whe
 
     Args:
       rewards: `[..., G, K]`, the rewards of K turns.
-      ddof: as in `group_advantages`.
-      eps: as in `group_advantages`.
+      ddof: see `group_advantages`.
+      eps: see `group_advantages`.
       where: bool `[..., G, K]`, true for turns that happened; others count nowhere and get 0. None: all.
 
     Returns:
@@ -458,8 +458,8 @@ def span_advantages(
     Args:
       rewards: `[..., G, T]`, the reward of a span at the token that ends it; others count nowhere.
       ends: bool `[..., G, T]`, true on tokens that end a span.
-      ddof: as in `group_advantages`.
-      eps: as in `group_advantages`.
+      ddof: see `group_advantages`.
+      eps: see `group_advantages`.
       where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
 
     Returns:
@@ -497,7 +497,7 @@ def whiten(
     Args:
       values: any shape; all axes together are the batch.
       mask: bool, of the same shape, true for values that count. None: all.
-      ddof: as in `group_advantages`, for the batch. 1 as in published systems.
+      ddof: see `group_advantages`, for the batch. 1 as in published systems.
       eps: added to s. 1e-4: verl has √(s² + 1e-8), the same floor. Less would magnify rounding noise.
       axis_name: mapped axes over which the batch is spread.
 

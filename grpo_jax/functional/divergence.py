@@ -201,7 +201,7 @@ def jsd_full(logits: jax.Array, ref_logits: jax.Array, *, beta: jax.Array | floa
 
     Args:
       logits: `[..., V]`, unnormalised, of the policy.
-      ref_logits: `[..., V]`, unnormalised, of the other distribution.
+      ref_logits: `[..., V]`, unnormalised, of the second distribution.
       beta: β, between 0 and 1; 0.5 is the symmetric divergence, as in TRL.
 
     Returns:

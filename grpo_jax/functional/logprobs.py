@@ -321,7 +321,7 @@ _token_logprobs.defvjp(_logprobs_forward, _logprobs_backward)
 
 
 def _is_chosen(ids, z, part):
-    """Returns which elements of a slice `[R, C]` are those of `ids` `[R]`."""
+    """Marks the elements of a slice `[R, C]` at the columns `ids` `[R]`."""
     return (part.start + jnp.arange(z.shape[1]))[None, :] == ids[:, None]
 
 

@@ -396,7 +396,7 @@ def _difference(chosen: jax.Array, rejected: jax.Array, ref_chosen: jax.Array, r
 
 
 def _refuse_one(**arrays: jax.Array | None) -> None:
-    """Refuses one of two arrays without the other."""
+    """Refuses two arrays of which only one is None."""
     names = [name for name, value in arrays.items() if value is not None]
     if len(names) == 1:
         raise TypeError(f"{names[0]} is given alone: give both of {' and '.join(arrays)}, or neither")

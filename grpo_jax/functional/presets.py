@@ -56,7 +56,7 @@ class Objective(NamedTuple):
     term: Term = L.clipped_term
     """(logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`."""
     constants: Mapping[str, float] = _CLIP
-    """Constants of the term, by name. Default: those of the clip."""
+    """Constants of the term, by name. Default: the constants of the clip."""
     aggregation: Callable[..., jax.Array] = L.sequence_mean_weights
     """(mask, *, num_completions, axis_name) -> weights `[..., T]`."""
     divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3
@@ -74,7 +74,7 @@ class Objective(NamedTuple):
     per_completion: bool = False
     """The term is one number per completion, repeated on its tokens, so that weights must not count the tokens."""
     takes_delta: bool = True
-    """The term also takes `delta`, as that of `clipped_surrogate`."""
+    """The term also takes the constant `delta` of `clipped_surrogate`."""
     min_group_size: int = 2
     """Smallest group whose completions the advantages can compare."""
 
@@ -196,7 +196,7 @@ PRESETS: dict[str, Objective] = {
     "introduction_post_rank": _POST._replace(
         advantages=ignore_lengths(A.rank_advantages, ddof=0, eps=1e-8)
     ).with_constants(epsilon_low=0.15, epsilon_high=0.15),
-    # 2507.20673; epsilons are of the log-ratio.
+    # 2507.20673; epsilons bound the log-ratio.
     "gmpo": _BY_SEQUENCE._replace(term=P.gmpo_term, per_completion=True, takes_delta=False).with_constants(
         epsilon_low=0.4, epsilon_high=0.4
     ),

@@ -20,7 +20,7 @@ _ALL_LAYERS = 10**9
 
 
 class Traits(NamedTuple):
-    """The fastest ways to compute on a backend. The defaults are those of accelerators."""
+    """The fastest ways to compute on a backend. The defaults suit accelerators."""
 
     backend: str
     # cuDNN's attention in bfloat16 is available: on GPUs from Ampere on.

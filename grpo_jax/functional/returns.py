@@ -79,7 +79,7 @@ def reinforce_pp_advantages(
       mask: bool `[..., T]`.
       token_penalty: `[..., T]`, β · `kl_k1`. None: no KL in the reward.
       gamma: discount per token, 1 as in the paper.
-      eps: as in `whiten`.
+      eps: see `whiten`.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -108,7 +108,7 @@ def reinforce_pp_baseline_advantages(
       rewards: `[..., G]`.
       mask: bool `[..., G, T]`. A completion counts as many times as it has tokens in the batch's mean and deviation,
         as in verl.
-      eps: as in `whiten`.
+      eps: see `whiten`.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:

@@ -192,7 +192,7 @@ class Block(nn.Module):
         normed = before("input_norm", x)
         attended, key_values = Attention(config, name="attention")(normed, geometry, kind, past)
         x = checkpoint_name(spread(x + after("attention_output_norm", attended), rows), "middle")
-        normed = before("post_attention_norm", x)  # of the residual stream behind attention
+        normed = before("post_attention_norm", x)  # norm of the residual stream after attention
         if config.experts:
             from grpo_jax.models.experts import Experts
 
