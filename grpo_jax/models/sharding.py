@@ -143,7 +143,7 @@ def spread(tree: Any, *axes: Axes) -> Any:
 
 
 def laid_out(params: Any, layout: Layout = stored) -> Any:
-    """Shards parameters, or arrays of their shapes, for a use."""
+    """Shards parameters, or arrays of their shapes, as `layout` says."""
     sizes = mesh_sizes()
     return params if sizes is None else jax.lax.with_sharding_constraint(params, specs(params, sizes, layout))
 
