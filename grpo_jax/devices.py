@@ -1,11 +1,12 @@
-"""Devices: how programs run on one or many, the one place where arrays move between host and devices, speed and memory.
+"""Running programs on one or many devices, moving arrays between host and devices, and measuring speed and memory.
 
-`Devices` says how a program runs. A number means that each of so many devices has all parameters. A `Mesh` means that
-parameters are cut over devices, as the rules of `models.sharding` say. Every program is a `jax.jit` of whole arrays.
-With a number of devices above 1, what is computed row by row is a `jax.pmap` within it.
+`Devices` describes how a program runs. With a number, each of that many devices holds all parameters. With a `Mesh`,
+parameters are sharded by the rules of `models.sharding`. Every program is a `jax.jit` of whole arrays. With a number
+above 1, computations that are independent for each row run in a `jax.pmap` inside it.
 
-With several hosts devices are those of all, always as a `Mesh`, and an array is spread over all of them. Every host
-gives `to_devices` the whole array, of which it puts its part; `local_rows` reads what lies on its own devices.
+With several hosts, `Devices` is always a `Mesh` over the devices of all hosts, and arrays are spread over all of them.
+Every host passes the whole array to `to_devices`, which puts only this host's part. `local_rows` reads the rows that
+lie on this host's devices.
 """
 
 import dataclasses
@@ -31,38 +32,38 @@ from grpo_jax.models.params import is_quantised
 
 AXIS = "data"
 
-# Bytes moved by `to_devices` and `to_numpy` since they were last taken.
+# Bytes moved by `to_devices` and `to_numpy` since the last call of `pop_bytes_moved`.
 bytes_moved = {"to_devices": 0, "to_host": 0}
 
 
 class Mesh(NamedTuple):
-    """Devices in three axes, for a model that is larger than one of them. Prompts are spread over data · fsdp."""
+    """A grid of devices for a model that is larger than one device. Prompts are spread over data · fsdp."""
 
     data: int = 1
-    fsdp: int = 1  # parameters are cut, and each layer is put together while it is computed
-    tensor: int = 1  # parameters are cut, and each device computes its heads and features; divides key-value heads
+    fsdp: int = 1  # parameters are sharded, and each layer is gathered while it is computed
+    tensor: int = 1  # parameters are sharded, and each device computes its heads and features; divides key-value heads
 
 
 Devices = int | Mesh
 
 
 class HasDevices(Protocol):
-    """Options of a run, or of a phase."""
+    """The options of a run, or of a phase of it, that choose devices."""
 
     @property
     def devices(self) -> int:
-        """Devices to use; 0 for all."""
+        """The number of devices; 0 for all."""
 
     @property
     def mesh(self) -> MeshConfig:
-        """How they share the work."""
+        """The way in which the devices share the work."""
 
 
 def num_devices(requested: int) -> int:
-    """Devices to use: `requested`, or all of them for 0.
+    """Returns the number of devices to use: `requested`, or all of them for 0.
 
     Raises:
-      UsageError: there are fewer, or there are several hosts and not all of their devices are asked for.
+      UsageError: There are fewer devices, or several hosts of which only some devices are requested.
     """
     available = jax.device_count()
     if hosts.count() > 1 and requested not in (0, available):
@@ -79,10 +80,10 @@ def num_devices(requested: int) -> int:
 
 
 def devices_of(config: HasDevices) -> Devices:
-    """The devices that a run asks for.
+    """Returns the devices that the options request.
 
     Raises:
-      UsageError: they cannot be had, or not in this way.
+      UsageError: The devices do not exist, or cannot share the work in this way.
     """
     validate_mesh(config.mesh)
     count, kind, fsdp, tensor = num_devices(config.devices), *dataclasses.astuple(config.mesh)
@@ -105,12 +106,12 @@ def devices_of(config: HasDevices) -> Devices:
 
 
 def size(devices: Devices) -> int:
-    """How many devices these are."""
+    """Returns the number of devices."""
     return math.prod(devices) if isinstance(devices, Mesh) else devices
 
 
 def parts(devices: Devices) -> int:
-    """How many parts the prompts of a batch are spread over; a group is never split."""
+    """Returns the number of parts into which the prompts of a batch are split. A group is never split."""
     return devices.data * devices.fsdp if isinstance(devices, Mesh) else devices
 
 
@@ -118,14 +119,14 @@ def parts(devices: Devices) -> int:
 
 
 def map_rows(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
-    """Returns a function of rows that do not depend on each other, computed by `jax.pmap` on several devices.
+    """Maps a function of independent rows over devices with `jax.pmap`.
 
-    It is called within a program, with whole arrays. Each device computes the rows that it has. On one device or a mesh
-    it is `fn` itself.
+    Call the result inside a program, with whole arrays. Each device computes its rows. On one device or a mesh the
+    result is `fn` itself.
 
     Args:
-      fn: (what all rows share, such as parameters, *trees of arrays `[n, ...]`) -> arrays `[n, ...]`.
-      devices: where the program runs; N is a multiple of their `parts`.
+      fn: A function (values that all rows share, such as parameters, *trees of arrays `[n, ...]`) -> arrays `[n, ...]`.
+      devices: The devices that the program runs on. N is a multiple of their `parts`.
     """
     if isinstance(devices, Mesh) or devices == 1:
         return fn
@@ -140,13 +141,13 @@ def map_rows(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
 
 
 def sum_rows(fn: Callable[[Any, Any], tuple[Any, Any]], devices: Devices) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Returns a function whose sums and maxima over rows are those of the rows of all devices.
+    """Extends a function of sums and maxima over rows to the rows of all devices.
 
-    This is the one place that reduces over devices, so that nothing is summed twice.
+    Only this function reduces over devices, so that nothing is summed twice.
 
     Args:
-      fn: (what all rows share, a tree of arrays `[n, ...]`) -> sums over these rows, and maxima over them.
-      devices: as in `map_rows`.
+      fn: A function (values that all rows share, a tree of arrays `[n, ...]`) -> sums and maxima over these rows.
+      devices: The devices that the program runs on. N is a multiple of their `parts`.
     """
     if isinstance(devices, Mesh) or devices == 1:
         return fn
@@ -173,11 +174,11 @@ def compiled(
     """Compiles a function of whole arrays with `jax.jit`.
 
     Args:
-      fn: pure. What it computes row by row goes through `map_rows` or `sum_rows`.
-      out_axes: 0: the result's leading axis is spread over devices. None: parameters, or the same on all devices. Or a
-        tree of these.
-      devices: where its arguments are.
-      donate_argnums: arguments whose memory may be reused.
+      fn: A pure function. It computes independent rows through `map_rows` or `sum_rows`.
+      out_axes: 0 if the leading axis of the result is spread over devices; None if the result is parameters, or the
+        same on all devices; or a tree of both.
+      devices: The devices that hold the arguments.
+      donate_argnums: The positions of arguments whose memory may be reused.
     """
     if devices == 1:
         return jax.jit(fn, donate_argnums=donate_argnums)
@@ -185,19 +186,19 @@ def compiled(
     @wraps(fn)  # logs and profiles name the program
     def call(*args: Any) -> Any:
         if isinstance(devices, Mesh):
-            # Not `jax.set_mesh` around the call: this is of the program only, which can then be lowered and traced.
+            # `jax.set_mesh` around the call would not apply when the program is only lowered or traced.
             with jax.sharding.use_abstract_mesh(_mesh(devices).abstract_mesh):
                 result = fn(*args)
         else:
             result = fn(*args)
-        # The next program takes every result as it is, and is compiled once.
+        # With fixed shardings the program that takes the result is compiled only once.
         return jax.lax.with_sharding_constraint(result, _shardings(result, devices, out_axes))
 
     return jax.jit(call, donate_argnums=donate_argnums)
 
 
 def abstract(tree: Any, devices: Devices, axes: Any = None) -> Any:
-    """Returns shapes and shardings of arrays that `place` or `to_devices` would put there, for lowering a program."""
+    """Returns the shapes and shardings that `place` or `to_devices` would produce, for lowering a program."""
 
     def of_array(x: Any, target: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
@@ -206,14 +207,14 @@ def abstract(tree: Any, devices: Devices, axes: Any = None) -> Any:
 
 
 def rows_program(fn: Callable[[Any, Any], Any], *, devices: Devices = 1) -> Callable[[Any, Any], Any]:
-    """Compiles a function of rows that do not depend on each other, such as scores, with its results on the host.
+    """Compiles a function of independent rows, such as scores, that returns its results on the host.
 
     Args:
-      fn: (parameters, batch `[N, ...]`) -> arrays `[N, ...]`.
-      devices: where the parameters are. On a mesh N is a multiple of its `parts`.
+      fn: A function (parameters, batch `[N, ...]`) -> arrays `[N, ...]`.
+      devices: The devices that hold the parameters. On a mesh N is a multiple of its `parts`.
 
     Returns:
-      (parameters, batch of NumPy arrays) -> NumPy arrays of all rows, on every host; all hosts call it.
+      A function (parameters, batch of NumPy arrays) -> NumPy arrays of all rows, on every host. All hosts must call it.
     """
     program = compiled(fn, 0, devices=devices)
 
@@ -225,8 +226,8 @@ def rows_program(fn: Callable[[Any, Any], Any], *, devices: Devices = 1) -> Call
 
 
 def spread_over(tree: Any, devices: Devices) -> Any:
-    """Within a program: leading axes `[N, ...]` spread over devices as `to_devices` does it. The program that takes the
-    result is then compiled once."""
+    """Spreads leading axes `[N, ...]` over devices like `to_devices`, but inside a program. The program that takes the
+    result is then compiled only once."""
     return jax.lax.with_sharding_constraint(tree, _shardings(tree, devices, 0))
 
 
@@ -234,12 +235,12 @@ def spread_over(tree: Any, devices: Devices) -> Any:
 
 
 def to_devices(tree: Any, devices: Devices = 1, *, axes: Any = 0) -> Any:
-    """Arrays of the host on the devices. What is there already is not moved.
+    """Moves arrays from the host to the devices. Arrays that are committed to devices already are not moved.
 
     Args:
-      tree: of NumPy arrays `[N, ...]`.
-      devices: that programs run on; N is a multiple of their `parts`.
-      axes: 0: each device gets its part of N. None: every device gets all. Or a tree of these.
+      tree: A tree of NumPy arrays `[N, ...]`.
+      devices: The devices that programs run on. N is a multiple of their `parts`.
+      axes: 0 if each device gets its part of N; None if every device gets everything; or a tree of both.
     """
 
     def put(x: Any, target: jax.sharding.Sharding) -> Any:
@@ -252,22 +253,22 @@ def to_devices(tree: Any, devices: Devices = 1, *, axes: Any = 0) -> Any:
 
 
 def to_numpy(tree: Any) -> Any:
-    """Arrays of the devices as NumPy arrays. What is spread over several hosts is brought to all, which all call
-    this."""
+    """Moves arrays from the devices to NumPy arrays. Arrays that are spread over several hosts are gathered on every
+    host, and all hosts must then call this."""
     bytes_moved["to_host"] += sum(x.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     return jax.tree.map(np.asarray, jax.device_get(hosts.whole(tree)))
 
 
 def all_rows(tree: Any, devices: Devices) -> Any:
-    """Returns all rows of arrays `[N, ...]` that are spread over devices, as NumPy arrays on every host. All hosts call
-    this."""
+    """Returns all rows of arrays `[N, ...]` that are spread over devices, as NumPy arrays on every host. All hosts must
+    call this."""
     if hosts.count() == 1:
         return to_numpy(tree)
-    return gather_rows("rows", local_rows(tree), devices)  # the devices would compile a program for each array
+    return gather_rows("rows", local_rows(tree), devices)  # JAX's gather would compile a program for each array
 
 
 def gather_rows(name: str, tree: Any, devices: Devices) -> Any:
-    """Returns all rows `[N, ...]` of NumPy arrays of which each host has those on its devices. All hosts call this."""
+    """Gathers the rows `[N, ...]` of NumPy arrays from the hosts that hold them. All hosts must call this."""
 
     def in_order(*parts: np.ndarray) -> np.ndarray:
         joined = np.concatenate(parts)
@@ -277,12 +278,12 @@ def gather_rows(name: str, tree: Any, devices: Devices) -> Any:
 
 
 def local_numbers(devices: Devices, num_prompts: int) -> np.ndarray:
-    """Returns the prompts of a batch of N that lie on the devices of this host, ascending."""
+    """Returns the indices of the prompts in a batch of N that lie on this host's devices, ascending."""
     return rows_of_hosts(devices, num_prompts)[hosts.index()]
 
 
 def rows_of_hosts(devices: Devices, num_prompts: int) -> list[np.ndarray]:
-    """The prompts of a batch of N that lie on the devices of each host, ascending, in the order of hosts."""
+    """Returns, for each host in order, the indices of the prompts in a batch of N on its devices, ascending."""
     if hosts.count() == 1:
         return [np.arange(num_prompts)]
     rows: list[set[int]] = [set() for _ in range(hosts.count())]
@@ -294,13 +295,13 @@ def rows_of_hosts(devices: Devices, num_prompts: int) -> list[np.ndarray]:
 
 
 def local_rows(tree: Any) -> Any:
-    """Returns the rows of arrays `[N, ...]` that lie on the devices of this host, as NumPy arrays, in the order
-    of `rows_of_hosts`."""
+    """Returns the rows of arrays `[N, ...]` that lie on this host's devices, as NumPy arrays, in the order of
+    `rows_of_hosts`."""
 
     def pieces(x: jax.Array) -> list[jax.Array]:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return [x]
-        shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}  # copies have one place
+        shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}  # replicas share a key
         return [shards[start] for start in sorted(shards)]
 
     leaves, structure = jax.tree.flatten(tree)
@@ -310,25 +311,26 @@ def local_rows(tree: Any) -> Any:
 
 
 def pop_bytes_moved() -> dict[str, int]:
-    """Bytes moved to the devices and back since the last call."""
+    """Returns the bytes moved to the devices and to the host since the last call, and resets both counters."""
     taken = dict(bytes_moved)
     bytes_moved.update(dict.fromkeys(bytes_moved, 0))
     return taken
 
 
 def place(tree: Any, devices: Devices, axes: Any = None) -> Any:
-    """Puts parameters, or a state with them, where programs take them.
+    """Puts parameters, or a state that contains them, where programs expect them.
 
-    What is there already is not moved. On one device the arrays are committed to it, as results of a step are. A
-    program whose arguments are committed later than at its first call would be compiled again.
+    Arrays that are there already are not moved. On one device the arrays are committed to it, like the results of a
+    step. Otherwise the second call of a program would have committed arguments, and compile the program again.
 
     Args:
-      tree: parameters, or a state.
-      devices: where programs run.
-      axes: None: parameters, whole on each device or cut over a mesh. 0: rows, spread over devices. Or a tree of these.
+      tree: Parameters, or a state.
+      devices: The devices that programs run on.
+      axes: None for parameters, which are whole on each device or sharded over a mesh; 0 for rows, which are spread
+        over devices; or a tree of both.
 
     Raises:
-      UsageError: the mesh would cut key-value heads.
+      UsageError: The mesh would split key-value heads.
     """
     if devices == 1:
         first = jax.local_devices()[0]
@@ -337,7 +339,7 @@ def place(tree: Any, devices: Devices, axes: Any = None) -> Any:
 
 
 def _put(x: Any, target: jax.sharding.Sharding) -> Any:
-    """An array there. Of one that goes to several hosts, and that each of them has, each puts its part."""
+    """Puts an array on its devices. If it goes to several hosts, each host passes the whole array and puts its part."""
     if target.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
         return jax.device_put(x, target)
     whole = np.asarray(x)
@@ -345,10 +347,10 @@ def _put(x: Any, target: jax.sharding.Sharding) -> Any:
 
 
 def shardings(tree: Any, devices: Devices, axes: Any = None) -> Any:
-    """Returns where `place` puts a tree, from its shapes: a tree of shardings.
+    """Returns the shardings with which `place` puts a tree; its leaves only need shapes.
 
     Raises:
-      UsageError: the mesh would cut key-value heads.
+      UsageError: The mesh would split key-value heads.
     """
     if isinstance(devices, Mesh):
         _check_heads(tree, devices)
@@ -356,7 +358,8 @@ def shardings(tree: Any, devices: Devices, axes: Any = None) -> Any:
 
 
 def load_shardings(devices: Devices) -> Callable[[Any], Any] | None:
-    """Returns where a model is loaded: shapes -> shardings. None: on the first device, from which `place` copies it."""
+    """Returns a function from shapes to shardings for loading a model, or None to load it on the first device, from
+    which `place` copies it."""
     return partial(shardings, devices=devices) if isinstance(devices, Mesh) else None
 
 
@@ -371,7 +374,7 @@ def _check_heads(params: Any, mesh: Mesh) -> None:
 
 
 def _shardings(tree: Any, devices: Devices, axes: Any) -> Any:
-    """Returns shardings of arrays that are spread (0), or of parameters and arrays that all devices have (None)."""
+    """Returns shardings for arrays that are spread (0), or for parameters and arrays on all devices (None)."""
     if devices == 1:
         return jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), tree)
     mesh = _mesh(devices)
@@ -399,7 +402,7 @@ def _mesh(devices: Devices) -> jax.sharding.Mesh:
 
 # ---- speed and memory
 
-# Dense bfloat16 operations a second, from the vendors' data sheets, by a part of JAX's device_kind.
+# Dense bfloat16 operations per second, from the vendors' data sheets. Keys are parts of JAX's device_kind.
 _PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -417,23 +420,24 @@ _NO_LIMIT = 2**60
 
 
 def peak_flops(devices: int) -> float | None:
-    """Returns the operations a second that so many devices can do at most, in bfloat16; None if that is not known."""
+    """Returns the peak number of bfloat16 operations per second on this many devices; None if it is unknown."""
     kind = jax.local_devices()[0].device_kind
     return next((devices * peak for name, peak in _PEAK_FLOPS.items() if name in kind), None)
 
 
 def update_flops(trained: Any, frozen: Any, tokens: int) -> float:
-    """Counts the operations of a forward and backward pass over some tokens, without those of attention itself.
+    """Counts the operations of a forward and backward pass, except for those of attention itself.
 
-    There are 6 for each trained parameter and token: 2 forward, 4 backward. A frozen one has no gradient: 4.
+    Each trained parameter takes 6 operations per token: 2 forward and 4 backward. A frozen parameter takes 4, since it
+    has no gradient.
 
     Args:
-      trained: parameters that are trained.
-      frozen: the others, or None.
-      tokens: without padding; a prompt counts once a group.
+      trained: The trained parameters.
+      frozen: The frozen parameters, or None.
+      tokens: The number of tokens, without padding. A prompt counts once per group.
 
     Returns:
-      Their number.
+      The number of operations.
     """
     return float(tokens) * (6 * _size(trained) + 4 * _size(frozen))
 
@@ -443,7 +447,7 @@ def _size(tree: Any) -> int:
 
 
 def peak_memory_mb() -> float:
-    """Returns the most memory in use since the start, in MiB, of the first device, or else of the process."""
+    """Returns the peak memory since the start, in MiB: of the first device if it reports this, else of the process."""
     statistics = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in statistics:
         return round(statistics["peak_bytes_in_use"] / 2**20, 1)
@@ -452,22 +456,22 @@ def peak_memory_mb() -> float:
 
 
 def memory_limit(devices: int = 1) -> int:
-    """Returns the bytes that each device may use.
+    """Returns the number of bytes that each device may use.
 
-    An accelerator reports them. On a CPU they are the device's share of what the machine and its control group have.
+    An accelerator reports it. On a CPU it is the device's share of the memory of the machine and its control group.
 
     Args:
-      devices: that share the memory of a CPU.
+      devices: The number of devices that share the memory of a CPU.
     """
     statistics = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in statistics:
         return int(statistics["bytes_limit"])
-    in_use = sum(x.nbytes for x in jax.live_arrays())  # the model that is loaded counts in the plan
+    in_use = sum(x.nbytes for x in jax.live_arrays())  # a memory plan counts the loaded model too
     return min(_available() + in_use, _cgroup_limit()) // devices
 
 
 def _available() -> int:
-    """Returns the bytes that the machine has left; without /proc, more than any machine has."""
+    """Returns the number of bytes that the machine has left, or `_NO_LIMIT` without /proc."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -476,8 +480,8 @@ def _available() -> int:
 
 
 def _cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the bytes that the control group of this process may take, as a container sees it."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of the second version, and of the first
+    """Returns the number of bytes that the control group of this process may use, as a container sees it."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup versions 2 and 1
         try:
             most = (root / name).read_text(encoding="utf-8").strip()
         except OSError:

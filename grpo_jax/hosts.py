@@ -1,11 +1,12 @@
-"""A run over several hosts: one process on each, and all of them take the same steps.
+"""Running on several hosts: one process on each, all of which take the same steps.
 
-Devices share arrays in compiled programs. Hosts agree on everything else through the coordinator of `jax.distributed`,
-as bytes: that waits for no device. Every host calls `gather` in the same order. A host that fails tells the others why,
-and they end too. If a host dies without a word, JAX misses its heartbeats and ends the others.
+Devices exchange arrays in compiled programs. Hosts exchange everything else as bytes through the coordinator of
+`jax.distributed`, without waiting for a device. Every host calls `gather` in the same order. A host that fails tells
+the other hosts why, and they exit too. If a host dies without a message, JAX misses its heartbeats and ends the other
+hosts.
 
-A host is a process of JAX here, and its number is `jax.process_index()`. Several may run on one machine. Hosts trust
-each other: what they read is unpickled, so the coordinator's port is for them alone.
+A host here is a JAX process, and its number is `jax.process_index()`. Several may run on one machine. Hosts trust each
+other: they unpickle the bytes that they receive, so only they should be able to reach the coordinator's port.
 """
 
 import atexit
@@ -28,20 +29,20 @@ from grpo_jax.errors import UsageError
 
 Value = TypeVar("Value")
 
-_MEET_SECONDS = 120  # for all hosts to be there
-_HEARTBEAT_SECONDS = 30  # without a heartbeat, after which JAX ends the other hosts
-_LOOK_SECONDS = 1.0  # between two looks whether a host has failed
-_WAIT_SECONDS = 3  # for a value, after which Python handles signals
-_LONG_WAITS = 40  # after which a host says what it waits for
-_REFUSED = 2  # the exit status of a refusal
+_MEET_SECONDS = 120  # the time that all hosts have to connect
+_HEARTBEAT_SECONDS = 30  # the time without a heartbeat after which JAX ends the other hosts
+_LOOK_SECONDS = 1.0  # the time between two checks for a failed host
+_WAIT_SECONDS = 3  # the timeout of one wait for a value, after which Python can handle signals
+_LONG_WAITS = 40  # the number of waits after which a host prints what it waits for
+_REFUSED = 2  # the exit status of a `UsageError`
 _ROUNDS, _FAILED = "grpo_jax/round", "grpo_jax/failed"
-_over = threading.Event()  # this host ends, or the run has ended on all hosts
+_over = threading.Event()  # set when this host exits, or when the run has ended on all hosts
 _note: Callable[[str], None] = print  # replaced by `start`
 
 
 @dataclass(frozen=True)
 class HostOptions:
-    """Several hosts, each with a process of its own. Names are those of `jax.distributed.initialize`."""
+    """Options for running on several hosts, with one process on each. Names follow `jax.distributed.initialize`."""
 
     distributed: bool = False
     """Run on several hosts, each started with the same command. JAX finds the hosts under Slurm, Open MPI, Kubernetes
@@ -59,7 +60,7 @@ class HostOptions:
 
 
 def count() -> int:
-    """Returns how many hosts there are; 1 unless `start` found more. Devices are not touched before."""
+    """Returns the number of hosts: 1 unless `start` connected more. Does not initialise devices."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
@@ -69,20 +70,20 @@ def index() -> int:
 
 
 def is_first() -> bool:
-    """Returns whether this host writes the files of the run."""
+    """Returns whether this is host 0, which writes the files of the run."""
     return index() == 0
 
 
 def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str], None]) -> None:
-    """Finds the other hosts, if the options ask for any. Call this before JAX sees a device.
+    """Connects the hosts if the options ask for several. Call this before JAX initialises its devices.
 
     Args:
-      options: of the command line.
-      say: tells the user why this host ends.
-      note: tells the user what this host waits for.
+      options: The options about hosts.
+      say: Prints the reason why this host exits.
+      note: Prints what this host waits for.
 
     Raises:
-      UsageError: the options do not fit together, or JAX finds no other hosts.
+      UsageError: The options contradict each other, or JAX finds no other hosts.
     """
     named: dict[str, Any] = {
         "coordinator_address": options.coordinator_address or None,
@@ -92,7 +93,7 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
     if not options.distributed and not any(value is not None for value in named.values()):
         return
     _check(options)
-    # Its handler of SIGTERM would replace that of `runs.runner`.
+    # JAX's handler of SIGTERM would replace the handler of `runs.runner`.
     jax.config.update("jax_enable_preemption_service", False)
     global _note
     _note = note
@@ -112,7 +113,7 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
         raise UsageError(f"the hosts of the run did not meet ({_line(error)}): start all with one address") from None
     if count() > 1:
         threading.Thread(target=_watch, args=(say,), daemon=True).start()
-        atexit.register(_over.set)  # before JAX's own, which waits until all hosts are there
+        atexit.register(_over.set)  # runs before JAX's shutdown, which waits for all hosts
 
 
 def _check(options: HostOptions) -> None:
@@ -134,13 +135,13 @@ def _check(options: HostOptions) -> None:
 
 
 def check_alone(what: str) -> None:
-    """Refuses several hosts.
+    """Refuses to run on several hosts.
 
     Args:
-      what: that runs on one, in the plural.
+      what: The name of the tasks that run on only one host, in the plural, for the message.
 
     Raises:
-      UsageError: there are several.
+      UsageError: There are several hosts.
     """
     if count() > 1:
         raise UsageError(f"{what} run on one host, and there are {count()}: leave out --distributed")
@@ -150,49 +151,52 @@ def check_alone(what: str) -> None:
 
 
 def share_out(name: str, items: Sequence[Any], compute: Callable[[Any], Value]) -> list[Value]:
-    """Returns what is computed of each item, of which every host computes its share. All hosts call this.
+    """Computes a value from each item, with the items shared out among the hosts. All hosts must call this.
 
     Args:
-      name: of what is computed, for messages.
-      items: the same on all hosts.
-      compute: of one item.
+      name: The name of the values, for messages.
+      items: The items, the same on all hosts.
+      compute: Computes the value of one item.
+
+    Returns:
+      The values of all items, in order.
     """
     shares = gather(name, [compute(item) for item in items[index() :: count()]])
     return [shares[number % count()][number // count()] for number in range(len(items))]
 
 
 def gather(what: str, value: Value) -> list[Value]:
-    """Returns the value of each host, in their order. All hosts call this, in the same order of calls.
+    """Returns the value of each host, in the order of hosts. All hosts must make the same calls in the same order.
 
-    It waits for the other hosts, but for no device. Values are pickled; every host reads those of all.
+    This waits for the other hosts, but not for devices. Values are pickled, and every host reads all values.
 
     Args:
-      what: names the value if a host waits long for it.
-      value: that of this host.
+      what: The name of the value, for the message of a host that waits long for it.
+      value: The value of this host.
     """
     if count() == 1:
         return [value]
     number, client = next(_numbers), _client()
     client.key_value_set_bytes(f"{_ROUNDS}/{number}/{index()}", pickle.dumps(value))
     values = [value if host == index() else _value_of(what, number, host) for host in range(count())]
-    # A host that is in this round has read all of the one before.
+    # Every host that takes part in this round has read all values of the previous round.
     client.key_value_delete(f"{_ROUNDS}/{number - 1}/{index()}")
     return values
 
 
 def first_says(what: str, value: Value) -> Value:
-    """Returns the value of the first host, on all hosts."""
+    """Returns the value of host 0 on all hosts."""
     return gather(what, value if is_first() else None)[0]  # type: ignore[return-value]
 
 
 def check_same(named: Mapping[str, Any]) -> None:
-    """Refuses a host whose options or files differ from those of the first.
+    """Refuses to run if the options or files of this host differ from those of host 0.
 
     Args:
-      named: the values that must be the same, by name.
+      named: The values that must be equal on all hosts, by name.
 
     Raises:
-      UsageError: one sentence that names what differs.
+      UsageError: Some values differ; the message names them.
     """
     first = first_says("what each was given", dict(named))
     differing = sorted(name for name in named.keys() | first.keys() if named.get(name) != first.get(name))
@@ -220,15 +224,15 @@ _numbers = itertools.count()
 
 
 def _client() -> Any:
-    """Returns the client of the coordinator. JAX itself has no public name for it."""
+    """Returns the client of the coordinator, through Orbax because JAX has no public name for it."""
     import orbax.checkpoint as ocp
 
     return ocp.multihost.get_jax_distributed_client()
 
 
 def whole(tree: Any) -> Any:
-    """Gathers arrays that are spread over hosts as NumPy arrays on every host; other leaves stay as they are. It waits
-    for the devices, and all hosts call it."""
+    """Gathers arrays that are spread over hosts into NumPy arrays on every host. Other leaves are returned unchanged.
+    This waits for the devices, and all hosts must call it."""
 
     def gather_array(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
@@ -242,36 +246,36 @@ def whole(tree: Any) -> Any:
 
 
 def leave(reason: str, code: int) -> NoReturn:
-    """Ends this process, and tells the other hosts why, so that they end too: they would wait for it forever.
+    """Exits, and tells the other hosts why, so that they exit too instead of waiting forever.
 
     Args:
-      reason: a sentence, which this host has printed already.
-      code: the exit status.
+      reason: A sentence, which this host has printed already.
+      code: The exit status.
     """
     _over.set()
     if count() > 1:
-        with suppress(jax.errors.JaxRuntimeError):  # another host has failed before, or the coordinator is gone
+        with suppress(jax.errors.JaxRuntimeError):  # another host has failed already, or the coordinator is gone
             _client().key_value_set(_FAILED, json.dumps([index(), reason, code]))
     _end(code)
 
 
 def _watch(say: Callable[[str], None]) -> None:
-    """Ends the process when another host has failed. This is a thread, since the main thread may hang in C code."""
+    """Exits when another host has failed. This runs in a thread because the main thread may hang in C code."""
     while not _over.wait(_LOOK_SECONDS):
         try:
             host, reason, code = json.loads(_client().key_value_try_get(_FAILED))
         except jax.errors.JaxRuntimeError:  # no host has failed, or the coordinator is gone, and JAX ends this process
             continue
         sentence = f"host {host} has ended: {reason}"
-        # What was refused is refused again, and the run may not have begun.
+        # --resume does not help after a usage error, which would occur again; the run may not even have started.
         say(sentence if code == _REFUSED else f"{sentence}; add --resume to continue the run")
         _end(code)
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process. JAX would wait for the other hosts on its way out."""
+    """Exits at once, since a normal exit of JAX would wait for the other hosts."""
     sys.stdout.flush()
-    if is_first() and count() > 1:  # the coordinator ends with it, and the others must have looked before
+    if is_first() and count() > 1:  # the coordinator ends with host 0, so the other hosts must read the failure first
         time.sleep(3 * _LOOK_SECONDS)
     os._exit(code)
 

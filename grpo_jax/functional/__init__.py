@@ -1,4 +1,4 @@
-"""Losses on arrays: pure functions that import jax and chex, and nothing of the rest of this library.
+"""Losses on arrays: pure functions that depend only on jax and chex, not on the rest of this library.
 
 Arrays keep any leading axes: per-token arrays are `[..., T]`, rewards and advantages of groups `[..., G]`, masks bool.
 Everything works under jit, grad, vmap, `jax.pmap` and `shard_map`. Hyperparameters are keyword-only; floats may be
@@ -27,7 +27,7 @@ from grpo_jax.functional.advantages import (
     whiten as whiten,
 )
 
-# Corrections of the policy term, and masks
+# Corrections of the policy term and masks
 from grpo_jax.functional.correction import (
     keep_completions as keep_completions,
     masked_weights as masked_weights,

@@ -5,7 +5,7 @@ groups, and advantages have the shape of the rewards. Functions of the whole bat
 (of `jax.pmap`, `shard_map`, `vmap`) over which the batch is spread, for statistics of all devices. A group is on one
 device, so functions that look only at groups need no axis.
 
-`where`, bool `[..., G]`, leaves completions out: they are in no baseline and get exactly 0, whatever their reward.
+`where`, bool `[..., G]`, leaves completions out. They are in no baseline and get exactly 0, whatever their reward.
 None: all count.
 """
 
@@ -18,14 +18,14 @@ import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import AxisName, check_shapes, maybe_pmax, maybe_psum, takes, upcast
 
-# bool, which completions count; None: all. Inside of `_of_rewards` it is an array.
+# bool, true for completions that count; None: all. Inside `_of_rewards` it is an array.
 Where = Any
 
 
 def _of_rewards(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Wraps a function of (float rewards, *, where), both arrays: it may then be called with other rewards, and None.
+    """Wraps a function of (float rewards, *, where), both arrays, to accept rewards of any dtype, and None for `where`.
 
-    It computes in at least float32 and returns the rewards' dtype: in 16 bits a mean falls on the rewards' grid.
+    It computes in at least float32 and returns the dtype of the rewards: in 16 bits a mean falls on the rewards' grid.
     """
 
     @wraps(advantages)
@@ -46,10 +46,10 @@ def group_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, wh
 
     Args:
       rewards: `[..., G]`.
-      ddof: what is subtracted from G in the variance. 1, the sample deviation, as in TRL and verl; 0 is the population
-        deviation.
+      ddof: the number subtracted from G in the variance. 1, the sample deviation, as in TRL and verl; 0 is the
+        population deviation.
       eps: added to s. 1e-6 from verl; TRL takes 1e-4, the post that announced GRPO 1e-8.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+      where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`. A group whose rewards are all equal gets exactly 0.
@@ -76,7 +76,7 @@ def centered_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array
 
     Args:
       rewards: `[..., G]`.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+      where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`. A group whose rewards are all equal gets exactly 0.
@@ -96,7 +96,7 @@ def leave_one_out_advantages(rewards: jax.Array, *, where: Where = None) -> jax.
 
     Args:
       rewards: `[..., G]`.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+      where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`; a group of one gets 0.
@@ -139,9 +139,9 @@ def rank_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, whe
 
     Args:
       rewards: `[..., G]`.
-      ddof: as in `group_advantages`.
-      eps: as in `group_advantages`.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+      ddof: see `group_advantages`.
+      eps: see `group_advantages`.
+      where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`, the best positive; exactly 0 where all rewards are equal.
@@ -170,9 +170,9 @@ def batch_std_advantages(
 
     Args:
       rewards: `[..., G]`; all axes together are the batch.
-      ddof: as in `group_advantages`, of the batch.
-      eps: as in `group_advantages`.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+      ddof: see `group_advantages`, for the batch.
+      eps: see `group_advantages`.
+      where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -200,7 +200,7 @@ def opo_advantages(
     Args:
       rewards: `[..., G]`.
       lengths: `[..., G]`, |o| in tokens.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+      where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
       axis_name: not read, since a group is on one device; `Objective.advantages` is called with it.
 
     Returns:
@@ -222,8 +222,8 @@ def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array
     """Aᵢ = rᵢ − r(greedy), the lead over the greedy completion of the prompt. ReMax (2310.10505).
 
     Args:
-      rewards: `[..., G]`, of sampled completions; G may be 1.
-      greedy_rewards: `[...]`, one a prompt.
+      rewards: `[..., G]`, the rewards of sampled completions; G may be 1.
+      greedy_rewards: `[...]`, one per prompt.
 
     Returns:
       `[..., G]`.
@@ -239,13 +239,13 @@ def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array
 def gpg_advantages(rewards: jax.Array, *, where: Where = None, axis_name: AxisName = None) -> jax.Array:
     """Aᵢ = α (rᵢ − μ), α = B / #{completions of groups whose rewards differ}. GPG (2504.02546).
 
-    Groups of equal rewards have no gradient; α makes up for the scale that they take from the mean. Goes with
+    Groups of equal rewards have no gradient; α makes up for the scale that they take from the mean. Use this with
     `reinforce_term`.
 
     Args:
       rewards: `[..., G]`; all axes together are the batch.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
-        B counts those that do.
+      where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
+        B is the number of completions that count.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -267,7 +267,7 @@ def max_rl_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
 
     Args:
       rewards: `[..., G]`, 0 or 1 in the paper; not negative.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+      where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`. A group whose rewards are all equal gets exactly 0.
@@ -290,7 +290,7 @@ def best_of_group_advantages(rewards: jax.Array, *, where: Where = None) -> jax.
 
     Args:
       rewards: `[..., G]`.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+      where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`; all 0 where the best reward is shared, and in a group of one.
@@ -305,7 +305,7 @@ def best_of_group_advantages(rewards: jax.Array, *, where: Where = None) -> jax.
     best = jnp.max(eligible, axis=-1, keepdims=True)
     second = jnp.max(jnp.where(is_best, -jnp.inf, eligible), axis=-1, keepdims=True)
     has_second = _count(rewards, where) > 1
-    informative = has_second | jnp.isnan(best)  # a NaN must stay visible, even alone
+    informative = has_second | jnp.isnan(best)  # a NaN must stay visible, even in a group of one
     return jnp.where(is_best & informative, best - jnp.where(has_second, second, 0), 0)
 
 
@@ -317,9 +317,9 @@ def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: Where = None) -> 
     subsets that hold a completion. n completions, q of them wrong. With k = 1 this is `group_advantages` with ddof 0.
 
     Args:
-      rewards: `[..., G]`; right is what is above 0.
-      k: of pass@k, static, at most G.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+      rewards: `[..., G]`; above 0 for a right completion.
+      k: the k of pass@k, static, at most G.
+      where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`; 0 where every subset passes, or none.
@@ -336,7 +336,7 @@ def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: Where = None) -> 
     right = where & (rewards > 0)
     n, wrong = (jnp.sum(x, axis=-1, keepdims=True, dtype=jnp.float32) for x in (where, where & ~right))
     all_wrong = _choose_ratio(wrong, n, k)
-    others_wrong = _choose_ratio(wrong - 1, n - 1, k - 1)  # of the subsets that hold a given wrong one
+    others_wrong = _choose_ratio(wrong - 1, n - 1, k - 1)  # of the subsets that hold a particular wrong completion
     variance = all_wrong * (1 - all_wrong)
     above = jnp.where(right, all_wrong, all_wrong - others_wrong)
     informative = (variance > 0) & where & (n >= k)
@@ -360,8 +360,8 @@ def gdpo_advantages(
     Args:
       rewards: `[K, ..., G]`; NaN where a reward does not apply to a completion.
       weights: `[K]`; None: 1 each.
-      ddof: as in `group_advantages`, of group and batch.
-      eps: as in `group_advantages`, of group and batch.
+      ddof: see `group_advantages`, for group and batch.
+      eps: see `group_advantages`, for group and batch.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -387,14 +387,14 @@ def turn_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, whe
     """Aᵢₖ = (Rᵢₖ − μₖ) / (sₖ + ε), Rᵢₖ = Σ_{j≥k} rᵢⱼ, standardised returns to go of the turns of episodes.
 
     μₖ and sₖ are the mean and standard deviation of the returns to go of the group at turn k. Where fewer than two of
-    its episodes have that turn, they are those of all turns of the group. This library's choice: of one turn it is
-    `group_advantages`.
+    its episodes have that turn, they are those of all turns of the group. This is this library's choice: with one turn
+    it is `group_advantages`.
 
     Args:
-      rewards: `[..., G, K]`, of K turns.
-      ddof: as in `group_advantages`.
-      eps: as in `group_advantages`.
-      where: bool `[..., G, K]`, the turns that there were; others count nowhere and get 0. None: all.
+      rewards: `[..., G, K]`, the rewards of K turns.
+      ddof: see `group_advantages`.
+      eps: see `group_advantages`.
+      where: bool `[..., G, K]`, true for turns that happened; others count nowhere and get 0. None: all.
 
     Returns:
       `[..., G, K]`; 0 at a turn at which all returns to go are equal, up to 1e-6 of the largest of the group.
@@ -432,7 +432,7 @@ def teacher_advantages(logprobs: jax.Array, teacher_logprobs: jax.Array) -> jax.
     −KL(π_old ‖ π_T) at each token, and the on-policy policy gradient is that of the reverse KL of tokens.
 
     Args:
-      logprobs: `[..., T]` in nats, of the policy that sampled.
+      logprobs: `[..., T]` in nats, under the policy that sampled.
       teacher_logprobs: `[..., T]` in nats.
 
     Returns:
@@ -452,15 +452,15 @@ def span_advantages(
     """Aᵢₜ = `turn_advantages` of span k(i, t) = min(1 + Σ_{u<t} endsᵢᵤ, Kᵢ), standardised returns to go of spans.
 
     A span begins after the end of the span before it, and ends at its own end. Tokens after the last of Kᵢ spans
-    belong to the last. So a token is compared by what comes after it, with the k-th spans of its group. This library's
-    choice, as for turns.
+    belong to the last. So the rewards from the span of a token on are compared with those of the k-th spans of its
+    group. This is this library's choice, as for turns.
 
     Args:
-      rewards: `[..., G, T]`, of a span at the token that ends it; others count nowhere.
-      ends: bool `[..., G, T]`, the tokens that end a span.
-      ddof: as in `group_advantages`.
-      eps: as in `group_advantages`.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+      rewards: `[..., G, T]`, the reward of a span at the token that ends it; others count nowhere.
+      ends: bool `[..., G, T]`, true on tokens that end a span.
+      ddof: see `group_advantages`.
+      eps: see `group_advantages`.
+      where: bool `[..., G]`, true for completions that count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G, T]`; 0 in a completion without spans.
@@ -496,8 +496,8 @@ def whiten(
 
     Args:
       values: any shape; all axes together are the batch.
-      mask: bool, of the same shape, what counts. None: all.
-      ddof: as in `group_advantages`, of the batch. 1 as in published systems.
+      mask: bool, of the same shape, true for values that count. None: all.
+      ddof: see `group_advantages`, for the batch. 1 as in published systems.
       eps: added to s. 1e-4: verl has √(s² + 1e-8), the same floor. Less would magnify rounding noise.
       axis_name: mapped axes over which the batch is spread.
 
@@ -531,7 +531,8 @@ def _count(rewards: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def _fill(rewards: jax.Array, where: jax.Array) -> jax.Array:
-    """Replaces rewards that do not count by the group's largest that does, or 0: so they add nothing to its spread."""
+    """Replaces rewards that do not count by the group's largest that does, or 0, so that they do not add to its
+    spread."""
     largest = jnp.max(jnp.where(where, rewards, -jnp.inf), axis=-1, keepdims=True)
     return jnp.where(where, rewards, jnp.where(jnp.any(where, axis=-1, keepdims=True), largest, 0))
 
@@ -542,12 +543,12 @@ def _mean(rewards: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def _against(rewards: jax.Array, baseline: jax.Array, where: jax.Array) -> jax.Array:
-    """Subtracts a baseline. What does not count gets exactly 0, and so does a group whose rewards are all equal."""
+    """Subtracts a baseline. Completions that do not count get exactly 0, and so do groups of equal rewards."""
     return jnp.where(_differs(rewards, where), _fill(rewards, where) - baseline, 0)
 
 
 def _differs(rewards: jax.Array, where: jax.Array) -> jax.Array:
-    """Marks what counts in groups whose rewards are not all equal, bool `[..., G]`. Everything else gets exactly 0."""
+    """Marks completions that count, in groups whose rewards are not all equal, bool `[..., G]`. The rest gets 0."""
     return _has_spread(rewards, where) & where
 
 

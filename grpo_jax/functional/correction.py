@@ -1,4 +1,4 @@
-"""Corrections for a sampler that rounds differently or a policy that has moved on, and masks for what to leave out.
+"""Corrections for a sampler that rounds differently or a policy that has moved on, and masks that leave tokens out.
 
 Weights multiply the advantages, `per_token(advantages, mask) * weights`, and so do the masks `on_policy_completions`
 and `top_entropy_tokens`, `jnp.where(keep, per_token(advantages, keep), 0)`. So only the policy term is weighted, as in
@@ -37,9 +37,9 @@ def truncated_weights(log_ratio: jax.Array, *, cap: float = 2.0) -> jax.Array:
 
 @takes(log_ratio="number | ...")
 def masked_weights(log_ratio: jax.Array, *, low: float = 0.5, high: float = 5.0) -> jax.Array:
-    """w where low ≤ w ≤ high, else 0. Of tokens this is IcePop (2510.18855).
+    """w where low ≤ w ≤ high, else 0. For tokens this is IcePop (2510.18855).
 
-    Of completions, with low 0 and high 3, it is TRL's masked importance sampling of sequences.
+    For completions, with low 0 and high 3, it is TRL's masked importance sampling of sequences.
 
     Args:
       log_ratio: `[..., T]`, log w of tokens or completions.
@@ -83,13 +83,14 @@ def on_policy_completions(
 ) -> jax.Array:
     """m without completions of A < 0 and meanₜ(−d) > threshold. Off-policy masking, DeepSeek-V3.2 (2512.02556), eq. 9.
 
-    A completion that the policy has become unlikely to write is not pushed down further. Multiplies the advantages.
+    A completion that the policy has become unlikely to write is not pushed down further. The mask multiplies the
+    advantages.
 
     Args:
       log_ratio: `[..., T]`, `token_log_ratio` against the policy that sampled.
       advantages: `[...]`; or `[..., T]`, which drops only the tokens of A < 0.
       mask: bool `[..., T]`.
-      threshold: in nats a token. The paper names none, so there is no default.
+      threshold: in nats per token. The paper names none, so there is no default.
 
     Returns:
       bool `[..., T]`.
@@ -111,17 +112,18 @@ def top_entropy_tokens(
 ) -> jax.Array:
     """m where H ≥ its quantile 1 − share. 2506.01939.
 
-    The quantile is of the tokens of the whole batch: give all of it in one piece, or spread over devices with
-    `axis_name`, which gathers a number a token from all of them. Sorts. Multiplies the advantages.
+    The quantile is over the tokens of the whole batch: pass all of it in one piece, or spread over devices with
+    `axis_name`, which gathers one number per token from all of them. The tokens are sorted. The mask multiplies the
+    advantages.
 
     Args:
       entropy: `[..., T]` in nats.
       mask: bool `[..., T]`.
-      share: of tokens to keep; 0.2 from the paper.
+      share: the share of tokens to keep; 0.2 from the paper.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
-      bool `[..., T]`; of n tokens the 1 + ⌊share (n − 1)⌋ of largest entropy, and those that tie with the last.
+      bool `[..., T]`; true for the 1 + ⌊share (n − 1)⌋ of n tokens with the largest entropy, and ties with the last.
 
     Examples:
       >>> entropy, mask = jnp.array([[0.1, 2.0, 0.3, 9.0]]), jnp.array([[True, True, True, False]])
@@ -139,8 +141,8 @@ def top_entropy_tokens(
 def keep_completions(mask: jax.Array, keep: jax.Array) -> jax.Array:
     """m · keep, without the completions that are not kept. DAPO (2503.14476) leaves truncated ones out of the loss.
 
-    Takes the place of the completion mask. The rewards of what is dropped may still count in the group's baseline, and
-    the completion in the mean over completions: give the weights `num_completions`.
+    The result replaces the completion mask. The rewards of dropped completions may still count in the group's baseline,
+    and the completions in the mean over completions: pass `num_completions` to the weights.
 
     Args:
       mask: bool `[..., T]`.

@@ -1,7 +1,7 @@
-"""How far the policy is from another distribution, such as the reference's or a teacher's, per token.
+"""Divergences of the policy from another distribution, such as the reference's or a teacher's, per token.
 
 k1, k2 and k3 estimate KL(π ‖ π_ref) from the log-probabilities of sampled tokens, x = log π − log π_ref, as means over
-samples of π: http://joschu.net/blog/kl-approx.html. Where the samples are of an older policy, `grpo_loss` corrects them
+samples of π: http://joschu.net/blog/kl-approx.html. If an older policy sampled the tokens, `grpo_loss` corrects them
 (`kl_bias_correction`). V is the vocabulary.
 """
 
@@ -100,7 +100,7 @@ def kl_abs(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 def kl_unbiased(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """sg(k3) + k2 − sg(k2): the value of k3 and the gradient of k2.
 
-    On samples of the current policy it is unbiased in value and in gradient. No estimator alone is: the gradient of k3
+    On samples of the current policy it is unbiased in value and in gradient. No single estimator is: the gradient of k3
     is biased, and so is the value of k2.
 
     Args:
@@ -128,9 +128,9 @@ def adaptive_kl_coef(
     Args:
       kl_coef: β, a scalar.
       kl: measured KL divergence, a scalar, in the unit of `target`.
-      target: where it should be, such as 6 nats a completion; the metric `kl` of `grpo_loss` is a token's.
-      num_samples: n, completions since the last call.
-      horizon: completions over which β changes by a fifth at most, n or more; 10 000 as in TRL and verl.
+      target: the desired KL divergence, such as 6 nats per completion; the metric `kl` of `grpo_loss` is per token.
+      num_samples: n, the number of completions since the last call.
+      horizon: the number of completions over which β changes by at most a fifth, n or more; 10 000 as in TRL and verl.
 
     Returns:
       The next β, a scalar.
@@ -201,7 +201,7 @@ def jsd_full(logits: jax.Array, ref_logits: jax.Array, *, beta: jax.Array | floa
 
     Args:
       logits: `[..., V]`, unnormalised, of the policy.
-      ref_logits: `[..., V]`, unnormalised, of the other distribution.
+      ref_logits: `[..., V]`, unnormalised, of the second distribution.
       beta: β, between 0 and 1; 0.5 is the symmetric divergence, as in TRL.
 
     Returns:
@@ -230,7 +230,7 @@ def jsd_full(logits: jax.Array, ref_logits: jax.Array, *, beta: jax.Array | floa
 def entropy(logits: jax.Array) -> jax.Array:
     """H(π) = −Σ_v π(v) log π(v).
 
-    `token_logprobs` gives that of a language model's tokens without holding their logits.
+    `token_logprobs` computes the entropy of a language model's tokens without holding their logits.
 
     Args:
       logits: `[..., V]`, unnormalised; −inf excludes a token.

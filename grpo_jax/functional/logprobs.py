@@ -34,13 +34,13 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """log π(id) = z[id] − log Σ_v exp z[v] and H = −Σ_v π(v) log π(v), where z = W h / τ.
 
-    With a `softcap` c, z = c·tanh(W h / c) / τ, as Gemma 2 has it (2408.00118).
+    With a `softcap` c, z = c·tanh(W h / c) / τ, as in Gemma 2 (2408.00118).
 
     log π is computed as −log(1 + exp(log Σ_{v ≠ id} exp z[v] − z[id])), so that a probability near 1 and its gradient
     keep their digits: 25 nats above each of 1,000 other tokens log π is −1.4e-8 and not 0. The relative error of such
     a log π is the error of z in nats.
 
-    It holds no `[..., T, V]` above 128 MiB: each slice of the vocabulary is reduced at once, and the backward pass
+    No array `[..., T, V]` above 128 MiB is held: each slice of the vocabulary is reduced at once, and the backward pass
     computes it again. Smaller arrays are stored for the backward pass. Both results are differentiable in `hidden`,
     `unembedding`, `temperature` and `softcap`. Products are taken in the dtype of the inputs and
     accumulated in float32.
@@ -49,8 +49,8 @@ def token_logprobs(
       hidden: `[..., T, D]`, the decoder's output after its last norm.
       unembedding: `[V, D]`.
       ids: int `[..., T]`, in [0, V). The result for other ids is unspecified: mask them.
-      temperature: τ > 0 of the sampler, broadcasts against `[..., T]`. Default 1.
-      softcap: c > 0, a scalar; None, the default: logits are not capped.
+      temperature: τ > 0 of the sampler; broadcasts against `[..., T]`. Default 1.
+      softcap: c > 0, a scalar. Default None: logits are not capped.
 
     Returns:
       `TokenLogprobs(logprobs, entropy)`, both float32 `[..., T]`, of the distribution
@@ -84,19 +84,19 @@ def token_kl(
 ) -> jax.Array:
     """KL(π ‖ π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)), or with `reverse` KL(π_ref ‖ π); π ∝ exp(W h / τ), so π_ref.
 
-    `kl_full` of the logits without holding `[..., T, V]`: slice by slice, as in `token_logprobs`. Differentiable in
-    `hidden`, `unembedding` and `temperature`; the reference gets no gradient. GRPO's objective has KL(π ‖ π_ref); some
-    descriptions of PPO have the reverse.
+    This is `kl_full` of the logits without holding `[..., T, V]`: slice by slice, as in `token_logprobs`. It is
+    differentiable in `hidden`, `unembedding` and `temperature`; the reference gets no gradient. GRPO's objective has
+    KL(π ‖ π_ref); some descriptions of PPO have the reverse.
 
     Args:
-      hidden: `[..., T, D]`, of the policy's decoder after its last norm.
+      hidden: `[..., T, D]`, the output of the policy's decoder after its last norm.
       unembedding: `[V, D]`.
-      ref_hidden: `[..., T, D']`, of the reference's decoder, which may have another width.
+      ref_hidden: `[..., T, D']`, the output of the reference's decoder, which may have another width.
       ref_unembedding: `[V, D']`.
-      temperature: τ > 0 of the sampler, for both models, broadcasts against `[..., T]`. Default 1.
+      temperature: τ > 0 of the sampler, for both models; broadcasts against `[..., T]`. Default 1.
       reverse: take the expectation under the reference instead.
-      softcap: c > 0 of the policy, as in `token_logprobs`; None, the default: its logits are not capped.
-      ref_softcap: that of the reference.
+      softcap: c > 0 of the policy, as in `token_logprobs`. Default None: its logits are not capped.
+      ref_softcap: c > 0 of the reference. Default None.
 
     Returns:
       float32 `[..., T]` in nats, never negative; up to about 1e-6 by rounding where the distributions are equal.
@@ -129,19 +129,20 @@ def token_jsd(
 ) -> jax.Array:
     """JSD_β = β KL(π_T ‖ M) + (1 − β) KL(π ‖ M), M = β π_T + (1 − β) π; π ∝ exp(W h / τ), so π_T. GKD (2306.13649).
 
-    `jsd_full` of the logits without holding `[..., T, V]`: slice by slice, as in `token_logprobs`. Differentiable in
-    `hidden`, `unembedding`, `beta` and `temperature`; the other model, such as a teacher π_T, gets no gradient.
+    This is `jsd_full` of the logits without holding `[..., T, V]`: slice by slice, as in `token_logprobs`. It is
+    differentiable in `hidden`, `unembedding`, `beta` and `temperature`; the other model, such as a teacher π_T, gets no
+    gradient.
 
     Args:
-      hidden: `[..., T, D]`, of the policy's decoder after its last norm.
+      hidden: `[..., T, D]`, the output of the policy's decoder after its last norm.
       unembedding: `[V, D]`.
-      ref_hidden: `[..., T, D']`, of the other model's decoder, which may have another width.
+      ref_hidden: `[..., T, D']`, the output of the other model's decoder, which may have another width.
       ref_unembedding: `[V, D']`.
       beta: β, between 0 and 1. Near 0 the divergence is β times the forward KL, near 1 it is (1 − β) times the reverse
         one. 0.5 as in the paper's symmetric divergence and in TRL.
-      temperature: τ > 0 of the sampler, for both models, broadcasts against `[..., T]`. Default 1.
-      softcap: c > 0 of the policy, as in `token_logprobs`; None, the default: its logits are not capped.
-      ref_softcap: that of the other model.
+      temperature: τ > 0 of the sampler, for both models; broadcasts against `[..., T]`. Default 1.
+      softcap: c > 0 of the policy, as in `token_logprobs`. Default None: its logits are not capped.
+      ref_softcap: c > 0 of the other model. Default None.
 
     Returns:
       float32 `[..., T]` in nats, never negative; up to about 1e-6 by rounding where the distributions are equal.
@@ -159,7 +160,7 @@ def token_jsd(
     shape = hidden.shape[:-1]
     reference = jax.lax.stop_gradient((ref_hidden, ref_unembedding, ref_softcap))
     policy, ref = _logits_of((hidden, unembedding, softcap), reference, temperature=temperature)
-    # β in the type of the logits under shard_map, as `_logits_of` says.
+    # Under shard_map β must have the type of the logits: see `_logits_of`.
     beta = jnp.asarray(beta, jnp.float32) + 0 * policy.scale
     return _jsd(policy, ref, beta).reshape(shape)
 
@@ -169,9 +170,9 @@ def top_tokens(hidden: jax.Array, unembedding: jax.Array, k: int) -> jax.Array:
     """argtop_k W h, the k likeliest tokens, without holding `[..., T, V]`.
 
     Args:
-      hidden: `[..., T, D]`, of the decoder after its last norm.
+      hidden: `[..., T, D]`, the decoder's output after its last norm.
       unembedding: `[V, D]`.
-      k: at most V.
+      k: the number of tokens, at most V.
 
     Returns:
       int32 `[..., T, k]`, the likeliest first.
@@ -215,15 +216,15 @@ def bucket_logits(
     """z[ids], and log Σ exp z[v] over v ∉ ids: logits of K chosen tokens and of all others in one; z = W h / τ.
 
     Their softmax is π with all tokens but the chosen ones put into one bucket. A divergence of two such distributions,
-    `kl_full` or `jsd_full` of the logits, is at most that of the whole vocabulary, and is equal to it where K is V − 1.
-    Never holds `[..., T, V]`; differentiable as `token_logprobs` is.
+    `kl_full` or `jsd_full` of the logits, is at most that of the whole vocabulary, and equal to it if K is V − 1. No
+    array `[..., T, V]` is held. The result is differentiable in the same arguments as `token_logprobs`.
 
     Args:
-      hidden: `[..., T, D]`, of the decoder after its last norm.
+      hidden: `[..., T, D]`, the decoder's output after its last norm.
       unembedding: `[V, D]`.
       ids: int `[..., T, K]`, different ones in [0, V), such as the teacher's `top_tokens`.
       temperature: τ > 0 of the sampler, broadcasts against `[..., T]`. Default 1.
-      softcap: c > 0, as in `token_logprobs`; None, the default: logits are not capped.
+      softcap: c > 0, as in `token_logprobs`. Default None: logits are not capped.
 
     Returns:
       float32 `[..., T, K + 1]`, the bucket last; −inf there if nothing is left for it.
@@ -241,7 +242,7 @@ def bucket_logits(
 
 
 class _Logits(NamedTuple):
-    """z = scale · W h, or scale · c·tanh(W h / c), not yet computed; or the gradients of what it is made of."""
+    """z = scale · W h, or scale · c·tanh(W h / c), not yet computed; or the gradients of its fields."""
 
     hidden: jax.Array  # [R, D]
     unembedding: jax.Array  # [V, D]
@@ -291,7 +292,7 @@ def _logprobs_forward(logits, ids):
         products, part = _slice_products(logits, index)
         z = _of_products(products, logits.scale, logits.softcap)
         chosen, is_new = _at_ids(z, ids[:, None], part)
-        others = jnp.where(_is_chosen(ids, z, part), jnp.finfo(z.dtype).min, z)  # finite, should no other be there
+        others = jnp.where(_is_chosen(ids, z, part), jnp.finfo(z.dtype).min, z)  # finite, if there is no other
         return jnp.where(is_new, chosen, 0)[:, 0], _moments(others, others, part), products if keeps else None
 
     # [K, R], three of [K, R], [K, R, C]
@@ -320,7 +321,7 @@ _token_logprobs.defvjp(_logprobs_forward, _logprobs_backward)
 
 
 def _is_chosen(ids, z, part):
-    """Returns which elements of a slice `[R, C]` are those of `ids` `[R]`."""
+    """Marks the elements of a slice `[R, C]` at the columns `ids` `[R]`."""
     return (part.start + jnp.arange(z.shape[1]))[None, :] == ids[:, None]
 
 
@@ -366,9 +367,9 @@ _kl.defvjp(_kl_forward, _kl_backward)
 
 
 def _gradients_of_two(first, second, first_normalizer, second_normalizer, d_first, d_second):
-    """Computes gradients of what the logits of P and Q are made of, from (log P, log Q) -> ∂L/∂z_P, and -> ∂L/∂z_Q.
+    """Computes gradients of the fields of P's and Q's `_Logits`, from (log P, log Q) -> ∂L/∂z_P, and -> ∂L/∂z_Q.
 
-    One pass for each: mostly one is asked for, and XLA drops the other.
+    Each takes one pass: usually only one is needed, and XLA drops the other.
     """
 
     def of_first(z, part):
@@ -441,7 +442,7 @@ def _jsd_backward(residuals, d_jsd):
 _jsd.defvjp(_jsd_forward, _jsd_backward)
 
 
-# ---- chosen tokens, and the others in one bucket
+# ---- chosen tokens, and all other tokens in one bucket
 
 
 @jax.custom_vjp
@@ -452,7 +453,7 @@ def _bucket_logits(logits: _Logits, ids: jax.Array):
 def _at_columns(values, ids, part, width):
     """Puts `values` `[R, K]` at their columns of a slice, 0 elsewhere: `[R, C]`."""
     place = ids - part.start
-    place = jnp.where(place < 0, width, place)  # a negative one would count from the end
+    place = jnp.where(place < 0, width, place)  # a negative index would count from the end
     row = jnp.arange(ids.shape[0])[:, None]
     return jnp.zeros_like(values, shape=(ids.shape[0], width)).at[row, place].add(values, mode="drop")
 
@@ -506,7 +507,7 @@ def _only_new(x, part, other):
 
 
 def _at_ids(z, ids, part):
-    """Returns z `[R, C]` at some columns of the vocabulary, `[R, K]`, and which of them no earlier slice had."""
+    """Returns z `[R, C]` at some columns of the vocabulary, `[R, K]`, and marks columns that no earlier slice had."""
     place = ids - part.start
     is_new = (place >= part.num_seen) & (place < z.shape[1])
     return jnp.take_along_axis(z, jnp.clip(place, 0, z.shape[1] - 1), axis=1), is_new
@@ -573,12 +574,12 @@ def slices_of_vocabulary(rows: int, size: int, traits: Traits) -> int:
     """Counts slices of at most `Traits.slice_elements`; up to twice as many if they are then equally wide and disjoint.
 
     Args:
-      rows: R.
-      size: V.
-      traits: of the backend.
+      rows: R, the number of tokens.
+      size: V, the size of the vocabulary.
+      traits: the traits of the backend.
 
     Returns:
-      K.
+      K, the number of slices.
     """
     width = max(traits.slice_elements // max(rows, 1), traits.min_slice_width)
     fewest = -(-size // width)
@@ -586,12 +587,12 @@ def slices_of_vocabulary(rows: int, size: int, traits: Traits) -> int:
 
 
 def keeps_logits(rows: int, size: int, traits: Traits) -> bool:
-    """Tells whether all logits of a piece are stored for its backward pass, instead of being computed again.
+    """Returns whether all logits of a piece are stored for its backward pass, instead of being computed again.
 
     Args:
-      rows: R.
-      size: V.
-      traits: of the backend.
+      rows: R, the number of tokens.
+      size: V, the size of the vocabulary.
+      traits: the traits of the backend.
     """
     return rows * size <= traits.kept_logits
 

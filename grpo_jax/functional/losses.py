@@ -39,8 +39,8 @@ def token_mean_weights(mask: jax.Array, *, num_completions: int | None = None, a
 
     Args:
       mask: bool `[..., T]`.
-      num_completions: not read: the divisor is the number of tokens. To count the tokens of masked completions, take
-        the weights of the mask that still has them.
+      num_completions: not read, since the divisor is the number of tokens. To count the tokens of masked completions,
+        compute the weights from the mask that still has them.
       axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
@@ -64,7 +64,7 @@ def sequence_mean_weights(
 
     Args:
       mask: bool `[..., T]`.
-      num_completions: B of the whole optimizer batch. None: the completions that have a token.
+      num_completions: B of the whole optimizer batch. None: the number of completions that have a token.
       axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
@@ -94,7 +94,7 @@ def sequence_sum_weights(
 
     Args:
       mask: bool `[..., T]`.
-      num_completions: B of the whole optimizer batch. None: the completions that have a token.
+      num_completions: B of the whole optimizer batch. None: the number of completions that have a token.
       axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
@@ -122,7 +122,7 @@ def constant_length_weights(
       mask: bool `[..., T]`.
       max_length: L_max in tokens, the sampler's limit. None: the width T of the mask, which is right only if the
         mask is as wide as that limit.
-      num_completions: B of the whole optimizer batch. None: the completions that have a token.
+      num_completions: B of the whole optimizer batch. None: the number of completions that have a token.
       axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
@@ -178,29 +178,29 @@ def grpo_loss(
 ) -> tuple[jax.Array, Metrics]:
     """L = Σ w · [term(π, π_old, A) + β D(π, π_ref) − c H]. DeepSeekMath (2402.03300), equation 3, as a loss.
 
-    Its variants have another term, other weights or another divergence; `presets` has the published ones.
+    Its variants have another term, other weights or another divergence; `presets` has the published variants.
 
     Args:
-      logprobs: `[..., T]` in nats, of the completion under the policy, with gradient.
+      logprobs: `[..., T]` in nats, under the policy, with gradient.
       old_logprobs: `[..., T]` in nats, under the policy that sampled.
-      advantages: `[...]`, one a completion, or `[..., T]`, one a token.
+      advantages: `[...]`, one per completion, or `[..., T]`, one per token.
       completion_mask: bool `[..., T]`, true on sampled tokens including the ending one.
       term: (logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`. Default: PPO's clip of token ratios.
-        `ratio_term` makes others, and functions named `*_term` are others.
+        `ratio_term` makes other terms, and functions named `*_term` are other terms.
       ref_logprobs: `[..., T]` in nats, under the reference. None: no KL term.
-      kl_coef: β, read if there is a reference. 0.04 from DeepSeekMath.
+      kl_coef: β, used if there is a reference. 0.04 from DeepSeekMath.
       divergence: (logprobs, ref_logprobs) -> `[..., T]`.
       kl_bias_correction: ρ D instead of D, where ρ is the ratio of the token, with gradient. With k3 it is unbiased in
         value and gradient for samples of the old policy. DeepSeek-V3.2 (2512.02556); off in DeepSeekMath.
       entropy: `[..., T]` in nats, with gradient. None: no bonus.
-      entropy_coef: c, read if there is an entropy. Default 0: GRPO has no bonus.
-      weights: `[..., T]`, of one of the functions `*_weights`, computed on the whole optimizer batch.
+      entropy_coef: c, used if there is an entropy. Default 0: GRPO has no bonus.
+      weights: `[..., T]`, from one of the functions `*_weights`, computed on the whole optimizer batch.
         None: `sequence_mean_weights` of this mask, DeepSeekMath's mean.
-      **constants: of the term, by name, such as epsilon_low and epsilon_high (0.2 each) of the default.
+      **constants: constants of the term, by name, such as epsilon_low and epsilon_high (0.2 each) of the default.
 
     Returns:
       The loss, a scalar, and metrics, each a pair (sum over tokens, number of tokens): add pairs up over
-      microbatches and devices, and divide at the end. `ratio`: ρ; `clip_low` and `clip_high`: whether a token has an
+      microbatches and devices, and divide at the end. `ratio`: ρ; `clip_low` and `clip_high`: 1 for a token with an
       advantage below (above) 0 but no gradient from it; `kl`, if there is a reference: D, or ρ D.
 
     Raises:
@@ -239,7 +239,7 @@ def weighted_sum(values: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.
 
     Args:
       values: `[..., T]`.
-      weights: `[..., T]`, of one of the functions `*_weights`.
+      weights: `[..., T]`, from one of the functions `*_weights`.
       mask: bool `[..., T]`.
 
     Returns:
@@ -263,7 +263,7 @@ def policy_metrics(
     *,
     term: Term = clipped_term,
 ) -> Metrics:
-    """Returns the mean ratio of tokens, and the shares of tokens that have A ≠ 0, and yet no gradient from A.
+    """Returns the mean ratio of tokens, and the shares of tokens with A ≠ 0 but no gradient from A.
 
     They mean the same for every term, whether it bounds ratios, probabilities or completions. A gradient that does not
     come from advantages, such as that of DPPO's square, does not count.
@@ -276,8 +276,8 @@ def policy_metrics(
       term: (logprobs, old_logprobs, advantages, mask) -> `[..., T]`; bind its constants by `functools.partial`.
 
     Returns:
-      Pairs (sum over tokens, number of tokens) as of `masked_sum`: `ratio`; `clip_low`, where A < 0; `clip_high`,
-      where A > 0.
+      Pairs (sum over tokens, number of tokens) like `masked_sum`: `ratio`; `clip_low`, for A < 0; `clip_high`, for
+      A > 0.
 
     Examples:
       >>> old_logprobs, mask = jnp.log(jnp.array([[0.4, 0.5]])), jnp.array([[True, True]])

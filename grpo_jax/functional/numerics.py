@@ -20,20 +20,20 @@ def upcast(values: jax.Array) -> jax.Array:
 
 
 def is_known(constant: Any) -> bool:
-    """Tells whether a constant is a number now, rather than traced."""
+    """Returns whether a constant is a number now, rather than traced."""
     return isinstance(constant, Real)
 
 
 def is_zero(coefficient: Any) -> bool:
-    """Tells whether a term is switched off: 0 times a divergence that overflows would be NaN. A traced one never is."""
+    """Returns whether a coefficient turns its term off, since 0 times an overflow is NaN. A traced one never does."""
     return is_known(coefficient) and coefficient == 0
 
 
 def check_beta(beta: Any) -> None:
-    """Refuses a β outside of (0, 1), where a divergence is 0 whatever its arguments. A traced number is not checked.
+    """Refuses a β outside (0, 1), with which a divergence is 0 for all arguments. A traced number is not checked.
 
     Raises:
-      ValueError: β is outside.
+      ValueError: β is outside (0, 1).
     """
     if is_known(beta) and not 0 < beta < 1:
         raise ValueError(f"beta is {beta}: it must be between 0 and 1; for the ends take the forward or the reverse KL")
@@ -55,7 +55,7 @@ def maybe_all_gather(values: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def device_index_and_count(axis_name: AxisName) -> tuple[jax.Array | int, int]:
-    """Returns the index of this device in the mapped axes, and how many there are; (0, 1) without mapped axes."""
+    """Returns the index of this device in the mapped axes, and the number of devices; (0, 1) without mapped axes."""
     return (0, 1) if axis_name is None else (jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name))
 
 
@@ -126,7 +126,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _sizes(form: str, shape: tuple[int, ...], known: _Sizes) -> _Sizes | None:
-    """Returns the sizes of a form's axes; None: the shape does not have this form."""
+    """Returns the sizes of a form's axes, or None if the shape does not have this form."""
     before, others, after = (part.split() for part in form.partition("..."))
     end = len(shape) - len(after)
     if end < len(before) or (end > len(before) and not others):
@@ -138,7 +138,7 @@ def _sizes(form: str, shape: tuple[int, ...], known: _Sizes) -> _Sizes | None:
 
 
 def _expected(form: str, known: _Sizes) -> str:
-    """Writes a form with sizes in place of the axes that are known."""
+    """Writes a form with sizes instead of the axes that are known."""
     return _brackets([size for axis in form.split() for size in known.get(axis, (axis,))])
 
 

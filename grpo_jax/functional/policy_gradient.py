@@ -1,4 +1,4 @@
-"""Policy-gradient terms: log-ratios, surrogates, and the terms that a loss takes.
+"""Log-ratios, surrogates, and policy-gradient terms for a loss.
 
 A *log-ratio* is `[..., T]`: d = log π − log π_old, of each token, or of the completion and repeated on its tokens.
 A *surrogate* maps (log_ratio, advantages) to a loss per token, elementwise.
@@ -6,7 +6,7 @@ A *term* maps (logprobs, old_logprobs, advantages, mask) to a loss per token: `g
 a term of a log-ratio and a surrogate; methods that look at more than a ratio are terms themselves.
 
 All are to be minimised, and leave weights and the sum to the caller. Constants are keywords.
-T tokens; advantages are `[...]`, one a completion, or `[..., T]`, one a token.
+T tokens; advantages are `[...]`, one per completion, or `[..., T]`, one per token.
 """
 
 from collections.abc import Callable, Container
@@ -43,11 +43,11 @@ def token_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Arra
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
-      old_logprobs: `[..., T]` in nats, of the policy that the ratio is taken against.
+      old_logprobs: `[..., T]` in nats, under the policy in the denominator of the ratio.
       mask: bool `[..., T]`.
 
     Returns:
-      `[..., T]`, 0 where masked, whatever the inputs are there.
+      `[..., T]`, 0 where masked, for any inputs there.
 
     Examples:
       >>> print(token_log_ratio(jnp.array([-1.0, -9.0]), jnp.array([-1.5, 0.0]), jnp.array([True, False])))
@@ -60,7 +60,7 @@ def token_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Arra
 
 
 def _bounded(log_ratio: jax.Array) -> jax.Array:
-    # Not jnp.clip, whose gradient takes several arrays more.
+    # Not jnp.clip, whose gradient takes several more arrays.
     bound = jnp.asarray(MAX_LOG_RATIO, log_ratio.dtype)
     return jax.lax.clamp(-bound, log_ratio, bound)
 
@@ -77,7 +77,7 @@ def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.A
       mask: bool `[..., T]`.
 
     Returns:
-      `[..., T]`, one number a completion, repeated on its tokens; 0 where masked.
+      `[..., T]`, one number per completion, repeated on its tokens; 0 where masked.
 
     Examples:
       >>> logprobs, old_logprobs = jnp.array([-1.0, -2.0, -9.0]), jnp.array([-1.5, -3.0, -1.0])
@@ -90,7 +90,7 @@ def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.A
 
 @takes(**_TOKENS)
 def sequence_mean_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """d = Σₜ mₜ (log π(oₜ) − log π_old(oₜ)) / |o|, of the completion, by length. GSPO (2507.18071), equation 7.
+    """d = Σₜ mₜ (log π(oₜ) − log π_old(oₜ)) / |o|, the mean over a completion. GSPO (2507.18071), equation 7.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
@@ -98,7 +98,7 @@ def sequence_mean_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: 
       mask: bool `[..., T]`.
 
     Returns:
-      `[..., T]`, one number a completion, repeated on its tokens; 0 where masked.
+      `[..., T]`, one number per completion, repeated on its tokens; 0 where masked.
 
     Examples:
       >>> logprobs, old_logprobs = jnp.array([-1.0, -2.0, -9.0]), jnp.array([-1.5, -3.0, -1.0])
@@ -151,7 +151,7 @@ def clipped_surrogate(
       advantages: `[...]` or `[..., T]`.
       epsilon_low: 0.2 from PPO. Under sequence ratios GSPO takes 3e-4.
       epsilon_high: 0.2 from PPO; DAPO's clip-higher is 0.28.
-      delta: bound of ρ where A < 0, above 1. Infinite from PPO: no bound.
+      delta: δ, the bound of ρ if A < 0, above 1. Infinite from PPO: no bound.
 
     Returns:
       `[..., T]`.
@@ -169,7 +169,7 @@ def clipped_surrogate(
     if is_known(delta) and not delta > 1:
         raise ValueError(f"delta is {delta}: it must be above 1, or it would bound a policy that has not moved")
     # Comparisons rather than minimum and clip: their gradients are halved at ties, so that a ratio at exactly its bound
-    # would lose gradient, and take several arrays more.
+    # would lose gradient, and they take several more arrays.
     advantages, ratio = per_token(advantages, log_ratio), jnp.exp(log_ratio)
     good = advantages > 0
     bound = jnp.where(good, 1 + epsilon_high, 1 - epsilon_low)
@@ -321,19 +321,19 @@ def gmpo_term(
 ) -> jax.Array:
     """−A exp(meanₜ d′), d′ = σ min(σd, σ clip(d, −ε_low, ε_high)), σ = sign A. GMPO (2507.20673).
 
-    The geometric mean of the ratios of a completion, each clipped in log space on the side to which A pushes it.
-    One number a completion: goes with `sequence_mean_weights`.
+    This is the geometric mean of the ratios of a completion, each clipped in log space on the side to which A pushes
+    it. It is one number per completion, so use it with `sequence_mean_weights`.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
       old_logprobs: `[..., T]` in nats.
       advantages: `[...]`; or `[..., T]`, of one sign in a completion.
       mask: bool `[..., T]`.
-      epsilon_low: of the log-ratio, not of the ratio; 0.4 from the paper.
-      epsilon_high: of the log-ratio, not of the ratio; 0.4 from the paper.
+      epsilon_low: the bound of the log-ratio, not of the ratio; 0.4 from the paper.
+      epsilon_high: the bound of the log-ratio, not of the ratio; 0.4 from the paper.
 
     Returns:
-      `[..., T]`, one number a completion, repeated on its tokens; 0 where masked.
+      `[..., T]`, one number per completion, repeated on its tokens; 0 where masked.
 
     Examples:
       >>> logprobs, old_logprobs, mask = jnp.array([-1.0, -1.0]), jnp.array([-2.0, -1.0]), jnp.array([True, True])
@@ -409,7 +409,7 @@ def vespo_term(
     Args:
       logprobs: `[..., T]` in nats, with gradient.
       old_logprobs: `[..., T]` in nats.
-      advantages: `[...]`; or `[..., T]`. Signs may differ within a completion: W is of the completion, and each token
+      advantages: `[...]`; or `[..., T]`. Signs may differ within a completion: all its tokens share W, and each token
         takes k and λ by the sign of its own A, which is the only factor that its φ multiplies.
       mask: bool `[..., T]`.
       k_positive: k where A ≥ 0; 2 in TRL.
@@ -483,8 +483,8 @@ def clip_cov_term(
 
     cov is `token_covariance`.
 
-    Tokens are chosen among those of the whole batch: give all of it in one piece, or spread over devices with
-    `axis_name`, which gathers a number a token from all of them. Microbatches would each choose their own.
+    Tokens are chosen from the whole batch: pass all of it in one piece, or spread over devices with `axis_name`, which
+    gathers one number per token from all of them. Each microbatch would choose its own tokens.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
@@ -492,7 +492,7 @@ def clip_cov_term(
       advantages: `[...]` or `[..., T]`.
       mask: bool `[..., T]`.
       key: consumed; a new one each step, the same on all devices.
-      share: of all tokens, how many are chosen, at least one; 2e-4 from the paper. Static.
+      share: the share of all tokens that are chosen, at least one; 2e-4 from the paper. Static.
       covariance_low: 1 from the paper.
       covariance_high: 5 from the paper.
       epsilon_low: 0.2 from PPO.
@@ -511,10 +511,10 @@ def clip_cov_term(
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
     loss = clipped_surrogate(log_ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     covariance = token_covariance(logprobs, advantages, mask, axis_name=axis_name)
-    # Tokens that the clip holds already have no gradient to lose.
+    # Clipped tokens have no gradient to lose.
     free = mask & (loss <= unclipped_surrogate(log_ratio, advantages))
     candidates = free & (covariance > covariance_low) & (covariance < covariance_high)
-    # Drawn for all devices on each of them: the choice does not depend on how many there are.
+    # Each device draws for all devices, so that the choice does not depend on their number.
     index, count = device_index_and_count(axis_name)
     scores = jax.random.uniform(key, (count, *mask.shape))[index]
     chosen = _largest(scores, candidates, mask, share, axis_name)
@@ -534,15 +534,15 @@ def kl_cov_term(
 ) -> jax.Array:
     """−ρA, and + c |d| on the tokens of largest `token_covariance`. KL-Cov (2505.22617).
 
-    Tokens are chosen among those of the whole batch: give all of it in one piece, or spread over devices with
-    `axis_name`, which gathers a number a token from all of them. Microbatches would each choose their own.
+    Tokens are chosen from the whole batch: pass all of it in one piece, or spread over devices with `axis_name`, which
+    gathers one number per token from all of them. Each microbatch would choose its own tokens.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
       old_logprobs: `[..., T]` in nats.
       advantages: `[...]` or `[..., T]`.
       mask: bool `[..., T]`.
-      share: of all tokens, how many are chosen, at least one; 2e-4 from the paper. Static.
+      share: the share of all tokens that are chosen, at least one; 2e-4 from the paper. Static.
       penalty: c; 1 from the paper (0.1 in verl's configuration).
       axis_name: mapped axes over which the batch is spread.
 
@@ -565,7 +565,7 @@ def kl_cov_term(
 
 
 def refuse_epsilon(constants: Container[str]) -> None:
-    """Refuses a single ε, which many libraries have, and names the two that replace it."""
+    """Refuses the single ε of many libraries, and names the two constants that replace it."""
     if "epsilon" in constants:
         raise TypeError("there is no epsilon: a term that clips has epsilon_low and epsilon_high, which may be equal")
 
@@ -587,7 +587,7 @@ def _completion_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 def _largest(scores: jax.Array, candidates: jax.Array, mask: jax.Array, share: float, axis_name: AxisName) -> jax.Array:
     """Chooses the candidates of largest scores, bool; as many as `share` of the tokens, at least one."""
     scores = maybe_all_gather(jnp.where(candidates, scores, -jnp.inf).ravel(), axis_name)
-    most = max(int(share * scores.size), 1)  # static: no mask has more tokens than places
+    most = max(int(share * scores.size), 1)  # static, since the mask cannot have more tokens than this
     num_tokens = maybe_psum(jnp.sum(mask, dtype=jnp.float32), axis_name)
     num_chosen = jnp.maximum((share * num_tokens).astype(jnp.int32), 1)
     values, places = jax.lax.top_k(scores, most)

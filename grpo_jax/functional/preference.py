@@ -1,12 +1,12 @@
-"""Losses on preferences, of a policy and of a reward model, and the critic's.
+"""Losses on preferences, for policies and reward models, and the loss of a critic.
 
-A pair is a chosen and a rejected completion of one prompt. Letters: c and r the two, log π(y) = Σₜ log π(yₜ) of a
-completion y, |y| its number of tokens, π_ref the reference, h the difference of log-ratios:
+A pair is a chosen completion c and a rejected completion r of one prompt. For a completion y, log π(y) = Σₜ log π(yₜ),
+and |y| is its number of tokens. π_ref is the reference, and h is the difference of log-ratios:
 
   h = log π(c)/π_ref(c) − log π(r)/π_ref(r)
 
-Log-probabilities are sums over tokens, in nats, and come from a mask: Σₜ of `jnp.where(mask, logprobs, 0)`. Losses are
-elementwise; take their mean over pairs.
+Log-probabilities are masked sums over tokens, in nats: Σₜ of `jnp.where(mask, logprobs, 0)`. Losses are elementwise;
+take their mean over pairs.
 """
 
 import jax
@@ -28,8 +28,8 @@ def bradley_terry_loss(
 
     Args:
       chosen: `[...]`, reward of the preferred completion.
-      rejected: `[...]`, reward of the other.
-      margin: by how much better the preferred completion was rated; broadcasts. Default 0.
+      rejected: `[...]`, reward of the rejected completion.
+      margin: the difference of the two ratings; broadcasts. Default 0.
       center_coef: c, holds rewards near 0 (2312.09244 uses 0.01). Default 0.
 
     Returns:
@@ -61,7 +61,7 @@ def dpo_loss(
       rejected: `[...]` in nats, log π(r), with gradient.
       ref_chosen: `[...]` in nats, log π_ref(c).
       ref_rejected: `[...]` in nats, log π_ref(r).
-      beta: β, how much a nat away from the reference is worth; 0.1 from the paper.
+      beta: β, the factor from nats of h to rewards; 0.1 from the paper.
       label_smoothing: ε, the probability that a pair is the wrong way round. Default 0.
 
     Returns:
@@ -97,7 +97,7 @@ def robust_dpo_loss(
       ref_chosen: `[...]` in nats, log π_ref(c).
       ref_rejected: `[...]` in nats, log π_ref(r).
       beta: β; 0.1 as in DPO.
-      label_smoothing: ε < ½. 0.1: TRL's documentation names it as the paper's.
+      label_smoothing: ε < ½. 0.1, which TRL's documentation attributes to the paper.
 
     Returns:
       `[...]`.
@@ -160,7 +160,7 @@ def ipo_loss(
     *,
     tau: float = 0.1,
 ) -> jax.Array:
-    """(h − 1/(2τ))². IPO (2310.12036), equation 17: a finite target for h, where DPO's grows with certain preferences.
+    """(h − 1/(2τ))². IPO (2310.12036), equation 17: h has a finite target, even if preferences are certain.
 
     Args:
       chosen: `[...]` in nats, log π(c), with gradient.
@@ -198,8 +198,8 @@ def hinge_loss(
 ) -> jax.Array:
     """max(0, 1 − β h). SLiC-HF (2305.10425) without a reference; with one RSO's hinge-norm (2309.06657).
 
-    SLiC-HF writes max(0, δ − log π(c) + log π(r)): δ times this loss at β = 1/δ. It adds −λ log π of a supervised
-    target, which is yours to add.
+    SLiC-HF writes max(0, δ − log π(c) + log π(r)), which is δ times this loss at β = 1/δ. It also adds −λ log π of a
+    supervised target, which this loss does not include.
 
     Args:
       chosen: `[...]` in nats, log π(c), with gradient.
@@ -239,7 +239,7 @@ def simpo_loss(
       chosen_length: `[...]`, |c|; 0 counts as 1.
       rejected_length: `[...]`, |r|; 0 counts as 1.
       beta: β, 2 as in the authors' Llama-3-Base.
-      gamma: γ, the margin that is asked for; 1 as there. TRL has β 0.1 and γ 0.5.
+      gamma: γ, the target margin; 1 as in the authors' Llama-3-Base. TRL has β 0.1 and γ 0.5.
 
     Returns:
       `[...]`.
@@ -296,7 +296,7 @@ def cpo_loss(
     beta: float = 0.1,
     nll_coef: float = 1.0,
 ) -> jax.Array:
-    """−log σ(β log π(c) − β log π(r)) − λ log π(c). CPO (2401.08417): DPO's with a uniform reference.
+    """−log σ(β log π(c) − β log π(r)) − λ log π(c). CPO (2401.08417), DPO with a uniform reference.
 
     Args:
       chosen: `[...]` in nats, log π(c), with gradient.
@@ -331,8 +331,8 @@ def kto_loss(
 ) -> jax.Array:
     """λ (1 − σ(±β (x − z₀))), x = log π(y)/π_ref(y), + where y is desirable. KTO (2402.01306).
 
-    It takes completions one by one, no pairs: their mean is the loss. z₀ is what KL(π ‖ π_ref) is thought to be, and
-    has no gradient. `kto_kl` is the paper's estimate; 0 assumes a policy at its reference.
+    It takes single completions instead of pairs; the mean over completions is the loss. z₀ is an estimate of
+    KL(π ‖ π_ref) without gradient. `kto_kl` is the paper's estimate; 0 assumes that the policy equals its reference.
 
     Args:
       logprobs: `[...]` in nats, log π(y), with gradient.
@@ -340,7 +340,7 @@ def kto_loss(
       desirable: bool `[...]`.
       kl: z₀ ≥ 0 in nats: a number, or `[...]`.
       beta: β, 0.1 from the paper.
-      desirable_weight: λ_D, 1 from the paper; others balance unequal numbers of both kinds.
+      desirable_weight: λ_D, 1 from the paper; other weights balance unequal numbers of both kinds.
       undesirable_weight: λ_U, 1 from the paper.
 
     Returns:
@@ -362,17 +362,17 @@ def kto_kl(
 ) -> jax.Array:
     """max(0, mean log π(y′)/π_ref(y′)): z₀ of `kto_loss`, which stops its gradient. KTO (2402.01306).
 
-    y′ are completions of other prompts of the batch: prompt i gets the completion of prompt i + 1. They are no samples
+    y′ are completions of other prompts in the batch: prompt i gets the completion of prompt i + 1. They are not samples
     of π, so the estimate is biased. The paper uses them because samples cost more.
 
     Args:
       logprobs: `[...]` in nats, log π(y′) of mismatched completions.
       ref_logprobs: `[...]` in nats, log π_ref(y′).
-      where: bool `[...]`, which count. None: all.
-      axis_name: the mapped axes over which the batch is spread, or None.
+      where: bool `[...]`, true for completions that count. None: all.
+      axis_name: mapped axes over which the batch is spread.
 
     Returns:
-      A scalar, 0 where none counts.
+      A scalar, 0 if no completion counts.
 
     Examples:
       >>> print(kto_kl(jnp.array([-3.0, -8.0]), jnp.array([-6.0, -7.0])))  # (3 − 1) / 2
@@ -396,14 +396,14 @@ def _difference(chosen: jax.Array, rejected: jax.Array, ref_chosen: jax.Array, r
 
 
 def _refuse_one(**arrays: jax.Array | None) -> None:
-    """Refuses one of two arrays without the other."""
+    """Refuses two arrays of which only one is None."""
     names = [name for name, value in arrays.items() if value is not None]
     if len(names) == 1:
         raise TypeError(f"{names[0]} is given alone: give both of {' and '.join(arrays)}, or neither")
 
 
 def _per_token(logprobs: jax.Array, length: jax.Array) -> jax.Array:
-    """log π(y)/|y|. An empty completion has 0, so that rows that fill up a batch give no NaN."""
+    """log π(y)/|y|, and 0 for an empty completion, so that padding rows of a batch are not NaN."""
     logprobs = upcast(logprobs)
     return logprobs / jnp.maximum(length, 1).astype(logprobs.dtype)
 
@@ -420,7 +420,7 @@ def critic_loss(
 ) -> jax.Array:
     """½ (V − sg R)², or with old values ½ max((V − R)², (clip(V, V_old ± ε) − R)²). PPO (1707.06347), equation 9.
 
-    ½ and the clipping are those of OpenAI's baselines.
+    ½ and the clipping come from OpenAI's baselines.
 
     Args:
       values: `[..., T]`, V with gradient.

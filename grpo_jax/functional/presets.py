@@ -25,12 +25,12 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 
 
 def ignore_lengths(advantages: Callable[..., jax.Array], **constants) -> Callable[..., jax.Array]:
-    """Gives a function of rewards only the arguments of `Objective.advantages`.
+    """Adapts a function of only rewards to the arguments of `Objective.advantages`.
 
     Args:
-      advantages: (rewards `[..., G]`, *, where, **constants) -> `[..., G]`. One that looks at the whole batch takes
-        `axis_name` too, and then gets it.
-      **constants: of the function, by name.
+      advantages: (rewards `[..., G]`, *, where, **constants) -> `[..., G]`. A function of the whole batch also has an
+        argument `axis_name`, which is then passed to it.
+      **constants: constants of the function, by name.
 
     Returns:
       (rewards, lengths, *, where, axis_name) -> `[..., G]`, which does not read the lengths.
@@ -49,14 +49,14 @@ def ignore_lengths(advantages: Callable[..., jax.Array], **constants) -> Callabl
 
 
 class Objective(NamedTuple):
-    """One published method: which functions, with which constants."""
+    """The functions and constants of one published method."""
 
     advantages: Callable[..., jax.Array]
     """(rewards `[..., G]`, lengths `[..., G]` in tokens, *, where `[..., G]`, axis_name) -> `[..., G]`."""
     term: Term = L.clipped_term
     """(logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`."""
     constants: Mapping[str, float] = _CLIP
-    """Constants of the term, by name. Default: those of the clip."""
+    """Constants of the term, by name. Default: the constants of the clip."""
     aggregation: Callable[..., jax.Array] = L.sequence_mean_weights
     """(mask, *, num_completions, axis_name) -> weights `[..., T]`."""
     divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3
@@ -72,9 +72,9 @@ class Objective(NamedTuple):
     ratio_to_sampler: bool = False
     """The ratio is against the log-probabilities that the sampler reported, not recomputed ones."""
     per_completion: bool = False
-    """The term is one number a completion, repeated on its tokens, so that weights must not count the tokens."""
+    """The term is one number per completion, repeated on its tokens, so that weights must not count the tokens."""
     takes_delta: bool = True
-    """The term also takes `delta`, as that of `clipped_surrogate`."""
+    """The term also takes the constant `delta` of `clipped_surrogate`."""
     min_group_size: int = 2
     """Smallest group whose completions the advantages can compare."""
 
@@ -88,10 +88,10 @@ class Objective(NamedTuple):
         return not is_zero(self.kl_coef)
 
     def with_constants(self, **constants: float) -> "Objective":
-        """Returns the same method with these constants of the term in place of its own.
+        """Returns the same method with other constants of the term.
 
         Args:
-          **constants: by name, such as epsilon_high.
+          **constants: the new constants, by name, such as epsilon_high.
 
         Examples:
           >>> dict(PRESETS["grpo"].with_constants(epsilon_high=0.28).constants)
@@ -114,11 +114,11 @@ class Objective(NamedTuple):
 
         Args:
           logprobs: `[..., T]` in nats, with gradient.
-          old_logprobs: `[..., T]` in nats; where `ratio_to_sampler`, as the sampler reported them.
+          old_logprobs: `[..., T]` in nats; with `ratio_to_sampler`, as the sampler reported them.
           advantages: `[...]` or `[..., T]`.
           completion_mask: bool `[..., T]`.
-          ref_logprobs: `[..., T]` in nats; needed where the method has a KL term.
-          entropy: `[..., T]` in nats, read where there is an `entropy_coef`.
+          ref_logprobs: `[..., T]` in nats; needed if the method has a KL term.
+          entropy: `[..., T]` in nats, used if there is an `entropy_coef`.
           weights: `[..., T]`; None: the method's `aggregation` of this mask.
 
         Raises:
@@ -196,7 +196,7 @@ PRESETS: dict[str, Objective] = {
     "introduction_post_rank": _POST._replace(
         advantages=ignore_lengths(A.rank_advantages, ddof=0, eps=1e-8)
     ).with_constants(epsilon_low=0.15, epsilon_high=0.15),
-    # 2507.20673; epsilons are of the log-ratio.
+    # 2507.20673; epsilons bound the log-ratio.
     "gmpo": _BY_SEQUENCE._replace(term=P.gmpo_term, per_completion=True, takes_delta=False).with_constants(
         epsilon_low=0.4, epsilon_high=0.4
     ),
@@ -230,14 +230,14 @@ PRESETS: dict[str, Objective] = {
 
 
 def check(objective: Objective, *, group_size: int = 8) -> None:
-    """Refuses compositions that make no sense, by what they declare. It calls none of their functions.
+    """Refuses compositions that make no sense, judged by their fields. It calls none of their functions.
 
     Args:
-      objective: of any functions and constants.
-      group_size: G of the groups that its advantages will see. Default 8.
+      objective: the method to check.
+      group_size: G, the size of the groups that its advantages will see. Default 8.
 
     Raises:
-      ValueError: one sentence that says what to change.
+      ValueError: the composition makes no sense; the message says what to change.
 
     Examples:
       >>> check(PRESETS["gmpo"]._replace(aggregation=token_mean_weights))

@@ -1,7 +1,7 @@
 """Arithmetic that depends on the backend: its traits, and products written for them.
 
-`Traits` lists what a backend is good at. All readers ask `traits_of_backend`, so a test or a benchmark can assume other
-traits with `assume_traits`. Only this module and `models.cache` know why an order of sums is faster.
+`Traits` lists the strengths of a backend. All code reads them from `traits_of_backend`, so that a test or a benchmark
+can assume other traits with `assume_traits`. Only this module and `models.cache` know why an order of sums is faster.
 """
 
 import math
@@ -20,7 +20,7 @@ _ALL_LAYERS = 10**9
 
 
 class Traits(NamedTuple):
-    """The fastest ways to compute on a backend. The defaults are those of accelerators."""
+    """The fastest ways to compute on a backend. The defaults suit accelerators."""
 
     backend: str
     # cuDNN's attention in bfloat16 is available: on GPUs from Ampere on.
@@ -39,34 +39,35 @@ class Traits(NamedTuple):
     groups_by_blocks: bool = False
     # Inputs of layers can be kept in the memory of the host.
     offloads: bool = True
-    # A decoder of at most so many layers is compiled without a loop. A loop copies what the backward pass needs of each
-    # layer into one array and out of it again: a ninth of the time of an update on a GPU, where compiling 24 layers one
-    # by one took half as long again. On a CPU 2 layers compiled in .8 of the time of a loop and ran in .8 of it; 4
-    # layers in 1.0 and .95, with 1.6 times the temporary memory. Many quantised layers are dequantised one at a time.
+    # A decoder of at most this many layers is compiled without a loop. A loop copies the values that the backward pass
+    # needs of each layer into one array and out of it again. This took a ninth of an update on a GPU, where compiling
+    # 24 layers one by one took 1.5 times as long. On a CPU 2 layers compiled in .8 of the time of a loop and ran in .8
+    # of it; 4 layers in 1.0 and .95, with 1.6 times the temporary memory. Many quantised layers are dequantised one at
+    # a time.
     unrolled_layers: int = 0
     unrolled_quantised_layers: int = 0
-    # Elements of a slice of the logits, and the least width of one. A backward pass holds about three such arrays. On a
+    # The elements of a slice of the logits, and its least width. A backward pass holds about three such arrays. On a
     # CPU they stay in its cache: 2 MiB in float32. Accelerators need larger products: with 16,384 tokens an H100 was
     # fastest at a width of 512 (an update of 0.5 billion parameters took 4% longer at 1,024 and 12% at 2,048), and slow
     # at 256.
     slice_elements: int = 2**23
     min_slice_width: int = 512
-    # Elements of all logits that are kept for the backward pass: 128 MiB in float32. With 1,024 tokens and 32,000 words
-    # the update of a model with 48 million parameters took 7% less time on a CPU.
+    # Up to this many elements, all logits are stored for the backward pass: 128 MiB in float32. With 1,024 tokens and
+    # 32,000 words the update of a model with 48 million parameters took 7% less time on a CPU.
     kept_logits: int = 2**25
-    # Tokens of the fastest piece of an update, prompts and padding included. Small pieces stay in a CPU's cache, and
-    # fewer rows of the last one are empty. Too small ones leave an accelerator idle.
+    # The number of tokens in the fastest piece of an update, with prompts and padding. Small pieces stay in a CPU's
+    # cache, and the last piece has fewer empty rows. Too small pieces leave an accelerator idle.
     piece_tokens: int = 16_384
-    # Texts of at least so many tokens are decoded in fewer rows as they end, at most so many times. Each time compiles
-    # one more loop, as a room of the cache does.
+    # Texts of at least `narrows_from` tokens are decoded in fewer rows as they end, at most `narrowings` times. Each
+    # time compiles one more loop, like each stage of the cache.
     narrows_from: int = 512
     narrowings: int = 2
-    # A decode step takes as long as reading the weights and the cache. On a CPU it takes as long as its rows.
+    # A decode step takes as long as reading the weights and the cache. On a CPU its time depends on its rows.
     is_bound_by_memory: bool = True
-    # The cache of texts of at least `grows_from` tokens grows in so many rooms. The whole cache is read for every
-    # token: three quarters of it with two rooms, five eighths with four. Each room compiles one more loop: 10 to 20 s
-    # on a GPU for 28 layers, 2 to 4 s on a CPU for four. On a CPU decoding took .73 of the time with completions of 256
-    # tokens, but as long as before with 128 tokens of a larger decoder.
+    # The cache of texts of at least `grows_from` tokens grows to its full size in `rooms` stages. Every token reads the
+    # whole cache of its stage: on average three quarters of the full size with two stages, five eighths with four. Each
+    # stage compiles one more loop: 10 to 20 s on a GPU for 28 layers, 2 to 4 s on a CPU for four. On a CPU decoding
+    # took .73 of the time with completions of 256 tokens, but as long as before with 128 tokens of a larger decoder.
     rooms: int = 2
     grows_from: int = 128
 
@@ -96,7 +97,7 @@ _assumed: ContextVar[Traits | None] = ContextVar("traits", default=None)
 
 
 def traits_of_backend() -> Traits:
-    """Returns the traits of JAX's default backend, or those that are assumed."""
+    """Returns the traits of JAX's default backend, or the assumed traits."""
     assumed, backend = _assumed.get(), backend_name()
     if assumed is not None:
         return assumed
@@ -107,10 +108,10 @@ def traits_of_backend() -> Traits:
 
 @contextmanager
 def assume_traits(**changes: Any) -> Iterator[None]:
-    """Changes traits for what is traced inside.
+    """Changes traits for code that is traced inside the context.
 
     Args:
-      **changes: fields of `Traits`.
+      **changes: the new values of fields of `Traits`.
     """
     token = _assumed.set(traits_of_backend()._replace(**changes))
     try:
@@ -125,7 +126,7 @@ def backend_name() -> str:
 
 
 def _has_ampere() -> bool:
-    """Tells whether the GPU is one of NVIDIA's from Ampere on. Other vendors' capability is no number."""
+    """Returns whether the GPU is an NVIDIA GPU from Ampere on. Other vendors' capability is not a number."""
     major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
     return major.isdigit() and int(major) >= 8
 
@@ -159,13 +160,13 @@ def transposed(x: jax.Array) -> jax.Array:
 def contract(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, dtype: Any) -> jax.Array:
     """Multiplies two matrices over one axis of each, accumulated in float32.
 
-    Accelerators accumulate so by themselves. XLA on CPU uses a CPU's bfloat16 instructions only if the product is asked
-    for in float32: with them it took a sixth of the time.
+    Accelerators always accumulate in float32. XLA on CPU uses a CPU's bfloat16 instructions only if the product is
+    requested in float32: with them it took a sixth of the time.
 
     Args:
       x, y: matrices of one dtype.
       x_axis, y_axis: the axes that are summed over, 0 or 1.
-      dtype: of the result.
+      dtype: the dtype of the result.
     """
     accumulator = jnp.float32 if traits_of_backend().emulates_bfloat16 else dtype
     dimensions = (((x_axis,), (y_axis,)), ((), ()))
@@ -173,12 +174,12 @@ def contract(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, dtype: Any) -
 
 
 def product(x: jax.Array, kernel: jax.Array, in_axes: int = 1) -> jax.Array:
-    """Contracts the trailing axes of x with the leading ones of a kernel, in the dtype of x.
+    """Contracts the trailing axes of x with the leading axes of a kernel, in the dtype of x.
 
     Args:
       x: `[..., *in]`.
       kernel: `[*in, *out]`.
-      in_axes: how many axes `*in` has.
+      in_axes: the number of axes in `*in`.
 
     Returns:
       `[..., *out]`.
@@ -193,10 +194,10 @@ def product(x: jax.Array, kernel: jax.Array, in_axes: int = 1) -> jax.Array:
 
 @jax.custom_vjp
 def _multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x W, with ∂L/∂W = xᵀ ∂L/∂y as one product of both arrays as they are: x `[M, I]`, W `[I, O]` -> `[M, O]`.
+    """x W, with ∂L/∂W = xᵀ ∂L/∂y as one product of the untransposed arrays: x `[M, I]`, W `[I, O]` -> `[M, O]`.
 
-    JAX's own rule computes the transpose of that, ∂L/∂yᵀ x. XLA on CPU then computes the gradient of y a second time,
-    in transposed order, which took more than half of a training step.
+    JAX's rule computes the transpose of that, ∂L/∂yᵀ x. XLA on CPU then computes the gradient of y a second time, in
+    transposed order, which took more than half of a training step.
     """
     return contract(x, kernel, 1, 0, x.dtype)
 
@@ -219,8 +220,8 @@ def _multiply_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Arr
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-# From so many keys on `sum_over_queries` is computed as its transpose on a CPU: in .4 to .8 of the time with 256 to
-# 1,040 keys, in 1.1 with 144.
+# With at least this many keys, `sum_over_queries` is computed as its transpose on a CPU. This took .4 to .8 of the time
+# with 256 to 1,040 keys, and 1.1 with 144.
 _MANY_KEYS = 256
 
 
@@ -234,21 +235,21 @@ def sum_over_queries(weights: jax.Array, queries: jax.Array) -> jax.Array:
 
 
 def multiplies_by_columns(dtype: Any) -> bool:
-    """Tells whether `times_transposed` computes rows of this type as (W xᵀ)ᵀ. In bfloat16 this order is slower."""
+    """Returns whether `times_transposed` computes rows of this type as (W xᵀ)ᵀ. In bfloat16 this order is slower."""
     return traits_of_backend().multiplies_by_columns and dtype == jnp.float32
 
 
 def times_transposed(x: jax.Array, matrix: jax.Array, dtype: Any, *, by_columns: bool = False) -> jax.Array:
-    """Computes x Wᵀ for few rows x and a large W, as a decode step has them.
+    """Computes x Wᵀ for few rows x and a large W, which is usual in a decode step.
 
-    XLA on CPU computes float32 products of 32 rows as (W xᵀ)ᵀ in two thirds of the time, and those of 8 rows in half.
-    It reorders products by itself, and barriers prevent that.
+    XLA on CPU computes float32 products of 32 rows as (W xᵀ)ᵀ in two thirds of the time, and products of 8 rows in
+    half. It would reorder products, and barriers prevent that.
 
     Args:
       x: `[..., I]`.
       matrix: W, `[O, I]`.
-      dtype: of the result.
-      by_columns: the result is read by columns. Then W xᵀ is not transposed in memory.
+      dtype: the dtype of the result.
+      by_columns: True if the result is read by columns. Then W xᵀ is not transposed in memory.
 
     Returns:
       `[..., O]`.
@@ -265,9 +266,9 @@ def times_transposed(x: jax.Array, matrix: jax.Array, dtype: Any, *, by_columns:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / √(mean x² + ε) · scale, in float32: x `[..., D]`, scale `[D]` -> as x.
+    """x / √(mean x² + ε) · scale, in float32: x `[..., D]`, scale `[D]` -> an array like x.
 
-    The backward pass takes its sums as products with a vector. XLA on CPU needs nine times as long for sums.
+    The backward pass computes sums as products with a vector. XLA on CPU needs nine times as long for sums.
     """
     return _rms_norm_forward(x, scale, eps)[0]
 
@@ -294,20 +295,20 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def write_slice(array: jax.Array, part: jax.Array, starts: Mapping[int, jax.Array | int]) -> jax.Array:
-    """Replaces a slice of the array, which begins at some places of some axes, by `part`.
+    """Replaces a slice of the array, which begins at the given places of some axes, by `part`.
 
-    XLA on CPU writes into a bfloat16 array by making a float32 copy of the whole of it. Of integers it writes only the
-    part.
+    XLA on CPU writes into a bfloat16 array by making a float32 copy of the whole array. With integers it writes only
+    the part.
 
     Args:
-      array: any shape.
-      part: as the array, but for these axes.
-      starts: axis -> int, clipped so that all of the part is written. Other axes begin at 0.
+      array: an array of any shape.
+      part: the new slice, which has the shape of the array except on these axes.
+      starts: axis -> int, clipped so that the whole part is written. The slice begins at 0 of other axes.
 
     Returns:
-      As the array.
+      The array with the slice replaced.
     """
-    places = [jnp.int32(0)] * array.ndim  # of one dtype, also where integers have 64 bits
+    places = [jnp.int32(0)] * array.ndim  # all of one dtype, even if integers have 64 bits
     for axis, start in starts.items():
         places[axis] = jnp.int32(start)
     write = partial(jax.lax.dynamic_update_slice, start_indices=places)
@@ -323,14 +324,14 @@ def accumulator_of(x: jax.Array) -> jax.Array:
 
 
 def delayed_until(codes: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns integers that exist only when x does, for a loop over tokens: else XLA computes them before it.
+    """Returns integers that exist only when x does, so that XLA does not compute them before a loop over tokens.
 
-    XLA on CPU removes barriers before it orders what it computes. It must leave what depends on x behind x.
+    XLA on CPU removes barriers before it orders operations, but it must keep operations that depend on x after x.
     """
     never = x[(0,) * x.ndim] > jnp.inf
     return codes ^ never.astype(codes.dtype)
 
 
 def delayed_on_mesh(tree: Any, x: jax.Array) -> Any:
-    """`delayed_until` on a mesh, where a number of x is on one device: by a barrier."""
+    """Computes `delayed_until` on a mesh by a barrier, since a single number of x is on only one device."""
     return jax.lax.optimization_barrier((tree, x))[0]

@@ -1,6 +1,6 @@
 """Rewards of completions before they become advantages, and rewards and advantages of tokens: GAE, REINFORCE++.
 
-Rewards of completions are `[...]`, everything of tokens is `[..., T]`.
+Rewards of completions are `[...]`, and arrays of tokens are `[..., T]`.
 """
 
 import jax
@@ -44,7 +44,7 @@ def kl_penalized_rewards(
     """r − β Σₜ k1, the KL divergence in the reward. 1909.08593, section 2, as in RLOO (2402.14740) and PPO.
 
     Args:
-      rewards: `[...]`, one a completion.
+      rewards: `[...]`, one per completion.
       logprobs: `[..., T]` in nats, under the policy that sampled.
       ref_logprobs: `[..., T]` in nats.
       mask: bool `[..., T]`.
@@ -75,11 +75,11 @@ def reinforce_pp_advantages(
     """A = whiten(R), Rₜ = r̂ₜ + γ Rₜ₊₁, r̂ₜ = 1[last] r − βk1ₜ. REINFORCE++ (2501.03262).
 
     Args:
-      rewards: `[...]`, one a completion.
+      rewards: `[...]`, one per completion.
       mask: bool `[..., T]`.
       token_penalty: `[..., T]`, β · `kl_k1`. None: no KL in the reward.
-      gamma: discount a token, 1 as in the paper.
-      eps: as in `whiten`.
+      gamma: discount per token, 1 as in the paper.
+      eps: see `whiten`.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -108,7 +108,7 @@ def reinforce_pp_baseline_advantages(
       rewards: `[..., G]`.
       mask: bool `[..., G, T]`. A completion counts as many times as it has tokens in the batch's mean and deviation,
         as in verl.
-      eps: as in `whiten`.
+      eps: see `whiten`.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -125,7 +125,7 @@ def reinforce_pp_baseline_advantages(
 
 @takes(mask="... T", rewards="...")
 def rewards_at_end(rewards: jax.Array, mask: jax.Array) -> jax.Array:
-    """A completion's reward on its last token, 0 elsewhere.
+    """Puts a completion's reward on its last token, and 0 elsewhere.
 
     Args:
       rewards: `[...]`.
@@ -160,11 +160,11 @@ def generalized_advantages(
     Returns, the critic's target, are A + V.
 
     Args:
-      rewards: `[..., T]`, one a token; see `rewards_at_end`.
+      rewards: `[..., T]`, one per token; see `rewards_at_end`.
       values: `[..., T]`, V before the token is sampled.
       mask: bool `[..., T]`.
-      gamma: discount a token. 1: the length of an answer does not change its value.
-      lam: λ; 0.95 from PPO (1707.06347). 1 trusts rewards alone, 0 the critic alone.
+      gamma: discount per token. 1: the length of an answer does not change its value.
+      lam: λ; 0.95 from PPO (1707.06347). 1 trusts only the rewards, 0 only the critic.
       bootstrap: `[...]`, V after the last token of a completion that was truncated. None: 0, right after an EOS.
       num_steps: K, static; None: to the end.
 

@@ -1,7 +1,7 @@
-"""Attention of rows in training, and of one more token of each completion in decoding, with rotary positions.
+"""Attention with rotary positions: over whole rows in training, and for the next tokens of each completion in decoding.
 
-Letters as in `transformer`. Query heads that share a key-value head have an axis Q of their own, so that keys and
-values are not repeated for them.
+Letters: see `transformer`. Query heads that share a key-value head have their own axis Q, so that keys and values are
+not repeated for them.
 """
 
 import math
@@ -24,12 +24,12 @@ Angles = tuple[jax.Array, jax.Array]  # from `rotary_angles`
 def rotary_angles(positions: jax.Array, rotation: Rotation | None, features: int) -> Angles:
     """cos and sin of position · θ^(−2i/E), i = 0 … E/2 − 1. RoPE (2104.09864).
 
-    A scaling makes other frequencies of them, and may make both factors larger.
+    A scaling changes the frequencies, and may increase both cos and sin.
 
     Args:
-      positions: int `[N, M]`.
-      rotation: θ and scaling; None: nothing turns.
-      features: E, of a head.
+      positions: The positions of the tokens, int `[N, M]`.
+      rotation: The rotation of a layer, θ and scaling; None: no rotation.
+      features: The number of features of a head, E.
 
     Returns:
       (cos, cos) and (−sin, sin), float32 `[N, M, 1, E]`.
@@ -43,7 +43,7 @@ def rotary_angles(positions: jax.Array, rotation: Rotation | None, features: int
 
 
 def _frequencies(rotation: Rotation | None, features: int) -> tuple[jax.Array, float]:
-    """`[E/2]`, and what queries and keys are multiplied by."""
+    """Returns the frequencies `[E/2]`, and a factor for queries and keys."""
     if rotation is None:
         return jnp.zeros(features // 2), 1.0
     frequencies = rotation.theta ** (-jnp.arange(0, features, 2, dtype=jnp.float32) / features)
@@ -56,35 +56,36 @@ def _frequencies(rotation: Rotation | None, features: int) -> tuple[jax.Array, f
 
 
 def _llama3(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """Waves longer than original/low are stretched by `factor`, those shorter than original/high stay.
+    """Stretches waves longer than original/low by `factor`, and keeps waves shorter than original/high.
 
-    Frequencies in between are mixed linearly in original/wavelength (2407.21783).
+    In between, both frequencies are mixed linearly in original/wavelength (2407.21783).
     """
     _, factor, original, low, high, *_ = scaling
     assert low
     assert high
-    waves = original * frequencies / (2 * jnp.pi)  # that fit into the original context
+    waves = original * frequencies / (2 * jnp.pi)  # the number of waves in the original context
     unscaled = jnp.clip((waves - low) / (high - low), 0.0, 1.0)
     return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
 def _yarn(frequencies: jax.Array, scaling: RopeScaling, theta: float, features: int) -> tuple[jax.Array, float]:
-    """Waves of fewer than β_slow turns in the original context are stretched by `factor`, of more than β_fast kept.
+    """Stretches waves with fewer than β_slow turns in the original context by `factor`, and keeps waves with more than
+    β_fast.
 
-    Frequencies in between are mixed linearly in their number, 0 to E/2 − 1 (2309.00071).
+    In between, both frequencies are mixed linearly in their index, 0 to E/2 − 1 (2309.00071).
     """
 
     original = scaling.original_max_position_embeddings
 
     def place(rotations: float) -> float:
-        """The number of the frequency with so many turns, a fraction."""
+        """Returns the index of the frequency with this many turns, as a fraction."""
         return features * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = place(scaling.beta_fast), place(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, features - 1)
-    last = last + 0.001 if first == last else last  # as transformers avoids a division by 0
+    last = last + 0.001 if first == last else last  # avoids a division by 0 in the same way as transformers
     stretched = jnp.clip((jnp.arange(features // 2, dtype=jnp.float32) - first) / (last - first), 0.0, 1.0)
     mixed = frequencies * (stretched / scaling.factor + 1 - stretched)
     if scaling.attention_factor is not None:
@@ -93,14 +94,14 @@ def _yarn(frequencies: jax.Array, scaling: RopeScaling, theta: float, features: 
 
 
 def rotate(x: jax.Array, angles: Angles) -> jax.Array:
-    """Turns feature i against feature i + E/2, as Hugging Face checkpoints pair them.
+    """Rotates the pairs of features (i, i + E/2), which is how Hugging Face checkpoints pair them.
 
     Args:
-      x: `[N, M, heads, E]`.
-      angles: from `rotary_angles`.
+      x: Queries or keys, `[N, M, heads, E]`.
+      angles: The angles from `rotary_angles`.
 
     Returns:
-      As x.
+      The rotated array, with the shape and dtype of x.
     """
     cos, sin = angles
     exact = x.astype(jnp.float32)
@@ -112,13 +113,13 @@ def rotate(x: jax.Array, angles: Angles) -> jax.Array:
 
 
 class Scores(NamedTuple):
-    """How attention makes its scores of products q·k."""
+    """The scale and the cap of the attention scores q·k."""
 
-    scale: float | None = None  # that they are multiplied by; None: 1/√E
-    softcap: float | None = None  # c of c·tanh(s/c), before the mask and the softmax; None: they are not capped
+    scale: float | None = None  # the factor of q·k; None: 1/√E
+    softcap: float | None = None  # c in c·tanh(s/c), applied before the mask and the softmax; None: no cap
 
     def scaled(self, queries: jax.Array) -> jax.Array:
-        """Queries `[..., E]` whose products are scaled."""
+        """Multiplies queries `[..., E]` by the scale."""
         scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
         return queries * jnp.asarray(scale, queries.dtype)
 
@@ -132,21 +133,22 @@ def attend_rows(
     kind: AttentionKind,
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> tuple[jax.Array, KeyValues]:
-    """Computes attention of prompts over themselves, and of the parts behind them over prompt and part: see `Rows`.
+    """Computes attention over `geometry.Rows`: of prompts over themselves, and of parts over their prompt and
+    themselves.
 
-    The prompt's keys and values are repeated for each of the G parts. That takes 2E numbers a key where the scores take
-    Q·S, and one product over prompt and part in a row is faster than two joined by a softmax.
+    The prompt's keys and values are repeated for each of the G parts. That takes 2E numbers per key, and the scores
+    take Q·S. One product over prompt and part is faster than two products that a softmax joins.
 
     Args:
-      queries: `[N, M, K, Q, E]`.
-      keys, values: `[N, M, K, E]`.
-      masks: of prompts and of parts: see `Seen`. Either may be empty.
-      reaches: of each mask, as in `attend`. Other kinds of attention compute what is masked.
-      kind: `ModelConfig.attention`.
-      scores: how they are made.
+      queries: The queries, `[N, M, K, Q, E]`.
+      keys, values: The keys and values, `[N, M, K, E]`.
+      masks: The mask of the prompts and the mask of the parts: see `geometry.Geometry`. Either may be empty.
+      reaches: The reach of each mask, as in `attend`. The fused kinds of attention compute masked scores too.
+      kind: The kind of attention, `ModelConfig.attention`.
+      scores: The scale and the cap of the scores.
 
     Returns:
-      `[N, M, K, Q, E]`; keys and values of the prompts.
+      The attended values `[N, M, K, Q, E]`, and the keys and values of the prompts.
     """
     n, m, k, q, e = queries.shape
     width, size = masks[0].shape[-1], masks[1].shape[-2]
@@ -176,7 +178,7 @@ def attend_rows(
     return jnp.concatenate(attended, axis=1), prompt
 
 
-# Queries are taken in blocks of this many at least, and in this many blocks at most: each block is compiled by itself.
+# The fewest queries in a block, and the most blocks, since each block is compiled separately.
 _MIN_BLOCK = 128
 _MAX_BLOCKS = 8
 
@@ -191,22 +193,23 @@ def attend(
     reach: int | None = None,
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> jax.Array:
-    """softmax(q·k/√E) v, causally: of S queries and C keys, query s sees at most the keys up to C − S + s.
+    """softmax(q·k/√E) v, causally: with S queries and C keys, query s sees at most the keys up to C − S + s.
 
-    Queries are taken in blocks. Keys that no query of a block may see, by `reach` too, are left out. A block of a long
-    text is computed in parts of `_MIN_BLOCK` queries, one after the other, so that scores of no more queries exist at a
-    time. Each query has its whole row of scores, so no softmax is put together from several.
+    Queries are computed in blocks, without the keys that no query of the block can see. A block of a long text is
+    computed in parts of `_MIN_BLOCK` queries, one after the other, so that only their scores exist at a time. Each
+    query has its whole row of scores, so no softmax is assembled from several.
 
     Args:
-      queries: `[N, K, G, Q, S, E]`.
-      keys, values: `[N, K, G, C, E]`.
-      mask: bool `[N, 1, G or 1, 1, S, C]`, or with 1 for N; at least one true a query.
-      prefix: keys at the beginning that every query may see.
-      reach: of the other keys a query sees none but so many up to its own, by the mask; None: all up to its own.
-      scores: how they are made.
+      queries: The queries, `[N, K, G, Q, S, E]`.
+      keys, values: The keys and values, `[N, K, G, C, E]`.
+      mask: True where a query may see a key, bool `[N or 1, 1, G or 1, 1, S, C]`; at least one true per query.
+      prefix: The number of keys at the beginning that every query may see.
+      reach: The largest number of keys after the prefix, counted back from its own, that the mask lets a query see;
+        None: no limit.
+      scores: The scale and the cap of the scores.
 
     Returns:
-      As queries.
+      The attended values, with the shape of the queries.
     """
     size, before = queries.shape[-2], keys.shape[-2] - queries.shape[-2]
     queries = scores.scaled(queries)
@@ -225,7 +228,7 @@ def attend(
 
 
 def _without_middle(x: jax.Array, *, begin: int, end: int, size: int, axis: int = -2) -> jax.Array:
-    """The first `size` along an axis, without those from `begin` to `end`."""
+    """Returns the first `size` elements along an axis, without the elements from `begin` to `end`."""
     parts = [(0, size)] if begin == end else [(0, begin), (end, size)]
     return jnp.concatenate([jax.lax.slice_in_dim(x, *part, axis=axis) for part in parts if part[1]], axis=axis)
 
@@ -233,7 +236,7 @@ def _without_middle(x: jax.Array, *, begin: int, end: int, size: int, axis: int 
 def _attend_in_parts(
     queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, softcap: float | None
 ) -> jax.Array:
-    """`_attend_queries`, `_MIN_BLOCK` queries after the other."""
+    """Computes `_attend_queries` for `_MIN_BLOCK` queries at a time, one part after the other."""
     size = queries.shape[-2]
     even = size - size % _MIN_BLOCK
 
@@ -241,7 +244,7 @@ def _attend_in_parts(
         x = x[..., :even, :].reshape(*x.shape[:-2], -1, _MIN_BLOCK, x.shape[-1])
         return jnp.moveaxis(x, -3, 0)
 
-    # Masks of parts are made again in the backward pass, and not kept.
+    # The backward pass makes the masks of the parts again, so that they are not stored.
     policy = jax.checkpoint_policies.save_only_these_names("attended")
 
     @partial(jax.checkpoint, policy=policy, prevent_cse=False)
@@ -259,7 +262,7 @@ def _attend_in_parts(
 def _attend_queries(
     queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, softcap: float | None
 ) -> jax.Array:
-    """`_attend_block` of queries `[N, K, G, Q, S, E]`."""
+    """Computes `_attend_block` for queries `[N, K, G, Q, S, E]`."""
     *leading, shared, _, features = queries.shape
     mask_rows = jnp.repeat(mask, shared, axis=3).reshape(*mask.shape[:3], -1, mask.shape[-1])
     attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows, softcap)
@@ -270,27 +273,28 @@ def _attend_queries(
 def _attend_block(
     queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, softcap: float | None
 ) -> jax.Array:
-    """softmax(q·k) v, of capped scores. The backward pass computes scores again. 2205.14135.
+    """softmax(q·k) v, with capped scores. The backward pass computes the scores again. 2205.14135.
 
-    Queries `[N, K, G, R, E]`, keys and values `[N, K, G, C, E]`, mask against `[N, K, G, R, C]` -> as queries.
+    Queries are `[N, K, G, R, E]`, keys and values `[N, K, G, C, E]`. The mask broadcasts against `[N, K, G, R, C]`. The
+    result has the shape of the queries.
     """
     return _attend_block_forward(queries, keys, values, mask, softcap)[0]
 
 
 def _attend_block_forward(queries, keys, values, mask, softcap):
-    # The mask is added and not selected by: XLA on CPU then makes one operation of product, softmax and product.
+    # With an added mask, instead of a select, XLA on CPU fuses product, softmax and product into one operation.
     scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap) + _bias(mask)
     maximum = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - maximum)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    # Maximum and total are kept, and not the logarithm of both: exp of that has 2.5 times the rounding error.
+    # Maximum and total are saved instead of one logarithm of both, whose exp has 2.5 times the rounding error.
     attended = einsum("nkgrc,nkgce->nkgre", (weights / total).astype(queries.dtype), values).astype(queries.dtype)
     attended, maximum, total = (checkpoint_name(x, "attended") for x in (attended, maximum, total))
     return attended, (queries, keys, values, mask, attended, maximum, total)
 
 
 def _attend_block_backward(softcap, residuals, gradient):
-    """∂L/∂scores = w (∂L/∂attended · v − ∂L/∂attended · attended), with the softmax's weights w.
+    """∂L/∂scores = w (∂L/∂attended · v − ∂L/∂attended · attended), where w are the weights of the softmax.
 
     A cap s = c·tanh(x/c) has ∂s/∂x = 1 − (s/c)².
     """
@@ -321,26 +325,26 @@ def attend_fused(
     implementation: Literal["xla", "cudnn"],
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> jax.Array:
-    """`attend` through `jax.nn.dot_product_attention`, which has no cap: `ModelConfig` refuses one.
+    """Computes `attend` with `jax.nn.dot_product_attention`, which cannot cap scores: `ModelConfig` refuses a cap.
 
     Args:
-      queries, keys, values, mask, scores: as in `attend`.
-      implementation: of `jax.nn.dot_product_attention`.
+      queries, keys, values, mask, scores: See `attend`.
+      implementation: The implementation in `jax.nn.dot_product_attention`.
 
     Returns:
-      As `attend`.
+      The attended values, with the shape of the queries.
     """
     n, k, g, q, s, e = queries.shape
     mask = jnp.broadcast_to(mask, (n, 1, g, 1, *mask.shape[-2:]))
 
     def even(x: jax.Array, axis: int) -> jax.Array:
-        """cuDNN wants an even number of tokens. One more query is cut off again, and nobody sees one more key."""
+        """Pads to an even number of tokens for cuDNN. The extra query is cut off again, and the extra key is masked."""
         pad = [(0, 0)] * x.ndim
         pad[axis] = (0, x.shape[axis] % 2)
         return jnp.pad(x, pad)
 
     def rows(x: jax.Array) -> jax.Array:
-        """`[N, K, G, C, E]` as `[N·G, C, K, E]`."""
+        """Rearranges `[N, K, G, C, E]` to `[N·G, C, K, E]`, with an even C."""
         return even(x.transpose(0, 2, 3, 1, 4).reshape(n * g, -1, k, e), 1)
 
     attended = jax.nn.dot_product_attention(
@@ -365,30 +369,30 @@ def attend_past(
     places: jax.Array,
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> tuple[jax.Array, KeyValues]:
-    """Attention of the next tokens of each completion over the prompt and the cache, those tokens included.
+    """Computes attention of the next tokens of each completion over the prompt, the cache and those tokens.
 
     softmax(q·k/√E) v. Decoding is bound by reading memory, so the prompt's keys and values are read once for a group.
     The scores of prompt and cache stay two arrays. Their softmax has one maximum and one total.
 
     Args:
-      queries: `[N, G·W, K, Q, E]`, of W tokens of each completion.
-      keys, values: `[N, G·W, K, E]`, written to the cache.
-      masks: over the prompt and over the cache.
-      prompt: of the layer.
-      cache: of the layer, or with `[N, K·G, ...]` in place of its first axis.
-      places: int32, slots of the cache that they are written to: a scalar, where W is 1, or `[N, G, W]`; one that the
-        cache does not have: they are dropped.
-      scores: how they are made.
+      queries: The queries of W tokens per completion, `[N, G·W, K, Q, E]`.
+      keys, values: The keys and values of these tokens, `[N, G·W, K, E]`, which are written to the cache.
+      masks: The mask over the prompt and the mask over the cache.
+      prompt: The keys and values of the prompts in this layer.
+      cache: The keys and values of the completions in this layer. On a mesh the first axis is two, `[N, K·G, ...]`.
+      places: The slots of the cache that the tokens are written to, int32: a scalar if W is 1, or `[N, G, W]`. A token
+        whose slot the cache does not have is dropped.
+      scores: The scale and the cap of the scores.
 
     Returns:
-      As queries; the cache with the tokens.
+      The attended values, with the shape of the queries, and the cache with the tokens.
     """
     n, m, k, q, e = queries.shape
     w = masks[1].shape[-2]
     g = m // w
 
     def by_heads(x: jax.Array) -> jax.Array:
-        """`[N, G·W, K, ..., E]` -> `[N, K, G, ..., W, E]`."""
+        """Rearranges `[N, G·W, K, ..., E]` to `[N, K, G, ..., W, E]`."""
         return jnp.moveaxis(x.reshape(n, g, w, *x.shape[2:]), (3, 2), (1, -2))
 
     cache = caches.write_tokens(cache, by_heads(keys), by_heads(values), places)
@@ -409,5 +413,5 @@ def attend_past(
 
 
 def _bias(mask: jax.Array) -> jax.Array:
-    """0 where the mask is true, −∞ elsewhere."""
+    """Returns 0 where the mask is true, and −∞ elsewhere."""
     return jnp.where(mask, jnp.float32(0), -jnp.inf)

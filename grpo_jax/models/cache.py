@@ -1,15 +1,15 @@
 """The key-value cache of decoding: its layout, and the products with it.
 
-Heads come before tokens: the products with one query then read memory in order. On a CPU (`Traits.features_first`)
-features of keys come before tokens too, of completions in blocks of B tokens: a product of few queries with keys
-`[E, C]` takes a line of each of E rows and then the next of each, from memory at 8 GB/s. Blocks are read in order. With
-128 tokens or more products took .4 to .8 of the time. Other backends have one block.
+Heads come before tokens, so that the products with one query read memory in order. On a CPU (`Traits.features_first`)
+features of keys come before tokens too, and the keys of completions are split into blocks of B tokens. A product of few
+queries with keys `[E, C]` would read one cache line from each of E rows and then the next line of each, at 8 GB/s;
+blocks are read in order. With 128 tokens or more, products took .4 to .8 of the time. Other backends have one block.
 
-Completions have one axis for all that is not multiplied: with an axis G of size 1 XLA on CPU copied the whole cache
-for each token. Blocks have no axis of their own for the same reason. On a mesh completions have two axes, N and K·G,
-because prompts are spread along other axes of the mesh than heads.
+In the cache of completions, all axes that are not multiplied are one axis: with an axis G of size 1, XLA on CPU copied
+the whole cache for each token. Blocks have no axis of their own for the same reason. On a mesh, completions have two
+axes, N and K·G, because prompts and heads are spread along different axes of the mesh.
 
-Letters as in `transformer`; B tokens of a block, W new tokens of each completion.
+Letters: see `transformer`. A block has B tokens, and W new tokens of each completion are added at a time.
 """
 
 import math
@@ -21,11 +21,11 @@ import jax.numpy as jnp
 
 from grpo_jax.functional.products import einsum, traits_of_backend, write_slice
 
-_BLOCKS = 64, 32  # tokens of a block, if they divide the slots of a cache
+_BLOCKS = 64, 32  # sizes of a block; the first that divides the slots of a cache is used
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of one layer, or with a leading L of all, as a decode step reads them."""
+    """Keys and values of one layer, or of all layers with a leading axis L, as a decode step reads them."""
 
     keys: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions; on a CPU [N, K, E, P], [N·K·G·C/B, E, B]
     values: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions
@@ -36,16 +36,16 @@ class Prefix(NamedTuple):
 
     layers: Any  # KeyValues with a leading L, or a tuple of L KeyValues
     mask: jax.Array  # bool [N, P], true on tokens of the prompt
-    length: jax.Array  # int32 [N], tokens of the prompt: the position of the first completion token
+    length: jax.Array  # int32 [N], number of tokens of the prompt, which is the position of the first completion token
 
 
 def prompt_keys(keys: jax.Array) -> jax.Array:
-    """Lays out keys `[..., P, E]` as `KeyValues` has those of prompts."""
+    """Rearranges keys of prompts, `[..., P, E]`, to the layout of `KeyValues`."""
     return keys.swapaxes(-1, -2) if _features_first() else keys
 
 
 def cache_keys(keys: jax.Array) -> jax.Array:
-    """Lays out keys `[..., C, E]` as `KeyValues` has those of completions."""
+    """Rearranges keys of completions, `[..., C, E]`, to the layout of `KeyValues`."""
     if not _features_first():
         return keys
     *rows, slots, features = keys.shape
@@ -58,7 +58,7 @@ def _features_first() -> bool:
 
 
 def _num_blocks(cache: KeyValues) -> int:
-    """Counts the blocks of keys of a completion."""
+    """Returns the number of blocks that the keys of a completion have."""
     return math.prod(cache.keys.shape[:-2]) // math.prod(cache.values.shape[:-2]) if _features_first() else 1
 
 
@@ -66,24 +66,24 @@ def _num_blocks(cache: KeyValues) -> int:
 
 
 def score_prompt(queries: jax.Array, prompt: KeyValues) -> jax.Array:
-    """Multiplies queries `[N, K, G, Q, E]` with the keys of prompts -> float32 `[N, K, G, Q, P]`."""
+    """Multiplies queries `[N, K, G, Q, E]` by the keys of prompts -> float32 `[N, K, G, Q, P]`."""
     n, k, g, q, e = queries.shape
     axes = "ep" if _features_first() else "pe"
     return einsum(f"nkme,nk{axes}->nkmp", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1)
 
 
 def score_cache(queries: jax.Array, cache: KeyValues) -> jax.Array:
-    """Multiplies queries `[N, K, G, Q, E]` with the keys of completions -> float32 `[N, K, G, C/B, Q, B]`."""
+    """Multiplies queries `[N, K, G, Q, E]` by the keys of completions -> float32 `[N, K, G, C/B, Q, B]`."""
     n, k, g, q, e = queries.shape
     blocks, rows, axes = _num_blocks(cache), cache.values.shape[:-2], "ec" if _features_first() else "ce"
-    # Queries are repeated for each block. As an axis only of the keys, blocks would be moved, and all keys copied.
+    # Queries are repeated for each block. If only the keys had an axis of blocks, XLA would move it and copy all keys.
     repeated = jnp.broadcast_to(queries.reshape(*rows, 1, q, e), (*rows, blocks, q, e))
     repeated = repeated.reshape(*cache.keys.shape[:-2], q, e)
     return einsum(f"...qe,...{axes}->...qc", repeated, cache.keys).reshape(n, k, g, blocks, q, -1)
 
 
 def split_blocks(x: jax.Array, cache: KeyValues) -> jax.Array:
-    """Splits what there is for each slot, `[..., Q, C]`, as `score_cache` does: `[..., C/B, Q, B]`."""
+    """Splits an array with one value per slot, `[..., Q, C]`, into blocks like `score_cache`: `[..., C/B, Q, B]`."""
     return x.reshape(*x.shape[:-1], _num_blocks(cache), -1).swapaxes(-2, -3)
 
 
@@ -106,13 +106,13 @@ def sum_cache(weights: jax.Array, cache: KeyValues) -> jax.Array:
 
 
 def write_tokens(cache: KeyValues, keys: jax.Array, values: jax.Array, places: jax.Array) -> KeyValues:
-    """Writes W tokens of each completion.
+    """Writes W tokens of each completion to the cache.
 
     Args:
-      cache: of a layer.
-      keys, values: `[N, K, G, W, E]`.
-      places: int32, slots that they are written to: a scalar, if W is 1, or `[N, G, W]`. Tokens of a slot that the
-        cache does not have are dropped.
+      cache: The keys and values of the completions in this layer.
+      keys, values: The keys and values of the tokens, `[N, K, G, W, E]`.
+      places: The slots of the cache that the tokens are written to, int32: a scalar if W is 1, or `[N, G, W]`. A token
+        whose slot the cache does not have is dropped.
 
     Returns:
       The cache with the tokens.
@@ -126,7 +126,7 @@ def write_tokens(cache: KeyValues, keys: jax.Array, values: jax.Array, places: j
 
 
 def _write_slot(own_keys, own_values, keys, values, place):
-    """Writes one token of each completion to the same slot of all: keys `[..., C/B, E, B]`, or `[..., C, E]`."""
+    """Writes one token of each completion to the same slot of each: keys `[..., C/B, E, B]`, or `[..., C, E]`."""
     values = write_slice(own_values, values, {-2: place})
     if not _features_first():
         return write_slice(own_keys, keys, {-2: place}), values
@@ -158,7 +158,7 @@ def _write_slots(own_keys, own_values, keys, values, places):
 
 
 def widen(layers: tuple[KeyValues, ...], slots: Sequence[int]) -> tuple[KeyValues, ...]:
-    """Makes room for so many slots of each completion in each layer."""
+    """Extends the cache of each layer to the given number of slots per completion."""
 
     def pad(x: jax.Array, slots: int) -> jax.Array:
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, slots - x.shape[-2]), (0, 0)])
@@ -173,16 +173,16 @@ def widen(layers: tuple[KeyValues, ...], slots: Sequence[int]) -> tuple[KeyValue
 def select_completions(
     prefix: Prefix, layers: tuple[KeyValues, ...], chosen: jax.Array, num_heads: int
 ) -> tuple[Prefix, tuple[KeyValues, ...]]:
-    """Copies what decoding keeps of some of N·G completions, as that of R prompts with one completion each.
+    """Copies the cache of some of N·G completions, as the cache of R prompts with one completion each.
 
     Args:
-      prefix: the N prompts.
-      layers: the cache, of all completions.
-      chosen: int `[R]`, places of completions among all N·G in a row.
-      num_heads: K.
+      prefix: The cache of the N prompts.
+      layers: The cache of all completions, by layer.
+      chosen: The indices of the completions to copy, int `[R]`, from 0 to N·G − 1.
+      num_heads: The number of key-value heads, K.
 
     Returns:
-      A copy of its prompt for each completion; their cache.
+      A prefix with one copy of the prompt for each chosen completion, and the cache of these completions.
     """
     num_prompts = prefix.mask.shape[0]
     group_size = layers[0].values.shape[0] // (num_prompts * num_heads)

@@ -1,4 +1,4 @@
-"""The shape of a decoder: one dataclass. `families` maps a Hugging Face config.json onto it, both ways."""
+"""The configuration of a decoder. `families` converts it from and to a Hugging Face config.json."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
@@ -14,42 +14,42 @@ Router = Literal["trained", "frozen"]
 AttentionKind = Literal["auto", "shared", "xla", "cudnn"]
 
 
-# The largest numbers are beyond any model, and below what makes a machine stand still.
+# These limits are above the numbers of any model, and low enough that no machine stalls.
 _Length = Annotated[int, between(1, 10**12)]
 _Number = Annotated[float, above(0), between(0, 1e12)]
 
 
 class ExpertsConfig(NamedTuple):
-    """A mixture of experts in place of every layer's MLP."""
+    """The mixture of experts that replaces every layer's MLP."""
 
     num_experts: Annotated[int, between(1, 10**5)]
     num_experts_per_tok: Annotated[int, between(1, 10**5)]
     moe_intermediate_size: Annotated[int, between(1, 10**8)]  # features of each expert's MLP
-    norm_topk_prob: bool  # whether the weights of a token's experts are made to add up to 1
+    norm_topk_prob: bool  # normalise the weights of a token's experts to add up to 1
 
 
 class RopeScaling(NamedTuple):
-    """A stretching of rotations, for contexts longer than those first trained on. None: the kind has no such number.
+    """A stretching of rotations, for contexts longer than the original training context.
 
     linear: all positions are divided by the factor (2306.15595). llama3: long waves are stretched by the factor
-    (2407.21783). yarn: long waves are stretched, short ones stay, and scores are larger (2309.00071).
+    (2407.21783). yarn: long waves are stretched, short waves stay, and scores are larger (2309.00071).
     """
 
     rope_type: Literal["linear", "llama3", "yarn"]
     factor: _Number
-    original_max_position_embeddings: _Length  # the context first trained on, in tokens
-    # ---- of llama3
-    low_freq_factor: _Number | None = None  # longer waves than the context over this are stretched
-    high_freq_factor: _Number | None = None  # shorter waves than the context over this stay
-    # ---- of yarn
-    attention_factor: _Number | None = None  # of queries and of keys; None: 1 + ln(factor)/10
-    beta_fast: _Number = 32.0  # waves of more turns in the original context stay
-    beta_slow: _Number = 1.0  # waves of fewer turns are stretched
-    truncate: bool = True  # whether the places of both, among the features, are rounded
+    original_max_position_embeddings: _Length  # the original training context, in tokens
+    # ---- only for llama3
+    low_freq_factor: _Number | None = None  # waves longer than the original context / this are stretched
+    high_freq_factor: _Number | None = None  # waves shorter than the original context / this stay
+    # ---- only for yarn
+    attention_factor: _Number | None = None  # multiplies queries and keys; None: 1 + ln(factor)/10
+    beta_fast: _Number = 32.0  # waves with more turns than this in the original context stay
+    beta_slow: _Number = 1.0  # waves with fewer turns than this are stretched
+    truncate: bool = True  # round the feature indices of beta_fast and beta_slow outwards
 
 
 class Rotation(NamedTuple):
-    """How a layer turns queries and keys by their positions."""
+    """The rotation of a layer's queries and keys by their positions."""
 
     theta: float
     scaling: RopeScaling | None = None
@@ -59,8 +59,9 @@ class Rotation(NamedTuple):
 class ModelConfig:
     """A decoder-only transformer: RMS norm, rotary positions, gated MLP, grouped-query attention.
 
-    Llama (SmolLM too), Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2, Gemma 2 and Gemma 3 are settings of it, and with experts
-    Mixtral and Qwen3-MoE. Names follow config.json. What is None, or empty, is not there.
+    It describes Llama (including SmolLM), Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2, Gemma, Gemma 2 and Gemma 3, and with
+    experts Mixtral and Qwen3-MoE. Names follow config.json. The model lacks a part whose field is None or empty, unless
+    the field says otherwise.
     """
 
     vocab_size: Annotated[int, between(1, 10**8)]
@@ -75,7 +76,7 @@ class ModelConfig:
     rope_local_base_freq: _Number | None = None  # theta in layers with a window, without scaling: Gemma 3
     unrotated_layers: tuple[int, ...] = ()  # the 0s of no_rope_layers: SmolLM3
     rms_norm_eps: Fraction = 1e-6
-    # Of attention and of the MLP: of what goes in, of what comes out (OLMo 2), or of both (Gemma).
+    # Norms of attention and of the MLP: on their input, on their output (OLMo 2), or on both (Gemma 2 and 3).
     norms: Norms = "before"
     zero_centered_norms: bool = False  # scales are 1 + w: Gemma
     embedding_multiplier: _Number = 1.0  # √hidden_size: Gemma
@@ -85,25 +86,25 @@ class ModelConfig:
     o_bias: bool = False  # Llama and Qwen3 with attention_bias
     mlp_bias: bool = False  # Llama
     qk_norm: bool = False  # RMS norm of each head's queries and keys: Qwen3, Gemma 3
-    qk_norm_across_heads: bool = False  # one norm of all heads instead: OLMo 2
+    qk_norm_across_heads: bool = False  # one norm across all heads instead: OLMo 2
     query_pre_attn_scalar: _Number | None = None  # scores are q·k / √this; None: head_dim. Gemma
-    attn_logit_softcapping: _Number | None = None  # c of c·tanh(s/c), of scores before their softmax: Gemma 2
-    final_logit_softcapping: _Number | None = None  # the same of the logits: Gemma 2
+    attn_logit_softcapping: _Number | None = None  # c in c·tanh(s/c), of scores before their softmax: Gemma 2
+    final_logit_softcapping: _Number | None = None  # c in c·tanh(s/c), of the logits: Gemma 2
     sliding_window: _Length | None = None  # tokens that a token attends to, itself included: Mistral, Gemma
-    sliding_layers: tuple[int, ...] | None = None  # that have the window; None: all
-    max_position_embeddings: _Length | None = None  # the longest texts that it was trained on, in tokens
+    sliding_layers: tuple[int, ...] | None = None  # the layers that have the window; None: all
+    max_position_embeddings: _Length | None = None  # the length of the longest training texts, in tokens
     initializer_range: Annotated[float, between(0, 100)] = 0.02
     experts: ExpertsConfig | None = None  # None: each layer has one MLP. Qwen3-MoE, Mixtral
-    # Of activations and matrix products; norms, rotations and softmax are computed in float32.
+    # The dtype of activations and matrix products. Norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
-    # What the backward pass computes again. "none": norms, rotations and attention's scores, but no projection;
-    # "layer": all of a layer, from what goes into it; "offload": the same, and what goes in waits in the host's memory.
+    # The part that the backward pass computes again. "none": norms, rotations and attention scores, but no projection.
+    # "layer": each whole layer, from its input. "offload": each whole layer, with its input kept in host memory.
     remat: Remat = "none"
-    # Over prompt and completion in a row. "shared": two products and a softmax between them. "xla" and "cudnn": by
-    # jax.nn.dot_product_attention; cudnn is flash attention, for bfloat16 on NVIDIA GPUs. "auto": cudnn where it can be
-    # used, else shared.
+    # Attention over prompt and completion in a row. "shared": two products with a softmax between them. "xla" and
+    # "cudnn": jax.nn.dot_product_attention; cudnn is flash attention for bfloat16 on NVIDIA GPUs. "auto": cudnn if it
+    # can be used, else shared.
     attention: AttentionKind = "auto"
-    # Whether the routers of experts learn. "frozen": they have no gradient.
+    # Routers of experts. "frozen": they have no gradient.
     router: Router = "trained"
 
     def __post_init__(self) -> None:
@@ -140,14 +141,14 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; None: it has none."""
+        """The window of each layer; None for a layer without a window."""
         layers = range(self.num_hidden_layers)
         sliding = layers if self.sliding_layers is None else self.sliding_layers
         return tuple(self.sliding_window if layer in sliding else None for layer in layers)
 
     @property
     def rotations(self) -> tuple[Rotation | None, ...]:
-        """The rotation of each layer; None: it has none."""
+        """The rotation of each layer; None for a layer without rotation."""
         everywhere = Rotation(self.rope_theta, self.rope_scaling)
         local = everywhere if self.rope_local_base_freq is None else Rotation(self.rope_local_base_freq)
         return tuple(

@@ -1,15 +1,15 @@
-"""A mixture of experts in place of a layer's MLP: each token is sent to a few of many MLPs, and none is dropped.
+"""A mixture of experts instead of a layer's MLP: each token is sent to a few of many MLPs, and no token is dropped.
 
 y = Σⱼ wⱼ · down_eⱼ(silu(gate_eⱼ x) · up_eⱼ x) over the J experts eⱼ with the largest p = softmax(router x). The
-weights w are their p, or their p over its sum (`ExpertsConfig.norm_topk_prob`). 1701.06538; as Qwen3-MoE and Mixtral
-have it.
+weights w are the p of these experts, or p divided by their sum (`ExpertsConfig.norm_topk_prob`). 1701.06538; this is
+the mixture of Qwen3-MoE and Mixtral.
 
-Every pair of a token and one of its experts is a row. Rows are sorted by expert, so that those of an expert are one
+Every pair of a token and one of its experts is a row. Rows are sorted by expert, so that the rows of an expert form one
 matrix. Each projection is then one product of groups of rows, each group with its own kernel. On a mesh each device
-sorts the tokens that it has. Experts are cut as an MLP is, in their features F: every device has a part of each of
-them. No token travels, and none waits for an expert that has more of them.
+sorts its own tokens. Experts are sharded by their features F, like an MLP, so every device has a part of each expert.
+No token travels, and no token waits for an expert that is busier.
 
-Letters: M tokens, X experts, J experts of each token, D features, F features of an expert's MLP, R rank of adapters.
+Letters: M tokens, X experts, J experts per token, D features, F features of an expert's MLP, R rank of adapters.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,22 +34,22 @@ except ModuleNotFoundError as error:
 
 
 class Routing(NamedTuple):
-    """The experts that tokens went to in one layer, or in all layers with an axis L behind that of the tokens."""
+    """The experts of each token, in one layer or in all layers (with an axis L after the axes of tokens)."""
 
     experts: jax.Array  # int32 [N, M, J] or [..., L, J]
-    entropy: jax.Array  # float32 [N, M] or [..., L], of the router's probabilities, in nats
+    entropy: jax.Array  # float32 [N, M] or [..., L], the entropy of the router's probabilities, in nats
 
 
 class Experts(nn.Module):
-    """The mixture of a layer. It puts `Routing` into the collection "routing", if that is asked for."""
+    """The mixture of experts of a layer. It sows `Routing` into the collection "routing" if that is mutable."""
 
     config: ExpertsConfig
     has_frozen_router: bool = False
-    is_decoding: bool = False  # one more token of each completion: on a mesh kernels then stay cut
+    is_decoding: bool = False  # computes the next tokens of completions; on a mesh kernels then stay sharded
 
     @nn.compact
     def __call__(self, x):
-        """x `[N, M, D]` -> the same."""
+        """Computes the mixture of x `[N, M, D]`, in the shape of x."""
         config, width = self.config, x.shape[-1]
         shapes = {
             "gate_proj": (config.num_experts, width, config.moe_intermediate_size),
@@ -73,18 +73,18 @@ class Experts(nn.Module):
 
 
 class Kernel(nn.Module):
-    """A parameter `kernel`, which may be `Quantised`, and of its adapter `a` and `b` where "lora" has them."""
+    """A parameter `kernel`, which may be `Quantised`, and `a` and `b` of its adapter if "lora" has them."""
 
     shape: tuple[int, ...]
     is_decoding: bool
 
     @nn.compact
     def __call__(self, x, dtype):
-        """The arrays by name, where they are used with x."""
+        """Returns the arrays by name, in the layout in which they are used with x."""
         leaves = [leaf for leaf in "ab" if self.has_variable("lora", leaf)]
         arrays: dict[str, Any] = {leaf: self.get_variable("lora", leaf).astype(dtype) for leaf in leaves}
         kernel: Any = self.get_variable("params", "kernel")
-        if is_quantised(kernel):  # what travels on a mesh are the codes
+        if is_quantised(kernel):  # a mesh transfers the codes, which are smaller
             kernel = beside(kernel, x) if self.is_decoding else sharding.put_together(str(self.name), "kernel", kernel)
             arrays["kernel"] = dequantised(kernel, dtype)
         else:
@@ -97,7 +97,7 @@ class Kernel(nn.Module):
 def _shared_out(
     mixed: Callable[..., tuple[jax.Array, Routing]], x: jax.Array, router: jax.Array, kernels: Any, *, is_decoding: bool
 ) -> tuple[jax.Array, Routing]:
-    """`mixed(x, router, kernels)`. On a mesh each device computes its tokens, with its features of all experts."""
+    """Computes `mixed(x, router, kernels)`. On a mesh each device uses its tokens and its features of all experts."""
     sizes = sharding.mesh_sizes()
     if sizes is None:
         return mixed(x, router, kernels)
@@ -113,24 +113,24 @@ def _shared_out(
 
 
 def route(x: jax.Array, router: jax.Array, num_chosen: int, *, normalise: bool) -> tuple[Routing, jax.Array]:
-    """The experts of each token, and their weights.
+    """Returns the experts of each token and their weights.
 
-    In float32 also for bfloat16 tokens: a rounding of the scores can send a token to another expert, in the sampler and
-    not in the trainer.
+    Scores are computed in float32 even for bfloat16 tokens: rounded scores could send a token to one expert in the
+    sampler and to another in the trainer.
 
     Args:
-      x: `[M, D]`.
-      router: `[D, X]`.
-      num_chosen: J.
-      normalise: whether the weights of a token add up to 1.
+      x: The tokens, `[M, D]`.
+      router: The kernel of the router, `[D, X]`.
+      num_chosen: The number of experts per token, J.
+      normalise: True if the weights of a token add up to 1.
 
     Returns:
-      `Routing` `[M, J]`, the largest probability first, and weights, float32 `[M, J]`. Choosing has no gradient;
-      weights have.
+      `Routing` `[M, J]`, the largest probability first, and weights, float32 `[M, J]`. The choice has no gradient, and
+      the weights have one.
     """
     scores = jnp.matmul(x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     probabilities = jax.nn.softmax(scores)
-    # Kept for the backward pass: computed anew, and rounded otherwise, they could be others.
+    # Saved for the backward pass, which might round scores differently and choose other experts.
     experts = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(probabilities), num_chosen)[1], "routed")
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if normalise:
@@ -142,17 +142,17 @@ def mixture(x: jax.Array, experts: jax.Array, weights: jax.Array, kernels: Mappi
     """Σⱼ wⱼ · MLP_eⱼ(x).
 
     Args:
-      x: `[M, D]`.
-      experts, weights: of its tokens, from `route`.
-      kernels: by projection. Each holds `kernel`: gate_proj and up_proj `[X, D, F]`, down_proj `[X, F, D]`. Where it is
-        adapted it holds `a` `[X, in, R]` and `b` `[X, R, out]` too.
+      x: The tokens, `[M, D]`.
+      experts, weights: The experts of each token and their weights, `[M, J]`, from `route`.
+      kernels: The arrays of each projection, by its name. Each has a `kernel`: gate_proj and up_proj `[X, D, F]`,
+        down_proj `[X, F, D]`. An adapted projection has `a` `[X, in, R]` and `b` `[X, R, out]` too.
 
     Returns:
       `[M, D]`, in the dtype of x.
     """
     num_tokens, num_chosen = experts.shape
     order = jnp.argsort(experts.ravel(), stable=True)
-    place = jnp.argsort(order)  # of each row of the tokens among the sorted ones
+    place = jnp.argsort(order)  # the index of each row after sorting
     sizes = jnp.bincount(experts.ravel(), length=kernels["gate_proj"]["kernel"].shape[0])
 
     def project(name: str, rows: jax.Array) -> jax.Array:
@@ -172,7 +172,7 @@ def mixture(x: jax.Array, experts: jax.Array, weights: jax.Array, kernels: Mappi
 
 @jax.custom_vjp
 def _permuted(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """rows[order]. The gradient is gathered as well: JAX's own rule would add it up row by row."""
+    """rows[order]. The gradient is a gather too, since JAX's rule would add it up row by row."""
     return rows[order]
 
 
@@ -191,21 +191,21 @@ _permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
 def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Each row times the kernel of its group.
+    """Multiplies each row by the kernel of its group.
 
-    By `jax.lax.ragged_dot`, unless the backend makes it a product of all rows with all kernels, which is X times the
-    work and the memory: see `Traits.groups_by_blocks`.
+    This uses `jax.lax.ragged_dot`, unless the backend computes that as a product of all rows with all kernels, which
+    takes X times the work and the memory: see `Traits.groups_by_blocks`.
 
     Args:
-      rows: `[M, I]`, sorted by group.
-      kernels: `[X, I, O]`.
-      sizes: int `[X]`, rows of each group; their sum is M.
+      rows: The rows, `[M, I]`, sorted by group.
+      kernels: The kernel of each group, `[X, I, O]`.
+      sizes: The number of rows of each group, int `[X]`; the sum is M.
 
     Returns:
-      `[M, O]`, in the dtype of the rows.
+      The products `[M, O]`, in the dtype of the rows.
     """
     kernels = kernels.astype(rows.dtype)
-    # Under shard_map all must vary over the same axes: see `products.product`.
+    # Under shard_map all arrays must vary over the same axes: see `products.product`.
     zero = jnp.zeros_like(rows, shape=()) + jnp.zeros_like(kernels, shape=())
     rows, kernels, sizes = (x + zero.astype(x.dtype) for x in (rows, kernels, sizes))
     multiply = _by_blocks if traits_of_backend().groups_by_blocks else jax.lax.ragged_dot
@@ -213,21 +213,21 @@ def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> ja
 
 
 class _Blocks(NamedTuple):
-    """Rows cut into blocks of the same size, each of one group. A block that is not full has rows of the next groups
-    behind its own."""
+    """Rows split into blocks of the same size, each for one group. A block that its group does not fill ends with rows
+    of the next groups."""
 
     size: int
-    used: jax.Array  # int32, how many there are
-    group: jax.Array  # int32 [blocks at most]
-    start: jax.Array  # int32 [blocks at most], its first row
-    end: jax.Array  # int32 [blocks at most], behind its last row
+    used: jax.Array  # int32, the number of blocks
+    group: jax.Array  # int32 [maximum number of blocks]
+    start: jax.Array  # int32 [maximum number of blocks], the first row
+    end: jax.Array  # int32 [maximum number of blocks], the row after its last row
 
 
-_FEWEST, _MOST = 8, 64  # rows of a block
+_FEWEST, _MOST = 8, 64  # limits on the rows of a block
 
 
 def _blocks(num_rows: int, sizes: jax.Array) -> _Blocks:
-    """The blocks of groups of these sizes: about as many rows as a group has."""
+    """Splits groups of these sizes into blocks, with about as many rows as an average group has."""
     num_groups = sizes.shape[0]
     size = min(_MOST, max(_FEWEST, 1 << (num_rows // num_groups).bit_length()))
     ends, counts = jnp.cumsum(sizes), -(-sizes // size)
@@ -240,7 +240,7 @@ def _blocks(num_rows: int, sizes: jax.Array) -> _Blocks:
 
 @jax.custom_vjp
 def _by_blocks(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`grouped_product`, one block after the other."""
+    """Computes `grouped_product`, one block after the other."""
     return _times_kernels(rows, kernels, sizes, 1)
 
 
@@ -257,7 +257,7 @@ _by_blocks.defvjp(_by_blocks_forward, _by_blocks_backward)
 
 
 def _times_kernels(rows: jax.Array, kernels: jax.Array, sizes: jax.Array, axis: int) -> jax.Array:
-    """Rows `[M, ·]` times kernels `[X, I, O]`, contracted over this axis of them."""
+    """Multiplies rows `[M, ·]` by kernels `[X, I, O]`, contracted over this axis of the kernels."""
     blocks = _blocks(rows.shape[0], sizes)
     padded = jnp.pad(rows, [(0, blocks.size), (0, 0)])
 
@@ -265,7 +265,7 @@ def _times_kernels(rows: jax.Array, kernels: jax.Array, sizes: jax.Array, axis: 
         block = jax.lax.dynamic_slice_in_dim(padded, blocks.start[number], blocks.size)
         kernel = jax.lax.dynamic_index_in_dim(kernels, blocks.group[number], keepdims=False)
         made = jax.lax.dot_general(block, kernel, (((1,), (axis - 1,)), ((), ())), preferred_element_type=jnp.float32)
-        # What it writes behind its own rows, the next blocks write over.
+        # The next blocks overwrite the products after this group's rows.
         return jax.lax.dynamic_update_slice_in_dim(products, made, blocks.start[number], axis=0)
 
     begun = jnp.zeros_like(rows, jnp.float32, shape=(padded.shape[0], kernels.shape[3 - axis]))
@@ -273,7 +273,7 @@ def _times_kernels(rows: jax.Array, kernels: jax.Array, sizes: jax.Array, axis: 
 
 
 def _gradient_of_kernels(rows: jax.Array, gradient: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Σ rowsᵀ gradient over the rows of each group, as kernels `[X, I, O]`."""
+    """Σ rowsᵀ gradient over the rows of each group, in the shape of the kernels `[X, I, O]`."""
     blocks = _blocks(rows.shape[0], sizes)
     rows, gradient = (jnp.pad(x, [(0, blocks.size), (0, 0)]) for x in (rows, gradient))
 
@@ -289,20 +289,21 @@ def _gradient_of_kernels(rows: jax.Array, gradient: jax.Array, kernels: jax.Arra
     return jax.lax.fori_loop(0, blocks.used, add, begun).astype(kernels.dtype)
 
 
-# ---- what is logged
+# ---- metrics
 
 
 def load(routing: Routing, mask: jax.Array, num_experts: int) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """How tokens are shared out among the experts, as (weighted sum, weight).
+    """Measures how tokens are distributed over the experts. Each metric is a pair (weighted sum, weight).
 
     Args:
-      routing: of all layers: experts `[..., L, J]`, entropy `[..., L]`.
-      mask: bool `[...]`, tokens that count.
-      num_experts: X.
+      routing: The experts `[..., L, J]` and entropies `[..., L]` of all layers.
+      mask: True on tokens that count, bool `[...]`.
+      num_experts: The number of experts, X.
 
     Returns:
-      `expert_share`, float32 `[L, X]`: of the places that tokens have, the share at each expert. `router_entropy`, of
-      the router's probabilities, the mean over layers in nats: log X where all experts are as likely.
+      `expert_share`, float32 `[L, X]`: the share of the choices of tokens that each expert has. `router_entropy`: the
+      entropy of the router's probabilities in nats, averaged over layers. It is log X if all experts are equally
+      likely.
     """
     *_, layers, num_chosen = routing.experts.shape
     weights = mask.reshape(-1).astype(jnp.float32)
@@ -317,5 +318,5 @@ def load(routing: Routing, mask: jax.Array, num_experts: int) -> dict[str, tuple
 
 
 def busiest(share: jax.Array) -> jax.Array:
-    """The share of the expert with most tokens, the mean over layers: from 1/X to 1/J. `[L, X]` -> scalar."""
+    """Returns the share of the busiest expert, averaged over layers: from 1/X to 1/J. `[L, X]` -> scalar."""
     return jnp.mean(jnp.max(share, axis=-1))

@@ -1,8 +1,8 @@
-"""config.json of the model families of transformers: onto `ModelConfig`, and back.
+"""Conversion between `ModelConfig` and config.json of the model families of transformers.
 
-All families are settings of one decoder. transformers completes a file with its defaults and brings it into the form of
-its version 5, and what a family's class in transformers does not know is left out. All files are then read alike. The
-rest is a row of FAMILIES: the fields of `ModelConfig` that are the same in every model of the family.
+All families are settings of one decoder. transformers completes a file with its defaults and converts it to the format
+of version 5. Names that the family's class in transformers does not know are dropped. All files are then read in the
+same way. A row of FAMILIES holds the other fields of `ModelConfig`, which are the same in every model of the family.
 """
 
 import os
@@ -14,21 +14,21 @@ from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling
 from grpo_jax.options import check_types
 
 File = dict[str, Any]  # the contents of a config.json
-Fields = dict[str, Any]  # of ModelConfig, by name
+Fields = dict[str, Any]  # fields of ModelConfig by name
 
 
 def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
-    """Maps the contents of a config.json, as transformers 5 or earlier wrote it.
+    """Converts the contents of a config.json, written by transformers 5 or earlier, to a `ModelConfig`.
 
     Args:
-      config: the parsed file.
-      **overrides: fields of ModelConfig that the file does not determine (dtype, remat, attention, router).
+      config: The contents of config.json.
+      **overrides: The fields of ModelConfig that the file does not determine (dtype, remat, attention, router).
 
     Returns:
-      The configuration.
+      The configuration of the decoder.
 
     Raises:
-      UsageError: the file asks for something that this decoder does not compute.
+      UsageError: The file needs something that this decoder does not compute.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -36,23 +36,24 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
             f"model_type {abbreviate(model_type)} is not supported{_refused(config)}; choose one of {tuple(FAMILIES)}"
         )
     _check(config)
-    # A model without this number has no known limit, and no warning of long texts.
+    # A model without this number has no known limit, and no warning about long texts.
     longest = {"max_position_embeddings": config.get("max_position_embeddings")}
     _, constants = FAMILIES[model_type]
     return ModelConfig(**_fields(_complete(config)) | longest | constants, **overrides)
 
 
 def config_to_huggingface(config: ModelConfig) -> File:
-    """The config.json of a model that was not loaded from one; `config_from_huggingface` reads it back.
+    """Makes the config.json of a model that was not loaded from one. `config_from_huggingface` reads it back.
 
     Args:
-      config: the decoder's shape.
+      config: The configuration of the decoder.
 
     Returns:
-      What to write, of the first family that has this configuration, with `rope_parameters` as transformers 5 has them.
+      The contents of config.json for the first family that has this configuration, with `rope_parameters` as in
+      transformers 5.
 
     Raises:
-      UsageError: no supported family has this combination.
+      UsageError: No supported family has this combination of fields.
     """
     not_in_the_file = {name: getattr(config, name) for name in ("dtype", "remat", "attention", "router")}
 
@@ -69,7 +70,7 @@ def config_to_huggingface(config: ModelConfig) -> File:
     raise UsageError(f"no model of transformers has this combination of options: {config}")
 
 
-# ---- what all files say
+# ---- fields of all files
 
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -78,7 +79,7 @@ _SAME = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_w
 
 
 def _config_class(model_type: str) -> Any:
-    """Returns the class of transformers that reads files of a family."""
+    """Returns the class in transformers that reads the files of a family."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import CONFIG_MAPPING  # takes seconds
 
@@ -86,28 +87,28 @@ def _config_class(model_type: str) -> Any:
 
 
 def _complete(file: File) -> File:
-    """Returns the file as transformers 5 would write it, with a value for everything that it leaves out."""
-    # Default tokens of transformers may lie outside of a small vocabulary, and it would warn of them.
+    """Returns the file as transformers 5 would write it, with a default for each missing value."""
+    # The default tokens of transformers may lie outside a small vocabulary, and it would warn about them.
     tokens, config_class = (
         dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         _config_class(file["model_type"]),
     )
     try:
-        # It changes what it reads.
+        # from_dict changes its argument.
         completed = config_class.from_dict(deepcopy(file) | tokens).to_dict()
-    except Exception as error:  # each kind of wrong value has its own
+    except Exception as error:  # each kind of wrong value raises another class
         reason = " ".join(str(error).split())[:300]
         raise UsageError(
             f"transformers cannot read config.json ({reason}): correct it, or download it again"
         ) from error
-    known = config_class().to_dict() | {"head_dim": None}  # Qwen3-MoE's class does not list it, and its model reads it
+    known = config_class().to_dict() | {"head_dim": None}  # Qwen3-MoE reads it, but its class does not list it
     if ("full_attention" in completed["rope_parameters"]) != ("full_attention" in known["rope_parameters"]):
         raise UsageError("rope_parameters that differ between layers are not supported in this family")
     return {name: value for name, value in completed.items() if name in known}
 
 
 def _fields(file: File) -> Fields:
-    """Returns what a complete file says, but for what all models of its family have."""
+    """Returns the fields that a complete file determines, without the constants of its family."""
     heads, layers = file["num_attention_heads"], file["num_hidden_layers"]
     fields = {name: file[name] for name in (*_SIZES, *_SAME, *_CAPS) if file.get(name) is not None}
     fields = {"head_dim": file["hidden_size"] // heads} | fields | _rope(file) | _experts(file)
@@ -128,7 +129,7 @@ def _fields(file: File) -> Fields:
 
 
 def _experts(file: File) -> Fields:
-    """Returns the mixture of experts, if there is one."""
+    """Returns the field of the mixture of experts, if the model has one."""
     if file.get("mlp_only_layers") or file.get("decoder_sparse_step", 1) != 1:
         raise UsageError("mlp_only_layers and decoder_sparse_step are not supported: every layer must have experts")
     if "num_local_experts" not in file:
@@ -139,7 +140,7 @@ def _experts(file: File) -> Fields:
 
 
 def _file(model_type: str, config: ModelConfig) -> File:
-    """Returns what a file of this family says of a configuration, by the names that its class in transformers has."""
+    """Returns the entries of a config.json of this family, by the names of its class in transformers."""
     known = _config_class(model_type)().to_dict()
     rope: dict[str, Any] = _rope_parameters(config)
     written = {name: getattr(config, name) for name in (*_SIZES, *_SAME, *_CAPS, "sliding_window", "mlp_bias")}
@@ -152,7 +153,7 @@ def _file(model_type: str, config: ModelConfig) -> File:
         "no_rope_layers": [int(rotation is not None) for rotation in config.rotations],
         "max_position_embeddings": config.max_position_embeddings,
     }
-    # Earlier transformers read these names.
+    # Earlier versions of transformers read these names.
     always: File = {name: written[name] for name in ("head_dim", "num_experts") if name in written}
     written = {name: value for name, value in written.items() if name in known and value is not None}
     if (known.get("pad_token_id") or 0) >= config.vocab_size:
@@ -165,7 +166,7 @@ def _file(model_type: str, config: ModelConfig) -> File:
 
 
 def _check(file: File) -> None:
-    """Refuses a file that asks for what no family has, or whose sizes transformers could not work with."""
+    """Refuses a file that needs a feature which no family has, or whose sizes transformers could not read."""
     for unsupported in ("quantization_config", "use_bidirectional_attention"):
         if file.get(unsupported):
             raise UsageError(f"{unsupported} {abbreviate(file[unsupported])} is not supported")
@@ -177,7 +178,7 @@ def _check(file: File) -> None:
 
 
 def _refused(file: File) -> str:
-    """Why a model is not supported, where that is known."""
+    """Returns the reason why a model is not supported, or "" if it is unknown."""
     if any(name in file for name in ("vision_config", "audio_config", "text_config")):
         return " (a model with towers for images or sound: take a text model)"
     return ""
@@ -187,7 +188,7 @@ def _refused(file: File) -> str:
 
 
 def _rope(file: File) -> Fields:
-    """Base and scaling. In Gemma 3 layers with a window have a base of their own, and no scaling."""
+    """Returns the base and the scaling. In Gemma 3, layers with a window have a different base and no scaling."""
     rope, local = file["rope_parameters"], None
     if "full_attention" in rope:
         rope, local = rope["full_attention"], rope["sliding_attention"]
@@ -212,12 +213,12 @@ _SCALINGS = get_args(get_type_hints(RopeScaling)["rope_type"])
 
 
 def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `_rope`, as transformers 5 has it."""
+    """Inverts `_rope`, in the format of transformers 5."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling := config.rope_scaling:
         fields = {x: y for x, y in scaling._asdict().items() if y != scaling._field_defaults.get(x, ...)}
         if scaling.rope_type == "linear":
-            del fields["original_max_position_embeddings"]  # which transformers would not know
+            del fields["original_max_position_embeddings"]  # transformers does not know it for linear scaling
         rope |= fields
     return rope
 
@@ -226,8 +227,8 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 _GEMMA: Fields = {"zero_centered_norms": True}
-# By model_type: its name in those of classes, such as LlamaForCausalLM, and what all of its models have in common. A
-# configuration that several have is written as the first one.
+# By model_type: the family's name in class names, such as LlamaForCausalLM, and the fields that all its models share.
+# A configuration that fits several families is written as the first of them.
 FAMILIES: dict[str, tuple[str, Fields]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {}),

@@ -1,14 +1,16 @@
-"""Rows: how prompts and completions, or texts, are laid out for one pass of the decoder; their positions and masks.
+"""Rows, the layout of prompts and completions, or of texts, for one pass of the decoder, with positions and masks.
 
-A row is a prompt of P tokens and G parts of S tokens behind it. A part holds completions of that prompt, one behind
-the other, each in one piece. A completion sees the prompt and itself. So a prompt is computed once for its group, and
-gradients flow back into it from all completions. Without a prompt (P = 0) the completions of a part are whole texts.
+A row is a prompt of P tokens, followed by G parts of S tokens. A part holds completions of that prompt one after the
+other, each in one piece. A completion sees the prompt and itself. A prompt is therefore computed once for its group,
+and gradients flow back into it from all completions. Without a prompt (P = 0) the completions of a part are whole
+texts.
 
-The last token of a part predicts nothing. A pass leaves it out of parts of one completion. Of parts with several it
-computes all tokens: for rows of 256 tokens the gradient of 255 took 1.02 times as long on a CPU.
+The last token of a part predicts nothing. If a part is one completion, a pass leaves this token out. If a part holds
+several completions, a pass computes all tokens: for rows of 256 tokens, the gradient of 255 took 1.02 times as long on
+a CPU.
 
-Letters as in `transformer`; R rows, T tokens of a completion at most, I tokens of a part that a pass computes: S − 1
-or S.
+Letters: see `transformer`. There are R rows, a completion has at most T tokens, and a pass computes I tokens of a part,
+which is S − 1 or S.
 """
 
 import math
@@ -30,21 +32,21 @@ _ARRAYS = ("prompt_ids", "prompt_mask", "ids", "numbers", "places")
 @partial(jax.tree_util.register_dataclass, data_fields=_ARRAYS, meta_fields=("longest", "shape"))
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of R rows, and which of them belong together."""
+    """The tokens of R rows, and the texts or completions that they belong to."""
 
     prompt_ids: jax.Array  # int [R, P], padded on the left
     prompt_mask: jax.Array  # bool [R, P]
     ids: jax.Array  # int [R, G, S]
-    longest: int  # tokens of a completion, or of a text, that a pass computes at most
+    longest: int  # the maximum number of tokens of a completion, or of a text, that a pass computes
     # int [R, G, S]: completions of a part are numbered from 1, and padding is 0. None: a part is one completion
     numbers: jax.Array | None = None
-    # ---- of completions that are packed into rows
-    places: jax.Array | None = None  # int [R, S]: where tokens are among the prompt's completions `[G, T]` in a row
+    # ---- only for completions that are packed into rows
+    places: jax.Array | None = None  # int [R, S]: indices of the tokens in the prompt's flattened completions [G, T]
     shape: tuple[int, int] | None = None  # (G, T) of the prompt's completions
 
     @property
     def inputs(self) -> int:
-        """I, tokens of a part that a pass computes."""
+        """The number of tokens of a part that a pass computes, I."""
         return self.ids.shape[-1] - (self.numbers is None)
 
     @property
@@ -54,14 +56,14 @@ class Rows:
         return jnp.concatenate([self.prompt_ids, parts], axis=-1)
 
     def predicting(self, x: jax.Array) -> jax.Array:
-        """Arranges what was computed at each token as what predicts each token of the parts.
+        """Shifts values computed at each token to the tokens that they predict.
 
         Args:
-          x: `[R, P + G·I, ...]`.
+          x: Values computed at each token of the rows, `[R, P + G·I, ...]`.
 
         Returns:
-          `[R, G, S, ...]`: at s what was computed at the token before s, which for the first token of a completion is
-          the last one of the prompt. Without a prompt it is rubbish.
+          Values for the tokens of the parts, `[R, G, S, ...]`: at s the value of the token before s. For the first
+          token of a completion that is the last token of the prompt; without a prompt, this value is arbitrary.
         """
         width = self.prompt_ids.shape[-1]
         shape = (*self.ids.shape, *x.shape[2:])
@@ -71,16 +73,16 @@ class Rows:
         before = jnp.concatenate([jnp.broadcast_to(last, (*shape[:2], 1, *shape[3:])), parts], axis=2)
         if self.numbers is None or not width:
             return before
-        # Not a gather: the backward pass of one is slow on a CPU.
+        # A gather would have a backward pass that is slow on a CPU.
         is_first = positions_in_texts(self.numbers) == 0
         return jnp.where(is_first.reshape(*is_first.shape, *[1] * (x.ndim - 2)), last, before)
 
     def of_completions(self, x: jax.Array) -> jax.Array:
-        """Takes numbers of completions `[R, G]` to their tokens: `[R, G, S]`, or what broadcasts against it."""
+        """Expands values of completions, `[R, G]`, to tokens: `[R, G, S]`, or an array that broadcasts against it."""
         return x[..., None] if self.numbers is None else _take(x, self.numbers[:, 0] - 1)[:, None]
 
     def unpack(self, x: jax.Array) -> jax.Array:
-        """Takes what there is for tokens of the parts, `[R, G, S, ...]`, to completions `[R, G, T, ...]`.
+        """Moves values for tokens of the parts, `[R, G, S, ...]`, to completions `[R, G, T, ...]`.
 
         Tokens of completions that are not in the row get 0.
         """
@@ -92,7 +94,7 @@ class Rows:
 
 
 def rows_of_prompts(prompt_ids: jax.Array, prompt_mask: jax.Array) -> Rows:
-    """Lays out only prompts, `[N, P]`."""
+    """Lays out prompts `[N, P]` without completions."""
     return rows_of_groups(prompt_ids, prompt_mask, jnp.zeros((len(prompt_ids), 1, 1), jnp.int32))
 
 
@@ -107,10 +109,10 @@ def rows_of_packed_groups(
     """Lays out each prompt with some tokens of its completions, all in one part.
 
     Args:
-      prompt_ids: int `[N, P]`.
-      prompt_mask: bool `[N, P]`.
-      completion_ids: int `[N, G, T]`.
-      places: int `[N, S]`: the tokens, as places among the G·T of the prompt, in order; G·T for padding.
+      prompt_ids: The tokens of the prompts, int `[N, P]`, padded on the left.
+      prompt_mask: True on tokens of the prompt, bool `[N, P]`.
+      completion_ids: The tokens of the completions, int `[N, G, T]`.
+      places: The tokens to lay out, int `[N, S]`, as ascending indices among the prompt's G·T tokens; G·T for padding.
     """
     _, group_size, size = completion_ids.shape
     is_token = places < group_size * size
@@ -123,8 +125,8 @@ def rows_of_texts(ids: jax.Array, texts: jax.Array) -> Rows:
     """Lays out rows of whole texts.
 
     Args:
-      ids: int `[R, S]`.
-      texts: int or bool `[R, S]`: texts are numbered from 1, each in one piece, and padding is 0.
+      ids: The tokens of the texts, int `[R, S]`.
+      texts: The text of each token, int or bool `[R, S]`. Texts are numbered from 1, each in one piece; 0 is padding.
     """
     none = jnp.zeros((len(ids), 0), jnp.int32)
     ids, numbers = (jnp.asarray(x).astype(jnp.int32)[:, None] for x in (ids, texts))
@@ -132,14 +134,14 @@ def rows_of_texts(ids: jax.Array, texts: jax.Array) -> Rows:
 
 
 def positions_in_texts(texts: jax.Array) -> jax.Array:
-    """Counts from 0 at the first token of each text: int `[..., S]`, texts numbered from 1, and 0 for padding."""
+    """Returns positions from 0 at the first token of each text. Texts `[..., S]` are numbered from 1; 0 is padding."""
     place = jnp.arange(texts.shape[-1])
     before = jnp.concatenate([jnp.zeros_like(texts[..., :1]), texts[..., :-1]], axis=-1)
     return place - jax.lax.cummax(jnp.where(texts != before, place, 0), axis=texts.ndim - 1)
 
 
 def _take(x: jax.Array, places: jax.Array) -> jax.Array:
-    """Takes elements of each prompt's completions in a row: `[N, ...]`, int `[N, S]` -> `[N, S]`."""
+    """Takes elements of each prompt's flattened array: `[N, ...]`, int `[N, S]` -> `[N, S]`."""
     return jnp.take_along_axis(x.reshape(len(x), -1), places, axis=-1, mode="clip")
 
 
@@ -149,29 +151,29 @@ def _take(x: jax.Array, places: jax.Array) -> jax.Array:
 @partial(jax.tree_util.register_dataclass, data_fields=["angles", "masks", "places"], meta_fields=["reaches"])
 @dataclass(frozen=True)
 class Geometry:
-    """The positions of the tokens of a call and what they attend to: what differs between layers once.
+    """The positions and masks of the tokens of a pass, once for each variant that some layer uses.
 
-    Masks are bool, true where a query may look, at least once for each query. They broadcast against scores
-    `[N, K, G, Q, queries, keys]`, and there are two. Rows: of the prompt over itself, and of each part over the prompt
-    and itself in a row. The next tokens of each completion: over the prompt, and over the cache.
+    Masks are bool, and true if a query may see a key, which it may for at least one. They broadcast against scores
+    `[N, K, G, Q, queries, keys]`, and each window has two. For rows, one mask is of the prompt over itself, and one of
+    each part over the prompt and itself in a row. For the next tokens of completions, one mask is over the prompt, and
+    one over the cache.
     """
 
-    angles: tuple[Angles, ...]  # one for each rotation that there is among the layers
-    masks: tuple[tuple[jax.Array, ...], ...]  # one for each window
-    # of each mask, in any layer: how many keys a query looks back at, as in `attention.attend`
+    angles: tuple[Angles, ...]  # one entry for each different rotation of the layers
+    masks: tuple[tuple[jax.Array, ...], ...]  # two masks for each different window
+    # for each of the two masks, in any layer: the number of keys that a query looks back at, as in `attention.attend`
     reaches: tuple[int | None, ...]
-    # one for each window, of the next tokens: slots of the cache that they go to, as in `attention.attend_past`
+    # for each different window: the slots of the cache for the next tokens, as in `attention.attend_past`
     places: tuple[jax.Array, ...] | None = None
 
     def of_layer(self, kind: "LayerKind") -> tuple[Angles, tuple[jax.Array, ...], Any]:
-        """Returns angles, masks and places of a layer of this kind."""
+        """Returns the angles, masks and places for a layer of this kind."""
         rotation, window = kind
         places = None if self.places is None else _chosen(self.places, window)
         return _chosen(self.angles, rotation), _chosen(self.masks, window), places
 
 
-# Which rotation and which window of the `Geometry` a layer takes: places, as ints or int32 scalars. None: there is but
-# one.
+# The indices of a layer's rotation and window in a `Geometry`, as ints or int32 scalars. None: all layers share it.
 LayerKind = tuple[Any, Any]
 
 
@@ -187,7 +189,7 @@ def layer_kinds(config: ModelConfig) -> list[LayerKind]:
 
 
 def _different(values: Iterable[Any]) -> list[Any]:
-    """Each once, in the order of their first."""
+    """Returns each different value once, in the order of first occurrence."""
     return list(dict.fromkeys(values))
 
 
@@ -203,7 +205,8 @@ def _geometry(
     masks_of: Callable[[int | None], tuple[jax.Array, ...]],
     reach: int | None = None,
 ) -> Geometry:
-    """Makes the geometry of tokens at positions `[N, M]`. A query of the last mask sees `reach` tokens of its row."""
+    """Makes the geometry of tokens at positions `[N, M]`. In the last mask, a query sees at most `reach` keys of its
+    part."""
     masks = tuple(masks_of(window) for window in _different(config.windows))
     rotations = _different(config.rotations)
     angles = tuple(rotary_angles(positions, x, config.head_dim) for x in rotations)
@@ -214,14 +217,14 @@ def _geometry(
 
 
 def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
-    """Makes positions and masks of a pass over `Rows`: one mask of prompts, and one of the parts behind them.
+    """Makes the geometry of a pass over `Rows`, with one mask for the prompts and one for the parts after them.
 
     Args:
-      config: for rotations and windows.
-      rows: of N prompts, or of texts.
+      config: The configuration of the decoder, which has the rotations and windows.
+      rows: The rows of N prompts, or of texts.
 
     Returns:
-      `Geometry` with two masks a window.
+      `Geometry` with two masks per window.
     """
     prompt_mask, numbers, size = rows.prompt_mask, rows.numbers, rows.inputs
     (n, width), group_size = prompt_mask.shape, rows.ids.shape[1]
@@ -229,11 +232,11 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
     place = jnp.arange(size)[None, None] if numbers is None else positions_in_texts(numbers)
     number_in_prompt = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)[:, None, None] + place  # [N, G or 1, I]
     causal = jnp.tril(jnp.ones((size, size), bool))
-    # Padding sees what completion 0 would see, itself included. Nobody reads what it computes.
+    # All padding counts as completion 0, so that it sees at least itself. Nothing reads its results.
     same = causal if numbers is None else causal & (numbers[..., :, None] == numbers[..., None, :])
 
     def by_part(x: jax.Array) -> jax.Array:
-        """`[N, P]` -> `[N, G or 1, P]`."""
+        """Repeats `[N, P]` for each part: `[N, G or 1, P]`."""
         return jnp.broadcast_to(x[:, None], (*number_in_prompt.shape[:2], width))
 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
@@ -250,39 +253,39 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
     return _geometry(config, positions, masks_of, rows.longest)
 
 
-# The most tokens of a completion that are computed at once behind others. Padding among them is written to the cache
-# too, so where a layer forgets, it must not reach what a window still sees.
+# The maximum number of tokens appended to a completion at once. Their padding is written to the cache too. A layer with
+# a window therefore needs this many extra slots, or padding would overwrite tokens that the window still sees.
 AT_ONCE = 32
 
 
 def slots_of(window: int | None, room: int) -> int:
-    """Slots that a layer's cache has for a completion: no more than its window sees, and `AT_ONCE`.
+    """Returns the number of slots per completion in a layer's cache: at most its window plus `AT_ONCE`.
 
-    Token n goes to slot n mod slots, over one that no later token sees.
+    Token n goes to slot n mod slots, and overwrites a token that no later token sees.
 
     Args:
-      window: of the layer, or None.
-      room: tokens of a completion.
+      window: The window of the layer, or None.
+      room: The number of tokens per completion that the cache has room for.
     """
     return room if window is None else min(room, window + AT_ONCE)
 
 
 def _held(last: jax.Array, slots: int) -> jax.Array:
-    """Numbers of the tokens in the slots of a cache, `[..., slots]`, that were written up to number `last` `[...]`.
+    """Returns the numbers of the tokens in the slots of a cache, `[..., slots]`, after token number `last` `[...]`.
 
-    They are negative where none was written yet.
+    A slot that is still empty has a negative number.
     """
     last = last[..., None]
     return last - (last - jnp.arange(slots)) % slots
 
 
 def _places(config: ModelConfig, slots: int, number: jax.Array, active: Any = None) -> tuple[jax.Array, ...]:
-    """Returns the slots of tokens `number` for each window; as in `Geometry`."""
+    """Returns the slots of tokens `number` for each different window: see `Geometry.places`."""
 
     def place(window: int | None) -> jax.Array:
         size = slots_of(window, slots)
         if window is None or size != window + AT_ONCE:
-            return number  # nothing is written over; a slot that the cache lacks drops the token
+            return number  # no slot is overwritten; a token whose slot the cache lacks is dropped
         return number % size if active is None else jnp.where(active, number % size, size)[..., None]
 
     return tuple(map(place, _different(config.windows)))
@@ -294,15 +297,15 @@ def geometry_of_step(
     """Returns the geometry of token number `step` of all completions.
 
     Args:
-      config: for rotations and windows.
-      prefix: the prompts.
-      group_size: G.
-      slots: C, tokens that the cache has room for, in layers without a window.
-      step: int32 scalar.
-      active: bool `[N, G]`, the completions that may write over their earlier tokens; None: all.
+      config: The configuration of the decoder, which has the rotations and windows.
+      prefix: The cache of the prompts.
+      group_size: The number of completions per prompt, G.
+      slots: The number of tokens per completion that the cache has room for in layers without a window, C.
+      step: The number of the token, int32 scalar.
+      active: True for completions that may overwrite their earlier tokens, bool `[N, G]`; None: all.
 
     Returns:
-      `Geometry` with two masks a window.
+      `Geometry` with two masks per window.
     """
     position = prefix.length[:, None] + step  # [N, 1]
 
@@ -317,17 +320,18 @@ def geometry_of_step(
 
 
 def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, width: int, slots: int) -> Geometry:
-    """Returns the geometry of the next tokens of each completion, behind its earlier ones.
+    """Returns the geometry of the next tokens of each completion.
 
     Args:
-      config: for rotations and windows.
-      prefix: the prompts.
-      lengths: int32 `[N, G]`, tokens of each completion before them.
-      width: W, tokens of each completion, at most `AT_ONCE`.
-      slots: C, tokens that the cache has room for, in layers without a window. What goes beyond is dropped.
+      config: The configuration of the decoder, which has the rotations and windows.
+      prefix: The cache of the prompts.
+      lengths: The number of earlier tokens of each completion, int32 `[N, G]`.
+      width: The number of next tokens of each completion, W, at most `AT_ONCE`.
+      slots: The number of tokens per completion that the cache has room for in layers without a window, C. Tokens
+        beyond it are dropped.
 
     Returns:
-      `Geometry` with two masks a window.
+      `Geometry` with two masks per window.
     """
     assert width <= AT_ONCE
     number = lengths[..., None] + jnp.arange(width)  # [N, G, W]
@@ -346,10 +350,10 @@ def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, 
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:
-    """int32 `[N, P]`, from 0 at the first token of each prompt; 0 on the padding before it."""
+    """Returns positions, int32 `[N, P]`, from 0 at the first token of each prompt, and 0 on the padding before it."""
     return jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
 
 
 def _near(queries: jax.Array, keys: jax.Array, window: int | None) -> Any:
-    """Returns whether a key is within the window of a query, from positions that broadcast against each other."""
+    """Returns whether a key is within the window of a query. Their positions broadcast against each other."""
     return True if window is None else queries - keys < window

@@ -1,9 +1,9 @@
-"""A scalar head on the decoder: a reward model reads it at the end of a text, a critic at every token.
+"""A scalar head on the decoder. A reward model reads it at the end of a text, and a critic at every token.
 
-v = w·h with h the state after the last norm. There is no bias: a classifier of transformers has none, a preference
-loss does not see one, and `center_coef` of `functional.bradley_terry_loss` holds the rewards near 0.
+v = w·h, where h is the hidden state after the last norm. There is no bias: classifiers in transformers have none, a
+preference loss does not depend on it, and `center_coef` of `functional.bradley_terry_loss` keeps the rewards near 0.
 
-Letters as in `transformer`; T tokens of a completion.
+Letters: see `transformer`. A completion has T tokens.
 """
 
 import dataclasses
@@ -20,18 +20,19 @@ from grpo_jax.models.policy import Policy, decoder_policy
 
 
 def add_head(config: ModelConfig, params: Params) -> tuple[ModelConfig, Headed]:
-    """A decoder with a new head, and the configuration that computes it.
+    """Adds a new head to a decoder, and returns the matching configuration too.
 
-    The head is zero: all values are then 0, so that the first preference loss is log 2 whatever the seed, and no noise
-    of an initial w has to be unlearned. Nothing needs breaking, for w has a gradient where w is 0; the decoder has one
-    from the second step on.
+    The head is zero, so all values are 0. The first preference loss is then log 2 for any seed, and training need not
+    unlearn the noise of an initial w. A random start is not needed to break a symmetry: w has a gradient at 0, and the
+    decoder has one from the second step on.
 
     Args:
-      config: the decoder's shape.
-      params: of the decoder, or `lora.Adapted`. The same arrays are in the result, but for an unembedding.
+      config: The configuration of the decoder.
+      params: The parameters of the decoder, plain or `lora.Adapted`. The result shares their arrays, except for an
+        unembedding, which is dropped.
 
     Returns:
-      The configuration, whose embeddings count as tied, since there is no unembedding; and the parameters.
+      The configuration, whose embeddings count as tied because there is no unembedding, and the parameters.
     """
 
     base = params.base if isinstance(params, Adapted) else params
@@ -41,7 +42,7 @@ def add_head(config: ModelConfig, params: Params) -> tuple[ModelConfig, Headed]:
 
 
 def without_vocabulary(config: ModelConfig) -> ModelConfig:
-    """The configuration of a decoder that has no unembedding."""
+    """Returns the configuration of the decoder without an unembedding."""
     return dataclasses.replace(config, tie_word_embeddings=True)
 
 
@@ -55,30 +56,30 @@ def values(
 ) -> jax.Array:
     """w·h after the prompt and after every token of each completion. The prompt is computed once for its G completions.
 
-    Padding may stand anywhere, also between tokens: it moves no value but by rounding.
+    Padding may be anywhere, even between tokens. It changes values only by rounding.
 
     Args:
-      policy: of the decoder.
-      params: its parameters and the head.
-      prompt_ids: int `[N, P]`.
-      prompt_mask: bool `[N, P]`, at least one true a row.
-      completion_ids: int `[N, G, T]`.
-      completion_mask: bool `[N, G, T]`.
+      policy: The functions of the decoder.
+      params: The parameters of the decoder and the head.
+      prompt_ids: The tokens of the prompts, int `[N, P]`.
+      prompt_mask: True on tokens of the prompt, bool `[N, P]`; at least one per row.
+      completion_ids: The tokens of the completions, int `[N, G, T]`.
+      completion_mask: True on tokens of the completion, bool `[N, G, T]`.
 
     Returns:
-      float32 `[N, G, T + 1]`. Number t is after the prompt and t tokens: for a critic the value of the state in which
-      token t is chosen, and the last of a row that of its end. Beyond a row's tokens there is rubbish.
+      Values, float32 `[N, G, T + 1]`. Value t is computed after the prompt and t tokens. For a critic it is the value
+      of the state in which token t is chosen, or, after the last token, of the final state. Later values are arbitrary.
     """
     prompt_ids, prompt_mask = _gathered(prompt_ids, prompt_mask, at_end=True)
     completion_ids, _ = _gathered(completion_ids, completion_mask, at_end=False)
-    # Hidden state t predicts token t: one column more, and there is one behind the last token.
+    # Hidden state t predicts token t. One more column yields the state after the last token.
     one_more = jnp.pad(completion_ids, [(0, 0), (0, 0), (0, 1)])
     hidden = policy.hidden(params.decoder, prompt_ids, prompt_mask, one_more)
     return read(hidden, params.head)
 
 
 def read(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    """w·h of states `[..., D]`, float32 `[...]`."""
+    """w·h for hidden states `[..., D]`, float32 `[...]`."""
     return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head)
 
 
@@ -90,13 +91,13 @@ def scores(
     completion_ids: jax.Array,
     completion_mask: jax.Array,
 ) -> jax.Array:
-    """The value at the last token of each text: of a completion without tokens, the prompt's last.
+    """Returns the value at the last token of each text, which is the prompt's last token if the completion is empty.
 
     Args:
-      policy, params, prompt_ids, prompt_mask, completion_ids, completion_mask: as in `values`.
+      policy, params, prompt_ids, prompt_mask, completion_ids, completion_mask: See `values`.
 
     Returns:
-      float32 `[N, G]`.
+      Scores, float32 `[N, G]`.
     """
     everywhere = values(policy, params, prompt_ids, prompt_mask, completion_ids, completion_mask)
     length = jnp.sum(completion_mask, axis=-1, keepdims=True, dtype=jnp.int32)
@@ -105,17 +106,17 @@ def scores(
 
 @partial(jax.jit, static_argnums=0)
 def score_groups(config: ModelConfig, params: Headed, *arrays: Any) -> jax.Array:
-    """`scores` of a decoder of this configuration, compiled once for each shape. The arrays are as there."""
+    """Computes `scores` with a decoder of this configuration, compiled once per shape. For arrays see `scores`."""
     return scores(decoder_policy(config), params, *arrays)
 
 
 def merge(params: Headed) -> Headed:
-    """Adapters multiplied into the decoder, where there are any."""
+    """Merges adapters into the decoder, if it has any."""
     decoder = params.decoder
     return Headed(lora.merge(decoder) if isinstance(decoder, Adapted) else decoder, params.head)
 
 
 def _gathered(ids: jax.Array, mask: jax.Array, *, at_end: bool) -> tuple[jax.Array, jax.Array]:
-    """Tokens in their order at one end of each row, padding at the other."""
+    """Moves tokens, in their order, to one end of each row, and padding to the other end."""
     order = jnp.argsort(mask if at_end else ~mask, axis=-1, stable=True)
     return jnp.take_along_axis(ids, order, axis=-1), jnp.take_along_axis(mask, order, axis=-1)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: a model's configuration, parameters and tokenizer, in and out. `weights` reads the tensors."""
+"""Loading and saving Hugging Face folders: configuration, parameters and tokenizer. `weights` handles the tensors."""
 
 import os
 import re
@@ -22,21 +22,21 @@ from grpo_jax.models.heads import Headed, without_vocabulary
 from grpo_jax.models.params import Adapted, Params, Quantize, holds_quantised
 from grpo_jax.models.weights import load_params, read_json, save_params, write_json
 
-# What a folder holds besides weights, and what of it a run and an export take over. Never a pickle.
+# Files of a folder besides weights, and those of them that a run and an export copy. None of them is a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 _COPIED: tuple[str, ...] = ("*.jinja", "*.model", "LICENSE*", "vocab.*", "merges.txt", "tekken.json", "chat_template.*")
 _COPIED += ("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json")
 
 
 class Pretrained(NamedTuple):
-    """A model as its folder holds it."""
+    """A model loaded from its folder."""
 
     config: ModelConfig
     params: Params  # or `Headed`
-    tokenizer: Any  # of transformers
+    tokenizer: Any  # a tokenizer of transformers
     eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json and tokenizer
     folder: Path
-    notes: tuple[str, ...] = ()  # what a user should know of it
+    notes: tuple[str, ...] = ()  # messages about the model for the user
 
     def __repr__(self) -> str:  # without the arrays
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -55,19 +55,19 @@ def load_pretrained(
     """Loads config.json, *.safetensors and the tokenizer of a model.
 
     Args:
-      name: a local folder, as `save_pretrained` of transformers writes it, or the id of one on the hub.
-      head: of a classifier with one label, such as a reward model: the parameters are `heads.Headed`.
-      param_dtype: of the parameters, whatever the files hold; float32, in which small updates are not lost.
-      quantize: int8 or nf4: the kernels of projections are held in 8 or 4 bits, for LoRA; see `models.quantised`.
-      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that is a prefix of the parameters', or
-        a function of the parameters' shapes that gives one; None: the default device.
-      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention, router.
+      name: A local folder written by `save_pretrained` of transformers, or the id of a model on the hub.
+      head: True for a classifier with one label, such as a reward model. The parameters are then `heads.Headed`.
+      param_dtype: The dtype of the parameters, for any dtype in the files. Default float32, which keeps small updates.
+      quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.quantised`.
+      sharding: A `jax.sharding.Sharding` for all parameters, a tree of shardings that is a prefix of the parameters, or
+        a function from the parameters' shapes to either; None: the default device.
+      **overrides: The fields of ModelConfig that config.json does not determine (dtype, remat, attention, router).
 
     Returns:
-      The model.
+      The model with its tokenizer.
 
     Raises:
-      UsageError: what is missing or not supported, in one sentence.
+      UsageError: Something is missing or not supported.
     """
     folder = model_folder(name)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
@@ -89,12 +89,12 @@ def load_pretrained(
 
 
 def model_folder(name: str | Path) -> Path:
-    """The local folder of a model, fetched from the hub if `name` is the id of one there.
+    """Returns the local folder of a model, which is downloaded if `name` is the id of a model on the hub.
 
     Raises:
-      UsageError: there is neither.
+      UsageError: There is no such folder and no such id.
     """
-    if not name:  # no required option: --resume takes it from the run
+    if not name:  # the option --model is not required, since --resume takes it from the run
         raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
     folder = user_path(name)
     if folder.is_dir():
@@ -105,27 +105,27 @@ def model_folder(name: str | Path) -> Path:
 
     try:
         return Path(snapshot_download(str(name), allow_patterns=[*_TEXT_FILES, "*.safetensors"]))
-    except Exception as error:  # offline, unknown, private: the hub has a class for each
+    except Exception as error:  # the hub has many classes of errors: offline, unknown, private
         raise UsageError(
             f"{name} is no folder here, and fetching it from the hub failed: {reason_of(error)}"
         ) from error
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder, by transformers' AutoTokenizer.
+    """Loads the tokenizer of a folder with transformers' AutoTokenizer.
 
     Raises:
-      UsageError: there is none.
+      UsageError: The folder has no tokenizer that transformers can load.
     """
-    # Importing transformers takes seconds, and only this needs it; that torch is missing is no news.
+    # transformers is imported here because that takes seconds. Its warning about missing torch is turned off.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     try:
-        # No limit of its own: prompts that are too long are counted, and are no matter for a warning of transformers.
-        # And no code of the folder's is run, nor asked about.
+        # Without a limit, transformers does not warn about prompts that are too long, which the run counts itself. Code
+        # in the folder is never run, and the user is not asked about it.
         return AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize, trust_remote_code=False)
-    except Exception as error:  # of broken files each has its own
+    except Exception as error:  # each kind of broken file raises another class
         raise UsageError(
             f"{folder} holds no tokenizer that transformers can load ({reason_of(error)}): copy its tokenizer.json "
             "into it"
@@ -136,12 +136,12 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
     """Returns the tokens that end a text: the union of config.json, generation_config.json and tokenizer.
 
     Args:
-      folder: of the model.
-      tokenizer: of transformers.
-      vocab_size: of the model. Ids that it cannot sample are left out, if others remain.
+      folder: The folder of the model.
+      tokenizer: The model's tokenizer, from transformers.
+      vocab_size: The size of the model's vocabulary. Ids outside it are left out, unless none would remain.
 
     Returns:
-      The ids, and notes that name those left out.
+      The ids, and notes that name the ids left out.
     """
     candidates = {tokenizer.eos_token_id}
     for file in (folder / "config.json", folder / "generation_config.json"):
@@ -170,24 +170,26 @@ def save_pretrained(
     dtype: Any = None,
     max_shard_bytes: int | None = None,
 ) -> Path:
-    """Writes a folder that transformers, vLLM and `load_pretrained` load. It appears when it is complete.
+    """Writes a folder that transformers, vLLM and `load_pretrained` can load. It appears only when it is complete.
 
     Args:
-      folder: must not exist, or be empty.
-      params: of the decoder, layers stacked, without adapters (`lora.merge` makes them so); or `heads.Headed`, which
-        becomes a classifier with one label.
-      config: the decoder's shape.
-      source: folder whose config.json, tokenizer, chat template and generation config are taken over; None: a
-        config.json is made, and there is no tokenizer.
-      dtype: of the tensors; None: the parameters'.
-      max_shard_bytes: more weights than this become several files; None: a sixteenth of them, but at least 64 MiB and
-        at most 4 GiB, for a file's tensors are in memory while it is written, and some of the last one's still.
+      folder: The folder to write, which must not exist or must be empty.
+      params: The parameters of the decoder, with layers stacked and without adapters (use `lora.merge`); or
+        `heads.Headed`, which is written as a classifier with one label.
+      config: The configuration of the decoder.
+      source: The folder whose config.json, tokenizer, chat template and generation config are copied; None: a
+        config.json is made, and no tokenizer is written.
+      dtype: The dtype of the tensors; None: the dtype of the parameters.
+      max_shard_bytes: The size above which weights are split into several files; None: a sixteenth of all weights,
+        within 64 MiB and 4 GiB. The tensors of a file are in memory while it is written, with some of the previous
+        file's.
 
     Returns:
       The folder.
 
     Raises:
-      UsageError: the folder is in use, or no architecture of transformers has this configuration.
+      UsageError: The folder is in use, the parameters have adapters or are quantised, or no architecture of
+        transformers has this configuration.
     """
     decoder = params.decoder if isinstance(params, Headed) else params
     if isinstance(decoder, Adapted):
@@ -215,13 +217,13 @@ def save_pretrained(
 
 
 def _of_classifier(written: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a decoder, as that of a classifier with one label."""
+    """Changes the config.json of a decoder to that of a classifier with one label."""
     model_type = written["model_type"]
     name = FAMILIES[model_type][0] + ("Text" if model_type.endswith("_text") else "")
     architectures = [f"{name}ForSequenceClassification"]
     one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    # transformers reads the score at the last token that is not this one, and refuses batches without it. No text that
-    # is scored has an ending token behind it, so that one will do.
+    # transformers reads the score at the last token that is not padding, and refuses batches without a padding token.
+    # Scored texts do not end with an ending token, so it can be the padding token.
     end = written.get("eos_token_id")
     padding = written.get("pad_token_id")
     padding = (end[0] if isinstance(end, list) else end) if padding is None else padding
@@ -230,23 +232,23 @@ def _of_classifier(written: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
-    """A folder to write to, that gets its name at the end.
+    """Provides a temporary folder to write to, which is renamed to `folder` at the end.
 
     Raises:
-      UsageError: the name is taken.
+      UsageError: The folder exists and is not empty.
     """
     folder = user_path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: name another folder to write to")
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed process; in a container its number is often the same
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process, which in a container often had the same id
     partial.mkdir(parents=True)
     try:
         yield partial
     except BaseException:
         shutil.rmtree(partial)
         raise
-    for file in partial.glob("*.safetensors"):  # written for the owner alone; a server may be another user
+    for file in partial.glob("*.safetensors"):  # readable only by their owner; a server may be another user
         file.chmod(next(partial.glob("*.json")).stat().st_mode)
     if folder.exists():
         folder.rmdir()
@@ -254,12 +256,12 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
 
 
 def save_description(folder: Path, config: ModelConfig, *, source: Path | None = None) -> None:
-    """Writes everything of a model's folder but the weights, as a `source` for `save_pretrained`.
+    """Writes a model's folder without weights, which can be the `source` of `save_pretrained`.
 
     Args:
-      folder: created; what is there already is replaced.
-      config: the decoder's shape.
-      source: the folder that the model was loaded from; None: a config.json is made.
+      folder: The folder to write to, which is created. Files with the same names are replaced.
+      config: The configuration of the decoder.
+      source: The folder that the model was loaded from; None: a config.json is made.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if source:
@@ -269,25 +271,25 @@ def save_description(folder: Path, config: ModelConfig, *, source: Path | None =
 
 
 def files_of(folder: Path) -> list[str]:
-    """The files of a model's folder that a run depends on: weights, configurations, tokenizer and chat template."""
+    """Lists the files of a model's folder that a run depends on: weights, configurations, tokenizer, chat template."""
     patterns = [pattern for pattern in (*_TEXT_FILES, "*.safetensors") if not pattern.startswith("LICENSE")]
     return sorted({file.name for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
 
 
 def copy_text_files(source: Path, target: Path) -> None:
-    """Copies what is not weights: configurations, tokenizer, chat template, licence.
+    """Copies the files of a model besides weights: configurations, tokenizer, chat template, licence.
 
     Raises:
-      UsageError: one of them is a link to a file outside, which may be private, while a copy may be published.
+      UsageError: A file is a link out of the folder. Its target may be private, and the copy may be published.
     """
-    home = source.parents[1] if source.parent.name == "snapshots" else source  # links of the hub's cache stay in there
+    home = source.parents[1] if source.parent.name == "snapshots" else source  # links in the hub's cache stay inside
     for file in (file for file in source.iterdir() if is_copied(file.name) and file.is_file()):
-        # Loading has read the two excepted files, and refuses what is no model's.
+        # Links are allowed for these two files: loading has read them, and refuses files that do not belong to a model.
         if file.name not in ("config.json", "tokenizer.json") and not file.resolve().is_relative_to(home.resolve()):
             raise UsageError(f"{file} is a link to a file outside of the model's folder: put a copy in its place")
         shutil.copyfile(file, target / file.name)
 
 
 def is_copied(name: str) -> bool:
-    """Returns whether a run and an export take over a file of this name from a model's folder."""
+    """Returns whether a run and an export copy a file of this name from a model's folder."""
     return any(fnmatchcase(name, pattern) for pattern in _COPIED)

@@ -1,11 +1,11 @@
 """LoRA (2106.09685): W + (α/r)·A B, with W frozen and A, B trained.
 
-The parameters of an adapted policy are an `Adapted`, which every function of a `Policy` takes where it takes plain
-parameters. Training splits it into what is trained and what is not; the frozen base is also the reference, as the
-adapters start at zero. Adapters are never multiplied into W while training: sampler and trainer compute the same sums.
+The parameters of an adapted policy are an `Adapted`. Every function of a `Policy` accepts it instead of plain
+parameters. Training splits it into trained and frozen parameters. The frozen base is also the reference, since B starts
+at zero. Adapters are never merged into W during training, so that sampler and trainer compute the same sums.
 
-Leaves have the base's tree: `a` `[L, *in, R]` and `b` `[L, R, *out]` for a kernel `[L, *in, *out]`. Each expert of a
-mixture has its own: all three then have an axis more behind L.
+The tree of adapters follows the tree of the base: `a` `[L, *in, R]` and `b` `[L, R, *out]` for a kernel
+`[L, *in, *out]`. In a mixture each expert has an adapter, and all three arrays have one more axis after L.
 """
 
 import hashlib
@@ -30,20 +30,20 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 def add_adapters(
     params: Params, key: jax.Array, *, rank: int, alpha: float, targets: Sequence[Target] = TARGETS
 ) -> Adapted:
-    """New adapters that change nothing yet: A ~ U(−1/√in, 1/√in), as PEFT draws it, and B = 0.
+    """Adds new adapters that change nothing yet: A ~ U(−1/√in, 1/√in) as in PEFT, and B = 0.
 
     Args:
-      params: of the decoder, layers stacked.
-      key: consumed.
-      rank: R.
-      alpha: α; ΔW = (α/R)·A B.
-      targets: which projections have them, all seven by default (2305.14314 needed all).
+      params: The parameters of the decoder, with layers stacked.
+      key: The random key; consumed.
+      rank: The rank of the adapters, R.
+      alpha: α in ΔW = (α/R)·A B.
+      targets: The projections that get adapters. Default all seven, which 2305.14314 needed.
 
     Returns:
-      The adapted parameters; the base is the same arrays.
+      The adapted parameters. The base shares its arrays with `params`.
 
     Raises:
-      UsageError: an impossible rank, alpha or target.
+      UsageError: The parameters have adapters already, or rank, alpha or targets are invalid.
     """
     if isinstance(params, Adapted):
         raise UsageError("these parameters have adapters already: merge them first")
@@ -65,10 +65,10 @@ def add_adapters(
 
 
 def merge(params: Adapted) -> Params:
-    """Plain parameters W + (α/r)·A B, in the dtype of W; the base stays.
+    """Merges adapters into plain parameters, W + (α/r)·A B, in the dtype of W. The base is not changed.
 
     Raises:
-      UsageError: W is quantised: its few bits do not hold the sum.
+      UsageError: W is quantised, and cannot hold the sum in its few bits.
     """
     if holds_quantised(params.base):
         raise UsageError(
@@ -88,14 +88,14 @@ def merge(params: Adapted) -> Params:
 
 
 def fingerprint(params: Params) -> str:
-    """A checksum of a few numbers of each leaf: another one for weights that were trained further, in a moment."""
+    """Computes a checksum of a few numbers of each leaf. This is fast, and further training changes the checksum."""
     digest = hashlib.sha256()
 
     def row(x: jax.Array) -> jax.Array:
         return x[(0,) * (x.ndim - 1)].astype(jnp.float32)
 
     def on_all(x: jax.Array) -> Any:
-        """Returns the sharding of a row: whole on every device of a mesh, which several hosts may share."""
+        """Returns the sharding of a row: replicated over the mesh, which several hosts may share."""
         sharding = getattr(x, "sharding", None)
         return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
@@ -107,5 +107,5 @@ def fingerprint(params: Params) -> str:
 
 
 def sites(targets: Sequence[Target] = TARGETS) -> list[tuple[str, Target]]:
-    """(block, projection) of each target: where its kernel and its adapter stand in the tree of a layer."""
+    """Returns (block, projection) of each target: the place of its kernel and its adapter in the tree of a layer."""
     return [("attention" if name in TARGETS[:4] else "mlp", name) for name in TARGETS if name in targets]

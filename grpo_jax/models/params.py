@@ -1,7 +1,6 @@
-"""Parameters: nodes of their tree other than arrays, and which parts of it are trained, whatever the method.
+"""Trees of parameters: their special nodes, and the split into trained and frozen parameters.
 
-Parameters are those of one model, or a dict of models by their role: "policy", perhaps "critic", and others that are
-frozen.
+Parameters belong to one model, or are a dict of models by role: "policy", optionally "critic", and frozen models.
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-Params = Any  # of a network: nested dicts of arrays
+Params = Any  # the parameters of a network, as nested dicts of arrays
 Format = Literal["int8", "nf4"]
 Quantize = Literal["none", "int8", "nf4"]
 
@@ -20,37 +19,37 @@ Quantize = Literal["none", "int8", "nf4"]
 )
 @dataclass(frozen=True)
 class Quantised:
-    """A kernel `[L, *in, *out]`, or of one layer, in few bits. It replaces the array in the tree of parameters."""
+    """A kernel `[L, *in, *out]`, or that of one layer, in few bits. It replaces the array in the tree of parameters."""
 
-    codes: Any  # int8 [L, I, O]; of nf4 uint8 [L, ⌈I/2⌉, O], an even input in the high half and the next in the low one
-    scales: Any  # float32 [L, 1, O], M / 127; of nf4 bfloat16 [L, ⌈I/64⌉, O], M
+    codes: Any  # int8 [L, I, O]; in nf4 uint8 [L, ⌈I/2⌉, O], with even inputs in the high half and odd ones in the low
+    scales: Any  # float32 [L, 1, O], M / 127; in nf4 bfloat16 [L, ⌈I/64⌉, O], M
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     format: Format
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The kernel's shape."""
+        """The shape of the kernel."""
         return (*self.codes.shape[:-2], *self.in_shape, *self.out_shape)
 
 
 class Headed(NamedTuple):
-    """Parameters of a decoder with a scalar head: see `heads`."""
+    """The parameters of a decoder with a scalar head: see `heads`."""
 
     decoder: Params  # without an unembedding; may be `Adapted`
     head: jax.Array  # float32 [D], w
 
 
 class Adapted(NamedTuple):
-    """Parameters of a policy with adapters (`models.lora`)."""
+    """The parameters of a policy with adapters (`models.lora`)."""
 
-    base: Params  # frozen, as without adapters
+    base: Params  # frozen, the parameters without adapters
     adapters: Params  # trained
     scale: jax.Array  # float32 scalar, α/r
 
 
 def variables(params: Params) -> dict[str, Any]:
-    """Returns the collections for `Transformer.apply`: with adapters, their B already scaled."""
+    """Returns the collections for `Transformer.apply`. The B of adapters is multiplied by the scale."""
     if not isinstance(params, Adapted):
         return {"params": params}
     scaled = jax.tree_util.tree_map_with_path(
@@ -60,18 +59,18 @@ def variables(params: Params) -> dict[str, Any]:
 
 
 def is_quantised(x: Any) -> bool:
-    """Tells whether a leaf of a tree of parameters is a quantised kernel."""
+    """Returns whether a leaf of a tree of parameters is a quantised kernel."""
     return isinstance(x, Quantised)
 
 
 def format_of(params: Any) -> Quantize:
-    """Returns the format of the kernels of a tree of parameters."""
+    """Returns the format of the quantised kernels in a tree of parameters, or "none"."""
     leaves = jax.tree.leaves(params, is_leaf=is_quantised)
     return next((x.format for x in leaves if is_quantised(x)), "none")
 
 
 def holds_quantised(params: Any) -> bool:
-    """Tells whether any kernel of a tree of parameters is quantised."""
+    """Returns whether any kernel in a tree of parameters is quantised."""
     return format_of(params) != "none"
 
 
@@ -79,16 +78,16 @@ TRAINED_ROLES = ("policy", "critic")
 
 
 def split(params: Any) -> tuple[Any, Any]:
-    """Splits parameters into those that are trained and those that are not.
+    """Splits parameters into trained and frozen parameters.
 
-    Adapters are trained and their base is not. A head is always trained. Models of other roles than `TRAINED_ROLES` are
-    frozen. All else is trained.
+    Adapters are trained and their base is frozen. A head is always trained. In a dict by role, models outside
+    `TRAINED_ROLES` are frozen. All other parameters are trained.
 
     Args:
-      params: of one model, plain, `lora.Adapted` or `heads.Headed`; or a dict of models by role.
+      params: The parameters of one model, plain, `lora.Adapted` or `heads.Headed`; or a dict of models by role.
 
     Returns:
-      The trained tree and the frozen one, which is None where everything is trained. `join` puts them together again.
+      The trained tree and the frozen tree, which is None if everything is trained. `join` inverts this.
     """
     if isinstance(params, Adapted):
         return params.adapters, (params.base, params.scale)
@@ -103,7 +102,7 @@ def split(params: Any) -> tuple[Any, Any]:
 
 
 def join(trained: Any, frozen: Any) -> Any:
-    """Returns the parameters that `split` took apart."""
+    """Joins the trees that `split` returned into parameters."""
     if isinstance(trained, Headed):
         return trained._replace(decoder=join(trained.decoder, frozen))
     if has_roles(frozen):

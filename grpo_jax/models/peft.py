@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT folders: adapter_config.json and adapter_model.safetensors, in and out."""
+"""Loading and saving LoRA adapters as PEFT folders with adapter_config.json and adapter_model.safetensors."""
 
 import math
 from collections.abc import Iterable
@@ -21,13 +21,13 @@ try:
 except ModuleNotFoundError as error:
     raise missing(error.name) from None
 
-# Of adapter_config.json: what makes more of an adapter than W + s·A B everywhere, and the starts that leave W alone.
+# Options of adapter_config.json with which an adapter is not just W + s·A B, and initialisations that do not change W.
 _REFUSED_IN_ADAPTERS = (
     "lora_bias",
     "rank_pattern",
     "alpha_pattern",
     "modules_to_save",
-    "target_parameters",  # of experts that are one tensor a layer; each may have modules of its own instead
+    "target_parameters",  # for experts that are one tensor per layer; adapters with a module per expert are supported
     "layers_to_transform",
     "alora_invocation_tokens",
 )
@@ -35,16 +35,16 @@ _INITS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "m
 
 
 def adapter_config(*, rank: int, alpha: float, targets: Iterable[str], base: str) -> dict[str, Any]:
-    """The adapter_config.json of LoRA adapters.
+    """Makes the adapter_config.json of LoRA adapters.
 
     Args:
-      rank: R.
-      alpha: α.
-      targets: the modules.
-      base: folder or hub id of the base model.
+      rank: The rank of the adapters, R.
+      alpha: α in ΔW = (α/R)·A B.
+      targets: The names of the modules that have adapters.
+      base: The folder or hub id of the base model.
 
     Returns:
-      What PEFT reads.
+      The contents of adapter_config.json.
     """
     return {
         "peft_type": "LORA",
@@ -61,18 +61,18 @@ def adapter_config(*, rank: int, alpha: float, targets: Iterable[str], base: str
 
 
 def save_adapter(folder: str | Path, params: Adapted, *, base: str) -> Path:
-    """Writes adapters as a folder that PEFT loads.
+    """Writes adapters to a folder that PEFT can load.
 
     Args:
-      folder: must not exist, or be empty.
-      params: with adapters.
-      base: folder or hub id of the base model, for adapter_config.json.
+      folder: The folder to write, which must not exist or must be empty.
+      params: The parameters with adapters.
+      base: The folder or hub id of the base model, for adapter_config.json.
 
     Returns:
       The folder.
 
     Raises:
-      UsageError: the folder is in use.
+      UsageError: The folder is in use.
     """
     layers, tensors = params.adapters["layers"], {}
     adapted = [(block, name) for block, name in sites() if name in layers.get(block, {})]
@@ -93,17 +93,17 @@ def save_adapter(folder: str | Path, params: Adapted, *, base: str) -> Path:
 
 
 def load_adapter(folder: str | Path, params: Params) -> Adapted:
-    """LoRA adapters as PEFT or `save_adapter` wrote them, on the parameters of their base.
+    """Loads LoRA adapters that PEFT or `save_adapter` wrote, and adds them to the parameters of their base.
 
     Args:
-      folder: with adapter_config.json and adapter_model.safetensors.
-      params: of the decoder, layers stacked.
+      folder: The folder with adapter_config.json and adapter_model.safetensors.
+      params: The parameters of the decoder, with layers stacked.
 
     Returns:
       The adapted parameters.
 
     Raises:
-      UsageError: what is missing or not supported, in one sentence.
+      UsageError: Something is missing or not supported.
     """
     folder = user_path(folder)
     config = read_json(folder / "adapter_config.json")
@@ -150,7 +150,7 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
 
 
 def _peft_name(params: Params, block: str, name: str, layer: int, expert: int | None = None) -> str:
-    """Returns the name of a projection in PEFT's files; an expert's as in transformers 4, with a module for each."""
+    """Returns the name of a projection in PEFT's files. Each expert has a module, as in transformers 4."""
     module = "self_attn" if block == "attention" else block
     if expert is not None:
         is_mixtral = "q_norm" not in params["layers"]["attention"]

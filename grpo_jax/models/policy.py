@@ -1,7 +1,7 @@
-"""The functions of a model that sampling and training call: four pure functions, and three optional ones.
+"""The functions of a model that sampling and training call: four pure functions and three optional ones.
 
-Anything that provides them can be trained: the decoder here, an nnx model through
-split and merge, a fake in a test. Letters as in `transformer`.
+Any model that provides them can be trained: the decoder here, an nnx model through split and merge, or a fake in a
+test. Letters: see `transformer`.
 """
 
 import math
@@ -36,79 +36,79 @@ from grpo_jax.models.transformer import (
 
 
 class Policy(NamedTuple):
-    """Pure functions over params, which may be `lora.Adapted`. Hidden states are those after the last norm."""
+    """Pure functions of params, which may be `lora.Adapted`. Hidden states are taken after the last norm."""
 
     # key -> params
     init: Callable[[jax.Array], Params]
     # params -> [V, D]
     unembedding: Callable[[Params], jax.Array]
-    # (params, `geometry.Rows`) -> (hidden [R, G, S, D]: at s, what predicts token s of a part; where these states
-    # went in each layer, as `experts.Routing` with axes [R, G, S, L], or None if the model has no experts)
+    # (params, `geometry.Rows`) -> (hidden [R, G, S, D]: at s, the state that predicts token s of a part; the experts of
+    # these states, as `experts.Routing` with axes [R, G, S, L], or None if the model has no experts)
     states: Callable[[Params, Rows], tuple[jax.Array, Any]]
     # (params, prompt_ids [N, P], prompt_mask [N, P], group_size, max_tokens)
     # -> (hidden [N, D] that predicts the first completion token, decode, cache),
     # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache)
     prefill: Callable[[Params, jax.Array, jax.Array, int, int], tuple[jax.Array, Callable[..., Any], Any]]
-    # (cache, chosen int [R], of the N·G completions in a row) -> cache of R prompts with one completion each.
-    # None: completions that have ended are decoded along until the last of the batch ends
+    # (cache, chosen int [R], indices among the N·G completions) -> cache of R prompts with one completion each.
+    # None: ended completions are decoded too until the last completion of the batch ends
     select: Callable[[Any, jax.Array], Any] | None = None
-    # (cache, slots) -> cache with room for so many tokens of each completion. None: it has room for all from the start
+    # (cache, slots) -> cache with room for this many tokens of each completion. None: prefill makes room for all
     widen: Callable[[Any, int], Any] | None = None
-    # params -> append, for a program that goes on with the cache of another one:
-    # append(cache, ids [N, G, W], lengths [N, G]) -> (hidden [N, G, W, D], cache) takes W tokens of each completion
-    # behind its first `lengths`, and drops those that the cache has no room for. None: completions have one turn
+    # params -> append, for a program that continues with the cache of another program:
+    # append(cache, ids [N, G, W], lengths [N, G]) -> (hidden [N, G, W, D], cache) puts W tokens of each completion
+    # after its first `lengths`, and drops tokens that the cache has no room for. None: completions have only one turn
     decoder: Callable[[Params], Callable[..., Any]] | None = None
-    # whether the cache writes tokens over earlier ones, as layers with a window do. `decode` then has a fourth argument
-    # active, bool [N, G]: the other completions keep every key and value that a later token of theirs may see
+    # true if the cache overwrites earlier tokens, which layers with a window do. `decode` then has a fourth argument
+    # active, bool [N, G]: inactive completions keep every key and value that their later tokens may see
     forgets: bool = False
-    # c of logits c·tanh(W h / c), with W the unembedding; None: they are W h
+    # c in logits c·tanh(W h / c), where W is the unembedding; None: logits are W h
     softcap: float | None = None
-    # X of a mixture of experts; None: the model has none
+    # the number of experts in a mixture; None: the model has no experts
     num_experts: int | None = None
 
     def hidden(
         self, params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array
     ) -> jax.Array:
-        """Returns hidden states `[N, G, T, D]` of completions: at t, what predicts completion token t.
+        """Returns hidden states `[N, G, T, D]` of completions. State t predicts completion token t.
 
         Args:
-          params: of the model.
-          prompt_ids: int `[N, P]`.
-          prompt_mask: bool `[N, P]`.
-          completion_ids: int `[N, G, T]`.
+          params: The parameters of the model.
+          prompt_ids: The tokens of the prompts, int `[N, P]`, padded on the left.
+          prompt_mask: True on tokens of the prompt, bool `[N, P]`.
+          completion_ids: The tokens of the completions, int `[N, G, T]`.
         """
         return self.states(params, rows_of_groups(prompt_ids, prompt_mask, completion_ids))[0]
 
     def head(self, params: Params) -> tuple[jax.Array, float | None]:
-        """Returns what makes logits of hidden states: the unembedding `[V, D]`, and the softcap."""
+        """Returns the unembedding `[V, D]` and the softcap, which turn hidden states into logits."""
         return self.unembedding(params), self.softcap
 
 
 def _attention_of_backend(config: ModelConfig) -> ModelConfig:
-    """Chooses the attention of "auto": cuDNN's, if the backend has it for heads of at most 128 features, or our own."""
+    """Resolves attention "auto": "cudnn" for heads of at most 128 features if the backend has it, else "shared"."""
     if config.attention == "cudnn" and traits_of_backend().backend != "gpu":
         raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
     if config.attention != "auto":
         return config
     computes = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128
-    # The backend is asked last: asking starts JAX, whose options could then not be set.
+    # The backend is queried last, since this initialises JAX, whose options can then no longer be set.
     is_fused = computes and config.attn_logit_softcapping is None and traits_of_backend().has_flash_attention
     return replace(config, attention="cudnn" if is_fused else "shared")
 
 
 def decoder_policy(config: ModelConfig) -> Policy:
-    """The policy of `Transformer`.
+    """Makes the policy of a `Transformer`.
 
-    Prompts are padded on the left, so that the last column always holds a prompt's last token.
+    Prompts must be padded on the left, so that the last column always holds a prompt's last token.
 
     Args:
-      config: the decoder's shape.
+      config: The configuration of the decoder.
 
     Returns:
-      The functions.
+      The functions of the decoder.
 
     Raises:
-      UsageError: the attention is one that this machine does not have.
+      UsageError: This machine does not support the kind of attention.
     """
     config = _attention_of_backend(config)
     model = Transformer(config)
@@ -149,18 +149,18 @@ def _states_of(config: ModelConfig, model: Transformer) -> Callable[[Params, Row
 
 
 def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
-    """The functions of a `Policy` that compute completions token by token: prefill, decoder, select, widen."""
+    """Makes the functions of a `Policy` that compute completions token by token: prefill, decoder, select, widen."""
     one_by_one = Transformer(config, scan_layers=False)
 
     def layout(params: Params) -> dict[str, Any]:
-        """Lays out parameters as decode steps read them: once in a program, and not in every turn of its loops."""
+        """Converts parameters to the layout of decode steps, once per program instead of in every step of its loops."""
         return {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in variables(params).items()}
 
     def slots_of_layers(room: int) -> list[int]:
         return [slots_of(window, room) for window in config.windows]
 
     def room(completions: tuple[KeyValues, ...]) -> int:
-        """Slots of a layer without a window; without any such layer the most that there are, which serve as well."""
+        """Returns the slots of a layer without a window. If all layers have one, the largest number works as well."""
         return max(layer.values.shape[-2] for layer in completions)
 
     def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):

@@ -1,16 +1,16 @@
-"""Frozen weights in 8 or 4 bits, from which a kernel is computed where it is used: the base of QLoRA (2305.14314).
+"""Frozen weights in 8 or 4 bits, from which a kernel is computed when it is used: the base of QLoRA (2305.14314).
 
-Only the kernels of projections are quantised, those of experts too. Embeddings, norms, biases and routers stay as they
-are. Both formats take the largest weight M of a group of weights, and keep a code q of each:
+Only the kernels of projections are quantised, including those of experts. Embeddings, norms, biases and routers are
+not. Both formats store the largest absolute weight M of a group of weights, and a code q for each weight:
 
-- int8: W ≈ q · M / 127, q = round(127 W / M), a group is all weights of one output (LLM.int8, 2208.07339). M / 127 is
-  kept in float32.
-- nf4: W ≈ M · t[q], where t are 16 quantiles of a normal distribution (2305.14314, appendix E) and t[q] is the one
-  nearest to W / M. A group is 64 inputs of one output. M is kept in bfloat16, so that a weight takes 4.25 bits; QLoRA's
-  second quantisation, of M itself, would make that 4.13.
+- int8: W ≈ q · M / 127, q = round(127 W / M). A group is all weights of one output (LLM.int8, 2208.07339). M / 127 is
+  stored in float32.
+- nf4: W ≈ M · t[q], where t are 16 quantiles of a normal distribution (2305.14314, appendix E) and t[q] is nearest to
+  W / M. A group is 64 inputs of one output. M is stored in bfloat16, so a weight takes 4.25 bits. QLoRA's second
+  quantisation, of M, would reduce that to 4.13.
 
-Letters: L layers, I inputs and O outputs of a projection, all axes of heads in one. Of a mixture of experts an axis X
-of experts stands behind L.
+Letters: L layers, I inputs and O outputs of a projection, with all axes of heads in one. A mixture of experts has an
+axis X of experts after L.
 """
 
 import itertools
@@ -27,21 +27,21 @@ from grpo_jax.functional.products import delayed_on_mesh, delayed_until
 from grpo_jax.models.params import Format, Params, Quantised, Quantize, holds_quantised, is_quantised
 from grpo_jax.models.sharding import mesh_sizes
 
-_BLOCK = 64  # weights of nf4 that share their largest, as in QLoRA
+_BLOCK = 64  # weights in a group of nf4, as in QLoRA
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def quantise(kernel: jax.Array, in_shape: tuple[int, ...], out_shape: tuple[int, ...], format: Format) -> Quantised:
-    """A kernel in few bits.
+    """Quantises a kernel.
 
     Args:
-      kernel: float `[L, *in, *out]`, or of one layer.
-      in_shape: `*in`.
-      out_shape: `*out`.
-      format: int8 or nf4.
+      kernel: The kernel of all layers, float `[L, *in, *out]`, or of one layer.
+      in_shape: The shape of an input, `*in`.
+      out_shape: The shape of an output, `*out`.
+      format: The format, int8 or nf4.
 
     Returns:
-      The codes, and what they are multiplied with.
+      The quantised kernel.
     """
     leading = kernel.shape[: kernel.ndim - len(in_shape) - len(out_shape)]
     matrix = kernel.astype(jnp.float32).reshape(*leading, math.prod(in_shape), math.prod(out_shape))
@@ -49,25 +49,25 @@ def quantise(kernel: jax.Array, in_shape: tuple[int, ...], out_shape: tuple[int,
 
 
 def dequantised(kernel: Quantised, dtype: Any) -> jax.Array:
-    """The kernel that a quantised one stands for: computed in float32 and rounded once.
+    """Dequantises a kernel. It is computed in float32 and rounded once.
 
     Args:
-      kernel: of a layer, or of all.
-      dtype: of the result.
+      kernel: The quantised kernel of one layer or of all layers.
+      dtype: The dtype of the result.
 
     Returns:
-      `[L, *in, *out]`, or of one layer.
+      The kernel `[L, *in, *out]`, or that of one layer.
     """
     matrix = _DECODE[kernel.format](kernel.codes, kernel.scales, math.prod(kernel.in_shape))
     return matrix.astype(dtype).reshape(kernel.shape)
 
 
 def beside(kernel: Quantised, x: jax.Array) -> Quantised:
-    """A kernel that is there only when x is, for the loop over tokens: else XLA dequantises all layers before it.
+    """Makes a kernel available only when x is. Otherwise XLA would dequantise all layers before the loop over tokens.
 
     Args:
-      kernel: of a layer.
-      x: what it is multiplied with.
+      kernel: The quantised kernel of one layer.
+      x: The array that is multiplied by the kernel.
     """
     if mesh_sizes() is None:
         return replace(kernel, codes=delayed_until(kernel.codes, x))
@@ -75,17 +75,18 @@ def beside(kernel: Quantised, x: jax.Array) -> Quantised:
 
 
 def quantise_params(params: Params, format: Quantize) -> Params:
-    """Parameters with the kernels of all projections quantised.
+    """Quantises the kernels of all projections.
 
     Args:
-      params: of the decoder, layers stacked, without adapters. Other leaves are the same arrays in the result.
-      format: int8 or nf4; none: the parameters are given back.
+      params: The parameters of the decoder, with layers stacked and without adapters. The result shares all other
+        arrays.
+      format: The format, int8 or nf4; with none the parameters are returned unchanged.
 
     Returns:
-      The parameters. They are frozen: LoRA's adapters are trained on them.
+      The quantised parameters. They cannot be trained themselves, but LoRA adapters on them can.
 
     Raises:
-      UsageError: they are quantised already.
+      UsageError: The parameters are quantised already.
     """
     if format == "none":
         return params
@@ -102,25 +103,24 @@ def quantise_params(params: Params, format: Quantize) -> Params:
 
 
 def dequantise_params(params: Params, dtype: Any = jnp.float32) -> Params:
-    """Plain parameters with the numbers that quantised ones stand for.
+    """Dequantises all quantised kernels.
 
     Args:
-      params: of the decoder; what is not quantised is the same array in the result.
-      dtype: of the kernels.
+      params: The parameters of the decoder. The result shares all arrays that are not quantised.
+      dtype: The dtype of the dequantised kernels.
     """
     return jax.tree.map(lambda x: dequantised(x, dtype) if is_quantised(x) else x, params, is_leaf=is_quantised)
 
 
 def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """(layers, in, out) of a kernel `[L, *in, *out]`: o_proj alone contracts two axes, heads and features.
-
-    Of a mixture's kernel `[L, X, in, out]` the first are layers and experts."""
+    """Splits the shape of a kernel `[L, *in, *out]` into (layers, in, out). Only o_proj contracts two axes, heads and
+    features. For a mixture's kernel `[L, X, in, out]` the first part is (layers, experts)."""
     stacked = 2 if name in ("gate_proj", "up_proj", "down_proj") and len(kernel_shape) == 4 else 1
     axes = stacked + (2 if name == "o_proj" else 1)
     return kernel_shape[:stacked], kernel_shape[stacked:axes], kernel_shape[axes:]
 
 
-# ---- the two formats, of matrices [..., I, O]
+# ---- the two formats, for matrices [..., I, O]
 
 
 def _to_int8(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +132,7 @@ def _from_int8(codes: jax.Array, steps: jax.Array, inputs: int) -> jax.Array:
     return codes.astype(jnp.float32) * steps
 
 
-# Appendix E of 2305.14314: 0 and ±1 are among them, for padding and the largest weight.
+# Appendix E of 2305.14314. 0 and ±1 are included, for padding and the largest weight.
 _NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -167,7 +167,7 @@ def _to_nf4(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _from_nf4(codes: jax.Array, largest: jax.Array, inputs: int) -> jax.Array:
-    # Two in a byte, and not `jnp.uint4`, which JAX does not test on GPUs.
+    # A byte holds two codes. JAX does not test `jnp.uint4` on GPUs.
     pairs = jnp.stack([codes >> 4, codes & 15], axis=-2)
     codes = pairs.reshape(*codes.shape[:-2], -1, codes.shape[-1])[..., :inputs, :]
     of_each = jnp.repeat(largest.astype(jnp.float32), _BLOCK, axis=-2)[..., :inputs, :]
@@ -179,5 +179,5 @@ _DECODE = {"int8": _from_int8, "nf4": _from_nf4}  # codes, scales, I -> float32 
 
 
 def _not_zero(x: jax.Array) -> jax.Array:
-    """Replaces 0 by 1: the codes of a group of zeros are 0 whatever they are divided by."""
+    """Replaces 0 by 1, to divide by it: a group of zeros then has the codes of zeros."""
     return jnp.where(x > 0, x, 1)

@@ -1,14 +1,14 @@
-"""How arrays lie on a mesh of devices: which of their axes is cut along which axis of the mesh.
+"""Rules for sharding arrays over a mesh of devices: which axis of an array is sharded along which axis of the mesh.
 
-A mesh has three axes. Prompts are spread along "data" and "fsdp". Parameters are cut along "fsdp" and "tensor", so that
-a device holds 1 / (fsdp · tensor) of them. Along "fsdp" a layer is put together while it is computed; along "tensor" it
-stays cut, and each device computes its heads and its features of the MLP. In decoding a layer that is put together for
-every token would cost more than the token. So there "fsdp" is more "tensor": parameters stay cut along both, and the
-few rows of activations travel.
+A mesh has three axes. Prompts are spread along "data" and "fsdp". Parameters are sharded along "fsdp" and "tensor", so
+that a device holds 1 / (fsdp · tensor) of them. Along "fsdp" a layer is gathered while it is computed. Along "tensor"
+it stays sharded, and each device computes its heads and its features of the MLP. In decoding, gathering a layer for
+every token would cost more than computing the token. There "fsdp" acts like more "tensor": parameters stay sharded
+along both, and the few rows of activations travel.
 
-What is here acts within programs that `devices` compiles for a mesh. Everywhere else it changes nothing.
+These functions act inside programs that `devices` compiles for a mesh. Everywhere else they change nothing.
 
-Letters as in `transformer`; R the rank of adapters.
+Letters: see `transformer`. R is the rank of adapters.
 """
 
 import itertools
@@ -20,12 +20,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 AXES = DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
-BATCH = DATA, FSDP  # what prompts are spread along
-MODEL = FSDP, TENSOR  # what features are cut along where nothing else is
+BATCH = DATA, FSDP  # the axes that prompts are spread along
+MODEL = FSDP, TENSOR  # the axes that features are sharded along if no other dimension is
 
-Axes = str | tuple[str, ...] | None  # of the mesh, that one axis of an array is cut along
+Axes = str | tuple[str, ...] | None  # the mesh axes along which one dimension of an array is sharded
 
-# Of projections: axes of what goes in, and of what comes out. Heads are never cut into features.
+# The axes of each projection's inputs and outputs. Heads are never split into features.
 _PROJECTIONS: dict[str, tuple[tuple[Axes, ...], tuple[Axes, ...]]] = {
     "q_proj": ((FSDP,), (TENSOR, None)),
     "k_proj": ((FSDP,), (TENSOR, None)),
@@ -35,8 +35,9 @@ _PROJECTIONS: dict[str, tuple[tuple[Axes, ...], tuple[Axes, ...]]] = {
     "up_proj": ((FSDP,), (TENSOR,)),
     "down_proj": ((TENSOR,), (FSDP,)),
 }
-# Of parameters, by the last one to three names of their path. Others, such as norms, are whole on every device, and so
-# is the leading axis L of stacked layers. Embeddings are cut by features alone: slices of the vocabulary stay local.
+# The axes of parameters, by the last one to three names of their path. Others, such as norms, are whole on every
+# device, and so is the leading axis L of stacked layers. Embeddings are sharded only by features, so that slices of the
+# vocabulary stay local.
 _PARAMETERS: dict[tuple[str | None, ...], tuple[Axes, ...]] = {
     ("embedding",): (None, MODEL),
     ("unembedding",): (None, MODEL),
@@ -44,7 +45,7 @@ _PARAMETERS: dict[tuple[str | None, ...], tuple[Axes, ...]] = {
 for _name, (_in, _out) in _PROJECTIONS.items():
     _PARAMETERS |= {
         (_name, "kernel"): (*_in, *_out),
-        (_name, "transposed"): (_out[0], _in[0]),  # of `transformer.decoding_layout`
+        (_name, "transposed"): (_out[0], _in[0]),  # from `transformer.decoding_layout`
         (_name, "bias"): _out,
         (_name, "a"): (*_in, None),
         (_name, "b"): (None, *_out),
@@ -52,11 +53,11 @@ for _name, (_in, _out) in _PROJECTIONS.items():
     for _kernel, _leaf in itertools.product(("kernel", "quantised"), ("codes", "scales")):  # matrices [I, O]
         _PARAMETERS[_name, _kernel, _leaf] = (_in[0], _out[0])
 
-Layout = Callable[[Axes], Axes]  # axes of a parameter as it is stored -> as it is needed
+Layout = Callable[[Axes], Axes]  # axes of a stored parameter -> axes of the same parameter in use
 
 
 def stored(axes: Axes) -> Axes:
-    """Parameters between programs, their gradients, and the moments of the optimizer."""
+    """Returns the axes of parameters between programs, of their gradients, and of the optimizer's moments."""
     return axes
 
 
@@ -70,25 +71,25 @@ def decoding(axes: Axes) -> Axes:
     return (TENSOR, FSDP) if axes == TENSOR else gathered(axes)
 
 
-# ---- as data
+# ---- specifications
 
 
 def specs(params: Any, sizes: Any, layout: Layout = stored) -> Any:
-    """How parameters are cut, as a tree of `PartitionSpec`.
+    """Returns how parameters are sharded, as a tree of `PartitionSpec`.
 
     Args:
-      params: a tree with parameters anywhere in it, such as the state of a run; shapes do.
-      sizes: of the mesh's axes, by name.
-      layout: what they are needed for.
+      params: A tree that contains parameters, such as the state of a run. Its leaves only need shapes.
+      sizes: The sizes of the mesh's axes, by name.
+      layout: The use of the parameters: `stored`, `gathered` or `decoding`.
 
     Returns:
-      The tree. An axis that the mesh does not divide stays whole.
+      A tree like `params`. A dimension that the mesh does not divide stays whole.
     """
 
     def spec(path: Any, x: Any) -> PartitionSpec:
         names = tuple(getattr(key, "key", getattr(key, "name", None)) for key in path)
         axes = next((_PARAMETERS[names[-n:]] for n in (3, 2, 1) if names[-n:] in _PARAMETERS), ())
-        if len(axes) > x.ndim:  # of another model, with the same names
+        if len(axes) > x.ndim:  # a parameter of another model with the same name
             return PartitionSpec()
         return _spec(x.shape, sizes, (*[None] * (x.ndim - len(axes)), *map(layout, axes)))
 
@@ -100,34 +101,35 @@ def _spec(shape: tuple[int, ...], sizes: Any, axes: tuple[Axes, ...]) -> Partiti
 
 
 def fitting(size: int, sizes: Any, axes: Axes) -> Axes:
-    """Returns as many of the axes of a mesh, from the first on, as divide a size."""
+    """Returns the longest leading part of the mesh axes whose sizes divide `size`, or None."""
     names = () if axes is None else (axes,) if isinstance(axes, str) else axes
     while names and size % math.prod(sizes[name] for name in names):
         names = names[:-1]
     return names or None
 
 
-# ---- within a program
+# ---- inside a program
 
 
 def mesh_sizes() -> Any:
-    """Sizes of the axes of the mesh that the program is compiled for, by name; None: it is compiled for none."""
+    """Returns the sizes of the axes of the mesh that the program is compiled for, by name; None without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape if mesh.axis_names == AXES else None
 
 
 def batch_parts() -> int:
-    """Parts that the arrays of a batch have along their first axis: 1 without a mesh."""
+    """Returns the number of parts into which the first axis of a batch is split: 1 without a mesh."""
     sizes = mesh_sizes()
     return 1 if sizes is None else math.prod(sizes[name] for name in BATCH)
 
 
 def spread(tree: Any, *axes: Axes) -> Any:
-    """Arrays cut by their leading dimensions, the same for all.
+    """Shards the leading dimensions of all arrays in a tree in the same way.
 
     Args:
-      tree: of arrays.
-      axes: of each dimension from the first on; further ones are whole, and so is what the mesh does not divide.
+      tree: A tree of arrays.
+      *axes: The mesh axes of each dimension, from the first on. Further dimensions stay whole, and so do dimensions
+        that the mesh does not divide.
     """
     sizes = mesh_sizes()
     if sizes is None:
@@ -141,13 +143,13 @@ def spread(tree: Any, *axes: Axes) -> Any:
 
 
 def laid_out(params: Any, layout: Layout = stored) -> Any:
-    """Parameters, or what has their shapes, cut as they are needed."""
+    """Shards parameters, or arrays of their shapes, as `layout` says."""
     sizes = mesh_sizes()
     return params if sizes is None else jax.lax.with_sharding_constraint(params, specs(params, sizes, layout))
 
 
 def put_together(module: str, leaf: str, x: Any) -> Any:
-    """A parameter of a layer as its projection needs it. Its gradient is cut again as it is stored."""
+    """Gathers a parameter of a layer for its projection. Its gradient is sharded like the stored parameter."""
     if mesh_sizes() is None:
         return x
     named = laid_out({module: {leaf: x}})
@@ -155,13 +157,14 @@ def put_together(module: str, leaf: str, x: Any) -> Any:
 
 
 def unembedding_axes(vocab_size: int) -> tuple[Axes, Axes]:
-    """Returns the axes of an unembedding `[V, D]` in decoding: of tokens if the mesh divides them, else of features."""
+    """Returns the axes of an unembedding `[V, D]` in decoding. Tokens are sharded if the mesh divides them, else
+    features."""
     sizes, cut = mesh_sizes(), (TENSOR, FSDP)
     divides = sizes is not None and fitting(vocab_size, sizes, cut) == cut
     return (cut, None) if divides else (None, MODEL)
 
 
 def decoding_axes(module: str) -> tuple[Axes, Axes]:
-    """Returns the axes of a projection's rows in decoding: of its inputs, and of its outputs."""
+    """Returns the axes of the features of a projection's inputs and outputs in decoding."""
     inputs, outputs = _PROJECTIONS[module]
     return decoding(inputs[0]), decoding(outputs[0])

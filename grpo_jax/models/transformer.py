@@ -1,15 +1,14 @@
 """One decoder for prompts, completions and single tokens.
 
-Everything about a prompt is the same for the G completions of its group, so it is
-computed once: a group is one row of P + G·S tokens, the prompt and its completions behind
-each other, and each completion attends to the prompt and to itself. Gradients flow back into
-the prompt from all of them. The numbers are those of the repeated prompt; the work falls from
-G·(P + S) tokens a group to P + G·S. All that acts on tokens one by one (norms, projections,
-MLP) sees one array; only attention tells prompt and completions apart.
+A prompt is the same for the G completions of its group, so it is computed once. A group is one row of P + G·S tokens,
+the prompt followed by its completions, and each completion attends to the prompt and to itself. Gradients flow back
+into the prompt from all completions. The results equal those of repeating the prompt, but the work falls from G·(P + S)
+tokens per group to P + G·S. Norms, projections and MLP act on single tokens and see one array. Only attention
+distinguishes prompt and completions.
 
-Letters: N prompts, G completions of each, S tokens of a completion, P tokens of a prompt,
-M = P + G·S tokens of a group, C tokens of the cache, D features, F features of the MLP, H query heads,
-K key-value heads, Q = H/K query heads that share one key-value head, E features of a head, L layers, V vocabulary.
+Letters: N prompts, G completions per prompt, S tokens of a completion, P tokens of a prompt, M = P + G·S tokens of a
+group, C tokens of the cache, D features, F features of the MLP, H query heads, K key-value heads, Q = H/K query heads
+that share one key-value head, E features of a head, L layers, V vocabulary.
 """
 
 import itertools
@@ -39,22 +38,22 @@ except ModuleNotFoundError as error:
     raise missing(error.name) from None
 
 
-# Modules declare shapes. The numbers of a new model come from `initial_params`.
+# Modules only declare shapes. The initial values come from `initial_params`.
 _declared = nn.initializers.zeros
 
 
 def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> Params:
-    """Kernels and embeddings ~ N(0, initializer_range²), biases 0, norms' scales 1, or their offsets from 1 0.
+    """Draws kernels and embeddings ~ N(0, initializer_range²). Biases are 0, scales of norms 1, and their offsets 0.
 
-    All numbers are one draw: on CPU each further draw takes .2 s to compile.
+    All numbers come from one draw, since on CPU each further draw takes .2 s to compile.
 
     Args:
-      key: consumed.
-      shapes: a tree with the shapes and dtypes of the parameters.
-      initializer_range: the standard deviation.
+      key: The random key; consumed.
+      shapes: A tree with the shapes and dtypes of the parameters.
+      initializer_range: The standard deviation.
 
     Returns:
-      The parameters.
+      The parameters of a new model.
     """
     constants = {"bias": jnp.zeros, "scale": jnp.ones, "offset": jnp.zeros}
 
@@ -75,15 +74,14 @@ def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> 
 
 
 class Transformer(nn.Module):
-    """Token ids to hidden states after the last norm.
+    """A decoder from token ids to hidden states after the last norm.
 
-    With `scan_layers` the layers are one scanned block whose parameters have a leading axis
-    L, so that compile time does not depend on depth: for training and prefill. Without, they
-    are separate: for decoding, where a scan inside the decode loop would copy every layer's
-    parameters and cache once a token. `decoding_layout` converts. With `has_gradient` a scan
-    may be unrolled: see `unrolls`.
+    With `scan_layers`, for training and prefill, the layers are one scanned block whose parameters have a leading axis
+    L, so that compile time does not depend on depth. Without it, for decoding, layers are separate: a scan inside the
+    decode loop would copy every layer's parameters and cache once per token. `decoding_layout` converts the parameters.
+    With `has_gradient` a scan may be unrolled: see `unrolls`.
 
-    Reads the collection "params", and "lora" where it is given: adapters of the same tree.
+    The module reads the collection "params", and adapters of the same tree from "lora" if it exists.
     """
 
     config: ModelConfig
@@ -94,25 +92,26 @@ class Transformer(nn.Module):
     def __call__(
         self, ids: jax.Array, geometry: Geometry, past: tuple[Prefix, tuple[KeyValues, ...]] | None = None
     ) -> tuple[jax.Array, Any]:
-        """Hidden states of prompts alone, of groups, or with `past` of the next tokens of each completion.
+        """Computes hidden states of prompts, of groups, or, with `past`, of the next tokens of each completion.
 
         Args:
-          ids: int `[N, M]`: prompts `[N, P]`; groups, prompt and completions in a row; or W tokens each, `[N, G·W]`.
-          geometry: where they stand and what they see.
-          past: the prompts, and the cache of each layer, to which the keys and values of `ids` are written.
+          ids: The tokens, int `[N, M]`: prompts `[N, P]`; groups, each a prompt and its completions in a row; or W
+            tokens of each completion, `[N, G·W]`.
+          geometry: The positions and masks of the tokens.
+          past: The cache of the prompts, and the cache of each layer, to which keys and values of `ids` are written.
 
         Returns:
-          Hidden states `[N, M, D]`; the keys and values of all layers: of the prompts, or the cache.
+          Hidden states `[N, M, D]`, and the keys and values of all layers: of the prompts, or with `past` the cache.
         """
         config = self.config
         embedding = self.param("embedding", _declared, (config.vocab_size, config.hidden_size))
         if not config.tie_word_embeddings:
             self.param("unembedding", _declared, (config.vocab_size, config.hidden_size))
         rows = BATCH if past is None else DATA
-        # On a mesh embeddings are cut by features: each device reads its own of all tokens, and all are exchanged.
+        # On a mesh embeddings are sharded by features, so each device reads its features of all tokens.
         x = spread(embedding[spread(ids, DATA)], DATA, None, MODEL).astype(config.dtype)
-        x = spread(spread(x, DATA, None, FSDP), rows)  # in two steps: XLA would do one by a copy of everything
-        if config.embedding_multiplier != 1:  # in the dtype of the activations, as transformers has it
+        x = spread(spread(x, DATA, None, FSDP), rows)  # two steps, since XLA would do one step by copying everything
+        if config.embedding_multiplier != 1:  # in the dtype of the activations, like transformers
             x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
 
         kinds = layer_kinds(config)
@@ -125,7 +124,7 @@ class Transformer(nn.Module):
                 length=len(kinds),
                 unroll=self.has_gradient and unrolls(config, quantised=holds_quantised(self.variables["params"])),
             )
-            # Which rotation and window a layer has is data only where layers differ.
+            # The indices of rotation and window are arrays only if layers differ.
             of_layers = jax.tree.map(lambda *places: jnp.array(places, jnp.int32), *kinds)
             x, key_values = scanned(config, name="layers")(x, geometry, of_layers)
         else:
@@ -138,14 +137,14 @@ class Transformer(nn.Module):
         return spread(norm(config, "final_norm")(x), rows), key_values
 
 
-# What the backward pass is given of a layer; all else follows from it without another product but that of the scores.
+# The values of a layer saved for the backward pass. From them it computes the rest with no product but the scores.
 _KEPT = ("projected", "attended", "middle", "gated", "output", "routed")
 
 
 def unrolls(config: ModelConfig, *, quantised: bool) -> bool:
-    """Tells whether layers are compiled one by one instead of as a loop.
+    """Returns whether layers are compiled one by one instead of as a loop.
 
-    With remat "layer" little is kept, and a loop copies little. On a mesh one layer is put together after the other.
+    With remat "layer" little is saved, so a loop copies little. On a mesh a loop gathers one layer at a time.
     """
     traits = traits_of_backend()
     limit = traits.unrolled_quantised_layers if quantised else traits.unrolled_layers
@@ -153,10 +152,10 @@ def unrolls(config: ModelConfig, *, quantised: bool) -> bool:
 
 
 def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Module]:
-    """The block with less kept for the backward pass: see `ModelConfig.remat`.
+    """Wraps a block so that it saves less for the backward pass: see `ModelConfig.remat`.
 
-    Also without remat, norms, rotations and softmax are computed again: that takes less time than writing them down.
-    Parameters of a layer that a mesh has put together are not kept either.
+    Even with remat "none", norms, rotations and softmax are computed again, which takes less time than storing them.
+    Gathered parameters of a layer on a mesh are not saved either.
     """
     saved = _KEPT if config.remat == "none" else ("routed",) if config.experts else ()
     policy = jax.checkpoint_policies.save_only_these_names(*saved) if saved else None
@@ -173,14 +172,14 @@ def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Modul
 class Block(nn.Module):
     """x + attention(norm(x)), then + MLP(norm(x)); or norm(attention(x)), or norm(attention(norm(x))): see `Norms`.
 
-    A mixture of experts may stand in place of the MLP.
+    A mixture of experts may replace the MLP.
     """
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x, geometry: Geometry, kind: LayerKind, past=None):
-        """x `[N, M, D]`; what there is to see and the kind of layer; its past -> x, and keys and values."""
+        """Computes x `[N, M, D]` after this layer, and its keys and values. For geometry and past see `Transformer`."""
         config, rows = self.config, BATCH if past is None else DATA
 
         def before(name: str, x: jax.Array) -> jax.Array:
@@ -193,7 +192,7 @@ class Block(nn.Module):
         normed = before("input_norm", x)
         attended, key_values = Attention(config, name="attention")(normed, geometry, kind, past)
         x = checkpoint_name(spread(x + after("attention_output_norm", attended), rows), "middle")
-        normed = before("post_attention_norm", x)  # of the residual stream behind attention
+        normed = before("post_attention_norm", x)  # norm of the residual stream after attention
         if config.experts:
             from grpo_jax.models.experts import Experts
 
@@ -211,7 +210,10 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x, geometry: Geometry, kind: LayerKind, past: tuple[KeyValues, KeyValues] | None = None):
-        """x `[N, M, D]`; past: the prompt and the cache -> as x; keys and values of prompt or cache."""
+        """Computes attention in the shape of x `[N, M, D]`, and the keys and values of the prompt, or the cache.
+
+        With `past`, the keys and values of prompt and cache, tokens attend to these and are written to the cache.
+        """
         config = self.config
         heads, kv_heads, features = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         angles, masks, places = geometry.of_layer(kind)
@@ -254,7 +256,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        """x `[..., D]` -> the same."""
+        """Computes the MLP of x `[..., D]`, in the shape of x."""
         config, activation = self.config, _ACTIVATIONS[self.config.hidden_act]
 
         sizes = {"gate_proj": (config.intermediate_size,), "up_proj": (config.intermediate_size,)}
@@ -265,16 +267,16 @@ class MLP(nn.Module):
 def linears(
     module: nn.Module, x: jax.Array, out_shapes: Mapping[str, tuple[int, ...]], use_bias: bool
 ) -> list[jax.Array]:
-    """Several linear maps of the same x, by name; one product where `decoding_layout` has joined their matrices.
+    """Applies several linear maps to the same x, with one product if `decoding_layout` has joined their matrices.
 
     Args:
-      module: that they are part of.
-      x: `[..., in]`.
-      out_shapes: name -> `*out`.
-      use_bias: whether they have one.
+      module: The module that contains the maps.
+      x: The input, `[..., in]`.
+      out_shapes: The shape of an output, `*out`, of each map by its name.
+      use_bias: True if the maps have biases.
 
     Returns:
-      `[..., *out]` of each.
+      The output `[..., *out]` of each map.
     """
     products: list[jax.Array] | list[None] = [None] * len(out_shapes)
     if module.has_variable("params", "joined"):
@@ -286,11 +288,11 @@ def linears(
 
 
 class Linear(nn.Module):
-    """x W + b, and + x A B where the collection "lora" holds A and B for it.
+    """x W + b, plus x A B if the collection "lora" has A and B for this map.
 
-    The parameters are `kernel` `[*in, *out]`, which may be `Quantised`, and `bias` `[*out]`; the adapter's are `a`
-    `[*in, R]` and `b` `[R, *out]`. `decoding_layout` has a matrix `transposed` `[out, in]` in place of the kernel, or
-    `quantised`, the kernel as it is.
+    The parameters are `kernel` `[*in, *out]`, which may be `Quantised`, and `bias` `[*out]`. Adapters have `a`
+    `[*in, R]` and `b` `[R, *out]`. In the `decoding_layout`, the kernel is replaced by a matrix `transposed`
+    `[out, in]`, or, if it is quantised, only renamed to `quantised`.
     """
 
     out_shape: tuple[int, ...]
@@ -299,7 +301,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x, y=None):
-        """x `[..., *in]` -> `[..., *out]`, in the dtype of x; y is x W `[..., out]`, where that is known."""
+        """Maps x `[..., *in]` to `[..., *out]`, in the dtype of x. If x W is known already, y is x W, `[..., out]`."""
         if self._decodes():
             of_input, of_output = sharding.decoding_axes(str(self.name))
             rows = spread(x.reshape(-1, math.prod(x.shape[x.ndim - self.in_axes :])), DATA, of_input)
@@ -313,7 +315,7 @@ class Linear(nn.Module):
             y = y.reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
         else:
             kernel: Any = self.get_variable("params", "kernel")
-            if is_quantised(kernel):  # what travels on a mesh are the codes
+            if is_quantised(kernel):  # a mesh transfers the codes, which are smaller
                 kernel = dequantised(put_together(str(self.name), "kernel", kernel), x.dtype)
             else:
                 kernel = self.param("kernel", _declared, (*x.shape[-self.in_axes :], *self.out_shape))
@@ -328,51 +330,51 @@ class Linear(nn.Module):
         return y
 
     def _decodes(self) -> bool:
-        """Returns whether the parameters are those of `decoding_layout`."""
+        """Returns whether the parameters have the layout of `decoding_layout`."""
         return self.has_variable("params", "transposed") or self.has_variable("params", "quantised")
 
     def _whole(self, leaf: str, param: jax.Array, x: jax.Array) -> jax.Array:
-        """A parameter where it is used, which on a mesh travels in the dtype of x. In decoding it stays where it is."""
+        """Gathers a parameter on a mesh, in the dtype of x. In decoding it stays sharded."""
         return param if self._decodes() else put_together(str(self.name), leaf, param.astype(x.dtype))
 
 
 def norm(config: ModelConfig, name: str) -> "RMSNorm":
-    """A norm of the decoder, by its name in the tree of parameters."""
+    """Makes a norm of the decoder, with its name in the tree of parameters."""
     return RMSNorm(config.rms_norm_eps, config.zero_centered_norms, name=name)
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean x² + ε) · scale, in float32. 1910.07467. The parameter is `scale`, or `offset`: the scale less 1."""
+    """x / √(mean x² + ε) · scale, in float32. 1910.07467. The parameter is `scale`, or `offset`, which is scale − 1."""
 
     eps: float
     zero_centered: bool = False
 
     @nn.compact
     def __call__(self, x):
-        """x `[..., D]` -> the same."""
+        """Normalises x `[..., D]`."""
         scale = self.param("offset" if self.zero_centered else "scale", _declared, (x.shape[-1],))
         if self.zero_centered:
             scale = 1 + scale.astype(jnp.float32)
-        return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # as in `product`
+        return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # see `product`
 
 
-_OF_ONE_INPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # those of attention, and those of the MLP
+_OF_ONE_INPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # the input of attention, and that of the MLP
 
 
 def decoding_layout(params: Params, config: ModelConfig) -> Params:
-    """Parameters of the scanned decoder as those of the one with separate layers.
+    """Converts parameters of the scanned decoder to those of the decoder with separate layers.
 
-    Kernels become matrices [out, in], named "transposed", in the dtype of the computation: with the few rows of a
-    decode step XLA on CPU multiplies fastest by these. Those of linear maps that have the same input become one, named
-    "joined". Quantised kernels stay as they are, named "quantised": laid out like the others they would take the memory
-    that they save.
+    Kernels become matrices [out, in], named "transposed", in the dtype of the computation. With the few rows of a
+    decode step, XLA on CPU multiplies fastest by these. Matrices of linear maps with the same input become one matrix,
+    named "joined". Quantised kernels are only renamed to "quantised", since as matrices they would take the memory that
+    they save.
 
     Args:
-      params: of the collection "params", or "lora".
-      config: the decoder's shape.
+      params: The collection "params" or "lora".
+      config: The configuration of the decoder.
 
     Returns:
-      The tree with `layer_0`, `layer_1`, … in place of `layers`.
+      The tree with `layer_0`, `layer_1`, … instead of `layers`.
     """
 
     def cast(kernel: Any) -> Any:
@@ -383,8 +385,8 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
         return kernel.astype(config.dtype).reshape(inputs, -1).T
 
     def part(tree: Params) -> Params:
-        """Attention, MLP or experts."""
-        if "router" in tree:  # whose kernels are not multiplied one by one
+        """Converts the parameters of attention, MLP or experts."""
+        if "router" in tree:  # the kernels of experts are multiplied by group, and keep their layout
             return {
                 name: x if name == "router" else jax.tree.map(cast, x, is_leaf=is_quantised) for name, x in tree.items()
             }
@@ -396,7 +398,7 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
         rest = {
             name: {key: x[key] for key in x if key != "kernel"} if name in matrices else x for name, x in tree.items()
         }
-        of_one_input = () if sharding.mesh_sizes() else _OF_ONE_INPUT  # a mesh cuts each by itself
+        of_one_input = () if sharding.mesh_sizes() else _OF_ONE_INPUT  # a mesh shards each matrix separately
         joined = [matrices.pop(name) for name in of_one_input if name in matrices]
         for name, matrix in matrices.items():
             rest[name]["transposed"] = matrix

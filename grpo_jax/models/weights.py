@@ -1,6 +1,6 @@
-"""Weights of Hugging Face folders: the one table of names and shapes, read in both directions. No torch, no pickle.
+"""Reading and writing the weights of Hugging Face folders, from one table of names and shapes. No torch, no pickle.
 
-Tensors are read and written one at a time; what is held at once is the parameters and one of their leaves.
+Tensors are read and written one at a time, so that memory holds the parameters and one more leaf.
 """
 
 import itertools
@@ -29,35 +29,35 @@ try:
 except ModuleNotFoundError as error:
     raise missing(error.name) from None
 
-# By safetensors' names.
+# Dtypes by their names in safetensors.
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INDEX = "model.safetensors.index.json"
-# Of an expert's projections. The mixture is called block_sparse_moe there, in place of mlp.
+# Mixtral's names of an expert's projections. Its mixture is named block_sparse_moe instead of mlp.
 MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_LARGEST = 1e6  # of a weight: those of models are below a thousand, and float16 ends at 65504
+_LARGEST = 1e6  # the largest plausible weight: models have weights below a thousand, and float16 ends at 65504
 
 
 # ---- names and shapes
 
 
 class Tensor(NamedTuple):
-    """A tensor of a folder, and how it is laid out there."""
+    """A tensor of a folder, and its layout there."""
 
     name: str  # the first "{}" stands for the layer, the second for the expert
     shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
-    linear: bool  # here [*in, *out]: transposed, with axes for heads
+    linear: bool  # true for a linear layer, whose leaf is transposed and has axes for heads, [*in, *out]
 
     @property
     def stacked(self) -> int:
-        """Leading axes of its leaf that are tensors of their own in the folder: layers, and then experts."""
+        """The number of leading axes of the leaf, layers and then experts, that are separate tensors in the folder."""
         return self.name.count("{}")
 
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Makes the part of a leaf, in its shape there, from the folder's tensor."""
+        """Converts a tensor of the folder to a part of its leaf, in the given shape."""
         return (tensor.T if self.linear else tensor).reshape(shape)
 
     def from_leaf(self, leaf: np.ndarray) -> np.ndarray:
-        """The inverse of `to_leaf`."""
+        """Inverts `to_leaf`."""
         return np.ascontiguousarray(leaf.reshape(self.shape[::-1]).T if self.linear else leaf.reshape(self.shape))
 
 
@@ -66,7 +66,8 @@ def headed_layout(config: ModelConfig) -> Headed:
     return Headed(tensor_layout(config), Tensor("score.weight", (1, config.hidden_size), False))  # type: ignore[arg-type]
 
 
-# Names of norms here, and in folders. Of those with norms around, the second one has what is a name of others.
+# Names of norms in the parameters and in folders. In folders post_attention_layernorm is the norm before the MLP or, in
+# models with output norms, the norm after attention.
 _NORMS = {
     "before": {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
     "after": {
@@ -83,7 +84,7 @@ _NORMS = {
 
 
 def tensor_layout(config: ModelConfig) -> dict[str, Any]:
-    """A `Tensor` for every leaf of the scanned decoder's parameters, in a tree like theirs."""
+    """Returns a `Tensor` for every leaf of the scanned decoder's parameters, in the same tree."""
     width, inner, features = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * features, config.num_key_value_heads * features
     layer = "model.layers.{}"
@@ -114,7 +115,7 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
 
 
 def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Any]:
-    """The part of `tensor_layout` that stands in place of an MLP. Mixtral has names of its own."""
+    """Returns the part of `tensor_layout` for experts instead of an MLP. Mixtral uses different names."""
     width, inner = config.hidden_size, experts.moe_intermediate_size
     shapes = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
     names = {name: name for name in shapes} if config.qk_norm else MIXTRAL_NAMES
@@ -126,7 +127,7 @@ def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, An
 
 
 def _linears(module: str, inputs: int, out_sizes: dict[str, int], bias: bool) -> dict[str, dict[str, Tensor]]:
-    """Linear maps of one input, by name."""
+    """Returns the tensors of linear maps with the same input, by name."""
     layout = {}
     for name, outputs in out_sizes.items():
         layout[name] = {"kernel": Tensor(f"{module}.{name}.weight", (outputs, inputs), True)}
@@ -136,7 +137,7 @@ def _linears(module: str, inputs: int, out_sizes: dict[str, int], bias: bool) ->
 
 
 def _tensors_of(layout: Any) -> list[Tensor]:
-    """In the order of `jax.tree.leaves` of the parameters."""
+    """Lists tensors in the order of `jax.tree.leaves` of the parameters."""
     return jax.tree.leaves(layout, is_leaf=lambda x: isinstance(x, Tensor))
 
 
@@ -145,7 +146,7 @@ def _tensors_of(layout: Any) -> list[Tensor]:
 
 @cache
 def _shapes(config: ModelConfig) -> Any:
-    """Returns the shapes of the parameters: a tree of `jax.ShapeDtypeStruct`, not to be changed."""
+    """Returns the shapes of the parameters: a tree of `jax.ShapeDtypeStruct`, which callers must not change."""
     return jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
 
 
@@ -158,18 +159,20 @@ def load_params(
     quantize: Quantize = "none",
     sharding: Any = None,
 ) -> Params:
-    """The parameters in a folder's safetensors files, leaf by leaf in the dtype and on the devices asked for.
+    """Loads the parameters from a folder's safetensors files, leaf by leaf, with the requested dtype and sharding.
 
     Args:
-      folder: with model.safetensors, or several files and their index.
-      config: the decoder's shape.
-      head, dtype, quantize, sharding: as in `load_pretrained`. What is quantised is rounded to the dtype first.
+      folder: The folder with model.safetensors, or with several files and their index.
+      config: The configuration of the decoder.
+      head, dtype, quantize, sharding: See `load_pretrained`; dtype is its `param_dtype`. Weights are rounded to the
+        dtype before they are quantised.
 
     Returns:
-      Parameters, layers stacked.
+      The parameters, with layers stacked.
 
     Raises:
-      UsageError: names a tensor or file that is missing, not known, cut off, or of another shape or dtype.
+      UsageError: A tensor or file is missing, unknown or damaged, a shape or dtype is wrong, or the device has too
+        little memory.
     """
     shapes = _shapes(config)
     layout: Any = tensor_layout(config)
@@ -198,7 +201,7 @@ def load_params(
             return _quantised(kernel, leaf, target)
 
         def part(index: Any) -> np.ndarray:
-            """Reads what one device holds: a slice for each axis of the leaf."""
+            """Reads the part of one device: a slice for each axis of the leaf."""
             places = [range(size)[part] for size, part in zip(leaf.shape, index, strict=True)]
             stacked, piece = tensor.stacked, np.empty([len(indices) for indices in places], dtype)
             for place, numbers in zip(
@@ -212,26 +215,26 @@ def load_params(
 
     columns = _tensors_of(layout), *(jax.tree.leaves(tree, is_leaf=is_quantised) for tree in (shapes, shardings))
     leaves = list(zip(*columns, strict=True))
-    # The largest first: while a leaf is put together it exists twice, which then is not on top of all others.
+    # The largest leaf is loaded first: each leaf exists twice while it is made, and then few other leaves exist.
     order = sorted(range(len(leaves)), key=lambda i: -_num_bytes(leaves[i][1], dtype))
     loaded = {i: load(*leaves[i]) for i in order}
     return jax.tree.unflatten(structure, [loaded[i] for i in range(len(leaves))])
 
 
 def _quantised(kernel: Callable[[tuple[int, ...]], np.ndarray], leaf: Quantised, target: Any) -> Quantised:
-    """The kernels of all layers, quantised one by one on the host, and then put where they belong.
+    """Quantises the kernels of all layers one by one on the host, and puts the result on devices.
 
     Args:
-      kernel: (layer,) or (layer, expert) -> `[*in, *out]`, read then.
-      leaf: shapes of the result.
-      target: its shardings.
+      kernel: A function that reads a kernel: (layer,) or (layer, expert) -> `[*in, *out]`.
+      leaf: The shapes of the result.
+      target: The shardings of the result.
     """
     whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), leaf)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         for place in np.ndindex(whole.codes.shape[:-2]):
             one = quantise(kernel(place), leaf.in_shape, leaf.out_shape, leaf.format)
             whole.codes[place], whole.scales[place] = one.codes, one.scales
-            del one  # before the next is read
+            del one  # frees its memory before the next kernel is read
 
     def put(x: np.ndarray, target: jax.sharding.Sharding) -> jax.Array:
         return jax.block_until_ready(jax.make_array_from_callback(x.shape, target, lambda index: x[index]))
@@ -240,7 +243,7 @@ def _quantised(kernel: Callable[[tuple[int, ...]], np.ndarray], leaf: Quantised,
 
 
 def _num_bytes(tree: Any, dtype: Any) -> int:
-    """Returns the size of parameters from their shapes: quantised ones as they are, others in a dtype."""
+    """Returns the bytes of parameters, from their shapes. Parameters that are not quantised count in the dtype."""
     leaves = jax.tree.leaves(tree, is_leaf=is_quantised)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(list(filter(is_quantised, leaves))))
     return held + jnp.dtype(dtype).itemsize * sum(x.size for x in leaves if not is_quantised(x))
@@ -251,11 +254,11 @@ class Found(NamedTuple):
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # by safetensors' names
+    dtype: str  # its name in safetensors
 
 
 def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
-    """All tensors of a folder by name. Reads headers only."""
+    """Finds all tensors of a folder, by name. Only the headers of files are read."""
     if names is None:
         if (folder / _INDEX).exists():
             weight_map = read_json(folder / _INDEX).get("weight_map")
@@ -280,12 +283,12 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
 
 
 def _is_weights_file(name: Any) -> bool:
-    """Returns whether this names a file of weights in the folder of its index."""
+    """Returns whether this is the name of a file of weights in the folder itself."""
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
 def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) -> None:
-    """Every tensor that is needed, in a shape and dtype that can be read, and none that nobody reads."""
+    """Checks that every needed tensor exists, with the right shape and a supported dtype, and that no other does."""
     counts = config.num_hidden_layers, config.experts.num_experts if config.experts else 0
     needed = {
         tensor.name.format(*numbers): tensor.shape
@@ -302,7 +305,7 @@ def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) 
                 f"tensor {name!r} is of dtype {tensors[name].dtype}, but only {', '.join(FLOAT_DTYPES)} can be read: "
                 "convert the model first"
             )
-    # Older files keep the rotary frequencies, which follow from the configuration; some repeat the tied matrix.
+    # Older files have rotary frequencies, which follow from the configuration. Some files repeat the tied matrix.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     unknown = {name for name in tensors.keys() - needed.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}
     if unknown:
@@ -312,7 +315,7 @@ def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) 
 
 
 def _check_memory(folder: Path, shapes: Any, dtype: Any) -> None:
-    """Refuses parameters that are more than all the memory of a device, before any is taken."""
+    """Refuses parameters that are larger than the memory of a device, before loading any."""
     device = jax.local_devices()[0]
     there = (device.memory_stats() or {}).get("bytes_limit")
     if there is None and device.platform == "cpu" and hasattr(os, "sysconf"):
@@ -326,15 +329,15 @@ def _check_memory(folder: Path, shapes: Any, dtype: Any) -> None:
 
 
 def read_tensor(tensors: dict[str, Found], name: str) -> np.ndarray:
-    """A tensor.
+    """Reads a tensor.
 
     Raises:
-      UsageError: a value is not finite, or larger than any of a model: the file is damaged.
+      UsageError: The file is damaged: a value is not finite, or larger than the weights of any model.
     """
-    # Opened for each tensor: while a file is open, all that was read of it counts as memory in use.
+    # The file is opened for each tensor because everything read from an open file counts as memory in use.
     with _opened(tensors[name].file) as opened:
         tensor = opened.get_tensor(name)
-    largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN, where there is one
+    largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN if any value is NaN
     if not largest <= _LARGEST:
         raise UsageError(
             f"tensor {name!r} in {tensors[name].file} holds {largest:.3g}, which no model has: it is damaged, or its "
@@ -351,10 +354,10 @@ def _opened(file: Path) -> Any:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file of a folder.
+    """Reads a JSON object from a file.
 
     Raises:
-      UsageError: it is missing or broken.
+      UsageError: The file is missing or holds no JSON object.
     """
     if not file.is_file():
         raise UsageError(f"{file.parent} holds no {file.name}: name a folder of a Hugging Face model")
@@ -368,7 +371,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Writes JSON in transformers' layout."""
+    """Writes JSON with the indentation of transformers."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -379,11 +382,11 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
     """Writes parameters as model.safetensors, or as several files and their index.
 
     Args:
-      folder: exists.
-      params: of the decoder, layers stacked; or `heads.Headed`.
-      config: the decoder's shape.
-      dtype: of the tensors.
-      max_shard_bytes: more weights than this become several files.
+      folder: The folder to write to, which must exist.
+      params: The parameters of the decoder, with layers stacked; or `heads.Headed`.
+      config: The configuration of the decoder.
+      dtype: The dtype of the tensors.
+      max_shard_bytes: The size above which weights are split into several files.
     """
     files: list[list[str]] = []
     total = 0
@@ -404,10 +407,10 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
 
 
 def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and tensors as the folder has them, one fetched at a time."""
+    """Yields names and tensors in the layout of the folder, and fetches one leaf at a time."""
     layout = headed_layout(config) if isinstance(params, Headed) else tensor_layout(config)
     for tensor, leaf in zip(_tensors_of(layout), jax.tree.leaves(params), strict=True):
-        # From many devices to one; on CPU nothing is copied.
+        # Gathers the leaf from all devices; on CPU nothing is copied.
         whole = np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))
         for numbers in np.ndindex(whole.shape[: tensor.stacked]):
             yield tensor.name.format(*numbers), tensor.from_leaf(whole[numbers])
@@ -416,7 +419,7 @@ def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndar
 def _shards(
     params: Params, config: ModelConfig, dtype: np.dtype, max_shard_bytes: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Tensors in groups of at most max_shard_bytes, or of one tensor that is larger."""
+    """Yields tensors in groups of at most max_shard_bytes. A larger tensor is a group by itself."""
     shard: dict[str, np.ndarray] = {}
     size = 0
     for name, tensor in _tensors(params, config):

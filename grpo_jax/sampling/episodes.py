@@ -1,9 +1,9 @@
-"""Sampling of episodes: completions of several turns, between which an environment replies.
+"""Sampling episodes: completions of several turns, between which an environment replies.
 
-`begin_episodes` samples the first turn. `continue_episodes` appends the replies and samples the next turn. The host
-asks the environment in between. The cache stays on the device, and no token is encoded or computed twice.
+`begin_episodes` samples the first turn. `continue_episodes` appends the replies and samples the next turn. In between,
+the host calls the environment. The cache stays on the device, and no token is encoded or computed twice.
 
-Letters as in `sampler`; R tokens of a reply at most.
+Letters: see `sampler`. A reply has at most R tokens.
 """
 
 from collections.abc import Callable
@@ -29,11 +29,11 @@ from grpo_jax.sampling.sampler import (
 
 
 class Episodes(NamedTuple):
-    """Completions whose turn has ended, with everything that their next turn needs."""
+    """Completions at the end of a turn, with everything that their next turn needs."""
 
     cache: Any
     running: Running
-    lengths: jax.Array  # int32 [N, G], tokens of each
+    lengths: jax.Array  # int32 [N, G], the number of tokens of each completion, replies included
 
 
 def begin_episodes(
@@ -51,13 +51,13 @@ def begin_episodes(
     truncation: Truncation | None = None,
     pad_id: int = 0,
 ) -> Episodes:
-    """Samples the first turn of G episodes of each of N prompts: the tokens and numbers of `sample_groups`.
+    """Samples the first turn of G episodes for each of N prompts. The tokens are those that `sample_groups` samples.
 
     Args:
-      policy, params, prompt_ids, prompt_mask, rows, key, temperature, truncation, pad_id: as in `sample_groups`.
-      max_tokens: of the policy, in all turns of an episode.
-      environment_tokens: of the environment, in all replies of an episode. T is the sum of both.
-      eos_ids: any of these ends a turn, and belongs to it.
+      policy, params, prompt_ids, prompt_mask, rows, key, temperature, truncation, pad_id: See `sample_groups`.
+      max_tokens: The maximum number of tokens that the policy samples in an episode.
+      environment_tokens: The maximum number of tokens of all replies in an episode. T is the sum of both.
+      eos_ids: The tokens that end a turn. The ending token belongs to the turn.
 
     Returns:
       `Episodes` after one turn.
@@ -83,14 +83,17 @@ def continue_episodes(
 ) -> Episodes:
     """Appends the environment's replies, and samples the next turn of the episodes that continue.
 
-    The others wait. Noise depends on the place of a token in its own row, so the turns of others change no token.
+    All other episodes wait. The noise of a token depends on its position in its row, so a token does not depend on how
+    many turns other episodes take.
 
     Args:
-      policy, params, max_tokens, eos_ids: as in `begin_episodes`.
-      episodes: after the turn before; donated by callers that compile this.
-      replies: int32 `[N, G, R]`, in `[..., :counts]`.
-      counts: int32 `[N, G]`, at most R, and what environment_tokens leave; 0 if there is no reply.
-      continues: bool `[N, G]`; if false the reply is appended and nothing else changes.
+      policy, params, max_tokens, eos_ids: See `begin_episodes`.
+      episodes: The episodes after the previous turn. Callers that compile this function donate them.
+      replies: The tokens of the replies, int32 `[N, G, R]`; only `[..., :counts]` is read.
+      counts: The number of tokens of each reply, int32 `[N, G]`, 0 without a reply. It is at most R, and at most what
+        remains of environment_tokens.
+      continues: True for episodes that continue, bool `[N, G]`. If false, the reply is appended and nothing else
+        changes.
 
     Returns:
       The episodes after one more turn.
@@ -101,7 +104,7 @@ def continue_episodes(
     number = jnp.max(running.out.turn, axis=-1) + 1
 
     def add(running: Running, hidden: jax.Array, lengths: jax.Array) -> tuple[Running, jax.Array]:
-        """Adds one more token to those whose turn has not ended."""
+        """Adds one more token to the completions whose turn has not ended."""
         active = _is_in_turn(running, max_tokens)
         added = add_token(logits_of, running, hidden, lengths, eos_ids, active)
         turn = put_at(added.out.turn, lengths, number, active)
@@ -119,14 +122,14 @@ def continue_episodes(
 
 
 def _is_in_turn(running: Running, max_tokens: int) -> jax.Array:
-    """Tells of each completion, bool `[N, G]`, whether its turn has not ended and has tokens left."""
+    """Returns true for completions whose turn has not ended and that have tokens left, bool `[N, G]`."""
     return running.out.truncated & (jnp.sum(running.out.completion_mask, axis=-1) < max_tokens)
 
 
 def _append_replies(
     episodes: Episodes, replies: jax.Array, counts: jax.Array, continues: jax.Array
 ) -> tuple[Running, jax.Array]:
-    """Returns the completions with replies behind them, those that continue in their next turn; and the lengths."""
+    """Appends replies to completions and starts the next turn of those that continue. Also returns the new lengths."""
     out, lengths = episodes.running.out, episodes.lengths + counts
     places = jnp.arange(out.completion_ids.shape[-1])
     within = places - episodes.lengths[..., None]
@@ -143,13 +146,13 @@ def _append_replies(
 def _compute_replies(
     append: Callable[..., Any], episodes: Episodes, ids: jax.Array, lengths: jax.Array, width: int
 ) -> tuple[jax.Array, Any]:
-    """Computes the tokens that the cache lacks: the last one of the policy, and the reply behind it.
+    """Computes the tokens that the cache lacks: the policy's last token and the reply after it.
 
-    `width` tokens are computed at a time. A completion with fewer tokens left writes rubbish behind its end, which the
-    tokens that come there replace.
+    `width` tokens are computed at a time. A completion with fewer tokens left writes arbitrary values after its end,
+    which later tokens overwrite.
 
     Returns:
-      The hidden state of the last token of each completion `[N, G, D]`, and the cache.
+      The hidden state of the last token of each completion, `[N, G, D]`, and the cache.
     """
 
     def compute(cache: Any, done: jax.Array) -> tuple[jax.Array, Any]:

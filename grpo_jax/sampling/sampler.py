@@ -1,13 +1,13 @@
-"""Sampling of groups: the prompt once, then one token of every completion at a time.
+"""Sampling groups of completions: computes each prompt once, then one token of every completion at a time.
 
 Letters: N prompts of P tokens, G completions of T tokens each, D features, V tokens of the vocabulary.
 
-A token is drawn by inversion of the distribution function. Inversion needs two random numbers for a token where the
-Gumbel trick needs V. At a vocabulary of 32 thousand that is 20 times faster on CPU, and the noise does not depend on V.
+Tokens are sampled by inverting the distribution function. This needs two random numbers per token, and the Gumbel trick
+needs V. With a vocabulary of 32 thousand, inversion is 20 times faster on CPU, and the noise does not depend on V.
 
-Top-k, top-p and min-p are one threshold on the probability: each rule keeps the tokens whose probability is at least
-some number. The largest number that keeps enough (k tokens, or a mass of p) is found by bisection on the bits of the
-float, 31 sums over the vocabulary, instead of a sort of it. Ties at the threshold are kept.
+Top-k, top-p and min-p are each a threshold on the probability: a rule keeps the tokens whose probability is at least
+some number. Instead of sorting the vocabulary, the largest number that keeps enough (k tokens, or a mass of p) is found
+by bisection on the bits of the float, with 31 sums over the vocabulary. Ties at the threshold are kept.
 """
 
 import itertools
@@ -29,28 +29,28 @@ from grpo_jax.models.transformer import Params
 
 
 class Truncation(NamedTuple):
-    """Limits on the candidates, applied in this order: each to the tokens that the limits before it left.
+    """Limits on the candidate tokens. Each limit applies to the tokens that the previous limits kept.
 
-    Each broadcasts against the rows `[N, G]`, or is None and does not apply.
+    Each limit broadcasts against the rows `[N, G]`, or is None and does not apply.
     """
 
-    top_k: jax.Array | int | None = None  # tokens; 0 or less leaves a row as it is
-    top_p: jax.Array | float | None = None  # the fewest likeliest tokens whose mass is at least this
-    min_p: jax.Array | float | None = None  # probability at least this share of the largest
+    top_k: jax.Array | int | None = None  # the number of likeliest tokens to keep; 0 or less keeps all
+    top_p: jax.Array | float | None = None  # keep the fewest likeliest tokens whose total probability is at least this
+    min_p: jax.Array | float | None = None  # keep tokens with at least this fraction of the largest probability
 
 
 def truncate(logits: jax.Array, truncation: Truncation, shape: tuple[int, ...]) -> jax.Array:
-    """Sets the logits of tokens that are no candidates to −inf.
+    """Sets the logits of tokens outside the limits to −inf.
 
     Args:
-      logits: float32 `[N, G, V]`, after temperature.
-      truncation: the limits.
+      logits: The logits after temperature, float32 `[N, G, V]`.
+      truncation: The limits on the candidate tokens.
       shape: (N, G).
 
     Returns:
-      `[N, G, V]`; the likeliest token always stays.
+      The logits `[N, G, V]`. The likeliest token is always kept.
     """
-    probs = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))  # the largest is 1
+    probs = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))  # scaled so that the largest is 1
     threshold = jnp.zeros((*shape, 1), jnp.float32)
     if truncation.top_k is not None:
         k = jnp.broadcast_to(jnp.asarray(truncation.top_k), shape)[..., None]
@@ -60,7 +60,7 @@ def truncate(logits: jax.Array, truncation: Truncation, shape: tuple[int, ...]) 
         mass = jnp.where(probs >= threshold, probs, 0)
         p = jnp.broadcast_to(jnp.asarray(truncation.top_p, jnp.float32), shape)[..., None]
         target = p * jnp.sum(mass, axis=-1, keepdims=True)
-        # Rounded sums reach the whole mass before the last token, and 1 must keep it.
+        # Rounded sums reach the whole mass before the last token, and p = 1 must keep every token.
         nucleus = jnp.where(p < 1, _largest_threshold(probs, mass, target), 0)
         threshold = jnp.maximum(threshold, nucleus)
     if truncation.min_p is not None:
@@ -79,7 +79,7 @@ def _largest_threshold(probs: jax.Array, weights: jax.Array, target: jax.Array) 
         enough = jnp.sum(jnp.where(probs >= x, weights, 0), axis=-1, keepdims=True) >= target
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    # The bits of positive floats are ordered as the floats are.
+    # The bits of positive floats, read as integers, have the order of the floats.
     one = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
     bounds = jnp.zeros(target.shape, jnp.int32), jnp.full(target.shape, one + 1)
     low, _ = jax.lax.fori_loop(0, 31, halve, bounds)
@@ -94,33 +94,33 @@ def sample_categorical(
     greedy: jax.Array | None = None,
     by_columns: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Samples v with probability softmax(scale · logits)[v]: first a block of the vocabulary, then a token of it.
+    """Samples v with probability softmax(scale · logits)[v]: first a block of the vocabulary, then a token in it.
 
-    Each choice is the first i at which the running sum exceeds u times the total. Two uniforms
-    keep their full resolution where one would be rounded to 2⁻²³ of the whole vocabulary.
+    Each choice is the first i at which the running sum exceeds u times the total. Two uniforms give both choices full
+    resolution, and a single uniform would be rounded to 2⁻²³ of the whole vocabulary.
 
     Args:
-      logits: float32 `[..., V]`; −inf is never sampled.
-      uniforms: `[..., 2]`, in [0, 1).
-      scale: 1/temperature, above 0, broadcasts against `[...]`. Default 1. Scaled logits would be one more array of
-        this size to write and to read, which takes a GPU a twentieth of a decode step.
-      greedy: bool `[...]`, take the largest logit instead.
-      by_columns: the vocabulary is the first axis in memory, as in products of `times_transposed` by columns. The
-        tokens are the same.
+      logits: The logits, float32 `[..., V]`. A token with logit −inf is never sampled.
+      uniforms: Random numbers in [0, 1), `[..., 2]`.
+      scale: 1/temperature, above 0; broadcasts against `[...]`. Default 1. Scaling the logits beforehand would write
+        and read one more array of their size, which takes a GPU a twentieth of a decode step.
+      greedy: True for rows that take the largest logit instead, bool `[...]`.
+      by_columns: True if the vocabulary is the first axis in memory, as `times_transposed` by columns leaves it. This
+        does not change the tokens.
 
     Returns:
-      int32 ids `[...]` and their log-probabilities `[...]` in nats.
+      Token ids, int32 `[...]`, and their log-probabilities `[...]` in nats.
     """
     vocab_size, shape = logits.shape[-1], logits.shape[:-1]
     axis = 0 if by_columns else len(shape)
-    width = math.isqrt(vocab_size - 1) + 1  # of a block; the last one may have fewer tokens
+    width = math.isqrt(vocab_size - 1) + 1  # tokens in a block; the last block may have fewer
     end = vocab_size - vocab_size % width
     scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), shape)
 
     logits = jnp.moveaxis(logits, -1, axis)
     maximum = jnp.max(logits, axis)
     weights = jnp.exp((logits - jnp.expand_dims(maximum, axis)) * jnp.expand_dims(scale, axis))
-    whole, rest = jnp.split(weights, [end], axis)  # not padded, which would be one more array of this size
+    whole, rest = jnp.split(weights, [end], axis)  # padding would make one more array of this size
     sums = jnp.sum(whole.reshape(*shape[:axis], -1, width, *shape[axis:]), axis + 1)
     sums = jnp.concatenate([sums, jnp.sum(rest, axis, keepdims=True)], axis)
     first = _invert(sums, uniforms[..., 0], axis) * width
@@ -129,7 +129,7 @@ def sample_categorical(
     chosen = jnp.where(tokens < vocab_size, jnp.take_along_axis(weights, tokens, axis, mode="clip"), 0)
     ids = first + _invert(chosen, uniforms[..., 1], axis)
     if greedy is not None:
-        # On CPU the arg max takes as long as everything else in this function, and is mostly not needed.
+        # On CPU the arg max takes as long as everything else in this function, and is rarely needed.
         likeliest = jax.lax.cond(jnp.any(greedy), lambda: jnp.argmax(logits, axis).astype(jnp.int32), lambda: ids)
         ids = jnp.where(greedy, likeliest, ids)
     logit = jnp.take_along_axis(logits, jnp.expand_dims(ids, axis), axis).squeeze(axis)
@@ -137,24 +137,24 @@ def sample_categorical(
 
 
 def _invert(weights: jax.Array, uniform: jax.Array, axis: int) -> jax.Array:
-    """Finds the first i along an axis with w₀ + … + wᵢ > u Σ w, int32 `[...]`; never one with w = 0."""
-    # A parallel prefix sum may rise by a rounding where the weight is 0; 0 never exceeds the target.
+    """Finds the first i along an axis with w₀ + … + wᵢ > u Σ w, int32 `[...]`, and never an i with wᵢ = 0."""
+    # Rounding in a parallel prefix sum may raise it at a weight of 0. There it is set to 0, which is below any target.
     running = jnp.where(weights > 0, jnp.cumsum(weights, axis), 0)
     total = jnp.max(running, axis, keepdims=True)
-    # Rounding could also push the target up to the total itself, which nothing exceeds.
+    # Rounding could also raise the target to the total, which no running sum exceeds.
     target = jnp.minimum(jnp.expand_dims(uniform, axis) * total, jnp.nextafter(total, 0.0))
     return jnp.argmax(running > target, axis).astype(jnp.int32)
 
 
 def draw_noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:
-    """Draws two uniforms for each token, `[N, G, T, 2]`, keyed by (key, row, position).
+    """Draws two uniforms for each token, `[N, G, T, 2]`, that depend only on (key, row, position).
 
-    The key is folded with both in a scan, which compiles one hash instead of two.
+    The row and the position are folded into the key in a scan, which compiles one hash instead of two.
 
     Args:
-      key: of a step.
-      rows: int `[N, G]`, numbers of the completions.
-      max_tokens: T.
+      key: The random key of a step.
+      rows: The numbers of the completions, int `[N, G]`.
+      max_tokens: The maximum number of tokens of a completion, T.
     """
     shape = (*rows.shape, max_tokens)
     numbers = (jnp.broadcast_to(x, shape).ravel() for x in (rows[..., None], jnp.arange(max_tokens)))
@@ -170,21 +170,21 @@ def draw_noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:
 
 
 class Completions(NamedTuple):
-    """Sampled completions. Log-probabilities are in nats, 0 on masked tokens."""
+    """Sampled completions. Log-probabilities are in nats, and 0 on masked tokens."""
 
     completion_ids: jax.Array  # int32 [N, G, T], `pad_id` on masked tokens
     completion_mask: jax.Array  # bool [N, G, T], true up to and including the token that ended the row
-    sampler_logprobs: jax.Array  # [N, G, T], of the softmax after temperature: what a scorer computes
+    sampler_logprobs: jax.Array  # [N, G, T], from the softmax after temperature, which a scorer computes too
     truncated_logprobs: jax.Array | None  # [N, G, T], after top-k, top-p and min-p too; None without them
-    truncated: jax.Array  # bool [N, G], no token ended the row within T
-    # ---- of episodes; None without an environment
-    turn: Any = None  # int32 [N, G, T], the turn, from 1; a reply has that of the turn before it; 0: none
+    truncated: jax.Array  # bool [N, G], true if no token ended the row within T
+    # ---- fields of episodes; None without an environment
+    turn: Any = None  # int32 [N, G, T], the turn of each token, from 1; a reply belongs to the turn before it; 0: none
     turn_rewards: Any = None  # float32 [N, G, K], the environment's reward for each turn; NaN: none
-    ending: Any = None  # int8 [N, G], why the episode ended: a place in `data.episodes.ENDINGS`
+    ending: Any = None  # int8 [N, G], the reason why the episode ended, as an index into `data.episodes.ENDINGS`
 
     @property
     def attention_mask(self) -> jax.Array:
-        """All tokens of the policy and of the environment, bool `[N, G, T]`."""
+        """The mask of all tokens, the policy's and the environment's, bool `[N, G, T]`."""
         return self.completion_mask if self.turn is None else self.turn > 0
 
 
@@ -202,34 +202,34 @@ def sample_groups(
     truncation: Truncation | None = None,
     pad_id: int = 0,
 ) -> Completions:
-    """Samples G completions of each of N prompts.
+    """Samples G completions for each of N prompts.
 
-    The noise of a token depends only on the key, the row and the position: not on the width
-    of the batch or of the prompts, the number of devices, or the vocabulary.
+    The noise of a token depends only on the key, the row and the position. It does not depend on the width of the batch
+    or of the prompts, on the number of devices, or on the vocabulary.
 
-    Long completions are decoded in fewer and fewer rows as they end, unless `policy.select` is None (`_widths`). This
-    changes nothing but the rounding of products with fewer rows.
+    As long completions end, decoding continues with fewer and fewer rows, unless `policy.select` is None (`_widths`).
+    This changes only the rounding of products.
 
     Args:
-      policy: the model's functions.
-      params: its parameters.
-      prompt_ids: int `[N, P]`, padded on the left.
-      prompt_mask: bool `[N, P]`, true on tokens of the prompt; at least one a row.
-      rows: int `[N, G]`, numbers of the completions, unique within a step, that key the noise.
-      key: consumed; one for each step.
-      max_tokens: T.
-      eos_ids: any of these ends a row, and belongs to it.
-      temperature: broadcasts against `[N, G]`; 0 takes the likeliest token, and the
+      policy: The functions of the model.
+      params: The parameters of the model.
+      prompt_ids: The tokens of the prompts, int `[N, P]`, padded on the left.
+      prompt_mask: True on tokens of the prompt, bool `[N, P]`; at least one per row.
+      rows: The numbers of the completions, int `[N, G]`, unique within a step. They determine the noise.
+      key: The random key of a step; consumed.
+      max_tokens: The maximum number of tokens of a completion, T.
+      eos_ids: The tokens that end a completion. The ending token belongs to the completion.
+      temperature: The sampling temperature; broadcasts against `[N, G]`. 0 takes the likeliest token, and the
         log-probabilities are then those at temperature 1. Default 1.
-      truncation: limits on the candidates, or None.
-      pad_id: fills completion_ids after the end.
+      truncation: The limits on the candidate tokens, or None.
+      pad_id: The token that fills completion_ids after the end.
 
     Returns:
       `Completions`.
     """
     running = initial_state(rows, key, max_tokens, temperature, truncation, pad_id)
     rooms = rooms_of(max_tokens) if policy.widen else (max_tokens,)
-    # Nothing reads the cache of a completion that has ended, so it need not stay valid.
+    # Nothing reads the cache of an ended completion, so it need not stay valid.
     policy = policy._replace(forgets=False)
     extend, state = start_decoding(policy, params, prompt_ids, prompt_mask, running, rooms[0], eos_ids)
     widths = _widths(policy, params, state[1], rows.size, max_tokens)
@@ -248,7 +248,7 @@ class Running(NamedTuple):
     uniforms: jax.Array  # [..., T, 2]
     temperature: jax.Array
     limits: Truncation
-    out: Completions  # so far
+    out: Completions  # the tokens so far
 
 
 def initial_state(
@@ -259,7 +259,7 @@ def initial_state(
     truncation: Truncation | None,
     pad_id: int,
 ) -> Running:
-    """Returns completions before the first token, with room for `size` tokens. Arguments as of `sample_groups`."""
+    """Returns completions before the first token, with room for `size` tokens. For arguments see `sample_groups`."""
     shape = rows.shape
     zeros = jnp.zeros((*shape, size), jnp.float32)
     out = Completions(
@@ -293,12 +293,12 @@ def start_decoding(
     If `policy.forgets`, the cache stays valid for completions that have ended.
 
     Args:
-      policy, params, prompt_ids, prompt_mask, eos_ids: as in `sample_groups`.
-      running: before the first token.
-      room: tokens of a completion that the cache has room for.
+      policy, params, prompt_ids, prompt_mask, eos_ids: See `sample_groups`.
+      running: The completions before the first token.
+      room: The number of tokens per completion that the cache has room for.
 
     Returns:
-      A function that extends (step, cache, running) by one token; and these after the first token.
+      A function that extends the state (step, cache, running) by one token, and the state after the first token.
     """
     shape = running.last_ids.shape
     hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], room)
@@ -318,9 +318,9 @@ def start_decoding(
 
 
 def make_logits(policy: Policy, params: Params) -> Callable[[jax.Array], jax.Array]:
-    """Makes the function of hidden states `[N, G, D]` to logits before temperature, float32 `[N, G, V]`.
+    """Makes the function from hidden states `[N, G, D]` to logits before temperature, float32 `[N, G, V]`.
 
-    They are those of `functional.token_logprobs`.
+    `functional.token_logprobs` computes the same logits.
     """
     unembedding = policy.unembedding(params)
     of_tokens, of_features = unembedding_axes(unembedding.shape[0])
@@ -329,28 +329,28 @@ def make_logits(policy: Policy, params: Params) -> Callable[[jax.Array], jax.Arr
     def logits_of(hidden: jax.Array) -> jax.Array:
         hidden = spread(hidden, DATA, None, of_features)
         logits = softcapped(times_transposed(hidden, unembedding, jnp.float32, by_columns=True), policy.softcap)
-        # On a mesh each device has the logits of its tokens of the vocabulary, and then samples for its prompts.
+        # On a mesh each device computes the logits of its part of the vocabulary, and then samples for its prompts.
         return spread(spread(spread(logits, DATA, None, of_tokens), BATCH, None, TENSOR), AXES)
 
     return logits_of
 
 
-# Decoding continues with a quarter of the completions, but with no fewer than 8: on a CPU 2 take as long as 8.
+# Decoding continues with a quarter of the completions, but with at least 8: on a CPU 2 take as long as 8.
 _QUARTER = 4
 _FEWEST = 8
-# A decode step with fewer completions must read at most this share of the bytes, or it is not worth its compilation.
-# Their number is then halved until it does.
+# A decode step with fewer completions is worth compiling only if it reads at most this share of the bytes. Otherwise
+# their number is halved until it does.
 _WORTHWHILE = 0.75
 
 
 def _widths(policy: Policy, params: Params, cache: Any, num_completions: int, max_tokens: int) -> tuple[int, ...]:
-    """Returns numbers of completions to continue with when no more than that are left, from large to small.
+    """Returns the numbers of completions at which decoding continues with only the unfinished ones, descending.
 
-    Every completion that is left gets a copy of its prompt's keys and values. With long prompts and large groups, few
+    Every unfinished completion gets a copy of its prompt's keys and values. With long prompts and large groups, few
     completions can therefore read more than all of them did. Large weights are read for any number of completions.
     """
     traits, select = traits_of_backend(), policy.select
-    # On a mesh the completions that are left would not be spread evenly.
+    # On a mesh the unfinished completions would not be spread evenly.
     if select is None or mesh_sizes() is not None or max_tokens < traits.narrows_from:
         return ()
     weights = 0
@@ -375,7 +375,7 @@ def _num_bytes(tree: Any) -> int:
 
 
 def rooms_of(max_tokens: int) -> tuple[int, ...]:
-    """Returns the tokens of a completion that the cache has room for, at first and later on: see `Traits.rooms`."""
+    """Returns the numbers of tokens per completion that the cache has room for, ascending: see `Traits.rooms`."""
     traits = traits_of_backend()
     if max_tokens < traits.grows_from:
         return (max_tokens,)
@@ -383,7 +383,8 @@ def rooms_of(max_tokens: int) -> tuple[int, ...]:
 
 
 def is_running(state: Any, *, max_tokens: int, fewer: int = 0) -> jax.Array:
-    """Tells whether more than `fewer` completions of (step, cache, running) have neither ended nor `max_tokens`."""
+    """Returns whether the state (step, cache, running) has fewer than `max_tokens` tokens and more than `fewer`
+    unfinished completions."""
     step, _, running = state
     return (step < max_tokens) & (jnp.sum(running.out.truncated) > fewer)
 
@@ -395,14 +396,14 @@ def _decode_all(
     max_tokens: int,
     widths: tuple[int, ...],
 ) -> Completions:
-    """Adds tokens until all have ended. When at most widths[0] are left, it copies these and continues with them only.
+    """Adds tokens until all completions have ended. At widths[0] unfinished ones, continues with copies of only these.
 
     Args:
-      extend: (step, cache, running) -> the same after one more token of each.
+      extend: Extends the state (step, cache, running) by one token.
       select: `Policy.select`.
-      state: (step, cache, running) after the first token.
-      max_tokens: T.
-      widths: of `_widths`.
+      state: The state (step, cache, running) after the first token or later.
+      max_tokens: The maximum number of tokens of a completion, T.
+      widths: The numbers of completions to continue with, from `_widths`.
 
     Returns:
       All completions.
@@ -411,7 +412,7 @@ def _decode_all(
     step, cache, running = jax.lax.while_loop(partial(is_running, max_tokens=max_tokens, fewer=fewer), extend, state)
     if not widths or select is None:
         return running.out
-    chosen = jnp.argsort(~running.out.truncated.ravel(), stable=True)[:fewer]  # those that have not ended come first
+    chosen = jnp.argsort(~running.out.truncated.ravel(), stable=True)[:fewer]  # unfinished completions come first
     place = jnp.divmod(chosen, running.last_ids.shape[1])
     few = jax.tree.map(lambda x: x[place][:, None], running)
     out = _decode_all(extend, select, (step, select(cache, chosen), few), max_tokens, widths[1:])
@@ -426,15 +427,15 @@ def add_token(
     eos_ids: tuple[int, ...],
     active: jax.Array,
 ) -> Running:
-    """Samples the next token of active completions. The others stay as they are.
+    """Samples the next token of active completions. The outputs of inactive completions do not change.
 
     Args:
-      logits_of: of `make_logits`.
-      running: all completions.
-      hidden: `[N, G, D]`, the states that predict the token.
-      step: int32, the token's place: a scalar for all completions, or `[N, G]`.
-      eos_ids: any of these ends a completion.
-      active: bool `[N, G]`.
+      logits_of: The function from hidden states to logits, from `make_logits`.
+      running: All completions.
+      hidden: The hidden states that predict the token, `[N, G, D]`.
+      step: The position of the token, int32: a scalar for all completions, or `[N, G]`.
+      eos_ids: The tokens that end a completion.
+      active: True for active completions, bool `[N, G]`.
     """
     ids, logprobs, truncated_logprobs = _draw(running, logits_of(hidden), step, multiplies_by_columns(hidden.dtype))
 
@@ -455,7 +456,7 @@ def add_token(
 def _draw(
     running: Running, logits: jax.Array, step: jax.Array, by_columns: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Draws tokens `[N, G]` from logits `[N, G, V]`. Returns their log-probabilities before and after truncation."""
+    """Draws tokens `[N, G]` from logits `[N, G, V]`; also returns log-probabilities before and after truncation."""
     greedy = running.temperature == 0
     scale = 1.0 / jnp.where(greedy, 1.0, running.temperature)
     if step.ndim:
@@ -472,7 +473,7 @@ def _draw(
 
 
 def put_at(array: jax.Array, step: jax.Array, value: Any, active: jax.Array) -> jax.Array:
-    """Puts a value `[N, G]` at `step` of `[N, G, T]` for active completions; a step as in `add_token`."""
+    """Puts a value `[N, G]` at position `step` of `[N, G, T]` for active completions. For `step` see `add_token`."""
     if not step.ndim:
         return array.at[:, :, step].set(jnp.where(active, value, array[:, :, step]))
     is_there = (jnp.arange(array.shape[-1]) == step[..., None]) & active[..., None]
