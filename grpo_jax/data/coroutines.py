@@ -29,5 +29,5 @@ def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 @lru_cache(maxsize=8)
 def _thread_beside(loop: asyncio.AbstractEventLoop) -> ThreadPoolExecutor:
-    """Returns the thread for calls from within a loop. Each loop has its own thread, so that nested calls do not wait."""
+    """Returns the thread for calls from within a loop. Each loop has its own, so that nested calls do not wait."""
     return ThreadPoolExecutor(1)

@@ -1,6 +1,6 @@
 """Preferences and ratings. Malformed records are dropped and counted.
 
-A preference is a pair of answers to a prompt, of which one was chosen. A rating says of one answer if it is good or bad.
+A preference is a pair of answers to a prompt, of which one was chosen. A rating marks one answer as good or bad.
 """
 
 import os
@@ -226,8 +226,8 @@ def read_ratings(source: str | Path, *, chat: bool = False) -> tuple[list[Rating
     """Reads ratings from a file, a folder or a hub data set.
 
     Args:
-      source: See `rows.read_rows`. Rows have "prompt", "completion" and "label" (true or false), as for TRL's KTO. A row
-        of `read_preferences` gives two ratings: its chosen answer is desirable, its rejected answer is not.
+      source: See `rows.read_rows`. Rows have "prompt", "completion" and "label" (true or false), as for TRL's KTO. A
+        row of `read_preferences` gives two ratings: its chosen answer is desirable, its rejected answer is not.
       chat: See `read_preferences`.
 
     Returns:
