@@ -129,7 +129,7 @@ def encode_prompts(
         # A template already contains the special tokens.
         encoded_texts = encode_texts(tokenizer, [all_texts[i] for i in chosen], special_tokens=is_plain)
         for i, ids in zip(chosen, encoded_texts, strict=True):
-            has_two = len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None)  # the text has its own BOS
+            has_two = len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None)  # one in the text
             all_ids[i] = _without_end(ids[int(has_two) :], eos_ids)
     encoded = _fitting(all_ids, all_texts, max_prompt_tokens, overlong, kind="prompts", others=others)
     if not encoded.numbers and not others:
