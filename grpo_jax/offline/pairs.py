@@ -131,7 +131,7 @@ def pair_batches(
     order, shape = batches(size, count, seed), widths or pair_widths(pairs)
 
     def batch(step: int) -> PairBatch:
-        numbers = np.concatenate([order(step), np.arange(count, num_pairs)])  # numbers that no pair has, for empty pairs
+        numbers = np.concatenate([order(step), np.arange(count, num_pairs)])  # no pair has these numbers
         padded = pad_pairs(pairs, numbers, *shape)
         return padded if ref_logprobs is None else padded._replace(ref_logprobs=ref_logprobs[numbers])
 

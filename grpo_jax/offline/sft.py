@@ -85,7 +85,10 @@ def distillation_loss(
 
 
 def predicting_states(policy: Policy, params: Params, batch: Batch | Packed) -> jax.Array:
-    """Returns the states that predict each token, `[N, G, T, D]` or `[B, S, D]`. They are undefined for first tokens of packed texts."""
+    """Returns the states that predict each token, `[N, G, T, D]` or `[B, S, D]`.
+
+    They are meaningless for the first tokens of packed texts.
+    """
     if not isinstance(batch, Packed):
         return hidden_states(policy, params, batch)
     return policy.states(params, rows_of_texts(batch.ids, batch.texts))[0][:, 0]
