@@ -56,9 +56,8 @@ class ProcessOptions:
     """Keywords of `Grader` and `environments.environment_in_processes`, which say how a function runs in processes.
 
     Attributes:
-      arguments: Keywords for the function. A function such as (examples, completions, *, x) gets them at each call. A
-        function without positional arguments is called once with them, and returns the function to use. None: no
-        keywords.
+      arguments: Keywords for the function. A function such as (examples, completions, *, x) gets them at each call. Any
+        other function is called once with them, and returns the function to use. None: the function is used as it is.
       deadline: Seconds for one call of the function.
       budget: Seconds for all questions of a batch. Questions without an answer by then get none.
       chunk: The number of questions in one call of the function. "prompt": the consecutive questions of one prompt,

@@ -60,9 +60,8 @@ def load(kind: str, spec: str, arguments: Mapping[str, Any] | None = None, modul
     Args:
       kind: "reward", "environment", "environment factory" or "tool".
       spec: The name of the function, as "package.module:function" or "path/to/file.py:function".
-      arguments: Keywords for the function. A function such as (examples, completions, *, x) gets them at each call. A
-        function without positional arguments is called once with them, and returns the function to use. None: no
-        keywords.
+      arguments: Keywords for the function. A function such as (examples, completions, *, x) gets them at each call. Any
+        other function is called once with them, and returns the function to use. None: the function is used as it is.
       module: The module that `import_place` returned for the text before ":". None: it is imported here.
 
     Raises:
