@@ -29,7 +29,7 @@ def sampler_of(
     Args:
       options: The options of the engine.
       pretrained: The trained model, whose parameters the engine loads.
-      task: Supplies the tokens that end a completion, the padding and the size of the vocabulary.
+      task: Supplies the vocabulary.
       config: The configuration of the run.
       note: Tells the user the reason for a delay.
 
@@ -82,7 +82,7 @@ def completions_of(answers: list[Completion], shape: tuple[int, int], max_tokens
       answers: The answers in the order of `[N, G]`.
       shape: (N, G).
       max_tokens: The most tokens of a completion, T.
-      task: Supplies the tokens that end a completion, and the padding.
+      task: Supplies EOS and padding tokens.
     """
     groups = [answers[start : start + shape[1]] for start in range(0, len(answers), shape[1])]
     ids, mask = pad_completions([[completion for completion, _ in group] for group in groups], max_tokens)
