@@ -289,7 +289,7 @@ def _cache(model: ModelConfig, shape: Shape) -> int:
 
 
 def _activations(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of a piece: all stored activations, and the larger of a layer's backward pass and the logits."""
+    """Returns the bytes of a piece: stored activations, and the larger of a layer's backward pass and the logits."""
     piece, tokens, projected = shape.piece, tokens_of_piece(shape), _projected(model, shape)
     inputs = 0 if model.remat == "offload" and shape.traits.offloads else model.hidden_size
     decoders = 2 if shape.critic == "own" else 1
