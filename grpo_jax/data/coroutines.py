@@ -1,4 +1,4 @@
-"""Async functions of users, called where nothing else is async."""
+"""Calls of users' async functions from synchronous code."""
 
 import asyncio
 import threading
@@ -12,22 +12,22 @@ _OF_THREAD = threading.local()
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Returns what a coroutine returns, also where a loop runs already, as in a notebook.
+    """Runs a coroutine and returns its result, even if a loop is already running, as in a notebook.
 
-    All calls of a thread run in one loop, so that a client of a service can be kept between them: it belongs to its
-    loop. Calls within a running loop run in a thread beside it, which is theirs too.
+    All calls of a thread share one loop, so that they can share a client of a service, which belongs to its loop. Calls
+    from within a running loop run in another thread, one for each such loop.
     """
     try:
         running = asyncio.get_running_loop()
     except RuntimeError:
         if not hasattr(_OF_THREAD, "runner"):
             _OF_THREAD.runner = asyncio.Runner()
-            weakref.finalize(threading.current_thread(), _OF_THREAD.runner.close)  # cancels what still waits
+            weakref.finalize(threading.current_thread(), _OF_THREAD.runner.close)  # cancels unfinished tasks
         return _OF_THREAD.runner.run(coroutine)
     return _thread_beside(running).submit(run_to_end, coroutine).result()
 
 
 @lru_cache(maxsize=8)
 def _thread_beside(loop: asyncio.AbstractEventLoop) -> ThreadPoolExecutor:
-    """Returns the thread for calls within a loop. Each loop has its own, so that calls within calls do not wait."""
+    """Returns the thread for calls from within a loop. Each loop has its own, so that nested calls do not wait."""
     return ThreadPoolExecutor(1)

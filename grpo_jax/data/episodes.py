@@ -1,9 +1,8 @@
-"""Environments: what answers a policy, so that a completion is an episode of several turns.
+"""Environments, which answer a policy so that a completion is an episode of several turns.
 
-An environment is a pure function (example, transcript, key) -> reply. It keeps nothing between calls: whatever it needs
-to know follows from the example and from what was said so far. So the same run gives the same numbers, and a run that
-was killed goes on as if it had not been. What an episode begins with is part of its prompt, which the completions of a
-group share.
+An environment is a pure function (example, transcript, key) -> reply. It keeps no state between calls, and derives all
+that it needs from the example and the transcript. So runs are reproducible, and a killed run resumes as if it had not
+been killed. The first observation of an episode is part of its prompt, which the completions of a group share.
 """
 
 import asyncio
@@ -18,54 +17,54 @@ from grpo_jax.data.coroutines import run_to_end
 from grpo_jax.data.types import LARGEST_REWARD, MESSAGE_CHARACTERS, Completion, Example, Number, Turn
 from grpo_jax.errors import UsageError
 
-Transcript = Sequence[Turn]  # all turns so far; nothing is heard yet in the last one
+Transcript = Sequence[Turn]  # all turns so far; the last turn has no observation yet
 Key = tuple[int, ...]  # (seed, stream, step, number of the completion, number of the turn), for `data.types.rng`
 
 
 class Reply(NamedTuple):
-    """The answer of an environment to a turn of the policy."""
+    """An environment's answer to a turn of the policy."""
 
-    text: str = ""  # what the policy reads next; not read where the episode ends
+    text: str = ""  # read next by the policy; not read if the episode ends
     done: bool = False  # the episode ends here
-    reward: Number = None  # of the turn
-    ids: Sequence[int] | None = None  # tokens in place of the text, delimiters included
-    failure: str = ""  # why there is no reply, among FAILURES: that ends the episode
-    message: str = ""  # about a failure
+    reward: Number = None  # the reward of the turn
+    ids: Sequence[int] | None = None  # token ids that replace the text, delimiters included
+    failure: str = ""  # the reason in FAILURES why there is no reply; it ends the episode
+    message: str = ""  # details of the failure
 
 
-# Why an episode ended: the environment said so; what it was allowed to take was used up; or the environment failed.
+# The reasons why an episode ends: the environment is done, a budget is used up, or the environment failed.
 BUDGETS = ("policy tokens", "environment tokens", "turns")
 FAILURES = ("timeout", "raised", "died", "not a reply", "budget")
 ENDINGS = ("done", *BUDGETS, *FAILURES)
 
-# (examples, transcripts, keys), one entry an episode -> as many replies
+# (examples, transcripts, keys), one entry for each episode -> one reply for each episode
 Ask = Callable[[Sequence[Example], Sequence[Transcript], Sequence[Key]], Sequence[Reply]]
-# one episode; may be async
+# answers one episode; may be async
 ReplyFn = Callable[[Example, Transcript, Key], Reply | Awaitable[Reply]]
 
-# A text this long is longer than any budget of tokens, and is not encoded.
+# A longer text exceeds any budget of tokens, and is not encoded.
 MAX_CHARACTERS = 2**18
 
 
 class Environment(NamedTuple):
-    """The side of an episode that answers the policy. `environment` makes one of a function."""
+    """The side of an episode that answers the policy. `environment` makes one from a function."""
 
     ask: Ask
-    # text of a reply -> ids as the policy reads them, with what delimits turns. Text never becomes a control token
+    # text of a reply -> ids for the policy, with the delimiters of turns. Text never becomes a control token
     encode: Callable[[str], Sequence[int]]
-    messages: dict[str, str]  # failure -> the last thing known about one
-    # an episode -> numbers of it, by name, whose means are logged as "environment_" and the name
+    messages: dict[str, str]  # failure -> the last message about it
+    # an episode -> its metrics by name; their means are logged with the prefix "environment_"
     measure: Callable[[Completion], Mapping[str, float]] | None = None
-    source: str = ""  # digest of the file that its function was loaded from; empty: it came from no file
+    source: str = ""  # digest of the file that the function was loaded from; empty: it is not from a file
 
 
 def environment(reply: ReplyFn, encode: Callable[[str], Sequence[int]]) -> Environment:
-    """The environment of a function that is called in this process, without a deadline.
+    """Makes an environment from a function, which is called in this process and without a deadline.
 
     Args:
-      reply: (example, transcript, key) -> `Reply`; may be async, and then those of all episodes run together. One that
-        raises ends its episode.
-      encode: text of a reply -> ids.
+      reply: Maps (example, transcript, key) to a `Reply`. If it is async, the calls of all episodes run concurrently.
+        A call that raises ends its episode.
+      encode: Maps the text of a reply to token ids.
     """
     messages: dict[str, str] = {}
 
@@ -78,7 +77,7 @@ def environment(reply: ReplyFn, encode: Callable[[str], Sequence[int]]) -> Envir
 
 
 def messages_of(replies: Sequence[Reply]) -> dict[str, str]:
-    """A sentence for each kind of failure."""
+    """Returns a message for each kind of failure."""
     return {reply.failure: reply.message for reply in replies if reply.failure}
 
 
@@ -108,23 +107,23 @@ async def _gathered(answers: Sequence[Any]) -> list[Any]:
 
 
 def _raised() -> Reply:
-    """Describes the exception that is handled."""
+    """Makes a reply that reports the current exception."""
     return Reply(failure="raised", message=traceback.format_exc(limit=-20)[-MESSAGE_CHARACTERS:])
 
 
 def checked_reply(value: Any) -> Reply:
-    """Makes a reply of the value that an environment returned; a failure if it is none."""
+    """Checks the value that an environment returned. If it is no reply, returns a failure."""
     wrong = _wrong(value)
     if wrong:
         return Reply(failure="not a reply", message=f"the environment returned {wrong}")
-    # What no budget has room for ends the episode, whatever it says.
+    # A text that exceeds any budget ends the episode anyway, so its rest is not needed.
     ids = None if value.ids is None else [int(i) for i in value.ids[: MAX_CHARACTERS + 1]]
     reward = None if value.reward is None else float(value.reward)
     return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message)
 
 
 def _wrong(value: Any) -> str:
-    """Returns why a value is no reply, "" if it is one."""
+    """Returns the reason why a value is no reply, or "" if it is a reply."""
     if not isinstance(value, Reply):
         return f"{type(value).__name__}, not data.episodes.Reply"
     if value.failure and value.failure not in FAILURES:
@@ -152,9 +151,9 @@ def _wrong(value: Any) -> str:
 
 
 def episode_return(examples: Sequence[Example], completions: Sequence[Completion]) -> list[Number]:
-    """The reward of an episode: the sum of what the environment gave for its turns.
+    """Returns the reward of each episode: the sum of the environment's rewards for its turns.
 
-    None, which does not apply, where it gave nothing at all, or where it failed.
+    The reward is None, so that it does not apply, if the environment rewarded no turn or failed.
     """
     del examples
     return [_return(completion) for completion in completions]
@@ -165,7 +164,7 @@ def _return(completion: Completion) -> Number:
     return sum(rewards) if rewards and completion.ending not in FAILURES else None
 
 
-# ---- replies as tokens: text as nothing but text, between what a chat template puts around a turn
+# ---- replies as tokens: plain text between the delimiters of the chat template
 
 _SAID, _HEARD = "said-by-the-policy", "heard-by-the-policy"
 
@@ -173,18 +172,19 @@ _SAID, _HEARD = "said-by-the-policy", "heard-by-the-policy"
 def reply_encoder(
     tokenizer: Any, eos_ids: tuple[int, ...], *, roles: Sequence[str] = ("user",)
 ) -> Callable[[str], list[int]]:
-    """How replies are encoded for a model.
+    """Makes the function that encodes replies for a model.
 
     Args:
-      tokenizer: of transformers. Without a chat template nothing is put around a reply.
-      eos_ids: any of these has ended the policy's turn.
-      roles: of the reply in the chat template: the first that it knows. Where none is given, nothing is put around.
+      tokenizer: A transformers tokenizer. Without a chat template replies have no delimiters.
+      eos_ids: The ids of the tokens that end a turn of the policy.
+      roles: Roles for the reply. The first role that the chat template knows is used. Without roles, replies have no
+        delimiters.
 
     Returns:
-      text -> ids. Special tokens that the text spells are encoded as the characters that they are.
+      text -> ids. Special tokens spelled out in the text are encoded as plain characters.
 
     Raises:
-      UsageError: the chat template knows none of the roles.
+      UsageError: The chat template knows none of the roles.
     """
     has_delimiters = tokenizer.chat_template and roles
     before, after = delimiters(tokenizer, eos_ids, roles) if has_delimiters else ([], [])
@@ -197,19 +197,20 @@ def reply_encoder(
 
 
 def delimiters(tokenizer: Any, eos_ids: tuple[int, ...], roles: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Asks a chat template once what it writes around a reply.
+    """Finds the delimiters that a chat template writes around a reply.
 
-    Templates render earlier turns anew, and some leave out parts of them. So it is filled in for one short
-    conversation, and what was sampled is never rendered.
+    Templates render earlier turns again, and some omit parts of them. So the template is filled in only once, for a
+    short conversation, and sampled turns are never rendered.
 
     Args:
-      tokenizer, eos_ids, roles: as in `reply_encoder`.
+      tokenizer, eos_ids, roles: See `reply_encoder`.
 
     Returns:
-      Tokens after the one that ended the policy's turn, and tokens up to where its next turn begins.
+      The tokens between the end of the policy's turn and the reply, and the tokens between the reply and the policy's
+      next turn.
 
     Raises:
-      UsageError: the chat template knows none of the roles.
+      UsageError: The chat template knows none of the roles.
     """
     for role in roles:
         messages = [
@@ -219,13 +220,13 @@ def delimiters(tokenizer: Any, eos_ids: tuple[int, ...], roles: Sequence[str]) -
         ]
         try:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception:  # whatever the template raises of a role that it does not know
+        except Exception:  # templates raise any type of error for an unknown role
             continue
         behind = text.rpartition(_SAID)[2]
         before, marker, after = behind.partition(_HEARD)
         if marker:
             ids, rest = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
-            # The policy has written the end of its turn.
+            # The policy has already written the end of its turn.
             ends = next((place for place, token in enumerate(ids) if token in eos_ids), -1)
             return ids[ends + 1 :], rest
     raise UsageError(f"the chat template has no turn of the role {' or '.join(roles)}: take another model or template")

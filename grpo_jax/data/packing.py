@@ -1,4 +1,4 @@
-"""Several texts in a row of fixed width: supervised training on texts of different lengths computes little padding."""
+"""Packing of several texts into rows of fixed width, to save padding in supervised training."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
@@ -16,28 +16,29 @@ class Packed(NamedTuple):
     """B rows of S tokens, a batch of `offline.sft`."""
 
     ids: Array  # int32 [B, S]
-    texts: Array  # int32 [B, S], which text of the row a token is of, from 1; 0 for padding
-    completion_mask: Array  # bool [B, S], true on the tokens that are learned
-    weights: Array = None  # [B, S], made from the mask of a whole optimizer batch
+    texts: Array  # int32 [B, S], the number of each token's text in its row, from 1; 0 for padding
+    completion_mask: Array  # bool [B, S], true for tokens in the loss
+    weights: Array = None  # [B, S], computed from the mask of a whole optimizer batch
 
 
 def pack(
     prompts: Sequence[Sequence[int] | np.ndarray], completions: Sequence[Sequence[int] | np.ndarray], *, width: int
 ) -> Packed:
-    """Texts as rows, each whole in one of them; prompts are seen and not learned.
+    """Packs texts into rows, without cutting a text. The loss covers only the completions.
 
-    The longest first, each into the fullest row that has room for it (best fit, decreasing).
+    Texts are taken from the longest to the shortest. Each goes into the fullest row with room for it (best fit,
+    decreasing).
 
     Args:
       prompts: M lists of ids.
-      completions: M lists of ids, with the token that ends them.
-      width: S.
+      completions: M lists of ids, each with the token that ends it.
+      width: The number of tokens in a row, S.
 
     Returns:
-      The rows. Which texts share one is a function of the lengths alone.
+      The rows. The assignment of texts to rows depends only on their lengths.
 
     Raises:
-      UsageError: there are no texts, one has nothing to learn, or one is longer than a row.
+      UsageError: There are no texts, a text has no token in the loss, or a text is longer than a row.
     """
     if not prompts or len(prompts) != len(completions):
         raise UsageError(f"{len(prompts)} prompts and {len(completions)} completions cannot be packed: give one each")
@@ -48,7 +49,7 @@ def pack(
         if not len(completions[number]) or length < 2:
             raise UsageError(f"text {number} has no token to learn: drop it")
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # what is left of each row, sorted
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         place = bisect_left(room, (lengths[number], 0))
         left, row = room.pop(place) if place < len(room) else (width, len(rows))
@@ -70,18 +71,18 @@ def pack(
 
 
 def packed_batches(rows: Packed, count: int, seed: int) -> Callable[[int], Packed]:
-    """Batches of `count` rows: every row once an epoch.
+    """Makes batches of `count` rows, with every row once an epoch.
 
     Args:
-      rows: of `pack`.
-      count: rows of a step, at most as many as there are.
-      seed: of their order.
+      rows: Packed rows from `pack`.
+      count: The number of rows in a step.
+      seed: The seed of the order of rows.
 
     Returns:
       A pure function from the step to its batch.
 
     Raises:
-      UsageError: there are fewer rows.
+      UsageError: There are fewer than `count` rows, or `count` is less than 1.
     """
     total = len(rows.ids)
     if not 1 <= count <= total:
@@ -96,7 +97,7 @@ def packed_batches(rows: Packed, count: int, seed: int) -> Callable[[int], Packe
 
 
 def packed_pieces(rows: Packed, count: int) -> Iterator[Packed]:
-    """All rows in order, `count` at a time and the last filled up with empty ones: what `sft.mean_nll` takes."""
+    """Yields all rows in order for `sft.mean_nll`, `count` at a time. Empty rows fill up the last piece."""
     for start in range(0, len(rows.ids), count):
         piece = [x[start : start + count] for x in rows[:3]]
         yield Packed(*(np.pad(x, [(0, count - len(x)), (0, 0)]) for x in piece))

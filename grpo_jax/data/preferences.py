@@ -1,6 +1,6 @@
-"""Preferences and ratings. What is malformed is dropped, and counted.
+"""Preferences and ratings. Malformed records are dropped and counted.
 
-A preference is a pair of answers to a prompt, of which one was chosen. A rating is one answer, which is good or bad.
+A preference is a pair of answers to a prompt, of which one was chosen. A rating marks one answer as good or bad.
 """
 
 import os
@@ -16,15 +16,15 @@ from grpo_jax.data.text import Message, encode_answers
 from grpo_jax.data.types import LARGEST_REWARD, rng
 from grpo_jax.errors import UsageError
 
-# Of a transcript of Anthropic's HH-RLHF (2204.05862).
+# Markers in transcripts of Anthropic's HH-RLHF (2204.05862).
 ASSISTANT = "\n\nAssistant:"
 TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
-NO_PROMPT = "with an empty prompt"  # why a row is dropped
+NO_PROMPT = "with an empty prompt"  # a reason why a row is dropped
 
 
 class HasPrompt(Protocol):
-    """A record that is held out by its prompt."""
+    """A record with a prompt, whose hash decides if the record is held out."""
 
     @property
     def prompt(self) -> str | list[Message]: ...
@@ -34,38 +34,40 @@ Kind = TypeVar("Kind", bound=HasPrompt)
 
 
 class Preference(NamedTuple):
-    """A prompt, and two answers to it."""
+    """A prompt and two answers to it."""
 
     prompt: str | list[Message]
     chosen: str
     rejected: str
-    margin: float = 0.0  # by how much better the chosen one was said to be
+    margin: float = 0.0  # how much better the chosen answer was rated
 
 
 class EncodedPairs(NamedTuple):
-    """M prompts with two answers as token ids. For a reward model nothing stands behind an answer: a score is read at
-    its last token. A policy learns the EOS behind it."""
+    """M prompts with two answers each, as token ids.
+
+    Answers for a policy end with EOS, which is learned. Answers for a reward model do not: it scores the last token.
+    """
 
     prompts: list[list[int]]  # [M], each of at least one token
-    answers: list[tuple[list[int], list[int]]]  # [M], chosen and rejected; of ratings the rated and a mismatched one
+    answers: list[tuple[list[int], list[int]]]  # [M], chosen and rejected; for ratings, rated and mismatched
     margins: list[float]  # [M]
-    notes: tuple[str, ...] = ()  # what was dropped or cut, in words
-    desirable: list[bool] | None = None  # [M], of ratings
+    notes: tuple[str, ...] = ()  # sentences about the pairs that were dropped or cut
+    desirable: list[bool] | None = None  # [M], for ratings only
 
 
 def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Preference], dict[str, int]]:
-    """Preferences of a file, a folder or a data set on the hub.
+    """Reads preferences from a file, a folder or a hub data set.
 
     Args:
-      source: as for `rows.read_rows`. Rows have "chosen" and "rejected": with a "prompt" (and perhaps a "margin")
-        the answers to it, and without one transcripts of HH-RLHF.
-      chat: transcripts become chat messages, for a chat template; otherwise they stay text.
+      source: See `rows.read_rows`. Rows have "chosen" and "rejected". These are answers if the row has a "prompt" (and
+        perhaps a "margin"), and otherwise transcripts of HH-RLHF.
+      chat: True to turn transcripts into chat messages for a chat template. Otherwise they stay text.
 
     Returns:
-      The preferences, and how many rows were dropped, by reason.
+      The preferences, and the number of dropped rows by reason.
 
     Raises:
-      UsageError: it cannot be read, a column is missing, or nothing is left.
+      UsageError: The source cannot be read, a column is missing, or nothing is left.
     """
 
     def parse(row: Mapping[str, Any]) -> list[Preference] | str:
@@ -78,7 +80,7 @@ def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Pr
 def _read(
     source: str | Path, name: str, parse: Callable[[Mapping[str, Any]], list[Kind] | str]
 ) -> tuple[list[Kind], dict[str, int]]:
-    """Returns what each row is parsed to, and how many rows were dropped, by reason."""
+    """Returns the parsed records of all rows, and the number of dropped rows by reason."""
     records, dropped = list[Kind](), Counter[str]()
     for row in read_rows(source):
         parsed = parse(row)
@@ -92,14 +94,14 @@ def _read(
 
 
 def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference | str:
-    """The preference of a row, or why there is none.
+    """Returns the preference in a row, or the reason why the row is dropped.
 
     Args:
-      row: as for `read_preferences`.
-      chat: as there.
+      row: A row with the columns of `read_preferences`.
+      chat: See `read_preferences`.
 
     Raises:
-      UsageError: a column is missing, or holds something else.
+      UsageError: A column is missing, or has the wrong type.
     """
     if "prompt" not in row:
         return parse_transcripts(text_column(row, "chosen"), text_column(row, "rejected"), chat=chat)
@@ -116,7 +118,7 @@ def prompt_of(row: Mapping[str, Any]) -> str | list[Message] | None:
     """Returns the prompt of a row, or None if it is an empty text.
 
     Raises:
-      UsageError: the prompt is neither text nor chat messages that a policy can answer.
+      UsageError: The prompt is neither text nor chat messages that a policy can answer.
     """
     prompt, where = row.get("prompt"), f"{getattr(row, 'where', 'a row')}: column prompt"
     if not isinstance(prompt, str | list):
@@ -127,17 +129,17 @@ def prompt_of(row: Mapping[str, Any]) -> str | list[Message] | None:
 
 
 def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Preference | str:
-    """Two transcripts of HH-RLHF as a prompt and what the assistant says last in each.
+    """Splits two transcripts of HH-RLHF into a prompt and the assistant's last turn in each.
 
-    The prompt is what both have in common, up to the last "Assistant:" in it.
+    The prompt is the common beginning of both, up to its last "Assistant:".
 
     Args:
-      chosen: turns that begin with "\\n\\nHuman:" or "\\n\\nAssistant:".
-      rejected: the same, with another end.
-      chat: the prompt becomes chat messages, and texts lose the space around them.
+      chosen: A transcript whose turns begin with "\\n\\nHuman:" or "\\n\\nAssistant:".
+      rejected: The same transcript with another end.
+      chat: True to turn the prompt into chat messages, and to strip the texts.
 
     Returns:
-      The preference, or why there is none.
+      The preference, or the reason why there is none.
     """
     shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071, of texts
     end = shared.rfind(ASSISTANT) + len(ASSISTANT)
@@ -164,17 +166,17 @@ def _checked(pair: Preference) -> Preference | str:
 
 
 def split_preferences(preferences: Sequence[Kind], heldout_share: float = 0.2) -> tuple[list[Kind], list[Kind]]:
-    """Splits preferences into training and held-out ones by a hash of the prompt: equal prompts are on one side.
+    """Splits records into a training and a held-out set by a hash of the prompt. Equal prompts are in the same set.
 
     Args:
-      preferences: all; or completions that were rated.
-      heldout_share: about this share is held out, 0.2.
+      preferences: All preferences, or all ratings.
+      heldout_share: About the share of records that is held out.
 
     Returns:
-      Both.
+      The training set and the held-out set.
 
     Raises:
-      UsageError: one of them would be empty.
+      UsageError: One of the sets would be empty.
     """
     places = [hash_of_prompt(pair.prompt) for pair in preferences]
     training = [pair for pair, at in zip(preferences, places, strict=True) if at >= heldout_share]
@@ -188,18 +190,18 @@ def split_preferences(preferences: Sequence[Kind], heldout_share: float = 0.2) -
 
 
 def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **options: Any) -> EncodedPairs:
-    """Token ids of preferences.
+    """Encodes preferences as token ids.
 
     Args:
-      tokenizer: of transformers.
-      preferences: pairs.
-      **options: those of `encode_answers`.
+      tokenizer: A transformers tokenizer.
+      preferences: The preferences to encode.
+      **options: Options of `encode_answers`.
 
     Returns:
-      The pairs; their notes count what was dropped and cut.
+      The pairs. Their notes count the pairs that were dropped or cut.
 
     Raises:
-      UsageError: as `encode_answers`.
+      UsageError: See `encode_answers`.
     """
     texts = [(pair.chosen, pair.rejected) for pair in preferences]
     prompts, answers, numbers, notes = encode_answers(
@@ -209,11 +211,11 @@ def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **opti
     return EncodedPairs(prompts, [(chosen, rejected) for chosen, rejected in answers], margins, notes)
 
 
-_ORDER = 1  # stream of random numbers; 0 orders batches
+_ORDER = 1  # the stream of random numbers; stream 0 orders batches
 
 
 class Rating(NamedTuple):
-    """A completion of a prompt, and what was thought of it."""
+    """A completion of a prompt, rated as desirable or not."""
 
     prompt: str | list[Message]
     completion: str
@@ -221,24 +223,24 @@ class Rating(NamedTuple):
 
 
 def read_ratings(source: str | Path, *, chat: bool = False) -> tuple[list[Rating], dict[str, int]]:
-    """Ratings of a file, a folder or a data set on the hub.
+    """Reads ratings from a file, a folder or a hub data set.
 
     Args:
-      source: as for `rows.read_rows`. Rows have "prompt", "completion" and "label", true or false, as for TRL's KTO. A
-        row of `read_preferences` gives two ratings: its chosen answer is desirable, its rejected one is not.
-      chat: as in `read_preferences`.
+      source: See `rows.read_rows`. Rows have "prompt", "completion" and "label" (true or false), as for TRL's KTO. A
+        row of `read_preferences` gives two ratings: its chosen answer is desirable, its rejected answer is not.
+      chat: See `read_preferences`.
 
     Returns:
-      The ratings, and how many rows were dropped, by reason.
+      The ratings, and the number of dropped rows by reason.
 
     Raises:
-      UsageError: it cannot be read, a column is missing, or nothing is left.
+      UsageError: The source cannot be read, a column is missing, or nothing is left.
     """
     return _read(source, "completion", partial(_ratings_of, chat=chat))
 
 
 def _ratings_of(row: Mapping[str, Any], *, chat: bool) -> list[Rating] | str:
-    """Returns the ratings of a row, or why there is none."""
+    """Returns the ratings in a row, or the reason why the row is dropped."""
     where = getattr(row, "where", "a row")
     if "label" not in row:
         if "completion" in row and "chosen" not in row:
@@ -261,12 +263,12 @@ def encode_ratings(tokenizer: Any, ratings: Sequence[Rating], **options: Any) ->
     """Encodes ratings as pairs whose second completion is empty, for a loss without an estimate of the KL.
 
     Args:
-      tokenizer: of transformers.
-      ratings: some.
-      options: those of `encode_answers`.
+      tokenizer: A transformers tokenizer.
+      ratings: The ratings to encode.
+      options: Options of `encode_answers`.
 
     Raises:
-      UsageError: as `encode_answers`.
+      UsageError: See `encode_answers`.
     """
     texts = [(rating.completion,) for rating in ratings]
     prompts, completions, numbers, notes = encode_answers(
@@ -278,19 +280,19 @@ def encode_ratings(tokenizer: Any, ratings: Sequence[Rating], **options: Any) ->
 
 
 def with_mismatched(ratings: EncodedPairs, seed: int) -> EncodedPairs:
-    """Pairs each completion with one of another prompt: the next of another prompt in a random order.
+    """Pairs each completion with a completion of another prompt, the next such completion in a random order.
 
-    Which one it is depends on the ratings and the seed alone. So what a reference gives it can be computed once.
+    The choice depends only on the ratings and the seed, so that reference log-probabilities can be computed once.
 
     Args:
-      ratings: M, of `encode_ratings`.
-      seed: of the order.
+      ratings: The M ratings from `encode_ratings`.
+      seed: The seed of the order.
 
     Returns:
-      M prompts with both.
+      M prompts, each with its rated completion and a mismatched one.
 
     Raises:
-      UsageError: all have one prompt.
+      UsageError: All ratings have the same prompt.
     """
     if all(prompt == ratings.prompts[0] for prompt in ratings.prompts):
         raise UsageError(
@@ -300,7 +302,7 @@ def with_mismatched(ratings: EncodedPairs, seed: int) -> EncodedPairs:
     order = rng(seed, _ORDER).permutation(len(ratings.prompts)).tolist()
     others, other = dict[int, int](), -1
     following = order[0]
-    for number in [*order[::-1], *order[::-1]]:  # the second time with the others of the last ones known
+    for number in [*order[::-1], *order[::-1]]:  # the second pass wraps around
         if ratings.prompts[following] != ratings.prompts[number]:
             other = following
         others[number], following = other, number

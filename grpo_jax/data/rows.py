@@ -25,13 +25,13 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 class Row(dict[str, Any]):
-    """The columns of one prompt, which also know where they were read."""
+    """The columns of one prompt, and the place that they were read from."""
 
     __slots__ = ("_number", "_source")
 
     def __init__(self, columns: Mapping[str, Any], source: str, number: int | None = None) -> None:
-        """The place is `source`, followed by `number` if there is one: a million rows share one `source`."""
-        # Rows also share the names of their columns.
+        """Makes a row. Its place is `source`, followed by `number` if there is one, so that rows share one `source`."""
+        # Rows also share the names of their columns, which saves memory.
         super().__init__(zip(map(intern, columns), columns.values(), strict=True))
         self._source, self._number = source, number
 
@@ -42,19 +42,19 @@ class Row(dict[str, Any]):
 
 
 def read_rows(source: str | Path, *, split: str | None = None, subset: str | None = None) -> list[Row]:
-    """Rows of a local file or folder, or of a data set on the hub.
+    """Reads the rows of a local file or folder, or of a hub data set.
 
     Args:
-      source: a file (.jsonl: an object a line; .json: a list of objects; either with .gz), a folder with such files
-        named after the splits, or an id on the hub.
-      split: part of a folder or of a hub set; None: "train". A file is one part.
-      subset: of a hub set that has several, such as "main".
+      source: A file (.jsonl: one object per line; .json: a list of objects; either may end with .gz), a folder with
+        such files named after the splits, or an id on the hub.
+      split: The split of a folder or hub data set. None: "train". A file has no splits.
+      subset: The subset of a hub data set that has several, such as "main".
 
     Returns:
       The rows, at least one.
 
     Raises:
-      UsageError: there is no such thing, or it cannot be read; file, line and reason in one sentence.
+      UsageError: The source does not exist, or cannot be read. The message names file, line and reason.
     """
     path = user_path(source)
     if not path.exists() and not str(source).endswith(SUFFIXES) and _HUB_ID.fullmatch(str(source)):
@@ -73,16 +73,16 @@ def column(row: Mapping[str, Any], name: str, where: str = "a row", *, remedy: s
     """Returns the value of a column in a row.
 
     Args:
-      row: its columns.
-      name: of the column.
-      where: names a row that was not read by `read_rows`.
-      remedy: how to name another column, as the end of the refusal.
+      row: The row.
+      name: The name of the column.
+      where: The place of a row that was not read by `read_rows`, for errors.
+      remedy: The end of the error message, which says how to name another column.
 
     Returns:
       The value.
 
     Raises:
-      UsageError: there is no such column; the sentence says which there are.
+      UsageError: There is no such column. The message lists the columns of the row.
     """
     if name not in row:
         there = ", ".join(map(str, row)) or "none"
@@ -93,10 +93,10 @@ def column(row: Mapping[str, Any], name: str, where: str = "a row", *, remedy: s
 
 
 def text_column(row: Mapping[str, Any], name: str, where: str = "a row", *, remedy: str = "") -> str:
-    """Returns the text of a column in a row, as `column`.
+    """Returns the text of a column in a row. Arguments are those of `column`.
 
     Raises:
-      UsageError: there is no such column, or it holds something else.
+      UsageError: There is no such column, or it holds anything other than text.
     """
     value = column(row, name, where, remedy=remedy)
     if not isinstance(value, str):
@@ -107,30 +107,31 @@ def text_column(row: Mapping[str, Any], name: str, where: str = "a row", *, reme
 
 
 def batches(size: int, count: int, seed: int) -> Callable[[int], np.ndarray]:
-    """Which of `size` things a step takes: the next `count` of shuffled epochs.
+    """Makes batches of shuffled epochs, as numbers of rows.
 
-    Nothing is taken twice within an epoch, nor within a step that takes from the ends of two.
+    No row is taken twice within an epoch, nor within a step that spans two epochs.
 
     Args:
-      size: of an epoch.
-      count: at most size.
-      seed: of the shuffling.
+      size: The number of rows in an epoch.
+      count: The number of rows in a step, at most `size`.
+      seed: The seed of the order of rows.
 
     Returns:
       A pure function from the step to `count` different numbers below `size`.
     """
-    # An epoch begins with a step again after this many.
+    # After this many epochs, the beginning of an epoch is again the beginning of a step.
     cycle = count // math.gcd(count, size)
 
-    @lru_cache(maxsize=2)  # a step may take from the ends of two
+    @lru_cache(maxsize=2)  # a step may span two epochs
     def shuffled(epoch: int) -> np.ndarray:
-        # What an epoch moves depends on the end of the one before, and that on its own beginning if it is short.
+        # The rows that an epoch moves depend on the end of the epoch before it. If epochs are short, that end depends
+        # on earlier epochs in turn.
         first = epoch - epoch % cycle
         if size >= 2 * count:
             first = max(first, epoch - 1)
         order = rng(seed, 0, first).permutation(size)
         for later in range(first + 1, epoch + 1):
-            taken = later * size % count  # by the step that this epoch begins within
+            taken = later * size % count  # from the epoch before, by the step that spans both
             order = _later(rng(seed, 0, later).permutation(size), order[size - taken :], count)
         return order
 
@@ -144,17 +145,17 @@ def batches(size: int, count: int, seed: int) -> Callable[[int], np.ndarray]:
 
 
 def _later(order: np.ndarray, taken: np.ndarray, count: int) -> np.ndarray:
-    """An order whose first `count` have those that are `taken` at their end."""
+    """Moves `taken` rows to the end of the first `count` rows of an order."""
     head = order[:count]
     again = np.isin(head, taken)
     return np.concatenate([head[~again], head[again], order[count:]])
 
 
 def hash_of_prompt(prompt: str | list[Message], where: str = "a row") -> float:
-    """A hash of the prompt in [0, 1), by which rows are held out: the same for every seed and tokenizer.
+    """Hashes a prompt to a number in [0, 1), by which rows are held out. It is the same for every seed and tokenizer.
 
     Raises:
-      UsageError: it is no text.
+      UsageError: The prompt is no valid text.
     """
     if isinstance(prompt, str):
         text = encode_basestring(prompt)  # as json.dumps writes it
@@ -165,14 +166,14 @@ def hash_of_prompt(prompt: str | list[Message], where: str = "a row") -> float:
 
 
 def check_messages(prompt: Any, where: str) -> None:
-    """Refuses a prompt that is no list of chat messages for the assistant to answer.
+    """Checks that a prompt is a list of chat messages for the assistant to answer.
 
     Args:
-      prompt: the value of a column.
-      where: names the row and the column.
+      prompt: The value of a column.
+      where: The row and the column, for errors.
 
     Raises:
-      UsageError: a message lacks a text, or the assistant has the last word.
+      UsageError: A message has no text, or the last message is the assistant's.
     """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise UsageError(f"{where} holds {kind_of(prompt)}, and should hold text or a list of chat messages")
@@ -184,7 +185,7 @@ def check_messages(prompt: Any, where: str) -> None:
 
 
 def _file(path: Path, split: str | None, subset: str | None) -> Path:
-    """The file to read."""
+    """Returns the file to read."""
     if subset is not None:
         raise UsageError(f"{path} is no data set of the hub, and has no subset: leave it out")
     if path.is_dir():
@@ -210,11 +211,11 @@ def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Lines of a file, which is not read as a whole."""
+    """Yields the lines of a file without reading it as a whole."""
     try:
         with _open(path) as file:
             for number, line in enumerate(file):
-                # Lines of bytes: those of a text also end at characters that JSON allows within one.
+                # Splits bytes, since text also splits at characters that JSON allows within a line.
                 yield from (line if number else line.removeprefix(codecs.BOM_UTF8)).splitlines(keepends=True)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read ({error})") from None
@@ -239,7 +240,7 @@ def _json(content: bytes, *place: Any) -> Any:
     try:
         return json.loads(content.decode())
     except (RecursionError, ValueError) as error:
-        where = " ".join(map(str, place))  # not made for the lines without an error
+        where = " ".join(map(str, place))  # built only for errors, to save time
         if isinstance(error, UnicodeDecodeError):
             raise UsageError(f"{where} is not UTF-8: convert it") from None
         if not isinstance(error, json.JSONDecodeError):  # nested too deeply, or a number too long
@@ -263,7 +264,7 @@ def _hub_rows(source: str, split: str, subset: str | None) -> list[Row]:
         ) from None
     try:
         rows = datasets.load_dataset(source, subset, split=split)
-    except Exception as error:  # the package's own, the hub's, and the network's
+    except Exception as error:  # from the package, the hub or the network
         raise UsageError(f"data set {source}, split {split} cannot be loaded: {reason_of(error)}") from error
     return [_row(row, f"{source}, split {split}, row", number) for number, row in enumerate(rows)]
 

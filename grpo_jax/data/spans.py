@@ -1,4 +1,4 @@
-"""Rewards of parts of a completion: steps of a proof, lines of code."""
+"""Rewards for parts of a completion, such as steps of a proof or lines of code."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from grpo_jax.errors import abbreviate
 
 
 class BadSpans(ValueError):
-    """Why spans cannot be those of a completion."""
+    """The reason why spans do not fit a completion."""
 
 
 def are_spans(value: Any) -> bool:
@@ -22,14 +22,14 @@ def are_spans(value: Any) -> bool:
 
 
 def checked(value: Sequence[Any], completion: Completion) -> tuple[Span, ...]:
-    """The spans that a reward gave for a completion.
+    """Checks and returns the spans that a reward function gave for a completion.
 
     Args:
-      value: spans, or (start, end, reward) of characters.
-      completion: that they are of.
+      value: Spans, or tuples (start, end, reward) in characters.
+      completion: The completion that the spans belong to.
 
     Raises:
-      BadSpans: they are not in order, overlap, are empty, or lie outside; or something is no number.
+      BadSpans: Spans are not in order, overlap, are empty, or lie outside the completion, or a value is no number.
     """
     if len(value) > MOST_SPANS:
         raise BadSpans(f"there are {len(value)} spans of one completion, and at most {MOST_SPANS} are read")
@@ -67,21 +67,21 @@ def total(spans: Sequence[Span]) -> float:
 def in_tokens(
     spans: Sequence[Span], completion: Completion, decode: Callable[[Sequence[int]], str]
 ) -> tuple[Span, ...]:
-    """Spans of tokens: from the one that has the first character of a span to the one that has its last.
+    """Converts spans to tokens: from the token with the first character of a span to the token with its last.
 
     Args:
-      spans: `checked`, of one reward or of several.
-      completion: that they are of.
-      decode: ids to text.
+      spans: Spans that passed `checked`, from one reward or several.
+      completion: The completion that the spans belong to.
+      decode: Decodes token ids to text.
 
     Returns:
-      The spans, ordered by their ends. One token may be in two of them.
+      The spans, ordered by their ends. A token may be in two spans.
     """
     if any(span.unit == "characters" for span in spans):
         ends = np.cumsum([len(piece) for piece in token_pieces(completion.ids, completion, decode)])
 
         def token(character: int) -> int:
-            """The first token whose piece ends behind it; the text has one for each of its characters."""
+            """Returns the token with a character: the first token whose piece of the text ends after it."""
             return int(np.searchsorted(ends, character, side="right"))
 
         spans = [

@@ -1,4 +1,4 @@
-"""Prompts in words, or in chat messages, as token ids. What does not fit is dropped or cut, and counted."""
+"""Encoding of texts and chat messages as token ids. Texts that do not fit are dropped or cut, and counted."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,25 +13,25 @@ Message = dict[str, str]  # {"role": "user", "content": "…"}
 Overlong = Literal["drop", "truncate"]
 T = TypeVar("T")
 
-_BATCH = 1000  # texts that a tokenizer takes at once
+_BATCH = 1000  # texts in one call of a tokenizer
 _BAR_AFTER = 3.0  # seconds
 
 
 def progress(items: Iterable[T], words: str) -> Iterable[T]:
-    """Returns the items, with a bar in a terminal if they take more than a few seconds."""
-    from tqdm import tqdm  # comes with the packages that have tokenizers
+    """Returns the items, with a progress bar in a terminal if they take more than a few seconds."""
+    from tqdm import tqdm  # installed with the tokenizers
 
     bar: Iterable[T] = tqdm(items, words, leave=False, delay=_BAR_AFTER, disable=None)
     return bar
 
 
 class Encoded(NamedTuple):
-    """Texts that are left, as token ids."""
+    """The texts that were not dropped, as token ids."""
 
     token_ids: list[np.ndarray]  # int32
-    texts: list[str]  # what was encoded: of messages, the chat template filled in
-    numbers: list[int]  # numbers of these texts among those that were to be encoded
-    summary: str  # says how many others were dropped, and how many were cut; empty if none
+    texts: list[str]  # the encoded texts; for messages, the filled-in chat template
+    numbers: list[int]  # the positions of these texts among all texts
+    summary: str  # a sentence with the numbers of dropped and cut texts; empty if there are none
 
 
 def _fitting(
@@ -43,9 +43,9 @@ def _fitting(
     kind: Literal["prompts", "completions"],
     others: int = 0,
 ) -> Encoded:
-    """Leaves out texts that are empty as tokens, and those of more than `limit` tokens, or cuts them.
+    """Drops texts without tokens, and drops or cuts texts of more than `limit` tokens.
 
-    A prompt loses its beginning, a completion its end. `others` fit and are not encoded.
+    A prompt loses its beginning, a completion its end. `others` counts further texts, which fit and are not encoded.
     """
     fitted, dropped, truncated = dict[int, np.ndarray](), Counter[str](), 0
     for number, ids in enumerate(all_ids):
@@ -65,15 +65,15 @@ def _fitting(
 
 
 def uses_chat(chat: bool | None, tokenizer: Any) -> bool:
-    """Returns whether a prompt that is text becomes a user's message: by default if there is a chat template."""
+    """Returns whether prompts that are text become user messages. By default they do if there is a chat template."""
     return bool(tokenizer.chat_template) if chat is None else chat
 
 
 def in_chat(prompt: str | list[Message], tokenizer: Any, chat: bool, system: str | None = None) -> str | list[Message]:
-    """Returns a prompt as it is encoded: with `chat` as messages, and behind a system message if there is one.
+    """Returns a prompt ready to encode: as messages if `chat` is set, and with the system message first.
 
     Raises:
-      UsageError: messages are asked for, but the tokenizer has no chat template.
+      UsageError: `chat` is set without a chat template, or a system message is given for text without `chat`.
     """
     if isinstance(prompt, str):
         if not chat and system is None:
@@ -98,23 +98,23 @@ def encode_prompts(
     tools: Sequence[Mapping[str, Any]] | None = None,
     others: int = 0,
 ) -> Encoded:
-    """Token ids of prompts. Completions are sampled and trained as ids: nothing is ever encoded again.
+    """Encodes prompts as token ids. Completions are sampled and trained as ids, so they are never encoded again.
 
     Args:
-      tokenizer: of transformers.
-      prompts: texts, or lists of chat messages, for which the tokenizer's chat template is filled in and opened
+      tokenizer: A transformers tokenizer.
+      prompts: Texts, or lists of chat messages. Messages are written in the tokenizer's chat template, which is opened
         for the assistant's turn.
-      eos_ids: dropped at the end of a prompt, for a prompt is to be continued.
-      max_prompt_tokens: P; None: as long as they come.
-      overlong: what happens to a prompt of more tokens: it is dropped, or keeps its last P tokens.
-      tools: JSON schemas of functions that chat templates tell the model of; None: there are none.
-      others: further prompts, which fit and need not be encoded now.
+      eos_ids: The ids of the tokens that end a text. They are dropped at the end of a prompt, which is to be continued.
+      max_prompt_tokens: The most tokens of a prompt, P. None: no limit.
+      overlong: "drop" to drop longer prompts, "truncate" to keep their last P tokens.
+      tools: JSON schemas of functions that the chat template describes to the model. None: there are no tools.
+      others: The number of further prompts, which fit and are not encoded now.
 
     Returns:
-      The prompts that are left, and the counts of the others.
+      The prompts that were not dropped, and a summary of dropped and cut prompts.
 
     Raises:
-      UsageError: messages without a chat template, an impossible P, or nothing is left.
+      UsageError: There are messages but no chat template, P is invalid, or no prompt is left.
     """
     if isinstance(prompts, str):
         raise UsageError("prompts must be a list: put the one prompt into brackets")
@@ -126,7 +126,7 @@ def encode_prompts(
     all_ids = [np.zeros(0, np.int32)] * len(prompts)
     for is_plain in (True, False):
         chosen = [i for i, p in enumerate(prompts) if isinstance(p, str) == is_plain and all_texts[i].strip()]
-        # A template writes the special tokens itself.
+        # A template already contains the special tokens.
         encoded_texts = encode_texts(tokenizer, [all_texts[i] for i in chosen], special_tokens=is_plain)
         for i, ids in zip(chosen, encoded_texts, strict=True):
             has_two = len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None)  # one in the text
@@ -139,12 +139,12 @@ def encode_prompts(
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) -> list[np.ndarray]:
-    """Returns the token ids of texts, int32. They are encoded in batches, which takes less time.
+    """Returns the token ids of texts, int32. They are encoded in batches, which is faster.
 
     Args:
-      tokenizer: of transformers.
-      texts: any number of them.
-      special_tokens: puts in what the tokenizer begins and ends texts with.
+      tokenizer: A transformers tokenizer.
+      texts: The texts to encode.
+      special_tokens: True to add the special tokens with which the tokenizer begins and ends texts.
     """
     token_ids = []
     for start in progress(range(0, len(texts), _BATCH), f"encoding, {_BATCH} texts at a time"):
@@ -161,18 +161,18 @@ def _without_end(ids: np.ndarray, eos_ids: tuple[int, ...]) -> np.ndarray:
 
 
 def prompt_limit(asked: int | None, longest: int | None, max_tokens: int) -> int | None:
-    """The longest prompt to take, in tokens: what was asked for, or what a completion leaves of the model's length.
+    """Returns the most tokens of a prompt: `asked`, or the model's length minus the length of a completion.
 
     Args:
-      asked: `max_prompt_tokens`; None: nothing was asked for.
-      longest: the longest text that the model was trained on, in tokens; None: it does not say.
-      max_tokens: of a completion.
+      asked: The option `max_prompt_tokens`. None: it is not set.
+      longest: The most tokens of a text that the model was trained on. None: unknown.
+      max_tokens: The most tokens of a completion.
 
     Returns:
-      P, or None where nothing bounds it.
+      P, or None if there is no limit.
 
     Raises:
-      UsageError: completions leave no room for a prompt.
+      UsageError: Completions leave no room for a prompt.
     """
     if asked is not None or longest is None:
         return asked
@@ -185,14 +185,14 @@ def prompt_limit(asked: int | None, longest: int | None, max_tokens: int) -> int
 
 
 def encode_continuations(tokenizer: Any, texts: Sequence[str], *, eos_ids: tuple[int, ...] = ()) -> list[np.ndarray]:
-    """Token ids of texts that continue others, int32.
+    """Encodes texts that continue other texts as token ids, int32.
 
-    A tokenizer that puts a space before every text of its own accord is not given another one there.
+    If the tokenizer itself puts a space before every text, the space at the beginning of a text is removed.
 
     Args:
-      tokenizer: of transformers.
-      texts: the completions.
-      eos_ids: dropped at their ends.
+      tokenizer: A transformers tokenizer.
+      texts: The completions.
+      eos_ids: The ids of the tokens that end a text. They are dropped at the end of a completion.
     """
     for text in texts:
         check_text(text)
@@ -203,14 +203,14 @@ def encode_continuations(tokenizer: Any, texts: Sequence[str], *, eos_ids: tuple
 
 
 def check_text(text: str, where: str = "a text") -> None:
-    """Refuses a text that cannot be encoded.
+    """Checks that a text can be encoded.
 
     Args:
-      text: to check.
-      where: the subject of the sentence.
+      text: The text to check.
+      where: The place of the text, as the subject of the error message.
 
     Raises:
-      UsageError: it holds half of a surrogate pair; the sentence quotes what is around it.
+      UsageError: The text holds half of a surrogate pair. The message quotes the text around it.
     """
     try:
         text.encode()
@@ -220,14 +220,14 @@ def check_text(text: str, where: str = "a text") -> None:
 
 
 def ending_id(tokenizer: Any, eos_ids: tuple[int, ...]) -> int:
-    """The token that is written at the end of a completion.
+    """Returns the token to write at the end of a completion.
 
     Args:
-      tokenizer: of transformers.
-      eos_ids: what ends a completion. Where the tokenizer's own EOS is not among them, the last one is written.
+      tokenizer: A transformers tokenizer.
+      eos_ids: The ids of the tokens that end a completion. If the tokenizer's EOS is not one of them, the last is used.
 
     Raises:
-      UsageError: there is none.
+      UsageError: There is no EOS token.
     """
     if not eos_ids:
         raise UsageError("the tokenizer has no EOS token to end completions with: name one in its eos_token")
@@ -242,20 +242,20 @@ def encode_completions(
     max_tokens: int | None = None,
     overlong: Overlong = "drop",
 ) -> Encoded:
-    """Token ids of given completions, each ended by the tokenizer's EOS.
+    """Encodes completions as token ids, each ended by `ending_id`.
 
     Args:
-      tokenizer: of transformers.
-      texts: completions. One that is empty as tokens is dropped.
-      eos_ids: what ends a completion. Where the tokenizer's own EOS is not among them, the last one is written.
-      max_tokens: T, EOS included; None: as long as they come.
-      overlong: what happens to a completion of more tokens: it is dropped, or keeps its first T tokens.
+      tokenizer: A transformers tokenizer.
+      texts: The completions. Completions without tokens are dropped.
+      eos_ids: The ids of the tokens that end a completion. If the tokenizer's EOS is not one of them, the last is used.
+      max_tokens: The most tokens of a completion, T, EOS included. None: no limit.
+      overlong: "drop" to drop longer completions, "truncate" to keep their first T tokens.
 
     Returns:
-      The completions that are left.
+      The completions that were not dropped.
 
     Raises:
-      UsageError: there is no EOS, or an impossible T.
+      UsageError: There is no EOS token, or T is invalid.
     """
     eos_id = ending_id(tokenizer, eos_ids)
     check_number("max_tokens", max_tokens, Size)
@@ -278,26 +278,27 @@ def encode_answers(
     chat: bool = False,
     rows: str = "pairs",
 ) -> tuple[list[list[int]], list[tuple[list[int], ...]], list[int], tuple[str, ...]]:
-    """Token ids of prompts and answers. Answers to one prompt are kept where all have tokens and no two are equal.
+    """Encodes prompts and answers as token ids. Drops a prompt if an answer has no tokens or two answers are equal.
 
     Args:
-      tokenizer: of transformers.
-      prompts: texts or messages.
-      answers: to each of them.
-      eos_ids: what ends a text; dropped where it does.
-      max_prompt_tokens: P; None: as long as they come.
-      max_tokens: of an answer, T; None: as long as they come.
-      overlong: what is longer is dropped, or cut: a prompt loses its beginning, an answer its end.
-      vocab_size: of the model, which refuses tokens outside of it; None: they are not looked at.
-      end_id: put behind every answer, and counted in its length; None: nothing is.
-      chat: a prompt that is text becomes a user's message of the chat template.
-      rows: what one of them is called in notes.
+      tokenizer: A transformers tokenizer.
+      prompts: Texts, or lists of chat messages.
+      answers: The answers to each prompt.
+      eos_ids: The ids of the tokens that end a text. They are dropped at the end of prompts and answers.
+      max_prompt_tokens: The most tokens of a prompt, P. None: no limit.
+      max_tokens: The most tokens of an answer, T. None: no limit.
+      overlong: "drop" to drop longer texts, "truncate" to cut the beginning of a prompt or the end of an answer.
+      vocab_size: The size of the model's vocabulary. None: tokens outside of it are not looked for.
+      end_id: The token appended to every answer, which counts in its length. None: nothing is appended.
+      chat: True to make each prompt that is text a user's message in the tokenizer's chat template.
+      rows: The plural noun for records in notes.
 
     Returns:
-      M prompts, the answers to each, the numbers of these prompts among all, and what was dropped or cut, in words.
+      M prompts, the answers to each, the positions of these prompts among all prompts, and notes on dropped and cut
+      texts.
 
     Raises:
-      UsageError: as `encode_prompts` does, nothing is left, or the model lacks a token.
+      UsageError: See `encode_prompts`; or nothing is left, or a token is outside the vocabulary.
     """
     check_number("max_tokens", max_tokens, Size)
     messages = [in_chat(prompt, tokenizer, chat) for prompt in prompts]
@@ -332,7 +333,7 @@ def encode_answers(
 def _fitted(
     answers: Sequence[list[int]], *, max_tokens: int | None, overlong: Overlong, end_id: int | None
 ) -> tuple[list[int], ...] | str:
-    """Answers to one prompt with their ends, cut to what is allowed; or why they are dropped."""
+    """Returns the answers to one prompt with `end_id`, cut to `max_tokens`, or the reason why they are dropped."""
     unfit = "whose answers are empty or equal as tokens" if len(answers) > 1 else "that are empty as tokens"
     if not all(answers):
         return unfit
@@ -344,15 +345,15 @@ def _fitted(
 
 
 def check_ids(token_ids: Iterable[Sequence[int] | np.ndarray], vocab_size: int, where: str = "") -> None:
-    """Refuses tokens that a model does not have. A tokenizer may know more, as long as they do not occur.
+    """Checks that a model has all tokens. The tokenizer may know further tokens if they do not occur.
 
     Args:
-      token_ids: lists of ids.
-      vocab_size: of the model.
-      where: the text of the ids, as the beginning of the refusal.
+      token_ids: Lists of token ids.
+      vocab_size: The size of the model's vocabulary.
+      where: The place of the text, as the beginning of the error message.
 
     Raises:
-      UsageError: one of the ids is outside the vocabulary.
+      UsageError: An id is outside the vocabulary.
     """
     largest = max((int(np.max(ids)) for ids in token_ids if len(ids)), default=0)
     if largest >= vocab_size:
@@ -365,16 +366,16 @@ def check_ids(token_ids: Iterable[Sequence[int] | np.ndarray], vocab_size: int, 
 def fill_template(
     tokenizer: Any, messages: Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] | None
 ) -> str:
-    """Returns messages as the tokenizer's chat template writes them, opened for the assistant's turn.
+    """Writes messages in the tokenizer's chat template, opened for the assistant's turn.
 
     Args:
-      tokenizer: of transformers.
-      messages: a prompt.
-      place: names the prompt in a refusal.
-      tools: as in `encode_prompts`.
+      tokenizer: A transformers tokenizer.
+      messages: The messages of a prompt.
+      place: The place of the prompt, for errors.
+      tools: See `encode_prompts`.
 
     Raises:
-      UsageError: there is no template, or it refuses the messages or the tools.
+      UsageError: There is no template, or it does not accept the messages or the tools.
     """
     if not tokenizer.chat_template:
         raise UsageError(
@@ -384,7 +385,7 @@ def fill_template(
     try:
         options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
-    except Exception as error:  # whatever the template raises, such as that roles must alternate
+    except Exception as error:  # templates raise any type of error
         raise UsageError(f"the chat template refuses {place}: {reason_of(error)}") from error
     if tools and not all(tool["function"]["name"] in text for tool in tools):
         raise UsageError(
@@ -398,19 +399,19 @@ def token_pieces(ids: Sequence[int], text: str, decode: Callable[[Sequence[int]]
     """Returns the part of a text that each of its tokens adds. Together the parts are the text.
 
     Tokens cannot be decoded one by one: a tokenizer may drop the space before the first token, and several tokens may
-    make up one character. So a part is what decoding gains by one more token. Text that cannot be assigned yet goes to
-    a later token: the first after which it can, or the last.
+    make up one character. So a part is the text that decoding gains with one more token. Text that cannot be assigned
+    yet goes to the first later token after which it can be, or to the last token.
 
     Args:
-      ids: as sampled, without what ended them.
-      text: of them.
-      decode: ids to text.
+      ids: The sampled ids, without the token that ended them.
+      text: The decoded text of all ids.
+      decode: Decodes token ids to text.
 
     Returns:
       One text for each id.
     """
     texts = [""] * len(ids)
-    place, start, done = 0, 0, 0  # in the text; decoded anew from `start`; known up to `done`
+    place, start, done = 0, 0, 0  # place in the text; decoding starts at id `start`, and ids before `done` are assigned
     for end in range(1, len(ids) + 1):
         known, more = decode(ids[start:done]), decode(ids[start:end])
         part = more[len(known) :]

@@ -1,4 +1,4 @@
-"""Types of data: examples, prompts, completions, and rewards, which are checked here. Digests of them and of files."""
+"""Types of data: examples, prompts, completions and rewards. Also checks of rewards, and digests of data and files."""
 
 import hashlib
 import itertools
@@ -18,35 +18,37 @@ Example = dict[str, Any]  # the columns of one prompt: "prompt", and what its re
 Number = float | None  # None: the reward does not apply to this completion
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32
-MOST_SPANS = 1000  # of one completion
-MESSAGE_CHARACTERS = 2000  # of what is known about a failure
+MOST_SPANS = 1000  # in one completion
+MESSAGE_CHARACTERS = 2000  # in the message about a failure
 
 
 class Span(NamedTuple):
-    """A part of a completion, and what it earned."""
+    """A part of a completion and its reward."""
 
-    start: int  # of its text, or among its ids; the part begins here
-    end: int  # and ends before this
+    start: int  # the first character or token
+    end: int  # one after the last character or token
     reward: float
     unit: Literal["characters", "tokens"] = "characters"
 
 
 class Turn(NamedTuple):
-    """An action of the policy, and the observation that an environment answered with."""
+    """An action of the policy, and the environment's observation after it."""
 
-    action: "Completion"  # of the policy
-    observation: "Completion | None" = None  # of the environment; None at the end of the episode
-    reward: Number = None  # that the environment gave for the turn
+    action: "Completion"
+    observation: "Completion | None" = None  # None at the end of the episode
+    reward: Number = None  # the environment's reward for the turn
 
 
 class Completion(str):
-    """The text of a completion, which also knows its tokens. An episode is a completion of several turns, and its text
-    has what the environment said in it."""
+    """The text of a completion, with its tokens.
 
-    ids: tuple[int, ...]  # as sampled, without the tokens that ended it or a turn
-    truncated: bool  # nothing ended it within max_tokens; or an episode was not done
+    An episode is a completion of several turns, and its text includes the observations of the environment.
+    """
+
+    ids: tuple[int, ...]  # sampled ids, without the tokens that ended a turn or the completion
+    truncated: bool  # no token ended it within max_tokens, or the episode was not done
     _turns: tuple[Turn, ...]
-    ending: str  # why an episode ended, among `episodes.ENDINGS`; "" where no environment answers
+    ending: str  # the reason in `episodes.ENDINGS` why an episode ended; "" without an environment
 
     def __new__(
         cls, text: str, ids: Sequence[int] = (), truncated: bool = False, turns: Sequence[Turn] = (), ending: str = ""
@@ -57,7 +59,7 @@ class Completion(str):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns of an episode. Where no environment answers, the completion is its only turn."""
+        """The turns of an episode. Without an environment, the completion is a single turn."""
         return self._turns or (Turn(self),)
 
     @property
@@ -67,19 +69,19 @@ class Completion(str):
 
     @property
     def observations(self) -> tuple["Completion", ...]:
-        """The observations that the environment answered with. The last action of an episode may have none."""
+        """The observations of the environment. The last action of an episode may have none."""
         return tuple(turn.observation for turn in self.turns if turn.observation is not None)
 
     def __getnewargs__(self):
-        # So that it can be sent to another process.
+        # Lets pickle send completions to another process.
         return str(self), self.ids, self.truncated, self._turns, self.ending
 
 
-Earned = Number | Sequence[Span]  # spans are in order and do not overlap; the completion earned their sum
+Earned = Number | Sequence[Span]  # spans are in order and do not overlap; the reward of the completion is their sum
 
-# (examples, completions), one entry a completion -> what each earned; may be async
+# (examples, completions), one entry for each completion -> rewards; may be async
 Reward = Callable[[Sequence[Example], Sequence[Completion]], Sequence[Earned] | Awaitable[Sequence[Earned]]]
-# what a completion answers, for a vote among completions of a prompt; None: nothing
+# the answer of a completion, for a vote among completions of a prompt; None: it has no answer
 Answer = Callable[[Example, Completion], Hashable | None]
 
 
@@ -104,19 +106,19 @@ class Prompts(NamedTuple):
 def pad_prompts(
     token_ids: Sequence[Sequence[int] | np.ndarray], examples: Sequence[Example], *, width: int, pad_id: int
 ) -> Prompts:
-    """Token lists as one array, padded on the left.
+    """Pads prompts on the left into one array.
 
     Args:
       token_ids: N lists of 1 to `width` ids.
-      examples: N.
-      width: P.
-      pad_id: fills the left.
+      examples: The N examples.
+      width: The width of the array, P.
+      pad_id: The id of padding.
 
     Returns:
       The prompts.
 
     Raises:
-      UsageError: a prompt is empty or longer than `width`.
+      UsageError: A prompt is empty or longer than `width`.
     """
     ids = np.full((len(token_ids), width), pad_id, np.int32)
     mask = np.zeros((len(token_ids), width), bool)
@@ -128,25 +130,25 @@ def pad_prompts(
     return Prompts(ids, mask, list(examples))
 
 
-_MOST_WIDTHS = 3  # of prompts; each is compiled into the programs
+_MOST_WIDTHS = 3  # each width is compiled into the programs
 _NARROWEST = 16  # tokens
 
 
 def choose_widths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:
-    """Chooses the widths that prompts are padded to, so that there is the least padding.
+    """Chooses the widths that prompts are padded to, with the least padding.
 
     Args:
-      lengths: tokens of each prompt; not empty.
+      lengths: The number of tokens of each prompt; not empty.
 
     Returns:
-      At most three widths, ascending. The last one is the longest prompt's.
+      At most three widths, ascending. The last width is the length of the longest prompt.
     """
     sorted_lengths, longest = np.sort(np.asarray(lengths)), int(max(lengths))
-    # Halves and three quarters of the longest prompt, of its half, and so on, as multiples of 8.
+    # Candidates are 1, 3/4, 1/2, 3/8, … of the longest prompt, as multiples of 8.
     scales = [scale / 2**power for power in range(longest.bit_length()) for scale in (1.0, 0.75)]
     rounded = {-(-int(longest * scale) // 8) * 8 for scale in scales}
     narrower = sorted(width for width in rounded if _NARROWEST <= width < longest)
-    # Fewer widths come first, since the first of equals is chosen.
+    # Choices with fewer widths come first, since `min` returns the first of equals.
     counts = range(_MOST_WIDTHS)
     choices = [(*chosen, longest) for count in counts for chosen in itertools.combinations(narrower, count)]
 
@@ -158,12 +160,12 @@ def choose_widths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:
 
 
 def useful_widths(widths: Sequence[int], prompt: int, group_tokens: int) -> tuple[int, ...]:
-    """Returns those widths that save at least a tenth of the tokens compared with the next wider one, and P.
+    """Returns P, and the widths that save at least a tenth of the tokens compared with the next wider width.
 
     Args:
-      widths: ascending.
-      prompt: P.
-      group_tokens: G · T, which a prompt's completions have.
+      widths: Widths of prompts, ascending.
+      prompt: The largest width, P.
+      group_tokens: The number of tokens of a prompt's completions, G · T.
     """
     useful = [prompt]
     for width in sorted(widths, reverse=True):
@@ -173,11 +175,11 @@ def useful_widths(widths: Sequence[int], prompt: int, group_tokens: int) -> tupl
 
 
 def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Groups of token lists as arrays, padded on the right.
+    """Pads groups of completions on the right into arrays.
 
     Args:
       groups: N groups of G lists of at most `width` ids.
-      width: T.
+      width: The width of the arrays, T.
 
     Returns:
       Ids int32 and mask bool, `[N, G, T]`.
@@ -192,10 +194,10 @@ def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tu
 
 
 def check_num_prompts(num_prompts: int, available: int) -> None:
-    """Refuses a step of more prompts than there are.
+    """Checks that there are enough prompts for a step.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: There are fewer prompts. The message says what to change.
     """
     if num_prompts > available:
         raise UsageError(
@@ -204,38 +206,38 @@ def check_num_prompts(num_prompts: int, available: int) -> None:
 
 
 def rng(*key: int) -> np.random.Generator:
-    """NumPy's generator for a tuple of non-negative ints such as (seed, stream, step)."""
+    """Returns NumPy's generator for a tuple of non-negative ints such as (seed, stream, step)."""
     return np.random.default_rng(np.random.SeedSequence(key))
 
 
-# ---- lines, which steps of training make and the runner writes
+# ---- lines of the log, which training steps make and the runner writes
 
 
 class Skipped(NamedTuple):
-    """Optimizer steps whose gradients were not finite."""
+    """Optimizer steps that were skipped because their gradients were not finite."""
 
-    name: str  # of the first one, for its file
+    name: str  # the name of the first skipped step, for its file
     in_a_row: int
-    most: int  # skipped steps in a row at which the run stops
-    arrays: Callable[[], Mapping[str, Any]]  # the batch, by name
+    most: int  # the run stops after this many skipped steps in a row
+    arrays: Callable[[], Mapping[str, Any]]  # returns the arrays of the batch by name
 
 
 class Line(NamedTuple):
-    """Metrics, warnings and groups of a step, to be written."""
+    """The metrics, warnings and groups of a step that are written to the log."""
 
     metrics: Mapping[str, Any]  # plain numbers, the same in a rerun; empty: nothing is written
-    words: str  # for the progress bar; empty: it stays as it is
-    warnings: Mapping[str, str] = {}  # key -> sentence, said once in a run
-    groups: Sequence[dict[str, Any]] = ()  # of the rollout, for people to read
+    words: str  # the text of the progress bar; empty: no change
+    warnings: Mapping[str, str] = {}  # key -> sentence, printed once in a run
+    groups: Sequence[dict[str, Any]] = ()  # groups of the rollout, for people to read
     times: Mapping[str, Any] | None = None  # arguments of `RunFolder.log_times`; None: no times are written
     skipped: Skipped | None = None
 
 
-# ---- what a reward function returned
+# ---- checks of rewards
 
 
 class BadReward(ValueError):
-    """A reason why a reward function gave no reward; `reason` is among `processes.REASONS`."""
+    """The error of a reward function that gave no reward. Its `reason` is in `processes.REASONS`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -243,19 +245,19 @@ class BadReward(ValueError):
 
 
 def checked_rewards(answer: Any, completions: Sequence[Completion]) -> list[Number | tuple[Span, ...] | BadReward]:
-    """Returns what each completion earned: None, a float that may be infinite or NaN, spans, or why there is none.
+    """Returns the reward of each completion: None, spans, a float that may be infinite or NaN, or a `BadReward`.
 
     Args:
-      answer: whatever a reward function returned for the completions.
-      completions: B.
+      answer: The value that a reward function returned for the completions.
+      completions: The B completions.
 
     Raises:
-      BadReward: it is not B numbers or spans.
+      BadReward: The answer is not B numbers or spans.
     """
     count = len(completions)
     if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | Mapping | Set):
         raise BadReward("not numbers", f"the function returned {type(answer).__name__}, not a list")
-    # Never more than one too many: it may be a million, or have no end.
+    # Reads at most one value too many, since the answer may be endless.
     values = list(itertools.islice(answer, count + 1))
     if len(values) != count:
         number = f"{len(answer)}" if isinstance(answer, Sized) else "more" if len(values) > count else f"{len(values)}"
@@ -267,14 +269,14 @@ def _checked_reward(value: Any, completion: Completion) -> Number | tuple[Span, 
     if value is None:
         return None
     if isinstance(value, list | tuple):
-        from grpo_jax.data import spans  # a run without spans does not load it
+        from grpo_jax.data import spans  # imported only by runs with spans
 
         try:
             if spans.are_spans(value):
                 return spans.checked(value, completion)
         except spans.BadSpans as error:
             return BadReward("bad spans", str(error))
-    if isinstance(value, str | bytes):  # float() would read them
+    if isinstance(value, str | bytes):  # float() would parse them
         raise BadReward("not numbers", f"the function returned a reward of type {type(value).__name__}")
     try:
         return float(value)
@@ -285,13 +287,13 @@ def _checked_reward(value: Any, completion: Completion) -> Number | tuple[Span, 
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the type and the words of an error, shortened."""
+    """Returns the type and the message of an error in one line, shortened."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MESSAGE_CHARACTERS]
 
 
-# ---- digests: equal exactly when the contents are
+# ---- digests: equal exactly when the contents are equal
 
-_THREADS = 4  # hashing leaves Python's lock
+_THREADS = 4  # hashing releases the GIL
 
 
 def hash_file(file: Path) -> str:
@@ -304,8 +306,8 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Returns digests of files, each read once.
 
     Args:
-      folder: that they are below.
-      names: their paths in it.
+      folder: The folder of the files.
+      names: The paths of the files in the folder.
 
     Returns:
       name -> digest.
@@ -316,7 +318,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def hash_values(*values: Any) -> str:
-    """Returns the digest of arrays, and of values as JSON has them. Only the type of other values counts."""
+    """Returns the digest of arrays and JSON values. Only the type of any other value counts."""
     digest = hashlib.sha256()
     for value in values:
         if isinstance(value, np.ndarray):

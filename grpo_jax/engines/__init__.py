@@ -1,1 +1,1 @@
-"""Other engines that sample: servers of the completions protocol."""
+"""External engines for sampling: servers of the completions protocol."""

@@ -1,15 +1,15 @@
-"""The completions protocol with token ids and log-probabilities: what is asked, and what of an answer is believed.
+"""The completions protocol with token ids and log-probabilities: requests, and checks of their answers.
 
-POST /v1/completions takes the prompt as token ids. Nothing is encoded or decoded on the way: what is learned from is
-what was sampled. In the public code and documentation of both servers (November 2026; neither was run):
+POST /v1/completions takes the prompt as token ids. Nothing is encoded or decoded, so the policy trains on exactly the
+sampled tokens. According to the public code and documentation of both servers (November 2026; we ran neither):
 
-- `return_token_ids` gives a choice `token_ids` and `prompt_token_ids`: vLLM from 0.10.2, SGLang of 2026.
-- `logprobs` 0 gives `token_logprobs` of the sampled tokens alone.
-- vLLM's log-probabilities are those before temperature, penalties and truncation (`--logprobs-mode raw_logprobs`, its
-  default); with `processed_logprobs` those after them. SGLang's are those after temperature and before truncation,
-  unless its environment sets `SGLANG_RETURN_ORIGINAL_LOGPROB`.
-- `seed` is of the request in vLLM. SGLang heeds it with `--enable-deterministic-inference` alone.
-- What a request leaves out, vLLM takes from the model's generation_config.json.
+- `return_token_ids` adds `token_ids` and `prompt_token_ids` to a choice: vLLM from 0.10.2, SGLang of 2026.
+- `logprobs` 0 returns `token_logprobs` of only the sampled tokens.
+- vLLM returns log-probabilities before temperature, penalties and truncation (`--logprobs-mode raw_logprobs`, its
+  default), or after them with `processed_logprobs`. SGLang returns them after temperature and before truncation, unless
+  its environment sets `SGLANG_RETURN_ORIGINAL_LOGPROB`.
+- `seed` applies to the request in vLLM. SGLang uses it only with `--enable-deterministic-inference`.
+- vLLM takes options that a request leaves out from the model's generation_config.json.
 """
 
 import http.client
@@ -21,20 +21,20 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_ROUNDING = 1e-3  # by which a log-probability may be above 0
+_ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
 
 
 class Wrong(Exception):
-    """An answer is wrong. The text continues a sentence that begins with "the engine"."""
+    """A wrong answer. The message continues a sentence that begins with "the engine"."""
 
 
 def request_body(
     prompt: list[int], *, temperature: float, seed: int, max_tokens: int, eos_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the request for a completion, without its model.
+    """Returns the request for a completion, without the name of the model.
 
-    A completion is a request of its own, with a seed of its own: one that fails is asked for again alone, and gives
-    what it would have given. The server keeps the prompt that it shares with others of its group.
+    Each completion is a separate request with its own seed, so that a failed request can be repeated with the same
+    result. The server caches the prompt that the completions of a group share.
     """
     return {
         "prompt": prompt,
@@ -43,9 +43,9 @@ def request_body(
         "temperature": temperature,
         "seed": seed,
         "stop_token_ids": list(eos_ids),
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # only of the sampled token
         "return_token_ids": True,
-        # Named, for a server takes what is not from the model's generation_config.json.
+        # These are set because their defaults come from the model's generation_config.json.
         "top_p": 1.0,
         "top_k": -1,
         "min_p": 0.0,
@@ -56,18 +56,19 @@ def request_body(
 
 
 def read_completion(answer: bytes, body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], list[float]]:
-    """Returns the completion in an answer, if all that can be checked of it is right.
+    """Checks an answer and returns its completion.
 
     Args:
-      answer: of the server.
-      body: the request.
-      vocab_size: of the model.
+      answer: The answer of the server.
+      body: The request.
+      vocab_size: The size of the model's vocabulary.
 
     Returns:
-      Its tokens, with the one that ended it, and the log-probability of each after temperature.
+      The tokens of the completion, with the token that ended it, and the log-probability of each as the server returns
+      it.
 
     Raises:
-      Wrong: the first thing that is not right.
+      Wrong: A check failed.
     """
     choice = _choice(answer)
     logprobs = choice.get("logprobs") or {}
@@ -81,7 +82,7 @@ def read_completion(answer: bytes, body: Mapping[str, Any], vocab_size: int) -> 
 
 
 def _choice(answer: bytes) -> dict[str, Any]:
-    """The only completion in an answer."""
+    """Returns the only completion in an answer."""
     try:
         choices = json.loads(answer)["choices"]
         count = len(choices)
@@ -121,26 +122,26 @@ def _checked_logprobs(values: Any, count: int) -> list[float]:
     return [float(value) for value in values]
 
 
-# A key that the server asks for.
+# The environment variable with the server's key.
 KEY = "ENGINE_API_KEY"
 
 _PASSING = {408, 425, 429}
 _SERVERS_FAULT = 500
 _LONGEST_MESSAGE = 300
 
-# Not by a proxy, whatever the environment says: an engine is on the network of the trainer.
+# Ignores proxies of the environment, since an engine is on the trainer's network.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Gone(Exception):
-    """There is no answer now, but there may be one later."""
+    """The server does not answer now, but may answer later."""
 
 
 class Refused(Exception):
-    """The server answers, and refuses; asking again would not help.
+    """The server refuses a request, so that repeating it would not help.
 
     Attributes:
-      code: the status; 0 where the address is none.
+      code: The HTTP status; 0 if the address is invalid.
     """
 
     def __init__(self, words: str, code: int = 0) -> None:
@@ -149,16 +150,16 @@ class Refused(Exception):
 
 
 def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
-    """Asks a server and returns its answer.
+    """Sends a request to a server and returns the answer.
 
     Args:
-      url: of the resource.
-      body: sent as JSON by POST; None: the resource is read by GET.
-      timeout: seconds without a byte.
+      url: The address of the resource.
+      body: The body to POST as JSON. None: a GET request.
+      timeout: Seconds to wait without receiving a byte.
 
     Raises:
-      Gone: it does not answer, or says that it cannot now.
-      Refused: it says that it does not know such a request.
+      Gone: The server does not answer, or answers that it cannot now.
+      Refused: The server rejects the request, or the address is invalid.
     """
     data = None if body is None else json.dumps(body).encode()
     try:
@@ -181,7 +182,7 @@ def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """Returns a server's words about an error: the message of its JSON, or the beginning of its page."""
+    """Returns a server's error message: the message in its JSON, or the beginning of its page."""
     try:
         text = error.read(2**16).decode(errors="replace")
     except (OSError, http.client.HTTPException):

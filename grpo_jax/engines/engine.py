@@ -1,4 +1,4 @@
-"""A server that samples in place of the policy's own program: weights go to it as a folder, completions come back."""
+"""A server that samples instead of the policy's own program. It loads weights from a folder and returns completions."""
 
 import json
 import shutil
@@ -23,20 +23,20 @@ from grpo_jax.models.transformer import Params
 
 _COMPLETIONS = "/v1/completions"
 _NOT_FOUND = 404
-_AT_ONCE = 256  # requests under way, which the server batches
-_SOON = 30.0  # seconds for a server to say that it is there
+_AT_ONCE = 256  # concurrent requests, which the server batches
+_SOON = 30.0  # seconds for the first answer of a server
 _FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 30.0  # seconds before a server that was gone is asked again
+_LONGEST_PAUSE = 30.0  # seconds between attempts to reach a server
 
 
 Completion = tuple[list[int], list[float]]  # tokens and their log-probabilities
 
 
 class Engine:
-    """A server, and which parameters it has.
+    """A server, and the state of its parameters.
 
     Attributes:
-      model: the name that the server has for the model.
+      model: The server's name for the model.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Engine:
         *,
         note: Callable[[str], None] = lambda words: None,
     ) -> None:
-        """Finds the server.
+        """Connects to the server.
 
         Args:
-          options: where it is.
-          save: writes parameters as a folder that it loads; with adapters, as a folder of these alone.
-          note: tells the user what takes long.
+          options: The options of the engine, with its address.
+          save: Writes parameters to a folder that the server loads, or only the adapters if there are any.
+          note: Tells the user the reason for a delay.
 
         Raises:
-          UsageError: no server of the protocol answers there.
+          UsageError: No server of the protocol answers at the address, or the timeout is invalid.
         """
         if not options.engine_timeout > 0:
             raise UsageError(f"engine_timeout is {options.engine_timeout}: it must be above 0")
@@ -65,11 +65,11 @@ class Engine:
         self._folder = user_path(self._temporary.name if self._temporary else options.engine_folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._temporary:
-            self._folder.chmod(0o755)  # the server may be another user
-        self._parameters: Path | None = None  # the folder with them
-        self._written: list[Any] = []  # the arrays that are in it, as weak references
-        self._is_told = False  # whether the server has loaded them
-        self._adapter = ""  # its name for them, if they are adapters
+            self._folder.chmod(0o755)  # the server may run as another user
+        self._parameters: Path | None = None  # the folder with the last written parameters
+        self._written: list[Any] = []  # weak references to the arrays in this folder
+        self._is_told = False  # true if the server has loaded this folder
+        self._adapter = ""  # the server's name for the adapters, if there are any
         try:
             models = ask(f"{self._url}/v1/models", timeout=min(self._timeout, _SOON))
             self.model = str(json.loads(models)["data"][0]["id"])
@@ -81,17 +81,17 @@ class Engine:
             raise UsageError(f"what answers at {self._url} names no model: it must serve /v1/models") from None
 
     def complete(self, params: Params, bodies: Sequence[Mapping[str, Any]], vocab_size: int) -> list[Completion]:
-        """Returns completions by these parameters, each as tokens and their log-probabilities.
+        """Samples completions with these parameters, each as tokens and their log-probabilities.
 
-        A server that does not answer is waited for, told the parameters again, and asked for what is missing.
+        If the server does not answer, waits for it, sends the parameters again, and repeats the missing requests.
 
         Args:
-          params: of the policy.
-          bodies: requests, as `request_body` makes them.
-          vocab_size: of the model.
+          params: The parameters of the policy.
+          bodies: Requests from `request_body`.
+          vocab_size: The size of the model's vocabulary.
 
         Raises:
-          Interruption: the server is gone for longer than its timeout, refuses, or says what cannot be.
+          Interruption: The server does not answer within its timeout, refuses a request, or gives a wrong answer.
         """
         answers: list[Completion | None] = [None] * len(bodies)
         pause, gone_since, missing = _FIRST_PAUSE, None, len(bodies)
@@ -101,7 +101,7 @@ class Engine:
                 self._fill(answers, bodies, vocab_size)
                 return [answer for answer in answers if answer]
             except Gone as error:
-                self._is_told = False  # one that was started again has its first parameters
+                self._is_told = False  # a restarted server has its initial parameters
                 left = answers.count(None)
                 if gone_since is None or left < missing:
                     gone_since, pause, missing = time.monotonic(), _FIRST_PAUSE, left
@@ -115,11 +115,11 @@ class Engine:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _fill(self, answers: list[Completion | None], bodies: Sequence[Mapping[str, Any]], vocab_size: int) -> None:
-        """Asks for what is missing, all at once. When one request fails no others are begun.
+        """Sends all missing requests concurrently. After a failure, no further requests begin.
 
         Raises:
-          Gone: the server does not answer.
-          Interruption: as `complete`.
+          Gone: The server does not answer.
+          Interruption: See `complete`.
         """
         failed = threading.Event()
 
@@ -151,7 +151,7 @@ class Engine:
             return ask(self._url + path, body, timeout=self._timeout)
         except Refused as error:
             if error.code == _NOT_FOUND and self._adapter and path == _COMPLETIONS:
-                raise Gone(str(error)) from None  # it was started again, and has no adapters
+                raise Gone(str(error)) from None  # the server was restarted, and has no adapters
             raise Interruption(
                 f"the engine at {self._url} refuses {path} ({error}): start it as docs/engines.md says"
             ) from None
@@ -159,7 +159,7 @@ class Engine:
     # ---- parameters
 
     def _load(self, params: Params) -> None:
-        """Gives the server parameters, unless it has them."""
+        """Makes the server load parameters, unless it already has them."""
         leaves = jax.tree.leaves(params)
         known = [x() for x in self._written]
         if len(known) != len(leaves) or any(x is not y for x, y in zip(known, leaves, strict=True)):
@@ -174,7 +174,7 @@ class Engine:
         self._is_told = True
 
     def _write(self, params: Params) -> None:
-        """Parameters as a folder with a new name, in place of the one before."""
+        """Writes parameters to a folder with a new name, and deletes the previous folder."""
         if self._parameters:
             shutil.rmtree(self._parameters, ignore_errors=True)
         self._parameters = self._folder / f"parameters-{uuid.uuid4().hex[:12]}"
@@ -186,21 +186,21 @@ class Engine:
     def _load_weights(self, folder: str) -> None:
         if self._is_vllm:
             self._tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
-            self._tell("/reset_prefix_cache", {})  # it holds keys and values of the weights before
+            self._tell("/reset_prefix_cache", {})  # it holds keys and values of the previous weights
         else:
             self._tell("/update_weights_from_disk", {"model_path": folder})
 
     def _load_adapter(self) -> None:
-        """Adapters get a name of their own each time: what the server keeps of prompts is kept by name."""
+        """Makes the server load adapters under a new name, since it caches prompts by the name of the adapter."""
         before, self._adapter = self._adapter, f"grpo-jax-{uuid.uuid4().hex[:12]}"
         version = "/v1" if self._is_vllm else ""
         self._tell(f"{version}/load_lora_adapter", {"lora_name": self._adapter, "lora_path": str(self._parameters)})
         if before:
-            with suppress(Gone, Interruption):  # one that was started again does not know it
+            with suppress(Gone, Interruption):  # a restarted server does not know it
                 self._post(f"{version}/unload_lora_adapter", {"lora_name": before})
 
     def _tell(self, path: str, body: dict[str, Any]) -> None:
-        """Posts what the server has to do; some say in their answer that they have not."""
+        """Posts a command to the server, and raises if the answer reports a failure."""
         answer = self._post(path, body)
         try:
             reply = json.loads(answer)

@@ -1,4 +1,4 @@
-"""Completions from another engine, as those of a run's own sampler."""
+"""A sampler that gets its completions from an external engine."""
 
 import hashlib
 from collections.abc import Callable
@@ -24,17 +24,17 @@ from grpo_jax.tasks.task import Task
 def sampler_of(
     options: EngineOptions, pretrained: Pretrained, task: Task, config: GRPOConfig, *, note: Callable[[str], None]
 ) -> Sampler:
-    """Returns a sampler that asks the engine of the options, one request a completion.
+    """Returns a sampler that sends one request to the engine for each completion.
 
     Args:
-      options: of the engine.
-      pretrained: the model that is trained, of which the engine loads parameters.
-      task: its tokens.
-      config: the run.
-      note: tells the user what takes long.
+      options: The options of the engine.
+      pretrained: The trained model, whose parameters the engine loads.
+      task: Supplies the vocabulary.
+      config: The configuration of the run.
+      note: Tells the user the reason for a delay.
 
     Raises:
-      UsageError: no engine answers, or the options ask for what it does not do.
+      UsageError: No engine answers, or an engine does not support the run.
     """
     _check(pretrained, task, config)
 
@@ -65,24 +65,24 @@ def sampler_of(
 
 
 def seed_of(noise: np.ndarray, number: int) -> int:
-    """The seed of a request, below 2³¹, which every engine takes.
+    """Returns the seed of a request, below 2³¹, which every engine accepts.
 
     Args:
-      noise: (seed, stream, index) of the draw.
-      number: of the completion.
+      noise: The (seed, stream, index) of the draw.
+      number: The number of the completion.
     """
     digest = hashlib.sha256(",".join(str(int(x)) for x in (*noise, number)).encode()).digest()
     return int.from_bytes(digest[:4]) >> 1
 
 
 def completions_of(answers: list[Completion], shape: tuple[int, int], max_tokens: int, task: Task) -> Completions:
-    """Answers to N·G requests as the arrays of a sampler, of NumPy.
+    """Converts the answers to N·G requests to NumPy arrays, as a sampler returns them.
 
     Args:
-      answers: in the order of `[N, G]`.
+      answers: The answers in the order of `[N, G]`.
       shape: (N, G).
-      max_tokens: T.
-      task: its tokens.
+      max_tokens: The most tokens of a completion, T.
+      task: Supplies EOS and padding tokens.
     """
     groups = [answers[start : start + shape[1]] for start in range(0, len(answers), shape[1])]
     ids, mask = pad_completions([[completion for completion, _ in group] for group in groups], max_tokens)
@@ -94,7 +94,7 @@ def completions_of(answers: list[Completion], shape: tuple[int, int], max_tokens
 
 
 def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
-    """Refuses what an engine does not do, before one is asked."""
+    """Checks that an engine supports the run, before the first request."""
     if holds_quantised(pretrained.params):
         raise UsageError(
             "an engine samples by the original weights, and quantize trains on rounded ones: leave out quantize, or "

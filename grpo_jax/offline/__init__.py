@@ -1,1 +1,1 @@
-"""Phases that learn from given examples: completions, with a teacher or without, pairs, and ratings."""
+"""Training phases on fixed data: completions (with or without a teacher), pairs, and ratings."""

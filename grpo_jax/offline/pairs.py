@@ -1,15 +1,15 @@
-"""Two completions of each prompt: objectives of DPO and its relatives, KTO and reward models, and what they share.
+"""Objectives with two completions of each prompt: DPO and its relatives, KTO, and reward models.
 
-A pair is one prompt with two completions, so that the prompt is computed once for both. They are a chosen and a
-rejected one, or for KTO a rated one and one of another prompt. An objective scores completions, as log-probabilities
-(`pair_logprobs`) or by the head of a reward model, and its `Terms` say what the scores of a batch cost. What a
-reference gives a completion does not change, so it is computed once, before training.
+A pair is one prompt with two completions, so that the prompt is computed once for both. The completions are chosen and
+rejected; for KTO, the second is a completion of another prompt. An objective scores completions, by log-probabilities
+(`pair_logprobs`) or by the head of a reward model. Its `Terms` compute the loss from these scores. Log-probabilities
+under the reference do not change, so they are computed once, before training.
 
 DPO (2305.18290) and its relatives learn from preferences without a reward model: `preference_objective`. Reward models
 (Bradley & Terry 1952; 2203.02155) score completions: `reward_model_objective`. KTO (2402.01306) learns from ratings,
-completions that are good or bad without another one beside them: `kto_objective`. Its loss compares how far the policy
-has moved towards a completion with how far it has moved at all, z₀: a number of the whole batch. It is made of
-completions of other prompts, in a pass of their own and without gradient, before the pass that has one.
+single completions that are good or bad: `kto_objective`. Its loss compares how far the policy has moved towards a
+completion with z₀, how far it has moved in general. z₀ is one number for the whole batch. It is computed from the
+completions of other prompts in a separate pass without gradient, before the pass with gradient.
 """
 
 import inspect
@@ -43,16 +43,16 @@ class PairBatch(NamedTuple):
 
     prompt_ids: Array  # int32 [N, P], padded on the left
     prompt_mask: Array  # bool [N, P]
-    completion_ids: Array  # int32 [N, 2, T], chosen and rejected; or of the prompt and of another prompt
-    completion_mask: Array  # bool [N, 2, T]; without any token it is no pair, and only fills up the batch
-    margin: Array  # float32 [N]; of reward models
-    ref_logprobs: Array = None  # float32 [N, 2], sums in nats under a reference; of policies
-    desirable: Array = None  # bool [N]; of ratings
-    kl: Array = None  # float32 [N], z₀ in nats, the same of all; of ratings, made from a whole optimizer batch
-    weights: Array = None  # float32 [N], made from the mask of a whole optimizer batch
+    completion_ids: Array  # int32 [N, 2, T], chosen and rejected; for KTO, rated and mismatched
+    completion_mask: Array  # bool [N, 2, T]; a pair without tokens only fills up the batch
+    margin: Array  # float32 [N]; for reward models
+    ref_logprobs: Array = None  # float32 [N, 2], sums over tokens in nats under the reference; for policies
+    desirable: Array = None  # bool [N]; for ratings
+    kl: Array = None  # float32 [N], z₀ in nats, equal for all; for ratings, computed from a whole optimizer batch
+    weights: Array = None  # float32 [N], computed from the mask of a whole optimizer batch
 
 
-# name -> (numbers [N], which of the prompts the metric is the mean of, bool [N])
+# name -> (numbers [N], mask of the prompts that the mean is taken over, bool [N])
 PairMetrics = Mapping[str, tuple[Array, Array]]
 # (scores [N, G], batch) -> the loss of each prompt [N], metrics
 Terms = Callable[[Array, PairBatch], tuple[jax.Array, PairMetrics]]
@@ -63,12 +63,12 @@ def pair_objective(
     terms: Terms,
     prepare: Callable[[Any, PairBatch, Callable[..., Any]], PairBatch] | None = None,
 ) -> Objective:
-    """Returns the mean loss of pairs, which logs the means of their metrics.
+    """Returns the objective that minimises the mean loss of pairs and logs the means of their metrics.
 
     Args:
       score: (parameters, batch) -> a number for each completion, `[N, G]`.
-      terms: what the scores cost.
-      prepare: as in `Objective`.
+      terms: Computes the losses and metrics from the scores.
+      prepare: See `Objective`.
     """
 
     def loss_fn(params: Any, batch: PairBatch) -> tuple[jax.Array, Logs]:
@@ -83,12 +83,12 @@ def pair_objective(
 
 
 def pair_weights(completion_mask: jax.Array) -> jax.Array:
-    """Returns 1/N for each pair of the whole batch, `[N]`; 0 where there is no pair."""
+    """Returns the weight 1/N for each pair of the whole batch, `[N]`, and 0 for rows without a pair."""
     return token_mean_weights(jnp.any(completion_mask, axis=(-2, -1)))
 
 
 def of_every_pair(metrics: Mapping[str, Array]) -> PairMetrics:
-    """Returns metrics that are means over all pairs, from numbers `[N]`."""
+    """Makes metrics that are means over all pairs from numbers `[N]`."""
     return {name: (x, jnp.ones(len(x), bool)) for name, x in metrics.items()}
 
 
@@ -104,21 +104,21 @@ def pair_batches(
     widths: tuple[int, int] | None = None,
     fills_up: bool = False,
 ) -> Callable[[int], PairBatch]:
-    """Makes batches of pairs: every pair once an epoch, in an order that is a function of the seed.
+    """Makes batches of pairs, with every pair once an epoch, in an order that depends on the seed.
 
     Args:
-      pairs: M; of ratings those of `data.preferences.with_mismatched`.
-      num_pairs: N, at most M unless `fills_up`.
-      seed: of the order.
-      ref_logprobs: float32 `[M, 2]`, of `score_pairs`; None: no reference.
-      widths: P and T, so that several sets of pairs have one shape; None: of the longest prompt and answer.
-      fills_up: fill a batch of fewer pairs than N with empty ones, which have no weight.
+      pairs: The M pairs. For ratings, the result of `data.preferences.with_mismatched`.
+      num_pairs: The number of pairs in a step, N; at most M unless `fills_up`.
+      seed: The seed of the order of pairs.
+      ref_logprobs: Log-probabilities under the reference from `score_pairs`, float32 `[M, 2]`. None: no reference.
+      widths: P and T, so that several sets of pairs have one shape. None: the lengths of the longest prompt and answer.
+      fills_up: True to fill a batch of fewer than N pairs with empty pairs, which have no weight.
 
     Returns:
-      A pure function from the step to a batch.
+      A pure function from the step to its batch.
 
     Raises:
-      UsageError: there are fewer pairs, or ref_logprobs are of another number of them.
+      UsageError: There are fewer than N pairs, or the shape of `ref_logprobs` is wrong.
     """
     size = len(pairs.prompts)
     if ref_logprobs is not None and ref_logprobs.shape != (size, 2):
@@ -131,7 +131,7 @@ def pair_batches(
     order, shape = batches(size, count, seed), widths or pair_widths(pairs)
 
     def batch(step: int) -> PairBatch:
-        numbers = np.concatenate([order(step), np.arange(count, num_pairs)])  # there are no pairs from count on
+        numbers = np.concatenate([order(step), np.arange(count, num_pairs)])  # no pair has these numbers
         padded = pad_pairs(pairs, numbers, *shape)
         return padded if ref_logprobs is None else padded._replace(ref_logprobs=ref_logprobs[numbers])
 
@@ -139,7 +139,7 @@ def pair_batches(
 
 
 def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, prompt_width: int, width: int) -> PairBatch:
-    """Returns the pairs with these numbers as arrays. A number beyond the last gets empty answers."""
+    """Returns the pairs with these numbers as arrays. Numbers beyond the last pair give empty answers."""
     is_real = numbers < len(pairs.prompts)
     chosen = np.where(is_real, numbers, 0)
     prompts = pad_prompts([pairs.prompts[i] for i in chosen], [{}] * len(chosen), width=prompt_width, pad_id=0)
@@ -151,12 +151,12 @@ def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, prompt_width: int, width
 
 
 def pair_widths(pairs: EncodedPairs) -> tuple[int, int]:
-    """Returns the tokens of the longest prompt, and of the longest answer."""
+    """Returns the number of tokens of the longest prompt and of the longest answer."""
     return max(map(len, pairs.prompts)), max(len(ids) for answers in pairs.answers for ids in answers)
 
 
 def whole_batch(pairs: EncodedPairs) -> PairBatch:
-    """Returns all pairs as one batch, for an evaluation of their scores."""
+    """Returns all pairs as one batch, to evaluate their scores."""
     return pad_pairs(pairs, np.arange(len(pairs.prompts)), *pair_widths(pairs))
 
 
@@ -164,7 +164,7 @@ def whole_batch(pairs: EncodedPairs) -> PairBatch:
 
 
 def pair_logprobs(policy: Policy, params: Params, batch: PairBatch) -> jax.Array:
-    """Returns log-probabilities of the G completions of each prompt, sums over tokens, float32 `[N, G]`."""
+    """Returns the log-probabilities of the G completions of each prompt, summed over tokens, float32 `[N, G]`."""
     temperature = jnp.ones(batch.completion_ids.shape[:2], jnp.float32)
     scored = score_completion_tokens(policy, params, Batch(*batch[:4], temperature))
     return jnp.sum(jnp.where(batch.completion_mask, scored.logprobs, 0), axis=-1)
@@ -182,12 +182,12 @@ def score_pairs(
     """Scores both completions of all pairs, `num_pairs` at a time with one compiled program.
 
     Args:
-      score: (model, parameters, batch) -> `[N, 2]`: `pair_logprobs` or `reward_model.pair_rewards`.
-      model: the policy of the one, or the decoder's shape of the other.
-      params: its parameters.
-      pairs: M.
-      num_pairs: a multiple of the `parts` of a mesh.
-      devices: where the parameters are.
+      score: `pair_logprobs` or `pair_rewards`, which map (model, parameters, batch) to scores `[N, 2]`.
+      model: The policy for `pair_logprobs`, or the decoder's configuration for `pair_rewards`.
+      params: The parameters of the model.
+      pairs: The M pairs.
+      num_pairs: The number of pairs scored at once; a multiple of the `parts` of a mesh.
+      devices: The devices that hold the parameters.
 
     Returns:
       float32 `[M, 2]`.
@@ -202,12 +202,12 @@ def score_pairs(
 
 
 def evaluate_terms(terms: Terms, scores: np.ndarray, batch: PairBatch) -> dict[str, np.ndarray]:
-    """Returns "loss" and the metrics of each pair that they are the mean of, float64 arrays.
+    """Returns "loss" and the metrics by name, each as a float64 array of the pairs that its mean is taken over.
 
     Args:
-      terms: of the objective.
-      scores: `[M, 2]`, of `score_pairs`.
-      batch: the M pairs, with all that the terms look at.
+      terms: The terms of the objective.
+      scores: Scores `[M, 2]` from `score_pairs`.
+      batch: The M pairs, with all fields that the terms use.
     """
     losses, metrics = terms(scores, batch)
     values = {name: np.asarray(x, np.float64)[np.asarray(counts)] for name, (x, counts) in metrics.items()}
@@ -215,7 +215,7 @@ def evaluate_terms(terms: Terms, scores: np.ndarray, batch: PairBatch) -> dict[s
 
 
 def with_intervals(values: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Means of numbers by name, with 95% intervals from resampling; nothing where there are no numbers."""
+    """Returns means by name, with 95% intervals from resampling. Empty arrays are left out."""
     named: dict[str, float] = {}
     for name, x in values.items():
         named |= bootstrap(x, binary=name == "accuracy").named(name) if len(x) else {}
@@ -224,42 +224,42 @@ def with_intervals(values: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 # ---- DPO and its relatives
 
-# Such as `functional.dpo_loss`. It gets those of chosen, rejected, ref_chosen, ref_rejected (log-probabilities [N], in
-# nats), chosen_length and rejected_length (tokens [N]) that it has arguments for, and returns the losses [N]
+# A loss such as `functional.dpo_loss`, which returns the losses [N]. It may have any of the arguments chosen, rejected,
+# ref_chosen, ref_rejected (log-probabilities [N], in nats), chosen_length and rejected_length (tokens [N]).
 PairLoss = Callable[..., jax.Array]
 
 
 def preference_objective(policy: Policy, loss: PairLoss) -> Objective:
-    """Returns a loss of pairs, such as DPO's.
+    """Returns the objective of a preference loss such as DPO.
 
-    Its parameters are the policy's; of `lora.Adapted` only the adapters are trained. Batches are those of
-    `pair_batches`, with `ref_logprobs` if the loss looks at a reference.
+    Its parameters are the policy's. With `lora.Adapted`, only the adapters are trained. Batches come from
+    `pair_batches`, with `ref_logprobs` if the loss uses a reference.
 
     Args:
-      policy: the model's functions.
-      loss: of pairs, with its constants bound, such as `partial(dpo_loss, beta=0.1)`.
+      policy: The model's functions.
+      loss: The loss of pairs with its constants bound, such as `partial(dpo_loss, beta=0.1)`.
     """
     return pair_objective(partial(pair_logprobs, policy), partial(preference_terms, loss))
 
 
 def needs_reference(loss: PairLoss) -> bool:
-    """Returns whether a loss looks at the reference."""
+    """Returns whether a loss uses the reference."""
     return "ref_chosen" in inspect.signature(loss).parameters
 
 
 def preference_terms(loss: PairLoss, logprobs: Array, batch: PairBatch) -> tuple[jax.Array, PairMetrics]:
-    """Returns the loss of each pair, and what is logged of it.
+    """Returns the loss and the metrics of each pair.
 
-    `margin` is by how much more the policy has learned to prefer the chosen completion: the difference of log-ratios
-    where there is a reference, of log-probabilities where there is none, per token where the loss compares those.
-    `accuracy` is 1 where it is above 0, and ½ where it is 0. `log_ratio_chosen` and `log_ratio_rejected` are
-    log π/π_ref of the whole completions, `logprob_chosen` and `logprob_rejected` log π; all in nats. The mean of
-    `log_ratio_chosen` may well fall: the loss asks for a difference.
+    `margin` measures how much the policy prefers the chosen completion. It is the difference of log-ratios with a
+    reference, or of log-probabilities without one, and per token if the loss normalises by length. `accuracy` is 1 if
+    the margin is above 0, and ½ if it is 0. `log_ratio_chosen` and `log_ratio_rejected` are log π/π_ref of whole
+    completions, `logprob_chosen` and `logprob_rejected` are log π; all are in nats. The mean of `log_ratio_chosen` may
+    well fall, since the loss depends only on a difference.
 
     Args:
-      loss: as in `preference_objective`.
-      logprobs: of chosen and rejected, `[N, 2]`.
-      batch: of the pairs.
+      loss: See `preference_objective`.
+      logprobs: The log-probabilities of the chosen and rejected completions, `[N, 2]`.
+      batch: The N pairs.
     """
     arguments, lengths = inspect.signature(loss).parameters, batch.completion_mask.sum(-1)
     known = _by_side("{}", logprobs) | _by_side("{}_length", lengths)
@@ -285,14 +285,14 @@ def _by_side(name: str, values: Array) -> dict[str, Array]:
 
 @cache  # so that phases with one shape share their programs
 def reward_model_objective(config: ModelConfig, *, center_coef: float = 0.0) -> Objective:
-    """−log σ(r_chosen − r_rejected − margin), the mean over pairs.
+    """L = mean over pairs of −log σ(r_chosen − r_rejected − margin).
 
-    Its parameters are those of `heads.add_head`; with adapters, only those and the head are trained. Batches are those
-    of `pairs.pair_batches`.
+    Its parameters come from `heads.add_head`. With adapters, only the adapters and the head are trained. Batches come
+    from `pair_batches`.
 
     Args:
-      config: the decoder's shape, from `heads.add_head`.
-      center_coef: as in `functional.bradley_terry_loss`, 0.
+      config: The decoder's configuration, from `heads.add_head`.
+      center_coef: See `functional.bradley_terry_loss`.
     """
     return pair_objective(partial(pair_rewards, config), partial(reward_terms, center_coef=center_coef))
 
@@ -303,7 +303,7 @@ def pair_rewards(config: ModelConfig, params: Headed, batch: PairBatch) -> jax.A
 
 
 def reward_terms(rewards: Array, batch: PairBatch, *, center_coef: float = 0.0) -> tuple[jax.Array, PairMetrics]:
-    """Returns the loss of each pair, whether it is in the right order, its difference and its mean reward."""
+    """Returns the loss of each pair, and its accuracy, difference of rewards and mean reward as metrics."""
     chosen, rejected = rewards[:, 0], rewards[:, 1]
     losses = bradley_terry_loss(chosen, rejected, margin=batch.margin, center_coef=center_coef)
     right = jnp.where(chosen == rejected, 0.5, chosen > rejected)
@@ -312,33 +312,33 @@ def reward_terms(rewards: Array, batch: PairBatch, *, center_coef: float = 0.0) 
 
 
 class PairEvaluation(NamedTuple):
-    """How well scores predict which of two answers was chosen."""
+    """The quality of scores as predictions of the chosen answer. Intervals resample pairs."""
 
-    accuracy: Interval  # share of pairs in the right order, ties half; resampling pairs
+    accuracy: Interval  # share of pairs in the right order; a tie counts half
     nll: Interval  # −log σ(r_chosen − r_rejected), nats; equal scores give log 2 = 0.693
-    calibration: Calibration  # of the preference for the answer with the higher score
+    calibration: Calibration  # calibration of the probability that the answer with the higher score was chosen
 
     def numbers(self) -> dict[str, float]:
-        """The numbers by name, for logs and tables."""
+        """Returns the numbers by name, for logs and tables."""
         named = self.accuracy.named("accuracy") | self.nll.named("nll")
         return named | {"calibration_error": self.calibration.error}
 
 
 def evaluate_pairs(pair_scores: np.ndarray, *, bins: int = 10) -> PairEvaluation:
-    """Returns accuracy, likelihood and calibration of scores.
+    """Returns the accuracy, likelihood and calibration of scores.
 
     The prediction is that the answer with the higher score was chosen, with probability σ(|difference|). Calibration
     compares these probabilities with how often the prediction was right.
 
     Args:
-      pair_scores: `[M, 2]`, of chosen and rejected.
-      bins: of the calibration curve, 10.
+      pair_scores: The scores of the chosen and rejected answers, `[M, 2]`.
+      bins: The number of bins of the calibration curve.
 
     Returns:
       The evaluation.
 
     Raises:
-      UsageError: there are no pairs.
+      UsageError: There are no pairs.
     """
     difference = np.asarray(pair_scores, np.float64) @ np.array([1, -1])
     right = np.where(difference == 0, 0.5, difference > 0)
@@ -353,16 +353,16 @@ RatedLoss = Callable[..., jax.Array]
 
 
 def kto_objective(policy: Policy, loss: RatedLoss = kto_loss, *, estimates_kl: bool = True) -> Objective:
-    """Returns the mean loss of rated completions, with z₀ of the whole batch.
+    """Returns the objective that minimises the mean loss of rated completions, with z₀ of the whole batch.
 
-    Its parameters are the policy's; of `lora.Adapted` only the adapters are trained. Batches are those of
-    `pairs.pair_batches` with `desirable`, and with `ref_logprobs` of both completions.
+    Its parameters are the policy's. With `lora.Adapted`, only the adapters are trained. Batches come from
+    `pair_batches`, with `desirable` and the `ref_logprobs` of both completions.
 
     Args:
-      policy: the model's functions.
-      loss: with its constants bound, such as `partial(kto_loss, beta=0.5)`.
-      estimates_kl: whether z₀ is `kto_kl` of the mismatched completions, as in KTO. Otherwise it is 0, which makes the
-        loss APO-zero's (2408.06266), and saves a pass.
+      policy: The model's functions.
+      loss: The loss of completions with its constants bound, such as `partial(kto_loss, beta=0.5)`.
+      estimates_kl: True if z₀ is `kto_kl` of the mismatched completions, as in KTO. Otherwise z₀ is 0, which gives the
+        loss of APO-zero (2408.06266) and saves a pass.
     """
 
     def prepare(params: Params, batch: PairBatch, map_pieces: Callable[..., Any]) -> PairBatch:
@@ -375,7 +375,7 @@ def kto_objective(policy: Policy, loss: RatedLoss = kto_loss, *, estimates_kl: b
 
 
 def side_logprobs(policy: Policy, side: int, params: Params, batch: PairBatch) -> jax.Array:
-    """Returns log-probabilities of the completions of the prompts (side 0), or of the mismatched ones (1), `[N, 1]`."""
+    """Returns the log-probabilities of the rated completions (side 0) or of the mismatched ones (side 1), `[N, 1]`."""
     ids, mask = (x[:, side : side + 1] for x in (batch.completion_ids, batch.completion_mask))
     return pair_logprobs(policy, params, batch._replace(completion_ids=ids, completion_mask=mask))
 
@@ -384,8 +384,8 @@ def with_reference_point(batch: PairBatch, mismatched: Array | None) -> PairBatc
     """Adds z₀ to a batch.
 
     Args:
-      batch: all completions that share z₀.
-      mismatched: log-probabilities of the mismatched completions, `[N]`; None: z₀ is 0.
+      batch: All completions that share z₀.
+      mismatched: The log-probabilities of the mismatched completions, `[N]`. None: z₀ is 0.
     """
     is_real = jnp.any(batch.completion_mask[:, 1], axis=-1)
     kl = 0.0 if mismatched is None else kto_kl(mismatched, batch.ref_logprobs[:, 1], where=is_real)
@@ -393,16 +393,16 @@ def with_reference_point(batch: PairBatch, mismatched: Array | None) -> PairBatc
 
 
 def rated_terms(loss: RatedLoss, logprobs: Array, batch: PairBatch) -> tuple[jax.Array, PairMetrics]:
-    """Returns the loss of each completion, and what is logged of it.
+    """Returns the loss and the metrics of each completion.
 
-    `log_ratio_desirable` and `log_ratio_undesirable` are log π/π_ref of whole completions, in nats. `accuracy` is 1
-    where a completion is on its side of z₀: its log-ratio is above where it is desirable and below where it is not; ½
-    where it is equal. `kl` is z₀.
+    `log_ratio_desirable` and `log_ratio_undesirable` are log π/π_ref of whole completions, in nats. `accuracy` is 1 if
+    the log-ratio of a desirable completion is above z₀, or that of an undesirable one is below z₀; ½ if it equals z₀.
+    `kl` is z₀.
 
     Args:
-      loss: as in `kto_objective`.
-      logprobs: of completions, `[N, 1]`; a second column is not read.
-      batch: with z₀.
+      loss: See `kto_objective`.
+      logprobs: The log-probabilities of completions, `[N, 1]`. A second column is not read.
+      batch: The N completions, with z₀.
     """
     losses = loss(logprobs[:, 0], batch.ref_logprobs[:, 0], batch.desirable, kl=batch.kl)
     log_ratio = logprobs[:, 0] - batch.ref_logprobs[:, 0]

@@ -1,4 +1,4 @@
-"""The steps of every phase on a data set: `fit.fit` runs an `Objective` of this folder."""
+"""The training steps of every phase on fixed data. `fit.fit` runs the objectives of this folder."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ _MAX_SKIPPED = 5  # steps in a row without finite gradients
 
 @dataclass(frozen=True)
 class SupervisedConfig(CheckpointConfig, AdamWConfig, PhaseConfig):
-    """A phase on given data."""
+    """The configuration of a phase on fixed data."""
 
     microbatches: Size = 1
     """Pieces that a step is computed in, to save memory. Results differ only by rounding."""
@@ -45,41 +45,41 @@ class SupervisedConfig(CheckpointConfig, AdamWConfig, PhaseConfig):
 
 
 class Objective(NamedTuple):
-    """The loss that a phase minimises. Each method of this folder makes one."""
+    """The loss that a phase minimises."""
 
     # (parameters, batch with weights) -> Σ weights · loss, logs
     loss_fn: Callable[[Any, Any], tuple[jax.Array, Logs]]
     # mask of the whole batch -> weights
     aggregation: Callable[[jax.Array], jax.Array]
-    # (parameters, whole batch, function that maps (parameters, batch) -> arrays over the rows of a batch in pieces) ->
-    # batch with what the loss needs to know of all of it
+    # Adds fields that depend on the whole batch: (parameters, batch, map_pieces) -> batch. map_pieces(fn, parameters,
+    # batch) applies fn(parameters, rows) -> arrays to the rows of the batch in pieces
     prepare: Callable[[Any, Any, Callable[..., Any]], Any] | None = None
 
 
 class FitPrograms(NamedTuple):
-    """The functions of a phase, compiled at their first call."""
+    """The functions of a phase, each compiled at its first call."""
 
     # (state, batch, frozen parameters) -> state, metrics
     train_step: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
-    # trained parameters -> state; a copy: the step donates its state, and the start stays
+    # trained parameters -> state. Parameters are copied, since the step donates its state but the caller keeps them
     init_state: Callable[[Params], TrainState]
 
 
 @lru_cache(maxsize=8)
 def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitPrograms:
-    """Checks the configuration, and makes the programs of a phase, which are compiled at their first call.
+    """Checks the configuration and makes the programs of a phase, which are compiled at their first call.
 
-    Phases with the same objective and configuration share them, such as the rounds of a reward model.
+    Phases with the same objective and configuration, such as the rounds of a reward model, share their programs.
 
     Args:
-      objective: of the phase.
-      config: of the phase.
+      objective: The objective of the phase.
+      config: The configuration of the phase.
 
     Returns:
-      The programs of every phase with this objective and this configuration.
+      The programs.
 
     Raises:
-      UsageError: the configuration cannot work.
+      UsageError: The configuration is invalid.
     """
     devices = devices_of(config)
     check_ranges(config)
@@ -127,23 +127,23 @@ def take_step(
     number: int,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[TrainState, Callable[[], Line]]:
-    """Hands one optimizer step to the devices.
+    """Dispatches one optimizer step to the devices.
 
     Args:
-      programs: of the phase.
-      config: of the phase.
-      phase: names what is skipped.
-      frozen: parameters that are not trained.
-      batches: step -> batch.
-      state: before the step; donated.
-      number: of the step, from 0.
-      meanwhile: called once, when the devices compute.
+      programs: The programs of the phase.
+      config: The configuration of the phase.
+      phase: The name of the phase, for files of skipped steps.
+      frozen: The parameters that are not trained.
+      batches: A function from the step to its batch.
+      state: The state before the step; donated.
+      number: The number of the step, from 0.
+      meanwhile: Called once while the devices compute.
 
     Returns:
-      The state after the step, and a function that waits for its numbers.
+      The state after the step, and a function that waits for its metrics and returns a line.
 
     Raises:
-      UsageError: pieces and devices cannot share the batch.
+      UsageError: The batch cannot be divided among pieces and devices.
     """
     batch = batches(number)
     check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
@@ -153,9 +153,9 @@ def take_step(
 
 
 def _read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> Line:
-    """Returns the line of a step: empty unless it is due, or the step was skipped.
+    """Returns the line of a step, which is empty unless a line is due or the step was skipped.
 
-    Each skipped step has a line, so that lines do not depend on where a run was stopped.
+    Each skipped step has a line, so that lines do not depend on where a run was interrupted.
     """
     skipped = to_numpy(metrics["skipped"]).item()
     is_evaluated = config.eval_every and number % config.eval_every == 0
@@ -176,12 +176,12 @@ def _read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[
 def row_scorer(
     score: Callable[..., jax.Array], *constants: Hashable, devices: Devices = 1
 ) -> Callable[[Any, Any], np.ndarray]:
-    """Returns the compiled scores of rows, one program for all calls with the same arguments.
+    """Compiles a function that scores rows, once for all calls with the same arguments.
 
     Args:
       score: (*constants, parameters, batch `[N, ...]`) -> numbers `[N, ...]`, such as `pairs.pair_logprobs`.
-      constants: what the scores depend on besides parameters, such as the policy.
-      devices: where the parameters are; on a mesh N is a multiple of its `parts`.
+      constants: The first arguments of `score`, such as the policy.
+      devices: The devices that hold the parameters. On a mesh, N must be a multiple of its `parts`.
 
     Returns:
       (parameters, batch of NumPy arrays) -> NumPy arrays of all rows.
@@ -190,16 +190,16 @@ def row_scorer(
 
 
 def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: str) -> None:
-    """Refuses options that cannot work, before anything is computed.
+    """Checks the options of a phase before anything is computed.
 
     Args:
-      config: the phase.
-      seed: of the order of rows.
-      rows: of a step.
-      name: of the option that says how many.
+      config: The configuration of the phase.
+      seed: The seed of the order of rows.
+      rows: The number of rows in a step.
+      name: The name of the option that sets `rows`.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: An option is invalid. The message says what to change.
     """
     check_ranges(config)
     check_number("seed", seed, Seed)
@@ -207,13 +207,13 @@ def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: st
 
 
 def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
-    """Refuses a batch that pieces and devices cannot share.
+    """Checks that a batch can be divided among pieces and devices.
 
     Args:
-      config, rows, name: as in `check_supervised`.
+      config, rows, name: See `check_supervised`.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: The batch cannot be divided. The message says what to change.
     """
     devices = devices_of(config)
     pieces = config.microbatches * parts(devices)

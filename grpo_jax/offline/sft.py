@@ -1,10 +1,10 @@
-"""Supervised fine-tuning on completions, without a teacher or with one.
+"""Supervised fine-tuning on completions, with or without a teacher.
 
-Without a teacher the policy maximises the likelihood of the completions. A teacher is a second policy, frozen, of any
-size that has the policy's tokens. At each token of a completion the policy then moves towards the teacher's
-distribution over the whole vocabulary, and by a coefficient towards the token itself. The teacher is computed in the
-same piece of a batch as the policy, so none of its states outlives the piece. On-policy distillation, where the policy
-writes the completions, is `rl.distillation`; the divergences are the same.
+Without a teacher the policy maximises the likelihood of the completions. A teacher is a frozen second policy of any
+size with the same tokens. At each token of a completion the policy then moves towards the teacher's distribution over
+the whole vocabulary, and with a coefficient towards the token itself. Teacher and policy are computed in the same piece
+of a batch, so that no state of the teacher outlives the piece. For on-policy distillation, in which the policy samples
+the completions, see `rl.distillation`; the divergences are the same.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,34 +29,34 @@ from grpo_jax.rl.types import Batch, Logs
 
 
 class DistillationTarget(NamedTuple):
-    """A teacher, and what the policy learns from it."""
+    """A teacher, and the loss of the policy with respect to it."""
 
     teacher: Policy
-    divergence: DistillationConfig  # its kind, other than k1, and its constants
-    nll_coef: float = 0.0  # λ, weight of the NLL of the tokens beside the divergence
+    divergence: DistillationConfig  # the kind of the divergence, any except k1, and its constants
+    nll_coef: float = 0.0  # λ, the weight of the tokens' NLL, which is added to the divergence
 
 
 def sft_objective(policy: Policy) -> Objective:
-    """Returns the NLL of completions.
+    """Returns the objective that minimises the NLL of completions.
 
-    Its parameters are the policy's; of `lora.Adapted` only the adapters are trained. A batch has completions of
-    prompts, where G is 1, or packed rows.
+    Its parameters are the policy's. With `lora.Adapted`, only the adapters are trained. A batch holds prompts with one
+    completion each (G is 1), or packed rows.
 
     Args:
-      policy: the model's functions.
+      policy: The model's functions.
     """
     return Objective(partial(text_loss, policy), token_mean_weights)
 
 
 def distillation_objective(policy: Policy, target: DistillationTarget) -> Objective:
-    """Returns the divergence from a teacher on completions, with λ of their NLL.
+    """Returns the objective that minimises the divergence from a teacher plus λ times the NLL of completions.
 
-    Its parameters are {"policy": ..., "teacher": ...}, of which only the policy's are trained. Batches are those of
+    Its parameters are {"policy": ..., "teacher": ...}, and only the policy's are trained. Batches are those of
     `sft_objective`.
 
     Args:
-      policy: the model's functions.
-      target: the teacher, and what is learned.
+      policy: The model's functions.
+      target: The teacher and the loss.
     """
     return Objective(partial(distillation_loss, policy, target=target), token_mean_weights)
 
@@ -64,7 +64,7 @@ def distillation_objective(policy: Policy, target: DistillationTarget) -> Object
 def text_loss(policy: Policy, params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:
     """L = −Σ w log π(oₜ): next-token loss on the completion, none on the prompt."""
     scores = score_tokens(policy, params, batch)
-    # Packed rows also score the first token of a text by the end of another; the mask leaves those out.
+    # In packed rows the first token of a text is scored after the end of another text; the mask excludes it.
     loss = weighted_sum(-scores.logprobs, batch.weights, batch.completion_mask)
     return loss, Logs({"entropy": masked_sum(scores.entropy, batch.completion_mask)})
 
@@ -81,11 +81,14 @@ def distillation_loss(
     return loss, Logs({name: masked_sum(x, batch.completion_mask) for name, x in means.items()})
 
 
-# ---- scores of tokens, at a temperature of 1 or that of a batch that was sampled
+# ---- scores of tokens, at a temperature of 1, or at the temperature of a sampled batch
 
 
 def predicting_states(policy: Policy, params: Params, batch: Batch | Packed) -> jax.Array:
-    """Returns the states that predict each token, `[N, G, T, D]` or `[B, S, D]`: rubbish before a packed text."""
+    """Returns the states that predict each token, `[N, G, T, D]` or `[B, S, D]`.
+
+    They are meaningless for the first tokens of packed texts.
+    """
     if not isinstance(batch, Packed):
         return hidden_states(policy, params, batch)
     return policy.states(params, rows_of_texts(batch.ids, batch.texts))[0][:, 0]
@@ -97,10 +100,10 @@ def score_tokens(
     """Returns log-probabilities and entropies of tokens, `[N, G, T]` or `[B, S]`.
 
     Args:
-      policy: the model's functions.
-      params: its parameters.
-      batch: completions.
-      hidden: of `predicting_states`, if they are computed already.
+      policy: The model's functions.
+      params: The parameters of the policy.
+      batch: The completions.
+      hidden: The policy's `predicting_states`, if they are already computed.
     """
     hidden = predicting_states(policy, params, batch) if hidden is None else hidden
     if not isinstance(batch, Packed):
@@ -123,11 +126,11 @@ def teacher_divergence(
     """Returns the divergence of the policy from its teacher at each token, in nats, `[N, G, T]` or `[B, S]`.
 
     Args:
-      policy: the model's functions.
-      target: the teacher, and what is learned.
-      params: parameters of both, by role.
-      batch: completions.
-      hidden: the policy's `predicting_states`, if they are computed already.
+      policy: The model's functions.
+      target: The teacher and the loss.
+      params: The parameters of policy and teacher, by role.
+      batch: The completions.
+      hidden: The policy's `predicting_states`, if they are already computed.
     """
     hidden = predicting_states(policy, params["policy"], batch) if hidden is None else hidden
     ours, taught = policy.head(params["policy"]), target.teacher.head(params["teacher"])
@@ -143,35 +146,35 @@ def teacher_divergence(
 def text_nll(
     policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns −Σ log π over the learned tokens of each text, in nats, and how many these tokens are.
+    """Returns −Σ log π over the completion tokens of each text, in nats, and the number of these tokens.
 
     Args:
-      policy: the model's functions.
-      params: its parameters.
-      batches: of one shape, so that one program is compiled.
-      devices: where the parameters are; the rows of a batch are a multiple of the `parts` of a mesh.
+      policy: The model's functions.
+      params: The parameters of the policy.
+      batches: Batches of one shape, so that one program is compiled.
+      devices: The devices that hold the parameters. On a mesh, the rows of a batch must be a multiple of its `parts`.
 
     Returns:
-      float64 and int `[M]`: row by row, and in a row in the order of its texts.
+      Two arrays `[M]`, float64 and int, row by row and in the order of the texts in a row.
     """
     return _sum_texts(row_scorer(token_nll, policy, devices=devices), params, batches)
 
 
 def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1) -> float:
-    """−mean log π over all learned tokens of some batches, in nats; the arguments are those of `text_nll`."""
+    """Returns −mean log π over all completion tokens of the batches, in nats. Arguments are those of `text_nll`."""
     return _mean(*text_nll(policy, params, batches, devices=devices))
 
 
 def mean_divergence(
     policy: Policy, params: Params, batches: Iterable[Packed], *, target: DistillationTarget, devices: Devices = 1
 ) -> float:
-    """Returns the mean divergence from the teacher over all learned tokens of some batches, in nats.
+    """Returns the mean divergence from the teacher over all completion tokens of the batches, in nats.
 
     Args:
-      policy: the model's functions.
-      params: the policy's and the teacher's, by role.
-      target: as in `distillation_objective`.
-      batches, devices: as for `text_nll`.
+      policy: The model's functions.
+      params: The parameters of policy and teacher, by role.
+      target: The teacher and the loss.
+      batches, devices: See `text_nll`.
     """
     score = row_scorer(teacher_divergence, policy, target, devices=devices)
     return _mean(*_sum_texts(score, params, batches))
@@ -184,7 +187,7 @@ def _mean(totals: np.ndarray, tokens: np.ndarray) -> float:
 def _sum_texts(
     score: Callable[[Params, Packed], np.ndarray], params: Params, batches: Iterable[Packed]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns sums over the learned tokens of each text, float64 `[M]`, and how many these tokens are, int `[M]`."""
+    """Returns sums over the completion tokens of each text, float64 `[M]`, and the numbers of tokens, int `[M]`."""
     totals, tokens = [], []
     for batch in batches:
         values = np.where(batch.completion_mask, score(params, batch), 0).astype(np.float64)

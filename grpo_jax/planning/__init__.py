@@ -1,4 +1,4 @@
-"""A run on paper, before anything is compiled: its memory, and the pieces and remat that fit."""
+"""Planning before anything is compiled: the memory of a run, and the pieces and remat that fit."""
 
 from grpo_jax.errors import need
 

@@ -1,24 +1,24 @@
-"""A coarse estimate of the memory that a run needs on one device, from shapes only, and the plan that follows from it.
+"""A coarse estimate of the memory that a run needs on one device, from shapes only, and a plan based on it.
 
-The plan is chosen before anything is compiled. The estimate is made to be quick and rarely too low, not to be exact:
-compile a program and ask its `memory_analysis()` for the exact number (`python -m experiments.plan --compile` does).
+The plan is chosen before anything is compiled. The estimate is fast and rarely too low, but not exact. For the exact
+number, compile a program and call its `memory_analysis()`, as `python -m experiments.plan --compile` does.
 
 peak = held + max(sampling, scoring, learning), in bytes:
 
-- held = parameters + two moments of AdamW + a copy of what is trained (the reference) + a model that scores rollouts
+- held = parameters + two moments of AdamW + a copy of trained parameters (the reference) + a model that scores rollouts
 - sampling = layers laid out for decoding + keys and values + the larger of the prompts' pass and one token's logits
-- scoring = that model's pass over one piece
+- scoring = the scoring model's pass over one piece
 - learning = max(gradients + activations of one piece, 1.2 moments: the step of the optimizer)
 
-Parameters are counted from the trees that the model makes, cut over a mesh as `models.sharding` cuts them. The rest
-are round formulas. tests/planning/test_memory.py compares them with what XLA on a CPU plans for `sample` and `learn`:
-they are at most 10% too low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. Fragmentation is
-not included, nor what compilers of accelerators do differently.
+Parameters are counted from the model's trees, sharded as in `models.sharding`. The other terms are rough formulas.
+tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn` on a CPU: they are at most 10% too
+low, and mostly within 6%; rows of 256 tokens and more are up to 41% too high. Fragmentation and differences between
+compilers for accelerators are not included.
 
-A plan is the fastest way to compute a run that fits into the memory of a device. The fastest are pieces of
-`Traits.piece_tokens`, and remat "none". If these do not fit, pieces are halved, down to one prompt with its
-completions, and only then remat is turned on. The choice depends only on the model, the shape and the limit. It becomes
-a part of the run's options, so that a resumed run computes as before.
+A plan is the fastest way to compute a run that fits into the memory of a device. Pieces of `Traits.piece_tokens` with
+remat "none" are fastest. If these do not fit, pieces are halved, down to one prompt with its completions, and only then
+remat is turned on. The choice depends only on the model, the shape and the limit. It is stored in the run's options, so
+that a resumed run computes as before.
 
 Letters as in `models.transformer`: N prompts of P tokens, G completions of T tokens each.
 """
@@ -51,13 +51,13 @@ FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 # The optimizer's step holds a gradient, updates, and copies of moments: 9.2 to 10.2 bytes a parameter, moments are 8.
 _STEP = 1.2
-# While a cache grows, a part of its last size exists beside it.
+# While a cache grows, a part of the previous cache is still in memory.
 _GROWING = 1.3
-_QUERIES = 128  # of a block, as in `models.attention.attend`
+_QUERIES = 128  # queries in a block, as in `models.attention.attend`
 
 
 class Shape(NamedTuple):
-    """Everything besides the model that the memory of a run depends on."""
+    """The sizes, except for those of the model, that the memory of a run depends on."""
 
     num_prompts: int = 8  # N, on one device
     group_size: int = 8  # G
@@ -69,15 +69,15 @@ class Shape(NamedTuple):
     packs: bool = True  # completions may be packed
     lora_rank: int = 0  # 0: all parameters are trained
     lora_targets: tuple[Target, ...] = TARGETS
-    param_dtype: Dtype = "float32"  # of the decoder's parameters
-    quantize: Quantize = "none"  # format of its frozen projections
+    param_dtype: Dtype = "float32"  # dtype of the decoder's parameters
+    quantize: Quantize = "none"  # format of the decoder's frozen projections
     critic: Literal["none", "own", "shared"] = "none"
     scorer: ModelConfig | None = None  # a frozen model that scores rollouts, with parameters of the activations' dtype
-    output_bytes: int = 0  # that it gives each token of a rollout
-    copies: int = 1  # of what is trained: the start, and a reference that moves
+    output_bytes: int = 0  # bytes of the scorer's outputs for a token of a rollout
+    copies: int = 1  # copies of trained parameters: the start, and a reference that moves
     fsdp: int = 1
     tensor: int = 1
-    traits: Traits = GPU  # of the backend
+    traits: Traits = GPU  # traits of the backend
 
     @property
     def piece(self) -> Piece:
@@ -102,42 +102,42 @@ class Shape(NamedTuple):
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Sizes of the axes of the mesh that cut parameters."""
+        """The sizes of the mesh's axes that shard parameters."""
         return {sharding.DATA: 1, sharding.FSDP: self.fsdp, sharding.TENSOR: self.tensor}
 
 
 class Estimate(NamedTuple):
-    """Bytes on one device."""
+    """The memory of a run on one device, in bytes by purpose."""
 
-    params: int  # of the decoder, adapters and a critic
+    params: int  # parameters of the decoder, adapters and a critic
     optimizer: int  # the two moments of AdamW
-    start: int  # the trained parameters as they were, for the reference; and a reference that moves
-    scorer: int  # the parameters of a model that scores rollouts, and its outputs for one
-    decoding: int  # the layers again, laid out for decoding, and the unembedding if it is cast
+    start: int  # the initial trained parameters, for the reference; and a reference that moves
+    scorer: int  # the parameters of a model that scores rollouts, and its outputs for one rollout
+    decoding: int  # a copy of the layers, laid out for decoding, and the unembedding if it is cast
     cache: int  # keys and values of prompts and completions
     choosing: int  # a pass over the prompts, or the logits of one token of each completion
-    scoring: int  # a pass of that model over one piece; other scores need less than learning
-    gradients: int  # of one piece, and the sum over several
-    activations: int  # of one piece, with its logits
+    scoring: int  # a pass of the scoring model over one piece; other scores need less than learning
+    gradients: int  # gradients of one piece, and their sum if there are several pieces
+    activations: int  # activations of one piece, with its logits
 
     @property
     def held(self) -> int:
-        """Bytes that stay on the device between programs."""
+        """The bytes that stay on the device between programs."""
         return self.params + self.optimizer + self.start + self.scorer
 
     @property
     def sampling(self) -> int:
-        """Bytes that `sample` adds."""
+        """The bytes that `sample` adds."""
         return self.decoding + self.cache + self.choosing
 
     @property
     def learning(self) -> int:
-        """Bytes that `learn` adds."""
+        """The bytes that `learn` adds."""
         return max(self.gradients + self.activations, round(_STEP * self.optimizer))
 
     @property
     def peak(self) -> int:
-        """The largest of sampling, scoring and learning, with what is held."""
+        """The bytes of the largest of sampling, scoring and learning, plus `held`."""
         return self.held + max(self.sampling, self.scoring, self.learning)
 
 
@@ -145,11 +145,11 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     """Estimates the memory of a run of GRPO or PPO on one device.
 
     Args:
-      model: the decoder, with its dtype and remat.
-      shape: of the run.
+      model: The configuration of the decoder, with its dtype and remat.
+      shape: The shape of the run.
 
     Returns:
-      Bytes by purpose.
+      The bytes by purpose.
     """
     trained, scorer = bytes_on_device(trained_shapes(model, shape), shape.mesh), shape.scorer
     prompts, rows = shape.num_prompts * shape.prompt_tokens, shape.num_prompts * shape.group_size
@@ -186,7 +186,7 @@ def trained_shapes(model: ModelConfig, shape: Shape) -> Params:
 
 
 def frozen_shapes(model: ModelConfig, shape: Shape) -> Params:
-    """Returns shapes and dtypes of the decoder's parameters if only adapters are trained."""
+    """Returns the shapes and dtypes of the decoder's frozen parameters, for runs that train only adapters."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, shape.param_dtype), decoder_shapes(model))
     return jax.eval_shape(partial(quantise_params, format=shape.quantize), params)
 
@@ -206,28 +206,28 @@ def num_params(model: ModelConfig) -> int:
 
 
 def size_on_device(tree: Any, mesh: Any) -> int:
-    """Counts the numbers that one device of a mesh has of a tree of parameters.
+    """Counts the elements of a sharded tree of parameters on one device of a mesh.
 
     Args:
-      tree: of arrays or their shapes.
-      mesh: sizes of its axes, by name.
+      tree: A tree of arrays or their shapes.
+      mesh: The sizes of the mesh's axes, by name.
     """
     return sum(size for _, size in _on_device(tree, mesh))
 
 
 def bytes_on_device(tree: Any, mesh: Any) -> int:
-    """Counts the bytes that one device of a mesh has of a tree of parameters. Arguments as of `size_on_device`."""
+    """Counts the bytes of a sharded tree of parameters on one device. Arguments are those of `size_on_device`."""
     return sum(x.dtype.itemsize * size for x, size in _on_device(tree, mesh))
 
 
 def _on_device(tree: Any, mesh: Any) -> list[tuple[Any, int]]:
-    """Returns the leaves of a tree, each with the count of its numbers on one device."""
+    """Returns the leaves of a tree, each with the number of its elements on one device."""
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(sharding.specs(tree, mesh)), strict=True)
     return [(x, x.size // parts_of(spec, mesh)) for x, spec in leaves]
 
 
 def parts_of(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
-    """Counts the parts that a `PartitionSpec` cuts an array into."""
+    """Counts the shards that a `PartitionSpec` cuts an array into."""
     axes = [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
     return math.prod(mesh[name] for name in axes)
 
@@ -236,25 +236,25 @@ def parts_of(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
 
 
 def tokens_of_piece(shape: Shape) -> int:
-    """Counts tokens of a piece, padding included. The last token of a completion predicts nothing."""
+    """Counts the tokens of a piece, padding included. The last token of a completion predicts nothing."""
     piece = shape.piece
     return piece.rows * (shape.prompt_tokens + piece.texts * (piece.width - (not piece.is_packed)))
 
 
 def _bytes(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of a number of an activation: XLA on CPU keeps bfloat16 in float32."""
+    """Returns the bytes of an element of an activation. XLA on CPU keeps bfloat16 in float32."""
     return FLOAT32 if shape.traits.emulates_bfloat16 else BYTES[model.dtype]
 
 
 def _keys(model: ModelConfig, shape: Shape) -> int:
-    """Counts the numbers of a token's keys in one layer."""
+    """Counts the elements of a token's keys in one layer."""
     return model.num_key_value_heads * model.head_dim // shape.tensor
 
 
 def _projected(model: ModelConfig, shape: Shape) -> int:
-    """Counts the numbers of a token's projections in one layer.
+    """Counts the elements of a token's projections in one layer.
 
-    They are queries, keys, values, what attention returns, gate, up, and the sum that goes into the MLP. If norms
+    They are queries, keys, values, the output of attention, gate, up, and the residual input of the MLP. If norms
     follow attention and MLP, their inputs count too.
     """
     heads, features = model.num_attention_heads * model.head_dim, model.intermediate_size
@@ -265,7 +265,7 @@ def _projected(model: ModelConfig, shape: Shape) -> int:
 
 
 def _whole_layer(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of a layer's parameters once a mesh has put them together, or they are dequantised."""
+    """Returns the bytes of a layer's parameters after a mesh has gathered them, or after they are dequantised."""
     size = size_on_device(decoder_shapes(model)["layers"], {**shape.mesh, sharding.FSDP: 1})
     return size // model.num_hidden_layers * _bytes(model, shape)
 
@@ -280,7 +280,7 @@ def _decoding(model: ModelConfig, shape: Shape) -> int:
 
 
 def _cache(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of keys and values: of a prompt once, and of each completion what each layer keeps of it."""
+    """Returns the bytes of keys and values: of each prompt once, and of the slots that layers keep of completions."""
     of_prompts = model.num_hidden_layers * shape.num_prompts * shape.prompt_tokens
     slots = sum(slots_of(window, shape.max_tokens) for window in model.windows)
     tokens = of_prompts + shape.num_prompts * shape.group_size * slots
@@ -289,7 +289,7 @@ def _cache(model: ModelConfig, shape: Shape) -> int:
 
 
 def _activations(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of a piece: what layers keep, and the larger of one layer's backward pass and the logits."""
+    """Returns the bytes of a piece: stored activations, and the larger of a layer's backward pass and the logits."""
     piece, tokens, projected = shape.piece, tokens_of_piece(shape), _projected(model, shape)
     inputs = 0 if model.remat == "offload" and shape.traits.offloads else model.hidden_size
     decoders = 2 if shape.critic == "own" else 1
@@ -308,7 +308,7 @@ def _activations(model: ModelConfig, shape: Shape) -> int:
 
 
 def _scores(shape: Shape) -> int:
-    """Counts the scores of a head and a text that exist at once: of a block of queries, on CPU of all blocks."""
+    """Counts the attention scores of a head and a text in memory: of one block of queries, or on CPU of many blocks."""
     prompt, width = shape.prompt_tokens, shape.piece.width
     if shape.traits.backend == "cpu":
         return min(width, 16 * _QUERIES) * (prompt + min(width, (width + _QUERIES) // 2))
@@ -335,13 +335,13 @@ def _scorer(model: ModelConfig, shape: Shape) -> int:
 
 # ---- the plan
 
-# A plan may take so much of a device, for the estimate may be too low: by up to 10% in our measurements on a CPU.
+# The largest share of a device that a plan may use. The estimate was up to 10% too low in our measurements on a CPU.
 _SHARE = 0.85
 GB = 1e9
 
 
 class Plan(NamedTuple):
-    """The way a run is computed, and its need of memory."""
+    """The way in which a run is computed, and the memory that it needs."""
 
     model: ModelConfig  # with its remat
     shape: Shape  # with its piece_tokens
@@ -367,7 +367,7 @@ class Plan(NamedTuple):
 
 
 def _in_gb(size: int) -> str:
-    """Returns bytes in GB, with two digits if they are few."""
+    """Formats bytes in GB, with two significant digits below 10 GB."""
     return f"{size / GB:.0f}" if size >= 10 * GB else f"{size / GB:.2g}"
 
 
@@ -378,13 +378,13 @@ def shape_of(
     *,
     parts: int,
 ) -> Shape:
-    """Returns what the memory of a run depends on.
+    """Returns the shape of a run.
 
     Args:
-      config: of the run.
-      options: of the model.
-      prompt_tokens: P.
-      parts: how many parts of the mesh prompts are spread over.
+      config: The configuration of the run.
+      options: The options of the model.
+      prompt_tokens: The most tokens of a prompt, P.
+      parts: The number of parts of the mesh that prompts are spread over.
     """
     run, critic = run_of(config), config.critic if isinstance(config, PPOConfig) else None
     return Shape(
@@ -412,16 +412,16 @@ def choose(model: ModelConfig, shape: Shape, limit: int, *, remat: PlannedRemat 
     """Chooses the fastest plan that fits.
 
     Args:
-      model: the decoder.
-      shape: of the run; microbatches or piece_tokens above 0 fix its pieces.
-      limit: bytes that a device has.
-      remat: "auto" to choose it.
+      model: The configuration of the decoder.
+      shape: The shape of the run. Its pieces are fixed if microbatches or piece_tokens are above 0.
+      limit: The memory of a device in bytes.
+      remat: "auto" to choose remat, or a fixed choice.
 
     Returns:
       The plan. If pieces and remat are both fixed, it may not fit.
 
     Raises:
-      UsageError: nothing fits; the sentence names what would.
+      UsageError: No plan fits. The message names options that would fit.
     """
     plans = list(_plans(model, shape, limit, remat))
     if len(plans) == 1:
@@ -441,7 +441,7 @@ def _plans(model: ModelConfig, shape: Shape, limit: int, remat: PlannedRemat) ->
 
 
 def _piece_sizes(shape: Shape) -> list[int]:
-    """Returns tokens of a piece: the fastest, and halves of it while a piece has more than one row."""
+    """Returns the sizes of pieces to try, in tokens: the fastest, then halves of it down to pieces of one row."""
     sizes = [shape.piece_tokens or shape.traits.piece_tokens]
     if shape.microbatches or shape.piece_tokens:
         return sizes
@@ -451,7 +451,7 @@ def _piece_sizes(shape: Shape) -> list[int]:
 
 
 def _describe_what_fits(model: ModelConfig, shape: Shape, limit: int, smallest: Plan) -> str:
-    """Returns one sentence: how much is needed, and what to set instead."""
+    """Returns a sentence with the memory that is needed, and options that would fit."""
 
     def in_fewest_bytes(model: ModelConfig, shape: Shape) -> Plan:
         return list(_plans(model, shape, limit, "layer"))[-1]

@@ -1,1 +1,1 @@
-"""Rewards on the host: what a completion earns."""
+"""Rewards of completions, computed on the host."""

@@ -1,13 +1,13 @@
 r"""Rewards that many tasks need: answers, formats and lengths.
 
-Each function makes a reward, a function of examples and completions. In a process of its own, with a deadline:
-`Grader("grpo_jax.rewards.builtin:math_answer", arguments={"lenient": True}, chunk=1)`. That is the place for
-`math_answer` and `matches`, which a model's text can keep busy for ever.
+Each function makes a reward, a function of examples and completions. To run a reward in a separate process with a
+deadline, use `Grader("grpo_jax.rewards.builtin:math_answer", arguments={"lenient": True}, chunk=1)`. Do this for
+`math_answer` and `matches`, which may never finish on some texts of a model.
 
-In an episode these rewards read only the policy. Its answer is its last turn, and so are formats. Lengths and
-repetitions are of its tokens in all turns.
+In an episode these rewards read only the policy's turns. Answers and formats are read from its last turn. Lengths and
+repetitions count its tokens in all turns.
 
-No text is ever evaluated as code: numbers are read by a pattern, formulas by a parser of LaTeX.
+No text is ever evaluated as code: a pattern reads numbers, and a LaTeX parser reads formulas.
 """
 
 import contextlib
@@ -23,33 +23,33 @@ from grpo_jax.data.types import Completion, Example, Reward
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.worker import is_worker
 
-Extract = Callable[[str], str | None]  # a completion -> its answer; None: it gives none
+Extract = Callable[[str], str | None]  # a completion -> its answer, or None without one
 
 # Groups of thousands or plain digits, decimals, and an exponent of at most three digits.
 _DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"
 _NUMBER = re.compile(rf"\$?([-−+]?)\$?({_DIGITS})(?:/(\d+))?")
-# In running text a sign follows neither a digit nor a letter, as in 10-5, nor does a number begin inside a word.
+# In running text a sign does not follow a digit or a letter, as in 10-5, and a number does not begin inside a word.
 _IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}.])[-−]\$?|(?<![\w.])){_DIGITS}(?:/\d+)?")
-_FORMULA = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?", re.DOTALL)  # \$ is no end of it
-_LONGEST_NUMBER = 64  # in characters; a longer one is a text like any other
+_FORMULA = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?", re.DOTALL)  # \$ does not end it
+_LONGEST_NUMBER = 64  # in characters; a longer number is treated as text
 _LONGEST_FORMULA = 500
 
 
-# ---- what a text answers
+# ---- extraction of answers
 
 
 def last_action(completion: str) -> str:
-    """Returns what the policy said last: of an episode the text of its last turn, otherwise the whole completion."""
+    """Returns the policy's last action: the last turn of an episode, or the whole completion."""
     return completion.actions[-1] if isinstance(completion, Completion) else completion
 
 
 def text_answer(text: str) -> str:
-    """The whole text without the blanks around it."""
+    """Returns the whole text, stripped."""
     return text.strip()
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text."""
+    """Returns the last number in a text."""
     matches = _IN_TEXT.findall(text)
     return matches[-1] if matches else None
 
@@ -79,21 +79,21 @@ def boxed_answer(text: str) -> str | None:
 
 
 def stated_answer(text: str) -> str | None:
-    r"""The last \boxed{...}, else what follows "answer is", else the last $...$, else the last number."""
+    r"""Returns the last \boxed{...}, else the text after "answer is", else the last $...$, else the last number."""
     boxed = boxed_answer(text)
     if boxed is not None:
         return boxed
     stated = re.split(r"answer is:?|answer:", text, flags=re.IGNORECASE)
     if len(stated) > 1 and stated[-1].strip():
         line = stated[-1].strip().splitlines()[0]
-        # A full stop ends it, or a dollar sign that opened it.
+        # The answer ends at a full stop or, if a dollar sign opens it, at the next dollar sign.
         formula = _FORMULA.match(line)
         return formula.group(1).strip() if formula else re.split(r"\.(?:\s|$)", line)[0].strip()
     formulas = _FORMULA.findall(text)
     return formulas[-1].strip() if formulas else last_number(text)
 
 
-# ---- whether two answers are the same
+# ---- comparison of answers
 
 
 def same_number(stated: str, expected: str) -> bool:
@@ -131,7 +131,7 @@ _ASSIGNED = re.compile(r"^[a-zA-Z](?:\([a-zA-Z]\))?\s*=(?!.*=)")  # x = 5
 
 
 def normal_formula(text: str) -> str:
-    """A formula without what does not change its meaning: blanks, sizes, units, and the ways to write a fraction."""
+    """Normalises a formula: removes spaces, sizes and units, and writes fractions in one way."""
     text = text.strip().strip("$").strip().rstrip(".")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
     text = _TEXT.sub(r"\1", _UNIT.sub("", _LEFT_OUT.sub("", text)))
@@ -143,18 +143,18 @@ def normal_formula(text: str) -> str:
 
 
 def same_formula(stated: str, expected: str) -> bool:
-    """Returns whether both are the same number, or the same formula in two forms that `normal_formula` knows."""
+    """Returns whether both are the same number, or have the same `normal_formula`."""
     first, second = normal_formula(stated), normal_formula(expected)
     return (first == second and bool(first)) or same_number(first, second)
 
 
 def _same_by_sympy(stated: str, expected: str) -> bool:
-    """Returns whether math-verify considers both the same. It can take for ever."""
+    """Returns whether math-verify considers both equal. It may never finish."""
     import math_verify
 
-    # Their deadlines are this process's; they warn that there is none.
+    # It warns that its own deadlines are off. The deadline of the process replaces them.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # LaTeX alone: the pattern for plain expressions hands text to sympy's evaluating parser.
+    # Only LaTeX is read, since plain expressions would go to sympy's parser, which evaluates code.
     latex = [math_verify.LatexExtractionConfig()]
 
     def parsed(formula: str):
@@ -169,11 +169,11 @@ def _same_by_sympy(stated: str, expected: str) -> bool:
 
 
 def exact_answer(column: str = "answer", extract: Extract = text_answer) -> Reward:
-    """1 where the completion's answer is the example's, as a number or as a text, else 0.
+    """Makes a reward: 1 if the completion's answer equals the example's, as a number or as a text, else 0.
 
     Args:
-      column: of the example, with the answer.
-      extract: what finds the answer in a completion, such as `last_number`.
+      column: The column of the example with the answer.
+      extract: Extracts the answer from a completion, such as `last_number`.
 
     Returns:
       The reward.
@@ -186,11 +186,11 @@ def exact_answer(column: str = "answer", extract: Extract = text_answer) -> Rewa
 
 
 def gsm8k_answer(column: str = "answer", lenient: bool = False) -> Reward:
-    """1 where the completion's number is that of the example, else 0.
+    """Makes a reward: 1 if the completion's number equals the example's, else 0.
 
     Args:
-      column: of the example, with the solution that ends with "#### 18", or with the number alone.
-      lenient: the last number of the text is taken; else what follows the last "####" must be the number.
+      column: The column of the example with a solution that ends with "#### 18", or with only the number.
+      lenient: True to read the last number of the text. Otherwise the number must follow the last "####".
 
     Returns:
       The reward.
@@ -207,18 +207,18 @@ def gsm8k_answer(column: str = "answer", lenient: bool = False) -> Reward:
 
 
 def math_answer(column: str = "answer", lenient: bool = False, sympy: bool | None = None) -> Reward:
-    r"""1 where the completion's formula equals that of the example, else 0.
+    r"""Makes a reward: 1 if the completion's formula equals the example's, else 0.
 
     Args:
-      column: of the example, with the formula alone or with a solution that has it in \boxed{...}.
-      lenient: without \boxed{...}, what follows "answer is", else the last $...$, else the last number is taken.
-      sympy: whether the package math-verify compares what is not the same at sight; None: if it is installed.
+      column: The column of the example with only the formula, or with a solution that has it in \boxed{...}.
+      lenient: True to read, without \boxed{...}, the text after "answer is", else the last $...$, else the last number.
+      sympy: True to compare formulas that are written differently by the package math-verify. None: if it is installed.
 
     Returns:
       The reward.
 
     Raises:
-      UsageError: math-verify is not installed, or is to be used outside of a `Grader`, where nothing can stop it.
+      UsageError: math-verify is not installed, or would run outside of a `Grader`, where nothing can stop it.
     """
     installed = importlib.util.find_spec("math_verify") is not None
     if sympy and not installed:
@@ -229,7 +229,7 @@ def math_answer(column: str = "answer", lenient: bool = False, sympy: bool | Non
             "math_answer compares formulas by sympy, which can take for ever: name it to a Grader, or give sympy=False"
         )
     if by_sympy:
-        _same_by_sympy("x+1", "1+x")  # imports and makes its tables now, outside of any deadline
+        _same_by_sympy("x+1", "1+x")  # loads sympy now, outside of any deadline
 
     def same(stated: str, expected: str) -> bool:
         return same_formula(stated, expected) or (by_sympy and _same_by_sympy(stated, expected))
@@ -262,19 +262,19 @@ def _graded(
     return [float(a is not None and same(a, truth)) for a, truth in zip(answers, truths, strict=True)]
 
 
-# ---- what is voted on: answers that are the same, written in the same way
+# ---- votes: equal answers written in the same way
 
 
 def number_vote(example: Example, completion: Completion) -> Hashable | None:
-    """The last number of a completion; None: it has none. 18, 18.0 and $18 are one vote."""
+    """Returns the last number of a completion, or None without one. 18, 18.0 and $18 are equal votes."""
     answer = last_number(last_action(completion))
     return None if answer is None else _number(answer)
 
 
 def formula_vote(example: Example, completion: Completion) -> Hashable | None:
-    r"""Returns the answer that a completion states (`stated_answer`), as a number or in its normal form; None: nothing.
+    r"""Returns the `stated_answer` of a completion, as a number or a normalised formula, or None without one.
 
-    1/2, 0.5 and \dfrac12 are one vote; formulas that sympy alone finds equal are several.
+    1/2, 0.5 and \dfrac12 are equal votes. Formulas that only sympy considers equal are different votes.
     """
     formula = normal_formula(stated_answer(last_action(completion)) or "")
     number = _number(formula)
@@ -285,18 +285,18 @@ def formula_vote(example: Example, completion: Completion) -> Hashable | None:
 
 
 def matches(pattern: str) -> Reward:
-    r"""1 where the policy's last turn, as a whole, matches a regular expression, else 0. A dot is any character.
+    r"""Makes a reward: 1 if the policy's whole last turn matches a regular expression, else 0.
 
-    Some patterns, such as (a+)+b, take for ever on some texts, and hold the interpreter: only a `Grader` ends that.
+    Some patterns, such as (a+)+b, never finish on some texts and block the interpreter. Only a `Grader` can stop them.
 
     Args:
-      pattern: such as r"<think>.*</think>\s*<answer>.*</answer>\s*".
+      pattern: A pattern such as r"<think>.*</think>\s*<answer>.*</answer>\s*". A dot also matches line breaks.
 
     Returns:
       The reward.
 
     Raises:
-      UsageError: it is no regular expression.
+      UsageError: The pattern is no regular expression.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -310,17 +310,17 @@ def matches(pattern: str) -> Reward:
 
 
 def length(*, target: int | None = None, maximum: int | None = None) -> Reward:
-    """How well a completion keeps to a length in tokens, the ending one included.
+    """Makes a reward for the length of a completion in tokens, its ending token included.
 
     Args:
-      target: 1 at this length, falling on two lines to 0 at none and at twice as many.
-      maximum: 1 up to this length, 0 above. One of both is given.
+      target: The length with reward 1. The reward falls linearly to 0 at no tokens and at twice the target.
+      maximum: The largest length with reward 1. The reward is 0 above. Set either target or maximum.
 
     Returns:
       The reward.
 
     Raises:
-      UsageError: both or none are given, or it is less than 1.
+      UsageError: Both or none of the arguments are set, or the length is less than 1.
     """
     if (target is None) == (maximum is None):
         raise UsageError("length needs target or maximum, and not both")
@@ -341,17 +341,17 @@ def length(*, target: int | None = None, maximum: int | None = None) -> Reward:
 def overlong_penalty(*, max_length: int, buffer: int) -> Reward:
     """clip(−(|o| − (L_max − L_c))/L_c, −1, 0), DAPO (2503.14476).
 
-    It is `grpo_jax.functional.overlong_penalty` in NumPy: the processes of a `Grader` do not load JAX.
+    This is `grpo_jax.functional.overlong_penalty` in NumPy, since the processes of a `Grader` do not load JAX.
 
     Args:
-      max_length: L_max in tokens, the sampler's limit.
-      buffer: L_c in tokens.
+      max_length: The sampler's limit in tokens, L_max.
+      buffer: The length of the buffer in tokens, L_c.
 
     Returns:
-      The reward, of |o| with the ending token.
+      The reward. |o| includes the ending token.
 
     Raises:
-      UsageError: buffer is not between 1 and max_length.
+      UsageError: `buffer` is not between 1 and `max_length`.
     """
     if not 1 <= buffer <= max_length:
         raise UsageError(f"buffer is {buffer}: it must be between 1 and max_length, {max_length}")
@@ -364,10 +364,10 @@ def overlong_penalty(*, max_length: int, buffer: int) -> Reward:
 
 
 def repetition(n: int = 3) -> Reward:
-    """Minus the share of n-grams of the policy's tokens that occurred before in the completion: from −1 to 0.
+    """Makes a reward from −1 to 0: minus the share of the policy's n-grams that occurred before in the completion.
 
     Args:
-      n: tokens in one; a completion of fewer has 0.
+      n: The number of tokens in an n-gram. A completion with fewer tokens has reward 0.
 
     Returns:
       The reward.
@@ -389,6 +389,6 @@ def repetition(n: int = 3) -> Reward:
 
 
 def _lengths(completions: Sequence[Completion]) -> np.ndarray:
-    """|o|, float64 `[B]`: the policy's tokens in all turns. The token that ended a turn counts, if there is one."""
+    """Returns |o|, float64 `[B]`: the policy's tokens in all turns, with the tokens that ended turns."""
     lengths = [sum(len(x.ids) + (not x.truncated) for x in completion.actions) for completion in completions]
     return np.array(lengths, np.float64)

@@ -1,15 +1,15 @@
-"""A constitution as a reward: principles in words, and a judge that says how far a completion keeps to each.
+"""A constitution as a reward: written principles, and a judge that scores how well a completion follows each.
 
     judge = model_judge(load_pretrained(folder))
     GRPOTrainer(model=..., reward_model=constitution(read_principles("principles.txt"), judge))
 
-The judge may be any model, also the one that is trained, as it was at the start. Of Constitutional AI (2212.08073) this
-is the feedback alone: there are no critiques and revisions, and no preference model between the judge and the policy.
+The judge may be any model, including the initial state of the trained model. This is only the feedback part of
+Constitutional AI (2212.08073): there are no critiques and revisions, and no preference model between judge and policy.
 
 A completion in the judge's prompt is untrusted text. Control tokens of the judge's tokenizer are removed from it, so
-that no completion ends its own turn. The question stands after it. The answer is the probability of one token, so that
-nothing has to be parsed. None of this helps if the judge believes a completion that says "Answer: yes": look at what is
-rewarded, and keep a KL.
+that no completion ends its own turn. The question comes after it. The answer is the probability of one token, so that
+nothing must be parsed. None of this helps if the judge believes a completion that says "Answer: yes". Read the rewarded
+completions, and use a KL penalty.
 """
 
 import os
@@ -34,11 +34,11 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import common_group_size, score_batches
 
-# (principle, examples, completions) -> a number for each completion, higher the better it keeps to the principle; may
-# be async
+# (principle, examples, completions) -> a number for each completion, which is higher the better the completion follows
+# the principle; may be async
 Judge = Callable[[str, Sequence[Example], Sequence[Completion]], Sequence[Number] | Awaitable[Sequence[Number]]]
 
-# What completions share stands first, so that it is computed once.
+# The text that completions share comes first, so that it is computed once.
 TEMPLATE = """Say whether a response keeps to a principle.
 
 Principle: {principle}
@@ -56,10 +56,10 @@ _NAMED = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)\s*:\s+)?(?P<text>.+)")
 
 
 def read_principles(file: str | Path) -> dict[str, str]:
-    """The principles of a text file, as `parse_principles` reads them.
+    """Reads the principles in a text file with `parse_principles`.
 
     Raises:
-      UsageError: the file cannot be read, and as there.
+      UsageError: The file cannot be read, or see `parse_principles`.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
@@ -69,24 +69,24 @@ def read_principles(file: str | Path) -> dict[str, str]:
 
 
 def parse_principles(lines: Iterable[str]) -> dict[str, str]:
-    """Principles, one a line. Blank lines and those that begin with # do not count.
+    """Parses principles, one per line. Blank lines and lines that begin with # are ignored.
 
     Args:
-      lines: several, or a text of several; one word and a colon before a principle are its name, as in "brief: The
-        answer is short."
+      lines: The lines, or one text of several lines. A word and a colon before a principle are its name, as in "brief:
+        The answer is short."
 
     Returns:
-      Name -> principle, in their order; without a name it is principle_1, principle_2 … by its place.
+      Name -> principle, in order. Principles without a name are called principle_1, principle_2 … by their place.
 
     Raises:
-      UsageError: there are none, or two are the same or have the same name.
+      UsageError: There are no principles, or two principles are equal or have the same name.
     """
     principles: dict[str, str] = {}
     for line in (line.strip() for line in (lines.splitlines() if isinstance(lines, str) else lines)):
         if not line or line.startswith("#"):
             continue
         match = _NAMED.fullmatch(line)
-        assert match  # any line without an end in it does
+        assert match  # any single line that is not empty matches
         name, text = match["name"] or f"principle_{len(principles) + 1}", match["text"]
         if name in principles:
             raise UsageError(f"two principles are called {name}: give one another name")
@@ -99,19 +99,19 @@ def parse_principles(lines: Iterable[str]) -> dict[str, str]:
 
 
 def constitution(principles: Mapping[str, str], judge: Judge, *, weights: Mapping[str, float] | None = None) -> Rewards:
-    """One reward for each principle; the loop logs each by its name.
+    """Makes one reward for each principle, which is logged by its name.
 
     Args:
-      principles: name -> principle.
-      judge: called once for each principle, with all completions.
-      weights: of principles, by name; those that are not there have the default, 1 / number of principles. So the
-        reward is a mean over principles: with judgements from 0 to 1 the share that is kept.
+      principles: Name -> principle.
+      judge: Scores completions. It is called once for each principle, with all completions.
+      weights: The weights of principles by name. The default is 1 / number of principles, so that the reward is a mean
+        over principles. With judgements from 0 to 1 it is the share of principles that is followed.
 
     Returns:
       The rewards, for `GRPOTrainer`, `Task` or `train`.
 
     Raises:
-      UsageError: there are no principles, or a weight is of none.
+      UsageError: There are no principles, or a weight has the name of no principle.
     """
     if not principles:
         raise UsageError("there is no principle: give at least one")
@@ -131,28 +131,28 @@ def model_judge(
     probability: bool = True,
     batch_size: int = 32,
 ) -> Judge:
-    """A language model as a judge: how much likelier is yes than no as the next token?
+    """Makes a judge from a language model, which compares the probabilities of yes and no as the next token.
 
     log-odds = log Σ P(yes) − log Σ P(no), over the spellings of each. The beginning that the texts of a group share is
     computed once.
 
     Args:
-      model: as `load_pretrained` returns one; the judge keeps its parameters as they are now.
-      template: with {principle}, {completion}, and columns of an example such as {prompt}. It is the user's message if
-        the tokenizer has a chat template, and otherwise a text that the answer continues.
-      yes: spellings. Those that are not one token for this tokenizer do not count.
-      no: likewise.
-      probability: σ(log-odds), which is P(yes) / (P(yes) + P(no)), instead of log-odds. The default, for it is bounded:
-        one completion about which the judge is extremely sure would else decide its group's mean and deviation, and
-        one principle the sum. Where probabilities saturate, log-odds still tell completions apart.
-      batch_size: texts computed at once, 32, or those of one group if they are more.
+      model: The model, from `load_pretrained`. The judge keeps its current parameters.
+      template: A text with {principle}, {completion}, and columns of an example such as {prompt}. It is the user's
+        message if the tokenizer has a chat template, and otherwise a text that the answer continues.
+      yes: Spellings of yes. Spellings that are not a single token are ignored.
+      no: Spellings of no, likewise.
+      probability: True for σ(log-odds) = P(yes) / (P(yes) + P(no)), False for log-odds. Probabilities are bounded, so
+        that a completion about which the judge is extremely sure does not dominate its group's mean and deviation, and
+        a principle does not dominate the sum. Log-odds still distinguish completions whose probabilities saturate.
+      batch_size: The number of texts computed at once, or those of one group if a group has more.
 
     Returns:
       The judge.
 
     Raises:
-      UsageError: yes or no is no single token, one token is both, or the template lacks a field; in a call, an example
-        lacks a column, or a text is longer than the model was trained on.
+      UsageError: Yes or no is no single token, they share a token, or the template lacks a field. In a call: an example
+        lacks a column, or a text is longer than the texts that the model was trained on.
     """
     tokenizer = model.tokenizer
     try:
@@ -195,23 +195,23 @@ def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: An
     """log Σ P(yes) − log Σ P(no) of the token after each text.
 
     Args:
-      config: the decoder's shape.
-      params: its parameters.
-      yes: int `[Y]`, tokens.
-      no: int `[M]`.
-      *arrays: of prompts and what follows them, as for `score_batches`.
+      config: The decoder's configuration.
+      params: The parameters of the decoder.
+      yes: The tokens for yes, int `[Y]`.
+      no: The tokens for no, int `[M]`.
+      *arrays: The arguments of `score` in `score_batches`.
 
     Returns:
       float32 `[N, G]`.
     """
     prompt_ids, prompt_mask, ids, mask = arrays
     policy = decoder_policy(config)
-    # Hidden state t predicts token t: one column more, and there is one behind the last token.
+    # Hidden state t predicts token t, so that one more column gives the state after the last token.
     hidden = policy.hidden(params, prompt_ids, prompt_mask, jnp.pad(ids, [(0, 0), (0, 0), (0, 1)]))
     last = jnp.take_along_axis(hidden, jnp.sum(mask, axis=-1)[..., None, None], axis=2)[:, :, 0]
 
     def total(tokens: jax.Array) -> jax.Array:
-        # Over all tokens the softmax has one denominator, which the difference does without.
+        # The denominator of the softmax cancels in the difference.
         words = policy.unembedding(params)[tokens]
         logits = jnp.einsum("ngd,yd->ngy", last, words, preferred_element_type=jnp.float32)
         return jax.nn.logsumexp(softcapped(logits, policy.softcap), axis=-1)
@@ -228,20 +228,20 @@ def _single_tokens(tokenizer: Any, spellings: Sequence[str], vocab_size: int) ->
 
 
 def _control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Returns texts that a tokenizer reads as special tokens, such as the end of a turn."""
+    """Returns a pattern for texts that a tokenizer reads as special tokens, such as the end of a turn."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
 
 
 def _without(pattern: re.Pattern[str] | None, text: str) -> str:
-    """The text without what the pattern finds, also where taking one out has made another."""
+    """Removes all matches of a pattern from a text, including matches that appear by the removal."""
     while pattern and (shorter := pattern.sub("", text)) != text:
         text = shorter
     return text
 
 
 def _plain(value: Any) -> str:
-    """A column as text; of chat messages a line each."""
+    """Returns the value of a column as text, with one line for each chat message."""
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         return "\n".join(f"{message['role']}: {message['content']}" for message in value)
     return str(value)
@@ -265,7 +265,7 @@ def _encoded(model: Pretrained, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _shared(texts: Sequence[list[int]], group_size: int) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """Texts as the beginning that each group shares, and what follows."""
+    """Splits the texts of each group into their common beginning and the rest of each text."""
     groups = [texts[start : start + group_size] for start in range(0, len(texts), group_size)]
     lengths = [len(os.path.commonprefix(group)) for group in groups]  # noqa: RUF071, of lists
     if not all(lengths):

@@ -1,4 +1,4 @@
-"""A reward model as a reward: any loop that calls reward(examples, completions) can be given one.
+"""A reward model as a reward, for any loop that calls reward(examples, completions).
 
 GRPOTrainer(model=..., reward_model=load_reward_model(folder))
 """
@@ -20,53 +20,53 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import Headed, score_groups
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 
-_SHORTEST = 32  # tokens, of the widths that are chosen by themselves
+_SHORTEST = 32  # tokens; the smallest width that is chosen automatically
 
 
 class RewardModel(NamedTuple):
-    """A reward model, which is itself a reward, with the defaults of `reward_function`."""
+    """A reward model, which is also a reward with the defaults of `reward_function`."""
 
     config: ModelConfig
     params: Headed
-    tokenizer: Any  # of transformers
+    tokenizer: Any  # a transformers tokenizer
     eos_ids: tuple[int, ...]
-    folder: Path  # of tokenizer and configuration
+    folder: Path  # the folder with tokenizer and configuration
 
     def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """The score of each completion."""
+        """Returns the score of each completion."""
         return reward_function(self)(examples, completions)  # type: ignore[arg-type, return-value]
 
 
 def load_reward_model(name: str | Path, **options: Any) -> RewardModel:
-    """A classifier with one label from a folder in Hugging Face format (…ForSequenceClassification).
+    """Loads a classifier with one label from a folder in Hugging Face format (…ForSequenceClassification).
 
     Args:
-      name: a folder, as `save_reward_model` or transformers writes it, or an id on the hub.
-      **options: as for `load_pretrained`: param_dtype, sharding, dtype, attention.
+      name: A folder written by `save_reward_model` or transformers, or an id on the hub.
+      **options: Options of `load_pretrained`: param_dtype, sharding, dtype, attention.
 
     Returns:
       The model.
 
     Raises:
-      UsageError: what is missing or not supported, in one sentence.
+      UsageError: Something is missing or not supported. The message says what.
     """
     loaded = load_pretrained(name, head=True, **options)
     return RewardModel(loaded.config, loaded.params, loaded.tokenizer, loaded.eos_ids, loaded.folder)
 
 
 def save_reward_model(folder: str | Path, model: RewardModel, **options: Any) -> Path:
-    """Writes a folder that `load_reward_model` and AutoModelForSequenceClassification of transformers load.
+    """Writes a folder that `load_reward_model` and AutoModelForSequenceClassification of transformers can load.
 
     Args:
-      folder: must not exist, or be empty.
-      model: adapters are merged; its own folder is where tokenizer and configuration are taken from.
-      **options: dtype and max_shard_bytes of `save_pretrained`.
+      folder: The folder to write, which must not exist or be empty.
+      model: The reward model. Adapters are merged. Tokenizer and configuration are copied from `model.folder`.
+      **options: Options of `save_pretrained`: dtype and max_shard_bytes.
 
     Returns:
       The folder.
 
     Raises:
-      UsageError: the folder is in use.
+      UsageError: The folder is not empty.
     """
     return save_pretrained(folder, heads.merge(model.params), model.config, source=model.folder, **options)
 
@@ -78,25 +78,25 @@ def reward_function(
     max_prompt_tokens: int | None = None,
     max_tokens: int | None = None,
 ) -> Reward:
-    """The model as a function of (examples, completions).
+    """Makes a reward from a reward model.
 
-    A prompt is computed once for completions that stand together, as those of a group do. Their token ids are used
-    where the model's own tokenizer reads the same text from them, so that nothing is encoded again where policy and
-    reward model share one; otherwise the text is encoded.
+    A prompt is computed once for consecutive completions, such as those of a group. If the reward model's tokenizer
+    decodes a completion's token ids to the same text, as when it shares its tokenizer with the policy, these ids are
+    used. Otherwise the text is encoded.
 
     Args:
-      model: the reward model.
-      batch_size: completions computed at once, 32, or those of one prompt if they are more.
-      max_prompt_tokens: width of prompts, of which longer ones lose their beginning. None: the power of two from 32 on
-        that holds the longest of a call, so that few programs are compiled, and what a call computes depends on
-        nothing else.
-      max_tokens: width of completions, of which longer ones lose their end; None: likewise.
+      model: The reward model.
+      batch_size: The number of completions computed at once, or those of one prompt if a prompt has more.
+      max_prompt_tokens: The width of prompts. Longer prompts lose their beginning. None: the smallest power of two from
+        32 on that fits the longest prompt of a call, so that few programs are compiled, and the computation of a call
+        depends on nothing else.
+      max_tokens: The width of completions. Longer completions lose their end. None: likewise.
 
     Returns:
-      The reward: one score for each completion.
+      The reward, one score for each completion.
 
     Raises:
-      UsageError: an impossible size; in a call, an empty prompt.
+      UsageError: A size is less than 1; in a call, a prompt is empty.
     """
     sizes = {"batch_size": batch_size, "max_prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens}
     for name, size in sizes.items():
@@ -124,8 +124,7 @@ def reward_function(
 
 
 def common_group_size(prompts: Sequence[Any]) -> int:
-    """Completions that stand together because they are of one prompt: of two groups of one prompt in a row, each is
-    one."""
+    """Returns the number of consecutive completions per prompt: the greatest common divisor of all run lengths."""
     return math.gcd(*(len(list(group)) for _, group in groupby(prompts)))
 
 
@@ -138,16 +137,17 @@ def score_batches(
     prompt_width: int | None = None,
     width: int | None = None,
 ) -> list[float]:
-    """Scores of groups of texts with a common beginning, in batches of one shape.
+    """Scores groups of texts with a common beginning, in batches of one shape.
 
     Args:
-      score: (ids `[N, P]`, mask `[N, P]`, ids `[N, G, T]`, mask `[N, G, T]`) -> `[N, G]`; prompts are padded on the
-        left, what follows them on the right.
+      score: (ids `[N, P]`, mask `[N, P]`, ids `[N, G, T]`, mask `[N, G, T]`) -> `[N, G]`. Prompts are padded on the
+        left, the texts after them on the right.
       prompts: M lists of at least one id.
       groups: M lists of G lists of ids, which may be empty.
-      batch_size: texts computed at once, or those of one prompt if they are more.
-      prompt_width: P; None: the power of two from 32 on that holds the longest, so that few programs are compiled.
-      width: T; None: likewise.
+      batch_size: The number of texts computed at once, or those of one prompt if a prompt has more.
+      prompt_width: The width of prompts, P. None: the smallest power of two from 32 on that fits the longest prompt, so
+        that few programs are compiled.
+      width: The width of the texts after prompts, T. None: likewise.
 
     Returns:
       M · G scores.

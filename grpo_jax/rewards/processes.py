@@ -1,13 +1,13 @@
-"""Functions of a user in processes of their own, which are killed when they hang: rewards and environments.
+"""Child processes for users' rewards and environments, which are killed when they hang.
 
     with Grader("my_rewards.py:solved", deadline=5.0, chunk=1) as grader:
         task = Task(reward=grader, ...)
 
-One thread has an event loop for all processes. Requests are pickled. Answers are lines of JSON of limited length:
-nothing that a function returns is unpickled here.
+One thread runs an event loop for all processes. Requests are pickled. Answers are lines of JSON of limited length, so
+that nothing from a user's function is unpickled here.
 
-Pools that are built on `multiprocessing`, such as pebble's, import the user's main module again in every process, and
-do not kill what a process has started.
+Pools based on `multiprocessing`, such as pebble's, are not used: they import the user's main module again in every
+process, and do not kill the children of a process.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ from grpo_jax.data.types import (
 )
 from grpo_jax.errors import UsageError
 
-# Why completions have no reward.
+# The reasons why completions have no reward.
 REASONS = ("timeout", "raised", "died", "nan", "not numbers", "bad spans", "wrong length", "budget")
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
 _CHILD = "from grpo_jax.rewards.worker import main; main()"
 _LONGEST_ANSWER = 2**25  # bytes
-# Nothing is written to this pipe. It closes when this process ends, however that ends, and the children end themselves.
+# Nothing is written to this pipe. It closes when this process ends for any reason, and the children then exit.
 _lifeline, _held_open = os.pipe()
 os.register_at_fork(after_in_child=partial(os.close, _held_open))
 
@@ -53,24 +53,23 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """The way in which a function runs in processes: keywords of `Grader` and `environments.environment_in_processes`.
+    """Keywords of `Grader` and `environments.environment_in_processes`, which say how a function runs in processes.
 
     Attributes:
-      arguments: keywords for the function. If it also takes what it is asked about, as (examples, completions, *, x)
-        does, it gets them at each call. Otherwise it is called once with them, and returns the function that is asked.
-        None: it is taken as it is.
-      deadline: seconds for one call of the function.
-      budget: seconds for all questions of a batch. A question that has no answer by then gets none.
-      chunk: questions in one call of the function; "prompt": those of one prompt, which stand side by side and share
-        their example; None: all of them, for a function that compares prompts.
-      group_size: with "prompt", the number of questions that the deadline is meant for. More of them, as in an
-        evaluation, have more time in proportion.
-      workers: processes; None: up to four, one for each CPU; always one if `chunk` is None.
-      memory_mb: the memory that the function may allocate beyond what loading it took; None: no limit.
-      start_deadline: seconds for loading the function.
+      arguments: Keywords for the function. A function such as (examples, completions, *, x) gets them at each call. Any
+        other function is called once with them, and returns the function to use. None: the function is used as it is.
+      deadline: Seconds for one call of the function.
+      budget: Seconds for all questions of a batch. Questions without an answer by then get none.
+      chunk: The number of questions in one call of the function. "prompt": the consecutive questions of one prompt,
+        which share their example. None: all questions, for a function that compares prompts.
+      group_size: The number of questions that `deadline` is for, if `chunk` is "prompt". Calls with more questions, as
+        in an evaluation, get more time in proportion.
+      workers: The number of processes. None: one for each CPU, at most four. Always one if `chunk` is None.
+      memory_mb: Megabytes that a process may allocate after loading the function. None: no limit.
+      start_deadline: Seconds for loading the function.
 
     Raises:
-      UsageError: an impossible number.
+      UsageError: A number is out of range.
     """
 
     arguments: Mapping[str, Any] | None = None
@@ -97,7 +96,7 @@ class ProcessOptions:
         return 1 if self.chunk is None else self.workers or min(4, os.cpu_count() or 1)
 
     def call_seconds(self, num_questions: int) -> float:
-        """Returns the seconds that one call with so many questions may take."""
+        """Returns the seconds that one call with this number of questions may take."""
         return self.deadline * (max(1.0, num_questions / self.group_size) if self.chunk == "prompt" else 1.0)
 
     def chunks(self, examples: Sequence[Example]) -> list[slice]:
@@ -114,24 +113,24 @@ class Processes:
     """A function that runs in child processes.
 
     Attributes:
-      source: digest of the file that the function is in; empty for one of this package.
+      source: The digest of the function's file; empty for a function of this package.
     """
 
     def __init__(self, kind: str, spec: str, options: ProcessOptions, read: Callable[[Any], Any]) -> None:
         """Starts the processes and loads the function.
 
-        The function sees no accelerator through JAX, and its output is discarded. A process that it starts ends with
-        it, unless that process gives itself a session of its own.
+        The function sees no accelerator through JAX, and its standard output is discarded. Processes that it starts
+        end with it, unless they start a new session.
 
         Args:
           kind: "reward" or "environment".
-          spec: "package.module:function" or "path/to/file.py:function"; async functions too.
-          options: how it runs.
-          read: turns one answer, as it came from JSON, into the answer or `BadReward`. If it raises, all answers of
-            the call are discarded, and the process is killed.
+          spec: The name of the function, as "package.module:function" or "path/to/file.py:function". It may be async.
+          options: The options of the processes.
+          read: Converts one answer from JSON to the answer or `BadReward`. If it raises, all answers of the call are
+            discarded, and the process is killed.
 
         Raises:
-          UsageError: the function cannot be loaded, or its arguments cannot be sent.
+          UsageError: The function cannot be loaded, or its arguments cannot be pickled.
         """
         self._options, self._name, self._read = options, f"{kind} {spec!r}", read
         setup = {
@@ -143,7 +142,7 @@ class Processes:
             "memory_mb": options.memory_mb,
         }
         self._setup = _pickled(setup, f"the arguments of the {self._name}")
-        # Workers that have loaded the function, and reasons why others have not.
+        # Workers that have loaded the function, and the reasons why other workers failed to.
         self._free: asyncio.LifoQueue[_Worker | BadReward] = asyncio.LifoQueue()
         self._workers: set[_Worker] = set()
         self._starting: set[asyncio.Task[None]] = set()
@@ -151,10 +150,10 @@ class Processes:
         self.source = _in_loop(self._open())
 
     def ask(self, examples: Sequence[Example], questions: Sequence[Any]) -> list[Any]:
-        """Returns answers to B questions, or `BadReward`. Each question has an example.
+        """Returns an answer or `BadReward` for each of B questions. Each question has an example.
 
         Raises:
-          UsageError: examples or questions cannot be sent to another process, or the processes are closed.
+          UsageError: Examples or questions cannot be pickled, or the processes are closed.
         """
         if not self._close.alive:
             raise UsageError(f"the {self._name} is closed")
@@ -188,11 +187,11 @@ class Processes:
 
     def _start(self) -> None:
         task = asyncio.create_task(self._load())
-        self._starting.add(task)  # the loop itself holds no task
+        self._starting.add(task)  # the loop keeps only weak references to tasks
         task.add_done_callback(self._starting.discard)
 
     async def _load(self) -> None:
-        """Starts a process, and loads the function in it."""
+        """Starts a process and loads the function in it."""
         loaded: list[Any] | BadReward
         try:
             worker = _Worker(await _start_process())
@@ -210,18 +209,18 @@ class Processes:
             self._free.put_nowait(worker)
 
     async def _answer(self, request: bytes, count: int, ends: float) -> list[Any]:
-        """Returns the answers to the questions of one call, which must be over at the time `ends`."""
+        """Returns the answers to the questions of one call, which must end before the time `ends`."""
         budget = self._options.budget
         try:
             async with asyncio.timeout_at(ends):
                 worker = await self._free.get()
         except TimeoutError:
             return [BadReward("budget", f"{budget} s were over before it was its turn")] * count
-        if isinstance(worker, BadReward):  # a call pays for it, so that this cannot go on for ever
+        if isinstance(worker, BadReward):  # fails the call, so that restarts do not repeat forever
             self._restart()
             return [BadReward("died", str(worker))] * count
-        await asyncio.sleep(0)  # the loop sees which processes have ended
-        if worker.has_ended:  # while it had nothing to do, which no call pays for
+        await asyncio.sleep(0)  # lets the loop notice processes that have ended
+        if worker.has_ended:  # it ended while idle, so the call does not fail
             self._restart(worker)
             return await self._answer(request, count, ends)
         left, deadline = ends - time.monotonic(), self._options.call_seconds(count)
@@ -237,7 +236,7 @@ class Processes:
         return answers
 
     def _restart(self, ended: "_Worker | None" = None) -> None:
-        """Starts a process in place of one that has ended."""
+        """Starts a process that replaces an ended one."""
         self._workers -= {ended}
         if self._close.alive:
             self._start()
@@ -250,38 +249,38 @@ def _close(workers: "set[_Worker]", owner: int) -> None:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Returns the event loop of all processes, which a thread runs."""
+    """Returns the event loop of all processes, which runs in a thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="processes", daemon=True).start()
     return loop
 
 
 def _in_loop(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the result of a coroutine that the loop of all processes runs."""
+    """Runs a coroutine in the loop of all processes, and returns its result."""
     return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
 
 
 class Grader:
-    """A reward function that runs in child processes; itself a reward, which always answers.
+    """A reward that runs a function in child processes, and always returns.
 
-    If its function has nothing to say about a completion, the reward is None, and the reason is counted.
+    If the function fails for a completion, the reward is None, and the reason is counted.
 
     Attributes:
-      counts: reason -> how many completions got None for it since the start; every one of REASONS is there.
-      messages: reason -> the last thing known about it, the end of a traceback or of the function's stderr.
-      source: digest of the file that the function is in; empty for one of this package.
+      counts: Reason -> the number of completions without a reward since the start, for each of REASONS.
+      messages: Reason -> the last message about it, the end of a traceback or of the function's stderr.
+      source: The digest of the function's file; empty for a function of this package.
     """
 
     def __init__(self, reward: str, **options: Any) -> None:
         """Starts the processes and loads the function, as `Processes` does.
 
         Args:
-          reward: "package.module:function" or "path/to/file.py:function"; async functions too.
-          **options: fields of `ProcessOptions`, with their defaults: deadline 10 (seconds for one call of the
-            function), budget 60 (seconds for one call of the grader), chunk None (all completions in one call) …
+          reward: The name of the function, as "package.module:function" or "path/to/file.py:function". It may be async.
+          **options: Fields of `ProcessOptions` with their defaults, such as deadline, 10 (seconds for one call of the
+            function), budget, 60 (seconds for one call of the grader), and chunk, None (all completions in one call).
 
         Raises:
-          UsageError: an impossible option, or the function cannot be loaded.
+          UsageError: An option is invalid, or the function cannot be loaded.
         """
         self.counts = dict.fromkeys(REASONS, 0)
         self.messages: dict[str, str] = {}
@@ -292,7 +291,7 @@ class Grader:
         """Returns the rewards of B completions, each finite or None.
 
         Raises:
-          UsageError: the examples cannot be sent to another process, or the grader is closed.
+          UsageError: The examples cannot be pickled, or the grader is closed.
         """
         if len(examples) != len(completions):
             raise UsageError(f"{len(examples)} examples and {len(completions)} completions: give one for each")
@@ -342,23 +341,23 @@ async def _start_process() -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _CHILD, str(_lifeline)),
         cwd=_ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerator is the trainer's
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the trainer uses the accelerator
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
         limit=_LONGEST_ANSWER,
         pass_fds=(_lifeline,),
-        start_new_session=True,  # one group with all its children, to be killed at once
+        start_new_session=True,  # one process group with all its children, to kill at once
     )
 
 
 class _Worker:
-    """A child process. It is used in the loop; only `kill` may be called by any thread."""
+    """A child process, used from the loop. Only `kill` may be called from other threads."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.source = ""
         self._process = process
-        self._stderr = b""  # its end
+        self._stderr = b""  # the end of its stderr
         self._exit, self._listener = asyncio.create_task(self._watch()), asyncio.create_task(self._listen())
 
     @property
@@ -370,7 +369,7 @@ class _Worker:
     async def call(
         self, request: bytes, seconds: float, count: int, read: Callable[[Any], Any]
     ) -> list[Any] | BadReward:
-        """Sends a request, and returns `count` answers, or why there are none. Without an answer the process ends."""
+        """Sends a request and returns `count` answers, or the reason for a failure, after which the process ends."""
         requests, answers = self._process.stdin, self._process.stdout
         assert requests
         assert answers
@@ -383,7 +382,7 @@ class _Worker:
             if len(answer["values"]) != count:
                 raise ValueError("an answer is missing")
             return [read(value) for value in answer["values"]]
-        except Exception as error:  # it is late, it has ended, or what it sent is no answer
+        except Exception as error:  # a timeout, the end of the process, or an invalid answer
             is_late = isinstance(error, TimeoutError)
             how = await self._end(patience=0.0 if is_late else 1.0)
             text = self._stderr.decode(errors="replace")[-MESSAGE_CHARACTERS:]
@@ -398,7 +397,7 @@ class _Worker:
         code = self._process.returncode
         self.kill()
         await asyncio.wait([self._exit], timeout=1.0)
-        await asyncio.wait([self._listener], timeout=1.0)  # it reads what is left
+        await asyncio.wait([self._listener], timeout=1.0)  # reads the rest of stderr
         if code is None:
             return "sent nonsense"
         return f"ended by a signal ({signal.strsignal(-code)})" if code < 0 else f"ended with exit status {code}"
@@ -409,12 +408,12 @@ class _Worker:
             _kill_group(self._process.pid)
 
     async def _watch(self) -> None:
-        """Kills the children of the process as soon as it has ended."""
+        """Kills the children of the process as soon as it ends."""
         await self._process.wait()
         _kill_group(self._process.pid)
 
     async def _listen(self) -> None:
-        """Reads stderr and forgets all but its end."""
+        """Reads stderr, and keeps only its end."""
         assert self._process.stderr
         while block := await self._process.stderr.read(2**16):
             self._stderr = (self._stderr + block)[-4 * MESSAGE_CHARACTERS :]
@@ -426,8 +425,8 @@ def _kill_group(group: int) -> None:
 
 
 def _pickled(value: Any, what: str) -> bytes:
-    """Returns a message to a worker."""
+    """Pickles a message to a worker."""
     try:
         return pickle.dumps(value)
-    except Exception as error:  # anything that an object's own pickling raises
+    except Exception as error:  # objects may raise any type of error
         raise UsageError(f"{what} must be picklable: {type(error).__name__}: {error}") from error

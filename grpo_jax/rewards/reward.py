@@ -1,14 +1,14 @@
-"""Rewards of a run: added up, with weights and what does not apply, and written as text for command lines.
+"""The rewards of a run: their weighted sum, and their texts on a command line.
 
-A text is name = weight * function(arguments), of which only the function must be there:
+A text is name = weight * function(arguments), in which only the function is required:
 
     gsm8k_answer
     0.1*my_rewards.py:brevity
     0.1*my_rewards.py:brevity(scale=20)
     format=0.5*matches(pattern="<think>.*</think>.*")
 
-A bare name is a function of `grpo_jax.rewards.builtin`. Others are named as module:function or file.py:function. The
-function's signature decides what the keywords in parentheses are for, as `processes.ProcessOptions` says.
+A bare name is a function of `grpo_jax.rewards.builtin`. Other functions are named as module:function or
+file.py:function. `arguments` in `processes.ProcessOptions` explains the use of the keywords in parentheses.
 """
 
 import ast
@@ -42,34 +42,34 @@ from grpo_jax.rewards.processes import Grader
 class RewardScores(NamedTuple):
     """The rewards of B completions."""
 
-    rewards: np.ndarray  # float32 [B], Σ weight · component over those that apply; 0 where none does
-    applicable: np.ndarray  # bool [B], whether any does
-    components: dict[str, np.ndarray]  # name -> float32 [B], unweighted, NaN where it does not apply
-    parts: np.ndarray  # object [B], of tuples of `Span`: weighted parts of `rewards`; () where there are none
+    rewards: np.ndarray  # float32 [B], Σ weight · component over the components that apply; 0 if none applies
+    applicable: np.ndarray  # bool [B], true if any component applies
+    components: dict[str, np.ndarray]  # name -> float32 [B], unweighted, NaN if it does not apply
+    parts: np.ndarray  # object [B], tuples of `Span` with the weighted parts of `rewards`; () without parts
 
 
-@np.errstate(invalid="ignore", over="ignore")  # an infinite reward is told by the run, once
+@np.errstate(invalid="ignore", over="ignore")  # the run warns once about an infinite reward
 def score_completions(
     rewards: Reward | Rewards, examples: Sequence[Example], completions: Sequence[Completion]
 ) -> RewardScores:
-    """Returns the rewards of completions. Async functions run together.
+    """Computes the rewards of completions. Async functions run concurrently.
 
     Args:
-      rewards: one function, or several with weights.
-      examples: B, the prompt's columns of each completion.
-      completions: B.
+      rewards: One reward function, or several with weights.
+      examples: The columns of each completion's prompt, B.
+      completions: The B completions.
 
     Returns:
-      The scores. A NaN that a function returned stays NaN in the sum; None does not apply.
+      The scores. A NaN that a function returned stays NaN in the sum. A reward of None does not apply.
 
     Raises:
-      UsageError: a function returned another number of rewards than there are completions, no numbers, or bad spans.
+      UsageError: A function returned a wrong number of rewards, anything other than numbers, or bad spans.
     """
     named, count = named_components(rewards), len(completions)
     answers = [component.reward(examples, completions) for component in named.values()]
     if any(inspect.isawaitable(answer) for answer in answers):
         answers = coroutines.run_to_end(_gather(answers))
-    # Not functional.combine_rewards, in which NaN means that a reward does not apply: here it must stay visible.
+    # functional.combine_rewards reads NaN as a reward that does not apply; here NaN must stay visible.
     total, applicable = np.zeros(count, np.float32), np.zeros(count, bool)
     components: dict[str, np.ndarray] = {}
     parts = np.empty(count, object)
@@ -78,7 +78,7 @@ def score_completions(
         earned = _checked(name, answer, completions)
         applies = np.array([value is not None for value in earned], bool)
         components[name] = np.array([_total(value) for value in earned], np.float32)
-        if component.weight:  # a weight of 0 is for rewards that are only watched, whatever they are
+        if component.weight:  # rewards with weight 0 are only logged
             total += np.where(applies, np.float32(component.weight) * components[name], 0)
             applicable |= applies
             for place, value in enumerate(earned):
@@ -88,17 +88,17 @@ def score_completions(
 
 
 def named_components(rewards: Reward | Rewards) -> Rewards:
-    """Returns rewards by name; a single function is the component "reward"."""
+    """Returns rewards by name. A single function is called "reward"."""
     return rewards if isinstance(rewards, Mapping) else {"reward": Component(rewards)}
 
 
 def no_reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[None]:
-    """Rewards nothing: for runs that do not learn from rewards."""
+    """Returns None for each completion, for runs that do not learn from rewards."""
     return [None] * len(completions)
 
 
 def graders(rewards: Reward | Rewards) -> dict[str, Any]:
-    """Returns the rewards that count what they could not grade, as `processes.Grader` does, by name."""
+    """Returns the rewards that count ungraded completions, as `processes.Grader` does, by name."""
     named = named_components(rewards)
     return {name: component.reward for name, component in named.items() if hasattr(component.reward, "counts")}
 
@@ -109,7 +109,7 @@ def sources(rewards: Reward | Rewards) -> dict[str, str]:
 
 
 def ungraded_counts(rewards: Reward | Rewards) -> dict[str, int]:
-    """Returns how many completions graders gave no reward since their start, by "ungraded_" name and reason."""
+    """Returns the number of completions without a reward since the start of the graders, by "ungraded_" names."""
     return {
         _ungraded(name, reason): count
         for name, grader in graders(rewards).items()
@@ -139,14 +139,14 @@ _OURS = (str(Path(__file__).parent), coroutines.__file__, "<frozen")
 
 
 def place_and_reason(message: str) -> str:
-    """Returns the user's own line and the last words of a traceback, or of the stack of a process that hung."""
+    """Returns the line of the user's code and the error in a traceback, or in the stack of a process that hung."""
     frames = [frame for frame in _FRAME.finditer(message) if not frame["file"].startswith(_OURS)]
-    # A traceback ends with the innermost frame, a stack of faulthandler begins with it.
+    # A traceback ends with the innermost frame, but a stack of faulthandler begins with it.
     stack = "most recent call first" in message
     users = [frame for frame in frames if "site-packages" not in frame["file"] and "/lib/python" not in frame["file"]]
     place = (users or frames)[0 if stack else -1] if frames else None
     lines = message.strip().splitlines() or [""]
-    errors = [line.strip(" |+") for line in lines if _ERROR.match(line)]  # its message may have more lines
+    errors = [line.strip(" |+") for line in lines if _ERROR.match(line)]  # messages may have several lines
     words = lines[0] if stack else (errors or lines)[-1]
     words = words.removeprefix("grpo_jax.errors.UsageError: ").split("; the end of its stderr")[0][:300]
     return f"{words} ({place['file']}, line {place['line']}, in {place['name']})" if place else words
@@ -165,7 +165,7 @@ async def _gather(answers):
 
 
 def _checked(name: str, answer: Any, completions: Sequence[Completion]) -> list[Number | tuple[Span, ...]]:
-    """Returns what each completion earned, or refuses the function."""
+    """Returns the reward of each completion, or raises if the function's answer is invalid."""
     try:
         earned = []
         for value in checked_rewards(answer, completions):
@@ -186,7 +186,7 @@ def _total(earned: Number | tuple[Span, ...]) -> float:
     return sum(part.reward for part in earned) if isinstance(earned, tuple) else earned
 
 
-# ---- as a command line writes them
+# ---- texts on a command line
 
 _SPEC = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)\s*=)?\s*(?:(?P<weight>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*\*)?\s*"
@@ -196,18 +196,18 @@ _SPEC = re.compile(
 _BUILTIN = ("exact_answer", "gsm8k_answer", "math_answer", "matches", "length", "overlong_penalty", "repetition")
 
 
-# A reward as a text names it: name, weight, function as `Grader` takes it, and its arguments.
+# A reward named by a text: its name, its weight, its function for `Grader`, and its arguments.
 Spec = tuple[str, float, str, Mapping[str, Any] | None]
 
 
 def parse_reward(text: str) -> Spec:
-    """Reads a reward. Its name is that of the function and its weight is 1 unless the text has others.
+    """Parses the text of a reward. The default name is the function's, and the default weight is 1.
 
     Args:
-      text: name = weight * function(arguments).
+      text: A text such as name = weight * function(arguments).
 
     Raises:
-      UsageError: it cannot be read, or there is no such built-in reward.
+      UsageError: The text cannot be parsed, or there is no such built-in reward.
     """
     match = _SPEC.fullmatch(text.strip())
     if not match:
@@ -235,21 +235,21 @@ def parse_reward(text: str) -> Spec:
 def open_rewards(
     texts: Sequence[str], *, group_size: int, deadline: float = 10.0, budget: float = 60.0, memory_mb: int | None = None
 ) -> Iterator[Rewards]:
-    """Opens the rewards that texts name, each in processes of its own, which end with the block.
+    """Opens the rewards named by texts, each in its own child processes, which end with the block.
 
     Args:
-      texts: at least one, as for `parse_reward`.
-      group_size: completions of a prompt in training. A call has all completions of one prompt, so that a function can
-        compare them.
-      deadline: seconds for a call of that many completions, in proportion for more.
-      budget: seconds for all the completions of a rollout.
-      memory_mb: megabytes that a process may allocate beyond what loading took; None: no limit.
+      texts: Texts for `parse_reward`, at least one.
+      group_size: The number of completions of a prompt in training, G. A call gets all completions of one prompt, so
+        that a function can compare them.
+      deadline: Seconds for a call with G completions. Calls with more completions get more time in proportion.
+      budget: Seconds for all completions of a rollout.
+      memory_mb: Megabytes that a process may allocate after loading the function. None: no limit.
 
     Yields:
       The rewards by name.
 
     Raises:
-      UsageError: one cannot be read or loaded, two have one name, or all weights are 0.
+      UsageError: A reward cannot be parsed or loaded, two rewards have the same name, or all weights are 0.
     """
     specs = [parse_reward(text) for text in texts]
     names = [name for name, *_ in specs]
@@ -268,10 +268,10 @@ def open_rewards(
 
 
 def _arguments(text: str, written: str) -> dict[str, Any]:
-    """Returns keywords with plain values; nothing is evaluated."""
+    """Parses keywords with plain values, without evaluating code."""
     try:
         call = ast.parse(f"f({written})", mode="eval").body
-        # One call of f, by names, each once.
+        # Accepts only a call of f with keywords, each once.
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise ValueError
         arguments = {str(keyword.arg or ""): ast.literal_eval(keyword.value) for keyword in call.keywords}

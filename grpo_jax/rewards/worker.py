@@ -1,6 +1,6 @@
-"""Functions of a user: loading, calling, and what they return. `main` is the child process of processes.py.
+"""Loading and calling of users' functions. `main` is the child process of processes.py.
 
-Requests come pickled, answers go back as JSON: nothing that a function returns is unpickled by the parent.
+Requests arrive pickled. Answers are JSON, so that the parent unpickles nothing from a user's function.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from grpo_jax.data.types import (
 from grpo_jax.errors import UsageError
 
 _STDERR = 2
-_WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and what it allocates
-# Kinds of functions, and what a function of the kind takes by place.
+_WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and its allocations
+# The kinds of functions, and the positional arguments of each kind.
 _PARAMETERS = {
     "reward": ("examples", "completions"),
     "environment": ("example", "transcript", "key"),
@@ -43,11 +43,11 @@ _PARAMETERS = {
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 _is_worker = False
-answers: BinaryIO  # of a worker: the pipe to its parent
+answers: BinaryIO  # the pipe from a worker to its parent
 
 
 def is_worker() -> bool:
-    """Returns whether this process runs one function, under a deadline."""
+    """Returns whether this process is a child process that runs one function under a deadline."""
     return _is_worker
 
 
@@ -55,19 +55,17 @@ def is_worker() -> bool:
 
 
 def load(kind: str, spec: str, arguments: Mapping[str, Any] | None = None, module: Any = None) -> Callable[..., Any]:
-    """Returns the function that a text names.
+    """Loads the function named by a text.
 
     Args:
       kind: "reward", "environment", "environment factory" or "tool".
-      spec: "package.module:function" or "path/to/file.py:function".
-      arguments: keywords for the function. If it also takes what it is asked about, as (examples, completions, *, x)
-        does, it gets them at each call. Otherwise it is called once with them, and returns the function that is asked.
-        None: it is taken as it is.
-      module: the module that `import_place` returned for the text before ":"; None: it is imported here.
+      spec: The name of the function, as "package.module:function" or "path/to/file.py:function".
+      arguments: Keywords for the function. A function such as (examples, completions, *, x) gets them at each call. Any
+        other function is called once with them, and returns the function to use. None: the function is used as it is.
+      module: The module that `import_place` returned for the text before ":". None: it is imported here.
 
     Raises:
-      UsageError: there is no such module or function, it cannot be imported, it is no function, or it does not take
-        these keywords.
+      UsageError: The function does not exist, cannot be imported, is not callable, or does not take these keywords.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
@@ -86,7 +84,7 @@ def load(kind: str, spec: str, arguments: Mapping[str, Any] | None = None, modul
 
 
 def _takes_questions(function: Any, parameters: Sequence[str], arguments: Mapping[str, Any]) -> bool:
-    """Returns whether a function takes what it is asked about, such as examples and completions, and these keywords."""
+    """Returns whether a function takes these positional parameters and these keywords."""
     try:
         signature = inspect.signature(function)
         signature.bind(*parameters, **arguments)
@@ -97,7 +95,7 @@ def _takes_questions(function: Any, parameters: Sequence[str], arguments: Mappin
 
 
 def _call_maker(kind: str, spec: str, maker: Any, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns the function that another function makes of its keywords."""
+    """Calls a function with keywords, and returns the function that it makes."""
     parameters = ", ".join(_PARAMETERS[kind])
     try:
         function = maker(**arguments)
@@ -118,18 +116,18 @@ def _call_maker(kind: str, spec: str, maker: Any, arguments: Mapping[str, Any]) 
 
 
 def check_takes_examples_first(named: str, reward: Callable[..., Any]) -> None:
-    """Refuses a reward whose first parameter is named as something other than examples: it would read the rows as that.
+    """Checks that the first parameter of a reward is not named as in TRL, since it would get the examples.
 
     Args:
-      named: its name in the error.
-      reward: the function.
+      named: The name of the reward in the error message.
+      reward: The reward function.
 
     Raises:
-      UsageError: the first parameter is "completions" or "prompts".
+      UsageError: The first parameter is "completions" or "prompts".
     """
     try:
         first = next(iter(inspect.signature(reward).parameters), None)
-    except (TypeError, ValueError):  # some functions in C have none
+    except (TypeError, ValueError):  # some functions in C have no signature
         return
     if first in ("completions", "prompts"):
         raise UsageError(
@@ -139,15 +137,15 @@ def check_takes_examples_first(named: str, reward: Callable[..., Any]) -> None:
 
 
 def import_place(kind: str, place: str, spec: str) -> Any:
-    """Imports a module by its name, or runs a file of Python.
+    """Imports a module by its name, or a Python file by its path.
 
     Args:
-      kind: the kind of the functions in it, as for `load`.
-      place: "package.module" or "path/to/file.py".
-      spec: its name in errors.
+      kind: The kind of the functions in the module; see `load`.
+      place: The module or file, as "package.module" or "path/to/file.py".
+      spec: The name of the function in error messages.
 
     Raises:
-      UsageError: there is no such module or file, or it cannot be imported.
+      UsageError: The module or file does not exist, or cannot be imported.
     """
     try:
         if not place.endswith(".py"):
@@ -157,7 +155,7 @@ def import_place(kind: str, place: str, spec: str) -> Any:
         path = Path(place).resolve()
         if not path.is_file():
             raise UsageError(f"the {kind} {spec!r} cannot be loaded: there is no file {path}")
-        sys.path.insert(0, str(path.parent))  # for modules that lie beside it
+        sys.path.insert(0, str(path.parent))  # lets it import modules in its folder
         loader = importlib.util.spec_from_file_location(_module_name(place), path)
         assert loader is not None
         assert loader.loader is not None
@@ -166,14 +164,14 @@ def import_place(kind: str, place: str, spec: str) -> Any:
         return module
     except UsageError:
         raise
-    except (Exception, SystemExit) as error:  # whatever the module's own lines raise
+    except (Exception, SystemExit) as error:  # a module may raise any type of error
         is_relative = isinstance(error, ImportError) and "no known parent package" in str(error)
         remedy = "; name it as package.module:function" if is_relative else ""
         raise UsageError(f"the {kind} {spec!r} cannot be loaded: {one_line(error)}{remedy}") from error
 
 
 def digest_of_source(spec: str) -> str:
-    """Returns the digest of the file that a loaded function is in; empty if it is of this package, or has no file."""
+    """Returns the digest of a loaded function's file; empty for a function of this package, or without a file."""
     place = spec.rpartition(":")[0]
     if place.partition(".")[0] == __name__.partition(".")[0]:
         return ""
@@ -195,8 +193,8 @@ def main() -> None:
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for file, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY)):  # for functions that read their input, or print
         os.dup2(os.open(os.devnull, mode), file)
-    # Nothing is written to the lifeline: it closes when the parent ends, however that ends. Then a shell kills this
-    # process and its children. A thread could not while a function holds the interpreter's lock.
+    # Nothing is written to the lifeline. It closes when the parent ends for any reason. Then a shell kills this process
+    # and its children. A thread could not do this while a function holds the GIL.
     end = "exec 3<&0; (read line <&3; kill -KILL 0) >&- 2>&- &"
     subprocess.run(["sh", "-c", end], stdin=lifeline, check=True)
     os.close(lifeline)
@@ -226,9 +224,9 @@ def _read(requests: BinaryIO) -> tuple[float, bytes]:
 
 
 def _answer(call: Callable[..., list[Any]], function: Any, seconds: float, request: bytes) -> dict[str, Any]:
-    """Returns what the function makes of a request: {"values": ...}, or {"reason": ..., "message": ...}."""
+    """Calls the function for a request, and returns {"values": ...} or {"reason": ..., "message": ...}."""
     try:
-        # Shortly before it is killed, a function that hangs says on stderr where it is.
+        # Shortly before its deadline, a function that hangs writes its stack to stderr.
         faulthandler.dump_traceback_later(min(0.9 * seconds, threading.TIMEOUT_MAX), file=_STDERR)
         return {"values": call(function, *pickle.loads(request))}
     except BadReward as error:
@@ -249,7 +247,7 @@ def _rewards(reward: Any, examples: Any, completions: Any) -> list[Any]:
 
 
 def _replies(reply: Any, examples: Any, questions: Any) -> list[Any]:
-    from grpo_jax.data.episodes import asked  # the worker of a reward does not load it
+    from grpo_jax.data.episodes import asked  # not imported by workers of rewards
 
     episodes = [(example, *question) for example, question in zip(examples, questions, strict=True)]
     return [answer._asdict() for answer in asked(reply, episodes)]
@@ -264,9 +262,9 @@ async def _wait(answer: Any) -> Any:
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Limits the address space to what loading took and `megabytes` more, and the stack of the watchdog's thread."""
+    """Limits the address space to its present size, `megabytes` more, and the memory of the watchdog's thread."""
     taken = 0
-    with contextlib.suppress(OSError):  # only Linux tells
+    with contextlib.suppress(OSError):  # only Linux has this file
         taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     limit = taken + _WATCHDOG_BYTES + megabytes * 2**20
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

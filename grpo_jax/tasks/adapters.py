@@ -1,8 +1,8 @@
-"""Environments that were written for other libraries, unchanged: Gymnasium's with texts, and classes for TRL.
+"""Adapters for environments of other libraries: text environments of Gymnasium, and classes for TRL.
 
-They keep a state, and an environment here is a function that keeps none. So each reply begins with a fresh state, and
-what the policy did before is done again. It must then answer as it did: what it draws at random it draws from the seed
-of its row, also if it waits while others draw. Long episodes cost the square of their turns.
+These environments keep a state, but an environment in grpo_jax is a function without state. So each reply starts from a
+fresh environment and replays the policy's earlier actions. The replay must give the same answers, so random draws come
+from the seed of the row, even if other code draws in between. The cost of an episode is quadratic in its turns.
 """
 
 import inspect
@@ -23,19 +23,19 @@ from grpo_jax.errors import UsageError
 from grpo_jax.rewards.worker import load
 from grpo_jax.tasks.tools import reply_with
 
-Factory = Callable[[], Any]  # makes a fresh environment; a class is one
+Factory = Callable[[], Any]  # makes a fresh environment; may be a class
 
 # ---- Gymnasium
 
 
 def gymnasium_environment(make: Factory) -> ReplyFn:
-    """The environment of one of Gymnasium whose observations and actions are texts.
+    """Wraps a Gymnasium environment whose observations and actions are texts.
 
-    A turn of the policy is an action; the observation is the reply, and the episode ends where it is terminated or
-    truncated.
+    Each turn of the policy is an action, and the reply is the observation. The episode ends when Gymnasium terminates
+    or truncates it.
 
     Args:
-      make: such as `lambda: gymnasium.make("…")`.
+      make: Makes a fresh environment, such as `lambda: gymnasium.make("…")`.
 
     Returns:
       (example, transcript, key) -> reply. The example needs the "seed" of `gymnasium_rows`.
@@ -56,10 +56,10 @@ def gymnasium_environment(make: Factory) -> ReplyFn:
 
 
 def gymnasium_rows(make: Factory, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each seed: "prompt", what the environment shows at its beginning, and "seed".
+    """Makes a row for each seed, with the first observation as "prompt" and the "seed".
 
     Raises:
-      UsageError: it shows no text, or is of Gym before Gymnasium.
+      UsageError: The observation is no text, or the environment has the older interface of Gym.
     """
     environment = make()
     try:
@@ -69,7 +69,7 @@ def gymnasium_rows(make: Factory, seeds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _first(returned: Any) -> str:
-    """Adds the text that `reset` returned to a prompt."""
+    """Returns the observation in the pair that `reset` returned."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise UsageError(
             f"reset of the environment returned {type(returned).__name__}, and in Gymnasium it returns an observation "
@@ -91,17 +91,17 @@ def _observed(observation: Any) -> str:
 
 
 def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows as TRL shows them: what `reset` returns stands behind the prompt, or behind its last message.
+    """Appends the text that `reset` returns to the prompt, or to its last message, as TRL does.
 
     Args:
-      factory: of the environment.
-      rows: each is given to `reset`, as keywords; "prompt" may be left out where `reset` returns a text.
+      factory: Makes a fresh environment.
+      rows: The rows, each passed to `reset` as keywords. They need no "prompt" if `reset` returns a text.
 
     Returns:
-      The same rows with that prompt, and the "row" as it was.
+      The rows with that prompt, and the unchanged row as "row".
 
     Raises:
-      UsageError: `reset` raised or is async, or what it returned cannot stand behind the prompt.
+      UsageError: `reset` raised or is async, or its result cannot be appended to the prompt.
     """
 
     def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mappin
             ) from error
         if inspect.isawaitable(start_text):
             if inspect.iscoroutine(start_text):
-                start_text.close()  # else Python warns that nobody waited for it
+                start_text.close()  # otherwise Python warns that the coroutine was never awaited
             raise UsageError("reset of the environment is async, and TRL does not wait for it: make it a plain method")
         try:
             return {**row, "prompt": _behind(row.get("prompt", ""), start_text or ""), "row": dict(row)}
@@ -136,10 +136,10 @@ def _behind(prompt: Any, text: str) -> Any:
 
 
 def trl_tools(factory: Factory) -> dict[str, Callable[..., Any]]:
-    """The public methods of an environment but `reset` and `get_reward`, by name: what the policy may call.
+    """Returns the tools of an environment by name: its public methods except `reset` and `get_reward`.
 
     Raises:
-      UsageError: it is none for TRL.
+      UsageError: The factory does not make an environment for TRL.
     """
     try:
         environment = factory() if callable(factory) else None
@@ -163,13 +163,13 @@ def _methods(environment: Any) -> dict[str, Callable[..., Any]]:
 
 
 def trl_environment(factory: Factory) -> ReplyFn:
-    """The environment of a class for TRL's `environment_factory`: the policy calls its methods as tools.
+    """Wraps a class for TRL's `environment_factory`: the policy calls its methods as tools.
 
     Args:
-      factory: the class, or what makes one. It has `reset(**row)`, which returns None or a text.
+      factory: Makes a fresh environment with `reset(**row)`, which returns None or a text. May be a class.
 
     Returns:
-      (example, transcript, key) -> reply, async; examples are of `trl_rows`.
+      An async function (example, transcript, key) -> reply, for examples from `trl_rows`.
     """
 
     async def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
@@ -180,15 +180,15 @@ def trl_environment(factory: Factory) -> ReplyFn:
 
 
 def trl_reward(factory: Factory, reward: Callable[..., Any] | None = None) -> Reward:
-    """Makes a reward of an environment's own reward after it has played an episode.
+    """Makes a reward that replays each episode and then grades its environment.
 
     Args:
-      factory: of the environment.
-      reward: TRL's: called with environments, prompts, completions (lists of messages) and the columns of the rows, all
-        by name, for one number each; may be async. None: `get_reward` of the environment.
+      factory: Makes a fresh environment.
+      reward: A TRL reward, which may be async. It is called with environments, prompts, completions (lists of messages)
+        and the columns of the rows, all by name, and returns one number each. None: the environment's `get_reward`.
 
     Returns:
-      (examples, completions) -> numbers, async.
+      An async function (examples, completions) -> numbers.
     """
 
     async def graded(examples: Sequence[Example], completions: Sequence[Completion]) -> list[Number]:
@@ -206,7 +206,7 @@ def trl_reward(factory: Factory, reward: Callable[..., Any] | None = None) -> Re
 
 
 async def _played(factory: Factory, example: Example, turns: Sequence[Turn]) -> tuple[Any, Reply]:
-    """Returns an environment after these turns, and what it replies to the last of them."""
+    """Replays turns and returns the environment after them, and its reply to the last turn."""
 
     async def play() -> tuple[Any, Reply]:
         environment, reply = factory(), Reply(done=True)
@@ -220,24 +220,24 @@ async def _played(factory: Factory, example: Example, turns: Sequence[Turn]) -> 
 
 
 def load_factory(text: str) -> Factory:
-    """The class that a text names: "path/to/file.py:Class" or "package.module:Class".
+    """Loads the class named by a text: "path/to/file.py:Class" or "package.module:Class".
 
     Raises:
-      UsageError: it names none that can be loaded.
+      UsageError: The class cannot be loaded.
     """
     return load("environment factory", text)
 
 
 def environment_of_factory(*, factory: str) -> ReplyFn:
-    """`trl_environment` of the class that a text names: `environments` calls this in its processes."""
+    """Returns `trl_environment` of the class named by a text. Child processes call this function."""
     return trl_environment(load_factory(factory))
 
 
 def reward_of_factory(*, factory: str) -> Reward:
-    """`trl_reward` of the class that a text names: `rewards.processes` calls this in its processes.
+    """Returns `trl_reward` of the class named by a text. Child processes call this function.
 
     Raises:
-      UsageError: the class has no `get_reward`, or cannot be called.
+      UsageError: The class has no `get_reward`, or cannot be called.
     """
     methods = load_factory(factory)
     try:
@@ -250,7 +250,7 @@ def reward_of_factory(*, factory: str) -> Reward:
 
 
 def _row(example: Example) -> Mapping[str, Any]:
-    """A row as it was before its prompt was encoded."""
+    """Returns the row before `trl_rows` changed its prompt."""
     return example.get("row", example)
 
 
@@ -268,17 +268,17 @@ async def _waited(value: Awaitable[Any] | Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-# ---- what environments of TRL draw
+# ---- random draws of TRL environments
 
 
 def _draws_of(row: Mapping[str, Any]) -> list[Any]:
-    """Returns the states in which Python's and NumPy's own generators begin for a row."""
+    """Returns the initial states of Python's and NumPy's global generators for a row."""
     seed = zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode())
     return [random.Random(seed).getstate(), np.random.RandomState(seed).get_state()]
 
 
 def _swap_draws(draws: list[Any]) -> None:
-    """Exchanges the states of Python's and NumPy's own generators with those in the list."""
+    """Exchanges the states of Python's and NumPy's global generators with those in the list."""
     now = [random.getstate(), np.random.get_state()]
     random.setstate(draws[0])
     np.random.set_state(draws[1])
@@ -287,7 +287,7 @@ def _swap_draws(draws: list[Any]) -> None:
 
 @contextmanager
 def _drawing(draws: list[Any]) -> Iterator[None]:
-    """Lets the generators continue from these states, which then hold where they ended."""
+    """Runs the block with the generators in these states, and then stores their new states in the list."""
     _swap_draws(draws)
     try:
         yield
@@ -297,7 +297,7 @@ def _drawing(draws: list[Any]) -> Iterator[None]:
 
 @types.coroutine
 def _with_draws_for(row: Mapping[str, Any], coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, None, Any]:
-    """Runs a coroutine whose draws begin where the row says, whatever draws while it waits."""
+    """Runs a coroutine with draws seeded by the row, even if other code draws while it waits."""
     draws, step = _draws_of(row), partial(coroutine.send, None)
     while True:
         with _drawing(draws):
@@ -308,5 +308,5 @@ def _with_draws_for(row: Mapping[str, Any], coroutine: Coroutine[Any, Any, Any])
         try:
             yield waited_for
             step = partial(coroutine.send, None)
-        except BaseException as error:  # such as a cancellation
+        except BaseException as error:  # for example a cancellation
             step = partial(coroutine.throw, error)

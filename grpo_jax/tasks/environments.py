@@ -1,4 +1,4 @@
-"""Environments and tools that a command line names. They run in processes, which are killed when they hang."""
+"""Environments and tools named on the command line. They run in child processes, which are killed when they hang."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of as schemas_
 
 @contextmanager
 def open_environment(options: TaskOptions, pretrained: Pretrained, chat: bool) -> Iterator[Environment]:
-    """Opens what answers the policy, as the options say, in processes that end with the block."""
+    """Opens the environment that the options name, in child processes that end with the block."""
     spec, arguments = options.environment, dict[str, str]()
     named = options.tools or options.environment_factory
     if options.tools:
@@ -48,7 +48,7 @@ def open_environment(options: TaskOptions, pretrained: Pretrained, chat: bool) -
 
 
 def tools_of(options: TaskOptions) -> dict[str, Callable[..., Any]]:
-    """Returns what the policy may call, by name."""
+    """Returns the functions that the policy may call, by name."""
     if options.environment_factory:
         return trl_tools(load_factory(options.environment_factory))
     return load_tools(options.tools) if options.tools else {}
@@ -60,19 +60,20 @@ def environment_in_processes(
 ) -> Iterator[Environment]:
     """Opens an environment whose function runs in child processes, which end with the block.
 
-    A call that hangs, raises, dies or returns anything other than a reply ends its episode, and no other episode.
+    A call that hangs, raises, dies or returns anything other than a reply ends only its own episode.
 
     Args:
-      spec: "package.module:function" or "path/to/file.py:function", (example, transcript, key) -> `Reply`; async too.
-      encode: text of a reply -> ids.
-      **options: fields of `processes.ProcessOptions` but chunk, with their defaults: deadline 10 (seconds for a reply),
-        budget 60 (seconds for the replies of a turn of all episodes; those that have none by then end) …
+      spec: The name of the function, as "package.module:function" or "path/to/file.py:function". It maps (example,
+        transcript, key) to a `Reply`, and may be async.
+      encode: Maps the text of a reply to token ids.
+      **options: Fields of `processes.ProcessOptions` except chunk, with their defaults, such as deadline, 10 (seconds
+        for one reply), and budget, 60 (seconds for the replies to one turn of all episodes; episodes without one end).
 
     Yields:
       The environment.
 
     Raises:
-      UsageError: an impossible option, or the function cannot be loaded.
+      UsageError: An option is invalid, or the function cannot be loaded.
     """
     processes = Processes("environment", spec, ProcessOptions(chunk=1, **options), _read_reply)
     messages: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Which task, as a command line says it."""
+"""Options that choose the task on the command line."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +18,7 @@ from grpo_jax.rewards.reward import open_rewards, parse_reward
 from grpo_jax.tasks.problems import GSM8K, gsm8k_rows, math_rows, problem_task
 from grpo_jax.tasks.task import Task, text_task
 
-# Strict and lenient grading side by side: a model that learns the format alone raises the first only.
+# Strict and lenient grading are both logged: a model that learns only the format raises just the strict reward.
 _REWARDS = {
     "gsm8k": ("strict=gsm8k_answer", "lenient=0*gsm8k_answer(lenient=True)"),
     "math": ("strict=math_answer", "lenient=0*math_answer(lenient=True)"),
@@ -85,29 +85,29 @@ def open_task(
     overlong: Overlong = "drop",
     training: bool = True,
 ) -> Iterator[Task]:
-    """The task that the options name; its rewards run in processes that end with the block.
+    """Opens the task that the options name. Its rewards run in child processes that end with the block.
 
     Args:
-      options: of the command line.
-      pretrained: its tokenizer encodes.
-      num_prompts: N of a step.
-      group_size: completions of a prompt in training.
-      seed: of the order of prompts.
-      max_prompt_tokens, overlong: as in `encode_prompts`.
-      training: nothing of it is to be trained on, if false: all rows may then be held out.
+      options: The task's options on the command line.
+      pretrained: The model whose tokenizer encodes the prompts.
+      num_prompts: The number of prompts in a step, N.
+      group_size: The number of completions of a prompt in training, G.
+      seed: The seed of the order of prompts.
+      max_prompt_tokens, overlong: See `encode_prompts`.
+      training: False if the task is only evaluated, so that all rows may be held out.
 
     Yields:
       The task.
 
     Raises:
-      UsageError: there is no such task, or something of it does not work.
+      UsageError: The task does not exist, or cannot be opened.
     """
     texts = check_task_options(options)
     chat = uses_chat(options.chat, pretrained.tokenizer)
     tools: Any = None
     environment_of: AbstractContextManager[Any] = nullcontext()
     if has_environment(options):
-        from grpo_jax.tasks import environments  # a task without an environment does not load it
+        from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
         tools = environments.schemas_of(environments.tools_of(options)) or None
         environment_of = environments.open_environment(options, pretrained, chat)
@@ -142,15 +142,15 @@ def open_task(
 
 
 def has_environment(options: TaskOptions) -> bool:
-    """Returns whether something answers the policy, so that a completion may have several turns."""
+    """Returns whether an environment or tools answer the policy, so that a completion may have several turns."""
     return bool(options.environment or options.tools or options.environment_factory)
 
 
 def check_task_options(options: TaskOptions) -> tuple[str, ...]:
-    """The rewards to open. Refuses what cannot work, before a model is loaded.
+    """Checks the options before a model is loaded, and returns the texts of the rewards to open.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: The options are invalid. The message is one sentence that says what to change.
     """
     has_rows = options.task not in _REWARDS
     if not options.task:
@@ -182,14 +182,14 @@ def check_task_options(options: TaskOptions) -> tuple[str, ...]:
 
 
 def _usual_rewards(options: TaskOptions) -> tuple[str, ...]:
-    """The rewards where the options name none; none where the environment's own are added up."""
+    """Returns the default rewards. There are none if the environment's rewards are added up."""
     if options.environment_factory:
         return (f"get_reward=grpo_jax.tasks.adapters:reward_of_factory(factory={options.environment_factory!r})",)
     return () if options.environment else _REWARDS.get(options.task, ())
 
 
 def _task_maker(options: TaskOptions, training: bool) -> Any:
-    """The function that makes the task from a tokenizer and what all tasks need."""
+    """Returns the function that makes the task from a tokenizer and the arguments common to all tasks."""
     most = options.num_heldout
     if options.task == "gsm8k":
         training_rows, test_rows = (gsm8k_rows(options.data or GSM8K, split=split) for split in ("train", "test"))
@@ -215,5 +215,5 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
 
 
 def usual_num_heldout(num_rows: int) -> int:
-    """How many prompts of your own rows are held out unless you say: at most a tenth of the rows, and at most 200."""
+    """Returns the default number of held-out prompts of your own rows: a tenth of the rows, at least 1, at most 200."""
     return min(200, max(1, num_rows // 10))

@@ -1,7 +1,7 @@
-r"""GSM8K and MATH: problems in words whose answer can be compared.
+r"""GSM8K and MATH: word problems whose answers can be compared.
 
-An answer of GSM8K is a number behind "####" (Cobbe et al., 2110.14168). An answer of MATH or MATH-500 is a formula,
-which the policy writes in \boxed{} (Hendrycks et al., 2103.03874).
+A GSM8K answer is a number after "####" (Cobbe et al., 2110.14168). A MATH or MATH-500 answer is a formula, which the
+policy writes in \boxed{} (Hendrycks et al., 2103.03874).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ GSM8K = "openai/gsm8k"  # on the hub
 _NUMBER = 'Think step by step, and end with a line of "####" and the number, such as "#### 72".'
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 _ESCAPED = BOXED.replace("{", "{{").replace("}", "}}")  # braces of a template are doubled
-# A base model continues the first; the second is a user's message.
+# The first template is a text for a base model to continue; the second is a user's message.
 TEMPLATES = {
     "gsm8k": (f"Question: {{question}}\n{_NUMBER}\nAnswer:", f"{{question}}\n{_NUMBER}"),
     "math": (f"Problem: {{question}}\n{_ESCAPED}\nSolution:", f"{{question}}\n{_ESCAPED}"),
 }
 _VOTES = {"gsm8k": number_vote, "math": formula_vote}
-_QUESTIONS = ("question", "problem", "prompt")  # the first of these columns that there is
-_MARK = "The answer is:"  # some files of MATH put the answer behind it, after the solution
+_QUESTIONS = ("question", "problem", "prompt")  # the first of these columns in a row is used
+_MARK = "The answer is:"  # in some MATH files this stands between the solution and the answer
 
 
 def problem_task(
@@ -37,14 +37,14 @@ def problem_task(
     template: str | None = None,
     **options: Any,
 ) -> Task:
-    """Makes a task of problems.
+    """Makes a GSM8K or MATH task.
 
     Args:
       kind: "gsm8k" or "math".
-      tokenizer, eos_ids, rows: as in `text_task`.
-      chat: the question is a user's message.
-      template: in place of the one in TEMPLATES.
-      options: of `text_task`: vocab_size, num_prompts, seed and reward, and others such as heldout_rows.
+      tokenizer, eos_ids, rows: See `text_task`.
+      chat: True if the question is sent as a user's message.
+      template: Replaces the default template in TEMPLATES.
+      options: Further arguments of `text_task`: vocab_size, num_prompts, seed, reward, and others such as heldout_rows.
 
     Returns:
       The task. Completions vote by their last number or by the formula that they state.
@@ -57,14 +57,14 @@ def gsm8k_rows(source: str | Path = GSM8K, *, split: str | None = None) -> list[
     """Reads rows with "question", "answer" (the number, as written) and "solution" (the steps, with their <<marks>>).
 
     Args:
-      source: as in `read_rows`.
-      split: "train" or "test", of a folder or the hub.
+      source: See `read_rows`.
+      split: The split of a folder or hub data set, "train" or "test".
 
     Returns:
       The rows.
 
     Raises:
-      UsageError: there are none, or one has no question or no "####" in its answer.
+      UsageError: There are no rows, or a row has no question or no "####" in its answer.
     """
 
     def parted(row: Row) -> Row:
@@ -79,19 +79,19 @@ def gsm8k_rows(source: str | Path = GSM8K, *, split: str | None = None) -> list[
 
 
 def math_rows(source: str | Path) -> list[Row]:
-    """Reads rows with "question", "answer", and "solution" where there is one.
+    """Reads rows with "question", "answer" and, if available, "solution".
 
-    Understood are a question, problem or prompt (its closing instruction is taken off) with an answer, or with an
-    answer that is the solution, "The answer is:" and the answer. Other columns stay.
+    The question may be in a column "question", "problem" or "prompt"; the instruction at its end is removed. The column
+    "answer" holds the answer, or the solution, "The answer is:" and the answer. Other columns stay.
 
     Args:
-      source: as in `read_rows`.
+      source: See `read_rows`.
 
     Returns:
       The rows.
 
     Raises:
-      UsageError: there are none, or one has no question or no answer.
+      UsageError: There are no rows, or a row has no question or no answer.
     """
 
     def uniform(row: Row) -> Row:

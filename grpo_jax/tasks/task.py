@@ -1,7 +1,7 @@
 """Tasks: prompts as a function of the step, and a reward on text.
 
-`text_task` makes a task of rows of a file, a folder or a data set of the hub, and whatever reward there is for it. A
-row is a dict of columns. Its prompt is one of them, or a template filled with several; all of them reach the reward.
+`text_task` makes a task from a reward and the rows of a file, a folder or a hub data set. A row is a dict of columns.
+Its prompt is one of its columns, or a template filled with several columns. The reward gets all columns.
 """
 
 import string
@@ -32,40 +32,40 @@ from grpo_jax.errors import UsageError
 from grpo_jax.options import Size, check_number
 from grpo_jax.rewards.reward import sources
 
-if TYPE_CHECKING:  # a task without an environment does not load it
+if TYPE_CHECKING:  # imported only by tasks with an environment
     from grpo_jax.data.episodes import Environment
 
-_STEPS = 100  # whose longest prompts decide the widths that prompts are sampled at
-_ALL_IN_ADVANCE = 20_000  # of more rows, most prompts are encoded when a step takes them
-_SAMPLED = 2_000  # prompts that are always encoded in advance: so many of the longest, and so many spread over all
-_SPECIAL_TOKENS = 8  # a tokenizer puts at most so many around a text
-_DIGESTED = 1_000  # rows at once
+_STEPS = 100  # the longest prompts of this many steps decide the widths for sampling
+_ALL_IN_ADVANCE = 20_000  # with more rows, most prompts are encoded when a step takes them
+_SAMPLED = 2_000  # this many of the longest prompts, and as many spread over all rows, are always encoded in advance
+_SPECIAL_TOKENS = 8  # the most special tokens that a tokenizer adds to a text
+_DIGESTED = 1_000  # rows hashed at once
 
 
 class Task(NamedTuple):
-    """Prompts, reward, and the text around the tokens."""
+    """Prompts, their reward, and how token ids become text."""
 
-    # step -> prompts: a pure function, so that a resumed run sees what it would have seen
+    # step -> prompts: a pure function, so that a resumed run sees the same prompts
     prompts: Callable[[int], Prompts]
     reward: Reward | Rewards
     heldout: Prompts  # never among `prompts`, unless a note says so
-    decode: Callable[[Sequence[int]], str]  # completion ids, without what ended it -> text
+    decode: Callable[[Sequence[int]], str]  # completion ids, without the token that ended it -> text
     eos_ids: tuple[int, ...]
     pad_id: int
     vocab_size: int
     open_ended: bool = False  # completions are meant to be cut at max_tokens
-    notes: tuple[str, ...] = ()  # what a user should know of the prompts, such as how many were dropped
-    answer: Answer | None = None  # what completions vote on (maj@n), where it makes sense
-    environment: "Environment | None" = None  # what answers each turn; None: a completion is its only turn
-    # Widths that prompts are padded to: of pieces, and of the longest prompts of steps. See `data.types.choose_widths`.
-    # Empty: all prompts have about the same length
+    notes: tuple[str, ...] = ()  # facts about the prompts for the user, such as how many were dropped
+    answer: Answer | None = None  # the answer that completions vote on (maj@n); None: they do not vote
+    environment: "Environment | None" = None  # answers each turn; None: a completion has a single turn
+    # The widths that prompts are padded to, in pieces and by the longest prompts of steps: `data.types.choose_widths`.
+    # Empty: all prompts have about the same length.
     prompt_widths: tuple[int, ...] = ()
     batch_widths: tuple[int, ...] = ()
-    rows: str = ""  # digest of all that is trained on; empty where prompts are made of the seed
+    rows: str = ""  # digest of all training rows; empty if prompts are generated from the seed
 
 
 def inputs_of(task: Task) -> dict[str, str]:
-    """Returns what a run of the task depends on, in words, with digests."""
+    """Returns digests of the inputs that a run of the task depends on, by their descriptions."""
     named = {
         "held-out prompts": hash_prompts(task.heldout),
         "prompts of the first step": hash_prompts(task.prompts(0)),
@@ -77,16 +77,15 @@ def inputs_of(task: Task) -> dict[str, str]:
 
 
 def padding_id(tokenizer: Any, vocab_size: int) -> int:
-    """The tokenizer's padding, or 0 where the model has no such token. Masks decide what is padding, so any id does."""
+    """Returns the tokenizer's padding token, or 0 if the model has no such token. Any id works, since masks decide."""
     padding = tokenizer.pad_token_id
     return padding if padding is not None and padding < vocab_size else 0
 
 
 def random_reward(seed: int) -> Reward:
-    """A fair coin for each completion, whatever it says: the control that must not learn.
+    """Makes a reward that tosses a fair coin for each completion: a control from which nothing can be learned.
 
-    A pure function of (seed, prompts, completions), like every reward, so that a resumed
-    run draws the same.
+    It is a pure function of (seed, prompts, completions), so that a resumed run draws the same rewards.
     """
 
     def reward(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -112,29 +111,30 @@ def text_task(
     answer: Answer | None = None,
     **encoding: Any,
 ) -> Task:
-    """A task from rows. Every training prompt is seen once an epoch, in an order that is a function of the seed.
+    """Makes a task from rows. Every epoch has each training prompt once, in an order that depends on the seed.
 
-    The split is a function of the prompts before any chat template: it is the same for every seed and tokenizer, and
-    equal prompts are on one side of it.
+    The split depends only on the prompts before any chat template. So it is the same for every seed and tokenizer, and
+    equal prompts are never on both sides.
 
     Args:
-      tokenizer: of transformers.
-      eos_ids: what ends a completion.
-      rows: for training, and if there are no others for holding out.
-      vocab_size: of the model.
-      num_prompts: N.
-      seed: of the order.
-      reward: on examples, which are all columns of a row, with the text as encoded as "prompt" (in place of a column
-        of that name); or several by name.
-      open_ended: completions are meant to be cut.
-      answer: what completions of a prompt vote on, such as `rewards.builtin.number_vote`; None: there is no vote.
-      encoding: further options of `encode_rows`.
+      tokenizer: A transformers tokenizer.
+      eos_ids: The ids of the tokens that end a completion.
+      rows: The rows for training and, without `heldout_rows`, for the held-out set.
+      vocab_size: The size of the model's vocabulary.
+      num_prompts: The number of prompts in a step, N.
+      seed: The seed of the order of prompts.
+      reward: One reward function, or several by name. An example has all columns of its row, with the encoded text as
+        "prompt" (which replaces a column of that name).
+      open_ended: True if completions are meant to be cut at max_tokens.
+      answer: Extracts the answer that completions of a prompt vote on, such as `rewards.builtin.number_vote`. None:
+        there is no vote.
+      encoding: Further options of `encode_rows`.
 
     Returns:
-      The task; its notes count the prompts that were dropped or cut.
+      The task. Its notes count the prompts that were dropped or cut.
 
     Raises:
-      UsageError: rows, columns, template or split do not work, in one sentence that says where.
+      UsageError: Rows, columns, template or split are invalid. The message is one sentence that says where.
     """
     check_number("num_prompts", num_prompts, Size)
     encoding = {"all_in_advance": _ALL_IN_ADVANCE} | encoding
@@ -169,22 +169,22 @@ def text_task(
     )
 
 
-EncodedPrompt = tuple[str, np.ndarray]  # the text as encoded, and its token ids
+EncodedPrompt = tuple[str, np.ndarray]  # the encoded text, and its token ids
 
 
 class PromptRows(NamedTuple):
     """Rows whose prompts are encoded in advance or when they are taken."""
 
     rows: list[Mapping[str, Any]]  # [M]
-    prompts: Sequence[EncodedPrompt | None]  # [M]; None: encoded when it is taken
-    sample: Sequence[EncodedPrompt]  # in the order of the rows: all, or some that are spread over them
+    prompts: Sequence[EncodedPrompt | None]  # [M]; None: the prompt is encoded when it is taken
+    sample: Sequence[EncodedPrompt]  # all prompts, or some that are spread over all rows, in the order of the rows
     encode: Callable[[Sequence[Mapping[str, Any]]], list[EncodedPrompt]]
 
     def take(self, numbers: Iterable[int] | None = None) -> tuple[list[np.ndarray], list[Example]]:
-        """Returns the token ids of rows, and their columns with the text as encoded as "prompt".
+        """Returns the token ids of rows, and their columns with the encoded text as "prompt".
 
         Args:
-          numbers: of the rows; None: all.
+          numbers: The numbers of the rows to take. None: all.
         """
         numbers = list(range(len(self.rows)) if numbers is None else numbers)
         later = [number for number in numbers if self.prompts[number] is None]
@@ -215,30 +215,30 @@ def encode_rows(
     """Checks rows, splits them by their prompts, and encodes the prompts.
 
     Args:
-      tokenizer: of transformers.
-      eos_ids: what ends a completion.
-      rows: for training, and if there are no others for holding out.
-      vocab_size: of the model.
-      prompt_column: text, or a list of chat messages.
-      template: instead of a column, a text with {column} in it; {{ and }} are braces. Nothing but names of columns is
-        understood, whose text or number is put in.
-      chat: makes a text the user's message, for the tokenizer's chat template.
-      system: a system message before prompts that have none; for text, with `chat` alone.
-      heldout_rows: never trained on: a training prompt that is among them is dropped.
-      heldout_share: without heldout_rows, about this share of the prompts is held out. 0: all are trained on, and the
-        same are "held out", which a note says.
-      num_heldout: of heldout_rows at most this many; without heldout_rows, this many different prompts instead of a
-        share. Always those whose hash is smallest.
-      max_prompt_tokens, overlong, tools: as in `encode_prompts`.
-      all_in_advance: of more training rows, most prompts are encoded when they are taken. Encoded in advance are
-        held-out prompts, prompts that may not fit, and a sample that decides the width. None: all.
+      tokenizer: A transformers tokenizer.
+      eos_ids: The ids of the tokens that end a completion.
+      rows: The rows for training and, without `heldout_rows`, for the held-out set.
+      vocab_size: The size of the model's vocabulary.
+      prompt_column: The column with the prompt: text, or a list of chat messages.
+      template: A text that replaces the column. Each {column} in it becomes the text or number of that column; {{ and
+        }} are braces. Formats and attributes are not supported.
+      chat: True to make each text a user's message in the tokenizer's chat template.
+      system: A system message before prompts that have none. Prompts that are text need `chat` with it.
+      heldout_rows: Rows that are never trained on. Training prompts that are among them are dropped.
+      heldout_share: About the share of the prompts that is held out, without `heldout_rows`. 0: all prompts are trained
+        on and also evaluated, and a note says so.
+      num_heldout: The most rows taken from `heldout_rows`, or without these, the number of different held-out prompts,
+        which replaces the share. The prompts with the smallest hashes are taken.
+      max_prompt_tokens, overlong, tools: See `encode_prompts`.
+      all_in_advance: The most training rows whose prompts are all encoded in advance. With more rows, only held-out
+        prompts, prompts that may not fit, and a sample that decides the width are encoded in advance. None: no limit.
 
     Returns:
-      Training and held-out rows, notes that count the prompts that were dropped or cut, and the tokens of the longest
-      prompt; of a sample, rounded up.
+      The training rows, the held-out rows, notes that count the prompts that were dropped or cut, and the number of
+      tokens of the longest prompt (of a sample of prompts, rounded up).
 
     Raises:
-      UsageError: rows, columns, template or split do not work, in one sentence that says where.
+      UsageError: Rows, columns, template or split are invalid. The message is one sentence that says where.
     """
     check_number("num_heldout", num_heldout, Size)
     in_messages = partial(in_chat, tokenizer=tokenizer, chat=chat, system=system)
@@ -264,9 +264,9 @@ def encode_rows(
     held = encode(heldout)
     check_ids(trained.token_ids + held.token_ids, vocab_size)
     width = max(map(len, trained.token_ids + held.token_ids))
-    if len(now) < len(train):  # which are hardly ever longer than those of a sample
+    if len(now) < len(train):  # the other prompts are hardly ever longer than those of the sample
         width = min(-(-width // 8) * 8, max_prompt_tokens or width + 7)
-    # Once more, as ids: two texts that were cut may have become the same prompt.
+    # Compares prompts again as ids, since two different texts may be the same prompt once they are cut.
     known = set() if nothing_held_out else {ids.tobytes() for ids in held.token_ids}
     fitting = zip(now[trained.numbers].tolist(), _pairs(trained), strict=True)
     made = {i: prompt for i, prompt in fitting if prompt[1].tobytes() not in known}
@@ -290,7 +290,7 @@ def _notes(training: Encoded, heldout: Encoded, lost: int, nothing_held_out: boo
 
 
 def _encoded_now(checked: np.ndarray, heldout_spellings: np.ndarray, max_prompt_tokens: int | None) -> np.ndarray:
-    """Numbers of the longest training prompts, and of those that may not fit or may be held out as other texts."""
+    """Returns the numbers of the longest training prompts, and of prompts that may not fit or may be held out."""
     _, bounds, spellings = checked
     is_unsure = (bounds >= (max_prompt_tokens or np.inf)) | np.isin(spellings, heldout_spellings)
     return np.union1d(np.argsort(bounds)[-_SAMPLED:], np.flatnonzero(is_unsure))
@@ -299,7 +299,7 @@ def _encoded_now(checked: np.ndarray, heldout_spellings: np.ndarray, max_prompt_
 def _encode_later(
     encode: Callable[..., Encoded], vocab_size: int, width: int, rows: Sequence[Mapping[str, Any]]
 ) -> list[EncodedPrompt]:
-    """Encodes prompts that should fit into `width` tokens. One that does not loses its beginning."""
+    """Encodes prompts that should fit into `width` tokens. A prompt that does not fit loses its beginning."""
     encoded = encode(rows, max_prompt_tokens=width, overlong="truncate", others=1)
     places = [getattr(row, "where", "a row") for row in rows]
     if len(encoded.numbers) < len(rows):
@@ -323,23 +323,23 @@ def _check(
     rows: Sequence[Mapping[str, Any]],
     name: str,
 ) -> np.ndarray:
-    """Checks the prompt of every row. No token is made: a token has at least a byte, so bytes are a bound.
+    """Checks the prompt of every row without encoding it. Each token has at least a byte, so bytes bound its tokens.
 
-    The chat template is filled in once for every order of roles, so that one which it refuses is refused at once.
+    The chat template is filled in once for each order of roles, so that an order that it refuses raises at once.
 
     Args:
       prompt_of: (row, its place) -> its prompt.
-      in_messages: prompt -> the prompt as it is encoded.
-      filled: (messages, their place) -> the chat template filled in.
-      rows: M.
-      name: of a row in refusals, if it does not know its place.
+      in_messages: prompt -> the prompt as text or messages to encode.
+      filled: (messages, their place) -> the filled-in chat template.
+      rows: The M rows.
+      name: The word for a row in errors, used if the row does not know its place.
 
     Returns:
-      float64 `[3, M]`: a hash of the prompt in [0, 1), a number of tokens that it hardly ever exceeds, and a number
-      that is the same for prompts that differ only in blanks and capitals.
+      float64 `[3, M]`: a hash of the prompt in [0, 1), a number of tokens that it hardly ever exceeds, and a hash that
+      is equal for prompts that differ only in spaces and case.
     """
     checked = np.empty((3, len(rows)))
-    added: dict[tuple[str, ...], int] = {("",): _SPECIAL_TOKENS}  # roles -> bytes beside the contents of messages
+    added: dict[tuple[str, ...], int] = {("",): _SPECIAL_TOKENS}  # roles -> bytes that the template adds to contents
     for number, row in enumerate(progress(rows, "checking rows")):
         where = getattr(row, "where", f"{name} {number}")
         prompt = prompt_of(row, where)
@@ -355,10 +355,10 @@ def _check(
 
 
 def _prompt(row: Mapping[str, Any], where: str, *, prompt_column: str, template: str | None) -> str | list[Message]:
-    """The prompt of a row, before any chat template.
+    """Returns the prompt of a row, before any chat template.
 
     Raises:
-      UsageError: the prompt is neither text nor messages, or the template does not fit.
+      UsageError: The prompt is neither text nor messages, or the template does not fit the row.
     """
     remedy = "put the prompt there, or set prompt_column or template"
     prompt = column(row, prompt_column, where, remedy=remedy) if template is None else _fill(template, row, where)
@@ -369,7 +369,7 @@ def _prompt(row: Mapping[str, Any], where: str, *, prompt_column: str, template:
 
 
 def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
-    """A template with the row's columns. No attributes, indices or formats: a column's name is all that counts."""
+    """Fills a template with the row's columns. Only names of columns are allowed: no attributes, indices or formats."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -391,17 +391,16 @@ def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
 def _sides(
     places: np.ndarray, apart: np.ndarray | None, share: float, number: int | None
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Numbers of rows to train on, of those held out, and how many rows are not trained on because others with their
-    prompt are `apart`.
+    """Returns the numbers of training rows and of held-out rows, and how many rows have a prompt in `apart`.
 
     Args:
-      places: of rows for training, and without `apart` for holding out: hashes of their prompts.
-      apart: of rows that are never trained on.
-      share: without `apart`, of the prompts that are held out. 0: all are trained on, and the same are held out.
-      number: of held-out prompts, in place of a share.
+      places: The hashes of the prompts of rows for training and, without `apart`, for the held-out set.
+      apart: The hashes of the prompts of rows that are never trained on.
+      share: The share of held-out prompts, without `apart`. 0: all prompts are trained on and also held out.
+      number: The number of held-out prompts, which replaces the share.
 
     Raises:
-      UsageError: nothing is left on one side.
+      UsageError: Nothing is left on one side.
     """
     everything, lost = np.arange(len(places)), 0
     if apart is not None:
@@ -422,7 +421,7 @@ def _sides(
 
 
 def _split(places: np.ndarray, share: float, number: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Splits rows into training and held-out ones: the `number` different prompts of the smallest hash, or a share."""
+    """Splits rows: holds out the `number` different prompts with the smallest hashes, or a share of all prompts."""
     if number is not None:
         different = np.unique(places)
         share = different[number] if number < len(different) else 1.0

@@ -1,8 +1,8 @@
 """Tools: Python functions that a policy calls, and whose results it reads.
 
-A tool has type hints, and a docstring whose "Args:" describes each argument. The model's chat template tells it of
-them. A turn with calls is answered by their results, one without calls ends the episode. Calls are read in the formats
-of Qwen (Hermes) and of Llama 3.
+A tool has type hints, and a docstring whose "Args:" describes each argument. The chat template describes the tools to
+the model. A turn with calls is answered by their results, and a turn without calls ends the episode. Calls are read in
+the formats of Qwen (Hermes) and of Llama 3.
 """
 
 import inspect
@@ -20,18 +20,18 @@ Tools = Mapping[str, Callable[..., Any]]  # by name
 
 
 class Call(NamedTuple):
-    """A call that the policy asks for."""
+    """A call in a turn of the policy."""
 
     name: str
     arguments: Mapping[str, Any]
-    wrong: str = ""  # what is wrong with it; then there is neither name nor arguments
+    wrong: str = ""  # the error in the call, if it is malformed; name and arguments are then empty
 
 
 def schemas_of(tools: Tools) -> list[dict[str, Any]]:
-    """The JSON schemas of functions, from type hints and docstrings, as chat templates take them.
+    """Returns the JSON schemas of functions for chat templates, from type hints and docstrings.
 
     Raises:
-      UsageError: a function lacks a hint or a line of its docstring.
+      UsageError: A function lacks a type hint, or a line of its docstring.
     """
     from transformers.utils import get_json_schema
 
@@ -39,7 +39,7 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
     for name, function in tools.items():
         try:
             schemas.append(get_json_schema(function))
-        except Exception as error:  # it has several of its own
+        except Exception as error:  # transformers raises several types
             reason = " ".join(str(error).split())
             raise UsageError(
                 f"the tool {name} needs a type hint and a line of its docstring for each argument: {reason}"
@@ -52,11 +52,11 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|$)", re.S
 
 
 def calls_of(text: str) -> list[Call]:
-    """The calls in a turn of the policy; none where it calls nothing.
+    """Returns the calls in a turn of the policy, which may be none.
 
-    Hermes and Qwen write <tool_call>{"name": …, "arguments": {…}}</tool_call>, as often as they call. The turn of a
-    Llama 3 that calls is nothing but {"name": …, "parameters": {…}}, or several with ";" between them. Another object
-    with a name is an answer.
+    Hermes and Qwen write <tool_call>{"name": …, "arguments": {…}}</tool_call> for each call. A Llama 3 turn with calls
+    consists only of {"name": …, "parameters": {…}}, or several of these objects with ";" between them. Any other
+    object with a name is an answer, not a call.
     """
     if "<tool_call>" in text:
         return [_call(parts, "arguments") for parts in _HERMES.findall(text)]
@@ -67,7 +67,7 @@ def calls_of(text: str) -> list[Call]:
 
 
 def _objects(text: str) -> list[str]:
-    """The JSON objects of a text with ";" between them; what is none is the last."""
+    """Splits a text into JSON objects with ";" between them. Any rest that is not JSON is the last part."""
     parts: list[str] = []
     decoder = json.JSONDecoder()
     while text:
@@ -92,10 +92,10 @@ def _call(text: str, key: str) -> Call:
 
 
 def reply_with(tools: Tools) -> ReplyFn:
-    """The environment that answers calls of these functions, which may be async.
+    """Makes an environment that answers calls of these functions, which may be async.
 
-    A call that cannot be made, or that raises, is answered by the error. Several calls of a turn are answered in their
-    order, a line each. A turn without calls ends the episode.
+    The answer to a call that is invalid or raises is its error. Several calls in a turn are answered in order, one line
+    each. A turn without calls ends the episode.
     """
 
     async def reply_later(example: Example, transcript: Transcript, key: Key) -> Reply:
@@ -109,7 +109,7 @@ def reply_with(tools: Tools) -> ReplyFn:
 
 
 _ERROR = "Error: "
-_ERRORS = re.compile(rf"(?<!\w){_ERROR}")  # not the name of an exception that ends so
+_ERRORS = re.compile(rf"(?<!\w){_ERROR}")  # does not match names of exceptions such as ValueError
 
 
 def _reply(results: Sequence[str]) -> Reply:
@@ -117,7 +117,7 @@ def _reply(results: Sequence[str]) -> Reply:
 
 
 def _result(tools: Tools, call: Call) -> Any:
-    """The text of a result or of what is wrong; of an async function what gives it."""
+    """Returns the result of a call as text, or its error; for an async function, an awaitable of the result."""
     if call.wrong:
         return _ERROR + call.wrong
     if call.name not in tools:
@@ -147,20 +147,20 @@ def _text(result: Any) -> str:
 
 
 def count_calls(completion: Completion) -> dict[str, float]:
-    """How often an episode called a tool, and how many of these calls were answered by an error."""
+    """Counts the calls of an episode, and the calls that were answered by an error."""
     observations = completion.observations
     calls = sum(len(calls_of(action)) for action in completion.actions[: len(observations)])
     return {"calls": calls, "bad_calls": sum(len(_ERRORS.findall(text)) for text in observations)}
 
 
-# ---- as a command line names them
+# ---- tools named on a command line
 
 
 def parse_tools(text: str) -> tuple[str, list[str]]:
-    """The file or module, and the names of functions in it: "file.py:f,g".
+    """Splits "file.py:f,g" into the file or module and the names of its functions.
 
     Raises:
-      UsageError: the text is not of this form.
+      UsageError: The text does not have this form.
     """
     place, _, names = text.rpartition(":")
     parts = [name.strip() for name in names.split(",")]
@@ -170,10 +170,10 @@ def parse_tools(text: str) -> tuple[str, list[str]]:
 
 
 def load_tools(text: str) -> dict[str, Callable[..., Any]]:
-    """The functions that a text names, by name.
+    """Loads the functions named by a text such as "file.py:f,g", and returns them by name.
 
     Raises:
-      UsageError: it names none that can be loaded.
+      UsageError: A function cannot be loaded.
     """
     place, names = parse_tools(text)
     module = import_place("tool", place, text)  # once, so that tools of one file share its state
@@ -181,5 +181,5 @@ def load_tools(text: str) -> dict[str, Callable[..., Any]]:
 
 
 def environment_of_tools(*, tools: str) -> ReplyFn:
-    """The environment of the functions that a text names: `environments` calls this in its processes."""
+    """Makes an environment of the functions named by a text. Child processes call this function."""
     return reply_with(load_tools(tools))
