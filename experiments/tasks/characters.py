@@ -38,7 +38,7 @@ class Characters(NamedTuple):
         return len(self.alphabet) + 2
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of characters, all of which must be in the alphabet."""
+        """Returns the ids of characters of the alphabet."""
         return [self.alphabet.index(character) for character in text]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -69,7 +69,7 @@ def characters_task(
     seed: int,
     answer: Answer | None = None,
 ) -> Task:
-    """Returns a task whose prompts are numbered.
+    """Returns a task of numbered prompts.
 
     Args:
       text: The tokenizer.
