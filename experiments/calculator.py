@@ -39,7 +39,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class WarmStart(common.WarmOptions):
-    """The supervised phase before."""
+    """Options of the supervised phase before reinforcement learning."""
 
     call_share: Fraction = 0.25
     """Share of the supervised tasks that call the calculator."""
@@ -63,7 +63,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Warm start, GRPO, control; a table, a few groups, a page, and the checksum of the result."""
+    """Runs the warm start, GRPO and the control; prints groups, a table and the checksum, and writes the report."""
     started = time.perf_counter()
     train = config.train
     task = calculator.calculator_task(num_prompts=train.sampling.num_prompts, seed=train.seed)

@@ -42,7 +42,7 @@ COLUMNS = {"avg": "sampled", "greedy": "greedy", "above_blind": "above blind", "
 
 @dataclass(frozen=True)
 class WarmStart(common.WarmOptions):
-    """The supervised phase before."""
+    """Options of the supervised phase before reinforcement learning."""
 
     deaf_share: Fraction = 0.5
     """Share of guesses in the supervised games that pay no heed to the answers."""
@@ -63,9 +63,9 @@ class Config:
         learning_rate=3e-3,
         warmup_steps=30,
         decay="linear",
-        # AdamW divides a gradient by its size: with its usual 1e-8 noise takes steps as long as what is learned.
+        # AdamW divides a gradient by its size. With the usual ε of 1e-8, pure noise causes steps of full length.
         adam_epsilon=1e-3,
-        # k3 of a token that the reference holds for unlikely hardly pulls back; the whole distribution does.
+        # k3 hardly pulls back a token that is unlikely under the reference; the full divergence does.
         kl_coef=0.04,
         divergence="full",
         eval_every=100,
@@ -77,7 +77,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Warm start, GRPO, controls; a table, a few groups, a page, and the checksum of the result."""
+    """Runs the warm start, GRPO and controls; prints groups, a table and the checksum, and writes the report."""
     started = time.perf_counter()
     train = config.train
     task = guess.guess_task(num_prompts=train.sampling.num_prompts, seed=train.seed)
@@ -106,7 +106,7 @@ def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dic
 
 
 def players(examples: Sequence[Example]) -> dict[str, list[str]]:
-    """Rows of the table: what is known of three players."""
+    """Returns the table's rows of three players with known returns."""
 
     def mean(of: Callable[[Example], float]) -> float:
         return float(np.mean([of(example) for example in examples]))
