@@ -89,8 +89,8 @@ class Config:
 
 
 def gold(examples: Sequence[Example], words: Sequence[str]) -> list[float]:
-    """1 for each letter of the prompt that a word has, 1/2 for each vowel, and -1 for each sign that it had before, or
-    that is no letter, and for each after the eighth. No word is worth more than 5.5."""
+    """Returns 1 for each letter of the prompt in a word, 1/2 for each vowel, -1 for each character that is repeated
+    or is not a letter, and another -1 for each character after the eighth. No word is worth more than 5.5."""
 
     def worth(example: Example, word: str) -> float:
         known = set(word) & set(letters.LETTERS)
@@ -101,7 +101,7 @@ def gold(examples: Sequence[Example], words: Sequence[str]) -> list[float]:
 
 
 def main(config: Config) -> None:
-    """For each seed both methods, a coin toss and the gold reward; a table, curves, and all numbers."""
+    """Runs both methods, a coin toss and the gold reward for each seed; prints a table and writes curves."""
     started = time.perf_counter()
     if config.rounds > config.labels:
         raise UsageError(f"rounds is {config.rounds}: it must be at most labels, {config.labels}")
@@ -122,7 +122,7 @@ def main(config: Config) -> None:
 def run_seed(
     policy: Policy, start: Params, untrained: RewardModel, config: Config, run: RunFolder, programs: Programs
 ) -> dict[str, dict[str, float]]:
-    """Method -> number -> value."""
+    """Runs all methods with one seed, and returns method -> number -> value."""
     watched = {"gold": Component(gold, weight=0.0)}
     task = letters.letters_task(gold, num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
 
@@ -177,7 +177,7 @@ def run_seed(
 
 
 def word_numbers(evaluation: Evaluation) -> dict[str, float]:
-    """Gold reward and length of sampled words, and what the reward is made of."""
+    """Returns the gold reward, its parts, and the length of the sampled words."""
     words = [word for group in evaluation.texts for word in group[:-1]]
     return {
         "gold": float(evaluation.scores.mean()),
@@ -196,13 +196,13 @@ def opinion(model: RewardModel, evaluation: Evaluation, task: Task) -> np.ndarra
 
 
 def pair_accuracy(scores: np.ndarray, worth: np.ndarray) -> float:
-    """Share of pairs of a prompt's words `[M, n]` that are ordered as by their worth, of those that differ in it."""
+    """Returns the share of pairs of a prompt's words, `[M, n]`, that scores order by worth; equal worth is skipped."""
     results, right = (np.sign(x[:, :, None] - x[:, None]) for x in (scores, worth))
     return float(np.mean((1 + results * right) / 2, where=right != 0))
 
 
 def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
-    """A policy that writes words of two to eight different letters, those of the prompt three times as often."""
+    """Trains a policy to write two to eight different letters, with the prompt's letters three times as often."""
     prompts_of = letters.letters_task(gold, num_prompts=128, seed=config.train.seed).prompts
 
     def word(example: Example, generator: np.random.Generator) -> list[int]:
@@ -220,7 +220,7 @@ def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
 
 
 def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) -> None:
-    """The table, curves.png and results.json."""
+    """Prints the table; writes curves.png and results.json."""
     rows = over_seeds(runs, first="gold", control="frozen")
     above_start = over_seeds(runs, first="gold", control="start")
     worth = {

@@ -4,7 +4,7 @@ A decoder with random weights, completions of full length (but for long-tail), a
 a rollout, float32: the work of TRL's and Tunix's trainers at the same shapes. Each line is one iteration as
 `grpo_jax.train` runs it, text and rewards included. The first line has the compilation in it. The last line has medians
 over the iterations from the third to the last but one, the peak memory of the process, and the speed of a matrix
-product beside them. The last iteration waits for two updates, since each is read while the next one samples. Use
+product for comparison. The last iteration waits for two updates, since each is read while the next one samples. Use
 `taskset -c 0` for one core.
 
   python -m experiments.benchmarks.step --shape tiny
