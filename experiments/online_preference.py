@@ -1,13 +1,13 @@
 """Does a reward model that learns along keep a policy from going where a frozen one is wrong?
 
-Words are worth something that is written down (`gold`), and a judge who errs as Bradley and Terry have it says which of
-two is better. Both methods start from the same policy and reward model and have 8,192 labels: "frozen" spends all on
-pairs of the start, trains the reward model once and the policy on it; "online" spends an eighth before each of eight
-rounds, on pairs of the policy as it is, trains the reward model on with a tenth of the earlier pairs, and goes on
-(iterated RLHF, 2204.05862; the rounds of GRPO's paper, 2402.03300). Words of the start are short and repeat few
-letters, so that its pairs hardly show what repetitions and long words cost. Beside them: the start, GRPO on a coin
-toss, and on gold itself. There is no KL: nothing but the reward model holds a policy. `--kl-coef 0.04
---ref-sync-steps 30` holds it to the policy of the round, as that paper does.
+The true reward of a word is known (`gold`), and a noisy Bradley-Terry judge says which of two words is better. Both
+methods start from the same policy and reward model and have 8,192 labels. "frozen" spends all labels on pairs from the
+start, trains the reward model once, and then the policy on it. "online" spends an eighth before each of eight rounds,
+on pairs from the current policy, and trains the reward model further with a tenth of the earlier pairs (iterated RLHF,
+2204.05862; the rounds of GRPO's paper, 2402.03300). The start's words are short and repeat few letters, so its pairs
+hardly show the cost of repetitions and long words. For comparison there are the start, GRPO on a coin toss, and GRPO
+on gold. There is no KL, so only the reward model restrains a policy. `--kl-coef 0.04 --ref-sync-steps 30` adds a KL to
+the policy of the round, as in that paper.
 
 Expect gold to be 1.1 at the start, and to come to 2.2 [1.1, 3.2] online, 1.0 by the coin and 4.1 by gold itself. Frozen
 rises to 1.3 within 30 steps and then falls, to between 0.5 and -8.4 by the seed, while its reward model reports more
