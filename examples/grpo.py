@@ -65,7 +65,7 @@ model, optimizer = Transformer(), optax.adam(1e-3)
 
 
 class State(NamedTuple):
-    """Everything that training changes, and so everything that a checkpoint needs."""
+    """The state that training changes and checkpoints store."""
 
     params: Any
     opt_state: Any
@@ -80,7 +80,7 @@ def initial_state(seed):
 
 
 def completion_logprobs(params, tokens):
-    """Returns the log-probability of each completion token, [N, G, T]: tokens are [N, G, P + T]."""
+    """Returns the log-probability of each completion token, [N, G, T], for tokens [N, G, P + T]."""
     logits = model.apply(params, tokens)[:, :, P - 1 : -1]  # [N, G, T, V]: the token before predicts a token
     return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, :, P:, None], axis=-1)[..., 0]
 

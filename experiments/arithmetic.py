@@ -38,7 +38,7 @@ DIGITS = "Answers are written with the last digit first: '69' means 96."
 
 @dataclass(frozen=True)
 class WarmStart(common.WarmOptions):
-    """The supervised phase before."""
+    """Options of the supervised phase before reinforcement learning."""
 
     wrong_share: Fraction = 0.7
     """Share of wrong labels in the supervised steps."""
@@ -74,7 +74,7 @@ def main(config: Config) -> None:
 
 
 def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder, *, phase: str = "warm") -> Params:
-    """Returns parameters that answer right sometimes; the run keeps what describes the model."""
+    """Trains parameters that answer some problems right, and stores the model's description in the run."""
     common.keep_model(run, MODEL, arithmetic.TEXT)
 
     def additions(**batch: int) -> tuple[Prompts, np.ndarray, np.ndarray]:

@@ -1,9 +1,10 @@
 """Sums and products: does GRPO teach a policy to call a tool where, and only where, it helps?
 
-A small decoder first learns to call a calculator a quarter of the time, to copy what it says, to add digits by heart,
-and to guess products. A right answer then earns 1 and a call costs 0.2: products need the call, sums are cheaper
-without. The control gets a coin toss for a reward. Some minutes on two CPU cores; expect right answers to products to
-rise from about 0.25 to above 0.9, calls for products to nearly all, and calls for sums to fall.
+A small decoder first learns to call a calculator a quarter of the time, to copy its result, to add digits by heart,
+and to guess products. A right answer then earns 1 and a call costs 0.2: products need the call, sums earn more
+without it. The control gets a coin toss as its reward. The run takes some minutes on two CPU cores. Expect right
+answers to products to rise from about 0.25 to above 0.9, calls for products to rise to nearly all, and calls for sums
+to fall.
 
   python -m experiments.calculator
 """
@@ -39,7 +40,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class WarmStart(common.WarmOptions):
-    """The supervised phase before."""
+    """Options of the supervised phase before reinforcement learning."""
 
     call_share: Fraction = 0.25
     """Share of the supervised tasks that call the calculator."""
@@ -63,7 +64,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Warm start, GRPO, control; a table, a few groups, a page, and the checksum of the result."""
+    """Runs the warm start, GRPO and the control; prints groups, a table and the checksum, and writes the report."""
     started = time.perf_counter()
     train = config.train
     task = calculator.calculator_task(num_prompts=train.sampling.num_prompts, seed=train.seed)

@@ -20,7 +20,7 @@ group_advantages, kl_full = jax.jit(F.group_advantages), jax.jit(F.kl_full)  # c
 
 
 def signed(values: jax.Array) -> str:
-    """Numbers with signs, in a row."""
+    """Formats numbers with signs, in a row."""
     return " ".join(f"{value:+.4f}" for value in np.ravel(values))
 
 

@@ -1,4 +1,4 @@
-"""Common parts of the experiments: small models of our own, and the numbers of several seeds."""
+"""Shared parts of the experiments: small new models, and results over several seeds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,22 +35,22 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs
 from grpo_jax.tasks.task import Task
 
-# ---- small models of our own
+# ---- small new models
 
 
 def open_experiment(
     config: Any, model: ModelConfig, text: Characters, task: Task
 ) -> tuple[Policy, Programs, RunFolder]:
-    """Returns a small model, the programs of GRPO, and the run, which then describes the model.
+    """Returns a small model, the programs of GRPO, and the run, which stores the model's description.
 
     Args:
-      config: with "train" and "output".
-      model: the decoder.
-      text: its tokenizer.
-      task: of the experiment.
+      config: The options of the run, with fields `train` and `output`.
+      model: The configuration of the decoder.
+      text: The tokenizer of the model.
+      task: Supplies the prompts and the reward.
 
     Raises:
-      UsageError: options do not go together; then there is no run yet.
+      UsageError: Options contradict each other. This is raised before the run has a folder.
     """
     policy = decoder_policy(model)
     programs = make_programs(policy, task, config.train)
@@ -60,18 +60,18 @@ def open_experiment(
 
 
 def keep_model(run: RunFolder, config: ModelConfig, text: Characters) -> None:
-    """Writes a model's configuration and its tokenizer of characters into `model` in the run."""
+    """Writes a model's configuration and its character tokenizer into the run's model/."""
     save_description(run.path / "model", config)
     text.save_tokenizer(run.path / "model")
 
 
 def completions_batch(prompts: Prompts, ids: np.ndarray, mask: np.ndarray) -> Batch:
-    """One completion of each prompt, for supervised training.
+    """Returns a batch for supervised training, with one completion of each prompt.
 
     Args:
-      prompts: N.
-      ids: int32 `[N, 1, T]`.
-      mask: bool `[N, 1, T]`.
+      prompts: The N prompts.
+      ids: The tokens of the completions, int32 `[N, 1, T]`.
+      mask: The tokens to train on, bool `[N, 1, T]`.
     """
     return Batch(prompts.ids, prompts.mask, ids, mask, np.ones(ids.shape[:2], np.float32))
 
@@ -85,13 +85,13 @@ def warm_start(
     seed: int,
     phase: str,
 ) -> Params:
-    """The parameters of a new model after supervised training; the arguments are those of `fit`."""
+    """Trains a new model on supervised batches, and returns its parameters; the arguments are those of `fit`."""
     hosts.check_alone("experiments with a warm start")
     return fit(sft_objective(policy), new_params(policy, seed), batches, config, run, phase=phase).params
 
 
 def new_params(policy: Policy, seed: int) -> Params:
-    """The parameters of a new model, made by one program."""
+    """Returns the parameters of a new model, which one compiled program makes."""
     return _new_params(policy, np.uint32(seed))
 
 
@@ -102,7 +102,7 @@ def _new_params(policy: Policy, seed: jax.Array) -> Params:
 
 @dataclass(frozen=True)
 class WarmOptions:
-    """The supervised phase before."""
+    """Options of the supervised phase before reinforcement learning."""
 
     warm_steps: Size = 700
     """Supervised steps before training on rewards."""
@@ -121,15 +121,15 @@ def imitate(
     seed: int,
     phase: str = "warm",
 ) -> Params:
-    """Returns the parameters of a new model after supervised training on one completion of each prompt.
+    """Trains a new model on one completion of each prompt, and returns its parameters.
 
     Args:
-      policy: the model's functions.
-      examples: (batch_size=N, seed=…, step=…) -> prompts, ids `[N, T]` and mask `[N, T]` of their completions.
-      warm: steps, their examples and learning rate.
-      run: logs it.
-      seed: of the model.
-      phase: the name of the phase in the run.
+      policy: The functions of the model.
+      examples: (batch_size=N, seed=…, step=…) -> prompts, and ids `[N, T]` and mask `[N, T]` of their completions.
+      warm: The steps, batch size and learning rate.
+      run: The folder of the run.
+      seed: The random seed of the model and of the examples.
+      phase: The name of the phase.
     """
 
     def batch(step: int) -> Batch:
@@ -145,18 +145,18 @@ def imitate(
 
 @dataclass(frozen=True)
 class Seeds:
-    """How often an experiment is repeated."""
+    """The number of repetitions of an experiment."""
 
     num_seeds: Size = 3
     """Runs of each method, with seeds from `seed` on."""
 
     def starting_at(self, first: int) -> range:
-        """Returns the seeds, from the first on."""
+        """Returns the seeds, which count up from the first."""
         return range(first, first + self.num_seeds)
 
 
 def collect(runs: dict[str, dict[str, list[float]]], results: Mapping[str, Mapping[str, float]]) -> None:
-    """Adds the numbers of one seed, by method and name, to those of the seeds before it."""
+    """Appends the results of one seed, by method and name, to the results of earlier seeds."""
     for method, row in results.items():
         for name, value in row.items():
             runs.setdefault(method, {}).setdefault(name, []).append(value)
@@ -165,17 +165,17 @@ def collect(runs: dict[str, dict[str, list[float]]], results: Mapping[str, Mappi
 def over_seeds(
     runs: Mapping[str, Mapping[str, Sequence[float]]], *, first: str, control: str
 ) -> dict[str, dict[str, float]]:
-    """Numbers of runs with several seeds, as rows of a table.
+    """Summarises results over seeds as rows of a table.
 
     Args:
-      runs: method -> number -> its value in the run of each seed, in one order of seeds.
-      first: the number that methods are compared by.
-      control: the method that the others are compared with.
+      runs: Method -> name of a number -> its value for each seed, with the seeds in the same order.
+      first: The name of the number by which methods are compared.
+      control: The method that all others are compared with.
 
     Returns:
-      For each method the mean of each number with its 95% interval over seeds; and but for the control "difference",
-      the mean of `first` minus that of the control with the same seed, likewise, and "wins", the seeds where it is
-      above 0.
+      For each method, the mean of each number with its 95% interval over seeds. Rows other than the control's also
+      have "difference", the mean difference of `first` to the control with the same seed, with its interval, and
+      "wins", the number of seeds in which this difference is above 0.
     """
     rows: dict[str, dict[str, float]] = {}
     for method, numbers in runs.items():
@@ -196,14 +196,14 @@ def save_over_seeds(
     seeds: range,
     curves: Sequence[tuple[str | Sequence[str], str]],
 ) -> None:
-    """Leaves results.json, and curves.png of the phases METHOD_SEED.
+    """Writes results.json, and curves.png of the phases METHOD_SEED.
 
     Args:
-      run: of the experiment.
-      runs: as for `over_seeds`; "start" and "closed form" are no runs.
-      rows: of `over_seeds`.
-      seeds: of the runs.
-      curves: metrics with their titles.
+      run: The folder of the run.
+      runs: The results, as in `over_seeds`. The methods "start" and "closed form" have no curves.
+      rows: The rows that `over_seeds` returned.
+      seeds: The seeds of the runs.
+      curves: The metrics to plot, with their titles.
     """
     trained = [method for method in runs if method not in ("start", "closed form")]
     phases = {method: [f"{method}_{seed}" for seed in seeds] for method in trained}
@@ -212,23 +212,23 @@ def save_over_seeds(
 
 
 def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
-    """The completions of each group below one another, with rewards and advantages; of episodes their turns."""
+    """Prints a table of each group's completions with rewards and advantages; episodes are printed turn by turn."""
     for group in groups:
         table = Table(box=box.SIMPLE_HEAD, title=escape(f"prompt {group['prompt']!r}"), title_justify="left")
         table.add_column("completion", overflow="fold")
         for column in ("tokens", "reward", "advantage"):
             table.add_column(column, justify="right")
         columns = (group[name] for name in ("completions", "lengths", "rewards", "advantages"))
-        rows = zip(*columns, strict=False)  # where a line is damaged, the report says so
+        rows = zip(*columns, strict=False)  # the report warns about damaged lines
         for i, (text, length, reward, advantage) in enumerate(rows):
-            earned = "–" if reward is None else f"{reward:.2f}"  # none: it does not apply
+            earned = "–" if reward is None else f"{reward:.2f}"  # None: the reward does not apply
             compared = "–" if advantage is None else f"{advantage:+.2f}"
             table.add_row(escape(_episode(group, i) or repr(text)), str(length), earned, compared)
         run.console.print(table)
 
 
 def _episode(group: Mapping[str, Any], i: int) -> str:
-    """Returns the turns of completion i, an action or an observation a line; "" where no environment answers.
+    """Returns the turns of completion i, one action or observation per line; "" without an environment.
 
     The group's "turns" have the turn of each token, negative in observations. A damaged line may lack entries.
     """
@@ -255,14 +255,14 @@ def print_heldout(
     columns: Mapping[str, str],
     further: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Prints a table of held-out numbers with their intervals.
+    """Prints a table of held-out results with their intervals.
 
     Args:
-      run: of the experiment.
-      title: of the table.
-      rows: name -> numbers.
-      columns: name of a number -> title of its column.
-      further: rows below, as text.
+      run: The folder of the run, whose console prints the table.
+      title: The title of the table.
+      rows: Name of a row -> numbers by name.
+      columns: Name of a number -> title of its column.
+      further: Rows of text to print below.
     """
     table = {name: [cell(row, column) for column in columns] for name, row in rows.items()}
     report.print_table(run, title, tuple(columns.values()), table | dict(further or {}))
@@ -277,7 +277,7 @@ def print_over_seeds(
     *,
     coin: str = "",
 ) -> None:
-    """Prints a table of what was measured with each seed: `columns` of each row; `coin` is the row of a coin toss."""
+    """Prints a table of results over seeds, and explains the row `coin` of the random reward if there is one."""
     which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     report.print_table(run, f"{measure}, {which}", columns, table)
     report.explain_control(run, table, control=coin)

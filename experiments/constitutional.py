@@ -1,6 +1,6 @@
-"""Principles in place of a learned reward: does GRPO on a judge's yes and no bring out what the principles ask for?
+"""Principles instead of a learned reward: does GRPO on a judge's yes and no bring out what the principles ask for?
 
-The principles are a text file beside this one, about words of letters, so that the truth, here called gold, can be
+The principles are in a text file next to this one, about words of letters, so that the truth, here called gold, can be
 checked. One small decoder first learns to write random words, and from labelled examples to answer "y" or "n" to
 (principle, prompt, word). GRPO then starts from it and is rewarded by its own answers, as they were at that start.
 Beside it: the start, a coin toss for a reward (the control), a judge that was never trained, and gold itself as
@@ -49,7 +49,7 @@ TEXT = Characters(letters.LETTERS + ": ?")
 MODEL = ModelConfig(TEXT.vocab_size, initializer_range=0.1)
 TEMPLATE = "{principle}: {prompt}{completion}?"
 PRINCIPLES = read_principles(Path(__file__).with_suffix(".txt"))
-# name of a principle -> whether letters keep it
+# name of a principle -> function that tests if a word follows it
 GOLD: dict[str, Callable[[str], bool]] = {
     "first": lambda word: word[0] in "abcdefghijklm",
     "vowel": lambda word: word[-1] in "aeiou",
@@ -89,7 +89,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """For each seed a start and every method; two tables, curves, all numbers, and a page."""
+    """Runs the warm start and every method for each seed; prints two tables, and writes curves and the report."""
     started = time.perf_counter()
     seeds = config.seeds.starting_at(config.train.seed)
     policy, programs, run = common.open_experiment(config, MODEL, TEXT, words_task(config))
@@ -119,12 +119,12 @@ def main(config: Config) -> None:
 
 
 def keeps(name: str, word: str) -> bool:
-    """Returns whether a completion follows a principle; one that is not a word of letters keeps none."""
+    """Returns whether a completion follows a principle; a completion with other characters follows none."""
     return word.isalpha() and GOLD[name](word)
 
 
 def words_task(config: Config) -> Task:
-    """The letters task with gold for its reward: the share of principles kept, and (of weight 0) whether all are."""
+    """Makes the letters task with the gold reward: the share of principles kept, and, with weight 0, if all are."""
 
     def one(name: str) -> Reward:
         return lambda examples, words: [float(keeps(name, word)) for word in words]
@@ -139,7 +139,7 @@ def words_task(config: Config) -> Task:
 
 
 def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
-    """Parameters that write random words and know what the principles mean."""
+    """Trains parameters that write random words and judge words by the principles."""
     seed = config.train.seed
     batches = packed_batches(labelled_words(8000, seed), config.warm_rows, seed)
     warm = SupervisedConfig(config.warm_steps, config.warm_learning_rate, warmup_steps=50, decay="cosine")
@@ -147,7 +147,7 @@ def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
 
 
 def labelled_words(number: int, seed: int) -> Packed:
-    """Random words as training texts: each is written once, and checked once by every principle."""
+    """Makes training texts of random words: each word is written once, and judged once by every principle."""
     examples = letters.letters_task({}, num_prompts=number, seed=seed).prompts(0).examples
     generator, prompts, answers = rng(seed, 3), [], []
     for example in examples:
@@ -162,7 +162,7 @@ def labelled_words(number: int, seed: int) -> Packed:
 
 
 def random_word(generator: np.random.Generator) -> str:
-    """1 to 15 letters. Each principle is kept every other or third time, so that there is something to learn from."""
+    """Draws 1 to 15 letters, which follow each principle every second or third time, so that RL has a signal."""
     word = [letters.LETTERS[i] for i in generator.integers(0, 26, generator.integers(1, letters.MAX_TOKENS))]
     if generator.random() < 0.3:
         word[-1] = str(generator.choice(list("aeiou")))
@@ -170,22 +170,23 @@ def random_word(generator: np.random.Generator) -> str:
 
 
 def judge_of(params: Params, run: RunFolder, *, probability: bool = True) -> Judge:
-    """The model with these parameters as a judge."""
+    """Makes a judge from the model with these parameters."""
     folder = run.path / "model"
     model = Pretrained(MODEL, params, load_tokenizer(folder), (TEXT.eos_id,), folder)
     return model_judge(model, template=TEMPLATE, yes=("y",), no=("n",), probability=probability, batch_size=256)
 
 
 def numbers(held: HeldoutResult) -> dict[str, float]:
-    """Gold of held-out words: the share of principles kept, whether all are, and each; and how many are words."""
+    """Returns the gold rewards of held-out words: all principles on average, together and each; and the word share."""
     results, texts = summary(held.evaluation), held.evaluation.texts
     words = float(np.mean([text.isalpha() for group in texts for text in group[:-1]]))  # the last is greedy
     return {"gold": results["avg"], "words": words} | {name: results[f"reward_{name}"] for name in ("all", *GOLD)}
 
 
 def judgement(judge: Judge, held: HeldoutResult, task: Task) -> dict[str, float]:
-    """A judge's answers on the words of 64 held-out prompts: by principle its mean yes, and how often it agrees with
-    gold. And how often it says yes where gold says no: to the word, and to the word with "?y" behind it."""
+    """Measures a judge on the words of 64 held-out prompts: its mean yes by principle, and its agreement with gold.
+
+    Also measures how often it says yes if gold says no, to the word and to the word followed by "?y"."""
     texts = held.evaluation.texts[:64]
     examples = [example for example, group in zip(task.heldout.examples, texts, strict=False) for _ in group]
     words = [word for group in texts for word in group]
@@ -203,7 +204,7 @@ def judgement(judge: Judge, held: HeldoutResult, task: Task) -> dict[str, float]
 
 
 def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) -> None:
-    """Two groups, the tables, curves.png and results.json."""
+    """Prints two groups and the tables; writes curves.png and results.json."""
     common.print_last_groups(run, f"constitution_{seeds[-1]}")
     rows = over_seeds(runs, first="gold", control="control")
     table = {name: [cell(row, key) for key in ("gold", "difference", "all", "words")] for name, row in rows.items()}

@@ -52,7 +52,7 @@ CURVES = (
     ("heldout_avg", "held-out accuracy"),
     ("distillation", "divergence from the teacher, nats a token"),
 )
-SHARE = 0.95  # of the teacher's accuracy, which samples are counted to
+SHARE = 0.95  # share of the teacher's accuracy up to which samples are counted
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class GRPOOptions:
 
 @dataclass(frozen=True)
 class Config:
-    """Options of the run; those of training are of distillation and of supervised training."""
+    """Options of the run; `train` is for distillation and supervised training."""
 
     train: GRPOConfig = recipe(
         steps=192,
@@ -117,7 +117,7 @@ class Models(NamedTuple):
 
 
 def main(config: Config) -> None:
-    """For each seed a student, a teacher, and every method; a table, curves and all numbers."""
+    """Trains a student and a teacher, and runs every method, for each seed; prints a table and writes curves."""
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
     if not config.kinds or "none" in config.kinds:
@@ -136,7 +136,7 @@ def main(config: Config) -> None:
 
 
 def new_models(config: Config) -> Models:
-    """Functions of both models, and programs of GRPO and of each kind of distillation."""
+    """Makes the functions of both models, and the programs of GRPO and of each kind of distillation."""
     policy, teacher = decoder_policy(MODEL), decoder_policy(TEACHER)
     task = arithmetic.arithmetic_task(num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
     results = {
@@ -148,7 +148,7 @@ def new_models(config: Config) -> Models:
 
 
 def of_grpo(config: Config, train: GRPOConfig) -> GRPOConfig:
-    """GRPO on the reward."""
+    """Returns the configuration of GRPO on the reward."""
     separate = config.grpo
     return with_options(
         train,
@@ -163,7 +163,7 @@ def of_grpo(config: Config, train: GRPOConfig) -> GRPOConfig:
 
 
 def new_world(config: Config, models: Models, run: RunFolder, seed: int) -> tuple[World, float]:
-    """The student's start, its teachers, and the accuracy of the trained one."""
+    """Makes the student's start and its teachers; also returns the accuracy of the trained teacher."""
     train = with_options(config.train, seed=seed)
     task = arithmetic.arithmetic_task(num_prompts=train.sampling.num_prompts, seed=seed)
     start = warm_start(models.policy, config.warm, seed, run, phase=f"warm_{seed}")
@@ -177,7 +177,7 @@ def new_world(config: Config, models: Models, run: RunFolder, seed: int) -> tupl
 
 
 def train_by(method: str, config: Config, models: Models, world: World) -> None:
-    """One method from the start of a seed; its lines are in the run."""
+    """Trains with one method from the start of a seed, and logs to the run."""
     phase = f"{method}_{world.config.seed}"
     if method == "sft":
         train_on_samples(config, models, world, phase)
@@ -192,11 +192,11 @@ def train_by(method: str, config: Config, models: Models, world: World) -> None:
 
 
 def train_on_samples(config: Config, models: Models, world: World, phase: str) -> None:
-    """Supervised steps on the teacher's samples of the same prompts, as many as the student samples of itself."""
+    """Trains on the teacher's samples for the same prompts, as many as the student samples in distillation."""
     train, grpo = world.config, models.programs["grpo"]
 
     def evaluate(params: Params, step: int) -> dict[str, float]:
-        settings = of_grpo(config, train)  # whose sampler's shape is quicker here; completions do not depend on it
+        settings = of_grpo(config, train)  # GRPO's sampler is faster here; completions are the same
         results = evaluate_heldout(grpo, params, world.task, settings, world.run)
         return {f"heldout_{name}": value for name, value in summary(results.evaluation).items()}
 
@@ -212,7 +212,7 @@ def train_on_samples(config: Config, models: Models, world: World, phase: str) -
 
 
 def samples_of_teacher(teacher: Policy, world: World) -> Callable[[int], Batch]:
-    """step -> completions by the teacher of the prompts of that step."""
+    """Makes a function: step -> the teacher's completions of the prompts of that step."""
     sampling = world.config.sampling
     sampler = make_sampler(teacher, world.task, sampling)
     numbers, temperature = completion_numbers(sampling), np.asarray(group_temperatures(sampling))
@@ -226,7 +226,7 @@ def samples_of_teacher(teacher: Policy, world: World) -> Callable[[int], Batch]:
 
 
 def points_of(method: str, config: Config, seed: int, run: RunFolder) -> dict[int, float]:
-    """Samples of training -> held-out accuracy, of one method and seed."""
+    """Returns number of training samples -> held-out accuracy, for one method and seed."""
     sampling = (of_grpo(config, config.train) if method == "grpo" else config.train).sampling
     a_step = sampling.num_prompts * sampling.group_size
     lines = [line for line in run.lines() if line["phase"] == f"{method}_{seed}" and "heldout_avg" in line]
@@ -250,7 +250,7 @@ def numbers_of(method: str, config: Config, world: World, score: float) -> dict[
 
 
 def show(config: Config, run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) -> None:
-    """The table, curves.png, samples.png and results.json."""
+    """Prints the table; writes curves.png, samples.png and results.json."""
     rows = over_seeds(runs, first="avg", control="control")
     columns = ("start", "teacher", "at equal samples", "of the teacher's", "at its end", f"samples to {SHARE:.0%}")
     table = {
@@ -271,7 +271,7 @@ def show(config: Config, run: RunFolder, runs: dict[str, dict[str, list[float]]]
 
 
 def save_samples(config: Config, run: RunFolder, seeds: range, scores: Mapping[str, float]) -> None:
-    """samples.png: held-out accuracy by samples of training, means and ranges over seeds."""
+    """Draws samples.png: held-out accuracy by training samples, with means and ranges over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,16 +1,16 @@
 """Higher or lower: does GRPO teach a policy to use what an environment tells it?
 
-A small decoder first learns the rules from a player that pays no heed to half of the answers. Then it plays by itself:
-a guess, the environment's answer, which tells the ends of what is left, the next guess, in one completion whose answers
-it reads and does not learn from. It wins if it names the number within four guesses. A turn earns by how much it
-changed the share of games that halving would still win; these rewards add up to whether the game was won.
+A small decoder first learns the rules from a player that ignores half of the answers. Then it plays: it guesses, reads
+the environment's answer, which names the ends of the remaining interval, and guesses again, all in one completion. The
+loss does not cover the answers. The decoder wins if it names the number within four guesses. The reward of a turn is
+its change of the share of games that halving would still win; a game's rewards add up to 1 if it was won, else 0.
 
-The measure is the share of games won on held-out intervals, over all numbers to find. Halving wins all of them. The
-best policy without answers wins .35 of them: what is above that was learned from the answers, and "above blind" says
-how far it is to halving. Two controls begin at the same start. One gets a coin toss for a reward, and should not
-get better. The other gets a coin toss for each answer: whatever it learns, it cannot win more than the best policy
-without answers. Minutes on two CPU cores; expect games won to rise from about 0.41 to about 0.93, to end at 0.38 to
-0.40 with a coin toss for a reward, and to stay near 0.3 with noise for answers.
+The measure is the share of games won on held-out intervals, over all hidden numbers. Halving wins all of them. The
+best policy without answers wins 0.35 of them, so a higher share needs the answers; "above blind" scales this to 1 for
+halving. Two controls begin at the same start. One gets a coin toss as its reward, and should not improve. The other
+gets a coin toss as each answer, and cannot win more than the best policy without answers. The run takes minutes on two
+CPU cores. Expect the share of games won to rise from about 0.41 to about 0.93, to end at 0.38 to 0.40 with a coin toss
+as the reward, and to stay near 0.3 with noise as answers.
 
   python -m experiments.guess
 """
@@ -42,7 +42,7 @@ COLUMNS = {"avg": "sampled", "greedy": "greedy", "above_blind": "above blind", "
 
 @dataclass(frozen=True)
 class WarmStart(common.WarmOptions):
-    """The supervised phase before."""
+    """Options of the supervised phase before reinforcement learning."""
 
     deaf_share: Fraction = 0.5
     """Share of guesses in the supervised games that pay no heed to the answers."""
@@ -63,9 +63,9 @@ class Config:
         learning_rate=3e-3,
         warmup_steps=30,
         decay="linear",
-        # AdamW divides a gradient by its size: with its usual 1e-8 noise takes steps as long as what is learned.
+        # AdamW divides a gradient by its size. With the usual ε of 1e-8, pure noise causes steps of full length.
         adam_epsilon=1e-3,
-        # k3 of a token that the reference holds for unlikely hardly pulls back; the whole distribution does.
+        # k3 hardly pulls back a token that is unlikely under the reference; the full divergence does.
         kl_coef=0.04,
         divergence="full",
         eval_every=100,
@@ -77,7 +77,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Warm start, GRPO, controls; a table, a few groups, a page, and the checksum of the result."""
+    """Runs the warm start, GRPO and controls; prints groups, a table and the checksum, and writes the report."""
     started = time.perf_counter()
     train = config.train
     task = guess.guess_task(num_prompts=train.sampling.num_prompts, seed=train.seed)
@@ -106,7 +106,7 @@ def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dic
 
 
 def players(examples: Sequence[Example]) -> dict[str, list[str]]:
-    """Rows of the table: what is known of three players."""
+    """Returns the table's rows of three players with known returns."""
 
     def mean(of: Callable[[Example], float]) -> float:
         return float(np.mean([of(example) for example in examples]))

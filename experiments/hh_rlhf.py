@@ -97,7 +97,7 @@ WARMUP_STEPS = 10  # of SFT and reward models
 
 @dataclass(frozen=True)
 class Config:
-    """Options of the run; GRPO takes what PPO and it have in common."""
+    """Options of the run; GRPO uses all options that it shares with PPO."""
 
     ppo: PPOConfig = with_options(
         PPOConfig(),
@@ -138,18 +138,18 @@ class Config:
 
 
 class Thirds(NamedTuple):
-    """Training, the judge's, held out."""
+    """The thirds of the data: for training, for the judge, and held out."""
 
     preferences: list[list[Preference]]
     pairs: list[EncodedPairs]
-    rows: list[Packed]  # of prompts and chosen answers, for SFT
+    rows: list[Packed]  # packed prompts and chosen answers for SFT
 
 
 class Shared(NamedTuple):
     """The parts that all seeds share."""
 
     model: Loaded
-    start: Params  # of SFT
+    start: Params  # initial parameters of SFT
     thirds: Thirds
     judge: RewardModel
     programs: dict[str, Programs]  # phase -> its functions
@@ -160,12 +160,12 @@ class Seed(NamedTuple):
     """The models of one seed, and their answers to the held-out prompts."""
 
     answers: dict[str, Evaluation]  # row of the table -> answers
-    nll: dict[str, float]  # of the held-out chosen answers, before and after SFT, nats a token
+    nll: dict[str, float]  # NLL of the held-out chosen answers before and after SFT, in nats per token
     reward_model: RewardModel
 
 
 def main(config: Config) -> None:
-    """Judge, and for each seed SFT, reward model, PPO, GRPO and control; tables, answers to read, curves."""
+    """Trains the judge, and for each seed SFT, reward model, PPO, GRPO and control; writes tables and curves."""
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
     check(config)
@@ -176,7 +176,7 @@ def main(config: Config) -> None:
     tasks = [dialogue_task(thirds, model, one) for one in configs]
     grpo = make_programs(model.policy, tasks[0], config.ppo.run)
     ppo = make_ppo_programs(model.policy, critic_policy(model.pretrained.config), tasks[0], config.ppo)
-    # PPO samples as GRPO does: what is compiled for one serves both.
+    # PPO and GRPO sample alike, and share the compiled sampler.
     programs = {"ppo": ppo._replace(sampler=grpo.sampler), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
     keep_description(run, model.pretrained, config.model, config.chat)
@@ -196,10 +196,10 @@ def main(config: Config) -> None:
 
 
 def check(config: Config) -> None:
-    """Refuses options that there is no sense in.
+    """Checks the options.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: One sentence that says what to change.
     """
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
@@ -212,7 +212,7 @@ def check(config: Config) -> None:
 
 
 def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: Config) -> Thirds:
-    """The thirds as text and as tokens. For SFT an answer that is not cut at T ends with EOS."""
+    """Splits the data into thirds and encodes them. For SFT, an answer that is not cut at T ends with EOS."""
     loaded, parts, max_tokens = model.pretrained, split_by_dialogue(preferences, 3), config.ppo.run.sampling.max_tokens
     options = encoding(loaded, config.model, max_tokens, has_end=False)
     pairs = [encode_preferences(loaded.tokenizer, part, **options) for part in parts]
@@ -220,7 +220,7 @@ def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: C
 
 
 def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
-    """Prompts of the first third for training, and of the last held out. `run_seed` replaces its reward."""
+    """Makes a task with training prompts from the first third and held-out prompts from the last third."""
     return text_task(
         model.pretrained.tokenizer,
         model.pretrained.eos_ids,
@@ -240,7 +240,7 @@ def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
 
 
 def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
-    """Everything that is trained with one seed, and answers to the held-out prompts before and after."""
+    """Trains all models of one seed, and samples answers to the held-out prompts before and after."""
     start, thirds, run, seed = shared.start, shared.thirds, shared.run, config.ppo.run.seed
     model, answers = shared.model, dict[str, Evaluation]()
     sft = fit_sft(start, thirds.rows[0], model, config, run)
@@ -265,7 +265,7 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
 
 
 def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int) -> dict[str, Component]:
-    """The reward model's score to learn from, or a coin; scores that are not learned from are watched."""
+    """Returns the reward model's score, or a coin, with weight 1, and all other scores with weight 0."""
     learns = "coin" if name == "control" else "learned"
     rewards = {**scorers, **({"coin": random_reward(seed)} if name == "control" else {})}
     return {key: Component(reward, float(key == learns)) for key, reward in rewards.items()}
@@ -285,7 +285,7 @@ def supervised(config: Config, steps: int, learning_rate: float, **options: Any)
 
 
 def fit_sft(start: Params, rows: Packed, model: Loaded, config: Config, run: RunFolder) -> Params:
-    """The policy after SFT on chosen answers."""
+    """Trains the policy by SFT on chosen answers."""
     batches = packed_batches(rows, config.sft_rows, config.ppo.run.seed)
     phase = supervised(config, config.sft_steps, config.sft_learning_rate)
     state = fit(sft_objective(model.policy), start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
@@ -295,7 +295,7 @@ def fit_sft(start: Params, rows: Packed, model: Loaded, config: Config, run: Run
 def fit_reward_model(
     start: Params, pairs: EncodedPairs, model: Loaded, config: Config, run: RunFolder, phase: str
 ) -> RewardModel:
-    """A reward model that starts from these parameters."""
+    """Trains a reward model from these parameters."""
     loaded = model.pretrained
     shape, params = add_head(loaded.config, start)
     batches = pair_batches(pairs, config.num_pairs, config.ppo.run.seed)
@@ -306,7 +306,7 @@ def fit_reward_model(
 
 
 def as_reward(model: RewardModel, config: Config) -> Reward:
-    """The model as a reward, at the shape of a rollout."""
+    """Makes a reward function from a reward model, with the shape of a rollout."""
     return reward_function(
         model,
         batch_size=config.ppo.run.sampling.num_prompts * config.ppo.run.sampling.group_size,
@@ -319,7 +319,7 @@ def as_reward(model: RewardModel, config: Config) -> Reward:
 
 
 def summarised(matches: Sequence[Seed], shared: Shared) -> dict[str, Any]:
-    """Returns the contents of results.json: nothing that differs when a run is resumed."""
+    """Returns the contents of results.json, which are the same if the run was resumed."""
     thirds, pairs = shared.thirds, shared.thirds.pairs[2]
 
     def scores(model: RewardModel):

@@ -1,6 +1,6 @@
-"""Summaries of a judge's scores: numbers and tables of `experiments.hh_rlhf`.
+"""Summarises a judge's scores, for the tables of `experiments.hh_rlhf`.
 
-M prompts, n sampled answers to each, S seeds.
+Shapes: M prompts, n sampled answers to each prompt, S seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,35 +18,35 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.report import explain_control
 from grpo_jax.statistics import bootstrap, cell
 
-Answers = dict[str, np.ndarray]  # number -> [M, n], of the sampled answers
+Answers = dict[str, np.ndarray]  # name -> a number for each sampled answer, [M, n]
 SFT, SHORTEST, BEST = "SFT", "SFT, shortest of n", "SFT, best of n"
 
 
 def sampled_answers(evaluation: Evaluation) -> Answers:
-    """The numbers of sampled answers: each component of the reward, tokens, and whether they ended."""
+    """Returns the rewards by component, the lengths in tokens, and the ended flags of the sampled answers."""
     numbers = {name: values[:, :-1].astype(float) for name, values in evaluation.components.items()}
     return numbers | {"length": evaluation.lengths[:, :-1], "ended": ~evaluation.truncated[:, :-1]}
 
 
 def best_answers(answers: Answers, scores: np.ndarray) -> Answers:
-    """Returns the answer with the highest score `[M, n]` for each prompt, the first of equal ones."""
+    """Selects the answer with the highest score `[M, n]` for each prompt; of equal scores, the first."""
     best = scores.argmax(-1)[:, None]
     return {name: np.take_along_axis(values, best, -1) for name, values in answers.items()}
 
 
 def prompt_numbers(answers: Answers, start: Answers) -> dict[str, np.ndarray]:
-    """One number a prompt, `[M]`: scores in standard deviations of the start's answers, and the rest as it is.
+    """Averages over the answers to each prompt, `[M]`; scores are in standard deviations of the start's answers.
 
-    `win_rate` is how often the judge prefers an answer to one of the start's to the same prompt, over all n × n pairs,
-    a tie half. `by_length` is what the judge's score would have changed by if it were linear in the length, with the
-    slope of the start's answers within their prompts.
+    `win_rate` is the rate at which the judge prefers an answer to the start's answers to the same prompt, over all
+    n × n pairs; a tie counts half. `by_length` is the change of the judge's score that the length would explain
+    linearly, with the slope of the start's answers within their prompts.
 
     Args:
-      answers: with "judge", "learned" and "length".
-      start: those of the policy that training began with, to the same prompts.
+      answers: The numbers of the answers, with "judge", "learned" and "length".
+      start: The numbers of the initial policy's answers to the same prompts.
 
     Returns:
-      The numbers; NaN where nothing applies to a prompt.
+      The means by name; NaN if no number applies to a prompt.
     """
     numbers = {name: _means(values) for name, values in answers.items()}
     for name in ("judge", "learned"):
@@ -58,15 +58,15 @@ def prompt_numbers(answers: Answers, start: Answers) -> dict[str, np.ndarray]:
 
 
 def compare_methods(seeds: Sequence[Mapping[str, Evaluation]], control: str) -> dict[str, Any]:
-    """All methods over seeds: rows of a table, and what they were made of.
+    """Compares all methods over seeds.
 
     Args:
-      seeds: S of method -> its evaluation; one of them is the start, SFT.
-      control: the method that the others are compared with.
+      seeds: For each of the S seeds, method -> evaluation. One method is the start, SFT.
+      control: The method that all others are compared with.
 
     Returns:
-      "rows" of `over_seeds`, which also have the interval over prompts of the mean over seeds (`…_prompts_low`), and
-      "seeds": method -> number -> one value a seed.
+      "rows" from `over_seeds`, with intervals over prompts of the means over seeds (`…_prompts_low`), and "seeds":
+      method -> name of a number -> one value for each seed.
     """
     by_seed = []
     for evaluations in seeds:
@@ -91,22 +91,22 @@ def compare_methods(seeds: Sequence[Mapping[str, Evaluation]], control: str) -> 
 
 
 def pair_numbers(scores: np.ndarray) -> dict[str, Any]:
-    """How often, how surely and how well calibrated a reward model tells the chosen answer, of scores `[M, 2]`."""
+    """Returns the accuracy, NLL and calibration of a reward model from scores of pairs, `[M, 2]`."""
     evaluation = evaluate_pairs(scores, bins=8)
     curve = {name: np.asarray(value).tolist() for name, value in evaluation.calibration._asdict().items()}
     return {**evaluation.numbers(), "calibration": curve}
 
 
 def agreement(learned: np.ndarray, judge: np.ndarray, pairs: EncodedPairs, start: Answers) -> dict[str, float]:
-    """How far two reward models say the same, and how far each says but the length.
+    """Measures how far two reward models agree with each other and with the length.
 
     Args:
-      learned, judge: scores of the chosen and rejected answer, `[M, 2]`.
-      pairs: M, that they are of.
-      start: answers that both have scored.
+      learned, judge: The two models' scores of the chosen and rejected answers, `[M, 2]`.
+      pairs: The M pairs.
+      start: The numbers of answers that both models have scored.
 
     Returns:
-      Shares of pairs where both, or one and the length, prefer the same, and correlations within prompts.
+      The shares of pairs in which two scores prefer the same answer, and the correlations within prompts.
     """
 
     def same(first: np.ndarray, second: np.ndarray) -> float:
@@ -125,20 +125,20 @@ def agreement(learned: np.ndarray, judge: np.ndarray, pairs: EncodedPairs, start
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns the slope of y over x within prompts, `[M, n]` each; 0 where x does not vary."""
+    """Returns the slope of y over x within prompts, `[M, n]` each; 0 if x does not vary."""
     x, y = (values - values.mean(-1, keepdims=True) for values in (x, y))
     return float((x * y).sum() / (x * x).sum()) if np.any(x) else 0.0
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson's, within prompts, of `[M, n]` each; NaN where one does not vary."""
+    """Returns Pearson's correlation within prompts, `[M, n]` each; NaN if x or y does not vary."""
     x, y = (values - values.mean(-1, keepdims=True) for values in (x, y))
     spread = np.sqrt((x * x).sum() * (y * y).sum())
     return float((x * y).sum() / spread) if spread else float("nan")
 
 
 def samples_text(evaluations: Mapping[str, Evaluation], prompts: Sequence[str], number: int) -> str:
-    """The first prompts with the first answer of each method and its scores, as Markdown."""
+    """Returns the first prompts, with the first answer of each method and its scores, as Markdown."""
     parts = []
     for i, prompt in enumerate(prompts[:number]):
         parts.append(f"## Prompt {i + 1}\n\n```\n{prompt.strip()}\n```\n")
@@ -149,7 +149,7 @@ def samples_text(evaluations: Mapping[str, Evaluation], prompts: Sequence[str], 
 
 
 def print_tables(run: RunFolder, results: Mapping[str, Any], *, control: str) -> None:
-    """Reward models, the judge's table, and the rules' table; `control` is the row of the coin toss."""
+    """Prints the tables of reward models, judge and rules; `control` is the row of the coin toss."""
 
     def show(title: str, columns: Mapping[str, str], rows: Mapping[str, Mapping[str, float]]) -> None:
         cells = {name: [cell(row, key) for key in columns] for name, row in rows.items()}
@@ -170,7 +170,7 @@ def print_tables(run: RunFolder, results: Mapping[str, Any], *, control: str) ->
 
 
 def _means(values: np.ndarray) -> np.ndarray:
-    """Over the last axis, of what is finite; NaN where nothing is."""
+    """Returns the means of the finite values over the last axis; NaN if no value is finite."""
     values = np.where(np.isfinite(values), values, np.nan).astype(float)
     counts = np.isfinite(values).sum(-1)
     return np.where(counts > 0, np.nansum(values, -1) / np.maximum(counts, 1), np.nan)

@@ -52,8 +52,8 @@ from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, initializer_range=0.1)
-ENOUGH = 8  # letters of the prompt's
-LONGEST = 15  # letters of a word, which need not end: nothing rewards that
+ENOUGH = 8  # number of the prompt's letters that earns the full reward
+LONGEST = 15  # letters of a word; no reward depends on EOS
 EQUAL = 0.5
 METHODS = ("sum", "scaled", "gdpo")
 SCORES = ("gold", "own", "order_score")
@@ -91,13 +91,13 @@ class Config:
 
 
 def own_letters(examples, words) -> list[float]:
-    """How many letters are of the prompt, up to ENOUGH, in [0, 1]."""
+    """Returns the number of letters that are in the prompt, up to ENOUGH, scaled to [0, 1]."""
     pairs = zip(examples, words, strict=True)
     return [min(sum(letter in example["letters"] for letter in word), ENOUGH) / ENOUGH for example, word in pairs]
 
 
 def in_order(word: str) -> int:
-    """Letters of the longest part in the order of the alphabet, without gaps."""
+    """Returns the length of the longest run of consecutive letters of the alphabet."""
     longest = length = min(len(word), 1)
     for before, letter in pairwise(word):
         length = length + 1 if ord(letter) == ord(before) + 1 else 1
@@ -106,22 +106,22 @@ def in_order(word: str) -> int:
 
 
 def order(examples, words) -> list[float]:
-    """n² for n letters in order, from 0 to 225."""
+    """Returns n² for n letters in order, from 0 to 225."""
     return [float(in_order(word) ** 2) for word in words]
 
 
 def order_score(examples, words) -> list[float]:
-    """The same in [0, 1]: n / 15."""
+    """Returns n / 15 for n letters in order."""
     return [in_order(word) / LONGEST for word in words]
 
 
 def gold(examples, words) -> list[float]:
-    """The mean of both scores in [0, 1]."""
+    """Returns the mean of both scores, in [0, 1]."""
     return np.mean([own_letters(examples, words), order_score(examples, words)], axis=0).tolist()
 
 
 def weighted(weight: float, scales: Sequence[float] = (1.0, 1.0)) -> Rewards:
-    """Both rewards divided by their scales, with `weight` on `own` and the rest on `order`; scores are watched."""
+    """Returns both rewards divided by their scales, with `weight` on `own` and the rest on `order`, and scores."""
     parts = {"own": Component(own_letters, weight / scales[0]), "order": Component(order, (1 - weight) / scales[1])}
     return parts | WATCHED
 
@@ -133,7 +133,7 @@ WATCHED = {"order_score": Component(order_score, 0.0), "gold": Component(gold, 0
 
 
 def main(config: Config) -> None:
-    """For each seed a start, runs at equal weights and the coin's; for the first also the other weights."""
+    """Runs all methods and the coin at equal weights for each seed, and other weights for the first seed."""
     started = time.perf_counter()
     if not all(0 <= weight <= 1 for weight in config.weights):
         raise UsageError(f"weights are {config.weights}: each must be between 0 and 1")
@@ -169,13 +169,13 @@ def main(config: Config) -> None:
 
 
 def task_of(config: Config) -> Task:
-    """Words that are cut off at max_tokens; held-out ones are scored by both rewards."""
+    """Makes the task. Words are cut off at max_tokens, and both rewards score held-out words."""
     task = letters.letters_task(weighted(EQUAL), num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
     return task._replace(open_ended=True)
 
 
 def phase_of(method: str, weight: float, seed: int) -> str:
-    """The name of a run; at equal weights without the weight."""
+    """Returns the name of a run, with the weight unless weights are equal."""
     return f"{method}_{seed}" if weight == EQUAL else f"{method}_own{weight:g}_{seed}"
 
 
@@ -187,7 +187,7 @@ def warm_start(
     lengths: tuple[int, int] = (1, LONGEST),
     phase: str = "warm",
 ) -> Params:
-    """Parameters that write words with some letters of the prompt and some in order, of a length between these two."""
+    """Trains parameters to write words with letters of the prompt and letters in order, within these lengths."""
     prompts_of = letters.letters_task(own_letters, num_prompts=WARM_BATCH, seed=config.train.seed).prompts
 
     def words(step: int) -> Batch:
@@ -200,7 +200,7 @@ def warm_start(
 
 
 def word(inputs: str, generator: np.random.Generator, shortest: int = 1, longest: int = LONGEST) -> list[int]:
-    """Ids of letters at random, and EOS: each letter is one of those given, or the next in the alphabet, or any."""
+    """Draws ids of a word and EOS: each letter is from the prompt, the next in the alphabet, or uniform."""
     ids: list[int] = []
     for kind in generator.choice(3, generator.integers(shortest, longest + 1), p=(0.25, 0.25, 0.5)):
         following = ids[-1] + 1 if ids and ids[-1] + 1 < len(letters.LETTERS) else 0
@@ -210,7 +210,7 @@ def word(inputs: str, generator: np.random.Generator, shortest: int = 1, longest
 
 
 def deviations(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> tuple[float, ...]:
-    """Standard deviations of both rewards within a group, of one rollout of training prompts: their scales."""
+    """Returns the scales of both rewards: their standard deviations within groups of one training rollout."""
     numbers, temperature = completion_numbers(config.sampling), np.ones_like(group_temperatures(config.sampling))
     prompts, noise = task.prompts(0), noise_of(config.seed, LABELLING, 0)
     completions = programs.sampler.complete(params, prompts, numbers, temperature, noise)
@@ -219,7 +219,7 @@ def deviations(programs: Programs, params: Params, task: Task, config: GRPOConfi
 
 
 def means(held: HeldoutResult) -> dict[str, float]:
-    """Scores of the words that were sampled for held-out prompts."""
+    """Returns the mean scores of the words sampled for held-out prompts."""
     components = held.evaluation.components
     return {name: float(components[name][:, :-1].mean()) for name in SCORES}
 
@@ -228,7 +228,7 @@ def means(held: HeldoutResult) -> dict[str, float]:
 
 
 def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float]]) -> None:
-    """Tables of equal weights and of the sweep; curves.png, results.json."""
+    """Prints the tables of equal weights and of the sweep; writes curves.png and results.json."""
     seeds = config.seeds.starting_at(config.train.seed)
     phases = {method: [phase_of(method, EQUAL, seed) for seed in seeds] for method in (*METHODS, "coin", "start")}
     runs = {method: {name: [scores[phase][name] for phase in phases[method]] for name in SCORES} for method in phases}
@@ -258,13 +258,10 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points to which no other is equal in one score and above in the other, or above in both.
+    """Returns the different points that no other point dominates, sorted by the first score.
 
     Args:
-      points: pairs of scores, of which more is better.
-
-    Returns:
-      Them, by the first score, each once.
+      points: Pairs of scores; higher is better.
     """
     selected: list[tuple[float, float]] = []
     for point in sorted(set(points), reverse=True):
@@ -274,11 +271,10 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def hypervolume(points: Sequence[tuple[float, float]]) -> float:
-    """The area between (0, 0) and the front: where some point has at least as much of both scores.
+    """Returns the area between (0, 0) and the front.
 
     Args:
-      points: pairs of scores that are not below 0, of which more is better. In [0, 1] the area is a share of the
-        square.
+      points: Pairs of scores of at least 0; higher is better. For scores in [0, 1] the area is a share of the square.
     """
     area, left = 0.0, 0.0
     for x, y in pareto_front(points):

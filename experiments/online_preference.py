@@ -1,13 +1,13 @@
 """Does a reward model that learns along keep a policy from going where a frozen one is wrong?
 
-Words are worth something that is written down (`gold`), and a judge who errs as Bradley and Terry have it says which of
-two is better. Both methods start from the same policy and reward model and have 8,192 labels: "frozen" spends all on
-pairs of the start, trains the reward model once and the policy on it; "online" spends an eighth before each of eight
-rounds, on pairs of the policy as it is, trains the reward model on with a tenth of the earlier pairs, and goes on
-(iterated RLHF, 2204.05862; the rounds of GRPO's paper, 2402.03300). Words of the start are short and repeat few
-letters, so that its pairs hardly show what repetitions and long words cost. Beside them: the start, GRPO on a coin
-toss, and on gold itself. There is no KL: nothing but the reward model holds a policy. `--kl-coef 0.04
---ref-sync-steps 30` holds it to the policy of the round, as that paper does.
+The true reward of a word is known (`gold`), and a noisy Bradley-Terry judge says which of two words is better. Both
+methods start from the same policy and reward model and have 8,192 labels. "frozen" spends all labels on pairs from the
+start, trains the reward model once, and then the policy on it. "online" spends an eighth before each of eight rounds,
+on pairs from the current policy, and trains the reward model further with a tenth of the earlier pairs (iterated RLHF,
+2204.05862; the rounds of GRPO's paper, 2402.03300). The start's words are short and repeat few letters, so its pairs
+hardly show the cost of repetitions and long words. For comparison there are the start, GRPO on a coin toss, and GRPO
+on gold. There is no KL, so only the reward model restrains a policy. `--kl-coef 0.04 --ref-sync-steps 30` adds a KL to
+the policy of the round, as in that paper.
 
 Expect gold to be 1.1 at the start, and to come to 2.2 [1.1, 3.2] online, 1.0 by the coin and 4.1 by gold itself. Frozen
 rises to 1.3 within 30 steps and then falls, to between 0.5 and -8.4 by the seed, while its reward model reports more
@@ -89,8 +89,8 @@ class Config:
 
 
 def gold(examples: Sequence[Example], words: Sequence[str]) -> list[float]:
-    """1 for each letter of the prompt that a word has, 1/2 for each vowel, and -1 for each sign that it had before, or
-    that is no letter, and for each after the eighth. No word is worth more than 5.5."""
+    """Returns 1 for each letter of the prompt in a word, 1/2 for each vowel, -1 for each character that is repeated
+    or is not a letter, and another -1 for each character after the eighth. No word is worth more than 5.5."""
 
     def worth(example: Example, word: str) -> float:
         known = set(word) & set(letters.LETTERS)
@@ -101,7 +101,7 @@ def gold(examples: Sequence[Example], words: Sequence[str]) -> list[float]:
 
 
 def main(config: Config) -> None:
-    """For each seed both methods, a coin toss and the gold reward; a table, curves, and all numbers."""
+    """Runs both methods, a coin toss and the gold reward for each seed; prints a table and writes curves."""
     started = time.perf_counter()
     if config.rounds > config.labels:
         raise UsageError(f"rounds is {config.rounds}: it must be at most labels, {config.labels}")
@@ -122,7 +122,7 @@ def main(config: Config) -> None:
 def run_seed(
     policy: Policy, start: Params, untrained: RewardModel, config: Config, run: RunFolder, programs: Programs
 ) -> dict[str, dict[str, float]]:
-    """Method -> number -> value."""
+    """Runs all methods with one seed, and returns method -> number -> value."""
     watched = {"gold": Component(gold, weight=0.0)}
     task = letters.letters_task(gold, num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
 
@@ -177,7 +177,7 @@ def run_seed(
 
 
 def word_numbers(evaluation: Evaluation) -> dict[str, float]:
-    """Gold reward and length of sampled words, and what the reward is made of."""
+    """Returns the gold reward, its parts, and the length of the sampled words."""
     words = [word for group in evaluation.texts for word in group[:-1]]
     return {
         "gold": float(evaluation.scores.mean()),
@@ -196,13 +196,13 @@ def opinion(model: RewardModel, evaluation: Evaluation, task: Task) -> np.ndarra
 
 
 def pair_accuracy(scores: np.ndarray, worth: np.ndarray) -> float:
-    """Share of pairs of a prompt's words `[M, n]` that are ordered as by their worth, of those that differ in it."""
+    """Returns the share of pairs of a prompt's words, `[M, n]`, that scores order by worth; equal worth is skipped."""
     results, right = (np.sign(x[:, :, None] - x[:, None]) for x in (scores, worth))
     return float(np.mean((1 + results * right) / 2, where=right != 0))
 
 
 def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
-    """A policy that writes words of two to eight different letters, those of the prompt three times as often."""
+    """Trains a policy to write two to eight different letters, with the prompt's letters three times as often."""
     prompts_of = letters.letters_task(gold, num_prompts=128, seed=config.train.seed).prompts
 
     def word(example: Example, generator: np.random.Generator) -> list[int]:
@@ -220,7 +220,7 @@ def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
 
 
 def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) -> None:
-    """The table, curves.png and results.json."""
+    """Prints the table; writes curves.png and results.json."""
     rows = over_seeds(runs, first="gold", control="frozen")
     above_start = over_seeds(runs, first="gold", control="start")
     worth = {

@@ -54,12 +54,12 @@ from grpo_jax.runs.flags import read_flags, refusing
 
 
 class Device(NamedTuple):
-    """Limits of one device."""
+    """The limits of one device."""
 
-    flops: float  # dense products in bfloat16, a second
+    flops: float  # FLOP/s of dense products in bfloat16
     memory: float  # bytes
-    bandwidth: float  # bytes of memory, a second
-    link: float  # bytes to other devices in one direction, a second
+    bandwidth: float  # bytes of memory per second
+    link: float  # bytes to other devices per second, in one direction
 
 
 # NVIDIA's data sheet of the H100 SXM: 900 GB/s of NVLink in both directions, within a host of eight. Google's pages of
@@ -125,7 +125,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Prints the plan, and with --compile what the compiler makes of it."""
+    """Prints the plan, and with --compile the compiler's numbers."""
     config, devices = resolved(config)
     check(config)
     if config.compile and not devices:  # before JAX looks for devices
@@ -152,10 +152,10 @@ def main(config: Config) -> None:
 
 
 def resolved(config: Config) -> tuple[Config, list[jax.Device]]:
-    """With the number and the kind of the devices; and the devices of the topology, none without one.
+    """Resolves the number and kind of devices. Also returns the devices of the topology, if there is one.
 
     Raises:
-      UsageError: there is no such topology, it has another number of devices, or their rates are not known.
+      UsageError: There is no such topology, it has another number of devices, or their rates are not known.
     """
     if not config.topology:
         return replace(config, devices=config.devices or 8), []
@@ -172,10 +172,10 @@ def resolved(config: Config) -> tuple[Config, list[jax.Device]]:
 
 
 def check(config: Config) -> None:
-    """Refuses what no run could be.
+    """Checks the options.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: One sentence that says what to change.
     """
     check_ranges(config)
     tokens = config.prompts_per_device * config.group_size * (config.prompt_tokens + config.max_tokens)
@@ -193,10 +193,10 @@ def check(config: Config) -> None:
 
 
 def model_of(name: str) -> ModelConfig:
-    """A published shape, or that of a model's folder.
+    """Returns a published shape, or the shape of the model in a folder.
 
     Raises:
-      UsageError: there is neither.
+      UsageError: There is neither.
     """
     if name in MODELS:
         return MODELS[name]
@@ -204,7 +204,7 @@ def model_of(name: str) -> ModelConfig:
 
 
 def data_of(config: Config) -> int:
-    """Devices of the axis "data".
+    """Returns the number of devices on the axis "data".
 
     Raises:
       UsageError: fsdp and tensor do not divide the devices.
@@ -216,7 +216,7 @@ def data_of(config: Config) -> int:
 
 
 def shape_of(config: Config) -> Shape:
-    """Returns what the memory of the run depends on, on one device."""
+    """Returns the sizes that determine the run's memory on one device."""
     return Shape(
         num_prompts=config.prompts_per_device,
         group_size=config.group_size,
@@ -235,7 +235,7 @@ def shape_of(config: Config) -> Shape:
 
 
 def device_of(config: Config) -> Device:
-    """The device, with the rates that are given."""
+    """Returns the device, with the rates from the options."""
     inputs = {"flops": config.tflops * 1e12, "bandwidth": config.bandwidth_gb_s * 1e9, "link": config.link_gb_s * 1e9}
     return DEVICES[config.device]._replace(**{name: rate for name, rate in inputs.items() if rate})
 
@@ -253,12 +253,12 @@ def traffic_of(plan: Plan, data: int) -> dict[str, list[Exchange]]:
 
 
 def in_words(number: int) -> str:
-    """A number of parameters, in billions or, of a small model, in millions."""
+    """Formats a number of parameters, in billions or millions."""
     return f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
 
 
 def memory_table(of: Estimate) -> Table:
-    """GB of one device, by part; without parts that are not there, such as a teacher."""
+    """Returns the table of GB on one device, by part; absent parts, such as a teacher, are left out."""
     table = Table("GB of a device", "", box=None)
     for name, size in of._asdict().items():
         if size:
@@ -269,7 +269,7 @@ def memory_table(of: Estimate) -> Table:
 
 
 def traffic_table(results: dict[str, list[Exchange]], device: Device) -> Table:
-    """Each exchange of an iteration."""
+    """Returns the table of all exchanges in an iteration."""
     table = Table("program", "exchanged", "by", "devices", "GB", "GB sent", "s", box=None)
     for program, exchanges in results.items():
         for one in exchanges:
@@ -279,7 +279,7 @@ def traffic_table(results: dict[str, list[Exchange]], device: Device) -> Table:
 
 
 def time_table(plan: Plan, results: dict[str, list[Exchange]], device: Device) -> Table:
-    """Seconds of each program at least: if everything else is hidden behind the longest, and if nothing is."""
+    """Returns the table of least seconds of each program, with full overlap and without overlap."""
     table = Table("program", "s computing", "s reading", "s exchanging", "s at least", "s one by one", box=None)
     totals = [0.0, 0.0]
     for program, (flops, read) in costs(plan).items():
@@ -293,7 +293,7 @@ def time_table(plan: Plan, results: dict[str, list[Exchange]], device: Device) -
 
 
 def costs(plan: Plan) -> dict[str, tuple[float, float]]:
-    """Operations of products, and bytes read in decoding, of each program on one device."""
+    """Returns the operations of products and the bytes read in decoding, for each program on one device."""
     separate, cut = plan.shape, plan.shape.fsdp * plan.shape.tensor
     together = separate.num_prompts * separate.fsdp  # prompts of all devices that share one copy of the parameters
     rollout = shapes.Shape(plan.model, together, separate.prompt_tokens, separate.max_tokens, separate.group_size)
@@ -308,7 +308,7 @@ def costs(plan: Plan) -> dict[str, tuple[float, float]]:
 
 
 def sharding_table(model: ModelConfig, shape: Shape) -> Table:
-    """How each parameter lies on the mesh."""
+    """Returns the table of the parameters' shardings."""
     table, params = Table("parameter", "shape", "cut along", "MB of a device", box=None), decoder_shapes(model)
     specs = jax.tree.leaves(sharding.specs(params, shape.mesh))
     for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True):
@@ -319,16 +319,16 @@ def sharding_table(model: ModelConfig, shape: Shape) -> Table:
 
 
 def _axes(entry: sharding.Axes, shape: Shape) -> str:
-    """The axes of the mesh that one axis of an array is cut along; a dash for none."""
+    """Returns the axes of the mesh that shard one axis of an array; a dash for none."""
     names = (entry,) if isinstance(entry, str) else entry or ()
     return "*".join(name for name in names if shape.mesh[name] > 1) or "-"
 
 
-# ---- the compiler's word
+# ---- the compiler's numbers
 
 
 def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig | PPOConfig:
-    """The options of the run that is planned."""
+    """Returns the options of the planned run."""
     options: dict[str, Any] = {
         "num_prompts": config.prompts_per_device * data * plan.shape.fsdp,
         "group_size": config.group_size,
@@ -343,7 +343,7 @@ def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig | PPOConfig
 
 
 def compiled_table(config: Config, plan: Plan, data: int) -> Table:
-    """Plan beside compiled program: memory, and what is exchanged by kind. Of a CPU the plan is in float32."""
+    """Compares memory and exchanges of the plan and the compiled programs. For a CPU the plan is in float32."""
     ours, traffic = plan.estimate, traffic_of(plan, data)
     if not config.topology:
         in_float32 = plan._replace(model=replace(plan.model, dtype="float32"))
@@ -376,21 +376,21 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
 
 
 def memory_of(compiled: jax.stages.Compiled, *, on_tpu: bool) -> tuple[int, int]:
-    """Bytes that a program is given on a device, and that it adds."""
+    """Returns the bytes of a program's inputs on a device, and the bytes that it adds."""
     results = planned_bytes(compiled)
     inputs = results["arguments"]
     return inputs, peak_bytes(compiled) - inputs if on_tpu else results["temporary"] + results["results"]
 
 
 def _memory_rows(program: str, ours: Estimate, inputs: int, added: int) -> list[tuple[str, float, float]]:
-    """(name, planned, compiled) of what a program is given, and of what it adds."""
+    """Returns (name, planned, compiled) bytes of a program's inputs, and of the memory that it adds."""
     planned = {"learn": ours.params + ours.optimizer}.get(program, ours.params)
     adds = {"learn": ours.learning, "sample": ours.sampling}
     return [("given", planned, inputs), *([("added", adds[program], added)] if program in adds else [])]
 
 
 def _traffic_rows(exchanges: Iterable[Exchange], text: str, turns: int) -> list[tuple[str, float, float]]:
-    """(name, planned, compiled) bytes by what is done with them; a sum may leave a part on each device, or all."""
+    """Returns (name, planned, compiled) bytes by kind of exchange; a sum may leave a part on each device, or all."""
     groups = {"put together": ("all-gather",), "summed": ("reduce-scatter", "all-reduce")}
     groups |= {"moved": ("all-to-all", "collective-permute")}
     results = collectives(text, unknown_trips=turns)

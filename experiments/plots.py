@@ -1,4 +1,4 @@
-"""curves.png of an experiment: the curves that its question is about, over seeds."""
+"""Draws curves.png, the main curves of an experiment over seeds."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,9 +7,9 @@ import numpy as np
 
 from grpo_jax.runs.folder import RunFolder, is_coin
 
-Steps = dict[int, list[float]]  # a value of each phase of a line
+Steps = dict[int, list[float]]  # step -> a value for each phase of a curve
 _STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
-# Metrics to watch besides the reward and its components, or the loss where nothing is rewarded.
+# Metrics to plot after the reward and its components, or after the loss if there is no reward.
 _WATCHED = [
     *("nll", "accuracy", "margin", "log_ratio_chosen", "log_ratio_desirable", "log_ratio_undesirable"),
     *("kl", "entropy", "length_mean", "turns_mean", "distillation", "explained_variance"),
@@ -33,14 +33,14 @@ def save_curves(
     curves: Sequence[tuple[str | Sequence[str], str]],
     phases: Sequence[str] | Mapping[str, Sequence[str]],
 ) -> None:
-    """curves.png: one panel a metric, one line a phase, or a mean of phases in a band from the least to the largest.
+    """Draws curves.png, with a panel for each metric and a curve for each phase, or for the mean of several phases.
 
-    A panel in which nothing ever moves is left out, and so is the reward of a coin toss.
+    A band shows the range of several phases. Panels of constant curves and the reward of a coin toss are left out.
 
     Args:
-      run: whose metrics.jsonl is drawn.
-      curves: (metric, or two of which the second is drawn as dots; title of the panel).
-      phases: a line for each that has the metric; or the name of a line, and the phases that it is the mean of.
+      run: The folder of the run, whose metrics.jsonl is drawn.
+      curves: (metric, or two metrics of which the second is drawn as dots; title of the panel).
+      phases: The phases, one curve each; or name of a curve -> the phases to average.
     """
     import matplotlib
 
@@ -71,7 +71,7 @@ def save_curves(
             place, values = list(named).index(name), np.array(list(steps.values()))
             color, dots = f"C{place % 10}", metric != metrics[0]
             look: dict[str, Any] = {"linestyle": _STYLES[place % len(_STYLES)], "linewidth": 1.3, "color": color}
-            if dots:  # in front of the line, and told apart from it
+            if dots:  # in front of the line
                 look |= {"linestyle": "none", "marker": "o", "markersize": 6, "markeredgecolor": "white", "zorder": 3}
             (line,) = axis.plot(list(steps), values.mean(1), **look)
             if not dots or name not in keys:
@@ -94,7 +94,7 @@ def save_curves(
 
 
 def _steps(lines: Sequence[Mapping[str, Any]], phases: Sequence[str], metric: str) -> Steps:
-    """The values of a metric by step, where all phases have one."""
+    """Returns the values of a metric by step, for steps at which all phases have a value."""
     steps: Steps = {}
     for line in lines:
         if line["phase"] in phases and line.get(metric) is not None:

@@ -1,4 +1,4 @@
-"""PPO beside GRPO on the additions of `experiments.arithmetic`: do both solve them, each with its own tuned settings?
+"""PPO and GRPO on the additions of `experiments.arithmetic`: do both solve them, each with its own tuned settings?
 
 From the same warm start, on the same number of completions a step: PPO with a critic that starts from the policy, GRPO,
 and PPO on a coin toss as the control. Learning rates and KL were chosen by the training reward on two seeds that are
@@ -34,7 +34,7 @@ from grpo_jax.train import evaluate_heldout, learn
 
 @dataclass(frozen=True)
 class Config:
-    """Options of the run; what both methods have is as in `experiments.arithmetic`."""
+    """Options of the run; options that both methods have are those of `experiments.arithmetic`."""
 
     ppo: PPOConfig = with_options(
         PPOConfig(),
@@ -53,7 +53,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """For each seed a warm start, PPO, GRPO and the control; a table, curves, and all numbers."""
+    """Runs the warm start, PPO, GRPO and the control for each seed; prints a table and writes curves."""
     started = time.perf_counter()
     seeds = config.seeds.starting_at(config.ppo.run.seed)
     policy = decoder_policy(MODEL)
@@ -92,20 +92,20 @@ def grpo_config(config: PPOConfig) -> GRPOConfig:
 
 
 def steps_to(run: RunFolder, phase: str, accuracy: float = 0.9) -> float:
-    """Steps until held-out accuracy was first seen there; NaN if never."""
+    """Returns the first step with this held-out accuracy; NaN if there is none."""
     points = [line for line in run.lines() if line["phase"] == phase and "heldout_avg" in line]
     return min((line["step"] for line in points if line["heldout_avg"] >= accuracy), default=np.nan)
 
 
 def seconds_a_step(run: RunFolder, method: str) -> float:
-    """Median over all steps of a method, evaluations left out."""
+    """Returns the median seconds over all steps of a method, without evaluations."""
     times = [line for line in run.lines("times.jsonl") if line["phase"].startswith(f"{method}_")]
     parts = ("rollout", "reward", "update")
     return float(np.median([sum(line[f"{part}_s"] for part in parts) for line in times]))
 
 
 def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) -> None:
-    """The table, curves.png and results.json."""
+    """Prints the table; writes curves.png and results.json."""
     rows = over_seeds(runs, first="avg", control="control")
     columns = ("before", "sampled", "above control", "steps to .9", "s a step", "trained")
     table = {

@@ -91,7 +91,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Trains with every seed; a table, curves and results.json."""
+    """Trains with every seed; prints a table and writes curves and results.json."""
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
     check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
@@ -101,7 +101,7 @@ def main(config: Config) -> None:
     for seed in seeds:
         collect(runs, one_seed(config, seed, run))
     rows = over_seeds(runs, first="share", control="control")
-    # Worlds differ by far more than methods: an interval is of interest where each is measured against its own start.
+    # Worlds differ far more than methods, so intervals are useful only for differences to the same world's start.
     table = {
         name: [cell(row, column) if column in ("share", "below_best") else row[column] for column in COLUMNS]
         for name, row in rows.items()
@@ -113,7 +113,7 @@ def main(config: Config) -> None:
 
 
 def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, float]]:
-    """Numbers of the start, of both methods and of the closed form, in a world of its own."""
+    """Measures the start, both methods and the closed form in the world of one seed."""
     params = common.new_params(POLICY, seed)
     reference = log_probabilities(params)
     worth = utilities(seed)
@@ -145,7 +145,7 @@ def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, f
 def train_dpo(
     config: Config, params: Params, pairs: EncodedPairs, seed: int, run: RunFolder, **phase: Any
 ) -> TrainState:
-    """DPO on pairs; `phase` are further arguments of `fit`."""
+    """Trains by DPO on pairs; `phase` holds further arguments of `fit`."""
     ref_logprobs = score_pairs(pair_logprobs, POLICY, params, pairs, num_pairs=512)
     batches = pair_batches(pairs, config.num_pairs, seed, ref_logprobs=ref_logprobs)
     objective = preference_objective(POLICY, partial(dpo_loss, beta=config.beta))
@@ -155,7 +155,7 @@ def train_dpo(
 def train_on_ratings(
     config: Config, params: Params, pairs: EncodedPairs, seed: int, run: RunFolder, **phase: Any
 ) -> TrainState:
-    """KTO on the completions of pairs, twice as many in a step; `phase` are further arguments of `fit`."""
+    """Trains by KTO on the completions of pairs, two for each pair; `phase` holds further arguments of `fit`."""
     prompts = [prompt for prompt in pairs.prompts for _ in range(2)]
     answers = [(ids, list[int]()) for pair in pairs.answers for ids in pair]
     ratings = EncodedPairs(prompts, answers, [0.0] * len(answers), desirable=[True, False] * len(pairs.prompts))
@@ -180,16 +180,16 @@ def judge(
 
 
 def pair_accuracy(log_ratio: np.ndarray, *, reference: np.ndarray, worth: np.ndarray) -> float:
-    """How often the implicit reward, β log π/π_ref, is higher for the completion that was chosen.
+    """Returns how often the implicit reward, β log π/π_ref, is higher for the chosen completion.
 
     Σᵢⱼ P(i) P(j | not i) (σ(uᵢ − uⱼ) [rᵢ > rⱼ] + σ(uⱼ − uᵢ) [rᵢ < rⱼ] + ½ [rᵢ = rⱼ]),   r = log π/π_ref
 
-    over all pairs that the start may sample. No reward is right more often than u, and that of π* is u but for a number
-    of the prompt.
+    over all pairs that the start may sample. No reward is right more often than u, and the reward of π* is u plus a
+    constant for each prompt.
 
     Args:
-      log_ratio: r, `[prompts, completions]`.
-      reference, worth: as in `judge`.
+      log_ratio: The log-ratio r, `[prompts, completions]`.
+      reference, worth: The start's log-probabilities and the utilities u, `[prompts, completions]`.
     """
 
     def differences(x: np.ndarray) -> np.ndarray:
@@ -203,12 +203,12 @@ def pair_accuracy(log_ratio: np.ndarray, *, reference: np.ndarray, worth: np.nda
 
 
 def utilities(seed: int) -> np.ndarray:
-    """u of every completion of every prompt, with w ~ N(0, 1), float64 `[prompts, completions]`."""
+    """Returns u of every completion of every prompt, with w ~ N(0, 1), float64 `[prompts, completions]`."""
     return rng(seed, 1).normal(size=(PROMPTS, VOCAB))[:, COMPLETIONS].sum(-1)
 
 
 def log_probabilities(params: Params) -> np.ndarray:
-    """log π of every completion of every prompt, float64 `[prompts, completions]`."""
+    """Returns log π of every completion of every prompt, float64 `[prompts, completions]`."""
     return np.asarray(_log_probabilities(params), np.float64)
 
 
@@ -221,14 +221,14 @@ def _log_probabilities(params: Params) -> jax.Array:
 
 
 def sample_pairs(reference: np.ndarray, worth: np.ndarray, number: int, seed: int, *, shuffled: bool) -> EncodedPairs:
-    """Different completions that the start samples, chosen by Bradley and Terry, or by a coin toss.
+    """Samples pairs of different completions from the start, with choices by Bradley and Terry or by a coin toss.
 
     Args:
-      reference: log-probabilities `[prompts, completions]`.
-      worth: u, `[prompts, completions]`.
-      number: of pairs.
-      seed: of prompts, completions and choices; pairs are the same whoever chooses.
-      shuffled: whether a coin chooses.
+      reference: The log-probabilities of the start, `[prompts, completions]`.
+      worth: The utilities u, `[prompts, completions]`.
+      number: The number of pairs.
+      seed: The random seed of prompts, completions and choices. Pairs do not depend on `shuffled`.
+      shuffled: True if a coin chooses.
     """
     draws, coins = rng(seed, 2), rng(seed, 3)
     probabilities = special.softmax(reference, axis=-1)

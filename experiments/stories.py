@@ -54,7 +54,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """GRPO and control; a table, two stories before and after, a page, and the checksum of the result."""
+    """Runs GRPO and the control; prints stories, a table and the checksum, and writes the report."""
     started = time.perf_counter()
     model = load_model(config.model, seed=config.train.seed)
     task = stories_task(
@@ -82,7 +82,7 @@ def main(config: Config) -> None:
             ids, mask = call.completions.completion_ids, call.completions.completion_mask
             chosen = call.counted & ~call.greedy
             sampled = mask & chosen[..., None]
-            # Both at the sampler's temperature.
+            # The sampler's log-probabilities have this temperature.
             temperature = np.full(chosen.shape, config.train.sampling.temperature, np.float32)
             scores = score(start, Batch(call.prompts.ids, call.prompts.mask, ids, mask, temperature))
             start_logprob += float(np.asarray(scores.logprobs)[sampled].sum())

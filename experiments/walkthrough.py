@@ -106,7 +106,7 @@ class Terms(NamedTuple):
 class Walk(NamedTuple):
     """The numbers of a walk."""
 
-    reward: str  # the rule
+    reward: str  # name of the rule
     rewards: np.ndarray  # [N, G]
     advantages: np.ndarray  # [N, G]
     before: Terms
@@ -137,7 +137,7 @@ RULES = {"answer": answer, "vowels": vowels, "even": even}
 
 
 def main(config: Config) -> Walk:
-    """One step of GRPO, shown."""
+    """Takes one step of GRPO, and prints its numbers."""
     if len(config.answers) != len(config.prompts):
         raise UsageError(f"there are {len(config.prompts)} prompts and {len(config.answers)} answers: give one each")
     policy, params, pretrained = load_model(ModelOptions(model=config.model, dtype=config.dtype), seed=config.seed)
@@ -166,7 +166,7 @@ def main(config: Config) -> Walk:
     batch = to_batch(task.heldout.ids, task.heldout.mask, temperature, sampled)
     start = np.asarray(score(params, batch).logprobs)
     plain = np.asarray(score(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
-    # The policy that samples and the reference are both the start.
+    # The initial policy is both the sampler and the reference.
     batch = batch._replace(advantages=advantages, old_logprobs=start, ref_logprobs=start)
     mask = batch.completion_mask
     tokens = [repr(task.decode([token])) for token in batch.completion_ids[mask].tolist()]
@@ -196,7 +196,7 @@ def main(config: Config) -> Walk:
 def grade_by_rules(
     config: Config, task: Task, sampled: Completions, algorithm: Objective
 ) -> tuple[str, Graded, np.ndarray]:
-    """Returns the first rule under which rewards differ within a prompt, what completions earn, and advantages."""
+    """Returns the first rule whose rewards differ within a prompt, the graded completions, and the advantages."""
     for name in list(RULES) if config.reward == "auto" else [config.reward]:
         graded = grade_completions(task.heldout, sampled, task, RULES[name])
         lengths = sampled.completion_mask.sum(-1)
@@ -215,8 +215,8 @@ def grade_by_rules(
 def updates(
     policy: Policy, programs: Programs, options: GRPOConfig, params: Params, batch: Batch
 ) -> tuple[Params, dict[str, float]]:
-    """The parameters after a step on the batch, and its metrics; beside it, steps on other advantages are shown."""
-    # While the policy is the reference, the KL's gradient is 0. Without it, its rounding is no step of AdamW.
+    """Takes a step on the batch, and returns parameters and metrics. Also prints steps on other advantages."""
+    # While the policy equals the reference, the KL's gradient is only rounding, which AdamW would scale up.
     without_kl = grpo_method(policy, with_options(options, kl_coef=0.0))
 
     trained, frozen = split({"policy": params})
@@ -245,7 +245,7 @@ def updates(
 
 
 def task_of(config: Config, pretrained: Pretrained) -> Task:
-    """The prompts as a task, all of them at every step."""
+    """Makes a task that has all prompts in every step."""
     tokenizer, eos_ids = pretrained.tokenizer, pretrained.eos_ids
     encoded = encode_prompts(tokenizer, config.prompts, eos_ids=eos_ids)
     examples = [{"prompt": config.prompts[i], "answer": config.answers[i]} for i in encoded.numbers]
@@ -270,13 +270,13 @@ def _terms(logprobs: jax.Array, batch: Batch, algorithm: Objective) -> Terms:
 
 
 def terms(logprobs: np.ndarray, batch: Batch, algorithm: Objective) -> Terms:
-    """The loss of a batch at these log-probabilities, and what it is made of."""
+    """Computes the loss of a batch at these log-probabilities, and its parts."""
     return jax.tree.map(np.asarray, _terms(logprobs, batch, algorithm))
 
 
 @partial(jax.jit, static_argnums=0)
 def exact_kl(policy: Policy, params: Params, reference: Params, batch: Batch) -> jax.Array:
-    """KL(π ‖ π_ref) over the whole vocabulary, where each token of a batch was sampled, `[N, G, T]`."""
+    """KL(π ‖ π_ref) over the whole vocabulary, at each sampled token of a batch, `[N, G, T]`."""
 
     def logits(params: Params) -> jax.Array:
         hidden = policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
@@ -326,7 +326,7 @@ def show_logprobs(
 
 
 def show_start(config: Config, tokens: list[str], before: Terms, mask: np.ndarray) -> None:
-    """The loss before the update, whose ratios are all 1, and the two cases of the clip."""
+    """Prints the loss before the update, whose ratios are all 1, and the two cases of the clip."""
     show_terms(tokens, before, mask)
     say("π is still π_old: each ratio is 1, and nothing is clipped. The loss falls with log π where A > 0.")
     say("\nThe two cases of the chapter, with both signs of A (the slope is by log π):")
@@ -382,7 +382,7 @@ def heading(title: str, functions: str) -> None:
 
 
 def say(text: str) -> None:
-    """Words and numbers as they are."""
+    """Prints a text without markup."""
     CONSOLE.print(text, markup=False)
 
 
@@ -393,7 +393,7 @@ def correct(*corrections: str) -> None:
 
 
 def show_terms(tokens: list[str], terms: Terms, mask: np.ndarray) -> None:
-    """A row a token."""
+    """Prints a row for each token."""
     columns = {
         "ratio": terms.ratio,
         "−min(ρA, clip(ρ)A)": terms.term,
@@ -404,7 +404,7 @@ def show_terms(tokens: list[str], terms: Terms, mask: np.ndarray) -> None:
 
 
 def table(columns: Mapping[str, Any]) -> None:
-    """Columns of words and numbers."""
+    """Prints columns of texts and numbers."""
     page = Table(box=box.SIMPLE_HEAD)
     for number, name in enumerate(columns):
         page.add_column(name, justify="right" if number else "left")

@@ -33,7 +33,7 @@ from grpo_jax.rl.update import learn, models_of
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
-# Metrics of what a step sampled, before its updates.
+# Metrics of the rollout of a step, before its updates.
 OF_SAMPLING = (
     "reward",
     "reward_std",
@@ -54,9 +54,9 @@ class DeviceTask(NamedTuple):
     """A task whose reward is computed from tokens."""
 
     task: Task
-    targets: Callable[[Sequence[Example]], np.ndarray]  # columns of N prompts -> what rewards need of them, [N, ...]
-    reward: DeviceReward  # that is learned from
-    gold: DeviceReward  # that held-out completions are judged by
+    targets: Callable[[Sequence[Example]], np.ndarray]  # examples of N prompts -> inputs of the rewards, [N, ...]
+    reward: DeviceReward  # for training
+    gold: DeviceReward  # for held-out completions
 
 
 class Prompts(NamedTuple):
@@ -68,7 +68,7 @@ class Prompts(NamedTuple):
 
 
 class Heldout(NamedTuple):
-    """The calls of a held-out evaluation, as `evaluate.sample_heldout` makes them."""
+    """The inputs of the calls of `evaluate.sample_heldout` in a held-out evaluation."""
 
     prompts: Prompts  # [C, N, ...]
     numbers: Array  # int32 [C, N, G], of completions, that key their noise
@@ -92,7 +92,7 @@ def prompts_of(task: DeviceTask, steps: int) -> Prompts:
 
 
 def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
-    """Returns what an evaluation of a run with this configuration samples."""
+    """Returns the held-out calls of a run with this configuration."""
     calls = heldout_calls(
         task.task.heldout,
         num_prompts=config.sampling.num_prompts,
@@ -120,15 +120,15 @@ def whole_run(
     """Makes a training run as a pure function, to be compiled, mapped and vmapped.
 
     Args:
-      policy: the model's functions.
-      task: its tokens and rewards.
-      config: the options; those that the function is given replace them.
+      policy: The functions of the model.
+      task: Supplies the tokens and the rewards.
+      config: The configuration of the run; options of the call replace its fields.
       make_method: `grpo_method`, or another function of policy and configuration.
-      heldout_temperature: of held-out completions, so that runs of other temperatures are evaluated alike; None: the
-        run's.
+      heldout_temperature: The temperature of held-out completions, for a fair comparison of runs with different
+        temperatures; None: the temperature of the run.
 
     Raises:
-      UsageError: the configuration cannot work.
+      UsageError: The configuration cannot work.
 
     Returns:
       (models by role, prompts of as many steps as the configuration has, held-out calls, seed, options) -> history.
@@ -180,9 +180,9 @@ def compile_runs(
     """Makes one call of R runs, compiled once for each shape.
 
     Args:
-      run: of `whole_run`.
-      side_by_side: True: all at once (`vmap`), for a device that has room. False: one after another.
-      devices: that runs are spread over; divides R.
+      run: The function that `whole_run` returned.
+      side_by_side: True: all at once (`vmap`), for a device with enough memory. False: one after another.
+      devices: The number of devices that share the runs; it must divide R.
 
     Returns:
       (models by role `[R, ...]`, prompts `[R, S, ...]`, held-out calls that all share, seeds `[R]`, options name ->
@@ -234,7 +234,7 @@ def _iterate(run: _Run, carry: _Carry, inputs: tuple[Array, Prompts]) -> tuple[_
     policy, method, task, reward, gold, config, start, frozen, seed = run
     step, prompts = inputs
     state, earlier = carry
-    # The loop samples a rollout ahead and lets it wait. The policy of that earlier step samples the same one here.
+    # The ordinary loop samples rollouts ahead. Here the policy of that earlier step samples the same rollout now.
     oldest, *later = (*earlier, state.params["policy"])
     temperature = jnp.asarray(group_temperatures(config.sampling))
     numbers = jnp.asarray(completion_numbers(config.sampling))
@@ -259,7 +259,7 @@ def _iterate(run: _Run, carry: _Carry, inputs: tuple[Array, Prompts]) -> tuple[_
 
 
 def _evaluate(run: _Run, heldout: Heldout, temperature: Array, state: TrainState) -> jax.Array:
-    """Returns what gold gives held-out completions, `[C, N, G, ...]`."""
+    """Returns the gold rewards of held-out completions, `[C, N, G, ...]`."""
     actor, key = join(state.params, run.frozen)["policy"], step_key(run.seed, EVALUATION, 0)
 
     def call(heldout: Heldout) -> jax.Array:
@@ -279,7 +279,7 @@ def _evaluate(run: _Run, heldout: Heldout, temperature: Array, state: TrainState
 
 
 def _sampling_metrics(completions: Completions, rewards: jax.Array, scores: jax.Array) -> dict[str, jax.Array]:
-    """Returns metrics of what an iteration sampled, before its updates."""
+    """Returns metrics of the rollout of an iteration, before its updates."""
     lengths = jnp.sum(completions.completion_mask, axis=-1)
     spread = jnp.max(rewards, axis=-1) > jnp.min(rewards, axis=-1)
     ids = jnp.where(completions.completion_mask, completions.completion_ids, -1)
@@ -301,5 +301,5 @@ def _encoded(task: DeviceTask, prompts: Any) -> Prompts:
 
 
 def stacked(trees: Sequence[Any]) -> Any:
-    """Stacks trees of one structure into one, whose leaves have a leading axis."""
+    """Stacks trees of the same structure into one tree, whose leaves have a new leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)

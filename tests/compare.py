@@ -43,16 +43,16 @@ RENAMED_OPTIONS: Mapping[str, str] = {}  # option of COMMIT -> option of the wor
 RENAMED_FIELDS: Mapping[str, str] = {}  # metric or JSON field of COMMIT -> its name in the working tree
 
 TREE = Path(__file__).resolve().parents[1]
-FIRST_GRADIENT = 1e-6  # of a leaf's norm
+FIRST_GRADIENT = 1e-6  # a share of the leaf's norm
 LATER_GRADIENT = 1e-4
-FIRST_NUMBER = 1e-5  # of a metric's size
+FIRST_NUMBER = 1e-5  # a share of the metric's size
 LATER_NUMBER = 1e-4
-NOISE = 0.5  # what is zero but for rounding, such as the deviation of a ratio from 1, may differ by this share of those
+NOISE = 0.5  # numbers that are only rounding errors, such as a ratio's deviation from 1, may differ by this x the bound
 DECIMALS = 1.1e-3  # numbers of rollouts.jsonl are rounded to 3 or 4 decimals, and the last one may differ
 QUICK_COMPILATION = "--xla_backend_optimization_level=0"
 if jaxlib_version < (0, 11):  # later versions do not know these flags, and an unknown one ends the process
     QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-SECONDS = 1500  # after which one process of a version hangs
+SECONDS = 1500  # the timeout of a process
 
 
 # ---- the files that all runs read
@@ -215,14 +215,14 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 class Case(NamedTuple):
-    """A run that both versions make."""
+    """A run to make with both versions."""
 
-    args: str  # of `grpo-jax train`, or of the module
+    args: str  # arguments of `grpo-jax train`, or of the module
     devices: int = 1  # virtual CPU devices
     module: str = ""  # run with `python -m` instead of the command
 
 
-# With a large ε AdamW's step is nearly proportional to the gradient. So rounding does not grow from step to step.
+# With a large ε, AdamW's step is nearly proportional to the gradient, so rounding errors do not grow with the steps.
 SGD = "--adam-epsilon 100 --learning-rate 10 --max-grad-norm 1e9"
 STEPS = "--eval-every 0 --checkpoint-every 0 --rollouts-every 1 --eval-samples 1 --num-heldout 2"
 ROLLOUTS = f"--model model --task rows.jsonl --num-prompts 4 --max-tokens 6 {STEPS}"
@@ -301,15 +301,15 @@ class Job(NamedTuple):
 
     name: str
     case: Case
-    folder: str  # where its run and gradients go
+    folder: str  # the folder for the run and its gradients
 
 
-gradients: dict[str, np.ndarray] = {}  # that AdamW received in the case that runs now, by update and leaf
+gradients: dict[str, np.ndarray] = {}  # gradients in the current case, by update and leaf
 lock = threading.Lock()
 
 
 def add_gradients(names: Sequence[str], count: Any, *leaves: Any) -> None:
-    """Adds the gradients of one update. Devices of pmap repeat the same ones, which are stored once."""
+    """Adds the gradients of one update. With pmap, all devices repeat the same gradients, which are stored once."""
     with lock:
         for name, leaf in zip(names, leaves, strict=True):
             value, again = np.array(leaf), 0
@@ -320,7 +320,7 @@ def add_gradients(names: Sequence[str], count: Any, *leaves: Any) -> None:
 
 
 def watch_optimizers() -> None:
-    """Replaces optax's AdamW by one that also adds to `gradients`, from within compiled programs."""
+    """Replaces optax's Adam and AdamW by versions that also add to `gradients`, from within compiled programs."""
     import jax
     import optax
 
@@ -346,7 +346,7 @@ def watch_optimizers() -> None:
 
 
 def drive(tree: Path, jobs: Sequence[Job]) -> None:
-    """Runs jobs one after another in this process, in a version whose root is `tree`."""
+    """Runs jobs one after another in this process, with the version whose root is `tree`."""
     import jax
     import matplotlib.figure
 
@@ -371,7 +371,7 @@ def drive(tree: Path, jobs: Sequence[Job]) -> None:
 
 
 def attempt(main: Any, job: Job) -> str:
-    """Runs one case; returns what went wrong, or nothing."""
+    """Runs one case; returns a description of its error, or ""."""
     run = ["--run-dir", f"{job.folder}/run"]
     try:
         if job.case.module:
@@ -392,7 +392,7 @@ def attempt(main: Any, job: Job) -> str:
 
 
 def start(tree: Path, jobs: Sequence[Job], inputs: Path, cache: Path) -> None:
-    """Runs jobs that have the same number of devices. After a process that died, another one takes the jobs left."""
+    """Runs jobs with the same number of devices. If a process dies, a new process runs the remaining jobs."""
     left = list(jobs)
     while left:
         devices = left[0].case.devices
@@ -401,7 +401,7 @@ def start(tree: Path, jobs: Sequence[Job], inputs: Path, cache: Path) -> None:
             "PYTHONPATH": str(tree),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags,
-            # A program's key is made of all of it, so versions share programs that are the same.
+            # A program's key covers the whole program, so versions share equal programs.
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -409,7 +409,7 @@ def start(tree: Path, jobs: Sequence[Job], inputs: Path, cache: Path) -> None:
         for job in left:
             Path(job.folder).mkdir(parents=True, exist_ok=True)
         log = Path(left[0].folder) / "log.txt"
-        # -P: this script's folder is not where the version's modules are looked for.
+        # -P keeps this script's folder out of the module search path.
         command = [sys.executable, "-P", __file__, "--drive", str(tree), json.dumps(left)]
         with log.open("w") as file:
             try:
@@ -424,7 +424,7 @@ def start(tree: Path, jobs: Sequence[Job], inputs: Path, cache: Path) -> None:
 
 
 def status_of(job: Job) -> dict[str, Any]:
-    """Returns what a job left to say how it ended, or nothing."""
+    """Returns the status that a job wrote at its end, or {}."""
     file = Path(job.folder) / "status.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
@@ -433,7 +433,7 @@ def status_of(job: Job) -> dict[str, Any]:
 
 
 def compare_case(name: str, old: Path, new: Path) -> list[str]:
-    """Returns how the runs of a case differ in two versions, one sentence each."""
+    """Returns the differences between the two versions' runs of a case, one sentence each."""
     ends = [json.loads((folder / "status.json").read_text())["status"] for folder in (old, new)]
     if any(ends):
         return [f"{name}: ended with '{ends[0]}' in the commit and with '{ends[1]}' in the working tree"]
@@ -446,7 +446,7 @@ def compare_case(name: str, old: Path, new: Path) -> list[str]:
 
 
 def read_lines(file: Path) -> dict[tuple[Any, ...], Any]:
-    """Returns the lines of a file by phase, step, and number among those of the step."""
+    """Returns the lines of a file by phase, step, and position within the step."""
     lines: dict[tuple[Any, ...], Any] = {}
     for text in file.read_text().splitlines() if file.exists() else ():
         line = renamed(json.loads(text))
@@ -465,7 +465,7 @@ def renamed(value: Any) -> Any:
 
 
 def compare_lines(file: str, old: Mapping[Any, Any], new: Mapping[Any, Any]) -> list[str]:
-    """Returns how two files of lines differ; lines up to the first step have the narrow bound."""
+    """Returns the differences between two files of lines. Lines up to the first step have the narrow bound."""
     found = [f"{file} has {key} in one version only" for key in old.keys() ^ new.keys()]
     for key in old.keys() & new.keys():
         bound = FIRST_NUMBER if (key[1] or 0) <= 1 else LATER_NUMBER
@@ -475,7 +475,7 @@ def compare_lines(file: str, old: Mapping[Any, Any], new: Mapping[Any, Any]) -> 
 
 
 def compare_json(where: str, old: Any, new: Any, bound: float, least: float) -> list[str]:
-    """Returns how two JSON values differ.
+    """Returns the differences between two JSON values.
 
     Texts and whole numbers must be equal. Other numbers may differ by a share of their size, or by `least`.
     """
@@ -501,7 +501,7 @@ def short(value: Any) -> str:
 
 
 def compare_gradients(old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]) -> list[str]:
-    """Returns which leaves have other gradients, with how far they are apart as a share of the leaf's norm."""
+    """Returns the leaves whose gradients differ, with the difference as a share of the leaf's norm."""
     if not old or not new:
         return ["no gradient was seen: does the library still call optax.adamw?"]
     pairs = match_leaves(old, new)
@@ -513,7 +513,7 @@ def compare_gradients(old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarra
         bound = FIRST_GRADIENT if update.startswith("0|") else LATER_GRADIENT
         for key, one, other in group:
             norm, apart = (np.linalg.norm(np.float64(x).ravel()) for x in (one, one - other))
-            # A leaf whose gradient is zero but for rounding is compared with the whole gradient.
+            # A gradient that is only rounding errors is compared with the norm of the whole gradient.
             if not apart <= bound * max(norm, 1e-3 * whole):
                 found.append(f"gradient {key}: apart by {apart / max(norm, 1e-30):.1e} of its norm {norm:.1e}")
     return found
@@ -525,9 +525,9 @@ def update_of(key: str) -> str:
 
 
 def match_leaves(old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Returns the leaf of `new` for each of `old`: that of its name, or else the nearest of its update and shape.
+    """Matches each leaf of `old` with the leaf of the same name in `new`, or else the nearest of its update and shape.
 
-    So leaves are still matched when a version puts parameters into another structure.
+    This still works when a version changes the structure of its parameters.
     """
     pairs = {key: key for key in old if key in new and old[key].shape == new[key].shape}
     for key in sorted(old.keys() - pairs.keys()):
@@ -542,18 +542,18 @@ def match_leaves(old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]) -
 
 
 def in_new_names(case: Case) -> Case:
-    """Returns a case with the names that its options have in the working tree."""
+    """Returns a case with the option names of the working tree."""
     return case._replace(args=" ".join(RENAMED_OPTIONS.get(word, word) for word in case.args.split()))
 
 
 def compare_versions(names: Sequence[str], old: Path, new: Path, folder: Path) -> Iterator[str]:
-    """Runs cases in both versions, one process each at a time; yields what differs."""
+    """Runs cases with both versions, one process each at a time; yields the differences."""
     for devices in (1, 4, 8):
         chosen = [name for name in names if CASES[name].devices == devices]
         jobs = [Job(name, CASES[name], str(folder / "old" / name)) for name in chosen]
         again = [Job(name, in_new_names(CASES[name]), str(folder / "new" / name)) for name in chosen]
         with ThreadPoolExecutor(2) as pool:
-            # In opposite orders: each version reads from the cache the programs that the other one compiled.
+            # In opposite orders, so that each version reads programs that the other version compiled from the cache.
             both = ((old, jobs), (new, again[::-1]))
             list(pool.map(lambda of: start(*of, folder / "inputs", folder / "cache"), both))
         for name, *sides in zip(chosen, jobs, again, strict=True):
@@ -564,7 +564,7 @@ def compare_versions(names: Sequence[str], old: Path, new: Path, folder: Path) -
 
 
 def compare(commit: str, only: Sequence[str], folder: Path) -> list[str]:
-    """Checks the commit out, runs everything, and returns what differs."""
+    """Checks the commit out, runs all cases, and returns the differences."""
     started = time.perf_counter()
     for part in ("inputs", "cache"):
         (folder / part).mkdir()
@@ -583,7 +583,7 @@ def compare(commit: str, only: Sequence[str], folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Reads the command line."""
+    """Runs the command line."""
     if sys.argv[1:2] == ["--drive"]:
         jobs = [Job(name, Case(*case), folder) for name, case, folder in json.loads(sys.argv[3])]
         drive(Path(sys.argv[2]), jobs)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 900
-# Programs that a fault does not change are compiled once for all runs.
+# Programs that a fault does not change are compiled only once for all runs.
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 
 
@@ -28,7 +28,7 @@ def load_faults(only: str) -> list[dict]:
 
 
 def copy_tree(target: Path) -> None:
-    """Copies what git tracks or does not ignore."""
+    """Copies all files that git tracks or does not ignore."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
         if (ROOT / name).is_file():
@@ -38,7 +38,7 @@ def copy_tree(target: Path) -> None:
 
 def run_tests(tree: Path, tests: list[str], cache: Path) -> tuple[str, str]:
     """Returns "caught", "missed" or "error", and the test that failed first."""
-    # In this process: a worker of xdist would run the rest of its files before it stops.
+    # Without workers: a worker of xdist would run all its files before it stops.
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no", *tests]
     environment = {**os.environ, **CACHE, "PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": str(cache)}
     try:

@@ -24,20 +24,20 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.tasks.task import Task
 
-# Models of transformers with what it computes from them: see golden/make.py.
+# Models and outputs of transformers, made by golden/make.py.
 GOLDEN = Path(__file__).parent / "golden"
 
 
 @contextlib.contextmanager
 def refused(words: str) -> Iterator[None]:
-    """Asserts that its block raises a `UsageError` of one line, in which the pattern `words` occurs."""
+    """Asserts that the block raises a `UsageError` of one line that matches the pattern `words`."""
     with pytest.raises(UsageError, match=words) as error:
         yield
     assert "\n" not in str(error.value)
 
 
 def slow_unless(quick: Any, values: Any) -> list[Any]:
-    """Returns parameters of a test, of which those that are not among `quick` are slow."""
+    """Returns parameters of a test, and marks all that are not in `quick` as slow."""
     return [pytest.param(x, id=str(x), marks=() if x in quick else pytest.mark.slow) for x in values]
 
 
@@ -45,12 +45,12 @@ def slow_unless(quick: Any, values: Any) -> list[Any]:
 
 
 def tiny_config(vocab_size: int, **changes: Any) -> ModelConfig:
-    """Returns a decoder of one layer, which compiles in a moment, with some fields changed."""
+    """Returns the configuration of a decoder with one layer, which compiles fast, with some fields changed."""
     return replace(ModelConfig(vocab_size, 16, 32, 1, 2, 1, 8, initializer_range=0.3), **changes)
 
 
 def random_like(shapes: Any, scale: float = 0.3, seed: int = 0) -> Any:
-    """Returns random leaves of these shapes. Norms are near 1: the first values of biases and norms hide mistakes."""
+    """Returns random leaves of these shapes, with norms near 1. Initial biases and norms would hide mistakes."""
     noise = np.random.default_rng(seed)
 
     def leaf(path: Any, x: Any) -> jax.Array:
@@ -67,7 +67,7 @@ def random_params(config: ModelConfig, scale: float = 0.3) -> Any:
 
 
 def randomly_adapted(params: Any, rank: int = 2, alpha: float = 4.0, scale: float = 0.3) -> Adapted:
-    """Returns parameters with adapters on all projections that change something: a B of 0 hides mistakes."""
+    """Returns parameters with random adapters on all projections, because the initial B of 0 would hide mistakes."""
     new = add_adapters(params, jax.random.key(0), rank=rank, alpha=alpha)
     return new._replace(adapters=random_like(new.adapters, scale))
 
@@ -80,13 +80,13 @@ def load_golden(name: str) -> tuple[ModelConfig, Any]:
 
 
 def states_of_texts(policy: Policy, params: Any, ids: Any, texts: Any) -> jax.Array:
-    """Returns the state at each token `[R, S, D]`: texts get one token more, because states are those before a token.
+    """Returns the state at each token, `[R, S, D]`. Texts get one more token, because states precede a token.
 
     Args:
-      policy: of a model.
-      params: its parameters.
-      ids: int `[R, S]`.
-      texts: int `[R, S]`, texts numbered from 1.
+      policy: The functions of the model.
+      params: The parameters of the model.
+      ids: The tokens, int `[R, S]`.
+      texts: The number of each token's text, from 1, int `[R, S]`.
     """
     ids, texts = (jnp.pad(jnp.asarray(x), [(0, 0), (0, 1)]) for x in (ids, texts))
     return policy.states(params, rows_of_texts(ids, texts))[0][:, 0, 1:]
@@ -96,7 +96,7 @@ def states_of_texts(policy: Policy, params: Any, ids: Any, texts: Any) -> jax.Ar
 
 
 def ragged_prompts(lengths: Any, vocab_size: int, width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns random ids `[N, P]` of prompts that are padded on the left with 0, and their mask."""
+    """Returns random ids `[N, P]` of prompts, padded on the left with 0, and their mask."""
     lengths = np.asarray(lengths)[:, None]
     width = lengths.max() if width is None else width
     mask = np.arange(width) >= width - lengths
@@ -109,23 +109,23 @@ def row_numbers(num_prompts: int, group_size: int) -> np.ndarray:
 
 
 def digits(ids: Any) -> str:
-    """Returns the text of a completion: its ids in a row."""
+    """Returns the text of a completion, its concatenated ids."""
     return "".join(map(str, ids))
 
 
 def digit_prompts(step: int, count: int = 8, length: int = 2, pad_id: int = 7) -> Prompts:
-    """Returns the prompts of a step: random ids below 6, padded to one more than their length."""
+    """Returns the prompts of a step, random ids below 6, padded to `length` + 1 tokens."""
     tokens = rng(step).integers(0, 6, (count, length)).tolist()
     return pad_prompts(tokens, [{"prompt": str(x)} for x in tokens], width=length + 1, pad_id=pad_id)
 
 
 def digit_task(reward: Any, prompts: Callable[[int], Prompts] = digit_prompts, vocab_size: int = 8) -> Task:
-    """Returns a task of prompts of digits, where 6 ends a completion and 7 is padding."""
+    """Returns a task with prompts of digits, in which 6 ends a completion and 7 is padding."""
     return Task(prompts, reward, prompts(999), digits, (6,), 7, vocab_size)
 
 
 def task_of_tokens(eos_ids: tuple[int, ...], pad_id: int, vocab_size: int) -> Task:
-    """Returns a task that has nothing but its tokens, for samplers."""
+    """Returns a task for samplers, which has only special tokens and a vocabulary size."""
     return Task(None, None, None, None, eos_ids, pad_id, vocab_size)  # type: ignore[arg-type]
 
 
@@ -133,7 +133,7 @@ def task_of_tokens(eos_ids: tuple[int, ...], pad_id: int, vocab_size: int) -> Ta
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Writes a tokenizer of the words t0, t1 … whose end is t5."""
+    """Writes a tokenizer of the words t0, t1 …, with t5 as EOS."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(size)}, unk_token="t0"))

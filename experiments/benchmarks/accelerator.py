@@ -68,14 +68,14 @@ class Config:
 
 
 class Measured(NamedTuple):
-    """One run, from its files."""
+    """The speed and memory of one run, from its files."""
 
     iteration_s: float  # the median without the first two iterations
     tokens_per_s: float  # sampled tokens by whole iterations
     mean_length: float
-    update_mfu: float | None  # as the run logs it; None where the device's speed is not known
+    update_mfu: float | None  # the logged MFU; None if the device's speed is not known
     first_step_s: float  # with compilation
-    compilation_s: float  # what the first iteration takes more than the median
+    compilation_s: float  # time of the first iteration minus the median
     peak_gb: float
     planned_gb: float
     mismatch: float  # mean probability ratio of trainer and sampler
@@ -102,7 +102,7 @@ def main(config: Config) -> None:
 
 
 def mean_length(shape: Shape, lengths: str) -> int:
-    """Returns the mean length of completions if none were cut off: a quarter of the room, or so long that few end."""
+    """Returns the mean length of completions without a cut-off: a quarter of the limit, or so long that few end."""
     return shape.completion // 4 if lengths == "geometric" else 100 * shape.completion
 
 
@@ -116,7 +116,7 @@ def in_child(*args: str) -> str:
     """Returns the output of a Python process. Only such a process takes the accelerator's memory.
 
     Raises:
-      SystemExit: the process failed; with the end of its output.
+      SystemExit: The process failed; the message has the end of its output.
     """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *args], env=environment, capture_output=True, text=True)
@@ -132,7 +132,7 @@ def write_inputs(folder: Path, shape: Shape) -> None:
     """Writes a model with random weights and a tokenizer of words, prompts, and a reward."""
     import tokenizers
 
-    # Weights are so small that every token is about as likely as any other.
+    # With such small weights, all tokens are almost equally likely.
     model = replace(shape.model, max_position_embeddings=shape.prompt + shape.completion)
     save_pretrained(folder / "model", random_params(model), model)
     words = ["<pad>", "</s>", *(f"t{number}" for number in range(2, model.vocab_size))]
@@ -161,7 +161,7 @@ def random_params(model: ModelConfig) -> Any:
 
 
 def write_endings(folder: Path, vocab_size: int, length: int) -> None:
-    """Makes so many tokens end a completion that a uniform choice of tokens gives this mean length."""
+    """Sets the number of EOS tokens so that a uniform choice of tokens gives this mean length."""
     count = max(1, vocab_size // length)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(1, count + 1))}))
 
@@ -170,7 +170,7 @@ def write_endings(folder: Path, vocab_size: int, length: int) -> None:
 
 
 def measure(folder: Path, lengths: str, shape: Shape, config: Config, options: tuple[str, ...]) -> Measured:
-    """Trains by the command, and reads what the run's files say of its speed."""
+    """Trains with the command, and reads the run's speed from its files."""
     run, sampling = folder / lengths, (shape.num_prompts, shape.group_size, shape.completion)
     numbers = zip(("--num-prompts", "--group-size", "--max-tokens"), map(str, sampling), strict=True)
     args = ["--model", f"{folder}/model", "--task", f"{folder}/rows.jsonl", "--reward", f"{folder}/rewards.py:reward"]
@@ -193,8 +193,8 @@ def summary(times: list[dict[str, Any]], metrics: list[dict[str, Any]], answer: 
     """Returns the numbers of a run.
 
     Args:
-      times, metrics: lines of the iterations.
-      said: the output of the run, which has its plan.
+      times, metrics: The lines of the iterations.
+      answer: The output of the run, which contains its plan.
     """
     ends = [line["s"] for line in times]
     seconds = [later - earlier for earlier, later in pairwise(ends)]

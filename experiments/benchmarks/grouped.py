@@ -1,4 +1,4 @@
-"""Times the product of groups of rows, each group with a kernel of its own.
+"""Times the product of groups of rows, each group with a different kernel.
 
     python -m experiments.benchmarks.grouped
 
@@ -24,7 +24,7 @@ from grpo_jax.models.experts import grouped_product
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes of the mixture, and how often each product is timed."""
+    """The sizes of the mixture, and the number of timed calls."""
 
     experts: int = 16
     per_token: int = 4
@@ -35,7 +35,7 @@ class Options:
 
 
 def timed(fn: Callable[..., jax.Array], *args: jax.Array, repeats: int) -> str:
-    """Milliseconds, and MiB of temporary arrays."""
+    """Returns the median milliseconds, and the MiB of temporary arrays."""
     program = jax.jit(fn).lower(*args).compile()
     jax.block_until_ready(program(*args))
     times = []

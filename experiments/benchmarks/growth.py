@@ -54,7 +54,7 @@ def main(config: Config) -> None:
 
 
 def measured(sizes: dict[str, int], repeats: int) -> dict[str, float]:
-    """Seconds and temporary MB of each program, and the operations of one forward pass."""
+    """Measures the seconds and temporary MB of each program, and counts the operations of a forward pass."""
     shape = Shape(replace(TINY, vocab_size=sizes["V"]), sizes["N"], sizes["P"], sizes["T"], sizes["G"])
     run = recipe(num_prompts=sizes["N"], group_size=sizes["G"], max_tokens=sizes["T"])
     results = measure(shape, run, PROGRAMS, repeats)
@@ -64,7 +64,7 @@ def measured(sizes: dict[str, int], repeats: int) -> dict[str, float]:
 
 
 def show(console: Console, results: dict[str, dict[str, float]]) -> None:
-    """A row a size. The first is that of which one size is doubled."""
+    """Prints a row for each size. The first row has the base sizes."""
     base = ", ".join(f"{name} {size}" for name, size in BASE.items())
     table = Table("", *next(iter(results.values())), box=None, title=f"{base}, with one size changed")
     for name, numbers in results.items():

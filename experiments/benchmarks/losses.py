@@ -26,7 +26,7 @@ Loss = Callable[..., jax.Array]  # (logprobs, old_logprobs, ref_logprobs, advant
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes of the arrays, and how often each is timed."""
+    """The sizes of the arrays, and the number of timed calls."""
 
     prompts: int = 64
     group_size: int = 16
@@ -45,7 +45,7 @@ def composed(term: F.Term, **constants) -> Loss:
 
 
 def by_hand(per_token: Loss) -> Loss:
-    """(d, ρ, A, log π, log π_old, mask) -> loss a token, summed as Σ w · loss."""
+    """Σ w · loss, for a function (d, ρ, A, log π, log π_old, mask) -> loss of each token."""
 
     def loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, weights):
         d = jnp.where(mask, logprobs - old_logprobs, 0)
@@ -102,7 +102,7 @@ def vespo(d, rho, a, logprobs, *_):
 
 
 def grpo_by_hand(logprobs, old_logprobs, ref_logprobs, advantages, mask, weights):
-    """The default of `grpo_loss` with its KL term and its metrics."""
+    """Computes the default `grpo_loss` with its KL term and its metrics."""
     d, a = jnp.where(mask, logprobs - old_logprobs, 0), advantages[..., None]
     rho, x = jnp.exp(d), jnp.where(mask, logprobs - ref_logprobs, 0)
     kl = jnp.expm1(-x) + x
@@ -116,7 +116,7 @@ def grpo(logprobs, old_logprobs, ref_logprobs, advantages, mask, weights):
 
 
 def divergence(function: Loss) -> Loss:
-    """Σ w · D, by the reference."""
+    """Σ w · D(π, π_ref)."""
     return lambda logprobs, old, ref, a, mask, weights: jnp.sum(weights * function(logprobs, ref))
 
 
@@ -163,7 +163,7 @@ PAIRS: dict[str, tuple[Loss, Loss]] = {
 
 
 def medians(functions: list[Callable], arguments: tuple, repeats: int) -> list[float]:
-    """Milliseconds of each, timed in turns."""
+    """Returns the median milliseconds of each function, timed in turns."""
     times: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats + 3):
         for function, separate in zip(functions, times, strict=True):
@@ -175,7 +175,7 @@ def medians(functions: list[Callable], arguments: tuple, repeats: int) -> list[f
 
 
 def gradient(loss: Loss) -> Callable:
-    """Value and gradient in the log-probabilities, compiled."""
+    """Returns a compiled function of the value and its gradient in the log-probabilities."""
 
     def with_aux(*arguments):
         out = loss(*arguments)

@@ -90,13 +90,14 @@ def main(config: Config) -> None:
 def measure(
     shape: Shape, run: GRPOConfig, names: Collection[str], repeats: int = 3, trace: str = ""
 ) -> dict[str, float]:
-    """Seconds, seconds to compile and temporary memory of each program, by name.
+    """Measures the seconds, compilation seconds and temporary memory of programs, by name.
 
     Args:
-      shape: the decoder and the rollout.
-      run: of the same rollout.
-      names: of the programs.
-      repeats: as in `Config`, as is `trace`.
+      shape: The decoder and the rollout.
+      run: The configuration of a run with the same rollout.
+      names: The programs to measure.
+      repeats: The number of timed calls of each program.
+      trace: The folder for profiles; "": none.
     """
     model, policy = shape.model, decoder_policy(shape.model)
     timed = partial(_timed, repeats=repeats, trace=trace)
@@ -123,18 +124,18 @@ def measure(
     if "score" in names:
         models = models_of(trained, frozen, params, {})
         fields = timed("score", jax.jit(partial(score_rollout, method, run)), results, models, batch)
-        if "sample" in names:  # of the same parameters: what is left is rounding
+        if "sample" in names:  # the parameters are the same, so only rounding differs
             results["mismatch"] = float(jnp.mean(jnp.abs(batch.sampler_logprobs - fields["ref_logprobs"])))
     if "learn" in names:
         batch = batch._replace(ref_logprobs=jnp.zeros(batch.completion_ids.shape))
         rewards = RewardArrays(jnp.asarray(rng.random(numbers.shape, np.float32)), numbers >= 0)
-        state = programs.initial_state(trained)  # a copy: the start stays, as a reference does
+        state = programs.initial_state(trained)  # a copy, because the start remains as the reference
         timed("learn", programs.learn, results, state, frozen, params, batch, rewards, jnp.zeros(2, jnp.uint32))
     return results
 
 
 def _timed(name: str, program: Any, results: dict[str, float], *args: Any, repeats: int, trace: str) -> Any:
-    """The last result of several calls. Of `learn` the first part is the state, which the next call takes."""
+    """Times several calls and returns the last result. `learn` returns the state for the next call first."""
     began = time.perf_counter()
     compiled = program.lower(*args).compile()
     results[f"{name}_compile_s"] = time.perf_counter() - began
@@ -158,7 +159,7 @@ def _timed(name: str, program: Any, results: dict[str, float], *args: Any, repea
 
 
 def show(report: dict[str, Any]) -> None:
-    """A row a number, then JSON."""
+    """Prints a row for each number, then JSON."""
     table = Table("", "", show_header=False, box=None)
     for name, value in report.items():
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
@@ -167,7 +168,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def matmul_flops(dtype: str) -> float:
-    """Operations a second of a large matrix product that is accumulated in float32, best of five."""
+    """Measures the FLOP/s of a large matrix product with float32 accumulation, best of five."""
     size = 1024 if jax.default_backend() == "cpu" else 8192
     a = (jax.random.normal(jax.random.key(0), (size, size)) / size**0.5).astype(dtype)  # products stay as large
     product = jax.jit(lambda x: jnp.matmul(x, a, preferred_element_type=jnp.float32).astype(a.dtype))
@@ -175,16 +176,16 @@ def matmul_flops(dtype: str) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, those read and those written, of adding a number to a large array in place, best of five.
+    """Measures the bytes read and written per second when adding a number to a large array in place, best of five.
 
-    In place: the first write to a new page of memory takes a CPU ten times as long as a later one.
+    In place, because a CPU's first write to a new page of memory takes ten times as long as a later write.
     """
     a = jnp.zeros(2**26 if jax.default_backend() == "cpu" else 2**29, jnp.float32)
     return 2 * a.nbytes / best_of_five(jax.jit(lambda a: a + 1, donate_argnums=0), a)
 
 
 def best_of_five(fn: Callable[[jax.Array], jax.Array], a: jax.Array) -> float:
-    """Seconds of a call of `fn` on what it returned, several in a row so that starting them does not count."""
+    """Measures the seconds of a call of `fn` on its last result, over several calls to hide the launch time."""
     a, calls = jax.block_until_ready(fn(a)), 4
     seconds = []
     for _ in range(5):

@@ -42,7 +42,7 @@ MODEL = ModelConfig(
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes of what is sampled."""
+    """The sizes of the rollout."""
 
     prompts: int = 8
     group_size: int = 8
@@ -51,7 +51,7 @@ class Options:
 
 
 def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """By decode steps, after each token but the last: hidden states `[N, G, T − 1, D]` and experts `[..., L, J]`."""
+    """Runs decode steps on all tokens but the last: hidden states `[N, G, T − 1, D]`, experts `[..., L, J]`."""
     policy, model = decoder_policy(config), Transformer(config, scan_layers=False)
     n, g, size = completions.shape
     mask = jnp.ones(ids.shape, bool)
@@ -73,8 +73,12 @@ def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: ja
 
 
 def compare(config: ModelConfig, options: Options) -> tuple[float, float, float, float, float]:
-    """Returns the shares of places and tokens that went elsewhere; mean exp |Δ log p| of all tokens, and of those that
-    went the same way in all layers; and the largest |Δ log p| of these."""
+    """Compares the routes of sampling and training.
+
+    Returns:
+      The shares of places and of tokens with different experts; the mean exp |Δ log p| of all tokens, and of tokens
+      with the same experts in all layers; and the largest |Δ log p| of the latter.
+    """
     policy, rng = decoder_policy(config), np.random.default_rng(0)
     params = jax.jit(policy.init)(jax.random.key(0))
     ids = jnp.asarray(rng.integers(0, config.vocab_size, (options.prompts, options.prompt_tokens)), jnp.int32)
@@ -85,7 +89,7 @@ def compare(config: ModelConfig, options: Options) -> tuple[float, float, float,
     _, by_step = jax.jit(partial(decoded, config))(params, ids, completions)
     hidden, routing = jax.jit(policy.states)(params, rows_of_groups(ids, jnp.ones(ids.shape, bool), completions))
     scores = token_logprobs(hidden, policy.unembedding(params), completions, temperature=1.0)
-    # State t predicts token t: the first is the prompt's, which no step computes.
+    # State t predicts token t. The first state belongs to the prompt, and no decode step computes it.
     same = np.sort(by_step, axis=-1) == np.sort(routing.experts[:, :, 1:], axis=-1)
     places = ~same.all(-1)
     difference = np.abs(scores.logprobs - sampled.sampler_logprobs)[:, :, 1:]

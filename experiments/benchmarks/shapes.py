@@ -1,4 +1,4 @@
-"""Decoders and rollouts that benchmarks measure, and what their programs must compute and move at least."""
+"""Decoders and rollouts for benchmarks, and the least operations and bytes that their programs need."""
 
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -18,9 +18,9 @@ class Shape(NamedTuple):
     prompt: int  # tokens
     completion: int
     group_size: int = 8
-    median_prompt: int = 0  # tokens of prompts that are log-normal up to `prompt`; 0: they are not
-    usual_prompt: int = 0  # tokens of all prompts but one in 512, which has `prompt`; 0: all have `prompt`
-    mean_length: int = 0  # of completions, in tokens, where a uniform choice of tokens ends them; 0: none ends
+    median_prompt: int = 0  # median tokens of log-normal prompt lengths up to `prompt`; 0: not log-normal
+    usual_prompt: int = 0  # tokens of a prompt, except one in 512, which has `prompt`; 0: all have `prompt`
+    mean_length: int = 0  # mean tokens of completions, if uniform tokens end them; 0: all have full length
 
 
 TINY = ModelConfig(64, 128, 512, 4, 4, 2, 32)
@@ -39,7 +39,7 @@ SHAPES = {
     "one-long": Shape(TINY, 16, 1024, 32, usual_prompt=16),
     "mid": Shape(MID, 4, 16, 128),
     "prompt": Shape(MID, 1, 512, 64),
-    # Weights so small that every token is about as likely as any other.
+    # With such small weights, all tokens are almost equally likely.
     "long-tail": Shape(replace(MID, initializer_range=0.001), 4, 16, 256, mean_length=64),
     "qwen2.5-0.5b": Shape(MODELS["Qwen2.5-0.5B"], 16, 64, 512),
     "qwen2.5-1.5b": Shape(MODELS["Qwen2.5-1.5B"], 16, 64, 512),
@@ -53,11 +53,11 @@ CpuShape = Literal[_Tiny, "mid", "prompt", "long-tail"]
 ShapeName = Literal[CpuShape, "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen3-0.6b-2048"]
 
 
-_ROWS = 1024  # prompts of the data
+_ROWS = 1024  # number of prompts in the data
 
 
 def prompt_lengths(shape: Shape) -> np.ndarray:
-    """Returns the tokens of each prompt of the data; the longest is in the first step."""
+    """Returns the number of tokens in each prompt of the data; the longest prompt is in the first step."""
     if shape.median_prompt:
         lengths = shape.median_prompt * np.exp(rng(1).normal(0, 0.75, _ROWS))
         lengths = np.clip(lengths, 4, shape.prompt).astype(int)
@@ -74,7 +74,7 @@ def end_ids(shape: Shape) -> list[int]:
 
 
 def random_prompts(shape: Shape, step: int, *, seed: int = 0, below: int = 0) -> Prompts:
-    """Returns prompts of a step with random ids (below `below`, or any), and their text for an example."""
+    """Returns prompts of a step with random ids (below `below`, if above 0), and examples with their text."""
     limit = below or shape.model.vocab_size
     ids = rng(seed, step).integers(0, limit, (shape.num_prompts, shape.prompt)).astype(np.int32)
     rows = (step * shape.num_prompts + np.arange(shape.num_prompts)) % _ROWS
@@ -85,16 +85,16 @@ def random_prompts(shape: Shape, step: int, *, seed: int = 0, below: int = 0) ->
 class Cost(NamedTuple):
     """Operations and bytes of one rollout with completions of full length."""
 
-    forward_flops: float  # of sampling, and of scoring; an update takes three times as many
-    sample_bytes: float  # read from memory: in every step the weights, and the keys and values that are there
+    forward_flops: float  # for sampling, and again for scoring; an update takes three times as many
+    sample_bytes: float  # bytes that decode steps read: weights, and the keys and values so far
 
 
 def cost_of(shape: Shape, *, element: int) -> Cost:
-    """Operations of products, and bytes that decoding reads, without anything that is computed twice.
+    """Counts the operations of matrix products and the bytes that decoding reads, without recomputation.
 
     Args:
-      shape: of the rollout.
-      element: bytes of an activation, and of a weight in decoding.
+      shape: The decoder and the rollout.
+      element: The number of bytes of an activation, and of a weight in decoding.
     """
     model, completions = shape.model, shape.num_prompts * shape.group_size
     heads, kv_heads, features = model.num_attention_heads, model.num_key_value_heads, model.head_dim
@@ -103,7 +103,7 @@ def cost_of(shape: Shape, *, element: int) -> Cost:
     unembedding = model.vocab_size * model.hidden_size
     prompts = shape.num_prompts * shape.prompt
     tokens = completions * shape.completion
-    # Pairs of a query and a key that it sees; each takes 4E operations a head: scores, and the weighted sum of values.
+    # Each pair of a query and a visible key takes 4E operations in each head: scores, and the weighted sum of values.
     seen_by_prompts = prompts * (shape.prompt + 1) / 2
     seen = tokens * (shape.prompt + (shape.completion + 1) / 2)
     attention = 4 * model.num_hidden_layers * heads * features

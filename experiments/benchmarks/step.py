@@ -4,7 +4,7 @@ A decoder with random weights, completions of full length (but for long-tail), a
 a rollout, float32: the work of TRL's and Tunix's trainers at the same shapes. Each line is one iteration as
 `grpo_jax.train` runs it, text and rewards included. The first line has the compilation in it. The last line has medians
 over the iterations from the third to the last but one, the peak memory of the process, and the speed of a matrix
-product beside them. The last iteration waits for two updates, since each is read while the next one samples. Use
+product for comparison. The last iteration waits for two updates, since each is read while the next one samples. Use
 `taskset -c 0` for one core.
 
   python -m experiments.benchmarks.step --shape tiny
@@ -36,7 +36,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 
-_BEGAN = time.perf_counter() - time.process_time()  # about when the process did
+_BEGAN = time.perf_counter() - time.process_time()  # approximately the start of the process
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Prints a line of JSON an iteration, and one of medians."""
+    """Prints a line of JSON for each iteration, and a line of medians."""
     if config.cache:
         progress.use_cache()
     shape, marks = SHAPES[config.shape], dict[int, tuple[float, float]]()
@@ -74,7 +74,7 @@ def main(config: Config) -> None:
     )
 
     def prompts(step: int) -> Prompts:
-        """The loop asks for them when an iteration begins, after others that need their shapes."""
+        """Returns the prompts of a step, and records the time: the loop calls this last when an iteration begins."""
         marks[step] = time.perf_counter(), time.process_time()
         return random_prompts(shape, step)
 
@@ -101,7 +101,7 @@ def main(config: Config) -> None:
 
 
 def iterations(times: list[dict[str, Any]], marks: Mapping[int, tuple[float, float]]) -> list[dict[str, Any]]:
-    """A line an iteration: seconds and seconds of the processor, from one request for prompts to the next."""
+    """Adds seconds and CPU seconds to each line, from one request for prompts to the next."""
     lines = []
     for number, line in enumerate(times):
         (start, cpu), (end, end_cpu) = marks[number], marks[number + 1]
@@ -110,7 +110,7 @@ def iterations(times: list[dict[str, Any]], marks: Mapping[int, tuple[float, flo
 
 
 def summary(lines: list[dict[str, Any]], ready: float, first_end: float) -> dict[str, Any]:
-    """Medians, and what the process took."""
+    """Returns medians over iterations, and the startup time, compilations and memory of the process."""
     warm = lines[2:-1] or lines[-1:]
     names = ("seconds", "cpu_seconds", "rollout_s", "reward_s", "update_s")
     medians = {name: round(statistics.median(line.get(name, 0.0) for line in warm), 4) for name in names}

@@ -32,7 +32,7 @@ from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.tasks.task import Task
 
-TURN = 16  # tokens of the policy in the mean
+TURN = 16  # mean number of policy tokens in a turn
 PARTS = ("host", "prefill", "decode")
 
 
@@ -62,7 +62,7 @@ def main(config: Config) -> None:
     policy = decoder_policy(shape.model)
     params = jax.block_until_ready(jax.jit(policy.init)(jax.random.key(0)))
     programs = episode_programs(policy, task, sampling, 1)
-    # As many places, of which one token is sampled: the prompts alone.
+    # With the same width and a single sampled token, this program measures only the prompts.
     one = replace(sampling, max_tokens=1, environment_tokens=sampling.row_tokens - 1)
     prompts_alone = episode_programs(policy, task, one, 1)[0]
     rollouts = [measured(programs, prompts_alone, params, task, sampling, step) for step in range(config.rollouts + 1)]
@@ -80,7 +80,7 @@ def measured(
     sampling: SamplingConfig,
     step: int,
 ) -> dict[str, float]:
-    """Seconds of one rollout by part, and its tokens."""
+    """Measures the seconds of each part of a rollout, and counts its tokens."""
     prefill, whole, aside = [0.0], [0.0], [0.0]
 
     def timed(program: Callable[..., Any], total: list[float], *arguments: Any) -> Any:
@@ -94,7 +94,7 @@ def measured(
         return timed(programs[0], whole, *arguments)
 
     def next_turn(params: Params, episodes: Any, replies: Any, counts: Any, continues: Any) -> Any:
-        # If no episode continues, replies are computed and nothing is sampled. The program donates its argument.
+        # If no episode continues, the program only computes replies. It needs a copy because it donates its argument.
         copy = timed(jax.tree.map, aside, jnp.copy, episodes)
         timed(programs[1], prefill, params, copy, replies, counts, jnp.zeros_like(continues))
         return timed(programs[1], whole, params, episodes, replies, counts, continues)
@@ -117,11 +117,11 @@ def measured(
 
 
 def game(shape: Shape) -> Task:
-    """Returns random prompts, an environment that answers in proportion to what it was told, and no reward."""
+    """Returns a task with random prompts, replies in proportion to the actions' lengths, and no reward."""
     vocab_size, prompts = shape.model.vocab_size, partial(random_prompts, shape)
 
     def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
-        # The last turn has no reply, so those before have half as much again.
+        # The last turn has no reply, so earlier replies are half as long again.
         count = max(1, 3 * len(transcript[-1].action.ids) // 2)
         return Reply(ids=rng(*key).integers(0, vocab_size, count).tolist())
 

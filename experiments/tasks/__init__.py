@@ -1,1 +1,1 @@
-"""Toy tasks of the experiments, on single characters. They come with a clone of the repository, not with the wheel."""
+"""Toy tasks for the experiments. They come with a clone of the repository, not with the wheel."""

@@ -1,7 +1,7 @@
-"""Two-digit addition: no download, a reward that cannot be argued with.
+"""Two-digit addition, which needs no download and has an exact reward.
 
-A prompt is "07+58="; the answer is written with its last digit first ("56"), the order in
-which addition is done, and ends with EOS. All 10,000 pairs exist; 1,000 are held out.
+A prompt is "07+58="; the answer is written with its last digit first ("56"), the order in which addition is done, and
+ends with EOS. There are 10,000 pairs, of which 1,000 are held out.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,11 @@ _TRAIN, _HELDOUT = _ORDER[NUM_HELDOUT:], _ORDER[:NUM_HELDOUT]
 
 
 def arithmetic_task(*, num_prompts: int, seed: int) -> Task:
-    """The task, with `num_prompts` different prompts a step.
+    """Returns the task.
 
     Args:
-      num_prompts: N.
-      seed: of the order of prompts.
-
-    Returns:
-      The task.
+      num_prompts: The number of different prompts in each step (N).
+      seed: The random seed of the order of prompts.
     """
     return characters_task(
         TEXT,
@@ -45,24 +42,24 @@ def arithmetic_task(*, num_prompts: int, seed: int) -> Task:
 
 
 def exact_answer(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-    """1 where the completion is the answer, and nothing but it."""
+    """Returns 1 for a completion that equals the answer, else 0."""
     return [float(text == example["answer"]) for example, text in zip(examples, completions, strict=True)]
 
 
 def mixed_answers(*, batch_size: int, seed: int, step: int, wrong_share: float = 0.7) -> tuple[Prompts, np.ndarray]:
-    """Training pairs whose labels are too large by one with probability `wrong_share`.
+    """Draws training pairs whose labels are too large by one with probability `wrong_share`.
 
-    A model that fits them gives the right answer in 1 − `wrong_share` of its samples and the
-    wrong one greedily: an ability for reinforcement learning to bring out.
+    A model that fits the labels gives the right answer in 1 − `wrong_share` of its samples, and a wrong answer
+    greedily. Reinforcement learning can bring out this ability.
 
     Args:
-      batch_size: N.
-      seed: of pairs and labels.
-      step: draws differ between steps.
-      wrong_share: probability of a wrong label.
+      batch_size: The number of examples (N).
+      seed: The random seed of pairs and labels.
+      step: The step, which also seeds the draw.
+      wrong_share: The probability of a wrong label.
 
     Returns:
-      Prompts, and the labels' ids with EOS, int32 `[N, T]`, padded on the right.
+      The prompts, and the labels' ids with EOS, int32 `[N, T]`, padded on the right.
     """
     generator = rng(seed, 1, step)
     indices = generator.choice(_TRAIN, batch_size)
@@ -75,12 +72,12 @@ def mixed_answers(*, batch_size: int, seed: int, step: int, wrong_share: float =
 
 
 def encode_pairs(numbers: Sequence[int] | np.ndarray) -> Prompts:
-    """The prompts of the pairs with these numbers, from 0 to 9,999."""
+    """Returns the prompts of the pairs with these numbers, from 0 to 9,999."""
     return encode_examples(TEXT, examples_of(numbers))
 
 
 def examples_of(numbers: Sequence[int] | np.ndarray) -> list[Example]:
-    """The "prompt" and "answer" of the pairs with these numbers."""
+    """Returns the examples with "prompt" and "answer" of the pairs with these numbers."""
     pairs = [_PAIRS[number] for number in numbers]
     return [{"prompt": f"{a:02}+{b:02}=", "answer": _answer(a + b)} for a, b in pairs]
 

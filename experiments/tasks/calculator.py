@@ -1,8 +1,8 @@
-"""Sums and products: when is it worth to call a calculator?
+"""Sums and products: when is it worth calling a calculator?
 
-A prompt is "03+04=" or "37*58=". The policy writes the answer and EOS; or it calls the calculator, "[37*58]" and EOS,
-reads what that computes, "2146;", and answers then. A small model learns the hundred sums of two digits by heart, and
-of the products of two-digit numbers next to none. A right answer earns 1, and a call costs `CALL_COST`.
+A prompt is "03+04=" or "37*58=". The policy writes the answer and EOS. Or it calls the calculator with "[37*58]" and
+EOS, reads the result "2146;", and then answers. A small model memorises the hundred sums of two digits, but almost no
+product of two-digit numbers. A right answer earns 1, and a call costs `CALL_COST`.
 """
 
 import re
@@ -19,27 +19,24 @@ TEXT = Characters("0123456789+*=[];")
 PAD_ID, EOS_ID, VOCAB_SIZE = TEXT.pad_id, TEXT.eos_id, TEXT.vocab_size
 MAX_TURNS = 2
 ENVIRONMENT_TOKENS = len("9801;")
-MAX_TOKENS = len("[99*99]") + 1 + len("9801") + 1  # of the policy: a call and an answer, with EOS
+MAX_TOKENS = len("[99*99]") + 1 + len("9801") + 1  # a call and an answer, each with EOS
 CALL_COST = 0.2
 NUM_HELDOUT = 500
 
 _PRODUCTS = [(a, "*", b) for a in range(10, 100) for b in range(10, 100)]
-_SUMS = [(a, "+", b) for a in range(10) for b in range(10)] * 81  # as many
+_SUMS = [(a, "+", b) for a in range(10) for b in range(10)] * 81  # as many as products
 _TASKS = _SUMS + _PRODUCTS
-# The split is the same for every seed of a run. A product is on one side of it; each sum is on both.
+# The split is the same for every seed of a run. A product is on one side only; each sum is on both sides.
 _ORDER = rng(262).permutation(len(_TASKS))
 _TRAIN, _HELDOUT = _ORDER[NUM_HELDOUT:], _ORDER[:NUM_HELDOUT]
 
 
 def calculator_task(*, num_prompts: int, seed: int) -> Task:
-    """The task, with `num_prompts` prompts a step, half of them products on average.
+    """Returns the task. On average, half of the prompts are products.
 
     Args:
-      num_prompts: N.
-      seed: of the order of prompts.
-
-    Returns:
-      The task.
+      num_prompts: The number of prompts in each step (N).
+      seed: The random seed of the order of prompts.
     """
     task = characters_task(
         TEXT, examples_of, (_TRAIN, _HELDOUT), reward=episode_return, num_prompts=num_prompts, seed=seed
@@ -51,7 +48,7 @@ _CALL = re.compile(r"\[(\d{1,4})([+*])(\d{1,4})\]")
 
 
 def calculate(example: Example, transcript: Transcript, key: Key) -> Reply:
-    """The result of a call, which costs something; or whether an answer is right, which ends the episode."""
+    """Returns the result of a call, at a cost; or grades an answer, which ends the episode."""
     del key
     words = transcript[-1].action
     call = _CALL.fullmatch(words)
@@ -77,7 +74,7 @@ def is_product(example: Example) -> bool:
 
 
 def examples_of(numbers: Sequence[int] | np.ndarray) -> list[Example]:
-    """The "prompt" and "answer" of the tasks with these numbers."""
+    """Returns the examples with "prompt" and "answer" of the problems with these numbers."""
     tasks = [_TASKS[number] for number in numbers]
     return [{"prompt": f"{a:02}{sign}{b:02}=", "answer": str(a + b if sign == "+" else a * b)} for a, sign, b in tasks]
 
@@ -85,18 +82,18 @@ def examples_of(numbers: Sequence[int] | np.ndarray) -> list[Example]:
 def mixed_episodes(
     *, batch_size: int, seed: int, step: int, call_share: float
 ) -> tuple[Prompts, np.ndarray, np.ndarray]:
-    """Episodes of a policy that calls now and then, whatever the task, to begin training with.
+    """Draws episodes for the warm start, of a policy that calls at random for sums and products alike.
 
-    Without a call it answers sums right, and products by a number of four digits at random.
+    Without a call, the policy answers sums right, and products with a random number of four digits.
 
     Args:
-      batch_size: N.
-      seed: of tasks and calls.
-      step: draws differ between steps.
-      call_share: probability of a call.
+      batch_size: The number of episodes (N).
+      seed: The random seed of problems and calls.
+      step: The step, which also seeds the draw.
+      call_share: The probability of a call.
 
     Returns:
-      Prompts; ids int32 and mask of the policy's own tokens, bool, `[N, T]`, padded on the right.
+      The prompts; ids, int32, and a mask of the policy's tokens, bool, `[N, T]`, padded on the right.
     """
     generator = rng(seed, 1, step)
     examples = examples_of(generator.choice(_TRAIN, batch_size))

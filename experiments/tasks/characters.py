@@ -1,4 +1,4 @@
-"""Texts whose tokens are characters: for tasks that need no download."""
+"""A character tokenizer, and tasks on characters, which need no download."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,36 +18,36 @@ except ModuleNotFoundError as error:
 
 
 class Characters(NamedTuple):
-    """A tokenizer with an id for each character, then one for padding and one for the end."""
+    """A tokenizer with an id for each character, then an id for padding and an id for EOS."""
 
     alphabet: str
 
     @property
     def pad_id(self) -> int:
-        """The first id after the characters."""
+        """The id of padding, the first after the characters."""
         return len(self.alphabet)
 
     @property
     def eos_id(self) -> int:
-        """The last id."""
+        """The id of EOS, which is the last id."""
         return len(self.alphabet) + 1
 
     @property
     def vocab_size(self) -> int:
-        """Characters, padding and end (V)."""
+        """The number of ids: characters, padding and EOS (V)."""
         return len(self.alphabet) + 2
 
     def encode(self, text: str) -> list[int]:
-        """Ids of characters, all of which are in the alphabet."""
+        """Returns the ids of characters of the alphabet."""
         return [self.alphabet.index(character) for character in text]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Characters of ids; "?" for padding and end."""
+        """Returns the characters of ids, with "?" for padding and EOS."""
         characters = self.alphabet + "??"
         return "".join([characters[i] for i in ids])
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Writes `encode` and `decode` as a tokenizer that transformers loads."""
+        """Writes the tokenizer in the format of transformers."""
         vocab = {character: i for i, character in enumerate(self.alphabet)}
         vocab |= {"<pad>": self.pad_id, "</s>": self.eos_id}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<pad>"))
@@ -69,22 +69,19 @@ def characters_task(
     seed: int,
     answer: Answer | None = None,
 ) -> Task:
-    """A task whose prompts are numbered, with `num_prompts` different ones a step.
+    """Returns a task of numbered prompts.
 
     Args:
-      text: the tokenizer.
-      examples: numbers of prompts -> their examples, whose "prompt" all have one length.
-      split: numbers of the prompts for training, and of those held out.
-      reward: of completions.
-      num_prompts: N.
-      seed: of the order of prompts.
-      answer: what completions of a prompt vote on; None: there is no vote.
-
-    Returns:
-      The task.
+      text: The tokenizer.
+      examples: Numbers of prompts -> their examples, whose prompts all have the same length.
+      split: The numbers of the training prompts, and the numbers of the held-out prompts.
+      reward: One reward function, or several with weights.
+      num_prompts: The number of different prompts in each step (N).
+      seed: The random seed of the order of prompts.
+      answer: Extracts the answer that the completions of a prompt vote on; None: no vote.
 
     Raises:
-      UsageError: there are fewer training prompts than `num_prompts`.
+      UsageError: There are fewer training prompts than `num_prompts`.
     """
     train, heldout = split
     check_num_prompts(num_prompts, len(train))
@@ -105,6 +102,6 @@ def characters_task(
 
 
 def encode_examples(text: Characters, examples: Sequence[Example]) -> Prompts:
-    """The prompts of examples, which all have one length."""
+    """Encodes the prompts of examples, which all have the same length."""
     ids = [text.encode(example["prompt"]) for example in examples]
     return pad_prompts(ids, list(examples), width=len(ids[0]), pad_id=text.pad_id)

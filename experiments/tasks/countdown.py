@@ -26,7 +26,7 @@ PROMPT = (
     "Using the numbers {numbers}, each at most once, with + - * / and parentheses, make an expression that equals "
     "{target}. End with the expression alone, as in <answer>(1 + 2) / 3</answer>."
 )
-_POOL_SEED = 50  # of the problems: the same for every seed of a run, so that the held-out ones are too
+_POOL_SEED = 50  # for all seeds of a run, so that the held-out problems stay the same
 
 MAX_CHARACTERS = 200
 MAX_DEPTH = 20  # of parentheses
@@ -35,11 +35,11 @@ _CHARACTERS = frozenset("0123456789+-*/() \t")
 
 
 def countdown_rows(count: int, seed: int = _POOL_SEED) -> list[Row]:
-    """The first `count` different problems.
+    """Makes the first `count` different problems.
 
     Args:
-      count: how many.
-      seed: of the problems.
+      count: The number of problems.
+      seed: The random seed of the problems.
 
     Returns:
       Rows with "prompt", "numbers", "target" and a "solution".
@@ -54,7 +54,7 @@ def countdown_rows(count: int, seed: int = _POOL_SEED) -> list[Row]:
 
 
 def countdown_row(seed: int, index: int) -> Row:
-    """Problem `index`: three or four numbers from 1 to 50, and a target from 10 to 100 that is none of them."""
+    """Makes problem `index`: three or four numbers from 1 to 50, and a different target from 10 to 100."""
     generator = rng(seed, index)
     while True:
         numbers = sorted(generator.integers(1, LARGEST_NUMBER + 1, generator.integers(3, 5)).tolist())
@@ -66,10 +66,10 @@ def countdown_row(seed: int, index: int) -> Row:
 
 
 def countdown_reward(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-    """1 for an expression that equals the target, 0.1 for one of allowed numbers, else 0.
+    """Returns 1 for an expression that equals the target, 0.1 for another that uses only allowed numbers, else 0.
 
-    The expression is what the last <answer> holds, or without one the last line. Of "expression = target" it is the
-    expression, of anything else with "=" what follows the last one.
+    The expression is the content of the last <answer>, or the last line if there is none. In "expression = target"
+    only the left side counts, in other texts with "=" only the part after the last "=".
     """
     return [
         _worth(example, expression(text, example["target"]))
@@ -78,8 +78,8 @@ def countdown_reward(examples: Sequence[Example], completions: Sequence[str]) ->
 
 
 def expression(completion: str, target: int) -> str:
-    """The part of a completion that should be an expression."""
-    # By partition and not by a pattern, whose time may grow as the square of the length.
+    """Returns the part of a completion that should be an expression."""
+    # The time of a regular expression could grow with the square of the length.
     inside, closed, _ = completion.rpartition("</answer>")
     _, opened, answer = inside.rpartition("<answer>")
     if not (closed and opened):
@@ -89,23 +89,23 @@ def expression(completion: str, target: int) -> str:
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
-    """The exact value of an expression of digits, + - * / and parentheses, and the numbers in it.
+    """Evaluates an expression of digits, + - * / and parentheses exactly, without running code.
 
-    Nothing is run: this is a parser of its own. There is no sign before a number, and no power.
+    Numbers have no sign, and there is no power operator.
 
     Args:
-      text: the expression.
+      text: The expression.
 
     Returns:
-      The value, and the numbers from left to right.
+      The value, and the numbers in the expression from left to right.
 
     Raises:
-      ValueError: it is no such expression, or too long or deep.
-      ZeroDivisionError: it divides by zero.
+      ValueError: The text is not such an expression, or is too long or too deep.
+      ZeroDivisionError: The expression divides by zero.
     """
     if len(text) > MAX_CHARACTERS or not _CHARACTERS.issuperset(text):
         raise ValueError("no expression")
-    tokens = _TOKEN.findall(text)[::-1]  # the next one is the last
+    tokens = _TOKEN.findall(text)[::-1]  # reversed, so that pop() takes the next token
     numbers: list[int] = []
 
     def factor(depth: int) -> Fraction:
@@ -149,7 +149,7 @@ def _worth(example: Example, text: str) -> float:
 
 
 def _combined(numbers: Sequence[int], generator: np.random.Generator) -> tuple[int, str]:
-    """All numbers combined two by two, in any order, through positive integers alone; how is written out."""
+    """Combines all numbers pair by pair in random order, with only positive integers; also returns the expression."""
     terms = [(number, str(number)) for number in numbers]
     while len(terms) > 1:
         first, second = (terms.pop(generator.integers(len(terms))) for _ in range(2))

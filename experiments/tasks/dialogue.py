@@ -1,7 +1,7 @@
-"""Dialogues to answer, and two rules that stand in for what people judge in an answer.
+"""Dialogues to answer, and two rules that replace human judgements of answers.
 
-The rules are crude on purpose: each is a sentence long, needs no model, and can be read off a completion. They are
-analogues of helpfulness and honesty, not measurements of them: an answer may take up every word and be of no use.
+The rules are crude on purpose: each is a sentence long and needs only the text, no model. They are analogues of
+helpfulness and honesty, not measurements: an answer may take up every word and still be useless.
 """
 
 import re
@@ -16,7 +16,7 @@ from grpo_jax.errors import UsageError
 
 _WORD = re.compile(r"[a-z]{4,}")
 _NUMBER = re.compile(r"\d+")
-# Words of four letters and more that say nothing of what is asked for.
+# Words of four or more letters that do not describe what is asked for.
 _FUNCTION_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -38,7 +38,7 @@ _ABSOLUTE = re.compile(r"\b(?:always|never|definitely|certainly|everyone|everybo
 
 
 def opening(prompt: str | list[Message]) -> str | list[Message]:
-    """How a dialogue begins: a transcript up to the assistant's first turn, messages up to the user's first."""
+    """Returns the beginning of a dialogue: up to the assistant's first turn, or up to the user's first message."""
     if isinstance(prompt, str):
         return prompt.split(ASSISTANT)[0]
     return prompt[: next((i for i, message in enumerate(prompt, 1) if message["role"] == "user"), len(prompt))]
@@ -52,19 +52,16 @@ def question(prompt: str | list[Message]) -> str:
 
 
 def split_by_dialogue(preferences: Sequence[Preference], number: int) -> list[list[Preference]]:
-    """Parts of about equal size, by a hash of how dialogues begin: what continues one dialogue is in one part.
+    """Splits pairs into parts of about equal size, by a hash of the beginning of their dialogue.
 
-    Data sets have several pairs from different turns of a dialogue, whose prompts differ.
+    Data sets have pairs from several turns of a dialogue, whose prompts differ. They all go into the same part.
 
     Args:
-      preferences: all.
-      number: of parts.
-
-    Returns:
-      The parts.
+      preferences: The pairs.
+      number: The number of parts.
 
     Raises:
-      UsageError: one of them would be empty.
+      UsageError: A part would be empty.
     """
     parts: list[list[Preference]] = [[] for _ in range(number)]
     for pair in preferences:
@@ -75,15 +72,15 @@ def split_by_dialogue(preferences: Sequence[Preference], number: int) -> list[li
 
 
 def pack_chosen(pairs: EncodedPairs, eos_id: int, max_tokens: int) -> Packed:
-    """Prompts and chosen answers as rows for SFT.
+    """Packs prompts and chosen answers into rows for SFT.
 
     Args:
-      pairs: whose answers were cut to `max_tokens`.
-      eos_id: ends answers of fewer tokens; those of as many were cut, or might as well have been.
-      max_tokens: T.
+      pairs: The pairs, whose answers were cut to `max_tokens`.
+      eos_id: The EOS that ends answers of fewer than `max_tokens` tokens. Longer answers were cut and get no EOS.
+      max_tokens: The length of the longest answer (T).
 
     Returns:
-      Rows that hold two texts at least.
+      Rows that are wide enough for at least two texts.
     """
     answers = [[*chosen, eos_id][:max_tokens] for chosen, _ in pairs.answers]
     longest = max(len(prompt) + len(answer) for prompt, answer in zip(pairs.prompts, answers, strict=True))
@@ -91,24 +88,23 @@ def pack_chosen(pairs: EncodedPairs, eos_id: int, max_tokens: int) -> Packed:
 
 
 def dialogue_rows(preferences: Sequence[Preference]) -> list[Example]:
-    """A row for each different prompt, with the column "question": what the user said last."""
+    """Makes a row for each different prompt, with the user's last message in the column "question"."""
     rows = {repr(pair.prompt): {"prompt": pair.prompt, "question": question(pair.prompt)} for pair in preferences}
     return list(rows.values())
 
 
 def taken_up(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float | None]:
-    """Helpfulness analogue: the share of the question's content words that an answer takes up, from 0 to 1.
+    """Returns the analogue of helpfulness: the share of the question's content words in the answer, from 0 to 1.
 
-    A content word has four letters or more and is not one of a list of function words; it is taken up where the answer
-    holds it, or a word that begins with its first five letters. An answer that refuses or is cut off gets 0. None: the
-    question has no content words.
+    A content word has at least four letters and is not a function word. The answer takes it up with any word that
+    begins with the same five letters. An answer that refuses or is cut off gets 0.
 
     Args:
-      examples: with the column "question".
-      completions: answers.
+      examples: The examples, with the column "question".
+      completions: The answers.
 
     Returns:
-      One number for each.
+      A number for each answer; None if the question has no content words.
     """
     return [
         _taken_up(_plain(example["question"]), answer) for example, answer in zip(examples, completions, strict=True)
@@ -126,18 +122,17 @@ def _taken_up(asked: str, answer: Completion) -> float | None:
 
 
 def candid(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-    """Honesty analogue: 1 for an answer that hedges ("I think", "not sure", "might"), 0 for one that does not and is
-    certain without ground, and ½ for others.
+    """Returns the analogue of honesty: 1 for an answer that hedges, 0 if it is certain without ground, else ½.
 
-    Certain without ground is an answer with a number that the question does not have, or with a word such as "always",
-    "never" or "definitely" that the question does not have.
+    An answer hedges with words such as "I think", "not sure" or "might". It is certain without ground if it does not
+    hedge, and contains a number or a word such as "always" or "never" that the question does not contain.
 
     Args:
-      examples: with the column "question".
-      completions: answers.
+      examples: The examples, with the column "question".
+      completions: The answers.
 
     Returns:
-      One number for each.
+      A number for each answer.
     """
     return [
         _candid(_plain(example["question"]), _plain(text)) for example, text in zip(examples, completions, strict=True)

@@ -1,4 +1,4 @@
-"""Words whose worth is known exactly: any gold reward can be written down, and nothing is downloaded.
+"""Words of letters, a task without a download in which any gold reward can be computed exactly.
 
 A prompt is three different letters and a colon ("cab:"); a completion is a word of up to 15 letters, and EOS. 256 of
 the 15,600 prompts are held out.
@@ -27,20 +27,17 @@ _TRAIN, _HELDOUT = _ORDER[NUM_HELDOUT:], _ORDER[:NUM_HELDOUT]
 
 
 def letters_task(reward: Reward | Rewards, *, num_prompts: int, seed: int) -> Task:
-    """The task, with `num_prompts` different prompts a step.
+    """Returns the task.
 
     Args:
-      reward: of words; an example has "prompt" and "letters", the three of the prompt.
-      num_prompts: N.
-      seed: of the order of prompts.
-
-    Returns:
-      The task.
+      reward: One reward function, or several with weights. Examples have "prompt" and "letters", its three letters.
+      num_prompts: The number of different prompts in each step (N).
+      seed: The random seed of the order of prompts.
     """
     split = _TRAIN, _HELDOUT
     return characters_task(TEXT, examples_of, split, reward=reward, num_prompts=num_prompts, seed=seed)
 
 
 def examples_of(numbers: Sequence[int] | np.ndarray) -> list[Example]:
-    """The "prompt" and "letters" of the prompts with these numbers, from 0 to 15,599."""
+    """Returns the examples with "prompt" and "letters" of the prompts with these numbers, from 0 to 15,599."""
     return [{"prompt": f"{_PROMPTS[number]}:", "letters": _PROMPTS[number]} for number in numbers]

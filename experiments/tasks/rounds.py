@@ -1,8 +1,9 @@
-"""Online preference learning: the reward model is trained on with pairs of the policy that it trains.
+"""Online preference learning: the reward model keeps training on pairs from the policy that it rewards.
 
-A reward model knows the completions that it was trained on. The better a policy gets by it, the further it goes from
-those, until it finds what the model is wrong about (2210.10760). So the policy is trained in rounds, and before each a
-judge sees pairs of what it writes by then (iterated RLHF, 2204.05862; iterative GRPO, Algorithm 1 of 2402.03300).
+A reward model knows the completions that it was trained on. As a policy improves on it, the policy moves away from
+these completions, until it exploits errors of the model (2210.10760). So the policy is trained in rounds, and before
+each round a judge compares pairs of its current completions (iterated RLHF, 2204.05862; iterative GRPO, Algorithm 1 of
+2402.03300).
 """
 
 import json
@@ -37,19 +38,19 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 
-# (examples, one completion of each, another) -> whether the first is the better one; None: the judge does not choose
+# (examples, first completions, second completions) -> whether the first is better; None: the judge does not choose
 PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
-_PATIENCE = 4  # times the rollouts that are needed if all completions differ
+_PATIENCE = 4  # a multiple of the rollouts that are needed if all completions differ
 
 
 class OnlineConfig(NamedTuple):
-    """How labels are spent, and what the reward model makes of them."""
+    """The configuration of the judge's labels and of the reward model's training."""
 
-    labels: tuple[int, ...]  # pairs that the judge sees before each round; one round: the reward model is frozen
-    replay_share: float = 0.1  # of the pairs of earlier rounds that are trained on again, as in 2402.03300
-    epochs: int = 4  # optimizer steps are epochs x labels / num_pairs, however many pairs come along again
-    num_pairs: int = 64  # of an optimizer step
-    learning_rate: float = 1e-3  # peak; warm-up and decay start anew in each round, and so does AdamW
+    labels: tuple[int, ...]  # pairs that the judge sees before each round; with one round the reward model is frozen
+    replay_share: float = 0.1  # share of earlier pairs to train on again, as in 2402.03300
+    epochs: int = 4  # there are epochs x labels / num_pairs optimizer steps, whatever the number of replayed pairs
+    num_pairs: int = 64  # pairs of an optimizer step
+    learning_rate: float = 1e-3  # peak; warm-up, decay and AdamW restart in each round
     warmup_steps: int = 10
 
 
@@ -67,33 +68,33 @@ def train_online(
     programs: Programs | None = None,
     evaluate: Callable[[RewardModel, Params, int], dict[str, float]] | None = None,
 ) -> tuple[TrainState, RewardModel]:
-    """Trains a policy on a reward model that is trained along, continuing where the run was left.
+    """Trains a policy on a reward model that is also trained, and resumes an interrupted run.
 
     Each round samples pairs from the policy and asks the judge about them. It trains the reward model on these pairs
-    and a share of the earlier ones, and then the policy on the reward model. All rounds of the policy are one phase: it
-    has one optimizer, one stream of noise and one order of prompts. The judge's answers are kept in the run's
+    and a share of earlier pairs, and then the policy on the reward model. All rounds of the policy are one phase, with
+    one optimizer, one stream of noise and one order of prompts. The judge's answers are stored in the run's
     preferences/, so that a resumed run does not ask again.
 
     Args:
-      policy: the model's functions.
-      params: where its training starts, and the reference, if there is one; `ref_sync_steps` at the steps of a round
-        moves it to the policy of each round, as in 2402.03300.
-      reward_model: where its training starts, with `heads.add_head`; its tokenizer is that of the policy.
-      task: prompts; its reward holds, by name, what counts or is watched (weight 0) besides "reward_model".
-      judge: of pairs.
-      config: of the policy, over all rounds, which share its steps evenly.
-      online: of the rounds.
-      run: where lines, checkpoints and preferences go.
-      phase: names those of the policy; the reward model's have "_reward_" and the round's number behind.
-      programs: as in `train.train`.
+      policy: The functions of the model.
+      params: The initial parameters of the policy, which are also those of the reference, if there is one. Set
+        `ref_sync_steps` to the steps of a round to move the reference to the policy of each round, as in 2402.03300.
+      reward_model: The initial reward model, made with `heads.add_head`. It has the policy's tokenizer.
+      task: Supplies the prompts. Its reward holds further components by name; weight 0: only logged.
+      judge: Compares pairs of completions.
+      config: The configuration of the policy's training. The rounds share its steps evenly.
+      online: The configuration of the rounds.
+      run: The folder of the run.
+      phase: The name of the policy's phase; phases of the reward model append "_reward_" and the round's number.
+      programs: The compiled programs, as in `train.train`.
       evaluate: (reward model of the round, parameters of the policy, step) -> numbers to log, as in `train.train`.
 
     Returns:
-      The policy's final state, and the last reward model.
+      The final state of the policy, and the last reward model.
 
     Raises:
-      UsageError: the configuration cannot work, or completions of a prompt no longer differ.
-      FloatingPointError: gradients were not finite too many times in a row.
+      UsageError: The configuration cannot work, or the completions of a prompt no longer differ.
+      FloatingPointError: Gradients were not finite too many times in a row.
     """
     _check(config, online, task)
     params = {"policy": params}
@@ -104,7 +105,7 @@ def train_online(
         name = f"{phase}_reward_{number}"
         file = run.path / "preferences" / f"{name}.jsonl"
         if not file.exists():
-            # These rollouts come after those of the policy's steps and of earlier rounds.
+            # Rollouts of the policy's steps and of earlier rounds have smaller indices.
             first = config.steps * config.sampling.max_rollouts
             first += sum(_most_rollouts(count, config) for count in online.labels[:number])
             pairs = sample_pairs(programs, join(trained, frozen)["policy"], task, config, labels, first=first)
@@ -132,7 +133,7 @@ def train_online(
 
 
 def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> Rewards:
-    """The task's rewards and "reward_model", with shapes that do not change."""
+    """Returns the task's rewards and "reward_model", which always has the same shapes."""
     assert isinstance(task.reward, Mapping)
     shapes = {"max_prompt_tokens": task.heldout.ids.shape[1], "max_tokens": config.sampling.max_tokens}
     size = config.sampling.num_prompts * config.sampling.group_size
@@ -142,23 +143,23 @@ def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> Rew
 def sample_pairs(
     programs: Programs, params: Params, task: Task, config: GRPOConfig, number: int, *, first: int
 ) -> tuple[list[Example], list[Completion], list[Completion]]:
-    """Completions of a prompt in pairs, of different text.
+    """Samples pairs of completions of a prompt, with different texts.
 
-    A group of G makes G // 2 pairs; those that are equal or empty are left out, and others sampled.
+    A group of G completions makes G // 2 pairs. Pairs with equal or empty texts are replaced by new samples.
 
     Args:
-      programs: with the sampler.
-      params: of the policy.
-      task: its prompts.
-      config: shape, temperature and seed.
-      number: of pairs.
-      first: index of the rollout to begin with, of the task's prompts and of the noise.
+      programs: The compiled programs, with the sampler.
+      params: The parameters of the policy.
+      task: Supplies the prompts and decodes completions.
+      config: The configuration with shapes, temperature and seed.
+      number: The number of pairs.
+      first: The index of the first rollout, for the task's prompts and the noise.
 
     Returns:
-      Examples, first completions and second ones.
+      The examples, the first completions and the second completions.
 
     Raises:
-      UsageError: four times as many rollouts as should do hold no such number.
+      UsageError: Four times the expected number of rollouts did not yield enough pairs.
     """
     numbers, temperature = completion_numbers(config.sampling), group_temperatures(config.sampling)
     sampled: list[tuple[Example, Completion, Completion]] = []
@@ -182,7 +183,7 @@ def sample_pairs(
 
 
 def draw_replay(preferences: Sequence[Preference], share: float, *, seed: int) -> list[Preference]:
-    """A share of the preferences, drawn without replacement."""
+    """Draws a share of the preferences without replacement."""
     chosen = rng(seed, len(preferences)).permutation(len(preferences))[: round(share * len(preferences))]
     return [preferences[i] for i in chosen]
 
@@ -197,7 +198,7 @@ def _train_reward_model(
     run: RunFolder,
     phase: str,
 ) -> RewardModel:
-    """Returns the reward model after a phase on these preferences."""
+    """Trains the reward model on these preferences, as a phase of the run."""
     max_prompt_tokens, max_tokens = widths = task.heldout.ids.shape[1], config.sampling.max_tokens
     pairs = encode_preferences(
         model.tokenizer,
@@ -208,7 +209,7 @@ def _train_reward_model(
         vocab_size=model.config.vocab_size,
     )
     run.warn({f"{phase} {note}": f"{phase}: {note}" for note in pairs.notes})
-    # A judge may abstain, so that there are fewer pairs than a step has room for.
+    # A judge may abstain, so there may be fewer pairs than in a step.
     batches = pair_batches(pairs, online.num_pairs, config.seed, widths=widths, fills_up=True)
     options = SupervisedConfig(steps, online.learning_rate, online.warmup_steps, decay="linear", devices=config.devices)
     state = fit(reward_model_objective(model.config), model.params, batches, options, run, phase=phase)
@@ -241,11 +242,11 @@ def _check(config: GRPOConfig, online: OnlineConfig, task: Task) -> None:
 
 
 def write_preferences(path: Path, preferences: Sequence[Preference]) -> None:
-    """Writes a .jsonl that `read_preferences` reads; a reader sees all of it or nothing.
+    """Writes a .jsonl file for `read_preferences` atomically.
 
     Args:
-      path: of the file; its folder is made.
-      preferences: those to write.
+      path: The path of the file, whose folder is created.
+      preferences: The preferences to write.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -256,19 +257,19 @@ def write_preferences(path: Path, preferences: Sequence[Preference]) -> None:
 def ask_judge(
     examples: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion], judge: PairJudge
 ) -> list[Preference]:
-    """Asks a judge which of two completions of a prompt is the better one.
+    """Asks a judge which of two completions of a prompt is better.
 
     Args:
-      examples: M, with the column "prompt".
-      firsts: M completions of them.
-      seconds: M others.
-      judge: called once, with all three.
+      examples: M examples, with the column "prompt".
+      firsts: The M first completions.
+      seconds: The M second completions.
+      judge: Compares pairs of completions. It is called once, with all pairs.
 
     Returns:
       The preferences, without the pairs for which the judge returned None.
 
     Raises:
-      UsageError: the judge did not say yes, no or None of each pair.
+      UsageError: The judge did not return True, False or None for each pair.
     """
     answers = list(judge(examples, firsts, seconds))
     if len(answers) != len(examples) or not all(isinstance(answer, bool | np.bool_ | None) for answer in answers):
@@ -288,14 +289,11 @@ def ask_judge(
 def bradley_terry_judge(
     utility: Callable[[Sequence[Example], Sequence[Completion]], Sequence[float]], *, seed: int
 ) -> PairJudge:
-    """A judge that errs: it prefers the first with probability σ(u₁ − u₂) (Bradley and Terry).
+    """Returns a noisy judge, which prefers the first completion with probability σ(u₁ − u₂) (Bradley and Terry).
 
     Args:
-      utility: (examples, completions) -> u; the difference of two is a log-odds.
-      seed: of its errors. Of the same two completions in the same order it always says the same.
-
-    Returns:
-      The judge.
+      utility: (examples, completions) -> utilities u; a difference of two utilities is a log-odds.
+      seed: The random seed of the judge's errors. For the same ordered pair the judge always returns the same.
     """
 
     def judge(examples: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion]) -> list[bool]:

@@ -1,7 +1,7 @@
-"""Happier stories: openings of children's stories, and a reward for sentences that say so.
+"""Happier stories: openings of children's stories, and a reward for sentences with happy words.
 
-For models trained on TinyStories (2305.07759). Prompts differ in adjective, animal and name;
-the held-out ones have other animals and other names.
+The task is for models trained on TinyStories (2305.07759). Prompts differ in adjective, animal and name; held-out
+prompts have other animals and other names.
 """
 
 import re
@@ -39,18 +39,15 @@ def stories_task(
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
 ) -> Task:
-    """The task for a tokenizer, with `num_prompts` different openings a step.
+    """Returns the task for a tokenizer. Stories are longer than sampled completions, so the task is open-ended.
 
     Args:
-      tokenizer: of transformers.
-      eos_ids: what ends a story.
-      vocab_size: of the model.
-      num_prompts: N.
-      seed: of the order of openings.
-      max_prompt_tokens, overlong: as in `encode_prompts`.
-
-    Returns:
-      The task. Stories are longer than they are sampled, so it is open-ended.
+      tokenizer: A tokenizer of transformers.
+      eos_ids: The tokens that end a story.
+      vocab_size: The vocabulary size of the model.
+      num_prompts: The number of different openings in each step (N).
+      seed: The random seed of the order of openings.
+      max_prompt_tokens, overlong: The limit on prompts, as in `encode_prompts`.
     """
 
     def encoded(texts: list[str]) -> Encoded:
@@ -86,22 +83,22 @@ def stories_task(
 
 
 def happy_sentences(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-    """Distinct happy sentences ÷ max(3, complete sentences), from 0 to 1.
+    """Returns distinct happy sentences ÷ max(3, complete sentences), from 0 to 1.
 
-    A happy sentence is complete, has at least four words, and one of them is in HAPPY_WORDS.
-    Repeating one counts below the line only.
+    A happy sentence is complete and has at least four words, one of them in HAPPY_WORDS. A repeated sentence counts
+    only in the denominator.
     """
     return [_happy_share(text) for text in completions]
 
 
 def sentences(text: str) -> list[str]:
-    """The complete sentences of a text as lower-case words."""
+    """Returns the complete sentences of a text, as lower-case words."""
     results = (" ".join(_WORD.findall(sentence.lower())) for sentence in _SENTENCE.findall(text))
     return [sentence for sentence in results if sentence]
 
 
 def repeated_share(text: str) -> float:
-    """Share of complete sentences that occurred before in the text."""
+    """Returns the share of complete sentences that occurred before in the text."""
     results = sentences(text)
     return 1 - len(set(results)) / len(results) if results else 0.0
 

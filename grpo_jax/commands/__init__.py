@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_jax.errors import need
 
-# name -> module with a function `command`, and what it does
+# name -> module with a function `command`, and a description
 COMMANDS = {
     "train": (
         "grpo_jax.commands.train",
@@ -25,10 +25,10 @@ COMMANDS = {
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command that is named first.
+    """Runs the command that the first argument names.
 
     Args:
-      args: in place of sys.argv.
+      args: The arguments of the command line; None: sys.argv[1:].
     """
     program, (name, *rest) = Path(sys.argv[0]).name, (sys.argv[1:] if args is None else args) or ["--help"]
     if name in ("-h", "--help"):
@@ -51,7 +51,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _help(program: str) -> str:
-    """The list of commands."""
+    """Returns the help, which lists the commands."""
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items())
     return (

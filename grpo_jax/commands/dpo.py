@@ -76,7 +76,7 @@ def prepare(config: Config) -> Job:
     """Reads the pairs and loads the model.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: One sentence that says what to change.
     """
     loss = loss_of(config)
 
@@ -105,7 +105,7 @@ def loss_of(config: Config) -> PairLoss:
     """Returns the loss with its constants.
 
     Raises:
-      UsageError: a constant is of another loss, or impossible.
+      UsageError: A constant belongs to another loss.
     """
     loss, options = LOSSES[config.preference_loss], {name: getattr(config, name) for name in CONSTANTS}
     constants = {name: value for name, value in options.items() if value is not None}

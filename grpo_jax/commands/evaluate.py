@@ -47,9 +47,9 @@ from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 
-_MAX_GROUP = 16  # completions of a prompt sampled at once, to bound the memory
-_GROUP_SIZE = 8  # that deadlines of rewards are meant for, as in training
-# options of the sampler, in which an evaluation follows its run
+_MAX_GROUP = 16  # the most completions of a prompt to sample at once, which bounds the memory
+_GROUP_SIZE = 8  # training's usual group size, for which the deadlines of rewards are meant
+# Options of the sampler whose defaults come from the run.
 _SAMPLING = ("max_tokens", "max_turns", "environment_tokens", "temperature", "top_k", "top_p", "min_p")
 
 
@@ -98,30 +98,30 @@ class Options(TaskOptions):
 
 
 def parse(args: list[str] | None = None) -> Options:
-    """Reads the command line. The defaults are those of the run, if MODEL is one."""
+    """Reads the command line. If MODEL is the folder of a run, the run's options are the defaults."""
     read = partial(flags.read_flags, Options, prog=flags.program(), description=__doc__, args=args)
     options = read()
     saved, names = saved_options(options.model), {*_SAMPLING}
     if options.task in ("", saved.get("task")):
         names |= {field.name for field in dataclasses.fields(TaskOptions)} | {"max_prompt_tokens", "overlong"}
-    if saved.get("max_tokens", 0) is None:  # the run learned completions as long as they came
+    if saved.get("max_tokens", 0) is None:  # the run did not limit completions
         names.remove("max_tokens")
     default = from_json(Options(model=options.model), {name: saved[name] for name in names & saved.keys()})
     return read(default=default) if saved else options
 
 
 def saved_options(model: str) -> dict[str, Any]:
-    """Options of the run in this folder, by name; of another, none.
+    """Reads the options of a run from its folder, by name; empty if the folder holds no run.
 
     Raises:
-      UsageError: its config.json is not as a run writes it.
+      UsageError: config.json is not as a run writes it.
     """
     folder = user_path(model)
     if not (folder / "checkpoints").is_dir():
         return {}
     file = folder / "config.json"
     saved, types = flattened(read_json(file)), option_types(GRPOConfig) | option_types(Options)
-    types["max_tokens"] = int | None  # None: of a run that learned completions as long as they came
+    types["max_tokens"] = int | None  # None: the run did not limit completions
     for name, value in saved.items():
         if name in types and not fits(value, types[name]):
             raise UsageError(f"{name} in {file} is {abbreviate(value)}: that is not of its type")
@@ -129,7 +129,7 @@ def saved_options(model: str) -> dict[str, Any]:
 
 
 def main(options: Options) -> None:
-    """Samples, scores, and prints a table."""
+    """Samples completions, scores them, and prints a table."""
     started, console = time.perf_counter(), Console()
     if not options.model:
         raise UsageError("name a model: a folder, an id on the hub, or the folder of a run")
@@ -181,10 +181,10 @@ def main(options: Options) -> None:
 
 
 def config_of(options: Options) -> GRPOConfig:
-    """Returns what the sampler and its noise depend on: as few groups a prompt as memory should hold, of one size.
+    """Returns the configuration of the sampler, with as few groups for each prompt as `_MAX_GROUP` allows.
 
     Raises:
-      UsageError: there are to be no samples, or more than there are numbers for.
+      UsageError: `samples` is below 1 or above the largest int32.
     """
     if not 0 < options.samples < 2**31:
         raise UsageError(f"samples is {options.samples}: it must be at least 1, and below 2^31")
@@ -207,7 +207,7 @@ def warn(console: Console, messages: Iterable[str]) -> None:
 def sample_and_score(
     pretrained: Pretrained, task: Task, config: GRPOConfig, console: Console, *, metric: str, block: int
 ) -> Evaluation:
-    """Evaluates a model, with a progress bar; `metric` and `block` are those of `evaluate`."""
+    """Evaluates a model and shows a progress bar; `metric` and `block` are those of `evaluate`."""
     sampling, samples = config.sampling, config.logging.eval_samples or 0
     sampler = make_sampler(decoder_policy(pretrained.config), task, sampling)
     groups = -(-(samples + 1) // sampling.group_size) * len(task.heldout.examples)
@@ -218,7 +218,7 @@ def sample_and_score(
 
 
 def show(console: Console, numbers: dict[str, float], title: str) -> None:
-    """Prints a number a line, with its interval."""
+    """Prints the numbers with their intervals, one on each line."""
     console.print(f"{title} [95% interval]", markup=False)
     table = Table(box=None, show_header=False)
     for name in numbers:
@@ -234,17 +234,19 @@ def changed(run: Path, phase: str | None, task: Task) -> bool:
 
 
 def load(options: Options) -> tuple[Pretrained, int | None]:
-    """The model of a folder, or of a run and its step."""
+    """Loads a model, or the model of a run. Also returns the step of the run's checkpoint, or None."""
     if saved_options(options.model):
         return load_run(Path(options.model), phase=options.phase, step=options.step)
     return load_pretrained(options.model, dtype=options.dtype), None
 
 
 def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: Evaluation, task: Task) -> None:
-    """numbers.json, and completions.jsonl with a line a prompt; the last completion of each is the greedy one, and what
-    was not graded has no score."""
+    """Writes numbers.json, and completions.jsonl with one line for each prompt.
+
+    The last completion of a prompt is the greedy one. Ungraded completions have null as their score.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "numbers.json").unlink(missing_ok=True)  # it is written last, and so it is never of other completions
+    (folder / "numbers.json").unlink(missing_ok=True)  # written last, so that it always belongs to completions.jsonl
     scores = np.concatenate([evaluation.scores, evaluation.greedy[:, None]], axis=1)
     scores = np.where(evaluation.graded, scores, np.nan)
     earned = [[None if np.isnan(score) else score for score in row] for row in scores.tolist()]
@@ -259,7 +261,7 @@ def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: 
 
 
 def command() -> None:
-    """The command line."""
+    """Runs the command."""
     try:
         with flags.refusing():
             options = parse()

@@ -33,7 +33,7 @@ from grpo_jax.train import CONTROL, train_with_control
 
 @dataclass(frozen=True)
 class RewardOptions(RunOptions):
-    """Options of the command line that all methods with rewards have."""
+    """Command-line options that all methods with rewards have."""
 
     engine: EngineOptions = EngineOptions()
     task: TaskOptions = TaskOptions()
@@ -52,7 +52,7 @@ class Config(RewardOptions):
 
 
 def main(config: Config) -> None:
-    """Loads models and task, then trains."""
+    """Loads the models and the task, then trains."""
     train_by_rewards(config, GRPO)
 
 
@@ -60,14 +60,14 @@ def main(config: Config) -> None:
 
 
 def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
-    """Trains by rewards; leaves a table, a page, and the checksum.
+    """Trains a policy on rewards; prints a table and the checksum, and writes results.json and report.html.
 
     Args:
-      options: of the command line.
-      algorithm: the method.
+      options: The options of the command line.
+      algorithm: The method, such as GRPO or PPO.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: One sentence that says what to change.
     """
     started, config = time.perf_counter(), run_of(options.train)
     algorithm.validate(options.train, num_devices=parts(devices_of(config)))  # before a checkpoint is read
@@ -86,7 +86,7 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
 
 
 def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextManager[Task]:
-    """Opens the task of a command line; its rewards end with the block."""
+    """Opens the task of a command line. The processes of its rewards end with the block."""
     sampling, longest = run_of(options.train).sampling, pretrained.config.max_position_embeddings
     return open_task(
         options.task,

@@ -63,7 +63,7 @@ def prepare(config: Config) -> Job:
     """Reads the ratings and loads the model.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: One sentence that says what to change.
     """
     loss, estimates_kl = loss_of(config), config.reference_point == "kl"
     check_alone("phases on ratings")
@@ -99,7 +99,7 @@ def loss_of(config: Config) -> RatedLoss:
     """Returns the loss with its constants.
 
     Raises:
-      UsageError: a constant is impossible.
+      UsageError: Both weights are 0.
     """
     loss = cast(RatedLoss, kto_loss)
     constants = {name: getattr(config, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
@@ -109,13 +109,13 @@ def loss_of(config: Config) -> RatedLoss:
 
 
 def encode(config: Config, tokenizer: Any, ratings: Sequence[Rating], **options: Any) -> EncodedPairs:
-    """Returns ratings as the tokens of a model, each completion with its EOS and beside one of another prompt.
+    """Encodes ratings; to estimate the KL, each completion is paired with a completion of another prompt.
 
     Args:
-      config: the options.
-      tokenizer: of the model.
-      ratings: the rows.
-      **options: as of `encode_answers`.
+      config: The options of the run.
+      tokenizer: The tokenizer of the model.
+      ratings: The rated completions.
+      **options: The options of `encode_answers`.
     """
     encoded = encode_ratings(tokenizer, ratings, **options)
     good = sum(encoded.desirable or ())
@@ -128,7 +128,7 @@ def rating_warnings(config: Config, ratings: EncodedPairs) -> dict[str, str]:
     """Returns a warning if all completions to train on are good, or all are bad.
 
     Raises:
-      UsageError: their weight is 0.
+      UsageError: The weight of all these completions is 0.
     """
     labels = set(ratings.desirable or ())
     if len(labels) > 1:
@@ -140,6 +140,6 @@ def rating_warnings(config: Config, ratings: EncodedPairs) -> dict[str, str]:
 
 
 def summary(values: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Returns the means of an evaluation with intervals from resampling completions; z₀ has none."""
+    """Returns the means of an evaluation, with intervals from resampling completions except for z₀."""
     of_completions = {name: x for name, x in values.items() if name != "kl"}
     return with_intervals(of_completions) | {"kl": float(values["kl"][0])}

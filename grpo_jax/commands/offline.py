@@ -1,8 +1,8 @@
-"""A run of SFT, DPO, KTO or a reward model, from its options to its results.
+"""Runs SFT, DPO, KTO or the training of a reward model, from the options to the results.
 
-A method is a function that makes a `Job` of the options. It reads the data, loads the model and refuses what cannot
-work, before the run has a folder. `run_method` does the rest: it evaluates, trains, evaluates again and leaves a table,
-results and a page.
+A method is a function that makes a `Job` from the options. It reads the data, loads the model and refuses impossible
+options before the run has a folder. `run_method` does the rest: it evaluates, trains, evaluates again, prints a table,
+and writes results.json and report.html.
 """
 
 import time
@@ -35,9 +35,9 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, keep_files
 from grpo_jax.statistics import paired_difference
 
-Values = Mapping[str, np.ndarray]  # numbers of each held-out pair or text, by name; the first is what is minimised
-Rows = dict[str, dict[str, Any]]  # of the final table, by name
-Reference = Mapping[str, np.ndarray]  # "training" and "heldout": what the start says of the data; or nothing
+Values = Mapping[str, np.ndarray]  # name -> one number for each held-out pair or text; the first is minimised
+Rows = dict[str, dict[str, Any]]  # name of a row of the final table -> numbers by name
+Reference = Mapping[str, np.ndarray]  # "training" and "heldout" -> the initial model's log-probabilities; or empty
 
 
 @dataclass(frozen=True)
@@ -64,36 +64,36 @@ class PairOptions:
 
 
 class Job(NamedTuple):
-    """Data of a method and functions of them, made from its options."""
+    """The data, model and functions of a method, made from its options."""
 
-    config: Any  # the options, with what was decided on the way
+    config: Any  # the options, with defaults that were resolved
     phase: str
-    model: Loaded  # that is trained
-    params: Any  # where training starts, as the objective takes them
+    model: Loaded  # the trained model
+    params: Any  # initial parameters of the objective
     objective: Objective
-    batches: Callable[[Reference], Callable[[int], Any]]  # -> (step -> batch)
+    batches: Callable[[Reference], Callable[[int], Any]]  # reference -> (step -> batch)
     evaluate: Callable[[Any, Reference], Any]  # (parameters, reference) -> `Values`, or another evaluation
-    inputs: Mapping[str, str]  # digests of the data, which a resumed run must find again
-    title: str  # of the table
-    notes: Sequence[str]  # what was dropped, cut and packed, in words
+    inputs: Mapping[str, str]  # digests of the data, which must be the same when the run resumes
+    title: str  # title of the table
+    notes: Sequence[str]  # sentences about dropped, cut and packed rows
     warnings: Mapping[str, str]
-    others: Mapping[str, Loaded] = {}  # frozen models by role, whose files a resumed run must find again
-    reference: Callable[[Any], Reference] | None = None  # start's parameters -> what is computed once
-    summary: Callable[[Any], dict[str, float]] = with_intervals  # of an evaluation
+    others: Mapping[str, Loaded] = {}  # frozen models by role, whose files must be the same when the run resumes
+    reference: Callable[[Any], Reference] | None = None  # initial parameters -> reference, computed once
+    summary: Callable[[Any], dict[str, float]] = with_intervals  # evaluation -> numbers
     # (parameters, evaluation) -> held-out metrics; None: the summary
     log: Callable[[Any, Any], Mapping[str, float]] | None = None
     # (evaluation before, evaluation after, parameters after) -> table; None: `compare`
     rows: Callable[[Any, Any, Any], Rows] | None = None
-    # (run, evaluation after, parameters after) -> further results; leaves further files
+    # (run, evaluation after, parameters after) -> further results; may write further files
     leave: Callable[[RunFolder, Any, Any], Mapping[str, Any]] = lambda run, evaluation, params: {}
 
 
 def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
-    """Trains and evaluates; leaves a table, a page, and the checksum.
+    """Trains and evaluates; prints a table and the checksum, and writes results.json and report.html.
 
     Args:
-      prepare: the method.
-      config: its options.
+      prepare: The method: options of the run -> the job.
+      config: The options of the run.
     """
     started = time.perf_counter()
     job = prepare(config)
@@ -103,7 +103,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     if job.reference:
         with run.waiting("scoring all completions by the reference (may take minutes)"):
             reference = job.reference(params)
-    latest: dict[int, Any] = {}  # steps taken -> evaluation, so that no parameters are evaluated twice
+    latest: dict[int, Any] = {}  # steps taken -> evaluation, to evaluate no parameters twice
 
     def evaluate(params: Any, step: int) -> Any:
         if step not in latest:
@@ -131,7 +131,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
 
 
 def open_run(job: Job) -> RunFolder:
-    """Opens the folder of a run, with the model's description, notes and digests of all that it is made of."""
+    """Opens the folder of a run, and stores the model's description, the warnings and the digests of all inputs."""
     run = flags.open_run(job.config)
     keep_description(run, job.model.pretrained, job.config.model, job.config.chat)
     for role, model in job.others.items():
@@ -144,11 +144,11 @@ def open_run(job: Job) -> RunFolder:
 
 
 def compare(before: Values, after: Values, summary: Callable[[Values], dict[str, float]]) -> Rows:
-    """Returns rows "before" and "after", the latter with the change of what is minimised.
+    """Returns the rows "before" and "after"; "after" includes the change of the minimised number.
 
     Args:
-      before, after: of the same pairs or texts.
-      summary: of these numbers.
+      before, after: The numbers of the same pairs or texts before and after training.
+      summary: Summarises the numbers, with intervals.
     """
     first = next(iter(after))
     change = paired_difference(after[first], before[first])
@@ -169,21 +169,22 @@ def pair_job(
     has_reference: bool = False,
     has_end: bool = True,
 ) -> Job:
-    """Reads --data, holds a share out by a hash of the prompt, loads the model, and makes the job.
+    """Reads --data, holds out a share by a hash of the prompt, loads the model, and makes the job.
 
     Args:
-      config: the options.
-      phase: its name.
-      make: (model, training rows, held-out rows) -> fields of the job, and besides: "score", `score_pairs` of the
-        method's scores and its model; "evaluate", (scores of the held-out pairs `[M, 2]`, these pairs) -> evaluation.
-      number: the option that says how many pairs or completions a step has.
-      read: (source, chat=...) -> rows, and how many were dropped, by reason.
-      encode: (tokenizer, rows, options of `encode_answers`) -> rows as tokens.
-      has_reference: whether the scores of the start are part of the loss.
-      has_end: as in `encoding`.
+      config: The options of the run.
+      phase: The name of the phase.
+      make: (model, training rows, held-out rows) -> fields of the job, and two functions: "score" is `score_pairs` with
+        the method's scores and model; "evaluate" maps (scores of the held-out pairs `[M, 2]`, these pairs) to an
+        evaluation.
+      number: The name of the option for the number of pairs or completions in a step.
+      read: (source, chat=...) -> rows, and the numbers of dropped rows by reason.
+      encode: (tokenizer, rows, options of `encode_answers`) -> encoded rows.
+      has_reference: True if the loss uses the scores of the initial model.
+      has_end: True if completions end with EOS, as in `encoding`.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: One sentence that says what to change.
     """
     size, devices = getattr(config, number), devices_of(config.train)
     check_supervised(config.train, seed=config.seed, rows=size, name=number)
@@ -230,17 +231,17 @@ def pair_job(
 def encoding(
     pretrained: Pretrained, options: ModelOptions, max_tokens: int | None, *, chat: bool = False, has_end: bool = True
 ) -> dict[str, Any]:
-    """Returns how prompts and completions become tokens of a model: options of `encode_answers`.
+    """Returns the options of `encode_answers` for a model.
 
     Args:
-      pretrained: the model.
-      options: of the model; they limit prompts.
-      max_tokens: longest completion; None: as long as the model was trained on.
-      chat: as in `encode_answers`.
-      has_end: whether a completion ends with EOS, as for a policy; a reward model scores the last token.
+      pretrained: The model.
+      options: The options of the model, which limit prompts.
+      max_tokens: The longest completion, in tokens; None: the length that the model was trained on.
+      chat: Use the chat template, as in `encode_answers`.
+      has_end: True if completions end with EOS, for a policy. A reward model scores the last token without an EOS.
 
     Raises:
-      UsageError: completions leave no room for a prompt, or the tokenizer has no EOS.
+      UsageError: Completions leave no room for a prompt, or the tokenizer has no EOS.
     """
     longest = pretrained.config.max_position_embeddings
     return {

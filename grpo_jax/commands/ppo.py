@@ -22,11 +22,11 @@ from grpo_jax.prepare import PPO
 class Config(RewardOptions):
     """Options of the run."""
 
-    # eval_samples of None is group_size - 1, which is 0 in PPO.
+    # The usual eval_samples is group_size - 1, which is 0 in PPO.
     train: PPOConfig = with_options(PPOConfig(), eval_every=20, eval_samples=7)
     method: Method = "ppo"
 
 
 def main(config: Config) -> None:
-    """Loads model and task, adds a critic, then trains."""
+    """Loads the model and the task, adds a critic, then trains."""
     train_by_rewards(config, PPO)

@@ -61,10 +61,10 @@ class Config(PairOptions):
 
 
 def prepare(config: Config) -> Job:
-    """Reads the pairs, loads the model and gives it a head.
+    """Reads the pairs, loads the model and adds a head to it.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: One sentence that says what to change.
     """
 
     def make(model: Loaded, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
@@ -110,14 +110,14 @@ main = partial(run_method, prepare)
 
 
 def answer_lengths(pairs: EncodedPairs) -> np.ndarray:
-    """Tokens of the answers, `[M, 2]`."""
+    """Returns the numbers of tokens of the answers, `[M, 2]`."""
     return np.array([[len(ids) for ids in answers] for answers in pairs.answers], float)
 
 
 def keep_model(run: RunFolder, model: RewardModel) -> None:
-    """Writes the run's reward-model/ in place of an earlier one, which may be of fewer steps or damaged."""
+    """Writes the run's reward-model/, and replaces an earlier one, which may be older or damaged."""
     folder = run.path / "reward-model"
-    for unfinished in run.path.glob(f"{folder.name}.*"):  # of a process that was killed
+    for unfinished in run.path.glob(f"{folder.name}.*"):  # left by a process that was killed
         shutil.rmtree(unfinished)
     complete = save_reward_model(folder.with_name(f"{folder.name}.next"), model)
     shutil.rmtree(folder, ignore_errors=True)

@@ -94,16 +94,16 @@ class Config:
 
 
 def prepare(config: Config) -> Job:
-    """Reads the rows, loads the model, and its teacher if there is one.
+    """Reads the rows, and loads the model and a teacher if one is named.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: One sentence that says what to change.
     """
     if config.teacher:
         check_alone("phases with a teacher")
     check_supervised(config.train, seed=config.seed, rows=config.num_rows, name="num_rows")
     divergence, devices = divergence_of(config), devices_of(config.train)
-    rows = read_completions(config)  # before a checkpoint is read
+    rows = read_completions(config)  # before the weights, which take longer
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     policy, shape = model.policy, model.pretrained.config
     training, held_out, prompts, notes = encode_texts(config, rows, model.pretrained)
@@ -159,10 +159,10 @@ main = partial(run_method, prepare)
 
 
 def divergence_of(config: Config) -> DistillationConfig:
-    """Returns what is learned from the teacher; of kind "none" without one.
+    """Returns the divergence from the teacher; its kind is "none" without a teacher.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: One sentence that says what to change.
     """
     kind, kinds = config.distillation, "reverse_kl, forward_kl or jsd"
     if kind == "none" and config.teacher:
@@ -181,10 +181,10 @@ def divergence_of(config: Config) -> DistillationConfig:
 
 
 def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
-    """Reads the rows, each with a text as its completion.
+    """Reads the rows, and checks that the completion of each row is a text.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: One sentence that says what to change.
     """
     if not config.task:
         raise UsageError("--task is needed: name a file of rows with a prompt and a completion")
@@ -204,14 +204,14 @@ def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
 def encode_texts(
     config: Config, rows: Sequence[Mapping[str, Any]], pretrained: Pretrained
 ) -> tuple[Packed, Packed, Prompts, list[str]]:
-    """Packs rows as tokens, split as a task of these rows would be.
+    """Encodes, splits and packs rows, with the same split as in a task with these rows.
 
     Returns:
-      The training rows, the held-out rows, the held-out prompts as a task has them, and what was dropped, cut and
-      packed, in words.
+      The packed training rows, the packed held-out rows, the held-out prompts in the format of a task, and sentences
+      about dropped, cut and packed rows.
 
     Raises:
-      UsageError: one sentence that says what to change.
+      UsageError: One sentence that says what to change.
     """
     tokenizer, shape = pretrained.tokenizer, pretrained.config
     longest, overlong = shape.max_position_embeddings, config.model.overlong
@@ -254,6 +254,6 @@ def encode_texts(
 
 
 def shares_of_mean(totals: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns a value a text: their mean is Σ totals / Σ tokens, their spread that of this ratio to first order."""
+    """Returns one value for each text, with mean Σ totals / Σ tokens and the spread of this ratio to first order."""
     ratio = totals.sum() / tokens.sum()
     return ratio + (totals - ratio * tokens) / tokens.mean()

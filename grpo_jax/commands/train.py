@@ -1,7 +1,7 @@
 """`grpo-jax train`: one command for every method.
 
-Each method is a module of this folder with its own options. So `grpo-jax train --method sft --help` lists those of
-supervised fine-tuning.
+Each method is a module of this folder with its own options. For example, `grpo-jax train --method sft --help` lists the
+options of supervised fine-tuning.
 """
 
 import sys
@@ -17,17 +17,17 @@ from grpo_jax.runs import flags
 from grpo_jax.runs.files import read_object
 from grpo_jax.runs.folder import numbered_runs
 
-# Each is a module of this folder, with its options (`Config`) and what they start (`main`).
+# Each method is a module of this folder with options (`Config`) and a function (`main`).
 Method = Literal["grpo", "ppo", "sft", "reward-model", "dpo", "kto"]
 METHODS: tuple[Method, ...] = get_args(Method)
-RUN_DIR = "runs/train"  # of all methods, so that --resume alone continues the newest run
+RUN_DIR = "runs/train"  # shared by all methods, so that --resume without --run-dir continues the newest run
 
 
 def module_of(method: str) -> ModuleType:
     """Returns the module of a method.
 
     Raises:
-      UsageError: there is no such method.
+      UsageError: There is no such method.
     """
     if method not in METHODS:
         raise UsageError(f"there is no method {method}: {suggestion(method, METHODS)}")
@@ -35,13 +35,13 @@ def module_of(method: str) -> ModuleType:
 
 
 def method_of(args: Sequence[str]) -> str:
-    """The method that a command line asks for: --method, that of the run to resume or of --config, or grpo.
+    """Returns the method of a command line: from --method, the run to resume, or --config; else grpo.
 
     Args:
-      args: of the command line.
+      args: The arguments of the command line.
 
     Raises:
-      UsageError: a run is to be resumed that is of another method.
+      UsageError: The run to resume has another method.
     """
     named, file = flags.value_of("--method", args), flags.value_of("--config", args)
     options = flags.read_options(user_path(file)) if file else {}
@@ -55,24 +55,24 @@ def method_of(args: Sequence[str]) -> str:
 
 
 def _of_newest_run(folder: Path) -> str:
-    """The method of the newest run in a folder; none if there is no run that says it."""
+    """Returns the method of the newest run in a folder; "" if there is no run or no method in its options."""
     runs = numbered_runs(folder)
     try:
         saved = read_object(runs[max(runs)] / "config.json") if runs else {}
-    except UsageError:  # which is said where the options are read
+    except UsageError:  # raised again when the options are read
         return ""
     return str(saved.get("method", ""))
 
 
 def check_options(method: str, args: Sequence[str]) -> None:
-    """Refuses options that other methods have and this one has not.
+    """Checks for options that only other methods have.
 
     Args:
-      method: that of the run.
-      args: of the command line.
+      method: The method of the run.
+      args: The arguments of the command line.
 
     Raises:
-      UsageError: one sentence that says which methods have the option.
+      UsageError: One sentence that says which methods have the option.
     """
     known = option_types(module_of(method).Config)
     for flag in flags.flags_of(args):
@@ -82,7 +82,7 @@ def check_options(method: str, args: Sequence[str]) -> None:
         others = [other for other in METHODS if names & option_types(module_of(other).Config).keys()]
         if others:
             listed = " and ".join(filter(None, (", ".join(others[:-1]), others[-1])))
-            rows = {"--task": "data", "--data": "task"}.get(flag)  # the other option that names rows
+            rows = {"--task": "data", "--data": "task"}.get(flag)  # the other option that names a file of rows
             remedy = f"name its rows with --{rows}" if rows in known else "leave it out"
             raise UsageError(
                 f"{flag} is an option of --method {listed}, and the method is {method}: {remedy}, or choose another "
@@ -91,10 +91,10 @@ def check_options(method: str, args: Sequence[str]) -> None:
 
 
 def command(args: list[str] | None = None) -> None:
-    """The command line.
+    """Runs the command.
 
     Args:
-      args: in place of sys.argv.
+      args: The arguments of the command line; None: sys.argv[1:].
     """
     args = sys.argv[1:] if args is None else args
     with flags.refusing():

@@ -1,4 +1,4 @@
-"""A run's folder, and what reads and writes it."""
+"""Reads and writes the folder of a run."""
 
 from grpo_jax.errors import need
 

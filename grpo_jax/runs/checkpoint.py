@@ -1,4 +1,4 @@
-"""Checkpoints of a phase of a run: asynchronous, the newest few, verified by their seals and restored exactly."""
+"""Checkpoints of a phase of a run: saved asynchronously, verified by seals, and restored exactly."""
 
 import hashlib
 import itertools
@@ -25,10 +25,9 @@ State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such 
 
 
 class Checkpoints:
-    """The checkpoints of one phase, in a folder of its own. A context manager that waits for saves.
+    """The checkpoints of one phase, in a folder of their own. A context manager that waits for saves at its end.
 
-    A save that was cut off by a crash is ignored, and one that is damaged is found by its seal; the one before it
-    restores.
+    `restore` skips a checkpoint that a crash cut off or whose seal shows damage, and takes the one before it.
     """
 
     def __init__(
@@ -40,14 +39,15 @@ class Checkpoints:
         run: Callable[[], str | None] = lambda: None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        """Names a folder; `restore` and `save` create it.
+        """Sets the folder; `restore` and `save` create it.
 
         Args:
-          folder: of the phase.
-          keep: the newest so many stay.
-          every: steps after which one is due; 0: none for that.
-          run: the digest of what the run began with, as in `write_seal`; checkpoints of another run are passed over.
-          warn: says a sentence; None: on stderr.
+          folder: The folder for the checkpoints of the phase.
+          keep: The number of checkpoints to keep; older checkpoints are deleted.
+          every: The number of steps between checkpoints; 0: no checkpoint is due by its step.
+          run: Returns the digest of the run's options and inputs, as in `write_seal`. Checkpoints with another digest
+            are skipped.
+          warn: Prints a warning, one sentence; None: to stderr.
         """
         self._folder, self._keep, self._every = folder.absolute(), keep, every
         self._run, self._warn = run, warn or _say
@@ -55,7 +55,7 @@ class Checkpoints:
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        """Opened when it is needed: it stumbles over what is no checkpoint, which `restore` sets aside first."""
+        """Opens orbax's manager when it is first needed: it fails on damaged folders, which `restore` renames first."""
         then = ocp.AsyncOptions(post_finalization_callback=self._seal)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep, enable_async_checkpointing=True, async_options=then
@@ -63,26 +63,26 @@ class Checkpoints:
         return ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, state: State, step: int) -> None:
-        """Starts to save; returns when the arrays have been copied."""
-        # One copy of what every device holds; orbax would cut it into a slice for each, and compile the cuts. With
-        # several hosts it has to know of all.
+        """Starts to save a state, and returns when its arrays have been copied."""
+        # Pass one copy of each replicated array: orbax would compile a slice for each device. With several hosts,
+        # orbax must see the arrays of all devices.
         alone = hosts.count() == 1
         single = jax.tree.map(lambda x: x.addressable_data(0) if alone and x.is_fully_replicated else x, state)
         items = {name: ocp.args.StandardSave(item) for name, item in _items(single).items()}
-        self._manager.wait_until_finished()  # the seal of the one before needs its step
+        self._manager.wait_until_finished()  # the seal of the previous checkpoint reads `_saving`
         self._check_room(state)
         self._saving = step
         if not self._manager.save(step, args=ocp.args.Composite(**items)):
             raise UsageError(f"step {step} cannot be saved in {self._folder}, which holds a later one: start a new run")
 
     def _seal(self) -> None:
-        """Before the checkpoint gets its name: it appears with its seal, or not at all."""
+        """Seals a checkpoint before orbax renames its folder, so that it appears with its seal or not at all."""
         if hosts.is_first():
             folder, unnamed = (self._folder / f"{self._saving}{end}" for end in ("", ocp.path.atomicity.TMP_DIR_SUFFIX))
             write_seal(unnamed if unnamed.is_dir() else folder, step=self._saving, run=self._run())
 
     def _check_room(self, state: State) -> None:
-        """Refuses to go on where the disk has no room for a checkpoint, before a half of it is written."""
+        """Raises an error if the disk has no room for a checkpoint, before a part of it is written."""
         self._folder.mkdir(parents=True, exist_ok=True)
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         if needed > (free := shutil.disk_usage(self._folder).free):
@@ -92,23 +92,23 @@ class Checkpoints:
             )
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to save after a step."""
+        """Returns whether a checkpoint is due after a step."""
         return self._every > 0 and step % self._every == 0
 
     def restore(
         self, like: Callable[[], State], shardings: Callable[[State], State] | None = None
     ) -> tuple[State, int]:
-        """The newest state that verifies and its step, or `like()` and 0 where nothing was saved.
+        """Returns the newest state that verifies and its step, or `like()` and 0 if nothing was saved.
 
-        What is newer and does not verify gets another name, and a warning names it.
+        Newer checkpoints that do not verify are renamed, and a warning names them.
 
         Args:
-          like: a first state; of a checkpoint its shapes.
-          shardings: shapes of a state -> where its arrays are put, whatever devices saved them; None: on the first
-            device.
+          like: Returns the initial state. If there is a checkpoint, only the shapes of this state are used.
+          shardings: (shapes of a state) -> the shardings of its arrays, which may differ from those at the save; None:
+            the first device.
 
         Raises:
-          UsageError: there are checkpoints, and none verifies; or the disk has no room for another.
+          UsageError: There are checkpoints, and none verifies; or the disk has no room for another.
         """
         shapes = jax.eval_shape(like)
         self._check_room(shapes)
@@ -119,7 +119,7 @@ class Checkpoints:
         return shapes._replace(params=restored["params"], **restored["rest"]), step
 
     def _where_to_go_on(self) -> int:
-        """Returns the newest step that verifies, or 0 where nothing was saved. What is newer gets another name."""
+        """Returns the newest step that verifies, or 0 if nothing was saved. Newer checkpoints are renamed."""
         if not (steps := saved_steps(self._folder)):
             return 0
         step, passed = self._newest(steps)
@@ -130,7 +130,7 @@ class Checkpoints:
         return step
 
     def _newest(self, steps: Sequence[int], part: str = "") -> tuple[int, dict[int, str]]:
-        """Returns the newest of these steps that verifies, and why newer ones do not."""
+        """Returns the newest of these steps that verifies, and the reasons why newer steps do not."""
         passed: dict[int, str] = {}
         for step in sorted(steps, reverse=True):
             seal, wrong = check_seal(self._folder / str(step), part)
@@ -152,17 +152,17 @@ class Checkpoints:
         )
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[Params, int]:
-        """The policy's trained parameters alone, without reading the optimizer's state or a critic.
+        """Restores only the policy's trained parameters, without reading the optimizer's state or a critic.
 
         Args:
-          like: their shapes and dtypes.
-          step: of the checkpoint; None: the newest.
+          like: The shapes and dtypes of the parameters.
+          step: The step of the checkpoint; None: the newest.
 
         Returns:
           The parameters and their step.
 
         Raises:
-          UsageError: there is no such checkpoint.
+          UsageError: There is no such checkpoint.
         """
         steps = sorted(saved_steps(self._folder))
         if step not in (None, *steps) or not steps:
@@ -176,7 +176,7 @@ class Checkpoints:
                 f"the checkpoints in {self._folder} are of a reward model, and of no policy: take the run's "
                 "folder reward-model, or name another phase with --phase"
             )
-        # The parameters of methods that learn from rollouts are named by the role of their model.
+        # Methods that learn from rollouts name parameters by the role of their model.
         has_roles = "policy" in names
         target = _placed({"policy": like} if has_roles else like)
         how = ocp.checkpoint_utils.construct_restore_args(target)
@@ -185,7 +185,7 @@ class Checkpoints:
         return params["policy"] if has_roles else params, chosen
 
     def _read(self, step: int, items: Mapping[str, Any]) -> Any:
-        """Returns the items of a checkpoint, each read as its arguments say."""
+        """Reads the items of a checkpoint, each with its orbax arguments."""
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except (ValueError, TypeError, LookupError) as error:
@@ -211,7 +211,7 @@ class Checkpoints:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Returns the steps that something in a folder of checkpoints is named after, in any order."""
+    """Returns the steps by which entries in a folder of checkpoints are named, in any order."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
 
@@ -221,18 +221,18 @@ def _say(sentence: str) -> None:
 
 
 def _in_words(passed: Mapping[int, str]) -> str:
-    """Why checkpoints are passed over."""
+    """Returns the reasons why checkpoints are not used, as text."""
     return ", and ".join(f"checkpoint {step} is not used, for {wrong}" for step, wrong in passed.items())
 
 
 def _unused(path: Path) -> Path:
-    """The path, or where it is taken one with a number behind it."""
+    """Returns the path, with a number appended if the path exists."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(free for free in itertools.chain([path], numbered) if not free.exists())
 
 
 def _placed(tree: Any, shardings: Any = None) -> Any:
-    """Shapes and dtypes of a tree with their shardings; None: on the first device."""
+    """Returns the shapes and dtypes of a tree with shardings; None: the first device."""
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = jax.tree.map(lambda _: first, tree) if shardings is None else shardings
     return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings)
@@ -245,7 +245,7 @@ def _items(state: Any) -> dict[str, Any]:
 
 
 def params_sha256(params: Any) -> str:
-    """SHA-256 of all leaves, with their names and shapes: equal exactly when the parameters are."""
+    """Returns the SHA-256 of all leaves with their names and shapes: equal exactly when the parameters are equal."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         array = np.ascontiguousarray(hosts.whole(leaf))
@@ -256,9 +256,9 @@ def params_sha256(params: Any) -> str:
 
 # ---- seals
 
-_SEAL_FILE = "digests.json"  # within the folder of the checkpoint, so that both are deleted together
-_DIGEST = "digest"  # of the seal itself
-# What orbax may write after a checkpoint is sealed, and nothing here reads.
+_SEAL_FILE = "digests.json"  # in the checkpoint's folder, so that both are deleted together
+_DIGEST = "digest"  # the key for the digest of the seal itself
+# Files that orbax may write after a checkpoint is sealed. This module does not read them.
 _UNSEALED = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
@@ -266,9 +266,9 @@ def write_seal(folder: Path, *, step: int, run: str | None = None) -> None:
     """Seals a complete checkpoint.
 
     Args:
-      folder: of the checkpoint.
-      step: of the checkpoint.
-      run: the digest of what the run began with; None: it did not note that.
+      folder: The folder of the checkpoint.
+      step: The step of the checkpoint.
+      run: The digest of the options and inputs that the run began with; None: not recorded.
     """
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     seal = {"files": hash_files(folder, names - _UNSEALED), "step": step, "run": run, "version": __version__}
@@ -276,14 +276,14 @@ def write_seal(folder: Path, *, step: int, run: str | None = None) -> None:
 
 
 def check_seal(folder: Path, part: str = "") -> tuple[dict[str, Any] | None, str]:
-    """Compares a checkpoint with its seal. One bit that differs is found.
+    """Compares a checkpoint with its seal, which detects a single changed bit.
 
     Args:
-      folder: of the checkpoint.
-      part: only files whose paths begin so are read; their names are always compared.
+      folder: The folder of the checkpoint.
+      part: Read only files whose paths begin with this prefix. All files must exist.
 
     Returns:
-      Its files, step, run and version, and ""; or None and what is wrong, in words.
+      The seal with files, step, run and version, and ""; or None and a description of the defect.
     """
     if not folder.is_dir():
         return None, "it is no folder"

@@ -45,16 +45,16 @@ class Options:
 
 
 def export(options: Options) -> int:
-    """Writes the folder.
+    """Writes a run's checkpoint as a Hugging Face or PEFT folder.
 
     Args:
-      options: what and where.
+      options: The options of the export.
 
     Returns:
       The step of the checkpoint that was written.
 
     Raises:
-      UsageError: something is missing, in one sentence.
+      UsageError: One sentence that says what is missing.
     """
     if options.adapter and options.dtype != "model":
         raise UsageError("adapters are always written in float32: leave out --dtype")
@@ -75,7 +75,7 @@ def export(options: Options) -> int:
 
 
 def command() -> None:
-    """The command line."""
+    """Runs the command."""
     options = read_flags(Options, prog=program(), description=__doc__)
     with refusing():
         done = export(options)
@@ -92,13 +92,13 @@ if __name__ == "__main__":
 
 
 def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
-    """README.md of an exported folder, as the hub shows it.
+    """Returns the README.md of an exported folder, which the hub shows.
 
     Args:
-      run: the folder of the run.
-      phase: whose checkpoint was exported.
-      step: of the checkpoint.
-      adapter: whether adapters alone were exported.
+      run: The folder of the run.
+      phase: The phase of the checkpoint.
+      step: The step of the checkpoint.
+      adapter: True if only adapters were exported.
     """
     options = flattened(read_object(run / "config.json"))
     base = str(options.get("model") or "")

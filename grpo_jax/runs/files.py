@@ -1,7 +1,7 @@
-"""Files of a run, the lock of its folder, and trackers of its lines.
+"""Files of a run, the lock of its folder, and trackers.
 
-JSON and lines of JSON are written at once and checked when read. Trackers are views of metrics.jsonl and times.jsonl:
-event files of TensorBoard, and Weights & Biases.
+JSON files are replaced atomically and checked when they are read. Trackers copy metrics.jsonl and times.jsonl to
+TensorBoard's event files and to Weights & Biases.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ import filelock
 from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.options import fits
 
-COMMAND = "command.txt"  # how a run was started, a line each time
+COMMAND = "command.txt"  # command lines of the run, one for each start
 
 
 def finite(value: Any) -> Any:
-    """The value with null for NaN and infinity, which JSON does not have."""
+    """Returns the value with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -35,14 +35,14 @@ def finite(value: Any) -> Any:
 
 
 def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
-    """A JSON file of a run.
+    """Reads a JSON file of a run.
 
     Args:
-      file: that exists.
-      hint: its type.
+      file: The file, which must exist.
+      hint: The type of the object.
 
     Raises:
-      UsageError: it cannot be read, or holds something else.
+      UsageError: The file cannot be read, or holds a value of another type.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -54,20 +54,20 @@ def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
 
 
 def read_lines(file: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines of a .jsonl file of a run, which may not exist yet; one cut off at the end is left out.
+    """Reads the lines of a .jsonl file of a run, which may not exist yet. An incomplete last line is left out.
 
     Args:
-      file: of the run.
-      fields: name -> type of what each line must have.
+      file: The file.
+      fields: Name -> type of the fields that each line must have.
 
     Raises:
-      UsageError: a line is not as a run writes it.
+      UsageError: A line is not as a run writes it.
     """
     return [record for _, record in complete_lines(file, fields)] if file.exists() else []
 
 
 def complete_lines(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a file that end, as text and as what they say."""
+    """Yields the complete lines of a .jsonl file, each as text and as a parsed object."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -85,15 +85,15 @@ def complete_lines(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any]) -> None:
-    """Refuses a record that lacks a field, or has one of another type.
+    """Checks that a record has all fields, with their types.
 
     Args:
-      record: of a file of the run.
-      where: names it.
-      fields: name -> type.
+      record: A record from a file of the run.
+      where: A description of the record's place, for the error.
+      fields: Name -> type of the fields.
 
     Raises:
-      UsageError: one sentence that names the field.
+      UsageError: One sentence that names the field that is missing or of another type.
     """
     for name, hint in fields.items():
         if not fits(record.get(name), hint):
@@ -101,14 +101,14 @@ def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that a reader sees the old file or the new one, never a part."""
+    """Writes JSON so that a reader sees the old file or the new file, never a part."""
     write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file at once, by renaming a complete one."""
+    """Replaces a file atomically, by renaming a complete file."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold lone surrogates
+    temporary.write_text(text, encoding="utf-8", errors="replace")  # file names may hold lone surrogates
     os.replace(temporary, path)
 
 
@@ -118,10 +118,10 @@ _LOCK_FILE = "lock"
 
 
 def hold(folder: Path) -> filelock.BaseFileLock:
-    """Takes the lock on the folder of a run: for as long as anything holds it, no other process gets it.
+    """Takes the lock on the folder of a run, so that no other process can take it.
 
     Raises:
-      UsageError: another process has it.
+      UsageError: Another process has the lock.
     """
     lock = filelock.FileLock(folder.resolve() / _LOCK_FILE, timeout=0, thread_local=False, is_singleton=True)
     try:
@@ -134,24 +134,24 @@ def hold(folder: Path) -> filelock.BaseFileLock:
     return lock
 
 
-# ---- trackers: what a resumed run writes again replaces what was there in TensorBoard. Weights & Biases cannot take
-# back a line, and is sent it again, under the same step.
+# ---- trackers: in TensorBoard, the lines of a resumed run replace earlier lines of the same steps. Weights & Biases
+# cannot delete lines, and gets them again under the same step.
 
-Line = dict[str, Any]  # "phase", "step", and numbers or None by name
+Line = dict[str, Any]  # "phase", "step", and by name numbers or None
 
 
 class Tracker(NamedTuple):
-    """Another place for a run's lines."""
+    """A service that receives the lines of a run."""
 
     log: Callable[[Line], None]
-    # (phase, lines of it that stay): a phase begins, or begins again
+    # (phase, its remaining lines): called when a phase starts or resumes
     restart: Callable[[str, Iterable[Line]], None]
 
 
 def tensorboard(folder: Path) -> Tracker:
-    """Event files for `tensorboard --logdir folder`: one of its runs for each phase."""
-    # Not by its SummaryWriter, whose thread may hold the last lines back, nor by its EventsWriter, which waits for the
-    # disk after each line: 5 ms and more, as long as a step of a small model takes.
+    """Returns a tracker that writes files for `tensorboard --logdir folder`, one TensorBoard run for each phase."""
+    # We do not use SummaryWriter, whose thread may hold the last lines back, nor EventsWriter, which waits at least
+    # 5 ms for the disk after each line, as long as a step of a small model takes.
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
     from tensorboardX.record_writer import masked_crc32c
@@ -159,7 +159,7 @@ def tensorboard(folder: Path) -> Tracker:
     files: dict[str, FileIO] = {}
 
     def write(phase: str, **fields: Any) -> None:
-        """A record: the length of an event, its checksum, the event, its checksum."""
+        """Writes a record: the length of an event, the length's checksum, the event, the event's checksum."""
         event = Event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("<Q", len(event))
         checksums = (struct.pack("<I", masked_crc32c(part)) for part in (length, event))
@@ -181,7 +181,7 @@ def tensorboard(folder: Path) -> Tracker:
         for place in (folder, folder / phase):
             if place.is_symlink():
                 raise UsageError(f"{place} is a link, and a run deletes no files elsewhere: put a folder in its place")
-        for file in (folder / phase).glob("events*"):  # those that were written here
+        for file in (folder / phase).glob("events*"):  # from before the restart
             file.unlink()
         for line in lines:
             log(line)
@@ -190,18 +190,15 @@ def tensorboard(folder: Path) -> Tracker:
 
 
 def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tracker:
-    """A run of Weights & Biases, the same one when a run is resumed.
+    """Returns a tracker for Weights & Biases. A resumed run continues the same run there.
 
     Args:
-      project: its name.
-      folder: of the run; the id of theirs is kept in it.
-      config: the run's options.
-
-    Returns:
-      The tracker.
+      project: The project's name in Weights & Biases.
+      folder: The folder of the run, which also stores the run's id in Weights & Biases.
+      config: The options of the run.
 
     Raises:
-      UsageError: the package is not installed, or refuses.
+      UsageError: The package is not installed, or its start fails.
     """
     try:
         import wandb
@@ -214,13 +211,13 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
         wandb_run = wandb.init(
             project=project, id=run_id, resume="allow", name=folder.name, dir=str(folder), config=config
         )
-    except Exception as error:  # the package's own and the network's
+    except Exception as error:  # errors of the package and of the network
         raise UsageError(f"Weights & Biases refuses: {error}") from error
     phases: set[str] = set()
 
     def log(line: Line) -> None:
         phase = line["phase"]
-        if phase not in phases:  # its own step, for theirs may not go back when a run is resumed
+        if phase not in phases:  # the step of Weights & Biases cannot decrease when a run is resumed
             wandb_run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
             phases.add(phase)
         wandb_run.log({f"{phase}/{name}": value for name, value in ({"step": line["step"]} | _numbers(line)).items()})

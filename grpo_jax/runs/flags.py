@@ -1,4 +1,4 @@
-"""Command line of an experiment, from its dataclass."""
+"""The command line of a training command or experiment, made from its dataclass of options."""
 
 import ast
 import dataclasses
@@ -66,13 +66,13 @@ class HasOutput(Protocol):
         """Folder and start of the run."""
 
 
-# Options that --help shows, in this order, if a command has them; and those that belong to no group of the command.
+# Options that --help shows first, in this order, if a command has them. Options outside the groups follow.
 FIRST_OPTIONS = (
     *("model", "task", "data", "reward", "method", "preset", "critic", "steps", "num_prompts", "group_size"),
     *("max_tokens", "temperature", "learning_rate", "kl_coef", "lora_rank", "dtype", "eval_every", "devices"),
     *("run_dir", "resume", "config"),
 )
-_NARROWEST = 40  # columns that help needs; with one its layout never ends
+_NARROWEST = 40  # columns; with a single column the layout of the help never ends
 Config = TypeVar("Config", bound=HasOutput)
 Options = TypeVar("Options")
 
@@ -80,15 +80,15 @@ Options = TypeVar("Options")
 def parse(config_class: type[Config], description: str | None, args: list[str] | None = None) -> Config:
     """Reads the command line into a dataclass.
 
-    Options of all groups are flags by their own names. --config brings those of a file, --preset the numbers of its
-    recipe, wherever they stand; other flags replace them. With --resume the defaults are those of the run that is
-    continued, so that no other option need be repeated; one that differs is refused.
+    The options of all groups are flags without a prefix. --config reads defaults from a file and --preset sets those of
+    its recipe, at any position on the command line; other flags replace them. With --resume the defaults are the
+    options of the resumed run, so you need not repeat them; an option that differs is refused.
 
     Args:
-      config_class: a dataclass whose fields are options or groups of options, all with defaults; field docstrings
+      config_class: A dataclass whose fields are options or groups of options, all with defaults. Field docstrings
         become the help.
-      description: the top of the help.
-      args: in place of sys.argv.
+      description: The text at the top of the help.
+      args: The arguments of the command line; None: sys.argv[1:].
 
     Returns:
       The options. `output.run_dir` is the folder of the run, which exists exactly when resuming.
@@ -98,7 +98,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
 
 
 def _parse(config_class: type[Config], description: str | None, args: list[str]) -> Config:
-    """Reads the command line as `parse` does, and raises what `parse` refuses."""
+    """Reads the command line for `parse`, and raises errors that `parse` turns into messages."""
     prog = program()
     default = _with_file(config_class(), args)
     config = _read(config_class, _with_preset(default, args), args, prog, description)
@@ -117,13 +117,13 @@ def _parse(config_class: type[Config], description: str | None, args: list[str])
 
 
 def program() -> str:
-    """How the program was called, for its usage line: "grpo-jax train", or "python -m experiments.train"."""
+    """Returns the name for the usage line: "grpo-jax train", or "python -m experiments.train"."""
     spec = sys.modules["__main__"].__spec__
     return f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
 
 
 def _read(config_class: type[Config], default: Config, args: list[str], prog: str, description: str | None) -> Config:
-    """Reads the command line over these defaults. --help shows the first options, --help-all every option."""
+    """Reads the command line with these defaults. --help shows the main options, --help-all every option."""
     settings: dict[str, Any] = {"prog": prog, "description": description}
     if {"-h", "--help"} & {*args}:
         end = f"--help-all shows all {len(options_of(default))} options."
@@ -148,7 +148,7 @@ def _first_options(config_class: type, default: Any) -> type:
 
 
 def option_texts(config_class: Any) -> dict[str, str]:
-    """Returns the texts of a config's options, by name: the docstrings of their fields, each as one line."""
+    """Returns the docstrings of a config's options, by name, each as one line."""
     texts: dict[str, str] = {}
     for parent in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
         definition: Any = ast.parse(inspect.getsource(parent)).body[0]  # type: ignore[arg-type]
@@ -161,15 +161,15 @@ def option_texts(config_class: Any) -> dict[str, str]:
 
 
 def read_flags(config_class: type[Options], *, end: str = "", **settings: Any) -> Options:
-    """Calls `tyro.cli`. Its help may be read in part, as by `head`; the program then ends without a traceback.
+    """Calls `tyro.cli`. If a reader such as `head` closes the pipe, the program ends without a traceback.
 
     Args:
-      config_class: as in `parse`.
-      end: a line below the help. Default none.
-      settings: as for `tyro.cli`.
+      config_class: The dataclass of options, as in `parse`.
+      end: A line to print below the help; "": no line.
+      settings: Further arguments of `tyro.cli`.
 
     Raises:
-      UsageError: a number is not in the range of its option.
+      UsageError: A number is not in the range of its option.
     """
     prepare_terminal()
     try:
@@ -187,7 +187,7 @@ def read_flags(config_class: type[Options], *, end: str = "", **settings: Any) -
 
 
 def prepare_terminal() -> None:
-    """Lets any text be printed, also where stdout or stderr is closed, is not UTF-8, or has few columns."""
+    """Makes every text printable, even if stdout or stderr is closed, is not UTF-8, or has few columns."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -199,17 +199,17 @@ def prepare_terminal() -> None:
 
 
 def _with_preset(default: Config, args: list[str]) -> Config:
-    """The defaults, with the numbers of a preset that the command line names; an unknown one is refused later."""
+    """Returns the defaults, with the values of --preset if it is known; an unknown preset is refused later."""
     preset = value_of("--preset", args)
     has_one = preset in PRESETS and "preset" in options_of(default)
     return with_options(default, preset=preset) if has_one else default
 
 
 def _with_file(default: Config, args: list[str]) -> Config:
-    """The defaults, with the options of the file that the command line names.
+    """Returns the defaults, with the options of the --config file.
 
     Raises:
-      UsageError: the file cannot be read, or an option of it does not fit.
+      UsageError: The file cannot be read, or one of its options does not fit.
     """
     file = value_of("--config", args)
     if not file:
@@ -217,7 +217,7 @@ def _with_file(default: Config, args: list[str]) -> Config:
     saved = read_options(user_path(file))
     try:
         config = from_json(default, saved)
-        if "preset" in saved:  # it brings what the file leaves out
+        if "preset" in saved:  # it sets the options that the file leaves out
             config = from_json(with_options(default, preset=saved["preset"]), saved)
         return config
     except UsageError as error:
@@ -225,10 +225,10 @@ def _with_file(default: Config, args: list[str]) -> Config:
 
 
 def _of_run(config_class: type[Config], file: Path) -> Config:
-    """The options that a run was begun with.
+    """Returns the options that a run began with.
 
     Raises:
-      UsageError: the file cannot be read, has no options, or an option of it does not fit.
+      UsageError: The file cannot be read, has no options, or one of its options does not fit.
     """
     saved = read_object(file)
     try:
@@ -240,7 +240,7 @@ def _of_run(config_class: type[Config], file: Path) -> Config:
 
 
 def value_of(flag: str, args: Sequence[str]) -> str:
-    """Returns the value of a flag on the command line, such as "--run-dir"; the last counts."""
+    """Returns the last value of a flag, such as "--run-dir", on the command line; "" if it is absent."""
     value = ""
     for arg, following in pairwise([*args, ""]):
         name, has_value, rest = arg.partition("=")
@@ -250,12 +250,12 @@ def value_of(flag: str, args: Sequence[str]) -> str:
 
 
 def flags_of(args: Sequence[str]) -> list[str]:
-    """The flags that a command line names, each as "--run-dir"."""
+    """Returns the flags on a command line, spelled like "--run-dir"."""
     return [_spelled(arg.partition("=")[0]) for arg in args if arg.startswith("--")]
 
 
 def _spelled(flag: str) -> str:
-    """A flag with hyphens; it may also be written with underscores."""
+    """Returns a flag with hyphens, which users may also write with underscores."""
     return flag.replace("_", "-")
 
 
@@ -263,7 +263,7 @@ def read_options(file: Path) -> dict[str, Any]:
     """Returns the options in a JSON or YAML file, by name.
 
     Raises:
-      UsageError: it cannot be read, or gives an option twice.
+      UsageError: The file cannot be read, or sets an option twice.
     """
     try:
         text, is_yaml = file.read_text(encoding="utf-8"), file.suffix in (".yaml", ".yml")
@@ -278,23 +278,23 @@ def read_options(file: Path) -> dict[str, Any]:
 def main(
     config_class: type[Config], run: Callable[[Config], None], description: str | None, args: list[str] | None = None
 ) -> None:
-    """Parses the command line and runs; a refusal (UsageError) is one sentence and no traceback.
+    """Parses the command line and runs an experiment; prints a UsageError as one sentence without a traceback.
 
     Args:
-      config_class: as in `parse`.
-      run: the experiment.
-      description: its docstring.
-      args: in place of sys.argv.
+      config_class: The dataclass of options, as in `parse`.
+      run: The function that runs the experiment.
+      description: The text at the top of the help.
+      args: The arguments of the command line; None: sys.argv[1:].
     """
     config = parse(config_class, description, args)
     if config.output.compilation_cache:
         keep_programs()
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what it raises, with every traceback
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also logs the exceptions that it raises
     sys.unraisablehook = _print_unraisable
     try:
         with runner.listening(say_note, partial(_leave, config.output)):
             run(config)
-            hosts.gather("the end", None)  # others would take a host that has nothing left to do for one that is gone
+            hosts.gather("the end", None)  # a host that exits early would look dead to the other hosts
     except runner.Stopped as stopped:
         hosts.gather("the end", None)
         say_refusal(f"stopped by {stopped}; the last step is saved: add --resume to continue {config.output.run_dir}")
@@ -302,47 +302,47 @@ def main(
     except (UsageError, FloatingPointError) as error:
         then = _how_to_resume(config.output, "; ") if isinstance(error, Interruption) else ""
         refuse(f"{error}{then}")
-    except Exception as error:  # the machine's, which are no defects
+    except Exception as error:  # `lacking` recognises errors of the machine, such as a full disk
         if not (sentence := lacking(error)):
             if hosts.count() > 1:
                 traceback.print_exc()
                 hosts.leave(f"{type(error).__name__}: {error}".partition("\n")[0], 1)
             raise
         say_refusal(f"{sentence}{_how_to_resume(config.output, '; then ')}")
-        with suppress(OSError):  # stdout may be what is full
+        with suppress(OSError):  # the full disk may be stdout's
             sys.stdout.flush()
-        hosts.leave(sentence, 2)  # threads that wanted to save would fail once more on their way out
+        hosts.leave(sentence, 2)  # threads that still save would fail again at exit
 
 
 def _print_unraisable(unraisable: Any) -> None:
-    """Prints an error that cannot be raised, except those of writing threads whose loop a failed save has closed."""
+    """Prints an unraisable error, unless it comes from a writing thread whose event loop a failed save has closed."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
 
 def _how_to_resume(output: RunConfig, link: str) -> str:
-    """Returns what to add to a sentence about a run that ended; nothing if the run had not begun."""
+    """Returns the words on how to resume a run that ended; "" if it had not begun."""
     began = os.path.exists(output.run_dir / "config.json")
     return f"{link}add --resume to continue the run in {output.run_dir}" if began else ""
 
 
 def _leave(output: RunConfig, number: int) -> NoReturn:
-    """Ends the process at once."""
+    """Ends the process at once, after a signal."""
     then = _how_to_resume(output, "; ") or "; the run had not begun"
     say_refusal(f"stopped by {signal.Signals(number).name} between checkpoints{then}")
     Console(stderr=True).show_cursor(True)
     sys.stdout.flush()
-    # Not by an exception: a compilation that goes on in a thread would crash the interpreter on its way out.
+    # With an exception, a compilation that continues in a thread would crash the interpreter at its exit.
     hosts.leave(f"stopped by {signal.Signals(number).name}", _code(output, number))
 
 
 def _code(output: RunConfig, number: int) -> int:
-    """The exit status after a signal."""
+    """Returns the exit status after a signal."""
     return output.stop_code if number == signal.SIGTERM else 128 + number
 
 
 def keep_programs() -> None:
-    """Lets JAX keep compiled programs in the user's cache folder; a note says why where it cannot."""
+    """Lets JAX keep compiled programs in the user's cache folder; prints a note if it cannot."""
     try:
         progress.use_cache()
     except UsageError as error:
@@ -350,15 +350,15 @@ def keep_programs() -> None:
 
 
 def say_note(message: str) -> None:
-    """One sentence on stderr that refuses nothing."""
+    """Prints a note to stderr."""
     Console(stderr=True).print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
 
 
 def open_run(config: HasOutput) -> RunFolder:
-    """The run folder of parsed options.
+    """Opens the run folder of parsed options.
 
     Raises:
-      UsageError: the folder holds a run with other options.
+      UsageError: The folder holds a run with other options.
     """
     output, values = config.output, dataclasses.asdict(config)
     for name in ("run_dir", "resume", "config", "hosts"):
@@ -379,7 +379,7 @@ def open_run(config: HasOutput) -> RunFolder:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """A block whose refusals, and what the machine lacks, end the program with one sentence and no traceback."""
+    """Opens a block in which a UsageError or a lack of memory or disk ends the program with one sentence."""
     prepare_terminal()
     try:
         yield
@@ -392,7 +392,7 @@ def refusing() -> Iterator[None]:
 
 
 def refuse(message: str) -> NoReturn:
-    """Ends the program with one sentence, and so those of other hosts."""
+    """Ends the program on all hosts with one sentence."""
     say_refusal(message)
     if hosts.count() > 1:
         hosts.leave(message, 2)
@@ -400,7 +400,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def say_refusal(message: str) -> None:
-    """One sentence on stderr, with the number of the host where there are several."""
+    """Prints an error to stderr, with the host's number if there are several hosts."""
     host = f" of host {hosts.index()}" if hosts.count() > 1 else ""
     Console(stderr=True).print(f"[red]error{host}:[/] {escape(message)}", soft_wrap=True)
     sys.stderr.flush()

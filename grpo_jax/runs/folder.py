@@ -1,11 +1,11 @@
 """A run on disk: configuration, metrics, times, rollouts, checkpoints.
 
-Rules that make a resumed run's files equal those of an uninterrupted one: a step's lines are
-written before the checkpoint that covers it; resuming drops the lines of later steps; wall
-times, which never repeat, have a file of their own.
+The files of a resumed run equal those of an uninterrupted run. For this, a step's lines are written before the
+checkpoint that covers it, resuming drops the lines of later steps, and wall times, which never repeat, have their own
+file.
 
-With several hosts the first one writes, and holds the lock. For the others a run folder is quiet, and writes nothing.
-All hosts read the same folder.
+With several hosts only the first host writes and holds the lock. On every other host `RunFolder` writes and prints
+nothing. All hosts read the same folder.
 """
 
 import glob
@@ -43,13 +43,13 @@ from grpo_jax.runs.progress import RunConsole, Show, count_programs, progress, w
 
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
 _PHASE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
-_LINE = {"phase": str, "step": int}  # what each of their lines has
-# The warm start and the control: no phases that a run is for.
+_LINE = {"phase": str, "step": int}  # the fields of each line in these files
+# Auxiliary phases: the warm start and the control.
 SIDE_PHASES = ("warm", "control")
 
 
 def is_coin(phase: str) -> bool:
-    """Returns whether a phase is a control that is rewarded by a coin toss, perhaps with a seed in its name."""
+    """Returns whether a phase is a control with random rewards; its name may end in a seed."""
     return re.fullmatch(r"(control|coin)(_\d+)?", phase) is not None
 
 
@@ -57,9 +57,9 @@ class RunFolder:
     """The folder of a run: writes its files, and shows its progress.
 
     Attributes:
-      path: of the folder.
-      console: where words go.
-      writes: whether this is the host that writes.
+      path: The path of the folder.
+      console: The console that messages are printed to.
+      writes: True on the host that writes.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class RunFolder:
         """Creates `path` with config.json, or opens it to continue.
 
         Args:
-          path: of the folder.
-          config: every option, as JSON can hold it.
-          console: where words go; None: the terminal.
+          path: The path of the folder.
+          config: All options of the run, as values that JSON can hold.
+          console: The console that messages are printed to; None: the terminal.
 
         Raises:
           UsageError: `path` holds a run with other options.
@@ -102,7 +102,7 @@ class RunFolder:
         self.trackers.append(tensorboard(path / "tensorboard"))
 
     def _keep_options(self, config: dict[str, Any]) -> None:
-        """Writes the options of a new run; refuses to go on with others."""
+        """Writes the options of a new run, or refuses to resume with other options."""
         file, now = self.path / OPTIONS_FILE, flattened(json.loads(json.dumps(config)))  # as the file holds them
         began = flattened(read_object(file)) if file.exists() else now
         differing = differing_options(began, now)
@@ -118,7 +118,7 @@ class RunFolder:
         self._warn_of_devices(ROUNDING_OPTIONS | began, ROUNDING_OPTIONS | now)
 
     def _warn_of_devices(self, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Says which options differ by rounding."""
+        """Warns about changed options that change rounding."""
         if differing := [name for name in ROUNDING_OPTIONS if began[name] != now[name]]:
             before, after = (" ".join(f"--{name} {options[name]}" for name in differing) for options in (began, now))
             self.warn_once(
@@ -128,15 +128,14 @@ class RunFolder:
             )
 
     def keep_inputs(self, part: str, inputs: Mapping[str, str]) -> None:
-        """Notes in inputs.json what a phase, or the model, was made of.
+        """Records the inputs of a phase, or of a model, in inputs.json.
 
         Args:
-          part: a phase, or "model".
-          inputs: what it is, in words -> its digest.
+          part: The name of a phase, or a role such as "model" or "teacher".
+          inputs: Description of an input -> its digest.
 
         Raises:
-          UsageError: the run is resumed, and something of it has changed, or another host has others; the sentence
-            names it.
+          UsageError: An input has changed since the run began, or differs between hosts; the sentence names it.
         """
         hosts.check_same(inputs)
         if not self.writes:
@@ -149,7 +148,7 @@ class RunFolder:
     # ---- lines
 
     def log(self, phase: str, step: int, values: dict[str, Any]) -> None:
-        """Writes a line of metrics.jsonl; only numbers that are the same in a rerun."""
+        """Writes a line of metrics.jsonl, with numbers that are the same in a rerun."""
         self._log("metrics.jsonl", {"phase": phase, "step": step, **values})
 
     def log_times(
@@ -162,15 +161,15 @@ class RunFolder:
         peak_flops: float | None = None,
         numbers: Mapping[str, float] | None = None,
     ) -> None:
-        """One line of times.jsonl: seconds of each part since the last line, and what was done in them.
+        """Writes a line of times.jsonl: the seconds of each part since the last line, and its throughput.
 
         Args:
-          phase: of the run.
-          step: reached.
-          tokens: part -> tokens that it worked on.
-          update_flops: operations of the part "update", for how many a second.
-          peak_flops: operations a second that the devices can do at most, if known; `mfu` is the share of it.
-          numbers: others to log.
+          phase: The name of the phase.
+          step: The step that was reached.
+          tokens: Part -> the number of tokens that it processed.
+          update_flops: The floating-point operations of the part "update"; 0: unknown.
+          peak_flops: The peak FLOP/s of the devices, if known. `mfu` is the fraction of it that was achieved.
+          numbers: Further numbers to log.
         """
         seconds = dict(self._seconds)
         line = {"s": round(time.perf_counter() - self._started, 3)}
@@ -188,23 +187,23 @@ class RunFolder:
         self._seconds.clear()
 
     def log_rollout(self, phase: str, step: int, groups: list[dict[str, Any]]) -> None:
-        """Lines of rollouts.jsonl, one a group."""
+        """Writes lines of rollouts.jsonl, one for each group."""
         for group in groups:
             self._append("rollouts.jsonl", {"phase": phase, "step": step, **group})
 
     def rewind(self, phase: str, step: int) -> None:
-        """Drops lines of `phase` after `step`, all of them for 0, and a last line cut off by a crash.
+        """Drops the lines of a phase after a step, and a last line that a crash cut off.
 
         Args:
-          phase: that begins, or begins again.
-          step: reached.
+          phase: The phase that starts or resumes.
+          step: The step that was reached; 0: all lines are dropped.
         """
         if not self.writes:
             return
         for name in _PHASE_FILES:
             file = self.path / name
             if file.exists():
-                done = step or -1  # of a phase that begins, also the line before its first step is dropped
+                done = step or -1  # a phase that starts writes the line of step 0 again
                 lines = complete_lines(file, _LINE)
                 remaining = [line for line, record in lines if record["phase"] != phase or record["step"] <= done]
                 write_text(file, "".join(line + "\n" for line in remaining))
@@ -213,10 +212,10 @@ class RunFolder:
             tracker.restart(phase, numbers)
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        """The lines of a file of the run, which may not exist yet.
+        """Reads the lines of a file of the run, which may not exist yet.
 
         Raises:
-          UsageError: a line is not as a run writes it.
+          UsageError: A line is not as a run writes it.
         """
         return read_lines(self.path / name, _LINE if name in _PHASE_FILES else {})
 
@@ -232,10 +231,10 @@ class RunFolder:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    # ---- checkpoints, times, words
+    # ---- checkpoints, times, messages
 
     def checkpoints(self, phase: str, *, keep: int, every: int = 0) -> Checkpoints:
-        """The checkpoints of a phase; the others as in `Checkpoints`."""
+        """Returns the checkpoints of a phase; `keep` and `every` are those of `Checkpoints`."""
         return Checkpoints(
             self.path / "checkpoints" / phase,
             keep=keep,
@@ -245,7 +244,7 @@ class RunFolder:
         )
 
     def announce_checkpoints(self, *phases: str) -> None:
-        """Prints where a resumed run continues, before it evaluates its start again. A new run prints nothing."""
+        """Prints the step at which a resumed run continues. A new run prints nothing."""
         for phase in phases:
             if steps := saved_steps(self.path / "checkpoints" / phase):
                 self.console.print(
@@ -258,51 +257,51 @@ class RunFolder:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Adds the seconds inside to `part`."""
+        """Adds the seconds spent in the block to the time of `part`."""
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation(part):
             yield
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
 
     def progress(self, phase: str, total: int, completed: int = 0) -> AbstractContextManager[Show]:
-        """A bar, or lines where there is no terminal; call what this yields with the step reached and a few words."""
+        """Shows a progress bar, or prints lines without a terminal. Yields a function of the step and a few words."""
         return progress(self.console, phase, total, completed)
 
     def waiting(self, words: str) -> AbstractContextManager[None]:
-        """Words on what takes its time; call what this yields with others."""
+        """Shows a message while the block takes its time."""
         return waiting(self.console, words)
 
     def warn(self, warnings: Mapping[str, str]) -> None:
-        """Prints and keeps each of these sentences once, by key."""
+        """Prints and stores each of these warnings once, by name."""
         for name, message in warnings.items():
             self.warn_once(name, message)
 
     def warn_once(self, name: str, message: str) -> None:
-        """Prints a warning the first time that it occurs, and keeps it in warnings.jsonl.
+        """Prints a warning the first time that it occurs, and stores it in warnings.jsonl.
 
         Args:
-          name: of the warning: a process prints only the first message of each name.
-          message: one sentence. It is written to the file once.
+          name: The name of the warning. A process prints only the first message of each name.
+          message: One sentence. The file contains it once.
         """
         if name in self._warned:
             return
         self._warned.add(name)
-        message = message.encode(errors="replace").decode()  # lone surrogates would end the run here
+        message = message.encode(errors="replace").decode()  # lone surrogates cannot be printed or written
         if not self.writes:
             return
         self.console.print(f"[yellow]warning:[/] {escape(message)}")
         known = self.lines("warnings.jsonl")
-        if {"message": message} not in known:  # the file is written whole: `rewind` mends none without phases
+        if {"message": message} not in known:  # replace the file: `rewind` does not repair it
             text = "".join(json.dumps(line) + "\n" for line in [*known, {"message": message}])
             write_text(self.path / "warnings.jsonl", text)
 
 
-# ---- resuming: a run continues with the options and inputs that it began with, and perhaps more steps
+# ---- resuming: a run continues with the options and inputs that it began with, and possibly more steps
 
-# Options that a resumed run may change: its results do not depend on them.
+# Options that a resumed run may change, because its results do not depend on them.
 FREE_OPTIONS = frozenset(
     {
-        "devices",  # but for rounding
+        "devices",  # changes only rounding, like the next three
         "parallel",
         "fsdp",
         "tensor",
@@ -322,20 +321,20 @@ ROUNDING_OPTIONS = {
     "tensor": 1,
 }  # options that change rounding, with defaults
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
-_UNBEGUN = {"lock", f"{OPTIONS_FILE}.tmp"}  # what a run leaves that is killed before it has written its options
+_UNBEGUN = {"lock", f"{OPTIONS_FILE}.tmp"}  # left by a run that was killed before it had written its options
 
 
 def read_inputs(folder: Path) -> dict[str, dict[str, str]]:
-    """Returns what inputs.json of a run holds: part -> name of an input -> its digest."""
+    """Reads inputs.json of a run: part -> description of an input -> its digest."""
     file = folder / INPUTS_FILE
     return read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
 
 
 def check_inputs(folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Refuses to go on with other inputs than those that the run in a folder began with.
+    """Checks that the inputs of a run are those that it began with.
 
     Raises:
-      UsageError: they differ; the sentence names them.
+      UsageError: One sentence that names the inputs that differ.
     """
     if names := ", ".join(sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))):
         raise UsageError(
@@ -344,7 +343,7 @@ def check_inputs(folder: Path, before: Mapping[str, str], now: Mapping[str, str]
 
 
 def numbered_runs(folder: Path) -> dict[int, Path]:
-    """Runs in folder (number 1), folder-2, folder-3 …"""
+    """Returns the runs in folder (number 1), folder-2, folder-3 …, by number."""
     runs = {1: folder} if (folder / "config.json").exists() else {}
     for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/config.json"):
         number = path.parent.name.removeprefix(f"{folder.name}-")
@@ -354,10 +353,10 @@ def numbered_runs(folder: Path) -> dict[int, Path]:
 
 
 def fresh_folder(folder: Path) -> Path:
-    """`folder`, or where it holds a run, folder-n with the next number.
+    """Returns `folder`, or folder-n with the next number if `folder` or a numbered one holds a run.
 
     Raises:
-      UsageError: it holds something else.
+      UsageError: `folder` holds other files, and no run.
     """
     runs = numbered_runs(folder)
     if not runs and folder.exists() and (not folder.is_dir() or {file.name for file in folder.iterdir()} - _UNBEGUN):
@@ -366,43 +365,43 @@ def fresh_folder(folder: Path) -> Path:
 
 
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Options that change what a run computes and are not the same in both."""
+    """Returns the options that change what a run computes and differ between the two configurations."""
     saved, present = _shaping(flattened(saved)), _shaping(flattened(json.loads(json.dumps(config))))  # as in the file
     return sorted(name for name in saved.keys() | present.keys() if saved.get(name) != present.get(name))
 
 
 def _shaping(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that change what a run computes: an engine may be at any address."""
+    """Returns the options that change what a run computes. The address of an engine does not matter."""
     shaping = {name: value for name, value in options.items() if name not in FREE_OPTIONS}
     return shaping | {"engine": bool(options.get("engine"))}
 
 
 def run_digest(run: Path, phase: str) -> str | None:
-    """Returns the digest of the options and inputs of a phase; None where the run has not noted them.
+    """Returns the digest of the options and inputs of a phase; None if the run has not recorded them.
 
-    Runs that compute the same have the same digest. A run that may be continued with more steps keeps its digest.
+    Runs that compute the same have the same digest. A run that may continue with more steps keeps its digest.
 
     Args:
-      run: its folder.
-      phase: of the run.
+      run: The folder of the run.
+      phase: The name of the phase.
     """
     inputs, file = read_inputs(run).get(phase), run / OPTIONS_FILE
     if inputs is None or not file.exists():
         return None
     options = flattened(read_object(file))
-    shaping = _shaping(options) | {"steps": _shaped_by_steps(options)}  # the number matters only where it shapes them
+    shaping = _shaping(options) | {"steps": _shaped_by_steps(options)}  # ignore the number if steps do not depend on it
     return hash_values(phase, dict(sorted(shaping.items())), inputs)
 
 
 def check_more_steps(saved: dict[str, Any], config: dict[str, Any]) -> None:
-    """Refuses to continue a run with this number of steps, where its steps so far depended on the earlier number.
+    """Checks that a run can continue with another number of steps.
 
     Args:
-      saved: options of the run so far, by name.
-      config: those that it is to be continued with; they differ in `steps`.
+      saved: The options that the run began with, by name.
+      config: The new options, which differ only in `steps`.
 
     Raises:
-      UsageError: one sentence that says what to do.
+      UsageError: The new number is smaller, or the steps so far depended on the old number.
     """
     if config["steps"] < saved["steps"]:
         raise UsageError(f"the run is of {saved['steps']} steps: continue it with more, or leave out steps")
@@ -411,7 +410,7 @@ def check_more_steps(saved: dict[str, Any], config: dict[str, Any]) -> None:
 
 
 def _shaped_by_steps(options: Mapping[str, Any]) -> str:
-    """Returns how the steps of a run depend on their number, in words; "" if they do not."""
+    """Returns a sentence on how the run's steps depend on their total number; "" if they do not."""
     if options.get("decay", "none") != "none":
         return f"the learning rate of the run falls until step {options['steps']}"
     if options.get("max_rollouts", 1) > 1 or "rounds" in options:

@@ -27,26 +27,26 @@ from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, check_inputs, read_inpu
 _LORA_FILE = "lora.json"
 
 
-# ---- into a run
+# ---- describing the model in the run
 
 
 class LoraDescription(NamedTuple):
-    """The description of trained adapters, in model/lora.json."""
+    """The description of trained adapters, stored in model/lora.json."""
 
-    base: str  # folder or hub id
-    fingerprint: str  # of its weights
-    param_dtype: Dtype  # that they had in the run
+    base: str  # folder or hub id of the base model
+    fingerprint: str  # of the base model's weights
+    param_dtype: Dtype  # of the base model's weights in the run
     rank: int
     alpha: float
     targets: tuple[Target, ...]
-    quantize: Quantize = "none"  # how they were held
+    quantize: Quantize = "none"  # quantisation of the base model's weights in the run
 
     @staticmethod
     def read(folder: Path) -> "LoraDescription | None":
-        """Returns the description in a run's model/, if it has one.
+        """Reads the description in a run's model/, if there is one.
 
         Raises:
-          UsageError: it is not as a run writes it.
+          UsageError: The description is not as a run writes it.
         """
         file = folder / _LORA_FILE
         if not file.exists():
@@ -57,18 +57,18 @@ class LoraDescription(NamedTuple):
 
 
 def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptions, chat: bool | None = None) -> None:
-    """Puts into the run what `grpo_jax.runs.export` needs besides a checkpoint: the model's folder without the weights.
+    """Copies the model's folder without its weights into the run, for `grpo_jax.runs.export`.
 
-    Prints the notes of the model, and as a line of the plan how prompts that are text are encoded.
+    Also prints the notes of the model, and how prompts that are text are encoded.
 
     Args:
-      run: new, or to be continued.
-      pretrained: the model.
-      options: of the model.
-      chat: whether such a prompt becomes a user's message; None: if the tokenizer has a chat template.
+      run: The folder of the run, new or resumed.
+      pretrained: The model.
+      options: The options of the model.
+      chat: True if a prompt that is text becomes a user's message; None: if the tokenizer has a chat template.
 
     Raises:
-      UsageError: the run is resumed, and the model's files are no longer those that it started from.
+      UsageError: The model's files have changed since the run began.
     """
     in_chat = uses_chat(chat, pretrained.tokenizer)
     how = "are user messages of the chat template" if in_chat else "are encoded without a chat template"
@@ -76,7 +76,7 @@ def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptio
     for note in pretrained.notes:
         run.warn_once(note, note)
     keep_files(run, "model", pretrained.folder)
-    lora = _describe_lora(pretrained, options) if options.lora_rank else None  # all hosts: the weights may be spread
+    lora = _describe_lora(pretrained, options) if options.lora_rank else None  # on all hosts: weights may be sharded
     if not run.writes:
         return
     huggingface.save_description(run.path / "model", pretrained.config, source=pretrained.folder)
@@ -85,9 +85,9 @@ def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptio
 
 
 def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescription:
-    """Describes the adapters of a run, and the weights that they are trained on."""
+    """Describes the adapters of a run and their base model."""
     return LoraDescription(
-        # A hub id stays one, so that the adapter can be used elsewhere.
+        # A hub id is not resolved, so that the adapter can be used on other machines.
         base=str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model,
         fingerprint=fingerprint(pretrained.params),
         param_dtype=options.param_dtype,
@@ -99,50 +99,51 @@ def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescrip
 
 
 def keep_files(run: RunFolder, part: str, folder: Path) -> None:
-    """Notes the files of a model in the run, so that it goes on with the same ones alone.
+    """Records the digests of a model's files in the run, which can resume only with the same files.
 
     Args:
-      run: of the model.
-      part: "model" or "teacher".
-      folder: of the files.
+      run: The folder of the run.
+      part: The role of the model, such as "model" or "teacher".
+      folder: The folder of the model.
 
     Raises:
-      UsageError: the run is resumed, and they are others.
+      UsageError: The files have changed since the run began.
     """
     files = hash_files(folder, huggingface.files_of(folder))
     run.keep_inputs(part, {f"{name} of the {part}": digest for name, digest in files.items()})
 
 
 def _check_description(run: Path) -> None:
-    """Refuses a run whose model/ has other files than the model that it began with."""
+    """Checks that the files in a run's model/ are those of the model that it began with."""
     noted, folder = read_inputs(run).get("model"), run / "model"
-    if noted is not None:  # a loop of your own may have noted nothing
+    if noted is not None:  # a custom training loop may have recorded nothing
         before = {name: noted[name] for name in noted if huggingface.is_copied(name.partition(" of ")[0])}
         now = hash_files(folder, filter(huggingface.is_copied, huggingface.files_of(folder)))
         check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
 
 
-# ---- out of it
+# ---- loading the model from the run
 
 
 def load_run(
     folder: Path, *, phase: str | None = None, step: int | None = None, base: Path | None = None, **overrides: Any
 ) -> tuple[Pretrained, int]:
-    """A model as a run trained it, as `load_pretrained` has one; adapters are merged, into the original weights also
-    where the run held them quantised.
+    """Loads a model that a run trained, in the form of `load_pretrained`.
+
+    Adapters are merged into the original weights, even if the run quantised these.
 
     Args:
-      folder: of the run.
-      phase: of the run; None: `phase_of`.
-      step: of the checkpoint; None: the newest.
-      base: where the base of a LoRA run is now, if it has moved.
-      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention, router.
+      folder: The folder of the run.
+      phase: The name of the phase; None: the phase that `phase_of` selects.
+      step: The step of the checkpoint; None: the newest.
+      base: The folder of the base model of a LoRA run, if it has moved.
+      **overrides: Fields of ModelConfig that config.json does not set: dtype, remat, attention, router.
 
     Returns:
-      The model, whose folder is the run's model/; and its step.
+      The model, whose folder is the run's model/, and the step of its checkpoint.
 
     Raises:
-      UsageError: something is missing, in one sentence.
+      UsageError: One sentence that says what is missing.
     """
     trained = restore(folder, phase, step, base=base, **overrides)
     source = folder / "model"
@@ -160,22 +161,19 @@ class Trained(NamedTuple):
     step: int
 
     def merged(self) -> Params:
-        """The parameters with adapters multiplied in, if there are any."""
+        """Returns the parameters, with adapters merged if there are any."""
         return merge(self.params) if isinstance(self.params, Adapted) else self.params
 
 
 def phase_of(run: Path, phase: str | None = None) -> str:
-    """The phase of a run whose checkpoints are meant.
+    """Returns the name of the phase whose checkpoints are selected.
 
     Args:
-      run: its folder.
-      phase: its name. None: the only one that is neither a warm start nor a control.
-
-    Returns:
-      The name.
+      run: The folder of the run.
+      phase: The name of the phase; None: the only phase that is neither a warm start nor a control.
 
     Raises:
-      UsageError: the run has no such phase, or several.
+      UsageError: The run has no such phase, or several.
     """
     phases = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
     if phase is None:
@@ -191,21 +189,21 @@ def phase_of(run: Path, phase: str | None = None) -> str:
 def restore(
     run: Path, phase: str | None, step: int | None, *, base: Path | None = None, adapter: bool = False, **overrides: Any
 ) -> Trained:
-    """A checkpoint of a run; where there is a critic, of the policy alone.
+    """Restores the policy from a checkpoint of a run, without a critic.
 
     Args:
-      run: its folder.
-      phase: of the run; None: `phase_of`.
-      step: of the checkpoint; None: the newest.
-      base: where the base of a LoRA run is now, if it has moved.
-      adapter: read the adapters alone; the base then has shapes and no arrays.
-      **overrides: fields of ModelConfig that are not the model's.
+      run: The folder of the run.
+      phase: The name of the phase; None: the phase that `phase_of` selects.
+      step: The step of the checkpoint; None: the newest.
+      base: The folder of the base model of a LoRA run, if it has moved.
+      adapter: Read only the adapters; the base model then has shapes and no arrays.
+      **overrides: Fields of ModelConfig that config.json does not set.
 
     Returns:
-      The parameters, and what they are of.
+      The parameters, their configuration and their step.
 
     Raises:
-      UsageError: something is missing, in one sentence.
+      UsageError: One sentence that says what is missing.
     """
     description = run / "model"
     if not (description / "config.json").exists():
@@ -232,7 +230,7 @@ def restore(
 
 
 def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -> Params:
-    """The weights that the adapters were trained on, in the dtype that they had."""
+    """Loads the weights that the adapters were trained on, in the dtype that they had in the run."""
     try:
         folder = huggingface.model_folder(moved or lora.base)
         base = weights.load_params(folder, config, dtype=lora.param_dtype)
@@ -241,7 +239,7 @@ def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -
             f"the base of the adapters cannot be loaded ({error}): say where it is with --base, or write the adapters "
             "alone with --adapter"
         ) from error
-    # Of a quantised run adapters go onto the original weights, which are the right ones if they quantise to the run's.
+    # A quantised run recorded the fingerprint of its quantised weights. Adapters go onto the original weights.
     if fingerprint(quantise_params(base, lora.quantize)) != lora.fingerprint:
         raise UsageError(
             f"the weights in {folder} are not those that the adapters were trained on: name theirs (--base)"

@@ -1,7 +1,6 @@
-"""How far a run is, and the programs that it waits for.
+"""Shows the progress of a run, and counts and caches its compiled programs.
 
-Progress is a bar in a terminal, and a line now and then in a file. Compiled programs are counted, and kept for the next
-start.
+Progress is a bar in a terminal, and an occasional line in a file.
 """
 
 import hashlib
@@ -24,25 +23,25 @@ from grpo_jax.errors import UsageError
 
 CACHE_BYTES = 2 * 2**30  # the programs used least recently are deleted above this size
 _LOCK_SECONDS = 10
-# JAX times every program that it asks for, also one that it finds in the cache.
+# JAX records the first event for every program, even if it reads the program from the cache.
 _REQUEST_EVENT, _READ_EVENT = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 _seen = {_REQUEST_EVENT: 0, _READ_EVENT: 0}  # events since this module was imported
 
 
 class Programs(NamedTuple):
-    """Numbers of programs."""
+    """The numbers of compiled programs and of programs read from the cache."""
 
     compiled: int
-    read: int  # from the cache of an earlier start, in place of being compiled
+    read: int  # from the cache of an earlier start, instead of compiled
 
 
 def programs_so_far() -> Programs:
-    """The programs of this process."""
+    """Returns the numbers of programs of this process so far."""
     return Programs(_seen[_REQUEST_EVENT] - _seen[_READ_EVENT], _seen[_READ_EVENT])
 
 
 def count_programs() -> Callable[[], Programs]:
-    """Starts to count programs; returns a function that says how many there were since."""
+    """Starts to count programs, and returns a function that returns the numbers since then."""
     before = programs_so_far()
 
     def since() -> Programs:
@@ -53,23 +52,23 @@ def count_programs() -> Callable[[], Programs]:
 
 
 def in_words(programs: Programs) -> str:
-    """For example "3 programs compiled, 6 loaded from the cache"."""
+    """Returns a text such as "3 programs compiled, 6 loaded from the cache"."""
     read = f", {programs.read} loaded from the cache" if programs.read else ""
     return f"{programs.compiled} programs compiled{read}"
 
 
 def cache_folder() -> Path:
-    """The user's folder for compiled programs, one for each kind of processor.
+    """Returns the user's cache folder for compiled programs, which differs for each kind of processor.
 
-    JAX tells devices apart, but not the processors that its CPU programs are compiled for. A home folder may be shared
-    by machines that differ.
+    JAX's cache does not distinguish the processors that CPU programs are compiled for, and different machines may share
+    a home folder.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base.absolute() / "grpo_jax" / "jax" / _processor()
 
 
 def _processor() -> str:
-    """A name for processors with the same instructions."""
+    """Returns a name that is the same for processors with the same instructions."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
     described = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
@@ -79,13 +78,13 @@ def _processor() -> str:
 def use_cache(folder: Path | None = None) -> None:
     """Lets JAX keep compiled programs on disk, and read them at the next start.
 
-    A folder that JAX was told already (JAX_COMPILATION_CACHE_DIR) stays, with its own settings.
+    If JAX already has a cache folder (JAX_COMPILATION_CACHE_DIR), this changes nothing.
 
     Args:
-      folder: where they are kept; None: `cache_folder`.
+      folder: The folder for the programs; None: `cache_folder()`.
 
     Raises:
-      UsageError: the folder cannot be written to. JAX then compiles as it does without a cache.
+      UsageError: The folder cannot be written to. JAX then compiles without a cache.
     """
     if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
@@ -102,9 +101,9 @@ def use_cache(folder: Path | None = None) -> None:
 
 
 def _delete_incomplete(folder: Path) -> None:
-    """Deletes programs whose writer was killed before it noted their time of use: JAX stumbles over them for ever.
+    """Deletes programs whose writer was killed before it recorded their time of use: JAX would always fail on them.
 
-    It also shows whether the folder can be written to.
+    Also raises an error if the folder cannot be written to.
     """
     with filelock.FileLock(folder / ".lockfile", timeout=_LOCK_SECONDS):  # the lock of JAX's own cache
         for program in folder.glob("*-cache"):
@@ -123,9 +122,9 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 # ---- steps
 
-# A line is due after both of these; a slow run does not keep silent for longer than the third.
+# A line is due after this time and this share of the steps, or after the longest time.
 _SECONDS = 30.0
-_SHARE = 0.1  # of the steps
+_SHARE = 0.1
 _LONGEST_SECONDS = 600.0
 
 _COMPILING = "compiling or loading programs (may take minutes)"
@@ -134,22 +133,22 @@ Show = Callable[..., None]  # (step, words="")
 
 
 class RunConsole(Console):
-    """The output of a run. A closed pipe raises `BrokenPipeError`, where rich would exit without a word."""
+    """The console of a run. A closed pipe raises `BrokenPipeError`; rich would exit without a message."""
 
     def on_broken_pipe(self) -> None:
-        """Raises the error that rich handles."""
+        """Raises the error that rich is handling."""
         raise
 
 
 @contextmanager
 def progress(console: Console, phase: str, total: int, completed: int = 0) -> Iterator[Show]:
-    """Shows progress; call what this yields with the step reached and a few words.
+    """Shows progress. Yields a function of the step reached and a few words, to be called after each step.
 
     Args:
-      console: of the run. A bar, if it is a terminal or a notebook; else lines.
-      phase: what is going on.
-      total: steps.
-      completed: of them, before.
+      console: The console of the run: a terminal or notebook shows a bar, others print lines.
+      phase: The name of the phase.
+      total: The number of steps.
+      completed: The number of steps that were completed before.
     """
     if not _moves(console):
         if 0 < completed < total:
@@ -175,7 +174,7 @@ def progress(console: Console, phase: str, total: int, completed: int = 0) -> It
 
 @contextmanager
 def waiting(console: Console, words: str) -> Iterator[None]:
-    """Shows words beside a spinner while something takes its time, or prints a line of them."""
+    """Shows a message with a spinner during the block, or prints the message without a terminal."""
     if not _moves(console):
         _print(console, words)
         yield
@@ -185,19 +184,19 @@ def waiting(console: Console, words: str) -> Iterator[None]:
 
 
 def in_time(seconds: float) -> str:
-    """Seconds as people say them: "41 s", "13 min", "2.5 h"."""
+    """Formats seconds as "41 s", "13 min" or "2.5 h"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class _Lines:
-    """Progress as lines of text."""
+    """Progress that is printed as lines of text."""
 
     def __init__(self, console: Console, phase: str, total: int, completed: int) -> None:
         self._console, self._phase, self._total = console, phase, total
         self._started = self._said = time.perf_counter()
-        self._first: tuple[int, float] | None = None  # the first step shown, and when: from then on nothing compiles
+        self._first: tuple[int, float] | None = None  # the first step and its time; later steps do not compile
         self._programs = count_programs()
         self._said_step = completed
         self._left_out: tuple[int, str] | None = None
@@ -213,7 +212,7 @@ class _Lines:
             self._left_out = step, words
 
     def end(self) -> None:
-        """The last line, if it was left out."""
+        """Prints the last line, if it was left out."""
         if self._left_out:
             self._say(*self._left_out)
 
@@ -238,4 +237,4 @@ def _moves(console: Console) -> bool:
 
 def _print(console: Console, words: str) -> None:
     console.print(words, markup=False, highlight=False, soft_wrap=True)
-    console.file.flush()  # of a pipe or a file, which would keep it for later
+    console.file.flush()  # pipes and files are buffered

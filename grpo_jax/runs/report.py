@@ -1,7 +1,7 @@
-"""Shows what a run came to: a table in the terminal, results.json, and report.html.
+"""Reports the results of a run: a table in the terminal, results.json, and report.html.
 
-The page opens from disk and uses no network. Python collects the run's numbers and texts as one JSON object. The page's
-script draws them (`report_page.html`).
+The page opens from disk and uses no network. This module collects the run's numbers and texts as one JSON object, which
+the script in `report_page.html` draws.
 """
 
 import base64
@@ -26,15 +26,15 @@ from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, is_coin
 from grpo_jax.runs.progress import in_words, programs_so_far
 from grpo_jax.statistics import cell
 
-MAX_BYTES = 5_000_000  # of the page; rollouts are left out to keep to it
-_CURVE_POINTS = 500  # of a curve, at most
-_PAGE_POINTS = 100_000  # of all curves together: about 1.2 MB
-_TEXT_LIMITS = (None, 4000, 1000, 250)  # characters of a prompt, completion or column; None: all
+MAX_BYTES = 5_000_000  # the page leaves out rollouts to stay below this size
+_CURVE_POINTS = 500  # the largest number of points in a curve
+_PAGE_POINTS = 100_000  # the largest number of points in all curves together, about 1.2 MB
+_TEXT_LIMITS = (None, 4000, 1000, 250)  # characters of a prompt, completion or column; None: no limit
 
 _LINE: Mapping[str, Any] = {"phase": str, "step": int}
 _Numbers = list[float | None]
 _PART_NUMBERS = ("span_rewards", "span_advantages", "turn_rewards", "turn_advantages")
-# The fields of a group in rollouts.jsonl that the page shows. Those of spans, turns and tokens may be absent.
+# The fields of a group in rollouts.jsonl that the page shows. Fields of spans, turns and tokens may be absent.
 _GROUP: Mapping[str, Any] = {
     **_LINE,
     "prompt": str | list,
@@ -58,18 +58,18 @@ Line = Mapping[str, Any]
 def write_report(folder: Path) -> Path:
     """Writes report.html into the folder of a run, finished or not.
 
-    The page has at most 5 MB. If the rollouts are too many, it shows those of evenly spaced steps, with the first and
-    the last step. If texts are too long, it shows their beginning. If curves have too many points, it shows the lowest
+    The page has at most 5 MB. If there are too many rollouts, it shows evenly spaced steps, with the first and the
+    last step. If texts are too long, it shows their beginning. If curves have too many points, it shows the lowest
     and the highest value of each part. The page says what it leaves out.
 
     Args:
-      folder: of the run.
+      folder: The folder of the run.
 
     Returns:
-      The file.
+      The path of report.html.
 
     Raises:
-      UsageError: the folder holds no run, or a file of it cannot be read.
+      UsageError: The folder holds no run, or one of its files cannot be read.
     """
     folder = user_path(folder)
     if not (folder / "config.json").exists():
@@ -78,7 +78,7 @@ def write_report(folder: Path) -> Path:
     groups = _read_groups(folder / "rollouts.jsonl")
     names = list(dict.fromkeys([*(line["phase"] for line in metrics), *groups]))
     ungraded = {name: 0 for line in metrics for name in line if name.startswith("ungraded_")}
-    # They are logged where there are some. In other rollouts their number is 0.
+    # Steps without ungraded completions do not log these counts.
     metrics = [ungraded | line if ungraded and "reward" in line else line for line in metrics]
     curves, parts = _curves([*metrics, *times])
     run = {
@@ -94,17 +94,17 @@ def write_report(folder: Path) -> Path:
         "times": list(dict.fromkeys(chain.from_iterable(times))),
     }
     page = Path(__file__).with_name("report_page.html").read_text("utf-8")
-    for tag in ("style", "script"):  # the browser applies and runs the page's own text, nothing else
+    for tag in ("style", "script"):  # the browser accepts only the page's own style and script
         digest = hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[0].encode()).digest()
         page = page.replace(f"<!--{tag} hash-->", f"sha256-{base64.b64encode(digest).decode()}")
-    room = MAX_BYTES - len(page.encode()) - len(_json(run).encode()) - 2_000  # for words about the rollouts
+    room = MAX_BYTES - len(page.encode()) - len(_json(run).encode()) - 2_000  # for the sentence about the rollouts
     rollouts = _rollouts(groups, room)
     write_text(folder / "report.html", page.replace("<!--run-->", _json(run | rollouts)))
     return folder / "report.html"
 
 
 def _json(value: Any) -> str:
-    """Compact JSON that cannot end the element around it, with null for NaN and infinity."""
+    """Returns compact JSON, which cannot end its HTML element, with null for NaN and infinity."""
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -113,7 +113,7 @@ def _json(value: Any) -> str:
 
 
 def _cut(value: Any, characters: int | None) -> Any:
-    """Returns the value, or the beginning of its text if that is too long."""
+    """Returns the value, or the beginning of its text if the text is too long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if characters else ""
     left_out = len(text[characters:]) if characters else 0
     return f"{text[:characters]} … ({left_out} characters more)" if left_out else value
@@ -132,7 +132,7 @@ Points = Sequence[tuple[int, float | None]]  # step and value; None is a gap
 
 
 def _curves(lines: Sequence[Line]) -> tuple[dict[str, dict[str, list[Any]]], int]:
-    """Returns numbers by metric and phase, as steps and values, and the parts that long curves were thinned to, or 0.
+    """Returns curves by metric and phase, and the number of parts in thinned curves, or 0 if none was thinned.
 
     Null, NaN and infinity are gaps. A curve without any number is absent.
     """
@@ -152,7 +152,7 @@ def _curves(lines: Sequence[Line]) -> tuple[dict[str, dict[str, list[Any]]], int
 
 
 def _thin(points: Points, parts: int) -> Points:
-    """Returns a long curve's ends, its last value, the extremes of each part, and a gap where the part has one."""
+    """Thins a long curve to its ends, its last number, and the extremes and one gap of each part."""
     if len(points) <= 2 * parts:
         return points
     size, chosen = math.ceil(len(points) / parts), {0, len(points) - 1}
@@ -165,7 +165,7 @@ def _thin(points: Points, parts: int) -> Points:
 
 
 def _compact_curve(points: Points) -> list[Any]:
-    """Returns the steps and the values, of five digits. Evenly spaced steps are [first, difference]."""
+    """Returns the steps and the values with five digits. Evenly spaced steps become [first, difference]."""
     steps = [step for step, _ in points]
     values = [float(f"{y:.5g}") if type(y) is float and y % 1 else y if y is None else int(y) for _, y in points]
     by = steps[1] - steps[0] if len(steps) > 2 else 0
@@ -190,7 +190,7 @@ def _read_groups(file: Path) -> _Groups:
 
 
 def _rollouts(groups: _Groups, room: int) -> dict[str, Any]:
-    """Returns as many groups as `room` bytes hold, and a sentence about those left out."""
+    """Returns as many groups as fit into `room` bytes, and a sentence about omitted groups."""
     limit, most = f"{MAX_BYTES / 1e6:g} MB", max(map(len, groups.values()), default=0)
     counts = [*range(most, 2, -max(1, most // 50)), 2]
     for characters in _TEXT_LIMITS if groups else ():
@@ -216,16 +216,16 @@ def _rollouts(groups: _Groups, room: int) -> dict[str, Any]:
 
 
 def _spaced(steps: Sequence[int], count: int) -> list[int]:
-    """Returns up to `count` evenly spaced steps, with the first and the last."""
+    """Returns up to `count` evenly spaced steps, with the first and the last step."""
     count = min(count, len(steps))
     return [steps[round(i * (len(steps) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
 def _compact_group(line: Line, characters: int | None) -> dict[str, Any]:
-    """Returns a group as the page reads it.
+    """Returns a group in the format that the page reads.
 
-    Probabilities are -100 ln p. A completion is null if it is the text of its tokens. Long texts are cut, completions
-    between two tokens; "left_out" counts the characters of the rest.
+    Probabilities become -100 ln p. A completion is null if its tokens have the same text. Long texts are cut;
+    completions are cut between two tokens, and "left_out" counts the missing characters.
     """
     group = {name: line[name] for name in _GROUP if name not in (*_LINE, "logprobs") and line.get(name)}
     group["prompt"] = _cut(line["prompt"], characters)
@@ -247,7 +247,7 @@ def _compact_group(line: Line, characters: int | None) -> dict[str, Any]:
 
 
 def print_table(run: RunFolder, title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:
-    """A table with a name at the left of each row; floats get three digits."""
+    """Prints a table with a name at the left of each row; floats get three digits."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("")
     for column in columns:
@@ -261,23 +261,23 @@ def print_results(run: RunFolder, title: str, rows: Mapping[str, Mapping[str, fl
     """Prints a table of results with their intervals: a column for each row of results.json.
 
     Args:
-      run: for its console.
-      title: of the table.
-      rows: name of a row -> numbers by name, with "_low" and "_high" behind the names of bounds.
+      run: The folder of the run, whose console prints the table.
+      title: The title of the table.
+      rows: Name of a row -> numbers by name. The names of interval bounds end in "_low" and "_high".
     """
     names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(("_low", "_high")))
     print_table(run, title, tuple(rows), {name: [cell(row, name) for row in rows.values()] for name in names})
 
 
 def say_end(run: RunFolder, started: float) -> None:
-    """Leaves report.html, and says where, and what the run took since `started`."""
+    """Writes report.html, and prints its path, the numbers of programs and the time since `started`."""
     page = write_report(run.path)
     run.console.print(f"{in_words(programs_so_far())}, {time.perf_counter() - started:.0f} s")
     run.console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
 
 
 def explain_control(run: RunFolder, names: Iterable[str], *, control: str = "control") -> None:
-    """Prints what the control's line of a table is, if it has one."""
+    """Prints an explanation of the control, if it is among the names."""
     if control in names:
         run.console.print(
             f"{control}: same start, prompts and steps, but the reward is a coin toss. Its changes are not learning.",
@@ -286,13 +286,13 @@ def explain_control(run: RunFolder, names: Iterable[str], *, control: str = "con
 
 
 def finish(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: str, started: float) -> None:
-    """Leaves results.json and report.html, and prints the checksum and the time. The first of several hosts does.
+    """Writes results.json and report.html, and prints the checksum and the time. Only the first host does this.
 
     Args:
-      run: of the experiment.
-      rows: of the final table; may be empty.
-      checksum: of the parameters after training.
-      started: by `time.perf_counter`.
+      run: The folder of the run.
+      rows: The rows of the final table, which may be empty.
+      checksum: The SHA-256 of the trained parameters.
+      started: The start of the run, from `time.perf_counter`.
     """
     if not run.writes:
         return

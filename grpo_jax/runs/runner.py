@@ -1,12 +1,12 @@
-"""The one loop of training: it restores, rewinds, shows progress, logs, evaluates, saves and stops.
+"""The training loop of all methods: it restores, rewinds, shows progress, logs, evaluates, saves and stops.
 
-It knows nothing of what a step does. The line of a step is read while the devices work on the next one.
+The loop does not depend on what a step does. It reads the metrics of a step while the devices work on the next step.
 
-A signal may ask a run to stop. The run then ends its step, saves, and says how to continue. SIGTERM is what a scheduler
-sends before it takes the machine away, SIGINT is Ctrl-C. Outside of training there is nothing to save, and both end the
-process at once; so does a second Ctrl-C. A thread hears the signals. Python's own handlers wait until the main thread
-is back from C code, which may be a compilation of minutes; and an exception that a handler raises is lost where it
-meets a callback of C code, such as JAX's of the garbage collector.
+A signal asks a run to stop. The run then ends its step, saves, and says how to continue. A scheduler sends SIGTERM
+before it takes the machine away; Ctrl-C sends SIGINT. Outside of training there is nothing to save, and both signals
+end the process at once, as does a second Ctrl-C. A thread receives the signals. Python's own handlers wait until the
+main thread returns from C code, such as a compilation of minutes, and an exception from a handler is lost inside a
+callback of C code, such as JAX's callback of the garbage collector.
 """
 
 import os
@@ -29,28 +29,29 @@ from grpo_jax.runs.folder import RunFolder
 # ---- signals
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_asked: list[int] = []  # the signals heard during training
+_asked: list[int] = []  # the signals received during training
 _training: list[None] = []  # one entry for each block of `between_steps` that is open
 
 
 class Stopped(Exception):
-    """A run was asked to stop, and has saved what it needs to go on."""
+    """The exception of a run that a signal stopped, after it saved what it needs to resume."""
 
     def __init__(self, number: int) -> None:
-        """`number` is that of the signal."""
+        """Sets the number of the signal."""
         super().__init__(signal.Signals(number).name)
         self.number = number
 
 
 @contextmanager
 def between_steps() -> Iterator[Callable[[], bool]]:
-    """A block of training, which stops between two steps.
+    """Opens a block of training, which a signal stops between two steps.
 
     Yields:
-      Whether to save and to leave the block: the same on all hosts, each of which asks after every step.
+      A function that returns True if the loop must save and leave the block. Each host calls it after every step, and
+      the result is the same on all hosts.
 
     Raises:
-      Stopped: at the end of the block, if it was asked to stop.
+      Stopped: At the end of the block, if a signal arrived.
     """
     _training.append(None)
 
@@ -70,13 +71,13 @@ def between_steps() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def listening(say: Callable[[str], None], leave: Callable[[int], None]) -> Iterator[None]:
-    """A block that signals end at once, or when training has saved.
+    """Opens a block that signals end: at once outside training, and after a save during training.
 
     Args:
-      say: tells the user that the run will stop.
-      leave: (number of the signal) ends the process.
+      say: Tells the user that the run will stop.
+      leave: (number of the signal) Ends the process.
     """
-    if threading.current_thread() is not threading.main_thread():  # Python sets handlers in no other
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield
         return
     heard, wake = os.pipe()
@@ -109,11 +110,11 @@ def _hear(heard: int, say: Callable[[str], None], leave: Callable[[int], None]) 
 
 
 def _ignore(number: int, frame: object) -> None:
-    """So that Python writes the signal to the thread, and does nothing else."""
+    """Does nothing, so that Python only writes the signal to the thread's pipe."""
 
 
 def _forget() -> None:
-    """In a fork signals have their usual effect again: it is not the run that they ask to stop."""
+    """Restores the usual effects of signals in a fork, which the run's handling does not concern."""
     for number in _SIGNALS:
         if signal.getsignal(number) is _ignore:
             signal.set_wakeup_fd(-1)
@@ -126,7 +127,7 @@ os.register_at_fork(after_in_child=_forget)
 # ---- the loop
 
 S = TypeVar("S", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
-Pending = Callable[[], Line]  # waits for the numbers of a step
+Pending = Callable[[], Line]  # waits for the metrics of a step
 
 
 def run_steps(
@@ -146,24 +147,24 @@ def run_steps(
     """Takes the steps of a phase, continuing from its newest checkpoint.
 
     Args:
-      run: where lines and checkpoints go.
-      phase: names them.
-      steps: of the phase in all, counted from 1.
-      logging: when the phase evaluates and saves.
-      initial_state: makes the state before the first step. It may be traced for its shapes only.
-      step: (state, number from 0, meanwhile) -> next state, and a function that waits for the line of the step. It
-        calls `meanwhile` once, when it has given the devices something to do.
+      run: The folder of the run, which receives lines and checkpoints.
+      phase: The name of the phase.
+      steps: The number of steps of the phase in all.
+      logging: The configuration of evaluations and checkpoints.
+      initial_state: Makes the state before the first step. It may be traced only for its shapes.
+      step: (state, number from 0, meanwhile) -> the next state, and a function that waits for the line of the step. It
+        calls `meanwhile` once, after it has given work to the devices.
       place: state -> the state on its devices.
-      shardings: shapes of a state -> where its arrays are put.
-      evaluate: (state, steps taken) -> numbers to log: at step 0, every `eval_every` steps, and at the end.
-      evaluates_end: whether to evaluate the end also if the last step is no multiple of `eval_every`.
-      until: the step to stop at. A later call continues from there. None: the last step.
+      shardings: (shapes of a state) -> the shardings of its arrays.
+      evaluate: (state, steps taken) -> numbers to log at step 0, every `eval_every` steps, and at the end.
+      evaluates_end: Also evaluate the end if the last step is not a multiple of `eval_every`.
+      until: The step to stop at, from which a later call continues. None: the last step.
 
     Returns:
       The final state.
 
     Raises:
-      FloatingPointError: gradients were not finite too many times in a row.
+      FloatingPointError: Gradients were not finite too many times in a row.
     """
     end = steps if until is None else until
     evaluate = evaluate if logging.eval_every else None
@@ -175,7 +176,7 @@ def run_steps(
         if evaluate and done == 0:
             run.log(phase, 0, evaluate(state, 0))
         pending: Pending | None = None
-        reached = saved = done  # steps that the state has taken, and that of the newest checkpoint
+        reached = saved = done  # steps taken by the state, and the step of the newest checkpoint
         profile = profiling(run.path / "profile", done, logging.profile_steps)
         with run.progress(phase, steps, done) as show, profile as profile_step:
 
@@ -201,12 +202,12 @@ def run_steps(
                     save = stop or is_last or checkpoints.is_due(reached)
                     if evaluated or save:
                         read(evaluated)
-                    if save:  # after the lines that it covers
+                    if save:  # only after the lines that the checkpoint covers
                         checkpoints.save(state, reached)
                         saved = reached
                     if stop:
                         break
-            except Interruption:  # raised while a step samples or grades, which leaves the state as it was
+            except Interruption:  # raised while a step samples or grades, so the state is unchanged
                 read({})
                 if reached > saved:
                     checkpoints.save(state, reached)
@@ -215,21 +216,21 @@ def run_steps(
 
 
 def write_line(run: RunFolder, phase: str, step: int, line: Line, evaluated: dict[str, float]) -> None:
-    """Writes what a step left.
+    """Writes the metrics, rollouts, times and warnings of a step.
 
     Args:
-      run: where it goes.
-      phase: of the step.
-      step: from 1.
-      line: what the step left.
-      evaluated: numbers of an evaluation after it.
+      run: The folder of the run.
+      phase: The name of the phase.
+      step: The number of the step, from 1.
+      line: The metrics, rollouts, times and warnings.
+      evaluated: The numbers of an evaluation after the step.
 
     Raises:
-      FloatingPointError: gradients were not finite too many times in a row.
+      FloatingPointError: Gradients were not finite too many times in a row.
     """
     run.warn(line.warnings)
     if line.metrics or evaluated:
-        run.log(phase, step, {**line.metrics, **evaluated})  # also the metrics of a step that stops the run
+        run.log(phase, step, {**line.metrics, **evaluated})  # before `_keep_skipped`, which may stop the run
     if line.skipped is not None:
         _keep_skipped(run, line.skipped)
     run.log_rollout(phase, step, list(line.groups))
@@ -250,25 +251,28 @@ def _keep_skipped(run: RunFolder, skipped: Skipped) -> None:
         )
 
 
-# ---- profiles: what devices and host do at each moment of some steps
+# ---- profiles: traces of devices and host during some steps
 
-# Programs are compiled in the first iteration of a call, and the second may read what the first left behind.
+# The first iteration compiles programs, and the second may read the pending metrics of the first.
 _UNPROFILED = 2
 
 
 @contextmanager
 def profiling(folder: Path, begin: int, steps: int) -> Iterator[Callable[[int], None]]:
-    """Records some steps of a loop by JAX's profiler. Call what this yields when a step begins.
+    """Records some steps of a loop with JAX's profiler.
 
-    `plugins/profile/…/perfetto_trace.json.gz` in the folder opens in ui.perfetto.dev, the rest in XProf.
+    `plugins/profile/…/perfetto_trace.json.gz` in the folder opens in ui.perfetto.dev, the other files in XProf.
 
     Args:
-      folder: for the profile; one of earlier steps stays beside it.
-      begin: the first step of the loop, numbered from 0. Recording begins two steps later.
-      steps: how many are recorded; 0: none.
+      folder: The folder for the profile. Earlier profiles in it are kept.
+      begin: The first step of the loop, counted from 0. Recording begins two steps later.
+      steps: The number of steps to record; 0: none.
+
+    Yields:
+      A function of the step, to be called when each step begins.
     """
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # calls of Python would be most of the profile
+    options.python_tracer_level = 0  # Python calls would dominate the profile
     with ExitStack() as recording:
 
         def at_step(step: int) -> None:

@@ -1,8 +1,8 @@
-"""Every function of arrays with example inputs: `test_properties.py` checks the properties that they share.
+"""Example inputs of all functions of arrays, whose shared properties `test_properties.py` checks.
 
-Every array has eight rows, which are groups, completions or pairs. Three tokens of each completion count, with gaps,
-and none of the third one. No example is near a kink, so that finite differences are gradients: no ratio is near a clip,
-and no two rewards of a group are equal.
+Every array has eight rows, which are groups, completions or pairs. Each completion has three unmasked tokens, with
+gaps, except the third completion, which has none. No example is near a kink, so that finite differences are gradients:
+no ratio is near a clip, and no two rewards of a group are equal.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,20 +25,20 @@ class Case(NamedTuple):
     function: Callable[..., Any]
     arrays: Mapping[str, np.ndarray]
     differentiable: str = ""
-    """Arguments whose gradients equal finite differences."""
+    """The arguments whose gradients equal finite differences."""
     constant: str = ""
-    """Arguments without gradient."""
+    """The arguments without a gradient."""
     numbers: Mapping[str, float] = {}
-    """Hyperparameters, which may be traced."""
+    """The hyperparameters, which may be traced."""
     mask: str = ""
-    """The argument that says what counts."""
+    """The name of the argument that is the mask."""
     counted: tuple[int, ...] = (7, 3)
-    """The shape of what counts, without the rest."""
+    """The shape of the unmasked entries."""
     is_zero_where_masked: bool = True
     of_rows: bool = True
-    """Rows do not depend on each other."""
+    """True if rows do not depend on each other."""
     is_spread: bool = False
-    """The function takes `axis_name`."""
+    """True if the function takes `axis_name`."""
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 def choose(size: int, count: int, *leading: int) -> np.ndarray:
-    """Returns a mask `[*leading, size]` with `count` true places in each row, and none in the third."""
+    """Returns a mask `[*leading, size]` with `count` true places in each row, but none in the third row."""
     chosen = np.argsort(rng.random((*leading, size)), axis=-1) < count
     chosen[2] = False
     return chosen
@@ -91,7 +91,7 @@ def of_term(function, *, differentiable="logprobs advantages", **options) -> Cas
 
 
 def of_ratio(log_ratio, surrogate=F.clipped_surrogate, **options) -> Case:
-    """Makes the case of a term whose value where masked is that of the surrogate at a ratio of 1."""
+    """Makes the case of a term whose masked values equal the surrogate at a ratio of 1."""
     return of_term(F.ratio_term(log_ratio, surrogate), is_zero_where_masked=False, **options)
 
 
@@ -113,7 +113,7 @@ def of_pair(function, arrays, **options) -> Case:
 
 
 def gdpo(rewards, others, axis_name=None):
-    """Puts the rows of two rewards first."""
+    """Calls `gdpo_advantages` on two stacked rewards."""
     return F.gdpo_advantages(jnp.stack([rewards, others]), weights=jnp.array([1, 0.5]), eps=1e-4, axis_name=axis_name)
 
 
@@ -383,7 +383,7 @@ FAMILIES = (
 )
 CASES = {name: case for family in FAMILIES for name, case in family.items()}
 assert len(CASES) == sum(map(len, FAMILIES))
-# These return what they compute in the type of their inputs, or mix it with others.
+# These functions compute in the dtype of their inputs, or mix dtypes.
 COMPUTE_IN_16_BITS = {"gdpo", "truncated", "masked", "adaptive_kl", "adaptive_entropy", "weighted_sum"}
 COMPUTE_IN_16_BITS |= {"bradley_terry", "critic", *(name for name in CASES if name.endswith("surrogate"))}
 COMPUTE_IN_16_BITS |= {"kl_k1", "kl_k2", "kl_k3", "kl_abs", "kl_unbiased"}

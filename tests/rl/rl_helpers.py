@@ -1,4 +1,4 @@
-"""What tests of the iteration share: folders of runs, a stop in their middle, equal runs, batches, and one update."""
+"""Helpers for tests of the iteration: folders of runs, interruptions, comparisons of runs, batches, and one update."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 
 LINES = ("metrics.jsonl", "rollouts.jsonl")
-# A run of bigrams, whose programs many tests share.
+# The configuration of a run on bigrams, whose programs many tests share.
 RUN = recipe(
     steps=6, num_prompts=8, group_size=4, max_tokens=3, learning_rate=5e-2, checkpoint_every=2, rollouts_every=1
 )
@@ -36,11 +36,11 @@ def run_programs() -> Programs:
 
 
 class Stop(Exception):
-    """Ends a run."""
+    """The exception that interrupts a run."""
 
 
 def stopping(function, call: int):
-    """Returns the function, which raises `Stop` at its call of this number, from 0."""
+    """Wraps a function so that it raises `Stop` at the call with this number, from 0."""
     calls = itertools.count()
 
     def called(*args, **options):
@@ -61,13 +61,13 @@ def says_three(examples, completions):
 
 
 def assert_same_files(one, other, names=LINES) -> None:
-    """Asserts that two folders have the same bytes of lines."""
+    """Asserts that these files have the same bytes in two folders."""
     for name in names:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
 def assert_same_runs(one, other, names=LINES) -> None:
-    """Asserts that two pairs of (state, run) have the same parameters and lines, to the bit."""
+    """Asserts that two pairs of (state, run) have bitwise equal parameters and lines."""
     assert params_sha256(one[0]) == params_sha256(other[0])
     assert_same_files(one[1].path, other[1].path, names)
 
@@ -78,7 +78,7 @@ def assert_close(one, other, **tolerances) -> None:
 
 
 def assert_same_gradient(one, other, tolerance=1e-6) -> None:
-    """Asserts ‖Δ‖ ≤ tolerance · ‖g‖ for each leaf, and that none is zero."""
+    """Asserts ‖Δ‖ ≤ tolerance · ‖g‖ for each leaf, and that no leaf is zero."""
     for x, y in zip(*map(jax.tree.leaves, jax.device_get((one, other))), strict=True):
         assert 0 < np.linalg.norm(x) < np.inf
         assert np.linalg.norm(x - y) <= tolerance * np.linalg.norm(x)
@@ -92,7 +92,7 @@ def assert_same_means(one, other) -> None:
 
 
 def recording(programs: Programs, seen: list) -> Programs:
-    """Returns the programs, which put (batch, rewards, advantages) of each step into a list, in NumPy."""
+    """Wraps the programs so that each step appends (batch, rewards, advantages) to a list, in NumPy."""
 
     def learn(state, frozen, start, batch, rewards, clock):
         before = to_numpy((batch, rewards))
@@ -104,30 +104,30 @@ def recording(programs: Programs, seen: list) -> Programs:
 
 
 def rise_of(lines, name="reward", count=5) -> float:
-    """Returns how much the mean of the last steps is above that of the first ones."""
+    """Returns the mean over the last steps minus the mean over the first steps."""
     values = [line[name] for line in lines]
     return float(np.mean(values[-count:]) - np.mean(values[:count]))
 
 
 def compilations_of(run) -> list[int]:
-    """Returns how many programs were compiled, or read from the cache, by the end of each line of a run."""
+    """Returns the number of programs compiled or read from the cache, up to each line of a run."""
     return [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]
 
 
 class Recorded(NamedTuple):
-    """Gradients of the optimizer steps so far, each of which was taken."""
+    """The optimizer state of `recorder`: the gradients of all steps so far."""
 
     count: jax.Array
     gradients: optax.Params  # [U, ...]
 
 
 def recorder(updates: int, rate: float = 0.1, step=None) -> optax.GradientTransformation:
-    """Returns plain descent that remembers every gradient.
+    """Returns plain gradient descent that records every gradient.
 
     Args:
-      updates: U, how many it has room for.
-      rate: of the descent.
-      step: (number of the update, gradients) -> the gradients that are stepped along instead.
+      updates: The largest number of gradients to record (U).
+      rate: The learning rate.
+      step: (number of the update, gradients) -> gradients for the step instead; None: no change.
     """
 
     def init(params):
@@ -142,7 +142,7 @@ def recorder(updates: int, rate: float = 0.1, step=None) -> optax.GradientTransf
     return optax.GradientTransformation(init, update)
 
 
-# ---- batches, and what one iteration makes of them
+# ---- batches, and one iteration on them
 
 
 def loss_of(method):
@@ -151,14 +151,14 @@ def loss_of(method):
 
 
 def ragged_batch(shape, vocab_size, *, prompt_lengths=None, lengths=None, shortest=0) -> Batch:
-    """Returns noise for every field that a loss reads, in NumPy.
+    """Returns a batch in NumPy, with noise in every field that a loss reads.
 
     Args:
-      shape: N, G, P, T.
-      vocab_size: of ids from 0.
-      prompt_lengths: int `[N]`; None: any from 1 on.
-      lengths: int `[N, G]`, of completions; None: any from `shortest` on.
-      shortest: tokens of a completion.
+      shape: The sizes N, G, P, T.
+      vocab_size: The vocabulary size; ids are uniform below it.
+      prompt_lengths: The lengths of prompts, int `[N]`; None: random from 1 on.
+      lengths: The lengths of completions, int `[N, G]`; None: random from `shortest` on.
+      shortest: The least number of tokens in a completion.
     """
     noise, (n, g, p, t) = np.random.default_rng(0), shape
     prompt_lengths = noise.integers(1, p + 1, n) if prompt_lengths is None else np.asarray(prompt_lengths)
@@ -184,7 +184,7 @@ def ragged_batch(shape, vocab_size, *, prompt_lengths=None, lengths=None, shorte
 
 
 def ragged_rewards(num_prompts, group_size, components=0) -> RewardArrays:
-    """Returns rewards, a few of which do not apply, in NumPy; and perhaps their components."""
+    """Returns rewards in NumPy, with components if their number is above 0. A few rewards do not apply."""
     noise, shape = np.random.default_rng(1), (num_prompts, group_size)
     rewards = RewardArrays(noise.normal(size=shape).astype(np.float32), noise.random(shape) < 0.9)
     if not components:
@@ -195,7 +195,7 @@ def ragged_rewards(num_prompts, group_size, components=0) -> RewardArrays:
 
 
 def some_pairs(number, vocab_size) -> EncodedPairs:
-    """Returns pairs of a prompt of at most 3 tokens and two answers of at most 4."""
+    """Returns pairs, each a prompt of at most 3 tokens and two answers of at most 4 tokens."""
     noise = np.random.default_rng(0)
 
     def text(longest):
@@ -206,7 +206,7 @@ def some_pairs(number, vocab_size) -> EncodedPairs:
 
 
 def near(policy, params, batch: Batch, scale=0.3) -> Batch:
-    """Returns the batch with the entropies of a policy, and with log-probabilities that are not far from its own."""
+    """Returns the batch with the entropies of a policy, and log-probabilities near those of the policy."""
     scores = jax.device_get(jax.jit(partial(score_completion_tokens, policy))(params, batch))
     noise = np.random.default_rng(1)
     names = "sampler_logprobs", "old_logprobs", "ref_logprobs"
@@ -215,7 +215,7 @@ def near(policy, params, batch: Batch, scale=0.3) -> Batch:
 
 
 class Placed(NamedTuple):
-    """What programs take, on their devices."""
+    """The arguments of programs, on their devices."""
 
     state: TrainState
     frozen: Any
@@ -228,12 +228,12 @@ class Placed(NamedTuple):
         return self._replace(batch=batch)
 
     def learned(self, programs: Programs):
-        """Returns the state after the update, and what was learned, in NumPy."""
+        """Returns the state after the update, and the update's other results, in NumPy."""
         return to_numpy(programs.learn(self.state, self.frozen, None, self.batch, self.rewards, self.clock))
 
 
 def placed(programs: Programs, start, batch: Batch, rewards: RewardArrays, clock=(3, 5)) -> Placed:
-    """Puts the start of a run and a batch onto the devices of its programs."""
+    """Puts the initial parameters of a run and a batch onto the devices of its programs."""
     devices = programs.sampler.devices
     trained, frozen = split(place(start, devices))
     return Placed(

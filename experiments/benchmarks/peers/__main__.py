@@ -54,7 +54,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Prints a line for each process when it has ended, and a table of medians and ratios."""
+    """Prints a line when each process ends, and a table of medians and ratios."""
     options = ["--shape", config.shape, "--steps", str(config.steps)]
     commands = {"ours": [sys.executable, "-m", "experiments.benchmarks.step", *options]}
     shape_file = config.folder / f"{config.shape}.json"
@@ -74,7 +74,7 @@ def main(config: Config) -> None:
 
 
 def peers_shape(shape: Shape, steps: int) -> dict[str, Any]:
-    """Returns the decoder, the rollout and the prompts of each step as `peer_common.Shape` reads them."""
+    """Returns the decoder, the rollout and the prompts of each step for `peer_common.Shape`."""
     model = shape.model
     # TRL's tokenizer uses the last ids of the vocabulary.
     prompts = [random_prompts(shape, step, below=model.vocab_size - 4) for step in range(steps)]
@@ -94,7 +94,7 @@ def peers_shape(shape: Shape, steps: int) -> dict[str, Any]:
 
 
 def environment(peer: str, config: Config) -> str:
-    """The Python of a peer's environment, which is made if it is not there."""
+    """Returns the Python of a peer's environment, which is created if it does not exist."""
     folder = config.folder / peer
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
@@ -105,7 +105,7 @@ def environment(peer: str, config: Config) -> str:
 
 
 def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
-    """Medians of a process's iterations: seconds, seconds of the processor and of sampling; peak memory in MB."""
+    """Returns medians of seconds, CPU seconds and seconds of sampling over iterations; and peak memory in MB."""
 
     def pin() -> None:
         os.sched_setaffinity(0, cores)
@@ -117,7 +117,7 @@ def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
     selected = steps[2:-1] or steps[-1:]
 
     def median(*names: str) -> float:
-        """Returns the value of the first of these names that the lines have."""
+        """Returns the median of the first of these names that the lines have."""
         return statistics.median(next(line[name] for name in names if name in line) for line in selected)
 
     return {
@@ -129,7 +129,7 @@ def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
 
 
 def table(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> Table:
-    """A row of each library and round, and a last one of median ratios."""
+    """Returns a table with a row for each library and round, and rows of median ratios."""
     visible = Table("round", "", "s", "of which sampling", "CPU s", "peak MB", "its CPU s over ours")
     ratios: dict[str, list[float]] = {peer: [] for peer in rounds[0] if peer != "ours"}
     for number, took in enumerate(rounds):

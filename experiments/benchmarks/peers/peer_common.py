@@ -1,6 +1,6 @@
-"""Common parts of the peers' runners: the workload's shape, clocks, lines of JSON.
+"""Shared parts of the peers' runners: the workload's shape, clocks, lines of JSON.
 
-Imports nothing of the peers, so that their threads can be set up before they load.
+This module imports no peer, so that it can set up threads before a peer is loaded.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BETA, CLIP, LEARNING_RATE, MAX_GRAD_NORM, ROPE_THETA, NORM_EPS = 0.04, 0.2, 1e-6
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder and its rollouts, as `python -m experiments.benchmarks.peers` writes them."""
+    """A decoder and its rollouts, from the file that `python -m experiments.benchmarks.peers` writes."""
 
     hidden: int
     layers: int
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Parameters of a tied Qwen2 decoder: biases on q, k and v, two norms a layer and one at the end."""
+        """The number of parameters of a tied Qwen2 decoder, with biases on q, k and v, and 2L + 1 norms."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * q + 2 * kv) + q + 2 * kv
         layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
@@ -60,7 +60,7 @@ class Shape:
 
     @property
     def texts(self) -> list[str]:
-        """All prompts in order; a token is an id in decimal."""
+        """All prompts in order, as decimal ids."""
         return [" ".join(map(str, ids)) for step in self.prompts for ids in step]
 
 
@@ -73,15 +73,15 @@ def shape_from_arguments(description: str) -> Shape:
 
 
 def reward_of(ids: list[int]) -> float:
-    """Trivial, the same for both peers, and different within every group."""
+    """Returns a trivial reward, which is the same for both peers and varies within every group."""
     return sum(ids) % 97 / 97
 
 
 class Steps:
-    """Times steps end to end, and prints a line of JSON for each: a step begins where the one before ended.
+    """A clock that prints a line of JSON for each step; a step begins at the end of the step before.
 
-    `cpu_seconds` are those of all threads of the process: less than `seconds` on one core means that others had the
-    core. `generate` are the seconds inside `generating`.
+    `cpu_seconds` counts all threads of the process: on one core, less than `seconds` means that other processes used
+    the core. `generate` counts the seconds inside `generating`.
     """
 
     def __init__(self):

@@ -55,7 +55,7 @@ def make_model(folder: str) -> Qwen2ForCausalLM:
     )
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    # From the folder, because the trainer makes the reference from the path that the policy came from.
+    # Load from the folder, because the trainer loads the reference from the policy's path.
     return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 

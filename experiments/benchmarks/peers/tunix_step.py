@@ -20,15 +20,15 @@ from tunix.rl import rl_cluster as clusters
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-# Outside of the vocabulary: never sampled, never in a prompt. Where completions are padded it has to have an embedding,
-# since one that is not there is NaN.
+# Padding is outside of the vocabulary, so that it is never sampled and in no prompt. If completions are padded, it must
+# have an embedding, since a missing embedding is NaN.
 PAD = SHAPE.vocabulary - 1 if SHAPE.ends else SHAPE.vocabulary
 EOS = SHAPE.vocabulary + 1
 LENGTHS: list[int] = []  # of the completions of a step
 
 
 class IdTokenizer:
-    """Decimal ids, separated by blanks."""
+    """A tokenizer of decimal ids that are separated by blanks."""
 
     def encode(self, text, **_):
         return [int(word) for word in str(text).split()]
@@ -37,7 +37,7 @@ class IdTokenizer:
         return " ".join(map(str, ids))
 
     def bos_id(self):
-        return 0  # 0: the sampler then puts none before the prompt
+        return 0  # the sampler then adds no BOS to the prompt
 
     def eos_id(self):
         return EOS
@@ -47,7 +47,7 @@ class IdTokenizer:
 
 
 def make_model(mesh: Mesh) -> Qwen2:
-    """Tunix's own decoder; its constructor leaves the MLP at zero, so all matrices are drawn here."""
+    """Makes Tunix's decoder, and draws all matrices, because its constructor leaves the MLP at zero."""
     config = ModelConfig(
         num_layers=SHAPE.layers,
         vocab_size=SHAPE.vocabulary,
