@@ -38,6 +38,7 @@ NUMBERS = ("kl_coef", "entropy_coef", "kl_in_reward", "kl_bias_correction")
 CONSTANTS = ("epsilon_low", "epsilon_high", "delta")
 
 AdvantagesOf = Literal["sum", "components", "turns", "spans"]
+BY_PART = ("turns", "spans")  # values that compare parts of completions
 Distillation = Literal["none", "reverse_kl", "forward_kl", "jsd", "k1"]
 PlannedRemat = Literal["auto", "none", "layer", "offload"]
 

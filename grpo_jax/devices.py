@@ -11,6 +11,7 @@ lie on this host's devices.
 
 import dataclasses
 import math
+import os
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -204,6 +205,11 @@ def abstract(tree: Any, devices: Devices, axes: Any = None) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
 
     return jax.tree.map(of_array, tree, _shardings(tree, devices, axes))
+
+
+def num_cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def rows_program(fn: Callable[[Any, Any], Any], *, devices: Devices = 1) -> Callable[[Any, Any], Any]:

@@ -77,6 +77,7 @@ class Completion(str):
         return str(self), self.ids, self.truncated, self._turns, self.ending
 
 
+Checked = Number | tuple[Span, ...]  # a reward whose type and spans are checked
 Earned = Number | Sequence[Span]  # spans are in order and do not overlap; the reward of the completion is their sum
 
 # (examples, completions), one entry for each completion -> rewards; may be async
@@ -236,15 +237,19 @@ class Line(NamedTuple):
 # ---- checks of rewards
 
 
+# The reasons why completions have no reward.
+REASONS = ("timeout", "raised", "died", "nan", "not numbers", "bad spans", "wrong length", "budget")
+
+
 class BadReward(ValueError):
-    """The error of a reward function that gave no reward. Its `reason` is in `processes.REASONS`."""
+    """The error of a reward function that gave no reward. Its `reason` is in `REASONS`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
 
-def checked_rewards(answer: Any, completions: Sequence[Completion]) -> list[Number | tuple[Span, ...] | BadReward]:
+def checked_rewards(answer: Any, completions: Sequence[Completion]) -> list[Checked | BadReward]:
     """Returns the reward of each completion: None, spans, a float that may be infinite or NaN, or a `BadReward`.
 
     Args:
@@ -265,7 +270,7 @@ def checked_rewards(answer: Any, completions: Sequence[Completion]) -> list[Numb
     return [_checked_reward(*pair) for pair in zip(values, completions, strict=True)]
 
 
-def _checked_reward(value: Any, completion: Completion) -> Number | tuple[Span, ...] | BadReward:
+def _checked_reward(value: Any, completion: Completion) -> Checked | BadReward:
     if value is None:
         return None
     if isinstance(value, list | tuple):
@@ -284,6 +289,18 @@ def _checked_reward(value: Any, completion: Completion) -> Number | tuple[Span, 
         return BadReward("nan", "the function returned an integer that is larger than any float")
     except (TypeError, ValueError) as error:
         raise BadReward("not numbers", one_line(error)) from None
+
+
+def reward_from_json(value: Any) -> Checked | BadReward:
+    """Converts a reward of `checked_rewards` back from JSON; a number that float32 cannot hold becomes `BadReward`."""
+    if value is None:
+        return None
+    parts = tuple(Span(*part) for part in value) if isinstance(value, list) else ()
+    numbers = [float(part.reward) for part in parts] if isinstance(value, list) else [float(value)]
+    for number in (*numbers, sum(numbers)):
+        if not abs(number) <= LARGEST_REWARD:
+            return BadReward("nan", f"the function returned {number}")
+    return parts if isinstance(value, list) else numbers[0]
 
 
 def one_line(error: BaseException) -> str:

@@ -29,18 +29,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from grpo_jax.data.types import (
-    LARGEST_REWARD,
     MESSAGE_CHARACTERS,
+    REASONS,
     BadReward,
+    Checked,
     Completion,
     Earned,
     Example,
-    Span,
+    reward_from_json,
 )
 from grpo_jax.errors import UsageError
 
-# The reasons why completions have no reward.
-REASONS = ("timeout", "raised", "died", "nan", "not numbers", "bad spans", "wrong length", "budget")
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
 _CHILD = "from grpo_jax.rewards.worker import main; main()"
 _LONGEST_ANSWER = 2**25  # bytes
@@ -315,17 +314,8 @@ class Grader:
         self.close()
 
 
-def _read_reward(value: Any) -> Earned | BadReward:
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        return _read_failure(value)
-    parts = tuple(Span(*part) for part in value) if isinstance(value, list) else ()
-    numbers = [float(part.reward) for part in parts] if isinstance(value, list) else [float(value)]
-    for number in (*numbers, sum(numbers)):
-        if not abs(number) <= LARGEST_REWARD:
-            return BadReward("nan", f"the function returned {number}")
-    return parts if isinstance(value, list) else numbers[0]
+def _read_reward(value: Any) -> Checked | BadReward:
+    return _read_failure(value) if isinstance(value, dict) else reward_from_json(value)
 
 
 def _read_failure(answer: Mapping[str, Any]) -> BadReward:

@@ -26,13 +26,12 @@ import numpy as np
 from grpo_jax.data import coroutines
 from grpo_jax.data.types import (
     BadReward,
+    Checked,
     Completion,
     Component,
     Example,
-    Number,
     Reward,
     Rewards,
-    Span,
     checked_rewards,
 )
 from grpo_jax.errors import UsageError
@@ -164,7 +163,7 @@ async def _gather(answers):
     return await asyncio.gather(*map(wait, answers))
 
 
-def _checked(name: str, answer: Any, completions: Sequence[Completion]) -> list[Number | tuple[Span, ...]]:
+def _checked(name: str, answer: Any, completions: Sequence[Completion]) -> list[Checked]:
     """Returns the reward of each completion, or raises if the function's answer is invalid."""
     try:
         earned = []
@@ -179,7 +178,7 @@ def _checked(name: str, answer: Any, completions: Sequence[Completion]) -> list[
         ) from None
 
 
-def _total(earned: Number | tuple[Span, ...]) -> float:
+def _total(earned: Checked) -> float:
     """Returns a reward as one number, NaN if it does not apply."""
     if earned is None:
         return math.nan

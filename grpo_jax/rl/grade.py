@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_jax.config import AdvantagesOf, GRPOConfig
+from grpo_jax.config import BY_PART, AdvantagesOf, GRPOConfig
 from grpo_jax.data.text import token_pieces
 from grpo_jax.data.types import Completion, Prompts, Reward, Rewards, Span
 from grpo_jax.devices import Devices, gather_rows, local_numbers, local_rows
@@ -201,7 +201,7 @@ def reward_arrays(
       num_tokens: Tokens of a completion, T.
       reward: The reward of the run, for the weights of components.
     """
-    if advantages_of in ("turns", "spans"):
+    if advantages_of in BY_PART:
         return RewardArrays(graded.rewards, graded.applicable, parts=_part_rewards(graded, num_tokens))
     if advantages_of == "sum":
         return RewardArrays(graded.rewards, graded.applicable)
@@ -214,7 +214,7 @@ def reward_arrays(
 def empty_rewards(shape: tuple[int, int, int], advantages_of: AdvantagesOf, reward: Reward | Rewards) -> RewardArrays:
     """Returns zeros with the shapes of `reward_arrays`, for completions of shape `[N, G, T]`."""
     groups = shape[:2]
-    if advantages_of in ("turns", "spans"):
+    if advantages_of in BY_PART:
         return RewardArrays(np.zeros(groups, np.float32), np.zeros(groups, bool), parts=np.zeros(shape, np.float32))
     if advantages_of == "sum":
         return RewardArrays(np.zeros(groups, np.float32), np.zeros(groups, bool))

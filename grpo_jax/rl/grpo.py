@@ -14,7 +14,7 @@ import optax
 
 from grpo_jax import functional as F
 from grpo_jax.checks import check_models, validate
-from grpo_jax.config import GRPOConfig, LossConfig
+from grpo_jax.config import BY_PART, GRPOConfig, LossConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
@@ -118,7 +118,7 @@ def _busiest_expert(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def group_advantage(config: LossConfig) -> Advantage:
     """Returns the advantage function that compares sums, components or parts of rewards within groups."""
-    compare = {"components": by_component, "turns": by_part, "spans": by_part}.get(config.advantages_of)
+    compare = {"components": by_component, **dict.fromkeys(BY_PART, by_part)}.get(config.advantages_of)
 
     def advantage(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, Any]]:
         total, logs, batch = penalized_rewards(rewards.rewards, batch, config, kl_coef)

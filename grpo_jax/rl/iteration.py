@@ -23,6 +23,7 @@ from grpo_jax.devices import (
     compiled,
     devices_of,
     local_rows,
+    num_cores,
     peak_flops,
     pop_bytes_moved,
     size,
@@ -145,7 +146,7 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
         with suppress(Exception):  # calling the program raises the error again, where it is handled
             compile_programs_for_shapes()
 
-    if not programs.compiling:
+    if not programs.compiling and num_cores() > 1:  # on one core it would only take memory
         programs.compiling.append(Thread(target=compile_quietly))
         programs.compiling[0].start()
 
