@@ -111,7 +111,7 @@ class AdamWConfig:
     """AdamW and its schedule."""
 
     learning_rate: Positive = 1e-6
-    """Peak learning rate of AdamW. A tiny model takes 1e-4 to 1e-3, LoRA 1e-4."""
+    """Peak learning rate of AdamW. A tiny model takes 1e-4 to 1e-3, LoRA 1e-5."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
     decay: Literal["none", "linear", "cosine"] = "none"
