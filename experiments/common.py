@@ -194,7 +194,7 @@ def save_over_seeds(
     runs: Mapping[str, Mapping[str, Sequence[float]]],
     rows: Mapping[str, Mapping[str, float]],
     seeds: range,
-    curves: Sequence[tuple[str | Sequence[str], str]],
+    curves: plots.Curves,
 ) -> None:
     """Writes results.json, and curves.png of the phases METHOD_SEED.
 

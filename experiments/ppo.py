@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments import common, plots
+from experiments import common
 from experiments.arithmetic import MODEL, WarmStart, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from experiments.tasks import arithmetic
@@ -30,6 +30,14 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import random_reward
 from grpo_jax.train import evaluate_heldout, learn
+
+CURVES = (
+    ("reward", "reward"),
+    ("heldout_avg", "held-out accuracy"),
+    ("kl", "KL to the start, nats a token"),
+    ("entropy", "entropy, nats a token"),
+    ("explained_variance", "variance that the critic explains"),
+)
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
         for method, row in rows.items()
     }
     print_over_seeds(run, "accuracy on 1,000 held-out additions", seeds, columns, table, coin="control")
-    common.save_over_seeds(run, runs, rows, seeds, plots.curves_of(run))
+    common.save_over_seeds(run, runs, rows, seeds, CURVES)
 
 
 if __name__ == "__main__":
