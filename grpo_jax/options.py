@@ -90,14 +90,14 @@ def check_number(name: str, value: Any, hint: Any) -> None:
 
 
 def check_types(kind: type, values: Mapping[str, Any]) -> None:
-    """Refuses values that are not of the types of a class's fields, or not in their ranges.
+    """Raises if values do not have the types and ranges of the fields of a class.
 
     Args:
-      kind: a dataclass or a NamedTuple.
-      values: of some of its fields, by name.
+      kind: A dataclass or a NamedTuple.
+      values: Values of some of its fields, by name.
 
     Raises:
-      UsageError: one sentence that names the field.
+      UsageError: A value does not fit. The message names the field.
     """
     types, ranges = (get_type_hints(kind, include_extras=with_ranges) for with_ranges in (False, True))
     for name, value in values.items():
@@ -152,8 +152,8 @@ def option_types(config_class: type, *, include_extras: bool = False) -> dict[st
     """Returns the types of a config's options, by name.
 
     Args:
-      config_class: a dataclass whose fields are options or dataclasses of options.
-      include_extras: as for `typing.get_type_hints`. True: types come with their ranges.
+      config_class: A dataclass whose fields are options or dataclasses of options.
+      include_extras: True to keep the ranges of types, as in `typing.get_type_hints`.
     """
     types: dict[str, Any] = {}
     hints = get_type_hints(config_class, include_extras=include_extras)
@@ -164,14 +164,14 @@ def option_types(config_class: type, *, include_extras: bool = False) -> dict[st
 
 
 def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
-    """Returns the config that was written as JSON by `dataclasses.asdict`.
+    """Returns a config from the JSON of its `dataclasses.asdict`.
 
     Args:
-      default: a config of the same class. Options that were not written are taken from it.
-      saved: what was read from the JSON.
+      default: A config of the same class, which supplies options that the JSON lacks.
+      saved: The content of the JSON.
 
     Raises:
-      UsageError: it holds an option that the class does not have, or a value of another type.
+      UsageError: The JSON has an unknown option, or a value of the wrong type.
     """
     options, types = flattened(saved), option_types(type(default))
     check_known(options, types)
@@ -182,7 +182,7 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Returns true if a value of a JSON file is of a type, as type hints write it."""
+    """Returns whether a value from a JSON file matches a type hint."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -207,7 +207,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of all groups of a config.json, by name.
 
     Raises:
-      UsageError: an option is in two groups.
+      UsageError: Two groups have the same option.
     """
     flat: dict[str, Any] = {}
     for name, value in options.items():
@@ -219,7 +219,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Returns a hint for somebody who wrote an unknown name: the closest known names, or all of them."""
+    """Returns a hint for an unknown name: the closest known names, or else all of them."""
     known = list(known)
     close = difflib.get_close_matches(name, known, 3)
     return f"is it {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
@@ -244,8 +244,8 @@ def replace_options(config: Config, options: Mapping[str, Any]) -> Config:
     """Returns a config with some of its options replaced, in whichever group they are.
 
     Args:
-      config: a dataclass whose fields are options or dataclasses of options.
-      options: name -> value, which may be traced. Names that the config does not have are ignored.
+      config: A dataclass whose fields are options or dataclasses of options.
+      options: New values by name, which may be traced. Unknown names are ignored.
     """
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(config):

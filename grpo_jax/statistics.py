@@ -13,7 +13,7 @@ from scipy import special
 
 from grpo_jax.errors import UsageError
 
-_CELLS = 2**20  # of an array of resamples; more are drawn in pieces
+_CELLS = 2**20  # the largest array of resamples; larger ones are drawn in pieces
 
 
 class Interval(NamedTuple):
@@ -29,17 +29,17 @@ class Interval(NamedTuple):
 
 
 def best_of(scores: np.ndarray, k: int) -> np.ndarray:
-    """The expected maximum of k of a prompt's n scores, drawn without replacement, `[M]`.
+    """Returns the expected maximum of k scores, drawn without replacement from the n scores of each prompt, `[M]`.
 
     It is an unbiased estimate of the best of k new completions. For scores of 0 and 1 it is pass@k,
     1 − C(n − c, k) / C(n, k) with c scores of 1 (2107.03374).
 
     Args:
-      scores: `[M, n]`.
-      k: from 1, where it is the mean, to n.
+      scores: The scores of all completions, `[M, n]`.
+      k: The number of completions to draw, from 1 (the mean) to n.
 
     Returns:
-      One estimate a prompt.
+      One estimate per prompt.
 
     Raises:
       UsageError: k is out of range.
@@ -56,19 +56,19 @@ def best_of(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def majority(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]]) -> np.ndarray:
-    """maj@n: the mean score of the completions with a prompt's most frequent answer, `[M]` (2203.11171).
+    """Returns maj@n: the mean score of the completions with the most frequent answer of a prompt, `[M]` (2203.11171).
 
-    Of answers that are equally frequent one is taken by chance: the result is what is then expected.
+    Ties are broken by chance, and the result is the expected score.
 
     Args:
-      scores: `[M, n]`.
-      answers: `[M][n]`, what is voted on; None abstains. Where all abstain, all completions count.
+      scores: The scores of all completions, `[M, n]`.
+      answers: The answers of the completions, `[M][n]`. None abstains; if all abstain, all completions count.
 
     Returns:
-      One score a prompt.
+      One score per prompt.
 
     Raises:
-      UsageError: there is not one answer for each score, or one cannot be counted.
+      UsageError: The numbers of answers and scores differ, or an answer is not hashable.
     """
     scores = np.asarray(scores, np.float64)
     if [len(sample) for sample in answers] != [scores.shape[1]] * scores.shape[0]:
@@ -92,10 +92,10 @@ def bootstrap(
 ) -> Interval:
     """Returns the mean of one value per prompt, with an interval from resampling prompts.
 
-    Percentiles of the resampled means, further out for few prompts: their tail probability is
-    Φ(−√(M / (M − 1)) t), with t the quantile of Student's distribution at M − 1 degrees ("expanded percentile",
-    1411.5279). Resampling says nothing where all values are equal: shares of right answers that are all 0, or all 1,
-    have Clopper and Pearson's bounds.
+    The bounds are percentiles of the resampled means. For few prompts they lie further out: their tail probability is
+    Φ(−√(M / (M − 1)) t), with the quantile t of Student's distribution at M − 1 degrees of freedom ("expanded
+    percentile", 1411.5279). If all values are equal, resampling gives no interval. Shares of right answers that are all
+    0, or all 1, get the bounds of Clopper and Pearson.
 
     Args:
       values: One value per prompt, `[M]`.
@@ -105,11 +105,11 @@ def bootstrap(
       seed: The random seed of the resampling.
 
     Returns:
-      The mean and its interval; NaN bounds for fewer prompts than can have such a level (6 for 0.95), or where all
-      values are equal and neither 0 nor 1.
+      The mean and its interval. The bounds are NaN for too few prompts (below 6 at level 0.95), and if all values are
+      equal and neither 0 nor 1.
 
     Raises:
-      UsageError: there are no values, or an impossible level or number of resamples.
+      UsageError: There are no values, or the level or the number of resamples is impossible.
     """
     values = np.asarray(values, np.float64)
     interval = _percentiles(values, level, resamples, seed)
@@ -120,29 +120,29 @@ def bootstrap(
 
 
 class Calibration(NamedTuple):
-    """How far predicted probabilities are from frequencies, over bins of equally many predictions."""
+    """A calibration curve over B bins with equally many predictions each, and its error."""
 
-    predicted: np.ndarray  # [B], mean probability of a bin
-    frequency: np.ndarray  # [B], how often it came true
-    sizes: np.ndarray  # int [B], predictions in a bin
+    predicted: np.ndarray  # [B], mean predicted probability
+    frequency: np.ndarray  # [B], share of predictions that came true
+    sizes: np.ndarray  # int [B], number of predictions
     error: float  # Σ size / M · |frequency − predicted|: the expected calibration error
 
 
 def calibration(probabilities: np.ndarray, outcomes: np.ndarray, *, bins: int = 10) -> Calibration:
-    """Predictions in bins of equally many, against what came true (1706.04599; equal bins: 1904.01685).
+    """Compares predicted probabilities with outcomes, in bins of equal size (1706.04599; equal bins: 1904.01685).
 
-    The error is above 0 also for a perfect predictor, by about 0.8 √(p (1 − p) / size): few bins show less of it.
+    Even a perfect predictor has an error of about 0.8 √(p (1 − p) / size). Larger bins reduce it.
 
     Args:
-      probabilities: `[M]`.
-      outcomes: `[M]`, 1 where it came true; ½ for a tie.
-      bins: B, 10; fewer where there are fewer predictions.
+      probabilities: The predictions, `[M]`.
+      outcomes: 1 if the prediction came true, 0 if not, ½ for a tie, `[M]`.
+      bins: The number of bins, at most M. Default: 10.
 
     Returns:
       The curve and its error.
 
     Raises:
-      UsageError: there are no predictions, or not as many outcomes.
+      UsageError: There are no predictions, or the numbers of predictions and outcomes differ.
     """
     probabilities, outcomes = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
     if probabilities.ndim != 1 or probabilities.shape != outcomes.shape or not len(outcomes) or bins < 1:
@@ -157,23 +157,23 @@ def calibration(probabilities: np.ndarray, outcomes: np.ndarray, *, bins: int = 
     return Calibration(predicted, frequency, sizes, float(sizes @ np.abs(frequency - predicted) / sizes.sum()))
 
 
-@np.errstate(invalid="ignore", over="ignore")  # of infinite values there is no interval
+@np.errstate(invalid="ignore", over="ignore")  # infinite values have no interval
 def paired_difference(
     after: np.ndarray, before: np.ndarray, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Interval:
-    """The mean change of a value over the same prompts, as `bootstrap` has it.
+    """Returns the mean change of a value over the same prompts, with an interval from resampling prompts.
 
-    Narrower than two intervals side by side, since what makes a prompt hard is in both.
+    The interval is narrower than those of the two means, because the difficulty of a prompt cancels.
 
     Args:
-      after, before: `[M]` each, in the same order of prompts.
-      level, resamples, seed: as in `bootstrap`.
+      after, before: The values after and before a change, `[M]` each, in the same order of prompts.
+      level, resamples, seed: See `bootstrap`.
 
     Returns:
-      The mean of after − before and its interval; NaN bounds where all changes are equal, or too few.
+      The mean of after − before and its interval. The bounds are NaN if all changes are equal or too few.
 
     Raises:
-      UsageError: the numbers of prompts differ, or as in `bootstrap`.
+      UsageError: The numbers of prompts differ, or see `bootstrap`.
     """
     after, before = np.asarray(after, np.float64), np.asarray(before, np.float64)
     if after.shape != before.shape:
@@ -184,10 +184,10 @@ def paired_difference(
 
 
 def interval_over_runs(values: Sequence[float] | np.ndarray, *, level: float = 0.95) -> Interval:
-    """The mean of a number over runs that differ in their seed, with Student's t interval.
+    """Returns the mean of a number over runs with different seeds, with Student's t interval.
 
-    It says what further seeds would give, of a number that is about normal over seeds. With three runs it is wide:
-    4.3 standard errors on either side.
+    It estimates the mean over further seeds, if the number is about normally distributed over seeds. With three runs
+    the interval is wide: 4.3 standard errors on either side.
 
     Args:
       values: One value per run.
@@ -221,10 +221,10 @@ def _percentiles(values: np.ndarray, level: float, resamples: int, seed: int) ->
 
 
 def _resampled_means(values: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
-    """Means of M values drawn with replacement, `[resamples]`."""
+    """Returns the means of M values drawn with replacement, `[resamples]`."""
     count = len(values)
     distinct, counts = np.unique(values, return_counts=True)
-    # Of a few values, such as shares of n, only how often each is drawn matters: forty times faster at M = 1,000.
+    # For a few distinct values, such as shares of n, it suffices to count draws: forty times faster at M = 1,000.
     few = 8 * len(distinct) <= count
 
     def piece(size: int) -> np.ndarray:
@@ -237,8 +237,8 @@ def _resampled_means(values: np.ndarray, resamples: int, generator: np.random.Ge
 
 
 def cell(row: Mapping[str, float], name: str) -> str:
-    """A number of a row with its interval, as a table shows it: "0.970 [0.960, 0.980]"; nothing where the row
-    has none, and a dash where there is nothing to say."""
+    """Formats a number of a row with its interval: "0.970 [0.960, 0.980]". A missing number gives "", and NaN a
+    dash."""
     if name not in row:
         return ""
     if math.isnan(row[name]):
