@@ -354,15 +354,15 @@ class GRPOConfig(PhaseConfig):
 
 
 def with_options(config: Config, **options: Any) -> Config:
-    """A config with some of its fields replaced, in whichever group they are.
+    """Returns a config with some of its options replaced, in whichever group they are.
 
     Args:
-      config: a dataclass whose fields are options or dataclasses of options.
-      options: name -> value, which may be traced. `preset` brings the numbers of its recipe, which the others then
-        replace.
+      config: A dataclass whose fields are options or dataclasses of options.
+      options: New values by name, which may be traced. `preset` also sets the numbers of its recipe, unless another
+        option sets them.
 
     Raises:
-      UsageError: there is no such option or preset.
+      UsageError: An option or the preset is unknown.
 
     Examples:
       >>> with_options(GRPOConfig(), preset="dapo", group_size=16).loss.epsilon_high
@@ -375,14 +375,14 @@ def with_options(config: Config, **options: Any) -> Config:
 
 
 def recipe(preset: str = "grpo", **options: Any) -> GRPOConfig:
-    """A published recipe: the numbers of a preset and of how its authors sampled, with some replaced.
+    """Returns the configuration of a published recipe: a preset, and the sampling options of its authors.
 
     Args:
-      preset: of `functional.presets`.
-      options: as for `with_options`.
+      preset: The name of a preset of `functional.presets`.
+      options: Options to replace, as in `with_options`.
 
     Raises:
-      UsageError: there is no such option or preset.
+      UsageError: An option or the preset is unknown.
 
     Examples:
       >>> recipe("companion_post", steps=10).sampling.temperature
@@ -391,7 +391,7 @@ def recipe(preset: str = "grpo", **options: Any) -> GRPOConfig:
     return with_options(GRPOConfig(), preset=preset, **options)
 
 
-# How a preset's authors sampled, where that is part of the method.
+# The sampling options of a preset's authors, if they are part of the method.
 RECIPES: dict[str, dict[str, Any]] = {
     "companion_post": {"temperature": 0.7, "temperature_spread": 0.3},
     "introduction_post": {"group_size": 12},
@@ -400,7 +400,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def _preset_numbers(preset: str) -> dict[str, Any]:
-    """The options that naming a preset sets, by name."""
+    """Returns the options that a preset sets, by name."""
     if preset not in PRESETS:
         raise UsageError(f"there is no preset {preset}: {suggestion(preset, PRESETS)}")
     published = PRESETS[preset]
@@ -454,5 +454,5 @@ class PPOConfig:
 
 
 def run_of(config: GRPOConfig | PPOConfig) -> GRPOConfig:
-    """The options that runs of both methods have, as a `GRPOConfig`."""
+    """Returns the options that GRPO and PPO share, as a `GRPOConfig`."""
     return config.run if isinstance(config, PPOConfig) else config
