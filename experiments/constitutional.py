@@ -43,7 +43,7 @@ from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
+from grpo_jax.train import HeldoutResult, evaluate_heldout, train_with_evaluation
 
 TEXT = Characters(letters.LETTERS + ": ?")
 MODEL = ModelConfig(TEXT.vocab_size, initializer_range=0.1)
@@ -109,7 +109,7 @@ def main(config: Config) -> None:
         }
         for name, reward in rewards.items():
             phase = f"{name}_{seed}"
-            _, end = learn(
+            _, end = train_with_evaluation(
                 {"policy": start}, task, settings.train, run, programs, phase=phase, reward=reward, start=held
             )
             results[name] = numbers(end) | judgement(judge, end, task)

@@ -45,7 +45,7 @@ from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
+from grpo_jax.train import HeldoutResult, evaluate_heldout, train_with_evaluation
 
 TEACHER = replace(MODEL, hidden_size=2 * MODEL.hidden_size, intermediate_size=2 * MODEL.intermediate_size)
 CURVES = (
@@ -188,7 +188,7 @@ def train_by(method: str, config: Config, models: Models, world: World) -> None:
     else:
         train = with_options(world.config, distillation=config.kinds[0] if method == "control" else method)
         start["teacher"] = world.untrained if method == "control" else world.teacher
-    learn(start, world.task, train, world.run, models.programs[method], phase=phase, start=world.before)
+    train_with_evaluation(start, world.task, train, world.run, models.programs[method], phase=phase, start=world.before)
 
 
 def train_on_samples(config: Config, models: Models, world: World, phase: str) -> None:

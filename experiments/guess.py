@@ -34,7 +34,7 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.report import finish
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import learn, train_with_control
+from grpo_jax.train import train_with_control, train_with_evaluation
 
 MODEL = ModelConfig(vocab_size=guess.VOCAB_SIZE, initializer_range=0.1)
 COLUMNS = {"avg": "sampled", "greedy": "greedy", "above_blind": "above blind", "turns_to_win": "turns of games won"}
@@ -89,7 +89,7 @@ def main(config: Config) -> None:
     if config.noise:
         deaf = guess.guess_task(num_prompts=train.sampling.num_prompts, seed=train.seed, reply=guess.noise)
         hearing_noise = programs._replace(sampler=make_programs(policy, deaf, train).sampler)
-        _, held = learn({"policy": params}, deaf, train, run, hearing_noise, phase="noise")
+        _, held = train_with_evaluation({"policy": params}, deaf, train, run, hearing_noise, phase="noise")
         rows["noise"] = summary(held.evaluation) | measure(*held)
     common.print_last_groups(run)
     title = f"share of games won on {guess.NUM_HELDOUT} held-out intervals, with 95% intervals"

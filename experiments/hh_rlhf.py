@@ -82,7 +82,7 @@ from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.tasks.task import Task, random_reward, text_task
-from grpo_jax.train import evaluate_heldout, learn
+from grpo_jax.train import evaluate_heldout, train_with_evaluation
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
 CURVES = (
@@ -259,7 +259,9 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
         programs, phase = shared.programs[name], f"{name}_{seed}"
         params = with_critic(sft, learned, model, config) if name == "ppo" else {"policy": sft}
         rewards = training_rewards(name, scorers, seed)
-        _, held = learn(params, task, config.ppo.run, run, programs, phase=phase, reward=rewards, start=before)
+        _, held = train_with_evaluation(
+            params, task, config.ppo.run, run, programs, phase=phase, reward=rewards, start=before
+        )
         answers[title] = held.evaluation
     return Seed(answers, nll, learned)
 

@@ -49,7 +49,7 @@ from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
+from grpo_jax.train import HeldoutResult, evaluate_heldout, train_with_evaluation
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, initializer_range=0.1)
 ENOUGH = 8  # number of the prompt's letters that earns the full reward
@@ -163,7 +163,9 @@ def main(config: Config) -> None:
         for (method, weight), reward in rewards.items():
             phase, chosen = phase_of(method, weight, seed), programs.get(method, sum_programs)
             options = with_options(seeded.train, advantages_of=chosen.config.loss.advantages_of)
-            scores[phase] = means(learn({"policy": start}, task, options, run, chosen, phase=phase, reward=reward)[1])
+            scores[phase] = means(
+                train_with_evaluation({"policy": start}, task, options, run, chosen, phase=phase, reward=reward)[1]
+            )
     show(run, config, scores)
     report.say_end(run, started)
 

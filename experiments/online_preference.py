@@ -51,7 +51,7 @@ from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.train import evaluate_heldout, learn
+from grpo_jax.train import evaluate_heldout, train_with_evaluation
 
 MODEL = ModelConfig(vocab_size=letters.TEXT.vocab_size, initializer_range=0.1)
 LEARNED = ("frozen", "online")
@@ -160,7 +160,9 @@ def run_seed(
     for method, reward in (("coin", random_reward(config.train.seed)), ("gold", gold)):
         rewards = {method: Component(reward), **({} if method == "gold" else watched)}
         phase = f"{method}_{config.train.seed}"
-        _, end = learn({"policy": start}, task, config.train, run, programs, phase=phase, reward=rewards, start=before)
+        _, end = train_with_evaluation(
+            {"policy": start}, task, config.train, run, programs, phase=phase, reward=rewards, start=before
+        )
         results[method] = end.evaluation
     rows = {method: word_numbers(evaluation) for method, evaluation in results.items()}
     for method in results.keys() - {"start"}:

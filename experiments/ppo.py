@@ -29,7 +29,7 @@ from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import random_reward
-from grpo_jax.train import evaluate_heldout, learn
+from grpo_jax.train import evaluate_heldout, train_with_evaluation
 
 CURVES = (
     ("reward", "reward"),
@@ -81,7 +81,9 @@ def main(config: Config) -> None:
             task = arithmetic.arithmetic_task(num_prompts=settings.sampling.num_prompts, seed=seed)
             start = {"policy": policy_start} if method == "grpo" else add_critic(MODEL, policy_start, critic)
             reward = random_reward(seed) if method == "control" else None
-            state, held = learn(start, task, settings, run, programs, phase=phase, reward=reward, start=before)
+            state, held = train_with_evaluation(
+                start, task, settings, run, programs, phase=phase, reward=reward, start=before
+            )
             results = summary(held.evaluation)
             row = {"before": float(before.evaluation.scores.mean()), "avg": results["avg"], "greedy": results["greedy"]}
             row["steps"] = steps_to(run, phase)

@@ -10,7 +10,7 @@ __all__ = ["GRPOTrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    """The trainer when it is asked for: `grpo_jax.functional` needs nothing of what it imports."""
+    """Imports the trainer at its first use, so that `grpo_jax.functional` needs only jax and chex."""
     if name != "GRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from grpo_jax.trainer import GRPOTrainer

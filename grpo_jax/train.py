@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from grpo_jax import devices as where
+from grpo_jax import devices as placement
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Line, Reward, Rewards
 from grpo_jax.models.params import join, split
@@ -65,12 +65,12 @@ def train(
       FloatingPointError: Gradients were not finite too many times in a row.
     """
     check_programs(programs, config)
-    where.pop_bytes_moved()  # the first line counts only what this phase moves
+    placement.pop_bytes_moved()  # the first line counts only what this phase moves
     for note in task.notes:
         run.warn_once(note, note)
     run.keep_inputs(phase, inputs_of(task))
     devices, logging = programs.sampler.devices, config.logging
-    trained, frozen = split(where.place(params, devices))
+    trained, frozen = split(placement.place(params, devices))
     it = make_iteration(phase, programs, trained, frozen, task, reward or task.reward, config, timed=run.timed)
 
     def initial_state() -> TrainState:
@@ -91,8 +91,8 @@ def train(
         logging,
         initial_state=initial_state,
         step=take_step,
-        place=partial(where.place, devices=devices, axes=STATE_AXES),
-        shardings=partial(where.shardings, devices=devices, axes=STATE_AXES),
+        place=partial(placement.place, devices=devices, axes=STATE_AXES),
+        shardings=partial(placement.shardings, devices=devices, axes=STATE_AXES),
         evaluate=evaluate_state if evaluate else None,
         until=until,
     )
@@ -118,7 +118,7 @@ def evaluate_heldout(
     return HeldoutResult(evaluation, calls)
 
 
-def learn(
+def train_with_evaluation(
     params: Any,
     task: Task,
     config: GRPOConfig,
@@ -196,7 +196,7 @@ def train_with_control(
     rows, checksum = {"before": row(start)}, ""
     for phase in phases:
         reward = random_reward(config.seed) if phase == CONTROL else task.reward
-        state, end = learn(params, task, config, run, programs, phase=phase, reward=reward, start=start)
+        state, end = train_with_evaluation(params, task, config, run, programs, phase=phase, reward=reward, start=start)
         change = paired_difference(*(prompt_means(held.evaluation) for held in (end, start)))
         rows[phase if phase == CONTROL else "after"] = row(end) | change.named("change")
         checksum = checksum or params_sha256(state.params["policy"])

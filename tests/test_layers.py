@@ -1,4 +1,4 @@
-"""A module imports only from its own folder and from folders above its own."""
+"""A module imports only from its own layer and from lower layers."""
 
 import ast
 from pathlib import Path

@@ -182,7 +182,7 @@ def grpo_loss(
 
     Args:
       logprobs: `[..., T]` in nats, under the policy, with gradient.
-      old_logprobs: `[..., T]` in nats, under the policy that sampled.
+      old_logprobs: `[..., T]` in nats, under the policy in the denominator of the ratio.
       advantages: `[...]`, one per completion, or `[..., T]`, one per token.
       completion_mask: bool `[..., T]`, true on sampled tokens including the ending one.
       term: (logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`. Default: PPO's clip of token ratios.

@@ -2,7 +2,8 @@
 
 All families are settings of one decoder. transformers completes a file with its defaults and converts it to the format
 of version 5. Names that the family's class in transformers does not know are dropped. All files are then read in the
-same way. A row of FAMILIES holds the other fields of `ModelConfig`, which are the same in every model of the family.
+same way, except for fields of Gemma. A row of FAMILIES holds the other fields of `ModelConfig`, which are the same in
+every model of the family.
 """
 
 import os

@@ -26,7 +26,7 @@ from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
 from grpo_jax.rl.source import Sampler
-from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, Method, RewardArrays, TeacherOutputs, Term
+from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays, TeacherOutputs
 from grpo_jax.tasks.task import Task
 
 # The last layer, from hidden states to logits: the unembedding `[V, D]`, and the softcap of `Policy`.
@@ -95,7 +95,7 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
     )
 
 
-def teacher_term(policy: Policy, teacher: Policy, config: DistillationConfig) -> Term:
+def teacher_term(policy: Policy, teacher: Policy, config: DistillationConfig) -> LossTerm:
     """c Σ w D, the divergence of the policy from its teacher (`token_divergence`)."""
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:

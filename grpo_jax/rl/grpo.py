@@ -30,7 +30,7 @@ from grpo_jax.rl.scorers import (
     score_completion_tokens,
 )
 from grpo_jax.rl.source import Sampler
-from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, Method, RewardArrays, Term
+from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays
 from grpo_jax.tasks.task import Task
 
 
@@ -71,7 +71,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
     return Method(
         forward=forward_of(policy),
         terms=terms,
-        advantage=group_advantage(config.loss),
+        advantage=make_group_advantage(config.loss),
         aggregation=config.loss.objective.aggregation,
         optimizer=optimizer_of(config, schedule),
         schedule=schedule,
@@ -97,7 +97,7 @@ def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.Gradient
 # ---- a mixture of experts
 
 
-def _routing_term(num_experts: int) -> Term:
+def _routing_term(num_experts: int) -> LossTerm:
     """Returns a term of value 0 that logs how tokens are distributed over experts."""
     from grpo_jax.models.experts import load  # not loaded for dense models
 
@@ -116,7 +116,7 @@ def _busiest_expert(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
 # ---- from rewards to advantages
 
 
-def group_advantage(config: LossConfig) -> Advantage:
+def make_group_advantage(config: LossConfig) -> Advantage:
     """Returns the advantage function that compares sums, components or parts of rewards within groups."""
     compare = {"components": by_component, **dict.fromkeys(BY_PART, by_part)}.get(config.advantages_of)
 
@@ -217,14 +217,14 @@ def forward_of(policy: Policy) -> Callable[[Params, Batch], Forward]:
     return forward
 
 
-def policy_terms(policy: Policy, config: LossConfig) -> tuple[Term, ...]:
+def policy_terms(policy: Policy, config: LossConfig) -> tuple[LossTerm, ...]:
     """Returns the objective of a preset, and the KL over the whole vocabulary if the run asks for it."""
     if config.divergence == "preset":
         return (objective_term(config),)
     return objective_term(config), full_kl_term(policy, config)
 
 
-def objective_term(config: LossConfig) -> Term:
+def objective_term(config: LossConfig) -> LossTerm:
     """Returns the term `Objective.loss` of the preset, with corrected advantages."""
     in_full = config.divergence != "preset"
     objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective
@@ -256,7 +256,7 @@ def objective_term(config: LossConfig) -> Term:
     return term
 
 
-def full_kl_term(policy: Policy, config: LossConfig) -> Term:
+def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
     """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
@@ -289,7 +289,7 @@ def corrected_advantages(
     Args:
       batch: The batch with advantages and the sampler's log-probabilities.
       logprobs: Log-probabilities of the current policy, `[N, G, T]`.
-      old_logprobs: Log-probabilities of the policy before the updates, `[N, G, T]`.
+      old_logprobs: Log-probabilities in the denominator of the ratio, `[N, G, T]`.
       config: The loss options of the run.
 
     Returns:

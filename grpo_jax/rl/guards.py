@@ -216,7 +216,7 @@ def rollout_metrics(graded: Graded) -> dict[str, Any]:
 
 
 def has_spread(graded: Graded | None, metric: str = "") -> np.ndarray:
-    """Returns for each group if its applicable rewards differ, bool `[N]`. Groups without spread have no gradient.
+    """Returns for each group if its applicable rewards differ, bool `[N]`. Groups without spread have advantages of 0.
 
     Args:
       graded: The rewards of N groups.

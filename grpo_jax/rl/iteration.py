@@ -85,10 +85,10 @@ def compile_programs(
     sampler = sampler or make_sampler(policy, task, config.sampling, devices=devices_of(config))
     devices = sampler.devices
 
-    where: Any = {"devices": devices, "prompt_widths": task.prompt_widths}
+    placement: Any = {"devices": devices, "prompt_widths": task.prompt_widths}
 
     def score(trained, extras, frozen, start, batch):
-        return score_rollout(method, config, models_of(trained, frozen, start, extras), batch, **where)
+        return score_rollout(method, config, models_of(trained, frozen, start, extras), batch, **placement)
 
     score_program: Any = compiled(score, 0, devices=devices) if method.scorers else None
 
@@ -99,7 +99,7 @@ def compile_programs(
         return batch._replace(**fields)
 
     def learn(state, frozen, start, batch, rewards, clock):
-        return update.learn(method, config, state, frozen, start, batch, rewards, (clock[0], clock[1]), **where)
+        return update.learn(method, config, state, frozen, start, batch, rewards, (clock[0], clock[1]), **placement)
 
     def initial_state(trained):
         state = init_state(jax.tree.map(jnp.copy, trained), method.optimizer)
@@ -238,7 +238,7 @@ def make_iteration(
     if config.sampling.max_rollouts > 1:
         # A phase may replace the rewards of the task with one function, which has no named components.
         metric = config.sampling.filter_metric if isinstance(reward, Mapping) else ""
-        source = sources.until_spread(source, draw, timed_grade, report, config, devices, metric=metric)
+        source = sources.with_spread(source, draw, timed_grade, report, config, devices, metric=metric)
 
     def source_of_state(state: TrainState, step: int, meanwhile: Callable[[], None]) -> tuple[sources.Queue, Rollout]:
         return source(state.queue, join(state.params, frozen)["policy"], step, meanwhile)

@@ -34,7 +34,7 @@ from grpo_jax.rl.scorers import (
     unpack_completions,
 )
 from grpo_jax.rl.source import Sampler
-from grpo_jax.rl.types import Array, Batch, Forward, Logs, Method, RewardArrays, Term
+from grpo_jax.rl.types import Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays
 from grpo_jax.tasks.task import Task
 
 
@@ -222,7 +222,7 @@ def token_advantages(
     return advantages, returns
 
 
-def value_term(critic: Policy, config: PPOConfig) -> Term:
+def value_term(critic: Policy, config: PPOConfig) -> LossTerm:
     """w₃ L_critic, with values clipped around the old values if `value_clip` is set."""
     options = config.critic
 

@@ -262,7 +262,7 @@ def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
 # ---- dynamic sampling
 
 
-def until_spread(
+def with_spread(
     source: Source,
     draw: Draw,
     grade: Callable[[Rollout], Rollout],
@@ -274,7 +274,8 @@ def until_spread(
 ) -> Source:
     """Returns the source that replaces groups whose completions have equal rewards (DAPO, 2503.14476, equation 11).
 
-    Such a group has advantages of 0: it costs as much as any group, and contributes no gradient. The source takes the
+    Such a group has advantages of 0: it costs as much as any group, and the policy term has
+    no gradient. The source takes the
     first N groups with spread, in the order of the draws. If there are too few after `max_rollouts` draws, groups
     without spread fill up the batch. Surplus groups are discarded, because the policy of the next step differs. Every
     draw has the same shape, so nothing is compiled again. The prompts and noise of a draw depend only on the step and

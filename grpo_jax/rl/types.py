@@ -1,4 +1,5 @@
-"""The data of an iteration. Letters: N prompts of P tokens, G completions of T tokens, K rewards, U optimizer steps.
+"""The data of an iteration. Letters: N prompts of P tokens, G completions of T tokens, K rewards, C candidate
+tokens, M turns, U optimizer steps.
 
 Rewards pass through four containers: the list that a function returns becomes `rewards.reward.RewardScores`, then
 `Graded` on the host, then `RewardArrays` on the devices, and finally the advantages of a `Batch`.
@@ -125,14 +126,14 @@ class Logs(NamedTuple):
     """Metrics of a loss, which can be combined over the pieces of a batch."""
 
     means: Metrics  # name -> (weighted sum, weight)
-    maxima: Mapping[str, jax.Array] = {}
+    maxima: Mapping[str, jax.Array] = {}  # over pieces; `average_over_updates` must know each name
 
 
 Scorer = Callable[[Params, Batch], dict[str, Any]]  # (models by role, batch) -> fields of the batch
 # (rewards, scored batch, β) -> (batch with advantages, advantages to log [N, G] or [N, G, T], metrics)
 Advantage = Callable[[RewardArrays, Batch, Array], tuple[Batch, jax.Array, dict[str, jax.Array]]]
 # (models by role, forward pass, batch with weights) -> (Σ weights · loss, logs)
-Term = Callable[[Params, Forward, Batch], tuple[jax.Array, Logs]]
+LossTerm = Callable[[Params, Forward, Batch], tuple[jax.Array, Logs]]
 # (state after the updates of an iteration, metrics, number of the iteration from 0) -> state
 Hook = Callable[[TrainState, Mapping[str, Array], Array], TrainState]
 
@@ -141,7 +142,7 @@ class Method(NamedTuple):
     """A method that learns from rollouts, such as GRPO or PPO, as data."""
 
     forward: Callable[[Params, Batch], Forward]  # (models by role, piece of a batch) -> input of the terms
-    terms: tuple[Term, ...]  # the loss is their sum
+    terms: tuple[LossTerm, ...]  # the loss is their sum
     advantage: Advantage
     aggregation: Callable[..., jax.Array]  # (mask, *, num_completions) -> weights
     optimizer: optax.GradientTransformation

@@ -51,7 +51,8 @@ def learn(
       config: The configuration of the run.
       state: The state before the updates. Callers that compile this function donate it.
       frozen: Parameters that are not trained.
-      start: The initial parameters of the policy, which are the reference unless the state has one. None: no reference.
+      start: The initial parameters of the policy, if they are the reference. None: the state has the reference, or
+        there is none.
       batch: The scored batch of N prompts.
       rewards: The rewards of its completions.
       clock: The seed of the run, and the number of the iteration, from 0.

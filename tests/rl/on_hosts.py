@@ -16,7 +16,7 @@ from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.train import learn
+from grpo_jax.train import train_with_evaluation
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def run(config: Config) -> None:
     task = TASK._replace(reward=Threes(config.mode))
     programs = make_programs(POLICY, task, config.train)
     folder = flags.open_run(config)
-    state, _ = learn({"policy": PARAMS}, task, config.train, folder, programs, phase="grpo")
+    state, _ = train_with_evaluation({"policy": PARAMS}, task, config.train, folder, programs, phase="grpo")
     checksum = params_sha256(state.params)
     if folder.writes:
         print("checksum", checksum, flush=True)

@@ -12,7 +12,7 @@ from grpo_jax.data.types import Component, Prompts, Span
 from grpo_jax.devices import to_devices
 from grpo_jax.rl.grade import token_texts
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.source import ahead, select_groups, to_batch, until_spread
+from grpo_jax.rl.source import ahead, select_groups, to_batch, with_spread
 from grpo_jax.rl.types import Graded, Rollout
 from grpo_jax.sampling.sampler import Completions
 
@@ -75,7 +75,7 @@ def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
         assert policy == "policy"
         return draw(index)  # the first draw has the number of the step, 0, and the others follow behind the last step
 
-    source = until_spread(
+    source = with_spread(
         ahead(numbered, None, config), numbered, lambda rollout: rollout, report, config, 1, metric=metric
     )
     begun = []
