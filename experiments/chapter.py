@@ -1,7 +1,7 @@
 """Errors in the DeepSeekMath chapter of Hugging Face's course, with the numbers that show them.
 
-As `experiments.walkthrough` prints it step by step: what the chapter says, what is right, and a number. What takes a
-model to show is in the walk itself.
+`experiments.walkthrough` prints them step by step: the chapter's claim, the right answer, and a number. Errors that
+need a model to show are in the walkthrough itself.
 """
 
 from functools import cache
@@ -25,7 +25,7 @@ def signed(values: jax.Array) -> str:
 
 
 def about_sampling(tokenizer: Any, prompt: str) -> list[str]:
-    """One prompt for two groups; more than one token where one is asked for."""
+    """Corrects the prompts of the two groups and the number of sampled tokens."""
     outputs = jnp.array([5, 6, 7, 5, 10, 2, 5, 5])  # as the chapter prints them, all of the first prompt
     second = group_advantages((outputs[4:] == 9).astype(float))
     one_group = group_advantages((outputs == 5).astype(float))
@@ -41,7 +41,7 @@ def about_sampling(tokenizer: Any, prompt: str) -> list[str]:
 
 
 def about_advantages() -> list[str]:
-    """Deviations, digits, parentheses, equal rewards, shapes."""
+    """Corrects deviations, digits, parentheses, equal rewards and shapes."""
     four, eight, equal = jnp.array([1.0, 0.0, 0.0, 1.0]), jnp.array([1.0, 0.0] * 4), np.full(7, 0.7, np.float32)
     as_written = (equal - equal.mean()) / (equal.std(ddof=1) + 1e-8)
     product = np.ones((8, 1)) * np.ones(8)
@@ -64,7 +64,7 @@ def about_advantages() -> list[str]:
 
 
 def about_logprobs() -> list[str]:
-    """Probabilities are no log-probabilities."""
+    """Corrects probabilities that are used as log-probabilities."""
     return [
         'The chapter takes per_token_logps from "F.softmax(logits, dim=-1)": they are log_softmax, at the sampled ids. '
         f"With probabilities, the ratio of 0.9 to 0.5 would be exp(0.9 − 0.5) = {np.exp(0.9 - 0.5):.2f} instead of "
@@ -74,13 +74,13 @@ def about_logprobs() -> list[str]:
 
 @jax.jit
 def surrogate(log_ratio: jax.Array, advantage: jax.Array) -> jax.Array:
-    """min(ρA, clip(ρ)A) at the chapter's ε."""
+    """min(ρA, clip(ρ)A) with the chapter's ε."""
     return -F.clipped_surrogate(log_ratio, advantage, epsilon_low=0.2, epsilon_high=0.2)
 
 
 @cache
 def cases() -> dict[str, jax.Array]:
-    """The chapter's two cases of the clip, each with both signs of the advantage: columns of a table."""
+    """Returns the columns of a table: the chapter's two cases of the clip, each with both signs of the advantage."""
     ratio, advantage = jnp.array([1.8, 1.8, 0.4, 0.4]), jnp.array([1.0, -1.0, 1.0, -1.0])
     log_ratio = jnp.log(ratio)
     return {
@@ -94,7 +94,7 @@ def cases() -> dict[str, jax.Array]:
 
 
 def about_clip() -> list[str]:
-    """Which of the two that min compares counts, and whether it has a slope; tokens and responses."""
+    """Corrects the term that min selects, its slope, and the ratio of a token or response."""
     smaller, slope = cases()["min"], cases()["slope"]
     log_ratio, advantage = jnp.log(1.4), jnp.array(-0.866)
     product = jnp.exp(log_ratio) * advantage * 1.2 * advantage
@@ -117,7 +117,7 @@ def about_clip() -> list[str]:
 
 
 def about_kl() -> list[str]:
-    """A softmax over the wrong axis, the other direction; a mean, and a mask."""
+    """Corrects the softmax's axis, the KL's direction, and a missing mean and mask."""
     row, old_row = jnp.log(jnp.array([0.9])), jnp.log(jnp.array([0.5]))
     policy, old = jnp.log(jnp.array([0.9, 0.1])), jnp.log(jnp.array([0.5, 0.5]))
     losses, mask = jnp.array([[-2.0, 0.0, 0.0], [1.0, 1.0, 1.0]]), jnp.array([[True, False, False], [True, True, True]])

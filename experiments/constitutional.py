@@ -1,18 +1,25 @@
-"""Principles instead of a learned reward: does GRPO on a judge's yes and no bring out what the principles ask for?
+"""Principles instead of a learned reward: does GRPO on a judge's yes and no teach a policy to follow them?
 
-The principles are in a text file next to this one, about words of letters, so that the truth, here called gold, can be
-checked. One small decoder first learns to write random words, and from labelled examples to answer "y" or "n" to
-(principle, prompt, word). GRPO then starts from it and is rewarded by its own answers, as they were at that start.
-Beside it: the start, a coin toss for a reward (the control), a judge that was never trained, and gold itself as
-the ceiling. A large language model can judge without training; this one is trained to. The tables show how often
-it agrees with gold on held-out words before and after, and whether it believes a word that ends in "?y".
-Left out of the paper: critiques, revisions, and the preference model.
+The principles are in a text file next to this script. They are about words of letters, so that the truth, here called
+gold, can be checked. One small decoder first learns to write random words. From labelled examples it also learns to
+answer "y" or "n" to (principle, prompt, word). GRPO then trains this model, and the initial model's answers are the
+reward. This is compared with:
 
-About five minutes on two CPU cores. With three seeds expect the share of principles kept to rise from 0.43 to 0.89, all
-of them from 0.05 to 0.74; the coin stays at 0.47, gold reaches 0.95, and the untrained judge leads anywhere from 0.10
-to 0.79. On words of the start the judge agrees with gold in all but 1% for three principles, and on "starts with a to
-m" no more often than a coin. Afterwards 5% of what is written are no words, against 1% before and with gold: the judge
-never saw any, and does not mind.
+- the start
+- a coin toss as the reward (the control)
+- a judge that was never trained
+- gold as the reward (the ceiling)
+
+A large language model can judge without training; this model is trained to judge. The tables show how often the judge
+agrees with gold on held-out words before and after, and whether it believes a word that ends in "?y". Compared with the
+paper, there are no critiques, no revisions, and no preference model.
+
+The run takes about five minutes on two CPU cores. With three seeds, expect the share of principles kept to rise
+from 0.43 to 0.89, and the share of words that keep them all from 0.05 to 0.74. The coin stays at 0.47, gold
+reaches 0.95, and the untrained judge leads anywhere from 0.10 to 0.79. On words of the start, the judge disagrees with
+gold in only 1% of cases for three principles. On "starts with a to m" it agrees no more often than a coin.
+Afterwards 5% of completions are not words, against 1% before and with gold. The judge never saw such completions, and
+does not punish them.
 
   python -m experiments.constitutional
 """

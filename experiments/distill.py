@@ -1,13 +1,18 @@
-"""On-policy distillation: a student learns addition from a teacher's probabilities. In how many samples?
+"""On-policy distillation: how many samples does a student need to learn addition from a teacher's probabilities?
 
-The student starts as in `experiments.arithmetic`: it answers right in three samples of ten. The teacher is a larger
-decoder that was fitted to right answers alone. The student samples one completion of a prompt, and at each token learns
-the teacher's whole distribution (reverse_kl), or takes log π_T − log π as the token's advantage (k1). No reward is
-computed. Beside it are supervised steps on as many samples of the teacher, and GRPO on the reward, which needs groups.
-The control has a teacher that was never trained. The student's learning rate and one completion of a prompt were chosen
-with another seed, 7; GRPO's numbers are those of `experiments.arithmetic`. Three seeds take half an hour on two busy
-CPU cores. Expect reverse_kl at 95% of its teacher's accuracy after 3,000 to 5,000 samples, and GRPO after 25,000 or
-more. Left out of the paper: pretrained models and long completions.
+The student starts as in `experiments.arithmetic`: three of ten samples are correct. The teacher is a larger decoder
+that was fitted only to correct answers. The student samples one completion of each prompt. At each token it learns the
+teacher's whole distribution (reverse_kl), or it uses log π_T − log π as the token's advantage (k1). No reward is
+computed. Distillation is compared with:
+
+- supervised steps on as many samples of the teacher
+- GRPO on the reward, which needs groups
+- the control: distillation from a teacher that was never trained
+
+The student's learning rate and the single completion of a prompt were chosen with another seed, 7. GRPO uses the
+settings of `experiments.arithmetic`. Three seeds take half an hour on two busy CPU cores. Expect reverse_kl to
+reach 95% of its teacher's accuracy after 3,000 to 5,000 samples, and GRPO after 25,000 or more. Compared with the
+paper, there are no pretrained models and no long completions.
 
   python -m experiments.distill
   python -m experiments.distill --kinds reverse_kl forward_kl jsd k1

@@ -1,32 +1,49 @@
-"""SFT, reward model, then PPO and GRPO from the same start: what does a judge that neither has seen say?
+"""SFT, a reward model, then PPO and GRPO from the same start: how does an independent judge rate the answers?
 
-Pairs are in thirds, by a hash of how their dialogues begin. On the first are trained the policy (SFT, on the chosen
-answers), the reward model (from the SFT policy), and from the same start on the same prompts PPO, GRPO, and GRPO on a
-coin toss, the control. On the second is trained the judge, another reward model, once. The third is held out: its pairs
-say how good both models are, its prompts are answered and judged. Per seed everything but the judge is trained anew.
+A hash of how each dialogue begins divides the pairs into thirds:
 
-PPO and GRPO share prompts, completions a step, longest completion, learning rate, surrogate, weights, and the KL term
-in the loss (k3 to the SFT policy): they differ in the advantages, of a critic that starts from the reward model, or of
-groups. `--kl-in-reward` moves the KL of both into the reward.
+- The first third trains the policy (SFT on the chosen answers) and the reward model (from the SFT policy). PPO, GRPO
+  and the control then start from the SFT policy and train on the prompts of this third. The control is GRPO on a coin
+  toss.
+- The second third trains the judge, which is another reward model. It is trained once.
+- The last third is held out. Its pairs test both reward models. The policies answer its prompts, and the judge scores
+  the answers.
 
-The table: the judge's score in standard deviations of the SFT policy's answers, and how often it prefers an answer to
-the SFT policy's for the same prompt (harmlessness, as far as that judge can tell); two rules, analogues of helpfulness
-and honesty (`experiments/tasks/dialogue.py`), which were written before the first run; length, and how much of the
-score's change it explains by the slope among SFT answers. Two rows need no training: of the SFT policy's answers to a
-prompt the shortest, and the one that the reward model likes best.
+Each seed trains everything anew except the judge.
+
+PPO and GRPO share the prompts, completions per step, longest completion, learning rate, surrogate, token weights, and
+the KL term in the loss (k3 to the SFT policy). They differ in their advantages: PPO's come from a critic that starts
+from the reward model, GRPO's from groups. `--kl-in-reward` moves the KL of both into the reward.
+
+The table shows:
+
+- the judge's score, in standard deviations of the SFT policy's answers
+- how often the judge prefers an answer to the SFT policy's answer to the same prompt (harmlessness, as far as that
+  judge can tell)
+- two rules, analogues of helpfulness and honesty (`experiments/tasks/dialogue.py`), which were written before the first
+  run
+- the length, and how much of the score's change it explains by the slope among SFT answers
+
+Two rows need no training. They select the shortest of the SFT policy's answers to a prompt, and the answer that the
+reward model scores highest.
 
 With the 260-thousand-parameter TinyStories model and 796 training pairs of harmless-base's test set, the reward models
 are right in .57 to .59 of 728 held-out pairs and prefer the shorter answer in .84 to .87 of them. So expect answers to
-become short: from 40 tokens to 18 under GRPO, 12 under PPO, 41 under the coin toss. The judge's score rises by .87
-[.65, 1.08] under GRPO, by .67 [-.15, 1.49] under PPO (in one of three seeds it falls again while the reward model's
-rises), by -.04 [-.57, .49] under the coin toss, and by .93 [.89, .96] for the shortest of seven SFT answers: training
-found no score that length alone does not give. The analogue of helpfulness stays at .003, that of honesty rises under
-GRPO from .58 to .72 [.58, .86]. Nine minutes on two CPU cores. Left out: people, helpfulness
-pairs, several rounds of collecting pairs.
+become short: from 40 tokens to 18 with GRPO, 12 with PPO, and 41 with the coin toss. The changes of the judge's score
+are:
+
+- GRPO: .87 [.65, 1.08]
+- PPO: .67 [-.15, 1.49]; in one of three seeds it falls again while the reward model's score rises
+- the coin toss: -.04 [-.57, .49]
+- the shortest of seven SFT answers: .93 [.89, .96]
+
+So training gained nothing that short answers do not also give. The analogue of helpfulness stays at .003. The analogue
+of honesty rises with GRPO from .58 to .72 [.58, .86]. The run takes nine minutes on two CPU cores. It leaves out human
+judges, helpfulness pairs, and several rounds of collecting pairs.
 
   python -m experiments.hh_rlhf --model DIR --data FILE.jsonl.gz
 
-At another scale (not run here) the same with other options, such as --chat --lora-rank 16 --dtype bfloat16
+A larger run, which we have not tried, needs other options, such as --chat --lora-rank 16 --dtype bfloat16
 --max-prompt-tokens 512 --max-tokens 256 --num-prompts 64 --sft-rows 16 --microbatches 16 --sft-learning-rate 1e-4
 --reward-model-learning-rate 1e-5 --learning-rate 1e-5 --critic-learning-rate 1e-5.
 """

@@ -1,21 +1,34 @@
-"""Two rewards in conflict, on scales of their own: added and then compared, or compared and then added?
+"""Two conflicting rewards on different scales: is it better to standardise them before or after they are added?
 
-A small decoder writes words of up to 15 letters for a prompt of three ("cab:"). `own` is in [0, 1]: how many letters of
-the word are among the three, 8 or more for all of it. `order` has a heavy tail: n² for n letters in the order of the
-alphabet ("cdef": 16), where most words of the start earn 1 to 9 and a trained policy 225. A word has no room for much
-of both. The gold reward, which no run sees, is the mean of both scores from 0 to 1: own, and n / 15.
+A small decoder writes words of up to 15 letters for a prompt of three letters ("cab:"). Two rewards score a word:
 
-Compared at equal weights, over seeds, on held-out prompts: GDPO, where each reward is standardised within its group
-and then weighted (`advantages_of="components"`); ordinary GRPO on the weighted sum (the control); on the sum of rewards
-divided by their deviation at the start, for what a fixed scale does; on a coin toss; and the start, which was shown
-words at random. Then weights are swept, with one seed: which pairs of scores does each method reach, and
-how much of the square is below them? Left out: language, and reward models that are themselves wrong.
+- `own`, in [0, 1], counts letters of the word that are in the prompt, up to 8.
+- `order` has a heavy tail: n² for n letters in the order of the alphabet ("cdef" earns 16). Most words of the start
+  earn 1 to 9, and words of a trained policy earn 225.
 
-About six minutes on two CPU cores. Expect a gold reward of 0.21 at the start, 0.60 for both sums, which write the
-alphabet whatever the prompt, and 0.66 for GDPO, 0.01 to 0.11 above the sum (95% interval over three seeds), with about
-0.7 of own and 0.6 of order; less than at the start for the coin. In the sweep the sum stays in its corner for all
-weights and covers 0.21 of the square; the scaled sum leaves it between 0.7 and 0.9 (0.38); GDPO has a point in the
-middle at equal weights (0.59). A better weight does much of the same: with 0.85 of own the scaled sum has 0.65 gold.
+A word is too short to score high in both. The gold reward, on which no run trains, is the mean of two scores from 0
+to 1: own, and n / 15.
+
+The comparison is at equal weights, over seeds, on held-out prompts:
+
+- GDPO standardises each reward within its group and then weights it (`advantages_of="components"`).
+- The sum (the control) is ordinary GRPO on the weighted sum.
+- The scaled sum first divides each reward by its deviation at the start, to show what a fixed scale does.
+- The coin is GRPO on a coin toss.
+- The start has seen only random words.
+
+Then one seed sweeps the weights, to show which pairs of scores each method reaches, and how much of the square they
+cover. The experiment leaves out language and wrong reward models.
+
+The run takes about six minutes on two CPU cores. Expect a gold reward of 0.21 at the start, and of 0.60 for both sums,
+which write the alphabet whatever the prompt. Expect 0.66 for GDPO, with about 0.7 of own and 0.6 of order; this is 0.01
+to 0.11 above the sum (95% interval over three seeds). The coin ends below the start. In the sweep:
+
+- The sum stays in its corner for all weights and covers 0.21 of the square.
+- The scaled sum leaves its corner between weights 0.7 and 0.9, and covers 0.38.
+- GDPO has a point in the middle at equal weights, and covers 0.59.
+
+A better weight has much of GDPO's effect: with 0.85 on own, the scaled sum reaches 0.65 gold.
 
   python -m experiments.multi_objective
 """

@@ -1,22 +1,28 @@
-"""Does a reward model that learns along keep a policy from going where a frozen one is wrong?
+"""Does a reward model that keeps learning stop a policy from exploiting the errors of a frozen one?
 
-The true reward of a word is known (`gold`), and a noisy Bradley-Terry judge says which of two words is better. Both
-methods start from the same policy and reward model and have 8,192 labels. "frozen" spends all labels on pairs from the
-start, trains the reward model once, and then the policy on it. "online" spends an eighth before each of eight rounds,
-on pairs from the current policy, and trains the reward model further with a tenth of the earlier pairs (iterated RLHF,
-2204.05862; the rounds of GRPO's paper, 2402.03300). The start's words are short and repeat few letters, so its pairs
-hardly show the cost of repetitions and long words. For comparison there are the start, GRPO on a coin toss, and GRPO
-on gold. There is no KL, so only the reward model restrains a policy. `--kl-coef 0.04 --ref-sync-steps 30` adds a KL to
-the policy of the round, as in that paper.
+The true reward of a word is known (`gold`). A noisy Bradley-Terry judge says which of two words is better. Both methods
+start from the same policy and reward model, and have 8,192 labels:
 
-Expect gold to be 1.1 at the start, and to come to 2.2 [1.1, 3.2] online, 1.0 by the coin and 4.1 by gold itself. Frozen
-rises to 1.3 within 30 steps and then falls, to between 0.5 and -8.4 by the seed, while its reward model reports more
-and more: what it likes is repeated letters. Online is above frozen for each of three seeds, also above frozen at its
-best, though with three no interval says so: how far frozen falls differs too much. With two seeds more (`--seed 3
---num-seeds 2`) it is above frozen by 8.3 [3.8, 12.8], and above frozen at its best by 1.0 [0.5, 1.5]. For its first 100
-steps online is misled as well, by a reward model of few labels; and at the end the models order but 0.57 and 0.62 of
-the pairs of their own policies as gold does. About ten minutes on two CPU cores. Left out: people as judges, larger
-reward models, ensembles.
+- "frozen" spends all labels on pairs from the start. It trains the reward model once, and then the policy on it.
+- "online" spends an eighth of the labels before each of eight rounds, on pairs from the current policy. It trains the
+  reward model further, together with a tenth of the earlier pairs (iterated RLHF, 2204.05862; the rounds of GRPO's
+  paper, 2402.03300).
+
+The start's words are short and repeat few letters, so its pairs hardly show the cost of repetitions and long words. For
+comparison there are the start, GRPO on a coin toss, and GRPO on gold. There is no KL, so only the reward model
+restrains a policy. `--kl-coef 0.04 --ref-sync-steps 30` adds a KL to the policy with which the round began, as in
+GRPO's paper.
+
+Expect gold to be 1.1 at the start. It ends at 2.2 [1.1, 3.2] with online, 1.0 with the coin and 4.1 with gold itself.
+With frozen it rises to 1.3 within 30 steps and then falls to between 0.5 and -8.4, depending on the seed. Meanwhile the
+frozen reward model reports ever higher scores, because it likes repeated letters. Online ends above frozen for each of
+three seeds, and also above frozen at its best. With three seeds no interval confirms this, because the fall of frozen
+differs too much between seeds. With two seeds more (`--seed 3 --num-seeds 2`), online ends above frozen
+by 8.3 [3.8, 12.8], and above frozen at its best by 1.0 [0.5, 1.5].
+
+For its first 100 steps, online is misled as well, by a reward model of few labels. At the end, the reward models order
+only 0.57 and 0.62 of the pairs of their own policies as gold does. The run takes about ten minutes on two CPU cores. It
+leaves out human judges, larger reward models, and ensembles.
 
   python -m experiments.online_preference
 """

@@ -1,11 +1,13 @@
-"""A run on paper: what each device needs and exchanges, and how long an iteration takes at least.
+"""A run on paper: what does each device store and exchange, and how long does an iteration take at least?
 
-Nothing is run and no weights are read. Memory is the estimate that runs are planned by; bytes that devices exchange are
-formulas; seconds follow from the rates of a device, or from yours. Nothing can be faster; real programs are slower.
+The script runs nothing and reads no weights. Memory is the estimate that the library uses to plan runs. Formulas give
+the bytes that devices exchange. Seconds follow from the rates of a device, or from yours. They are lower bounds: real
+programs are slower.
 
---compile holds both against XLA: it compiles the programs for as many virtual CPU devices, from shapes alone, and reads
-what they plan and exchange. Passes of accelerators differ: XLA on CPU computes bfloat16 in float32, and sums gradients
-whole where others give each device its part. --topology compiles for TPUs instead, which need not be there.
+--compile compares memory and bytes with XLA. It compiles the programs for as many virtual CPU devices, from shapes
+only, and reads what they plan and exchange. Programs for accelerators differ: XLA on CPU computes bfloat16 in float32,
+and gives each device the whole sum of gradients instead of its part. --topology compiles for TPUs instead, and needs no
+TPU.
 
   python -m experiments.plan --model Qwen2.5-7B --devices 8
   python -m experiments.plan --model Llama-3-70B --devices 64 --tensor 8 --device v5p --compile

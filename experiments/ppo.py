@@ -1,10 +1,12 @@
 """PPO and GRPO on the additions of `experiments.arithmetic`: do both solve them, each with its own tuned settings?
 
-From the same warm start, on the same number of completions a step: PPO with a critic that starts from the policy, GRPO,
-and PPO on a coin toss as the control. Learning rates and KL were chosen by the training reward on two seeds that are
-not among these. Three seeds of three runs each, about six minutes on two CPU cores; expect
-sampled held-out accuracy to rise from about 0.3 to above 0.95 for both. `--critic shared` gives PPO a
-critic on the policy's own trunk, `--group-size 1 --num-prompts 256` prompts that all differ, which GRPO cannot use.
+Three runs begin at the same warm start and sample equally many completions per step: PPO with a critic that starts from
+the policy, GRPO, and the control, which is PPO on a coin toss. Learning rates and KL were chosen by the training reward
+on two other seeds. Three seeds, with three runs each, take about six minutes in total on two CPU cores. Expect the
+sampled held-out accuracy to rise from about 0.3 to above 0.95 for both PPO and GRPO.
+
+`--critic shared` gives PPO a critic that shares the policy's layers. `--group-size 1 --num-prompts 256` gives PPO a
+different prompt for each completion, which GRPO cannot use.
 
   python -m experiments.ppo
 """

@@ -1,10 +1,11 @@
-"""A whole training run as one XLA program, where the reward is computed on the device.
+"""A whole training run as one XLA program, for rewards that are computed on the device.
 
-It consists of the functions that the ordinary loop compiles one by one: a `Method`, the sampler, `score_rollout` and
-`learn`. So both give the same numbers up to rounding. The host makes the prompts of all steps beforehand.
-`compile_runs` makes one call of several runs that differ in seeds and numbers.
+The program consists of the functions that the ordinary loop compiles separately: a `Method`, the
+sampler, `score_rollout` and `learn`. So both give the same numbers up to rounding. The host makes the prompts of all
+steps beforehand. `compile_runs` puts several runs, which differ in seeds and numbers, into one call.
 
-Letters: R runs, S steps, N prompts of a step, C calls of a held-out evaluation, E evaluations, G completions.
+Letters: R runs, S steps, N prompts of a step, C calls of a held-out evaluation, E evaluations, G completions of a
+prompt.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,10 +1,10 @@
 """How fast are whole iterations of `grpo-jax train` on one accelerator?
 
-The script writes a model with random weights into a folder and trains it with the command's defaults in bfloat16:
-iterations sample, decode, reward, score and learn. Each shape runs twice, with completions of full length and with
+The script writes a model with random weights into a folder and trains it with the command's defaults in bfloat16. An
+iteration samples, decodes, rewards, scores and learns. Each shape runs twice: with completions of full length, and with
 lengths that follow a geometric distribution. Unless the shape trains adapters, a third process times the three compiled
-programs one at a time, which gives the share of the device's speed and bandwidth. The result is a table and a file of
-JSON that name the device, the versions and the commit. A shape takes at most ten minutes on an H100.
+programs one at a time, and computes their share of the device's speed and bandwidth. The results are a table and a JSON
+file that name the device, the versions and the commit. A shape takes at most ten minutes on an H100.
 
   python -m experiments.benchmarks.accelerator qwen2.5-0.5b
 """

@@ -1,10 +1,10 @@
-"""Times the product of groups of rows, each group with a different kernel.
+"""How fast are products of row groups, each with a different kernel?
 
-    python -m experiments.benchmarks.grouped
+Each row of a decode step or update is a token at one of its experts. One projection multiplies the rows in four ways:
+by `models.experts.grouped_product`, by `jax.lax.ragged_dot`, with every expert for every token, and as one matrix with
+as much work. The table shows medians and the compiler's planned memory. It takes under a minute on two CPU cores.
 
-Rows of a decode step and of an update, each a token at one of its experts, through one projection: by
-`models.experts.grouped_product`, by `jax.lax.ragged_dot`, with every expert for every token, and as one matrix with as
-much work. Medians and the memory that the compiler plans. Under a minute on two CPU cores.
+  python -m experiments.benchmarks.grouped
 """
 
 import statistics

@@ -1,10 +1,15 @@
-"""How do time and memory of an iteration grow as one of its sizes doubles?
+"""How do the time and memory of an iteration grow when one of its sizes doubles?
 
-N prompts of P tokens, G completions of T tokens each, and a vocabulary of V tokens are doubled, one at a time, for a
-small decoder. Each time `sample`, `score` and `learn` are compiled and run: seconds are medians, megabytes are the
-temporary memory that the compiler plans. The operations that the work needs (`shapes.cost_of`) stand beside them: where
-they double and the time does not, a fixed cost was hidden before; where the time grows faster, something is lost.
-Memory of `score` and `learn` stops growing where a batch is computed in pieces. Five minutes on a CPU core.
+The sizes are N prompts of P tokens, G completions of T tokens each, and a vocabulary of V tokens. The benchmark doubles
+one size at a time for a small decoder, and compiles and runs `sample`, `score` and `learn`. Seconds are medians.
+Megabytes are the temporary memory that the compiler plans. The table also has the operations that the work
+needs (`shapes.cost_of`):
+
+- If they double and the time does not, a fixed cost was hidden before.
+- If the time grows faster, something is lost.
+
+The memory of `score` and `learn` stops growing when a batch is computed in pieces. The run takes five minutes on a CPU
+core.
 
   python -m experiments.benchmarks.growth
 """

@@ -1,9 +1,9 @@
-"""How fast are the three programs of an iteration by themselves, as a share of what the device can do?
+"""How fast is each of the three programs of an iteration, as a share of the device's speed?
 
-`sample`, `score` and `learn` as `grpo_jax.train` compiles them, a decoder with random weights, completions of full
-length, a separate reference, one optimizer step a rollout. Seconds are medians. Operations and bytes are those that the
-work needs (`shapes.cost_of`): nothing that is computed twice counts. They are compared with a matrix product and a copy
-of memory, measured in the same run.
+The benchmark runs `sample`, `score` and `learn` as `grpo_jax.train` compiles them, with a decoder with random weights,
+completions of full length, a separate reference, and one optimizer step per rollout. Seconds are medians. Operations
+and bytes are the least that the work needs (`shapes.cost_of`); recomputation does not count. They are compared with a
+matrix product and a copy of memory, measured in the same run.
 
   python -m experiments.benchmarks.programs --shape qwen2.5-0.5b --dtype bfloat16
 """

@@ -1,12 +1,16 @@
-"""How often does a mixture of experts send a token elsewhere in training than in sampling?
+"""How often does a mixture of experts send a token to different experts in training than in sampling?
 
-    python -m experiments.benchmarks.routes
+A random model with the shape of a small Qwen3-MoE samples completions. The decode program and the trainer's forward
+pass then process the same tokens, and report the experts of each token in each layer. Both programs have the same
+weights and differ by rounding. For float32 and bfloat16, the table shows:
 
-A random model with the shape of a small Qwen3-MoE samples completions. The decode program is then run again on the same
-tokens, and the pass of the trainer over all of them, and both say where each token went in each layer. Both programs
-have the same weights and differ by rounding. Printed for float32 and bfloat16: the share of places (a token in a layer)
-whose set of experts differs, the share of tokens with such a place, and the mismatch of log-probabilities over all
-tokens and over those without one. A minute on two CPU cores.
+- the share of places (a token in a layer) whose set of experts differs
+- the share of tokens with such a place
+- the mismatch of log-probabilities over all tokens, and over the tokens without such a place
+
+The run takes a minute on two CPU cores.
+
+  python -m experiments.benchmarks.routes
 """
 
 from dataclasses import dataclass, replace

@@ -1,11 +1,11 @@
-"""How long does one iteration of GRPO take, and of what?
+"""How long does one iteration of GRPO take, and which of its parts take the time?
 
-A decoder with random weights, completions of full length (but for long-tail), a separate reference, one optimizer step
-a rollout, float32: the work of TRL's and Tunix's trainers at the same shapes. Each line is one iteration as
-`grpo_jax.train` runs it, text and rewards included. The first line has the compilation in it. The last line has medians
-over the iterations from the third to the last but one, the peak memory of the process, and the speed of a matrix
-product for comparison. The last iteration waits for two updates, since each is read while the next one samples. Use
-`taskset -c 0` for one core.
+The benchmark has a decoder with random weights, completions of full length (except for long-tail), a separate
+reference, one optimizer step per rollout, and float32. TRL's and Tunix's trainers do the same work at the same shapes.
+Each line describes one iteration as `grpo_jax.train` runs it, with text and rewards. The first line includes the
+compilation. The last line has medians over the iterations from the third to the last but one, the peak memory of the
+process, and the speed of a matrix product for comparison. The last iteration waits for two updates, because the loop
+reads each update while it samples the next rollout. Use `taskset -c 0` for one core.
 
   python -m experiments.benchmarks.step --shape tiny
 """

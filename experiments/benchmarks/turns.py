@@ -1,9 +1,12 @@
-"""Measures where the time of episodes goes: the host, prompts and replies, or tokens one by one.
+"""Where does the time of episodes go: to the host, prompts and replies, or sampling?
 
-A decoder with random weights plays three turns, in float32. A turn ends by a token that is as likely as any other,
-after 16 tokens in the mean. Replies are half as long again, and the last turn has none, so that half of the tokens are
-the environment's. "host" is what the devices wait for: reading tokens, text, the environment, and what goes back.
-"prefill" computes prompts and replies, "decode" samples. Medians of several rollouts, after one to warm up.
+A decoder with random weights plays three turns, in float32. One in 16 tokens of the vocabulary ends a turn, so turns
+have 16 tokens on average. Replies are half as long again. The last turn has no reply, so half of all tokens are the
+environment's. The results are medians of several rollouts, after one to warm up:
+
+- "host" is the time that devices wait: for reading tokens, text, the environment, and sending replies.
+- "prefill" is the time to compute prompts and replies.
+- "decode" is the time to sample.
 
   python -m experiments.benchmarks.turns
 """

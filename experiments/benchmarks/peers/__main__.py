@@ -1,10 +1,10 @@
-"""How long does one iteration of GRPO take here, in TRL and in Tunix?
+"""How long does one iteration of GRPO take in this library, in TRL and in Tunix?
 
-The same decoder, losses and numbers, in turns on the same core: TRL's GRPOTrainer, this library with its defaults,
-Tunix's GRPOLearner. Each peer has an environment of its own, made by the first call with pip (TRL's takes 2 GB with the
-CPU build of torch, more with another). A number of the table is the median over the iterations of a process from the
-third to the last but one: our last one waits for two updates. A ratio is that of two processes of one round, the peer's
-time over ours.
+This library with its defaults, TRL's GRPOTrainer and Tunix's GRPOLearner take turns on the same core, with the same
+decoder, losses and settings. Each peer has a separate environment, which the first call makes with pip (TRL's takes 2
+GB with the CPU build of torch, more with another). A number of the table is the median over the iterations of a process
+from the third to the last but one, because our last iteration waits for two updates. A ratio compares two processes of
+one round: the peer's CPU time over ours.
 
   python -m experiments.benchmarks.peers --shape tiny --rounds 3
 """

@@ -1,4 +1,4 @@
-"""Shared parts of the peers' runners: the workload's shape, clocks, lines of JSON.
+"""Shared parts of the peers' runners: the workload's shape, clocks, and lines of JSON.
 
 This module imports no peer, so that it can set up threads before a peer is loaded.
 """

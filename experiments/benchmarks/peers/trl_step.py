@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Seconds of GRPO steps of TRL's GRPOTrainer on a small Qwen2 decoder with random weights, on CPU.
+"""Seconds per GRPO step of TRL's GRPOTrainer on CPU, for a small Qwen2 decoder with random weights.
 
-`python -m experiments.benchmarks.peers` starts it with a file that describes decoder and prompts.
+`python -m experiments.benchmarks.peers` starts this script with a file that describes the decoder and prompts.
 """
 
 import peer_common as common  # before torch: sets up threads

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Seconds of GRPO steps of Tunix's GRPOLearner on a small Qwen2 decoder with random weights, on CPU.
+"""Seconds per GRPO step of Tunix's GRPOLearner on CPU, for a small Qwen2 decoder with random weights.
 
-`python -m experiments.benchmarks.peers` starts it with a file that describes decoder and prompts.
+`python -m experiments.benchmarks.peers` starts this script with a file that describes the decoder and prompts.
 """
 
 import peer_common as common  # before jax: sets up threads
