@@ -34,11 +34,9 @@ from grpo_jax.tasks.task import random_reward
 from grpo_jax.train import evaluate_heldout, train_with_evaluation
 
 CURVES = (
-    ("reward", "reward"),
     ("heldout_avg", "held-out accuracy"),
     ("kl", "KL to the start, nats a token"),
     ("entropy", "entropy, nats a token"),
-    ("explained_variance", "variance that the critic explains"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Where does the time of episodes go: to the host, prompts and replies, or sampling?
+"""Measures where the time of episodes goes: to the host, to prompts and replies, or to sampling.
 
 A decoder with random weights plays three turns, in float32. One in 16 tokens of the vocabulary ends a turn, so turns
 have 16 tokens on average. Replies are half as long again. The last turn has no reply, so half of all tokens are the
