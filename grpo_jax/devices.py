@@ -32,6 +32,7 @@ from grpo_jax.models import sharding
 from grpo_jax.models.params import is_quantised
 
 AXIS = "data"
+COMPILING = "compile_ahead"  # name of the thread that compiles programs while others run
 
 # Bytes moved by `to_devices` and `to_numpy` since the last call of `pop_bytes_moved`.
 bytes_moved = {"to_devices": 0, "to_host": 0}

@@ -205,7 +205,9 @@ def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
     if rope["rope_type"] == "default":
         return None
     if rope["rope_type"] not in _SCALINGS:
-        raise UsageError(f"rope scaling {abbreviate(rope)} is not supported, only {_SCALINGS}")
+        raise UsageError(
+            f"rope scaling {abbreviate(rope)} is not supported, only {_SCALINGS}: choose a model with one of these"
+        )
     fields = {name: rope[name] for name in RopeScaling._fields if rope.get(name) is not None}
     return RopeScaling(**{"original_max_position_embeddings": file["max_position_embeddings"]} | fields)
 

@@ -5,6 +5,9 @@ decodes text and computes rewards. It dispatches work to the devices as early as
 iteration while the devices sample for the next iteration.
 """
 
+import atexit
+import os
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -18,6 +21,7 @@ import numpy as np
 from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig
 from grpo_jax.data.types import Line, Reward, Rewards, Skipped
 from grpo_jax.devices import (
+    COMPILING,
     Devices,
     abstract,
     compiled,
@@ -147,8 +151,18 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
             compile_programs_for_shapes()
 
     if not programs.compiling and num_cores() > 1:  # on one core it would only take memory
-        programs.compiling.append(Thread(target=compile_quietly))
-        programs.compiling[0].start()
+        thread = Thread(target=compile_quietly, name=COMPILING, daemon=True)
+        programs.compiling.append(thread)
+        thread.start()
+        atexit.register(_wait_at_exit, thread)
+
+
+def _wait_at_exit(thread: Thread) -> None:
+    """Waits for a compilation, which would crash the interpreter as it ends. Ctrl-C ends the process at once."""
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)
 
 
 def start_of(config: GRPOConfig, trained: Params, frozen: Any) -> Params | None:
@@ -244,8 +258,9 @@ def make_iteration(
         return source(state.queue, join(state.params, frozen)["policy"], step, meanwhile)
 
     def score(state: TrainState, batch: Batch) -> Batch:
-        for thread in programs.compiling:
-            thread.join()
+        with timed("update"):
+            for thread in programs.compiling:
+                thread.join()
         return programs.score(state.params, state.extras, frozen, start, batch)
 
     def learn(state: TrainState, batch: Batch, rollout: Rollout, step: int) -> tuple[TrainState, Learned]:

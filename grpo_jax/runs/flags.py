@@ -1,6 +1,7 @@
 """The command line of a training command or experiment, made from its dataclass of options."""
 
 import ast
+import atexit
 import dataclasses
 import inspect
 import io
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +29,7 @@ from rich.markup import escape
 
 from grpo_jax import hosts
 from grpo_jax.config import with_options
+from grpo_jax.devices import COMPILING
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.hosts import HostOptions
@@ -396,7 +399,16 @@ def refuse(message: str) -> NoReturn:
     say_refusal(message)
     if hosts.count() > 1:
         hosts.leave(message, 2)
+    atexit.register(_end_compilation, 2)
     raise SystemExit(2)
+
+
+def _end_compilation(code: int) -> None:
+    """Ends the process without waiting for programs that a thread compiles, if there is such a thread."""
+    if any(thread.name == COMPILING for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def say_refusal(message: str) -> None:
