@@ -78,6 +78,8 @@ def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Calla
                 episodes.check_first_episodes(task, graded)
             metrics |= episodes.episode_metrics(graded)
             warnings = episodes.episode_warnings(task, graded) | warnings
+        elif any(graded.parts.ravel()):
+            metrics["spans_mean"] = float(np.mean([len(parts) for parts in graded.parts.ravel()]))
         is_first = False
         return rollout._replace(metrics=metrics | rollout.metrics, warnings=warnings | rollout.warnings)
 

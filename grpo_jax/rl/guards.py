@@ -197,7 +197,6 @@ def rollout_metrics(graded: Graded) -> dict[str, Any]:
     moments = {"reward": graded.rewards[graded.applicable]}
     if len(components) > 1:
         moments |= {f"reward_{name}": values[~np.isnan(values)] for name, values in components.items()}
-    num_parts = [len(parts) for parts in graded.parts.ravel()]
     return {
         **{name: _mean(values) for name, values in moments.items()},
         **{f"{name}_std": float(values.std()) if values.size else None for name, values in moments.items()},
@@ -211,7 +210,6 @@ def rollout_metrics(graded: Graded) -> dict[str, Any]:
         "length_below": _mean(lengths[above < 0]),
         "truncated_share": float(graded.truncated.mean()),
         "tokens": int(lengths.sum()),
-        **({"spans_mean": float(np.mean(num_parts))} if any(num_parts) and not graded.episodes else {}),
     }
 
 
