@@ -124,7 +124,7 @@ def compile_programs(
 def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward | Rewards) -> None:
     """Starts to compile scoring and learning in a thread, which overlaps with sampling the first completions.
 
-    Further calls do nothing. The first call of `iterate` waits for the thread.
+    Further calls do nothing, nor does a call on one core. The first call of `iterate` waits for the thread.
 
     Args:
       programs: The programs of the run.
@@ -132,6 +132,8 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
       task: Supplies the prompts, which determine shapes.
       reward: One reward function, or several with weights.
     """
+    if programs.compiling or num_cores() == 1:  # on one core it would only take memory
+        return
     config, devices = programs.config, programs.sampler.devices
     sampled = sources.empty_batch(task, config.sampling)  # here, because threads must not share the prompts
 
@@ -150,11 +152,10 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
         with suppress(Exception):  # calling the program raises the error again, where it is handled
             compile_programs_for_shapes()
 
-    if not programs.compiling and num_cores() > 1:  # on one core it would only take memory
-        thread = Thread(target=compile_quietly, name=COMPILING, daemon=True)
-        programs.compiling.append(thread)
-        thread.start()
-        atexit.register(_wait_at_exit, thread)
+    thread = Thread(target=compile_quietly, name=COMPILING, daemon=True)
+    programs.compiling.append(thread)
+    thread.start()
+    atexit.register(_wait_at_exit, thread)
 
 
 def _wait_at_exit(thread: Thread) -> None:

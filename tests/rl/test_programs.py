@@ -69,6 +69,14 @@ def count_compilations(caplog) -> dict[str, int]:
     return {name: names.count(name) for name in set(names)}
 
 
+def test_prompts_are_made_once_a_step(tmp_path):
+    asked, config = [], with_options(CONFIG, steps=6)
+    task = TASK._replace(prompts=lambda step: asked.append(step) or TASK.prompts(step))
+    train_grpo(task, config, open_run(tmp_path, config))
+    assert all(asked.count(step) == 1 for step in range(1, config.steps))
+    assert asked.count(0) < config.steps  # the first ones also for their shapes
+
+
 @pytest.fixture
 def logged_compilations():
     jax.config.update("jax_log_compiles", True)  # in all threads, unlike `jax.log_compiles`
