@@ -165,7 +165,7 @@ def whole_run(
 
         steps = jnp.arange(loop.steps, dtype=jnp.uint32)
         pieces = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), (steps, prompts))
-        state = init_state(trained, method.optimizer)._replace(extras=method.extras(trained))
+        state = init_state(trained, method.optimizer)._replace(extras=method.initial_extras(trained))
         before = evaluate(state)
         first = _Carry(state, (trained["policy"],) * chosen.sampling.staleness)
         last, (metrics, after) = jax.lax.scan(block, first, pieces)

@@ -187,7 +187,7 @@ class SamplingConfig:
     episodes always decode all rows."""
 
     @property
-    def row_tokens(self) -> int:
+    def completion_width(self) -> int:
         """Tokens that a completion has room for, those of an environment included."""
         return self.max_tokens + self.environment_tokens
 

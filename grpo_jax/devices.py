@@ -170,7 +170,7 @@ def _split(tree: Any, devices: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
 
 
-def compiled(
+def jit_on_devices(
     fn: Callable[..., Any], out_axes: Any = None, *, devices: Devices = 1, donate_argnums: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
     """Compiles a function of whole arrays with `jax.jit`.
@@ -223,7 +223,7 @@ def rows_program(fn: Callable[[Any, Any], Any], *, devices: Devices = 1) -> Call
     Returns:
       A function (parameters, batch of NumPy arrays) -> NumPy arrays of all rows, on every host. All hosts must call it.
     """
-    program = compiled(fn, 0, devices=devices)
+    program = jit_on_devices(fn, 0, devices=devices)
 
     def call(params: Any, batch: Any) -> Any:
         arrays = to_devices(batch, devices) if isinstance(devices, Mesh) else batch

@@ -313,5 +313,5 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
     for role, model in prepared.models.items():
         if role != "policy":
             keep_files(run, role, model.pretrained.folder)
-    width = prepared.task.heldout.ids.shape[1] + prepared.programs.config.sampling.row_tokens
+    width = prepared.task.heldout.ids.shape[1] + prepared.programs.config.sampling.completion_width
     run.warn(length_warning(width, pretrained.config.max_position_embeddings))

@@ -76,9 +76,11 @@ def train(
     def initial_state() -> TrainState:
         return programs.initial_state(trained)._replace(queue=empty_queue(task, config.sampling))
 
-    def take_step(state: TrainState, step: int, meanwhile: Callable[[], None]) -> tuple[TrainState, Callable[[], Line]]:
+    def take_step(
+        state: TrainState, step: int, on_dispatch: Callable[[], None]
+    ) -> tuple[TrainState, Callable[[], Line]]:
         compile_ahead(programs, params, task, reward or task.reward)  # while the first step samples
-        return iterate(it, state, step, meanwhile)
+        return iterate(it, state, step, on_dispatch)
 
     def evaluate_state(state: TrainState, step: int) -> dict[str, float]:
         assert evaluate

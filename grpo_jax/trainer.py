@@ -165,7 +165,7 @@ class GRPOTrainer:
             seed=run.seed,
             reward=self._reward,
             heldout_share=0.0,
-            max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, run.sampling.row_tokens),
+            max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, run.sampling.completion_width),
             overlong=model.overlong,
             chat=self._uses_chat,
             tools=schemas_of(self._tools) if self._tools else None,

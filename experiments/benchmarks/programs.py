@@ -30,7 +30,7 @@ from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.params import split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import RewardArrays, noise_of
@@ -107,7 +107,7 @@ def measure(
     prompts = jnp.asarray(inputs.ids), jnp.asarray(inputs.mask)
     task = Task(lambda _: inputs, lambda *_: [], inputs, str, (-1,), 0, model.vocab_size)
     method = grpo_method(policy, run)
-    programs = compile_programs(method, policy, task, run)
+    programs = make_method_programs(method, policy, task, run)
     params = jax.jit(policy.init)(jax.random.key(0))
     trained, frozen = split({"policy": params})
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))

@@ -30,7 +30,7 @@ from grpo_jax.config import recipe
 from grpo_jax.data.types import Completion, Example, Prompts, choose_widths
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.runs import progress
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
@@ -91,7 +91,7 @@ def main(config: Config) -> None:
     ready = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder) / "run", {}, console=Console(quiet=True))
-        programs = compile_programs(grpo_method(policy, run_config), policy, task, run_config)
+        programs = make_method_programs(grpo_method(policy, run_config), policy, task, run_config)
         jax.block_until_ready(train({"policy": params}, task, run_config, run, programs, phase="grpo"))
         marks[config.steps] = time.perf_counter(), time.process_time()
         lines = iterations(run.lines("times.jsonl"), marks)

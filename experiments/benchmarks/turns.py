@@ -66,7 +66,7 @@ def main(config: Config) -> None:
     params = jax.block_until_ready(jax.jit(policy.init)(jax.random.key(0)))
     programs = episode_programs(policy, task, sampling, 1)
     # With the same width and a single sampled token, this program measures only the prompts.
-    one = replace(sampling, max_tokens=1, environment_tokens=sampling.row_tokens - 1)
+    one = replace(sampling, max_tokens=1, environment_tokens=sampling.completion_width - 1)
     prompts_alone = episode_programs(policy, task, one, 1)[0]
     rollouts = [measured(programs, prompts_alone, params, task, sampling, step) for step in range(config.rollouts + 1)]
     results = {name: statistics.median(line[name] for line in rollouts[1:]) for name in rollouts[0]}

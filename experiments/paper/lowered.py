@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config import GRPOConfig, PPOConfig, run_of
-from grpo_jax.devices import Devices, Mesh, compiled, devices_of, shardings
+from grpo_jax.devices import Devices, Mesh, devices_of, jit_on_devices, shardings
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import Quantize, split
@@ -20,7 +20,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.sharding import BATCH
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import Programs, compile_programs
+from grpo_jax.rl.iteration import Programs, make_method_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.source import to_batch
@@ -57,7 +57,7 @@ def lowered(
     n, g = run.sampling.num_prompts, run.sampling.group_size
     array = partial(spread, devices_of(run))
     prompts = array((n, prompt), jnp.int32), array((n, prompt), bool)
-    temperature, clock = array((n, g), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
+    temperature, seed_and_step = array((n, g), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
     noise = jax.ShapeDtypeStruct((3,), jnp.uint32)
     sampling = params["policy"], *prompts, array((n, g), jnp.int32), temperature, noise
     if "sample" in programs:
@@ -68,7 +68,7 @@ def lowered(
     start = params["policy"] if run.loss.objective.has_reference else None
     if made.method.scorers:
         scorers = partial(score_rollout, made.method, run, devices=devices_of(run))
-        score: Any = compiled(scorers, 0, devices=devices_of(run))
+        score: Any = jit_on_devices(scorers, 0, devices=devices_of(run))
         models = params if start is None else params | {"reference": start}
         if "score" in programs:
             results["score"] = score.lower(models, batch)
@@ -77,7 +77,7 @@ def lowered(
     if "learn" in programs:
         state = placed(jax.eval_shape(made.initial_state, trained), devices_of(run))
         rewards = RewardArrays(array((n, g), jnp.float32), array((n, g), bool))
-        results["learn"] = made.learn.lower(state, frozen, start, batch, rewards, clock)
+        results["learn"] = made.learn.lower(state, frozen, start, batch, rewards, seed_and_step)
     return results
 
 
@@ -89,7 +89,7 @@ def programs_of(model: ModelConfig, config: GRPOConfig | PPOConfig) -> Programs:
     else:
         method = grpo_method(policy, config)
     task: Any = Task(None, None, None, None, (-1,), 0, model.vocab_size)  # type: ignore[arg-type]
-    return compile_programs(method, policy, task, run)
+    return make_method_programs(method, policy, task, run)
 
 
 def params_of(

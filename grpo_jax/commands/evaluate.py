@@ -157,7 +157,7 @@ def main(options: Options) -> None:
         num_prompts=1,
         group_size=group_size,
         seed=0,
-        max_prompt_tokens=prompt_limit(limit, longest, config.sampling.row_tokens),
+        max_prompt_tokens=prompt_limit(limit, longest, config.sampling.completion_width),
         overlong=options.overlong,
         training=of_run,
     )

@@ -95,6 +95,6 @@ def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextMa
         num_prompts=sampling.num_prompts,
         group_size=sampling.group_size,
         seed=run_of(options.train).seed,
-        max_prompt_tokens=prompt_limit(options.model.max_prompt_tokens, longest, sampling.row_tokens),
+        max_prompt_tokens=prompt_limit(options.model.max_prompt_tokens, longest, sampling.completion_width),
         overlong=options.model.overlong,
     )

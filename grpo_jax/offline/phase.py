@@ -14,8 +14,8 @@ from grpo_jax.data.types import Line, Skipped
 from grpo_jax.devices import (
     Devices,
     Mesh,
-    compiled,
     devices_of,
+    jit_on_devices,
     map_rows,
     parts,
     rows_program,
@@ -114,7 +114,9 @@ def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitProg
     def initial_state(params: Params) -> TrainState:
         return init_state(jax.tree.map(jnp.copy, params), optimizer)
 
-    return FitPrograms(compiled(step, devices=devices, donate_argnums=(0,)), compiled(initial_state, devices=devices))
+    return FitPrograms(
+        jit_on_devices(step, devices=devices, donate_argnums=(0,)), jit_on_devices(initial_state, devices=devices)
+    )
 
 
 def take_step(
@@ -125,7 +127,7 @@ def take_step(
     batches: Callable[[int], Any],
     state: TrainState,
     number: int,
-    meanwhile: Callable[[], None] = lambda: None,
+    on_dispatch: Callable[[], None] = lambda: None,
 ) -> tuple[TrainState, Callable[[], Line]]:
     """Dispatches one optimizer step to the devices.
 
@@ -137,7 +139,7 @@ def take_step(
       batches: A function from the step to its batch.
       state: The state before the step; donated.
       number: The number of the step, from 0.
-      meanwhile: Called once while the devices compute.
+      on_dispatch: Called once while the devices compute.
 
     Returns:
       The state after the step, and a function that waits for its metrics and returns a line.
@@ -148,7 +150,7 @@ def take_step(
     batch = batches(number)
     check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
     state, metrics = programs.train_step(state, to_devices(batch, devices_of(config)), frozen)
-    meanwhile()
+    on_dispatch()
     return state, partial(_read_line, phase, config, number + 1, metrics, batch)
 
 

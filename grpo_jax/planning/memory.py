@@ -391,7 +391,7 @@ def shape_of(
         num_prompts=run.sampling.num_prompts // parts,
         group_size=run.sampling.group_size,
         prompt_tokens=prompt_tokens,
-        max_tokens=run.sampling.row_tokens,
+        max_tokens=run.sampling.completion_width,
         minibatches=run.optimizer.minibatches,
         microbatches=run.optimizer.microbatches,
         piece_tokens=run.optimizer.piece_tokens,

@@ -23,7 +23,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import grpo_method, masked
 from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.iteration import Programs, compile_programs
+from grpo_jax.rl.iteration import Programs, make_method_programs
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays, TeacherOutputs
@@ -52,7 +52,7 @@ def make_distillation_programs(
     validate(config, num_devices=parts(devices_of(config)))
     check_task(task, config)
     check_top_k(config.distillation, task.vocab_size)
-    return compile_programs(distillation_method(policy, teacher, config), policy, task, config, sampler=sampler)
+    return make_method_programs(distillation_method(policy, teacher, config), policy, task, config, sampler=sampler)
 
 
 def check_top_k(config: DistillationConfig, vocab_size: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.episodes import ENDINGS, MAX_CHARACTERS, Reply
 from grpo_jax.data.types import Completion, Example, Span, Turn
-from grpo_jax.devices import Devices, compiled, map_rows, to_devices, to_numpy
+from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices, to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -82,7 +82,9 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
 
         return map_rows(continue_rows, devices)(params, episodes, replies, counts, continues)
 
-    return compiled(first_turn, 0, devices=devices), compiled(next_turn, 0, devices=devices, donate_argnums=(1,))
+    return jit_on_devices(first_turn, 0, devices=devices), jit_on_devices(
+        next_turn, 0, devices=devices, donate_argnums=(1,)
+    )
 
 
 def play(

@@ -20,7 +20,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.iteration import Programs, compile_programs
+from grpo_jax.rl.iteration import Programs, make_method_programs
 from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer, moving_parts
 from grpo_jax.rl.scorers import (
     hidden_and_routing,
@@ -49,7 +49,7 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sa
     validate(config, num_devices=parts(devices_of(config)))
     check_models(config, ("policy",))
     check_task(task, config)
-    return compile_programs(grpo_method(policy, config), policy, task, config, sampler=sampler)
+    return make_method_programs(grpo_method(policy, config), policy, task, config, sampler=sampler)
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
@@ -64,7 +64,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         return score_completion_tokens(policy, models["policy"], batch)
 
     schedule = learning_rate_schedule(config.optimizer, config.num_updates)
-    extras, after = moving_parts(config)
+    initial_extras, hooks = moving_parts(config)
     terms, summarise = policy_terms(policy, config.loss), lambda metrics: metrics
     if policy.num_experts is not None:
         terms, summarise = (*terms, _routing_term(policy.num_experts)), _busiest_expert
@@ -76,8 +76,8 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         optimizer=optimizer_of(config, schedule),
         schedule=schedule,
         scorers=(*old_scorer(score, config), *reference_scorer(policy, config)),
-        extras=extras,
-        after=after,
+        initial_extras=initial_extras,
+        hooks=hooks,
         packs=config.packs,
         summarise=summarise,
     )

@@ -24,8 +24,8 @@ from grpo_jax.devices import (
     COMPILING,
     Devices,
     abstract,
-    compiled,
     devices_of,
+    jit_on_devices,
     local_rows,
     num_cores,
     peak_flops,
@@ -74,7 +74,7 @@ class Programs(NamedTuple):
     compiling: list[Thread]  # the thread of `compile_ahead`, once it has started
 
 
-def compile_programs(
+def make_method_programs(
     method: Method, policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
 ) -> Programs:
     """Makes the programs of a method, which are compiled at their first call.
@@ -91,30 +91,30 @@ def compile_programs(
 
     placement: Any = {"devices": devices, "prompt_widths": task.prompt_widths}
 
-    def score(trained, extras, frozen, start, batch):
-        return score_rollout(method, config, models_of(trained, frozen, start, extras), batch, **placement)
+    def score(trained, extras, frozen, reference, batch):
+        return score_rollout(method, config, models_of(trained, frozen, reference, extras), batch, **placement)
 
-    score_program: Any = compiled(score, 0, devices=devices) if method.scorers else None
+    score_program: Any = jit_on_devices(score, 0, devices=devices) if method.scorers else None
 
-    def score_batch(trained, extras, frozen, start, batch):
-        fields = score_program(trained, extras, frozen, start, batch) if score_program else {}
+    def score_batch(trained, extras, frozen, reference, batch):
+        fields = score_program(trained, extras, frozen, reference, batch) if score_program else {}
         if takes_sampler_logprobs(config):
             fields["old_logprobs"] = batch.sampler_logprobs
         return batch._replace(**fields)
 
-    def learn(state, frozen, start, batch, rewards, clock):
-        return update.learn(method, config, state, frozen, start, batch, rewards, (clock[0], clock[1]), **placement)
+    def learn(state, frozen, reference, batch, rewards, seed_and_step):
+        return update.learn(method, config, state, frozen, reference, batch, rewards, tuple(seed_and_step), **placement)
 
     def initial_state(trained):
         state = init_state(jax.tree.map(jnp.copy, trained), method.optimizer)
-        return state._replace(extras=method.extras(trained))
+        return state._replace(extras=method.initial_extras(trained))
 
     return Programs(
         method,
         sampler,
         score_batch,
-        compiled(learn, (None, LEARNED_AXES), devices=devices, donate_argnums=(0,)),
-        compiled(initial_state, devices=devices),
+        jit_on_devices(learn, (None, LEARNED_AXES), devices=devices, donate_argnums=(0,)),
+        jit_on_devices(initial_state, devices=devices),
         config,
         score_program,
         [],
@@ -137,20 +137,20 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
     config, devices = programs.config, programs.sampler.devices
     sampled = sources.empty_batch(task, config.sampling)  # here, because threads must not share the prompts
 
-    def compile_programs_for_shapes() -> None:
+    def compile_for_shapes() -> None:
         trained, frozen = (abstract(part, devices) for part in split(params))
         state = abstract(jax.eval_shape(programs.initial_state, trained), devices)
-        batch, start = abstract(sampled, devices, 0), start_of(config, trained, frozen)
+        batch, reference = abstract(sampled, devices, 0), fixed_reference(config, trained, frozen)
         if programs.score_program:
-            programs.score_program.lower(trained, state.extras, frozen, start, batch).compile()
-        batch = abstract(jax.eval_shape(programs.score, trained, state.extras, frozen, start, batch), devices, 0)
+            programs.score_program.lower(trained, state.extras, frozen, reference, batch).compile()
+        batch = abstract(jax.eval_shape(programs.score, trained, state.extras, frozen, reference, batch), devices, 0)
         rewards = empty_rewards(batch.completion_ids.shape, config.loss.advantages_of, reward)
-        rewards, clock = abstract(rewards, devices, REWARD_AXES), abstract(np.zeros(2, np.uint32), devices)
-        programs.learn.lower(state, frozen, start, batch, rewards, clock).compile()
+        rewards, seed_and_step = abstract(rewards, devices, REWARD_AXES), abstract(np.zeros(2, np.uint32), devices)
+        programs.learn.lower(state, frozen, reference, batch, rewards, seed_and_step).compile()
 
     def compile_quietly() -> None:
         with suppress(Exception):  # calling the program raises the error again, where it is handled
-            compile_programs_for_shapes()
+            compile_for_shapes()
 
     thread = Thread(target=compile_quietly, name=COMPILING, daemon=True)
     programs.compiling.append(thread)
@@ -166,7 +166,7 @@ def _wait_at_exit(thread: Thread) -> None:
         os._exit(128 + signal.SIGINT)
 
 
-def start_of(config: GRPOConfig, trained: Params, frozen: Any) -> Params | None:
+def fixed_reference(config: GRPOConfig, trained: Params, frozen: Any) -> Params | None:
     """Returns the initial parameters of the policy if they are the reference throughout the run, else None."""
     moves = config.reference.ref_sync_steps > 0
     return None if moves or not config.loss.objective.has_reference else join(trained, frozen)["policy"]
@@ -183,7 +183,7 @@ class Iteration(NamedTuple):
 
 
 def iterate(
-    it: Iteration, state: TrainState, step: int, meanwhile: Callable[[], None] = lambda: None
+    it: Iteration, state: TrainState, step: int, on_dispatch: Callable[[], None] = lambda: None
 ) -> tuple[TrainState, Callable[[], Line]]:
     """Runs one iteration, without waiting for the devices to finish the update.
 
@@ -191,13 +191,13 @@ def iterate(
       it: The functions of the iteration.
       state: The state before the iteration. It is donated.
       step: The number of the iteration, from 0.
-      meanwhile: Called once, when the devices have begun to sample.
+      on_dispatch: Called once, when the devices have begun to sample.
 
     Returns:
       The state after the iteration, and a function that waits for its metrics and returns its line.
     """
     # ---- sample: dispatch the sampling of completions, without waiting for them
-    queue, rollout = it.source(state, step, meanwhile)
+    queue, rollout = it.source(state, step, on_dispatch)
 
     # ---- score: queued after sampling, so that the devices work while the host grades
     batch = it.score(state, rollout.batch)
@@ -234,7 +234,7 @@ def make_iteration(
       timed: Adds the seconds of a block to the time of the named part of the iteration.
     """
     devices = programs.sampler.devices
-    start = start_of(config, trained, frozen)
+    reference = fixed_reference(config, trained, frozen)
     grade, report = grading(task, reward, config, devices), reporting(task, reward, config)
 
     def timed_grade(rollout: Rollout) -> Rollout:
@@ -243,26 +243,26 @@ def make_iteration(
         with timed("reward"):
             return grade(rollout)
 
-    sample = sources.sampling(programs.sampler, task, config)
+    sample = sources.make_draw(programs.sampler, task, config)
 
     def draw(policy: Params, index: int) -> Rollout:
         with timed("rollout"):
             return sample(policy, index)
 
-    source = sources.ahead(draw, task, config)
+    source = sources.make_source(draw, task, config)
     if config.sampling.max_rollouts > 1:
         # A phase may replace the rewards of the task with one function, which has no named components.
         metric = config.sampling.filter_metric if isinstance(reward, Mapping) else ""
         source = sources.with_spread(source, draw, timed_grade, report, config, devices, metric=metric)
 
-    def source_of_state(state: TrainState, step: int, meanwhile: Callable[[], None]) -> tuple[sources.Queue, Rollout]:
-        return source(state.queue, join(state.params, frozen)["policy"], step, meanwhile)
+    def source_of_state(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[sources.Queue, Rollout]:
+        return source(state.queue, join(state.params, frozen)["policy"], step, on_dispatch)
 
     def score(state: TrainState, batch: Batch) -> Batch:
         with timed("update"):
             for thread in programs.compiling:
                 thread.join()
-        return programs.score(state.params, state.extras, frozen, start, batch)
+        return programs.score(state.params, state.extras, frozen, reference, batch)
 
     def learn(state: TrainState, batch: Batch, rollout: Rollout, step: int) -> tuple[TrainState, Learned]:
         assert rollout.graded is not None
@@ -270,8 +270,8 @@ def make_iteration(
             tokens = batch.completion_ids.shape[-1]
             rewards = reward_arrays(rollout.graded, config.loss.advantages_of, tokens, reward)
             rewards = to_devices(rewards, devices, axes=REWARD_AXES)
-            clock = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
-            return programs.learn(state, frozen, start, batch, rewards, clock)
+            seed_and_step = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
+            return programs.learn(state, frozen, reference, batch, rewards, seed_and_step)
 
     return Iteration(
         source=source_of_state,

@@ -24,7 +24,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import grpo_method, kl_logs, masked, optimizer_of
 from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.iteration import Programs, compile_programs
+from grpo_jax.rl.iteration import Programs, make_method_programs
 from grpo_jax.rl.optimizer import learning_rate_schedule
 from grpo_jax.rl.scorers import (
     hidden_states,
@@ -81,7 +81,7 @@ def make_ppo_programs(
         raise UsageError(
             "completions of this task are meant to be cut off, and end there: leave bootstrap_truncated out"
         )
-    return compile_programs(ppo_method(policy, critic, config), policy, task, config.run, sampler=sampler)
+    return make_method_programs(ppo_method(policy, critic, config), policy, task, config.run, sampler=sampler)
 
 
 def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
@@ -101,7 +101,7 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
                 f"the critic is to be {kind}, but the parameters have the other kind: make them with "
                 f'add_critic(..., "{kind}")'
             )
-        return grpo.extras(trained)
+        return grpo.initial_extras(trained)
 
     has_ends = config.critic.bootstrap_truncated  # packed completions have no value after the last token
     critic_options = replace(run.optimizer, learning_rate=config.critic.critic_learning_rate)
@@ -116,7 +116,7 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         advantage=lambda rewards, batch, kl_coef: critic_advantage(rewards, batch, kl_coef, config=config),
         optimizer=optimizer,
         scorers=(*old_scorer(partial(score, policy, critic), run, values=True), *reference_scorer(policy, run)),
-        extras=extras,
+        initial_extras=extras,
         packs=grpo.packs and not has_ends,
     )
 

@@ -1,8 +1,8 @@
 """Sources of rollouts: they dispatch the sampling of completions, without waiting for it.
 
 A `Sampler` samples completions, either with the policy in this process or with a server (`engines`). A source is a
-function (queue, parameters of the policy, step, meanwhile) -> (queue, rollout). It calls `meanwhile` once the devices
-have begun to sample. Dynamic sampling wraps a source.
+function (queue, parameters of the policy, step, on_dispatch) -> (queue, rollout). It calls `on_dispatch` once the
+devices have begun to sample. Dynamic sampling wraps a source.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_jax.config import GRPOConfig, SamplingConfig
 from grpo_jax.data.types import Prompts, useful_widths
-from grpo_jax.devices import Devices, all_rows, compiled, map_rows, place, size, spread_over, to_devices
+from grpo_jax.devices import Devices, all_rows, jit_on_devices, map_rows, place, size, spread_over, to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -87,7 +87,7 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
     Raises:
       UsageError: The task has an environment, but the policy cannot continue after its replies.
     """
-    group_tokens, longest = sampling.group_size * sampling.row_tokens, max(task.batch_widths, default=0)
+    group_tokens, longest = sampling.group_size * sampling.completion_width, max(task.batch_widths, default=0)
     widths = useful_widths(task.batch_widths, longest, group_tokens)
     if task.environment is not None:
         from grpo_jax.rl.episodes import episode_sampler  # loaded only for tasks with an environment
@@ -102,7 +102,7 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
 
         return map_rows(sample_rows, devices)((params, noise), prompt_ids, prompt_mask, numbers, temperature)
 
-    run_program = compiled(sample, 0, devices=devices)
+    run_program = jit_on_devices(sample, 0, devices=devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
         noise = to_devices(noise, devices, axes=None)
@@ -182,7 +182,7 @@ Draw = Callable[[Params, int], Rollout]  # (parameters of the policy, index of p
 Source = Callable[[Queue, Params, int, Callable[[], None]], tuple[Queue, Rollout]]
 
 
-def sampling(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
+def make_draw(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
     """Returns the function that samples N groups.
 
     Args:
@@ -208,7 +208,7 @@ def sampling(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
 # ---- staleness
 
 
-def ahead(draw: Draw, task: Task, config: GRPOConfig) -> Source:
+def make_source(draw: Draw, task: Task, config: GRPOConfig) -> Source:
     """Returns the source that samples each rollout `staleness` steps before the update that uses it.
 
     Without staleness the current policy samples. With staleness rollouts wait in a queue, so that the devices sample
@@ -216,17 +216,17 @@ def ahead(draw: Draw, task: Task, config: GRPOConfig) -> Source:
     steps still sample rollouts for later steps, so that a run can be extended.
 
     Args:
-      draw: Samples a rollout, as returned by `sampling`.
+      draw: Samples a rollout, as returned by `make_draw`.
       task: Supplies the prompts.
       config: The configuration of the run.
     """
     staleness = config.sampling.staleness
 
-    def source(queue: Queue, policy: Params, step: int, meanwhile: Callable[[], None]) -> tuple[Queue, Rollout]:
+    def source(queue: Queue, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Queue, Rollout]:
         if step == 0:
             queue = tuple(draw(policy, index).batch for index in range(staleness))
         newest = draw(policy, step + staleness)
-        meanwhile()
+        on_dispatch()
         if not staleness:
             return queue, newest
         batch, *others = (*queue, newest.batch)
@@ -243,7 +243,7 @@ def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
 def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
     """Returns a batch of zeros with the shapes of sampled batches."""
     n, p = task.prompts(0).ids.shape
-    shape = n, sampling.group_size, sampling.row_tokens
+    shape = n, sampling.group_size, sampling.completion_width
     is_truncated = truncation_of(sampling) != truncation_of(SamplingConfig())
     batch = Batch(
         prompt_ids=np.zeros((n, p), np.int32),
@@ -293,8 +293,10 @@ def with_spread(
     """
     num_groups, most = config.sampling.num_prompts, config.sampling.max_rollouts
 
-    def spread_source(queue: Queue, policy: Params, step: int, meanwhile: Callable[[], None]) -> tuple[Queue, Rollout]:
-        queue, first = source(queue, policy, step, meanwhile)
+    def spread_source(
+        queue: Queue, policy: Params, step: int, on_dispatch: Callable[[], None]
+    ) -> tuple[Queue, Rollout]:
+        queue, first = source(queue, policy, step, on_dispatch)
         rollouts = [grade(first)]
         spread = has_spread(rollouts[0].graded, metric)
         while spread.sum() < num_groups and len(rollouts) < most:

@@ -148,8 +148,8 @@ class Method(NamedTuple):
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule  # the learning rate of the policy, to log
     scorers: tuple[Scorer, ...] = ()
-    extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> initial extras
-    after: tuple[Hook, ...] = ()
+    initial_extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> initial extras
+    hooks: tuple[Hook, ...] = ()
     packs: bool = False  # true if scorers and terms accept packed completions
     # metrics of an optimizer step -> metrics to log
     summarise: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda metrics: metrics

@@ -36,10 +36,10 @@ def learn(
     config: GRPOConfig,
     state: TrainState,
     frozen: Any,
-    start: Params | None,
+    reference: Params | None,
     batch: Batch,
     rewards: RewardArrays,
-    clock: tuple[Array, Array],
+    seed_and_step: tuple[Array, Array],
     *,
     devices: Devices = 1,
     prompt_widths: tuple[int, ...] = (),
@@ -51,11 +51,11 @@ def learn(
       config: The configuration of the run.
       state: The state before the updates. Callers that compile this function donate it.
       frozen: Parameters that are not trained.
-      start: The initial parameters of the policy, if they are the reference. None: the state has the reference, or
+      reference: The initial parameters of the policy, if they are the reference. None: the state has the reference, or
         there is none.
       batch: The scored batch of N prompts.
       rewards: The rewards of its completions.
-      clock: The seed of the run, and the number of the iteration, from 0.
+      seed_and_step: The seed of the run, and the number of the iteration, from 0.
       devices: The devices that share the rows.
       prompt_widths: Widths of prompts, ascending, as in `pieces.choose_pieces`.
 
@@ -68,20 +68,20 @@ def learn(
 
     # ---- updates: each prompt once per epoch, in shuffled minibatches
     pieces = partial(choose_pieces, method, config, widths=prompt_widths)
-    step = partial(optimizer_step, method, config, frozen, start, devices, pieces)
-    state, metrics, order = update_epochs(step, state, batch, config, clock, devices)
+    step = partial(optimizer_step, method, config, frozen, reference, devices, pieces)
+    state, metrics, order = update_epochs(step, state, batch, config, seed_and_step, devices)
 
     # ---- hooks
-    for hook in method.after:
-        state = hook(state, logs | metrics, clock[1])
+    for hook in method.hooks:
+        state = hook(state, logs | metrics, seed_and_step[1])
     return state, Learned(logs | metrics, advantages, order)
 
 
-def models_of(trained: Params, frozen: Any, start: Params | None, extras: Mapping[str, Any]) -> Params:
+def models_of(trained: Params, frozen: Any, reference: Params | None, extras: Mapping[str, Any]) -> Params:
     """Returns all models of a run by role. The "reference" comes from `extras`, or else is the initial policy."""
     models = join(trained, frozen)
     moved = extras.get("reference")
-    reference = start if moved is None else join(moved, frozen["policy"])
+    reference = reference if moved is None else join(moved, frozen["policy"])
     return models if reference is None else models | {"reference": reference}
 
 
@@ -90,7 +90,7 @@ def update_epochs(
     state: TrainState,
     batch: Batch,
     config: GRPOConfig,
-    clock: tuple[Array, Array],
+    seed_and_step: tuple[Array, Array],
     devices: Devices = 1,
 ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
     """Takes the optimizer steps on a rollout.
@@ -100,7 +100,7 @@ def update_epochs(
       state: The state before the updates.
       batch: The batch of N prompts, with advantages.
       config: The configuration of the run.
-      clock: The seed of the run, and the number of the iteration, from 0.
+      seed_and_step: The seed of the run, and the number of the iteration, from 0.
       devices: The devices that share the rows.
 
     Returns:
@@ -121,7 +121,7 @@ def update_epochs(
             chosen = jax.tree.map(lambda x: x[prompts], batch)
             return spread_over(chosen, devices) if size(devices) > 1 else chosen
 
-        order = minibatch_order(*clock, num_prompts, epochs=epochs, minibatches=minibatches)
+        order = minibatch_order(*seed_and_step, num_prompts, epochs=epochs, minibatches=minibatches)
         state, history = jax.lax.scan(lambda state, prompts: optimizer_step(state, minibatch(prompts)), state, order)
     tokens = history.pop("_tokens")
     return state, average_over_updates(history, tokens), order
@@ -145,7 +145,7 @@ def optimizer_step(
     method: Method,
     config: GRPOConfig,
     frozen: Any,
-    start: Params | None,
+    reference: Params | None,
     devices: Devices,
     pieces: Callable[[Batch], Pieces],
     state: TrainState,
@@ -163,7 +163,7 @@ def optimizer_step(
         weights_of = partial(weights_of, max_length=longest)
     state, metrics = train_step(
         state,
-        (frozen, start, state.extras),
+        (frozen, reference, state.extras),
         minibatch,
         loss_fn=loss_fn,
         weights_of=partial(weights_of, num_completions=minibatch.temperature.size),

@@ -152,8 +152,8 @@ def run_steps(
       steps: The number of steps of the phase in all.
       logging: The configuration of evaluations and checkpoints.
       initial_state: Makes the state before the first step. It may be traced only for its shapes.
-      step: (state, number from 0, meanwhile) -> the next state, and a function that waits for the line of the step. It
-        calls `meanwhile` once, after it has given work to the devices.
+      step: (state, number from 0, on_dispatch) -> the next state, and a function that waits for the line of the step.
+        It calls `on_dispatch` once, after it has given work to the devices.
       place: state -> the state on its devices.
       shardings: (shapes of a state) -> the shardings of its arrays.
       evaluate: (state, steps taken) -> numbers to log at step 0, every `eval_every` steps, and at the end.

@@ -15,7 +15,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import evaluate, sample_heldout
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
@@ -63,7 +63,7 @@ def of_ppo(policy, config):
 )
 def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, policy, params, make_method):
     shared = run_of(config)
-    programs, judged = compile_programs(make_method(policy, config), policy, TASK, shared), []
+    programs, judged = make_method_programs(make_method(policy, config), policy, TASK, shared), []
 
     def judge(actor, step):
         shape = recipe(num_prompts=8, group_size=4, seed=shared.seed)

@@ -24,7 +24,7 @@ from tiny import (
     states_of_texts,
 )
 
-from grpo_jax.devices import Mesh, compiled, place, to_numpy
+from grpo_jax.devices import Mesh, jit_on_devices, place, to_numpy
 from grpo_jax.models.families import FAMILIES, config_from_huggingface
 from grpo_jax.models.lora import merge, sites
 from grpo_jax.models.params import join, split
@@ -175,7 +175,7 @@ def test_eight_devices_find_the_gradients_of_one(family):
 
     devices, value_and_grad = Mesh(2, 2, 2), jax.value_and_grad(loss)
     expected = jax.jit(value_and_grad)(params)
-    sharded = to_numpy(compiled(value_and_grad, devices=devices)(place(params, devices)))
+    sharded = to_numpy(jit_on_devices(value_and_grad, devices=devices)(place(params, devices)))
     largest = max(np.linalg.norm(x) for x in jax.tree.leaves(expected[1]))
     np.testing.assert_allclose(sharded[0], expected[0], rtol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), sharded[1], expected[1])

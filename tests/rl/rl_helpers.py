@@ -94,9 +94,9 @@ def assert_same_means(one, other) -> None:
 def recording(programs: Programs, seen: list) -> Programs:
     """Wraps the programs so that each step appends (batch, rewards, advantages) to a list, in NumPy."""
 
-    def learn(state, frozen, start, batch, rewards, clock):
+    def learn(state, frozen, start, batch, rewards, seed_and_step):
         before = to_numpy((batch, rewards))
-        state, learned = programs.learn(state, frozen, start, batch, rewards, clock)
+        state, learned = programs.learn(state, frozen, start, batch, rewards, seed_and_step)
         seen.append((*before, to_numpy(learned.advantages)))
         return state, learned
 
@@ -221,7 +221,7 @@ class Placed(NamedTuple):
     frozen: Any
     batch: Batch
     rewards: RewardArrays
-    clock: Any  # seed and step
+    seed_and_step: Any  # seed and step
 
     def scored(self, programs: Programs, reference=None) -> "Placed":
         batch = programs.score(self.state.params, self.state.extras, self.frozen, reference, self.batch)
@@ -229,10 +229,10 @@ class Placed(NamedTuple):
 
     def learned(self, programs: Programs):
         """Returns the state after the update, and the update's other results, in NumPy."""
-        return to_numpy(programs.learn(self.state, self.frozen, None, self.batch, self.rewards, self.clock))
+        return to_numpy(programs.learn(self.state, self.frozen, None, self.batch, self.rewards, self.seed_and_step))
 
 
-def placed(programs: Programs, start, batch: Batch, rewards: RewardArrays, clock=(3, 5)) -> Placed:
+def placed(programs: Programs, start, batch: Batch, rewards: RewardArrays, seed_and_step=(3, 5)) -> Placed:
     """Puts the initial parameters of a run and a batch onto the devices of its programs."""
     devices = programs.sampler.devices
     trained, frozen = split(place(start, devices))
@@ -241,5 +241,5 @@ def placed(programs: Programs, start, batch: Batch, rewards: RewardArrays, clock
         frozen,
         to_devices(batch, devices),
         to_devices(rewards, devices, axes=REWARD_AXES),
-        to_devices(np.array(clock, np.uint32), devices, axes=None),
+        to_devices(np.array(seed_and_step, np.uint32), devices, axes=None),
     )

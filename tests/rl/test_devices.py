@@ -35,7 +35,7 @@ from grpo_jax.models.weights import load_params
 from grpo_jax.rl import pieces
 from grpo_jax.rl.distillation import distillation_method
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.iteration import Programs, compile_programs
+from grpo_jax.rl.iteration import Programs, make_method_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import Batch, Method, noise_of
@@ -139,7 +139,7 @@ def prepared(case: Case, devices: Devices, *, recording: bool = True) -> tuple[P
     method = case.method
     if recording:
         method = method._replace(optimizer=recorder(config.optimizer.epochs * config.optimizer.minibatches))
-    programs = compile_programs(method, case.policy, TASK, config)
+    programs = make_method_programs(method, case.policy, TASK, config)
     batch = a_batch(config.sampling.max_tokens)
     start = placed(programs, case.start, batch, ragged_rewards(N, G))
     reference = join(start.state.params, start.frozen)["policy"] if config.loss.objective.has_reference else None
@@ -243,7 +243,7 @@ def wide_program(name: str, devices: Mesh) -> Any:
     fn, args, held = {
         "sample": (sampler.program, to_sample, policy_params),
         "score": (jax.jit(programs.score), to_score, to_score[:4]),
-        "learn": (programs.learn, (state, start.frozen, None, batch, start.rewards, start.clock), state),
+        "learn": (programs.learn, (state, start.frozen, None, batch, start.rewards, start.seed_and_step), state),
     }[name]
     return fn.lower(*args).compile(), held
 

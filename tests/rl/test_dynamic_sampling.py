@@ -12,7 +12,7 @@ from grpo_jax.data.types import Component, Prompts, Span
 from grpo_jax.devices import to_devices
 from grpo_jax.rl.grade import token_texts
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.source import ahead, select_groups, to_batch, with_spread
+from grpo_jax.rl.source import make_source, select_groups, to_batch, with_spread
 from grpo_jax.rl.types import Graded, Rollout
 from grpo_jax.sampling.sampler import Completions
 
@@ -76,7 +76,7 @@ def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
         return draw(index)  # the first draw has the number of the step, 0, and the others follow behind the last step
 
     source = with_spread(
-        ahead(numbered, None, config), numbered, lambda rollout: rollout, report, config, 1, metric=metric
+        make_source(numbered, None, config), numbered, lambda rollout: rollout, report, config, 1, metric=metric
     )
     begun = []
     queue, rollout = source((), "policy", 0, lambda: begun.append(True))

@@ -25,7 +25,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.options import options_of
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.ppo import critic_policy, ppo_method
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Batch, RewardArrays, noise_of
@@ -107,13 +107,13 @@ def replay(case: str):
     """The state after an iteration, what it learned, and its scored batch."""
     policy, method, start, config = set_up(case)
     data = arrays(case)
-    programs = compile_programs(method, policy, task_of(policy), config)
+    programs = make_method_programs(method, policy, task_of(policy), config)
     fields = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "temperature", "sampler_logprobs")
     batch = Batch(**{name: data[name] for name in fields}, truncated=data["truncated"])
     graded = RewardArrays(data["rewards"], np.ones(data["rewards"].shape, bool))
     if "components" in data:
         graded = graded._replace(components=np.moveaxis(data["components"], 0, -1), weights=data["weights"])
-    first = placed(programs, start, batch, graded, clock=(0, 0))
+    first = placed(programs, start, batch, graded, seed_and_step=(0, 0))
     reference = place(tree(case, "reference") or start["policy"], programs.sampler.devices)
     scored = first.scored(programs, reference)
     return *scored.learned(programs), scored.batch

@@ -18,7 +18,7 @@ from grpo_jax.data.types import Component
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import corrected_advantages, make_programs
-from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.optimizer import sync_reference
 from grpo_jax.rl.types import Batch, TrainState
 from grpo_jax.rl.update import average_over_updates
@@ -255,7 +255,7 @@ def test_an_advantage_function_of_ones_own_takes_the_components_and_their_weight
         return batch._replace(advantages=by_row), by_row, {}
 
     method, sampler = component_programs().method._replace(advantage=best_of_both), run_programs().sampler
-    programs = compile_programs(method, POLICY, JUDGED, BY_COMPONENT, sampler=sampler)
+    programs = make_method_programs(method, POLICY, JUDGED, BY_COMPONENT, sampler=sampler)
     for rewards, advantages in judged_steps(tmp_path, programs=programs)[0]:
         parts = np.nan_to_num(rewards.components)
         np.testing.assert_allclose(advantages, np.maximum(0.7 * parts[..., 0], 0.3 * parts[..., 1]), rtol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 from tiny import refused
 
 from grpo_jax.data.preferences import EncodedPairs, Rating, read_ratings, with_mismatched
-from grpo_jax.devices import compiled, map_rows, sum_rows
+from grpo_jax.devices import jit_on_devices, map_rows, sum_rows
 from grpo_jax.functional import kto_loss
 from grpo_jax.models.policy import Policy
 from grpo_jax.offline.pairs import PairBatch, kto_objective
@@ -73,7 +73,7 @@ def loss_and_gradient(name, devices, pieces):
 
         return sum_rows(of_rows, devices)(params, batch)[0]
 
-    program = compiled(step, devices=devices)
+    program = jit_on_devices(step, devices=devices)
     return jax.device_get(program(jnp.asarray(TOKENS), table_batch()))
 
 

@@ -26,7 +26,7 @@ from grpo_jax.config import PPOConfig, recipe, run_of, with_options
 from grpo_jax.devices import place, to_numpy
 from grpo_jax.models.heads import Headed
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.optimizer import has_weight_decay, make_optimizer
 from grpo_jax.rl.ppo import ppo_method
 from grpo_jax.rl.scorers import hidden_states, needs_old_logprobs
@@ -55,7 +55,7 @@ def programs_of(config):
         decoder = None if config.critic.critic == "shared" else {"before": 0.9 * PARAMS["before"]}
         params["critic"] = Headed(decoder, HEAD)
     method = method._replace(optimizer=recorder(run.optimizer.epochs * run.optimizer.minibatches))
-    return compile_programs(method, POLICY, TASK, run), params
+    return make_method_programs(method, POLICY, TASK, run), params
 
 
 def learned(config, batch, rewards):
@@ -298,8 +298,8 @@ def test_a_split_batch_has_the_gradient_of_the_whole(name):
 def test_every_epoch_has_all_prompts_once_in_an_order_of_seed_and_step():
     orders = jax.jit(partial(minibatch_order, epochs=3, minibatches=4, num_prompts=8))
     epochs = set()
-    for clock in ((3, 5), (4, 5), (3, 6)):
-        order = np.asarray(orders(*map(np.uint32, clock)))
+    for seed_and_step in ((3, 5), (4, 5), (3, 6)):
+        order = np.asarray(orders(*map(np.uint32, seed_and_step)))
         assert order.shape == (12, 2)
         assert np.sort(order.reshape(3, 8), axis=-1).tolist() == [list(range(8))] * 3
         epochs |= {tuple(epoch) for epoch in order.reshape(3, 8).tolist()}

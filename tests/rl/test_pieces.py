@@ -18,7 +18,7 @@ from grpo_jax.functional.products import CPU
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl import ppo
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.pieces import (
     Piece,
     PromptWidths,
@@ -276,7 +276,7 @@ def test_pieces_on_two_devices_have_the_gradient_of_the_whole(options):
     method = method._replace(optimizer=recorder(1))
     for widths, more in ((), {}), (WIDTHS, {"devices": 2} | options):
         config = recipe(num_prompts=N, group_size=G, max_tokens=T, piece_tokens=64, **more)
-        programs = compile_programs(method, decoder_policy(MODEL), TASK._replace(prompt_widths=widths), config)
+        programs = make_method_programs(method, decoder_policy(MODEL), TASK._replace(prompt_widths=widths), config)
         noise = np.random.default_rng(2).normal(size=(N, G)).astype(np.float32)
         start = placed(programs, models, a_batch(), RewardArrays(noise, np.ones((N, G), bool)))
         gradients.append(start.learned(programs)[0].opt_state.gradients)

@@ -12,7 +12,7 @@ from rl_helpers import assert_close, assert_same_gradient, open_run
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component
-from grpo_jax.devices import compiled, map_rows, sum_rows, to_devices, to_numpy
+from grpo_jax.devices import jit_on_devices, map_rows, sum_rows, to_devices, to_numpy
 from grpo_jax.rl.grpo import make_programs
 
 NOISE = np.random.default_rng(0)
@@ -42,13 +42,13 @@ def test_mapped_rows_of_several_trees_are_those_of_one_call():
         return jax.tree.map(lambda x: (x.T * factors["factor"]).T, outputs(weights, rows))
 
     trees = ROWS, {"factor": np.arange(8, dtype=np.float32)}
-    actual = compiled(map_rows(scaled, 4), 0, devices=4)(WEIGHTS, *to_devices(trees, 4))
+    actual = jit_on_devices(map_rows(scaled, 4), 0, devices=4)(WEIGHTS, *to_devices(trees, 4))
     assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(actual))
     assert_close(to_numpy(actual), to_numpy(jax.jit(scaled)(WEIGHTS, *trees)), rtol=1e-5, atol=1e-6)
 
 
 def test_summed_rows_have_the_gradient_and_the_maximum_of_all_rows():
-    (gradients, total), largest = to_numpy(compiled(sum_rows(sums, 4), devices=4)(WEIGHTS, to_devices(ROWS, 4)))
+    (gradients, total), largest = to_numpy(jit_on_devices(sum_rows(sums, 4), devices=4)(WEIGHTS, to_devices(ROWS, 4)))
     (expected, expected_total), expected_largest = to_numpy(jax.jit(sums)(WEIGHTS, ROWS))
     assert_same_gradient(expected, gradients)
     np.testing.assert_allclose([total, largest], [expected_total, expected_largest], rtol=1e-6)
@@ -59,7 +59,7 @@ def test_summed_rows_have_the_gradient_and_the_maximum_of_all_rows():
 CONFIG = recipe(
     "grpo", steps=4, num_prompts=8, group_size=4, max_tokens=3, kl_coef=0.1, minibatches=2, epochs=2, checkpoint_every=2
 )
-# How often each function is compiled, by the names that `compile_programs` and `make_sampler` give them.
+# How often each function is compiled, by the names that `make_method_programs` and `make_sampler` give them.
 PROGRAMS = {"sample": 1, "score": 1, "learn": 1, "initial_state": 1}
 
 
