@@ -14,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 from grpo_jax.data.rows import Row, batches, read_rows
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_tokenizer
-from grpo_jax.tasks import task as task_module
 from grpo_jax.tasks.problems import BOXED, gsm8k_rows, math_rows, problem_task
 from grpo_jax.tasks.task import text_task
 
@@ -182,62 +181,18 @@ def test_dropped_prompts_are_counted_and_the_width_is_of_the_longest_of_both_par
     assert [e["prompt"] for e in task.prompts(0).examples] == trained(task)  # of the rows that are left
 
 
-# --- more rows than are encoded in advance ---
-
-
-@pytest.fixture
-def few_in_advance(monkeypatch):
-    monkeypatch.setattr(task_module, "_ALL_IN_ADVANCE", 20)
-    monkeypatch.setattr(task_module, "_SAMPLED", 5)
+# --- bad rows ---
 
 
 class Counting(Characters):
-    """Notes what it encodes. Reads capitals as small letters, and ! as ten tokens; of ~ there is none."""
+    """Notes what it encodes."""
 
     def __init__(self):
         self.encoded = []
 
     def encode(self, text, add_special_tokens):
         self.encoded.append(text)
-        return super().encode(text.lower().replace("!", 10 * "!").replace("~", ""), add_special_tokens)
-
-
-VARIED = [
-    *({"prompt": f"{'long ' * (i % 7)}word {i}", "number": i} for i in range(200)),
-    {"prompt": " "},
-    {"prompt": "Word 3"},
-    {"prompt": [{"role": "user", "content": "word"}]},
-]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_heldout": 8},
-        {"num_heldout": 8, "max_prompt_tokens": 30},
-        {"num_heldout": 8, "max_prompt_tokens": 30, "overlong": "truncate"},
-        {"heldout_rows": VARIED[:9], "chat": True, "system": "Be"},
-        {"heldout_share": 0, "max_prompt_tokens": 20},
-        {"heldout_rows": VARIED[:9], "template": "{prompt}?", "rows": VARIED[:-1]},
-    ],
-)
-def test_prompts_that_are_encoded_when_they_are_taken_are_the_same(options, few_in_advance, monkeypatch):
-    options = {"rows": VARIED, "num_prompts": 16} | options
-    tokenizer = Counting()
-    later = make(tokenizer=tokenizer, **options)
-    if "heldout_share" not in options:  # all are held out there
-        assert len(set(tokenizer.encoded)) < 150
-    monkeypatch.setattr(task_module, "_ALL_IN_ADVANCE", None)
-    at_once = make(tokenizer=Counting(), **options)
-    assert (later.rows, later.notes) == (at_once.rows, at_once.notes)
-    assert texts(later.heldout) == texts(at_once.heldout)
-    for step in (0, 1, 30, 1000, 0):
-        one, other = later.prompts(step), at_once.prompts(step)
-        assert texts(one) == texts(other)
-        assert one.examples == other.examples
-    width = at_once.heldout.ids.shape[1]
-    assert width <= later.heldout.ids.shape[1] <= min(width + 7, options.get("max_prompt_tokens", width + 7))
-    assert later.prompt_widths[-1] == later.batch_widths[-1] == later.heldout.ids.shape[1]
+        return super().encode(text, add_special_tokens)
 
 
 def test_one_bad_row_among_many_is_refused_before_anything_is_encoded(tmp_path):
@@ -253,7 +208,7 @@ def test_one_bad_row_among_many_is_refused_before_anything_is_encoded(tmp_path):
     assert tokenizer.encoded == []
 
 
-def test_an_order_of_roles_that_the_template_refuses_is_refused_at_once(few_in_advance):
+def test_an_order_of_roles_that_the_template_refuses_is_named_before_anything_is_encoded():
     class Alternating(Counting):
         def apply_chat_template(self, messages, **options):
             if [message["role"] for message in messages] == ["user", "user"]:
@@ -261,20 +216,13 @@ def test_an_order_of_roles_that_the_template_refuses_is_refused_at_once(few_in_a
             return super().apply_chat_template(messages, **options)
 
     message = {"role": "user", "content": "word"}
-    rows = [*WORDS, Row({"prompt": [message, message]}, "here, line", 101)]
-    assert "refuses here, line 101: roles must alternate" in refusal(make, rows, Alternating())
-
-
-def test_a_prompt_that_no_sample_foretells_is_cut_or_refused(few_in_advance):
-    def odd(text, **options):
-        rows = [Row(row | ({"prompt": text} if i == 57 else {}), "line", i) for i, row in enumerate(WORDS)]
-        task = make(rows, Counting(), heldout_rows=OTHERS, num_prompts=100, **options)
-        return lambda: texts(task.prompts(0))
-
-    with pytest.warns(UserWarning, match="it keeps its last 8"):
-        assert "!" * 8 in odd("5!")()
-    assert "line 57: its prompt has no tokens: leave the row out" in refusal(odd("~"))
-    assert "line 57: the tokenizer writes token 253" in refusal(odd("ý", vocab_size=128))
+    for bad, place in (
+        (Row({"prompt": [message, message]}, "here, line", 101), "here, line 101"),
+        ({"prompt": [message] * 2}, "row 100"),
+    ):
+        tokenizer = Alternating()
+        assert f"refuses {place}: roles must alternate" in refusal(make, [*WORDS, bad], tokenizer, heldout_rows=OTHERS)
+        assert tokenizer.encoded == []
 
 
 # --- prompts ---
