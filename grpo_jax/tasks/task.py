@@ -262,8 +262,8 @@ def encode_rows(
         "no prompt is held out: all are trained on" if nothing_held_out else "",
         f"training: dropped, for they are held out: {lost}" if lost else "",
     )
-    training = PromptRows(*([part[i] for i in left] for part in training))
-    return training, heldout, tuple(filter(None, notes)), max(map(len, token_ids))
+    parts: Any = ([part[i] for i in left] for part in training)
+    return PromptRows(*parts), heldout, tuple(filter(None, notes)), max(map(len, token_ids))
 
 
 def _place(row: Mapping[str, Any], name: str, number: int) -> str:

@@ -59,7 +59,7 @@ def test_each_run_has_a_folder_and_resume_takes_the_newest_also_after_a_gap(tmp_
 def test_two_runs_that_start_at_once_do_not_share_a_folder(tmp_path):
     first, second = (parse(tmp_path / "run", "--seed", seed) for seed in (0, 1))
     flags.open_run(first)
-    with refused("another run has just started"):
+    with refused(r"other options \(seed\)"):
         flags.open_run(second)
 
 

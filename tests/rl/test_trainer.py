@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,7 +13,6 @@ from tiny import random_params, refused, tiny_config
 from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer
 from grpo_jax.data.episodes import Reply, episode_return
-from grpo_jax.data.types import Component
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.options import flattened
 from grpo_jax.runs.checkpoint import params_sha256
@@ -209,7 +207,6 @@ def test_an_environment_as_for_trl_shows_its_tools_and_what_it_begins_with(folde
         ({"environment_factory": Adder, "environment": higher}, "give one of them"),
         ({"environment": higher, "max_turns": 2, "prompts": PROMPTS}, "environment_tokens is 0"),
         ({"max_turns": 2, "prompts": PROMPTS}, "this one has none: leave them out"),
-        ({"model": 3}, "model is of type int"),
         ({"model": "nowhere"}, "no folder nowhere"),
         ({"clip_epsilon": 0.1, "epsilon_low": 0.2}, "give it or them"),
         ({"learnin_rate": 1e-3}, "no option learnin_rate: is it learning_rate?"),
@@ -222,18 +219,9 @@ def test_an_environment_as_for_trl_shows_its_tools_and_what_it_begins_with(folde
         ({"lora_targets": "q_proj"}, "lora_targets is 'q_proj'"),
         ({"lora_targets": ["q"]}, "lora_targets .* q_proj, k_proj"),
         ({"preset": "gppo"}, "preset is 'gppo': choose among grpo"),
-        ({"reward_model": lambda completions: 0}, "reward_model must be called"),
-        ({"reward_model": lambda prompts, completions, **columns: 0}, "reward_model takes prompts first"),
-        ({"reward_model": {}}, "reward_model is empty"),
-        ({"reward_model": {1: Threes()}}, "a reward is called 1"),
-        ({"reward_model": {"a": 1.0}}, "reward_model must be called"),
-        ({"reward_model": {"a": Component(Threes(), None)}}, "weight of reward a is None"),
-        ({"run_dir": None}, "run_dir is of type NoneType"),
+        ({"reward_model": lambda completions: 0}, "reward_model takes completions first"),
+        ({"reward_model": {"a": lambda prompts, completions, **columns: 0}}, "the reward a takes prompts first"),
         ({"teacher": 5}, "teacher is 5"),
-        ({"tools": 5}, "tools must be a list"),
-        ({"tools": ["add"]}, "tools must be a list"),
-        ({"tools": [partial(add, 1)]}, "a partial"),
-        ({"environment": 5}, "environment is of type int"),
         ({"quantize": "int4"}, "quantize is 'int4'"),
         ({"quantize": "nf4"}, "quantize nf4 .*LoRA"),
         ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
