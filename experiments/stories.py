@@ -99,7 +99,7 @@ def main(config: Config) -> None:
     rows, checksum = train_with_control({"policy": start}, task, config.train, run, programs, examine)
     for title, story in zip(("before", "after"), stories, strict=False):
         run.console.print(f"\n[bold]{title}:[/] ", end="")
-        run.console.print(story, markup=False, highlight=False)
+        run.say(story)
     names = ("greedy", "start_nll", "kl", "repeated")  # of greedy, the interval would be too wide for a terminal
     table = {title: [cell(row, "avg"), *(row[name] for name in names)] for title, row in rows.items()}
     title = f"{len(task.heldout.examples)} held-out openings, with 95% intervals"

@@ -301,14 +301,13 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
       UsageError: The run is resumed, and files of its models have changed.
     """
     plan, pretrained = prepared.plan, prepared.models["policy"].pretrained
-    run.console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
+    run.say(str(plan))
     if not plan.fits:
         run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
     sampled_widths = prepared.programs.sampler.prompt_widths
     if len(sampled_widths) > 1:
         widths = ", ".join(map(str, sampled_widths))
-        words = f"prompts are sampled at widths of {widths} tokens; the first step of each width compiles a program"
-        run.console.print(words, markup=False, highlight=False, soft_wrap=True)
+        run.say(f"prompts are sampled at widths of {widths} tokens; the first step of each width compiles a program")
     keep_description(run, pretrained, prepared.options.model, chat)
     for role, model in prepared.models.items():
         if role != "policy":

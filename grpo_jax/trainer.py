@@ -121,7 +121,7 @@ class GRPOTrainer:
         task = self._task(rows, num_prompts=run_of(options.train).sampling.num_prompts)
         prepared = prepare(GRPO, options, self._models, task)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(prepared.options))
-        self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
+        self.run.say(f"run folder: {self.run.path}")
         begin(self.run, prepared, chat=self._uses_chat)
         programs, phase = prepared.programs, GRPO.phase
         state = train(prepared.params, task, programs.config, self.run, programs, phase=phase)

@@ -137,7 +137,7 @@ def open_run(job: Job) -> RunFolder:
     for role, model in job.others.items():
         keep_files(run, role, model.pretrained.folder)
     for note in job.notes:
-        run.console.print(note, markup=False, highlight=False)
+        run.say(note)
     run.warn(job.warnings)
     run.keep_inputs(job.phase, job.inputs)
     return run

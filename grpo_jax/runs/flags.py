@@ -356,7 +356,7 @@ def open_run(config: HasOutput) -> RunFolder:
         file.write(shlex.join([*program().split(), *sys.argv[1:]]) + "\n")
     if output.wandb:
         run.trackers.append(weights_and_biases(output.wandb, output.run_dir, flattened(values)))
-    run.console.print(f"run folder: {output.run_dir}", markup=False, highlight=False, soft_wrap=True)
+    run.say(f"run folder: {output.run_dir}")
     return run
 
 

@@ -39,7 +39,7 @@ from grpo_jax.runs.files import (
     write_json,
     write_text,
 )
-from grpo_jax.runs.progress import RunConsole, Show, count_programs, progress, waiting
+from grpo_jax.runs.progress import RunConsole, Show, programs_so_far, progress, say, waiting
 
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
 _PHASE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
@@ -85,7 +85,6 @@ class RunFolder:
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
         self.trackers: list[Tracker] = []
-        self.programs = count_programs()
         if self.writes:
             self._open(config)
         hosts.first_says("the run folder is open", None)
@@ -180,7 +179,7 @@ class RunFolder:
             done = update_flops / seconds["update"]
             line["update_tflops"] = float(f"{done / 1e12:.4g}")
             line |= {"mfu": float(f"{done / peak_flops:.4g}")} if peak_flops else {}
-        programs = self.programs()
+        programs = programs_so_far()
         line |= {"peak_memory_mb": peak_memory_mb(), "compilations": programs.compiled, "cache_reads": programs.read}
         line |= numbers or {}
         self._log("times.jsonl", {"phase": phase, "step": step, **line})
@@ -247,12 +246,9 @@ class RunFolder:
         """Prints the step at which a resumed run continues. A new run prints nothing."""
         for phase in phases:
             if steps := saved_steps(self.path / "checkpoints" / phase):
-                self.console.print(
+                self.say(
                     f"{phase}: the newest checkpoint is that of step {max(steps)}; the initial model is evaluated "
-                    "again before the run continues",
-                    markup=False,
-                    highlight=False,
-                    soft_wrap=True,
+                    "again before the run continues"
                 )
 
     @contextmanager
@@ -266,6 +262,10 @@ class RunFolder:
     def progress(self, phase: str, total: int, completed: int = 0) -> AbstractContextManager[Show]:
         """Shows a progress bar, or prints lines without a terminal. Yields a function of the step and a few words."""
         return progress(self.console, phase, total, completed)
+
+    def say(self, words: str) -> None:
+        """Prints words as they are, in one line."""
+        say(self.console, words)
 
     def waiting(self, words: str) -> AbstractContextManager[None]:
         """Shows a message while the block takes its time."""

@@ -72,7 +72,7 @@ def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptio
     """
     in_chat = uses_chat(chat, pretrained.tokenizer)
     how = "are user messages of the chat template" if in_chat else "are encoded without a chat template"
-    run.console.print(f"plan: prompts that are text {how}", markup=False, highlight=False, soft_wrap=True)
+    run.say(f"plan: prompts that are text {how}")
     for note in pretrained.notes:
         run.warn_once(note, note)
     keep_files(run, "model", pretrained.folder)

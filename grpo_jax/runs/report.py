@@ -23,7 +23,7 @@ from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.options import flattened
 from grpo_jax.runs.files import complete_lines, finite, read_lines, read_object, write_json, write_text
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, is_coin
-from grpo_jax.runs.progress import in_words, programs_so_far
+from grpo_jax.runs.progress import programs_so_far
 from grpo_jax.statistics import cell
 
 MAX_BYTES = 5_000_000  # the page leaves out rollouts to stay below this size
@@ -272,16 +272,16 @@ def print_results(run: RunFolder, title: str, rows: Mapping[str, Mapping[str, fl
 def say_end(run: RunFolder, started: float) -> None:
     """Writes report.html, and prints its path, the numbers of programs and the time since `started`."""
     page = write_report(run.path)
-    run.console.print(f"{in_words(programs_so_far())}, {time.perf_counter() - started:.0f} s")
-    run.console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    compiled, read = programs_so_far()
+    run.say(f"{compiled} programs compiled, {read} loaded from the cache, {time.perf_counter() - started:.0f} s")
+    run.say(f"report: {page}")
 
 
 def explain_control(run: RunFolder, names: Iterable[str], *, control: str = "control") -> None:
     """Prints an explanation of the control, if it is among the names."""
     if control in names:
-        run.console.print(
-            f"{control}: same start, prompts and steps, but the reward is a coin toss. Its changes are not learning.",
-            soft_wrap=True,
+        run.say(
+            f"{control}: same start, prompts and steps, but the reward is a coin toss. Its changes are not learning."
         )
 
 
@@ -298,5 +298,5 @@ def finish(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: st
         return
     explain_control(run, rows)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
-    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+    run.say(f"SHA-256 of the trained parameters: {checksum}")
     say_end(run, started)

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from grpo_jax.errors import UsageError
-from grpo_jax.runs.progress import Programs, in_words, use_cache
+from grpo_jax.runs.progress import Programs, use_cache
 
 # Starts an experiment four times, with a second that finds its programs, and one whose writer was killed.
 SCRIPT = """
@@ -26,9 +26,9 @@ def start(*args):
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     jax.clear_caches()
-    since = progress.count_programs()
+    before = progress.programs_so_far()
     flags.main(Config, lambda config: jax.jit(lambda x: x * 2)(1.0).block_until_ready(), None, list(args))
-    print(*since())
+    print(*(now - then for now, then in zip(progress.programs_so_far(), before)))
 
 start()
 start()
@@ -67,8 +67,3 @@ def test_a_folder_that_cannot_be_written_to_is_noted_and_one_that_jax_was_told_s
         assert jax.config.jax_compilation_cache_dir is None
     finally:
         jax.config.update("jax_compilation_cache_dir", told)
-
-
-def test_words():
-    assert in_words(Programs(9, 0)) == "9 programs compiled"
-    assert in_words(Programs(0, 9)) == "0 programs compiled, 9 loaded from the cache"
