@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from grpo_jax import hosts
 from grpo_jax.checks import validate_mesh
-from grpo_jax.config import MeshConfig
+from grpo_jax.config import PhaseConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import backend_name
 from grpo_jax.models import sharding
@@ -49,18 +49,6 @@ class Mesh(NamedTuple):
 Devices = int | Mesh
 
 
-class HasDevices(Protocol):
-    """The options of a run, or of a phase of it, that choose devices."""
-
-    @property
-    def devices(self) -> int:
-        """The number of devices; 0 for all."""
-
-    @property
-    def mesh(self) -> MeshConfig:
-        """The way in which the devices share the work."""
-
-
 def num_devices(requested: int) -> int:
     """Returns the number of devices to use: `requested`, or all of them for 0.
 
@@ -81,7 +69,7 @@ def num_devices(requested: int) -> int:
     return requested or available
 
 
-def devices_of(config: HasDevices) -> Devices:
+def devices_of(config: PhaseConfig) -> Devices:
     """Returns the devices that the options request.
 
     Raises:

@@ -13,11 +13,10 @@ import jax
 
 from grpo_jax.checks import check_models, validate, validate_ppo
 from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, run_of, with_options
-from grpo_jax.data.text import uses_chat
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
-from grpo_jax.models.huggingface import Pretrained, load_pretrained, load_tokenizer, model_folder
+from grpo_jax.models.huggingface import Pretrained, load_pretrained
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
@@ -157,22 +156,12 @@ def check_vocabulary(teacher: Mapping[str, int], student: Mapping[str, int], nam
     Raises:
       UsageError: The vocabularies differ. The message names a token.
     """
-    for token in sorted(teacher.keys() | student.keys()):
+    for token, _ in sorted(teacher.items() ^ student.items()):
         ids = [vocabulary.get(token, "no token") for vocabulary in (teacher, student)]
-        if ids[0] != ids[1]:
-            raise UsageError(
-                f"the teacher {name} has another tokenizer than the model: {token!r} is {ids[0]} there and {ids[1]} "
-                "here; name a teacher with the model's own tokenizer"
-            )
-
-
-def decide_chat(chat: bool | None, options: ModelOptions) -> bool:
-    """Returns `uses_chat` for a model, without loading its weights.
-
-    Raises:
-      UsageError: There is no model, or it has no tokenizer.
-    """
-    return uses_chat(chat, load_tokenizer(model_folder(options.model)))
+        raise UsageError(
+            f"the teacher {name} has another tokenizer than the model: {token!r} is {ids[0]} there and {ids[1]} "
+            "here; name a teacher with the model's own tokenizer"
+        )
 
 
 # ---- methods that learn from rewards

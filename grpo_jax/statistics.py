@@ -66,23 +66,15 @@ def majority(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]]) -
 
     Returns:
       One score per prompt.
-
-    Raises:
-      UsageError: The numbers of answers and scores differ, or an answer is not hashable.
     """
     scores = np.asarray(scores, np.float64)
-    if [len(sample) for sample in answers] != [scores.shape[1]] * scores.shape[0]:
-        raise UsageError(f"the vote needs {scores.shape[1]} answers of each of {scores.shape[0]} prompts")
 
     def elected(sample: Sequence[Hashable | None]) -> list[bool]:
         votes = Counter(answer for answer in sample if answer is not None)
         most = max(votes.values(), default=0)
         return [not votes or (answer is not None and votes[answer] == most) for answer in sample]
 
-    try:
-        chosen = np.array([elected(sample) for sample in answers])
-    except TypeError as error:
-        raise UsageError(f"what is voted on must be hashable, such as text or a number: {error}") from None
+    chosen = np.array([elected(sample) for sample in answers])
     # Answers that tie have equally many completions, so that the mean over both is the mean over answers.
     return np.mean(scores, axis=-1, where=chosen)
 
@@ -142,14 +134,11 @@ def calibration(probabilities: np.ndarray, outcomes: np.ndarray, *, bins: int = 
       The curve and its error.
 
     Raises:
-      UsageError: There are no predictions, or the numbers of predictions and outcomes differ.
+      UsageError: There are no predictions.
     """
     probabilities, outcomes = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
-    if probabilities.ndim != 1 or probabilities.shape != outcomes.shape or not len(outcomes) or bins < 1:
-        raise UsageError(
-            f"calibration needs one outcome for each of at least one probability, and a bin, not {outcomes.shape} for "
-            f"{probabilities.shape} in {bins}"
-        )
+    if not len(outcomes):
+        raise UsageError("there are no predictions to compare with outcomes: give at least one")
     pieces = np.array_split(np.argsort(probabilities, kind="stable"), min(bins, len(outcomes)))
     predicted = np.array([probabilities[piece].mean() for piece in pieces])
     frequency = np.array([outcomes[piece].mean() for piece in pieces])

@@ -17,17 +17,17 @@ import numpy as np
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
-from grpo_jax.data.text import ending_id, prompt_limit
+from grpo_jax.data.text import ending_id, prompt_limit, uses_chat
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
-from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.huggingface import Pretrained, load_tokenizer, model_folder
 from grpo_jax.models.params import join, split
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import Objective, SupervisedConfig, check_supervised
 from grpo_jax.options import Fraction, Seed, Size
-from grpo_jax.prepare import Loaded, decide_chat, load_model
+from grpo_jax.prepare import Loaded, load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.checkpoint import params_sha256
@@ -190,7 +190,7 @@ def pair_job(
     check_supervised(config.train, seed=config.seed, rows=size, name=number)
     if not config.data:
         raise UsageError(f"--data is needed: name a file of {number.removeprefix('num_')}")
-    config = with_options(config, chat=decide_chat(config.chat, config.model))
+    config = with_options(config, chat=uses_chat(config.chat, load_tokenizer(model_folder(config.model.model))))
     rows, dropped = read(config.data, chat=bool(config.chat))
     parts = split_preferences(rows, config.heldout_share)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))

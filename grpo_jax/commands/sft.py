@@ -164,19 +164,11 @@ def divergence_of(config: Config) -> DistillationConfig:
     Raises:
       UsageError: One sentence that says what to change.
     """
-    kind, kinds = config.distillation, "reverse_kl, forward_kl or jsd"
-    if kind == "none" and config.teacher:
-        raise UsageError(f"there is a teacher, but distillation is none: set it to {kinds}")
-    if kind != "none" and not config.teacher:
-        raise UsageError(f"distillation {kind} needs a teacher: name a model with the same tokenizer as teacher")
-    for name in ("distillation_top_k", "distillation_beta", "nll_coef"):
-        value = getattr(config, name)
-        if kind == "none" and value != getattr(Config, name):
-            raise UsageError(f"{name} is {value}, but distillation is none: leave it out, or choose {kinds}")
-    divergence = DistillationConfig(
-        kind, distillation_top_k=config.distillation_top_k, distillation_beta=config.distillation_beta
-    )
+    names = ("distillation", "distillation_top_k", "distillation_beta", "teacher")
+    divergence = DistillationConfig(**{name: getattr(config, name) for name in names})
     validate_divergence(divergence)
+    if config.nll_coef and not config.teacher:
+        raise UsageError(f"nll_coef is {config.nll_coef}, but distillation is none: leave it out, or name a teacher")
     return divergence
 
 

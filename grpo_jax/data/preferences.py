@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from grpo_jax.data.rows import check_messages, hash_of_prompt, kind_of, read_rows, text_column
 from grpo_jax.data.text import Message, encode_answers
@@ -23,16 +23,6 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 NO_PROMPT = "with an empty prompt"  # a reason why a row is dropped
 
 
-class HasPrompt(Protocol):
-    """A record with a prompt, whose hash decides if the record is held out."""
-
-    @property
-    def prompt(self) -> str | list[Message]: ...
-
-
-Kind = TypeVar("Kind", bound=HasPrompt)
-
-
 class Preference(NamedTuple):
     """A prompt and two answers to it."""
 
@@ -40,6 +30,17 @@ class Preference(NamedTuple):
     chosen: str
     rejected: str
     margin: float = 0.0  # how much better the chosen answer was rated
+
+
+class Rating(NamedTuple):
+    """A completion of a prompt, rated as desirable or not."""
+
+    prompt: str | list[Message]
+    completion: str
+    desirable: bool
+
+
+Kind = TypeVar("Kind", Preference, Rating)
 
 
 class EncodedPairs(NamedTuple):
@@ -212,14 +213,6 @@ def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **opti
 
 
 _ORDER = 1  # the stream of random numbers; stream 0 orders batches
-
-
-class Rating(NamedTuple):
-    """A completion of a prompt, rated as desirable or not."""
-
-    prompt: str | list[Message]
-    completion: str
-    desirable: bool
 
 
 def read_ratings(source: str | Path, *, chat: bool = False) -> tuple[list[Rating], dict[str, int]]:

@@ -61,7 +61,7 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
         rows = _hub_rows(str(source), split or "train", subset)
         where = f"{source}, split {split or 'train'}"
     else:
-        path = _file(path, split, subset)
+        path = _file(path, split)
         rows = _json_rows(path) if path.name.removesuffix(".gz").endswith(".json") else _json_lines(path)
         where = str(path)
     if not rows:
@@ -184,10 +184,8 @@ def check_messages(prompt: Any, where: str) -> None:
         raise UsageError(f"{where} holds messages that should end with the user's: the assistant's is to be sampled")
 
 
-def _file(path: Path, split: str | None, subset: str | None) -> Path:
+def _file(path: Path, split: str | None) -> Path:
     """Returns the file to read."""
-    if subset is not None:
-        raise UsageError(f"{path} is no data set of the hub, and has no subset: leave it out")
     if path.is_dir():
         names = [f"{split or 'train'}{suffix}" for suffix in SUFFIXES]
         candidates = [path / name for name in names if (path / name).is_file()]
@@ -241,12 +239,7 @@ def _json(content: bytes, *place: Any) -> Any:
         return json.loads(content.decode())
     except (RecursionError, ValueError) as error:
         where = " ".join(map(str, place))  # built only for errors, to save time
-        if isinstance(error, UnicodeDecodeError):
-            raise UsageError(f"{where} is not UTF-8: convert it") from None
-        if not isinstance(error, json.JSONDecodeError):  # nested too deeply, or a number too long
-            raise UsageError(f"{where} is JSON that cannot be read ({reason_of(error)})") from None
-        at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise UsageError(f"{where} is not JSON ({error.msg} at {at})") from None
+        raise UsageError(f"{where} is not JSON in UTF-8 ({reason_of(error)})") from None
 
 
 def _row(value: Any, source: str, number: int) -> Row:

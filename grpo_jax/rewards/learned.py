@@ -96,12 +96,8 @@ def reward_function(
       The reward, one score for each completion.
 
     Raises:
-      UsageError: A size is less than 1; in a call, a prompt is empty.
+      UsageError: In a call: a prompt is empty.
     """
-    sizes = {"batch_size": batch_size, "max_prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens}
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise UsageError(f"{name} is {size}: it must be at least 1")
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         if not completions:

@@ -188,7 +188,7 @@ def _total(earned: Checked) -> float:
 # ---- texts on a command line
 
 _SPEC = re.compile(
-    r"(?:(?P<name>[A-Za-z_]\w*)\s*=)?\s*(?:(?P<weight>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*\*)?\s*"
+    r"(?:(?P<name>[A-Za-z_]\w*)\s*=)?\s*(?:(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*\*)?\s*"
     r"(?P<function>[^()*=]+?)\s*(?:\((?P<arguments>.*)\))?",
     re.DOTALL,
 )
@@ -221,13 +221,7 @@ def parse_reward(text: str) -> Spec:
                 "file.py:function"
             )
         function, arguments = f"grpo_jax.rewards.builtin:{function}", arguments or {}
-    try:
-        weight = float(match["weight"] or 1)
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight):
-        raise UsageError(f"the weight of the reward {text!r} is no number: {match['weight']}")
-    return name, weight, function, arguments
+    return name, float(match["weight"] or 1), function, arguments
 
 
 @contextmanager

@@ -74,9 +74,7 @@ def check_tokens(task: Task) -> None:
             f"the model has the tokens 0 to {last}, and no EOS among {task.eos_ids}, so no completion could end: take "
             "the model's own tokenizer"
         )
-    if not 0 <= task.pad_id <= last:
-        raise UsageError(f"pad_id is {task.pad_id}, but the model has the tokens 0 to {last}: take one of these")
-    largest = task.heldout.ids.max(initial=0)
+    largest = task.heldout.ids.max(initial=task.pad_id)
     if largest > last:
         raise UsageError(
             f"a prompt has token {largest}, but the model has the tokens 0 to {last}: take the model's own tokenizer"

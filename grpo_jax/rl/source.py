@@ -235,11 +235,6 @@ def make_source(draw: Draw, task: Task, config: GRPOConfig) -> Source:
     return source
 
 
-def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
-    """Returns a queue of zeros with the shapes of the run's queue."""
-    return (empty_batch(task, sampling),) * sampling.staleness if sampling.staleness else ()
-
-
 def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
     """Returns a batch of zeros with the shapes of sampled batches."""
     n, p = task.prompts(0).ids.shape
