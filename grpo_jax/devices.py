@@ -201,25 +201,6 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def rows_program(fn: Callable[[Any, Any], Any], *, devices: Devices = 1) -> Callable[[Any, Any], Any]:
-    """Compiles a function of independent rows, such as scores, that returns its results on the host.
-
-    Args:
-      fn: A function (parameters, batch `[N, ...]`) -> arrays `[N, ...]`.
-      devices: The devices that hold the parameters. On a mesh N is a multiple of its `parts`.
-
-    Returns:
-      A function (parameters, batch of NumPy arrays) -> NumPy arrays of all rows, on every host. All hosts must call it.
-    """
-    program = jit_on_devices(fn, 0, devices=devices)
-
-    def call(params: Any, batch: Any) -> Any:
-        arrays = to_devices(batch, devices) if isinstance(devices, Mesh) else batch
-        return all_rows(program(params, arrays), devices)
-
-    return call
-
-
 def spread_over(tree: Any, devices: Devices) -> Any:
     """Spreads leading axes `[N, ...]` over devices like `to_devices`, but inside a program. The program that takes the
     result is then compiled only once."""
@@ -476,10 +457,8 @@ def _available() -> int:
 
 def _cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Returns the number of bytes that the control group of this process may use, as a container sees it."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup versions 2 and 1
-        try:
-            most = (root / name).read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        return _NO_LIMIT if most == "max" else int(most)
-    return _NO_LIMIT
+    try:
+        most = (root / "memory.max").read_text(encoding="utf-8").strip()
+    except OSError:  # no groups, or those of version 1
+        return _NO_LIMIT
+    return _NO_LIMIT if most == "max" else int(most)

@@ -37,7 +37,6 @@ def test_a_cpu_has_what_is_left_of_the_machine_and_no_more_than_its_group(monkey
     [
         ("memory.max", "max\n", 2**60),
         ("memory.max", "1024\n", 1024),
-        ("memory/memory.limit_in_bytes", "2048", 2048),
         ("other", "1", 2**60),
     ],
 )

@@ -34,7 +34,6 @@ from grpo_jax.offline.pairs import (
     with_intervals,
     with_reference_point,
 )
-from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Positive, Size, Weight
 from grpo_jax.prepare import Loaded
 
@@ -43,9 +42,6 @@ from grpo_jax.prepare import Loaded
 class Config(PairOptions):
     """Options of the run."""
 
-    train: SupervisedConfig = SupervisedConfig(
-        steps=100, learning_rate=1e-6, warmup_steps=10, decay="linear", checkpoint_every=50, log_every=10, eval_every=20
-    )
     method: Method = "kto"
     beta: Positive = 0.1
     """β: how fast the loss saturates, in 1/nats. 0.1 from the paper."""

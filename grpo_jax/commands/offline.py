@@ -44,7 +44,9 @@ Reference = Mapping[str, np.ndarray]  # "training" and "heldout" -> the initial 
 class PairOptions:
     """Options that all methods on pairs and ratings have."""
 
-    train: SupervisedConfig
+    train: SupervisedConfig = SupervisedConfig(
+        steps=100, learning_rate=1e-6, warmup_steps=10, decay="linear", checkpoint_every=50, log_every=10, eval_every=20
+    )
     model: ModelOptions = ModelOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "dpo"

@@ -40,8 +40,6 @@ def pack(
     Raises:
       UsageError: There are no texts, a text has no token in the loss, or a text is longer than a row.
     """
-    if not prompts or len(prompts) != len(completions):
-        raise UsageError(f"{len(prompts)} prompts and {len(completions)} completions cannot be packed: give one each")
     lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
     for number, length in enumerate(lengths):
         if length > width:

@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 
@@ -178,11 +179,7 @@ def exact_answer(column: str = "answer", extract: Extract = text_answer) -> Rewa
     Returns:
       The reward.
     """
-
-    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        return _graded(column, extract, text_answer, same_text, examples, completions)
-
-    return reward
+    return partial(_graded, column, extract, text_answer, same_text)
 
 
 def gsm8k_answer(column: str = "answer", lenient: bool = False) -> Reward:
@@ -199,11 +196,7 @@ def gsm8k_answer(column: str = "answer", lenient: bool = False) -> Reward:
     def expected(text: str) -> str:
         return hash_answer(text) or text
 
-    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        extract = last_number if lenient else hash_answer
-        return _graded(column, extract, expected, same_number, examples, completions)
-
-    return reward
+    return partial(_graded, column, last_number if lenient else hash_answer, expected, same_number)
 
 
 def math_answer(column: str = "answer", lenient: bool = False, sympy: bool | None = None) -> Reward:
@@ -238,11 +231,7 @@ def math_answer(column: str = "answer", lenient: bool = False, sympy: bool | Non
         boxed = boxed_answer(text)
         return text if boxed is None else boxed
 
-    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        extract = stated_answer if lenient else boxed_answer
-        return _graded(column, extract, expected, same, examples, completions)
-
-    return reward
+    return partial(_graded, column, stated_answer if lenient else boxed_answer, expected, same)
 
 
 def _graded(
@@ -294,14 +283,8 @@ def matches(pattern: str) -> Reward:
 
     Returns:
       The reward.
-
-    Raises:
-      UsageError: The pattern is no regular expression.
     """
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise UsageError(f"{pattern!r} is no regular expression: {error}") from None
+    compiled = re.compile(pattern, re.DOTALL)
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         return [float(compiled.fullmatch(last_action(completion)) is not None) for completion in completions]

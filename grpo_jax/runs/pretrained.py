@@ -35,11 +35,12 @@ class LoraDescription(NamedTuple):
 
     base: str  # folder or hub id of the base model
     fingerprint: str  # of the base model's weights
-    param_dtype: Dtype  # of the base model's weights in the run
-    rank: int
-    alpha: float
-    targets: tuple[Target, ...]
-    quantize: Quantize = "none"  # quantisation of the base model's weights in the run
+    # Options of the run with these names
+    param_dtype: Dtype
+    lora_rank: int
+    lora_alpha: float
+    lora_targets: tuple[Target, ...]
+    quantize: Quantize = "none"
 
     @staticmethod
     def read(folder: Path) -> "LoraDescription | None":
@@ -86,16 +87,10 @@ def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptio
 
 def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescription:
     """Describes the adapters of a run and their base model."""
-    return LoraDescription(
-        # A hub id is not resolved, so that the adapter can be used on other machines.
-        base=str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model,
-        fingerprint=fingerprint(pretrained.params),
-        param_dtype=options.param_dtype,
-        rank=options.lora_rank,
-        alpha=options.lora_alpha,
-        targets=options.lora_targets,
-        quantize=options.quantize,
-    )
+    # A hub id is not resolved, so that the adapter can be used on other machines.
+    base = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
+    saved = {name: getattr(options, name) for name in LoraDescription._fields[2:]}
+    return LoraDescription(base, fingerprint(pretrained.params), **saved)
 
 
 def keep_files(run: RunFolder, part: str, folder: Path) -> None:
@@ -223,9 +218,10 @@ def restore(
             params, step = checkpoints.restore_params(like, step)
         else:
             base_params = like if adapter else _load_base(lora, config, base)
-            add = partial(add_adapters, key=jax.random.key(0), rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+            shape: Any = {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "targets": lora.lora_targets}
+            add = partial(add_adapters, key=jax.random.key(0), **shape)
             adapters, step = checkpoints.restore_params(split(jax.eval_shape(add, base_params))[0], step)
-            params = Adapted(base_params, adapters, jnp.float32(lora.alpha / lora.rank))
+            params = Adapted(base_params, adapters, jnp.float32(lora.lora_alpha / lora.lora_rank))
     return Trained(config, params, lora, step)
 
 

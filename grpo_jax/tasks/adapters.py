@@ -238,13 +238,12 @@ def _row(example: Example) -> Mapping[str, Any]:
 
 
 def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
-    spoken = [("assistant", turn.action, "tool", turn.observation) for turn in turns]
-    return [
-        {"role": role, "content": str(text)}
-        for action_role, action, observation_role, heard in spoken
-        for role, text in ((action_role, action), (observation_role, heard))
-        if text is not None
-    ]
+    messages = []
+    for turn in turns:
+        messages.append({"role": "assistant", "content": str(turn.action)})
+        if turn.observation is not None:
+            messages.append({"role": "tool", "content": str(turn.observation)})
+    return messages
 
 
 async def _waited(value: Awaitable[Any] | Any) -> Any:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_jax.data.spans import BadSpans, checked, in_tokens, total
+from grpo_jax.data.spans import BadSpans, checked, in_tokens
 from grpo_jax.data.types import MOST_SPANS as MOST, Completion, Span
 
 # Tokens 0 … 5; the first loses its space, and two of them make up one character.
@@ -32,8 +32,6 @@ def test_spans_of_tokens_are_as_they_are_and_go_with_those_of_characters():
     tokens = checked([Span(1, 3, 0.5, "tokens")], WHOLE)
     characters = checked([(0, 2, 1.0)], WHOLE)
     assert [span[:3] for span in in_tokens([*tokens, *characters], WHOLE, decode)] == [(0, 1, 1.0), (1, 3, 0.5)]
-    assert total([*tokens, *characters]) == 1.5
-    assert total([]) == 0
 
 
 @pytest.mark.parametrize(

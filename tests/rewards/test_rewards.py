@@ -394,7 +394,7 @@ def test_the_extremes_of_the_limits_work(file, limits):
         ("FILE:number", None, "is no function but of type int"),
         ("FILE:of_trl", None, r"takes completions first, .* make it f\(examples, completions\)"),
         ("json:dumps", {"obj": 1}, "must return the reward"),
-        ("grpo_jax.rewards.builtin:matches", {"pattern": "("}, "no regular expression"),
+        ("grpo_jax.rewards.builtin:matches", {"pattern": "("}, "refuses its arguments .*unterminated"),
         ("grpo_jax.rewards.builtin:matches", {"no_such": 1}, r"\(no_such\): expected a function of"),
         ("FILE:plain", {"other": 1}, r"\(other\): expected a function of \(examples, completions, \*"),
         ("FILE:needs", {"other": 1}, r"\(other\): expected a function of"),

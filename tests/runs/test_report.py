@@ -150,8 +150,6 @@ def test_results_are_passed_on(tmp_path):
     assert write_page(tmp_path / "run", metrics(1), results=results)["results"] == results | {
         "before": {"a": 1, "b": None}
     }
-    long = write_page(tmp_path / "run", metrics(1), results=["x" * 200_000])["results"]
-    assert re.fullmatch(r'\["x+ … \(\d+ characters more\)', long)
 
 
 def test_a_phase_may_have_rollouts_only_and_times_are_curves(tmp_path):
@@ -190,7 +188,7 @@ def test_warnings_are_kept_once_and_stand_on_the_page(tmp_path, capsys):
         ("rollouts.jsonl", {"phase": "grpo", "step": 1}, r'line 2 of .*rollouts\.jsonl has no "prompt"'),
         ("rollouts.jsonl", group(1, tokens=[[1]]), r'line 2 of .*rollouts\.jsonl has no "tokens"'),
         ("rollouts.jsonl", group(1, rewards=[1.0]), r"line 2 of .*rollouts\.jsonl has other numbers of rewards"),
-        ("results.json", "rubbish", r"results\.json is not JSON"),
+        ("results.json", "rubbish", r"results\.json cannot be read"),
         ("config.json", None, "name the folder of a run"),
     ],
 )
