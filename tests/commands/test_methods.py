@@ -254,7 +254,7 @@ def test_the_folder_of_a_reward_model_is_of_the_last_step_and_is_repaired(folder
     assert run(folder, out, "", "--resume", "--steps", 4) == (lines, expected)
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert [path.name for path in out.glob("reward-model*")] == ["reward-model"]
-    with pytest.raises(UsageError, match="take the run's folder reward-model"):
+    with pytest.raises(UsageError, match="a reward model is in its run's folder reward-model"):
         export(Options(out, tmp_path / "exported"))
 
 
