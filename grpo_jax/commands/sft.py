@@ -180,13 +180,6 @@ def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
     """
     if not config.task:
         raise UsageError("--task is needed: name a file of rows with a prompt and a completion")
-    if config.task in ("gsm8k", "math"):
-        raise UsageError(
-            f"{config.task} is a task of rewards: name the file of its rows as --task, and what to learn by --template "
-            "and --completion-column"
-        )
-    if config.completion_column in ("prompt", config.prompt_column):
-        raise UsageError("--completion-column names the column of the prompt: name that of the completion")
     rows = read_rows(config.task)
     for row in rows:
         text_column(row, config.completion_column, remedy="set --completion-column")

@@ -25,8 +25,7 @@ _COMPLETIONS = "/v1/completions"
 _NOT_FOUND = 404
 _AT_ONCE = 256  # concurrent requests, which the server batches
 _SOON = 30.0  # seconds for the first answer of a server
-_FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 30.0  # seconds between attempts to reach a server
+_PAUSE = 5.0  # seconds between attempts to reach a server
 
 
 Completion = tuple[list[int], list[float]]  # tokens and their log-probabilities
@@ -91,7 +90,7 @@ class Engine:
           Interruption: The server does not answer within its timeout, refuses a request, or gives a wrong answer.
         """
         answers: list[Completion | None] = [None] * len(bodies)
-        pause, gone_since, missing = _FIRST_PAUSE, None, len(bodies)
+        gone_since, missing = None, len(bodies)
         while True:
             try:
                 self._load(params)
@@ -101,15 +100,14 @@ class Engine:
                 self._is_told = False  # a restarted server has its initial parameters
                 left = answers.count(None)
                 if gone_since is None or left < missing:
-                    gone_since, pause, missing = time.monotonic(), _FIRST_PAUSE, left
+                    gone_since, missing = time.monotonic(), left
                     self._note(f"the engine at {self._url} does not answer ({error}): it is asked again")
                 if time.monotonic() - gone_since >= self._timeout:
                     raise Interruption(
                         f"the engine at {self._url} has not answered for {self._timeout:g} s ({error}), with {left} of "
                         f"{len(bodies)} completions missing: start it again"
                     ) from None
-                time.sleep(min(pause, self._timeout))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                time.sleep(min(_PAUSE, self._timeout))
 
     def _fill(self, answers: list[Completion | None], bodies: Sequence[Mapping[str, Any]], vocab_size: int) -> None:
         """Sends all missing requests concurrently. After a failure, no further requests begin.

@@ -7,7 +7,7 @@ the policy's decoder. The models are {"policy": ..., "critic": `heads.Headed`}.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -94,15 +94,6 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
     """
     run, grpo = config.run, grpo_method(policy, config.run)
 
-    def extras(trained: Params) -> dict[str, Any]:
-        kind = config.critic.critic
-        if (trained["critic"].decoder is None) != (kind == "shared"):
-            raise UsageError(
-                f"the critic is to be {kind}, but the parameters have the other kind: make them with "
-                f'add_critic(..., "{kind}")'
-            )
-        return grpo.initial_extras(trained)
-
     has_ends = config.critic.bootstrap_truncated  # packed completions have no value after the last token
     critic_options = replace(run.optimizer, learning_rate=config.critic.critic_learning_rate)
     critic_schedule = learning_rate_schedule(critic_options, run.num_updates)
@@ -116,7 +107,6 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         advantage=lambda rewards, batch, kl_coef: critic_advantage(rewards, batch, kl_coef, config=config),
         optimizer=optimizer,
         scorers=(*old_scorer(partial(score, policy, critic), run, values=True), *reference_scorer(policy, run)),
-        initial_extras=extras,
         packs=grpo.packs and not has_ends,
     )
 

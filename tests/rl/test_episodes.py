@@ -289,7 +289,6 @@ def test_what_ended_an_episode_is_counted(reply, ending):
     [
         (PLAYED, POLICY, {"environment_tokens": 0}, "environment_tokens is 0"),
         (TASK, POLICY, {}, "max_turns and environment_tokens"),
-        (PLAYED, POLICY._replace(decoder=None), {}, "no decoder"),
     ],
 )
 def test_what_cannot_work_is_refused(task, policy, changes, words):

@@ -223,10 +223,7 @@ def test_a_shared_decoder_has_the_sum_of_both_gradients():
 # ---- options
 
 
-def test_critics_of_the_other_kind_and_a_value_beyond_an_end_that_is_meant_are_refused():
-    programs = make_ppo_programs(POLICY, CRITIC, digit_task(says_three), of_ppo())
-    with refused("critic is to be own"):
-        programs.method.initial_extras(add_critic(MODEL, PARAMS["policy"], "shared"))
+def test_a_value_beyond_an_end_that_is_meant_is_refused():
     endless = digit_task(says_three)._replace(open_ended=True)
     with refused("bootstrap_truncated"):
         make_ppo_programs(POLICY, CRITIC, endless, of_ppo(bootstrap_truncated=True))

@@ -217,7 +217,7 @@ def test_an_order_of_roles_that_the_template_refuses_is_named_before_anything_is
 
     message = {"role": "user", "content": "word"}
     for bad, place in (
-        (Row({"prompt": [message, message]}, "here, line", 101), "here, line 101"),
+        (Row({"prompt": [message, message]}, "here, line 101"), "here, line 101"),
         ({"prompt": [message] * 2}, "row 100"),
     ):
         tokenizer = Alternating()
