@@ -191,7 +191,6 @@ def train_with_control(
 
     for phase in phases:  # before the initial evaluation, which takes long
         run.keep_inputs(phase, inputs_of(task))
-    run.announce_checkpoints(*phases)
     if max(saved_steps(run.path / "checkpoints" / phases[0]), default=0) < config.steps:
         compile_ahead(programs, params, task, task.reward)
     with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):

@@ -225,8 +225,6 @@ def _rows(prompts: Any) -> list[Mapping[str, Any]]:
         raise UsageError(f"prompts is one text: put it into brackets, or name a file that ends in {SUFFIXES[0]}")
     if isinstance(prompts, str | Path):
         return list(read_rows(prompts))
-    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
-        raise UsageError("prompts must be a list of texts, of lists of chat messages or of rows, or a file of rows")
     rows = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
     if not rows:
         raise UsageError("prompts is empty: give at least one")

@@ -118,7 +118,6 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
         numbers = job.log(params, evaluation) if job.log else job.summary(evaluation)
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
-    run.announce_checkpoints(job.phase)
     with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
         before = evaluate(params, 0)
     batches = job.batches(reference)

@@ -70,16 +70,11 @@ def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Pr
     Raises:
       UsageError: The source cannot be read, a column is missing, or nothing is left.
     """
-
-    def parse(row: Mapping[str, Any]) -> list[Preference] | str:
-        pair = preference_of(row, chat=chat)
-        return pair if isinstance(pair, str) else [pair]
-
-    return _read(source, "pair", parse)
+    return _read(source, "pair", lambda row: preference_of(row, chat=chat))
 
 
 def _read(
-    source: str | Path, name: str, parse: Callable[[Mapping[str, Any]], list[Kind] | str]
+    source: str | Path, name: str, parse: Callable[[Mapping[str, Any]], Kind | list[Kind] | str]
 ) -> tuple[list[Kind], dict[str, int]]:
     """Returns the parsed records of all rows, and the number of dropped rows by reason."""
     records, dropped = list[Kind](), Counter[str]()
@@ -88,7 +83,7 @@ def _read(
         if isinstance(parsed, str):
             dropped[parsed] += 1
         else:
-            records += parsed
+            records += parsed if isinstance(parsed, list) else [parsed]
     if not records:
         raise UsageError(f"no {name} of {source} is left ({dict(dropped)}): look at its rows")
     return records, dict(dropped)

@@ -305,12 +305,10 @@ def length(*, target: int | None = None, maximum: int | None = None) -> Reward:
     Raises:
       UsageError: Both or none of the arguments are set, or the length is less than 1.
     """
-    if (target is None) == (maximum is None):
-        raise UsageError("length needs target or maximum, and not both")
-    limit = target if target is not None else maximum
-    assert limit is not None
-    if limit < 1:
-        raise UsageError(f"a length of {limit} tokens is asked for: it must be at least 1")
+    limits = [limit for limit in (target, maximum) if limit is not None]
+    if len(limits) != 1 or limits[0] < 1:
+        raise UsageError("length needs either target or maximum, and at least 1")
+    limit = limits[0]
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         lengths = _lengths(completions)

@@ -165,9 +165,7 @@ def import_place(kind: str, place: str, spec: str) -> Any:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:  # a module may raise any type of error
-        is_relative = isinstance(error, ImportError) and "no known parent package" in str(error)
-        remedy = "; name it as package.module:function" if is_relative else ""
-        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {one_line(error)}{remedy}") from error
+        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {one_line(error)}") from error
 
 
 def digest_of_source(spec: str) -> str:

@@ -19,8 +19,13 @@ RATIO_TOLERANCE = 1.0
 MISMATCH_TOLERANCE = 1.05
 
 
-def check_task(task: Task, config: GRPOConfig) -> None:
+def check_task(task: Task, config: GRPOConfig, *, bootstraps: bool = False) -> None:
     """Raises if a task and the options do not work together.
+
+    Args:
+      task: The task of the run.
+      config: The configuration of the run.
+      bootstraps: True if the values of a critic continue truncated completions.
 
     Raises:
       UsageError: Task and options conflict. The message says what to change.
@@ -34,9 +39,10 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     if task.environment is not None:
         hosts.check_alone("environments")
     check_episodes(sampling, has_environment=task.environment is not None)
-    if loss.mask_truncated and task.open_ended:
+    if task.open_ended and (loss.mask_truncated or bootstraps):
         raise UsageError(
-            "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
+            "completions of this task are meant to be cut off, and end there: leave mask_truncated and "
+            "bootstrap_truncated out"
         )
     if loss.advantages_of == "spans" and task.environment is not None:
         raise UsageError(

@@ -76,11 +76,7 @@ def make_ppo_programs(
     if task.environment is not None:
         raise UsageError("a critic of PPO reads no episodes of several turns: train with GRPO, or without environment")
     validate_ppo(config, num_devices=parts(devices_of(config.run)))
-    check_task(task, config.run)
-    if config.critic.bootstrap_truncated and task.open_ended:
-        raise UsageError(
-            "completions of this task are meant to be cut off, and end there: leave bootstrap_truncated out"
-        )
+    check_task(task, config.run, bootstraps=config.critic.bootstrap_truncated)
     return make_method_programs(ppo_method(policy, critic, config), policy, task, config.run, sampler=sampler)
 
 

@@ -1,7 +1,6 @@
 """Checkpoints of a phase of a run: saved asynchronously, verified by seals, and restored exactly."""
 
 import hashlib
-import itertools
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +117,8 @@ class Checkpoints:
             return 0
         step, passed = self._newest(steps)
         for wrong in passed:
-            (self._folder / str(wrong)).rename(_unused(self._folder / f"damaged-{wrong}"))
+            shutil.rmtree(self._folder / f"damaged-{wrong}", ignore_errors=True)  # of an earlier start
+            (self._folder / str(wrong)).rename(self._folder / f"damaged-{wrong}")
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; the run goes on from step {step}")
         return step
@@ -207,12 +207,6 @@ def _say(sentence: str) -> None:
 def _in_words(passed: Mapping[int, str]) -> str:
     """Returns the reasons why checkpoints are not used, as text."""
     return ", and ".join(f"checkpoint {step} is not used, for {wrong}" for step, wrong in passed.items())
-
-
-def _unused(path: Path) -> Path:
-    """Returns the path, with a number appended if the path exists."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(free for free in itertools.chain([path], numbered) if not free.exists())
 
 
 def _placed(tree: Any, shardings: Any = None) -> Any:

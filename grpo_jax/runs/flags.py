@@ -78,6 +78,21 @@ Config = TypeVar("Config", bound=HasOutput)
 Options = TypeVar("Options")
 
 
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Opens a block in which a UsageError or a lack of memory or disk ends the program with one sentence."""
+    prepare_terminal()
+    try:
+        yield
+    except UsageError as error:
+        refuse(str(error))
+    except Exception as error:
+        if sentence := lacking(error):
+            refuse(sentence)
+        raise
+
+
+@refusing()
 def parse(config_class: type[Config], description: str | None, args: list[str] | None = None) -> Config:
     """Reads the command line into a dataclass.
 
@@ -94,13 +109,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     Returns:
       The options. `output.run_dir` is the folder of the run, which exists exactly when resuming.
     """
-    with refusing():
-        return _parse(config_class, description, sys.argv[1:] if args is None else args)
-
-
-def _parse(config_class: type[Config], description: str | None, args: list[str]) -> Config:
-    """Reads the command line for `parse`, and raises errors that `parse` turns into messages."""
-    prog = program()
+    args, prog = sys.argv[1:] if args is None else args, program()
     default = _with_file(config_class(), args)
     config = _read(config_class, _with_preset(default, args), args, prog, description)
     hosts.start(config.output.hosts, say_refusal, say_note)
@@ -213,12 +222,10 @@ def _of_run(config_class: type[Config], file: Path) -> Config:
     """Returns the options that a run began with.
 
     Raises:
-      UsageError: The file cannot be read, has no options, or one of its options does not fit.
+      UsageError: The file cannot be read, or one of its options does not fit.
     """
     saved = read_object(file)
     try:
-        if not saved:
-            raise UsageError("it has no options")
         return from_json(config_class(), saved)
     except UsageError as error:
         raise UsageError(f"{file} is of another experiment or version ({error}): start a new run") from None
@@ -232,11 +239,6 @@ def value_of(flag: str, args: Sequence[str]) -> str:
         if _spelled(name) == flag:
             value = rest if has_value else following
     return value
-
-
-def flags_of(args: Sequence[str]) -> list[str]:
-    """Returns the flags on a command line, spelled like "--run-dir"."""
-    return [_spelled(arg.partition("=")[0]) for arg in args if arg.startswith("--")]
 
 
 def _spelled(flag: str) -> str:
@@ -358,20 +360,6 @@ def open_run(config: HasOutput) -> RunFolder:
         run.trackers.append(weights_and_biases(output.wandb, output.run_dir, flattened(values)))
     run.say(f"run folder: {output.run_dir}")
     return run
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """Opens a block in which a UsageError or a lack of memory or disk ends the program with one sentence."""
-    prepare_terminal()
-    try:
-        yield
-    except UsageError as error:
-        refuse(str(error))
-    except Exception as error:
-        if sentence := lacking(error):
-            refuse(sentence)
-        raise
 
 
 def refuse(message: str) -> NoReturn:

@@ -27,7 +27,7 @@ from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError
 from grpo_jax.options import flattened
-from grpo_jax.runs.checkpoint import Checkpoints, saved_steps
+from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
     Tracker,
     complete_lines,
@@ -179,8 +179,8 @@ class RunFolder:
             done = update_flops / seconds["update"]
             line["update_tflops"] = float(f"{done / 1e12:.4g}")
             line |= {"mfu": float(f"{done / peak_flops:.4g}")} if peak_flops else {}
-        programs = programs_so_far()
-        line |= {"peak_memory_mb": peak_memory_mb(), "compilations": programs.compiled, "cache_reads": programs.read}
+        compiled, read = programs_so_far()
+        line |= {"peak_memory_mb": peak_memory_mb(), "compilations": compiled, "cache_reads": read}
         line |= numbers or {}
         self._log("times.jsonl", {"phase": phase, "step": step, **line})
         self._seconds.clear()
@@ -240,15 +240,6 @@ class RunFolder:
             run=partial(run_digest, self.path, phase),
             warn=partial(self.warn_once, f"checkpoints of {phase}"),
         )
-
-    def announce_checkpoints(self, *phases: str) -> None:
-        """Prints the step at which a resumed run continues. A new run prints nothing."""
-        for phase in phases:
-            if steps := saved_steps(self.path / "checkpoints" / phase):
-                self.say(
-                    f"{phase}: the newest checkpoint is that of step {max(steps)}; the initial model is evaluated "
-                    "again before the run continues"
-                )
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

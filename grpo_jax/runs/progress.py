@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import filelock
 import jax
@@ -28,16 +28,9 @@ _REQUEST_EVENT, _READ_EVENT = "/jax/core/compile/backend_compile_duration", "/ja
 _seen = {_REQUEST_EVENT: 0, _READ_EVENT: 0}  # events since this module was imported
 
 
-class Programs(NamedTuple):
-    """The numbers of compiled programs and of programs read from the cache."""
-
-    compiled: int
-    read: int  # from the cache of an earlier start, instead of compiled
-
-
-def programs_so_far() -> Programs:
-    """Returns the numbers of programs of this process so far."""
-    return Programs(_seen[_REQUEST_EVENT] - _seen[_READ_EVENT], _seen[_READ_EVENT])
+def programs_so_far() -> tuple[int, int]:
+    """Returns how many programs this process has compiled, and how many it has read from the cache instead."""
+    return _seen[_REQUEST_EVENT] - _seen[_READ_EVENT], _seen[_READ_EVENT]
 
 
 def cache_folder() -> Path:

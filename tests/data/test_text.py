@@ -117,7 +117,6 @@ EOS = {"eos_ids": (arithmetic.EOS_ID,)}
     ("call", "words"),
     [
         (lambda digits: encode(digits, ["", "123"], max_prompt_tokens=2), "no prompt is left"),
-        (lambda digits: encode(digits, "1+2="), "prompts must be a list"),  # would be four prompts of a letter
         (lambda digits: encode(digits, ["1"], max_prompt_tokens=0), "max_prompt_tokens is 0"),
         (lambda digits: encode_completions(digits, ["1"], eos_ids=()), "no EOS"),
         (lambda digits: encode_completions(digits, ["1"], max_tokens=0, **EOS), "max_tokens is 0"),

@@ -83,7 +83,6 @@ def test_a_resumed_run_may_compute_elsewhere_but_nothing_else(tmp_path):
         (["--learning-rate", "nan"], {}, "learning_rate is nan: it must be above 0"),
         (["--resume"], {"config.json": ""}, "cannot be read"),
         (["--resume"], {"config.json": '{"no_such_option": 1}'}, "of another experiment or version"),
-        (["--resume"], {"config.json": "{}"}, "it has no options"),
         ([], {"thesis.txt": "mine"}, "exists and is no run"),
     ],
 )

@@ -411,7 +411,7 @@ def test_what_cannot_be_loaded_is_refused_in_a_sentence(file, spec, arguments, w
     [
         ("def f(:", "SyntaxError"),
         ("raise SystemExit(1)", "SystemExit"),
-        ("from . import other", "name it as package.module:function"),
+        ("from . import other", "no known parent package"),
         ("import os; os._exit(7)", "exit status 7"),
         (f"import time; {SLEEPS}", "cannot be loaded: no answer within its deadline"),
     ],

@@ -17,7 +17,7 @@ from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.iteration import check_programs
-from grpo_jax.rl.types import Batch, Forward, Graded
+from grpo_jax.rl.types import Graded
 from grpo_jax.statistics import paired_difference
 
 # ---- options and tasks that are refused: each range is in the tests of options
@@ -82,7 +82,6 @@ def test_weights_of_completions_go_with_ratios_of_completions():
         (lambda: make_programs(POLICY, TASK, with_options(RUN, devices=99)), "devices is 99"),
         (lambda: guards.check_tokens(TASK._replace(eos_ids=())), "EOS"),
         (lambda: guards.check_tokens(TASK._replace(vocab_size=5)), "EOS"),
-        (lambda: OBJECTIVE({"policy": PARAMS}, Forward(*ZEROS[:3]), Batch(*ZEROS)), "ref_logprobs"),
     ],
 )
 def test_what_a_model_or_a_batch_lacks_is_refused(call, words):

@@ -62,7 +62,6 @@ def test_the_first_token_of_a_text_without_prompt_is_not_learned():
 @pytest.mark.parametrize(
     ("prompts", "completions", "sentence"),
     [
-        ([[1, 2, 3]], [[4, 5, 6]], "text 0 has 6 tokens, and a row 5"),
         ([[1], [1]], [[2], []], "text 1 has no token to learn"),
         ([[]], [[2]], "text 0 has no token to learn"),
     ],

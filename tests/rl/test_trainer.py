@@ -226,7 +226,6 @@ def test_an_environment_as_for_trl_shows_its_tools_and_what_it_begins_with(folde
         ({"quantize": "nf4"}, "quantize nf4 .*LoRA"),
         ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
         ({"prompts": "1+1="}, "prompts is one text"),
-        ({"prompts": 3}, "prompts must be a list"),
         ({"prompts": []}, "prompts is empty"),
         ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt"),
         ({"prompts": [{"question": "1+1="}]}, "row 0 has no column prompt"),

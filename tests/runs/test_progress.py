@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from grpo_jax.runs import progress as module
-from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import RunConsole, in_time, progress, waiting
 
 
@@ -50,17 +49,6 @@ def test_a_file_gets_a_line_a_minute_and_says_what_is_left(clock):
 def test_a_phase_says_where_it_continues_and_nothing_if_it_is_complete(clock):
     assert lines_of(clock, 10, 1, completed=4)[0] == "grpo: continues after step 4 of 10"
     assert lines_of(clock, 10, 1, completed=10) == []
-
-
-def test_a_resumed_run_says_where_it_continues_before_it_evaluates(tmp_path):
-    console = silent_console()
-    run = RunFolder(tmp_path / "run", {}, console=console)
-    run.announce_checkpoints("grpo", "control")
-    assert console.file.getvalue() == ""
-    for step in (8, 10):
-        (tmp_path / f"run/checkpoints/grpo/{step}").mkdir(parents=True)
-    run.announce_checkpoints("grpo", "control")
-    assert console.file.getvalue().startswith("grpo: the newest checkpoint is that of step 10; the initial model")
 
 
 def test_a_closed_pipe_is_an_error_and_no_silent_exit():
