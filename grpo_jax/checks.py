@@ -102,16 +102,6 @@ def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
     _refuse_first(_teacher(config.distillation, "teacher" in roles))
 
 
-def check_control(config: GRPOConfig) -> None:
-    """Raises if a control, whose rewards are coin tosses, would also learn from a teacher.
-
-    Raises:
-      UsageError: The run has a teacher.
-    """
-    if config.distillation.teacher:
-        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
-
-
 def _refuse_first(*checks: Iterable[str]) -> None:
     for sentence in chain.from_iterable(checks):
         raise UsageError(sentence)

@@ -189,11 +189,8 @@ def jit_on_devices(
 
 def abstract(tree: Any, devices: Devices, axes: Any = None) -> Any:
     """Returns the shapes and shardings that `place` or `to_devices` would produce, for lowering a program."""
-
-    def of_array(x: Any, target: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
-
-    return jax.tree.map(of_array, tree, _shardings(tree, devices, axes))
+    targets = _shardings(tree, devices, axes)
+    return jax.tree.map(lambda x, target: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target), tree, targets)
 
 
 def num_cores() -> int:
@@ -362,11 +359,7 @@ def _shardings(tree: Any, devices: Devices, axes: Any) -> Any:
         spec = PartitionSpec() if axis is None else PartitionSpec(names)
         return jax.tree.map(lambda _: NamedSharding(mesh, spec), part)
 
-    return jax.tree.map(of_part, axes, tree, is_leaf=_is_none)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
+    return jax.tree.map(of_part, axes, tree, is_leaf=lambda x: x is None)
 
 
 def _mesh(devices: Devices) -> jax.sharding.Mesh:

@@ -105,12 +105,11 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
         jax.distributed.initialize(
             **named, initialization_timeout=_MEET_SECONDS, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
         )
-    except ValueError:
+    except (ValueError, RuntimeError) as error:
         raise UsageError(
-            "JAX finds no other hosts here: give each coordinator_address, num_processes and process_id"
+            f"the hosts of the run did not meet ({_line(error)}): give each the same coordinator_address and "
+            "num_processes, and its process_id"
         ) from None
-    except RuntimeError as error:
-        raise UsageError(f"the hosts of the run did not meet ({_line(error)}): start all with one address") from None
     if count() > 1:
         threading.Thread(target=_watch, args=(say,), daemon=True).start()
         atexit.register(_over.set)  # runs before JAX's shutdown, which waits for all hosts

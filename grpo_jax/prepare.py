@@ -92,15 +92,10 @@ def load_model(
     """
     check_ranges(options)
     rank = options.lora_rank
-    if options.param_dtype != "float32" and not rank:
+    if not rank and (options.param_dtype, options.quantize) != ("float32", "none"):
         raise UsageError(
-            "param_dtype bfloat16 would lose small updates of parameters that are trained: set it to float32, or "
-            "lora_rank above 0"
-        )
-    if options.quantize != "none" and not rank:
-        raise UsageError(
-            f"quantize {options.quantize} is of frozen parameters, and without LoRA all are trained: set lora_rank "
-            "above 0, or quantize to none"
+            f"param_dtype {options.param_dtype} or quantize {options.quantize} would lose small updates of parameters "
+            "that are trained: set lora_rank above 0, which freezes them, or leave both out"
         )
     if pretrained is None:
         pretrained = load_pretrained(

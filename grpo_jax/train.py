@@ -83,10 +83,6 @@ def train(
         compile_ahead(programs, params, task, reward or task.reward)  # while the first step samples
         return iterate(it, state, step, on_dispatch)
 
-    def evaluate_state(state: TrainState, step: int) -> dict[str, float]:
-        assert evaluate
-        return evaluate(join(state.params, frozen)["policy"], step)
-
     return run_steps(
         run,
         phase,
@@ -96,7 +92,7 @@ def train(
         step=take_step,
         place=partial(placement.place, devices=devices, axes=STATE_AXES),
         shardings=partial(placement.shardings, devices=devices, axes=STATE_AXES),
-        evaluate=evaluate_state if evaluate else None,
+        evaluate=(lambda state, step: evaluate(join(state.params, frozen)["policy"], step)) if evaluate else None,
         until=until,
     )
 

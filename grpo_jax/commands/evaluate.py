@@ -210,8 +210,7 @@ def show(console: Console, numbers: dict[str, float], title: str) -> None:
 
 def changed(run: Path, phase: str | None, task: Task) -> bool:
     """Returns whether the held-out prompts of a run have changed."""
-    inputs = read_inputs(run).get(phase_of(run, phase), {})
-    return inputs.get("held-out prompts") != hash_prompts(task.heldout)
+    return read_inputs(run).get(phase_of(run, phase), {}).get("held-out prompts") != hash_prompts(task.heldout)
 
 
 def load(options: Options) -> tuple[Pretrained, int | None]:

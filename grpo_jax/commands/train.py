@@ -77,12 +77,11 @@ def check_options(method: str, args: Sequence[str]) -> None:
             continue
         others = [other for other in METHODS if names & option_types(module_of(other).Config).keys()]
         if others:
-            listed = " and ".join(filter(None, (", ".join(others[:-1]), others[-1])))
             rows = {"--task": "data", "--data": "task"}.get(flag)  # the other option that names a file of rows
             remedy = f"name its rows with --{rows}" if rows in known else "leave it out"
             raise UsageError(
-                f"{flag} is an option of --method {listed}, and the method is {method}: {remedy}, or choose another "
-                "method"
+                f"{flag} is an option of --method {' and '.join(others)}, and the method is {method}: {remedy}, or "
+                "choose another method"
             )
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from json.encoder import encode_basestring
 from pathlib import Path
 from sys import intern
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -53,13 +53,11 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
     path = user_path(source)
     if not path.exists() and not str(source).endswith(SUFFIXES) and _HUB_ID.fullmatch(str(source)):
         rows = _hub_rows(str(source), split or "train", subset)
-        where = f"{source}, split {split or 'train'}"
     else:
         path = _file(path, split)
         rows = _json_rows(path) if path.name.removesuffix(".gz").endswith(".json") else _json_lines(path)
-        where = str(path)
     if not rows:
-        raise UsageError(f"{where} holds no rows")
+        raise UsageError(f"{source} holds no rows")
     return rows
 
 
@@ -198,14 +196,10 @@ def _file(path: Path, split: str | None) -> Path:
     return path
 
 
-def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
-
-
 def _lines(path: Path) -> Iterator[bytes]:
     """Yields the lines of a file without reading it as a whole."""
     try:
-        with _open(path) as file:
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
             yield from file
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read ({error})") from None

@@ -15,11 +15,6 @@ class BadSpans(ValueError):
     """The reason why spans do not fit a completion."""
 
 
-def are_spans(value: Any) -> bool:
-    """Returns whether a reward is a list of rewards for parts of a completion, instead of a number."""
-    return isinstance(value, list | tuple) and all(isinstance(part, list | tuple) for part in value)
-
-
 def checked(value: Sequence[Any], completion: Completion) -> tuple[Span, ...]:
     """Checks and returns the spans that a reward function gave for a completion.
 

@@ -44,11 +44,6 @@ def last_action(completion: str) -> str:
     return completion.actions[-1] if isinstance(completion, Completion) else completion
 
 
-def text_answer(text: str) -> str:
-    """Returns the whole text, stripped."""
-    return text.strip()
-
-
 def last_number(text: str) -> str | None:
     """Returns the last number in a text."""
     matches = _IN_TEXT.findall(text)
@@ -169,7 +164,7 @@ def _same_by_sympy(stated: str, expected: str) -> bool:
 # ---- answers
 
 
-def exact_answer(column: str = "answer", extract: Extract = text_answer) -> Reward:
+def exact_answer(column: str = "answer", extract: Extract = str.strip) -> Reward:
     """Makes a reward: 1 if the completion's answer equals the example's, as a number or as a text, else 0.
 
     Args:
@@ -179,7 +174,7 @@ def exact_answer(column: str = "answer", extract: Extract = text_answer) -> Rewa
     Returns:
       The reward.
     """
-    return partial(_graded, column, extract, text_answer, same_text)
+    return partial(_graded, column, extract, str.strip, same_text)
 
 
 def gsm8k_answer(column: str = "answer", lenient: bool = False) -> Reward:

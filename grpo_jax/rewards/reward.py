@@ -157,10 +157,7 @@ def new_counts(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str,
 
 
 async def _gather(answers):
-    async def wait(answer):
-        return await answer if inspect.isawaitable(answer) else answer
-
-    return await asyncio.gather(*map(wait, answers))
+    return await asyncio.gather(*map(coroutines.awaited, answers))
 
 
 def _checked(name: str, answer: Any, completions: Sequence[Completion]) -> list[Checked]:

@@ -44,13 +44,10 @@ def check_task(task: Task, config: GRPOConfig, *, bootstraps: bool = False) -> N
             "completions of this task are meant to be cut off, and end there: leave mask_truncated and "
             "bootstrap_truncated out"
         )
-    if loss.advantages_of == "spans" and task.environment is not None:
+    if loss.advantages_of == ("turns" if task.environment is None else "spans"):
         raise UsageError(
-            'advantages_of "spans" is for completions of one turn, and this task has an environment: set it to "turns"'
-        )
-    if loss.advantages_of == "turns" and task.environment is None:
-        raise UsageError(
-            'advantages_of "turns" is for tasks with an environment, and this one has none: set it to "sum"'
+            f'advantages_of "{loss.advantages_of}" does not suit this task: "turns" is for tasks with an environment, '
+            '"spans" for completions of one turn'
         )
     rewards = task.reward if isinstance(task.reward, Mapping) else {}
     counting = [name for name, component in rewards.items() if component.weight]

@@ -236,14 +236,9 @@ def value_of(flag: str, args: Sequence[str]) -> str:
     value = ""
     for arg, following in pairwise([*args, ""]):
         name, has_value, rest = arg.partition("=")
-        if _spelled(name) == flag:
+        if name.replace("_", "-") == flag:  # users may write flags with underscores
             value = rest if has_value else following
     return value
-
-
-def _spelled(flag: str) -> str:
-    """Returns a flag with hyphens, which users may also write with underscores."""
-    return flag.replace("_", "-")
 
 
 def read_options(file: Path) -> dict[str, Any]:

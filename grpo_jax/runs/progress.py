@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +147,7 @@ def waiting(console: Console, words: str) -> Iterator[None]:
     """Shows a message with a spinner during the block, or prints the message without a terminal."""
     if not _moves(console):
         say(console, words)
-        yield
-        return
-    with console.status(words):
+    with console.status(words) if _moves(console) else nullcontext():
         yield
 
 

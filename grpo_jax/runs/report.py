@@ -158,12 +158,9 @@ def _thin(points: Points, parts: int) -> Points:
 
 
 def _compact_curve(points: Points) -> list[Any]:
-    """Returns the steps and the values with five digits. Evenly spaced steps become [first, difference]."""
-    steps = [step for step, _ in points]
+    """Returns the steps and the values with five digits."""
     values = [float(f"{y:.5g}") if type(y) is float and y % 1 else y if y is None else int(y) for _, y in points]
-    by = steps[1] - steps[0] if len(steps) > 2 else 0
-    even = by > 0 and steps == [*range(steps[0], steps[0] + by * len(steps), by)]
-    return [[steps[0], by] if even else steps, values]
+    return [[step for step, _ in points], values]
 
 
 # ---- rollouts

@@ -10,13 +10,14 @@ import json
 import random
 import types
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from grpo_jax.data.coroutines import awaited
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example, Number, Reward, Turn
 from grpo_jax.errors import UsageError
@@ -182,12 +183,12 @@ def trl_reward(factory: Factory, reward: Callable[..., Any] | None = None) -> Re
         pairs = list(zip(examples, completions, strict=True))
         played = [(await _played(factory, example, text.turns))[0] for example, text in pairs]
         if reward is None:
-            return [await _waited(environment.get_reward()) for environment in played]
+            return [await awaited(environment.get_reward()) for environment in played]
         rows = [_row(example) for example in examples]
         columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
         messages = [_messages(text.turns) for text in completions]
         prompts = [example["prompt"] for example in examples]
-        return list(await _waited(reward(environments=played, prompts=prompts, completions=messages, **columns)))
+        return list(await awaited(reward(environments=played, prompts=prompts, completions=messages, **columns)))
 
     return graded
 
@@ -200,7 +201,7 @@ async def _played(factory: Factory, example: Example, turns: Sequence[Turn]) -> 
         environment.reset(**_row(example))
         answer = reply_with(_methods(environment))
         for turn in turns:
-            reply = await _waited(answer(example, [turn], ()))
+            reply = await awaited(answer(example, [turn], ()))
         return environment, reply
 
     return await _with_draws_for(_row(example), play())
@@ -244,10 +245,6 @@ def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
         if turn.observation is not None:
             messages.append({"role": "tool", "content": str(turn.observation)})
     return messages
-
-
-async def _waited(value: Awaitable[Any] | Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 # ---- random draws of TRL environments

@@ -300,7 +300,7 @@ def test_ratings_that_are_all_good_are_warned_of_and_without_weight_refused(fold
     assert "plan: prompts that are text are user messages of the chat template" in capsys.readouterr().out
     assert "all completions to train on are good" in (tmp_path / "run/warnings.jsonl").read_text()
     where = ("train", "--method", "kto", "--run-dir", tmp_path / "no", "--no-compilation-cache")
-    assert "the weight of good ones is 0" in refusal(capsys, *where, *options, "--desirable-weight", 0)
+    assert "all completions to train on have the weight 0" in refusal(capsys, *where, *options, "--desirable-weight", 0)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import math
 import warnings
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, TASK, prompts, train_grpo
@@ -15,7 +14,7 @@ from grpo_jax.config import recipe, with_options
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.rl.grpo import grpo_method, make_programs
+from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import check_programs
 from grpo_jax.rl.types import Graded
 from grpo_jax.statistics import paired_difference
@@ -63,9 +62,6 @@ from grpo_jax.statistics import paired_difference
 def test_options_that_do_not_go_together_are_refused(changes, option):
     with refused(option):
         validate(with_options(RUN, **changes))
-
-
-ZEROS, (OBJECTIVE,) = jnp.zeros((5, 1, 1, 1)), grpo_method(POLICY, RUN).terms
 
 
 def test_weights_of_completions_go_with_ratios_of_completions():

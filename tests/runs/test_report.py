@@ -26,8 +26,7 @@ def steps_of(data, phase="grpo"):
 def curve(data, metric, phase="grpo"):
     """Points of a curve."""
     steps, values = data["curves"][metric][phase]
-    evenly = [steps[0] + i * steps[1] for i in range(len(values))] if len(steps) != len(values) else steps
-    return [[*point] for point in zip(evenly, values, strict=True)]
+    return [[*point] for point in zip(steps, values, strict=True)]
 
 
 def test_groups_have_tokens_and_probabilities_once(tmp_path):
@@ -101,7 +100,7 @@ def test_curves_have_gaps_and_metrics_of_some_steps(tmp_path):
     data = write_page(tmp_path / "run", lines + metrics(1, 2, phase="control", never=None))
     assert curve(data, "kl") == [[1, 0.5], [2, None], [3, None], [4, 0.5]]
     assert data["curves"]["heldout_sampled"] == {"grpo": [[2, 4], [0.25, 0.5]]}
-    assert data["curves"]["reward"]["grpo"] == [[1, 1], [0.1, 0.2, 0.3, 0.4]]  # evenly spaced from 1
+    assert data["curves"]["reward"]["grpo"] == [[1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4]]
     assert curve(data, "reward", "control") == [[s, s / 10] for s in (1, 2)]
     assert "never" not in data["curves"]
     assert curve(data, "ungraded_answer_timeout") == [[1, 0], [2, 0], [3, 0], [4, 2]]  # 0 where none is logged

@@ -8,7 +8,7 @@ from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Turn
 from grpo_jax.errors import UsageError
 from grpo_jax.tasks.environments import environment_in_processes
-from grpo_jax.tasks.tools import Call, calls_of, count_calls, load_tools, parse_tools, reply_with, schemas_of
+from grpo_jax.tasks.tools import Call, calls_of, count_calls, load_tools, reply_with, schemas_of
 
 
 def multiply(a: float, b: float) -> float:
@@ -188,9 +188,8 @@ def test_a_tool_that_hangs_or_escapes_ends_its_own_episode_only(tmp_path, name, 
 
 
 def test_names_of_tools_on_a_command_line(tmp_path):
-    assert parse_tools("my/file.py:f, g") == ("my/file.py", ["f", "g"])
     for text in ("f", "file.py:", "file.py:f,,g", "file.py:f(1)"):
         with pytest.raises(UsageError, match="the tools"):
-            parse_tools(text)
+            load_tools(text)
     with pytest.raises(UsageError, match="there is no file"):
         load_tools(f"{tmp_path}/none.py:f")
