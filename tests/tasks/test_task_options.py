@@ -1,9 +1,7 @@
 """Rewards and tasks as a command line names them."""
 
-import json
-
 import pytest
-from tiny import refused
+from tiny import refused, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax.data.types import Completion, hash_file
@@ -43,7 +41,6 @@ def test_a_reward_is_read(text, expected):
         ("length(7)", "plain values"),
         ("length(target=open('x'))", "plain values"),
         ("length(target=1", "cannot be read"),
-        ("length(target=1) + 2)", "plain values"),
         ("length(target=1)(target=7)", "plain values"),
         ("length(target=1, target=7)", "plain values"),
         ("a.py:f(x=" + 5000 * "-" + "1)", "plain values"),
@@ -73,7 +70,6 @@ def test_opened_rewards_are_weighted_and_see_whole_groups(tmp_path):
     [
         (["length(maximum=1)", "length(maximum=2)"], "two rewards are called length"),
         (["0*length(maximum=1)"], "nothing to learn from"),
-        (["none.py:f"], "there is no file"),
     ],
 )
 def test_rewards_that_do_not_work_are_refused(texts, sentence):
@@ -109,9 +105,8 @@ def pretrained(tmp_path):
 
 def opened(tmp_path, pretrained, prompts, **options):
     """Opens the task of a file with these prompts."""
-    rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-    (tmp_path / "rows.jsonl").write_text(rows)
-    options = TaskOptions(task=str(tmp_path / "rows.jsonl"), num_heldout=1, **options)
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in prompts])
+    options = TaskOptions(task=str(file), num_heldout=1, **options)
     return open_task(options, pretrained, num_prompts=1, group_size=2, seed=0)
 
 
