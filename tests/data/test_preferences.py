@@ -1,9 +1,7 @@
 """Rows of preferences and ratings that are refused, with their line."""
 
-import json
-
 import pytest
-from tiny import refused
+from tiny import refused, write_rows
 
 from grpo_jax.commands.sft import Config, read_completions
 from grpo_jax.data.preferences import read_preferences, read_ratings
@@ -46,7 +44,6 @@ def read_texts(file):
     ],
 )
 def test_a_row_that_cannot_be_learned_is_refused_with_its_line(tmp_path, read, row, change, words):
-    rows = [row, row | change]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(tmp_path / "rows.jsonl", [row, row | change])
     with refused(rf"rows.jsonl, line 2: .*{words}"):
-        read(tmp_path / "rows.jsonl")
+        read(file)

@@ -1,25 +1,19 @@
-"""Prompts to token ids: chat templates, what does not fit, and ids that are never encoded again."""
+"""Checks how prompts become ids: chat templates, prompts that do not fit, and ids that are never encoded again."""
 
 import dataclasses
-from pathlib import Path
 
 import bigrams
 import jax
 import numpy as np
 import pytest
-from tiny import refused
+from tiny import DATA, STORIES, Characters, needs_data, refused
 
 from experiments.tasks import arithmetic
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import recipe
-from grpo_jax.data import text as text_module
 from grpo_jax.data.text import encode_answers, encode_completions, encode_prompts, encode_texts
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer
 from grpo_jax.runs.folder import RunFolder
-
-DATA = Path(__file__).parents[2].parent / "shared/data"
-STORIES = DATA / "stories260K-hf"
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the shared data")
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
@@ -76,25 +70,17 @@ def test_messages_go_through_the_chat_template(digits):
     assert lists(encoded) == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3=")]
 
 
-class Ending:
+class Ending(Characters):
     """A tokenizer that begins and ends every text, unless asked not to."""
 
-    chat_template = TEMPLATE
-
-    def encode(self, text, add_special_tokens):
-        ids = [ord(character) for character in text]
+    def encode(self, text, add_special_tokens=True):
+        ids = super().encode(text)
         return [1, *ids, 2] if add_special_tokens else ids
-
-    def __call__(self, texts, add_special_tokens, **_):
-        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
-
-    def apply_chat_template(self, messages, **_):
-        return "".join(message["content"] for message in messages)
 
 
 def test_a_prompt_does_not_end_and_a_template_brings_its_own_special_tokens():
     encoded = encode_prompts(Ending(), ["a", [{"role": "user", "content": "b"}]], eos_ids=(2,))
-    assert lists(encoded) == [[1, 97], [98]]
+    assert lists(encoded) == [[1, 97], Characters().encode("<user>b<assistant>")]
 
 
 def test_a_text_that_brings_its_own_beginning_has_one_and_any_number_of_ends_goes():
@@ -176,10 +162,10 @@ def test_ids_are_never_encoded_again(tmp_path):
 
 @needs_data
 @pytest.mark.parametrize("name", ["stories260K-hf", "hf-tokenizers/phi-3-mini", "hf-tokenizers/falcon-tokenizer"])
-def test_batches_give_the_ids_that_single_texts_give(name, monkeypatch):
-    monkeypatch.setattr(text_module, "_BATCH", 3)
+def test_batches_give_the_ids_that_single_texts_give(name):
     tokenizer = load_tokenizer(DATA / name)
     texts = ["One day", "", " ", "a much longer text, with a comma", "\n", "Kätzchen 猫 🐈", "</s>", " led by a space"]
+    texts = texts * 150  # more than one batch
     for special_tokens in (True, False):
         encoded = encode_texts(tokenizer, texts, special_tokens=special_tokens)
         assert [ids.dtype for ids in encoded] == [np.int32] * len(texts)

@@ -59,9 +59,6 @@ def compare_with_compiler(model, config, shape, programs):
     return {name: estimates[name] / size for name, size in planned.items()}
 
 
-LAYERED, OFFLOADED, HALF = (
-    replace(TINY, **x) for x in ({"remat": "layer"}, {"remat": "offload"}, {"dtype": "bfloat16"})
-)
 LARGE = {"max_tokens": 128, "num_prompts": 4}
 BOTH = ("sample", "learn")
 # name -> model, options, programs
