@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +13,11 @@ from typing import Any
 
 import jax
 import pytest
+from tiny import read_lines, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax import commands, hosts
-from grpo_jax.commands import train
+from grpo_jax.commands import evaluate, train
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.policy import decoder_policy
@@ -53,12 +55,6 @@ add = Game().add
 OF_PAIRS = ("reward-model", "dpo", "kto")
 
 
-def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
-    """Writes a row a line."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 def write_inputs(folder: Path) -> Path:
     """Writes model/ and teacher/, rows.jsonl with columns for every method, rewards.py, and game.py: environments."""
     for name, config in (("model", CONFIG), ("teacher", replace(CONFIG, initializer_range=0.3))):
@@ -83,9 +79,17 @@ def run(folder: Path, out: Path, method: str, *args: Any) -> tuple[list[dict], d
     return read_lines(out / "metrics.jsonl"), json.loads((out / "results.json").read_text())
 
 
-def read_lines(file: Path) -> list[dict]:
-    """Returns the objects of a file with one a line."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def evaluation(run_dir: Path, out: Path, *args: Any) -> dict:
+    """Evaluates a run, and returns the numbers."""
+    evaluate.main(evaluate.parse([str(arg) for arg in (run_dir, *args, "--out", out)]))
+    return json.loads((out / "numbers.json").read_text())
+
+
+def with_template(folder: Path, path: Path, template: str) -> Path:
+    """Returns a copy of the model that has a chat template."""
+    shutil.copytree(folder / "model", path)
+    (path / "chat_template.jinja").write_text(template)
+    return path
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Whatever a disk does to the files of a killed run: resumed, it ends with the same bytes, or a sentence says why not.
+"""Damages the files of a killed run: resumed, it ends with the same bytes, or a sentence says why not.
 
-One table has every place and every fault. Nothing goes unnoticed: where the bytes that are left differ, a warning is.
+One table has every place and every fault. If the bytes that are left differ, the run warns about it.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Bad input at random, by hypothesis: accepted or refused in a sentence; no traceback, and no hang.
+"""Checks with random bad input that a command accepts or refuses it in a sentence: no traceback, and no hang.
 
 Each test has a quick profile and a long one: `pytest -m slow -s tests/commands/test_fuzz.py` takes about ten minutes.
-Examples are always the same, but with GRPO_JAX_FUZZ=1: then they are those of `--hypothesis-seed`, or new ones.
+Examples are always the same, except with GRPO_JAX_FUZZ=1: then `--hypothesis-seed` chooses them, or they are new.
 """
 
 import io
@@ -21,10 +21,10 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from command_helpers import write_inputs, write_rows
+from command_helpers import write_inputs
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from rich.console import Console
-from tiny import GOLDEN, refused
+from tiny import GOLDEN, Characters, refused, write_rows
 
 from grpo_jax import hosts
 from grpo_jax.commands import evaluate, train
@@ -267,20 +267,8 @@ def test_a_number_of_a_model_is_finite_and_in_its_range(value):
         config_from_huggingface(LLAMA | {"rms_norm_eps": value})
 
 
-class Characters:
-    """A tokenizer whose tokens are characters."""
-
-    pad_token_id, bos_token_id, eos_token_id, chat_template = 0, None, 1, None
-
-    def encode(self, text, add_special_tokens=True):
-        return [2 + ord(character) % 100 for character in text]
-
-    def __call__(self, texts, add_special_tokens, **_):
-        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
-
-
 def rows_task(file: Path) -> None:
-    text_task(Characters(), (1,), read_rows(file), vocab_size=102, num_prompts=1, seed=0, reward=lambda e, c: [])
+    text_task(Characters(), (1,), read_rows(file), vocab_size=256, num_prompts=1, seed=0, reward=lambda e, c: [])
 
 
 def files_of(rows: st.SearchStrategy[list[Any]]) -> st.SearchStrategy[tuple[str, str]]:

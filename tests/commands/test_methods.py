@@ -8,15 +8,15 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from command_helpers import OF_PAIRS, refusal, run, write_inputs, write_rows
+from command_helpers import OF_PAIRS, evaluation, refusal, run, with_template, write_inputs
+from tiny import refused, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax import hosts
-from grpo_jax.commands import evaluate, kto, sft, train
+from grpo_jax.commands import kto, sft, train
 from grpo_jax.commands.dpo import CONSTANTS
 from grpo_jax.commands.offline import encoding
 from grpo_jax.data.preferences import encode_preferences, read_preferences
-from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.peft import load_adapter
@@ -50,12 +50,6 @@ def options_of(method):
     return OFFLINE.get(method, (*by_rewards, "--steps", 2, "--eval-every", 1))
 
 
-def evaluation(run_dir, out, *args):
-    """Evaluates a run, and returns the numbers."""
-    evaluate.main(evaluate.parse([str(arg) for arg in (run_dir, *args, "--out", out)]))
-    return json.loads((out / "numbers.json").read_text())
-
-
 def moved(folder, exported):
     """Returns the largest change of each leaf between the model and an export."""
     before, after = (load_pretrained(path).params for path in (folder / "model", exported))
@@ -63,13 +57,6 @@ def moved(folder, exported):
 
 
 # ---- prompts
-
-
-def with_template(folder, path, template):
-    """Returns a copy of the model that has a chat template."""
-    shutil.copytree(folder / "model", path)
-    (path / "chat_template.jinja").write_text(template)
-    return path
 
 
 @pytest.mark.parametrize("method", train.METHODS)
@@ -254,7 +241,7 @@ def test_the_folder_of_a_reward_model_is_of_the_last_step_and_is_repaired(folder
     assert run(folder, out, "", "--resume", "--steps", 4) == (lines, expected)
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert [path.name for path in out.glob("reward-model*")] == ["reward-model"]
-    with pytest.raises(UsageError, match="take the run's folder reward-model"):
+    with refused("take the run's folder reward-model"):
         export(Options(out, tmp_path / "exported"))
 
 
@@ -334,7 +321,7 @@ def test_the_method_is_that_of_the_flag_the_run_or_the_file(tmp_path):
         ("grpo", ["--config", str(tmp_path / "plain.yaml")]),
     ):
         assert train.method_of(args) == method
-    with pytest.raises(UsageError, match="is of method ppo: leave out --method"):
+    with refused("is of method ppo: leave out --method"):
         train.method_of(["--resume", *where, "--method", "sft"])
 
 
@@ -349,5 +336,5 @@ def test_a_run_of_another_method_starts_from_the_options_of_a_file(folder, tmp_p
 @pytest.mark.parametrize(("method", "config"), [(kto, kto.Config()), (sft, sft.Config(teacher="DIR"))])
 def test_what_runs_on_one_host_only_is_refused_on_two(monkeypatch, method, config):
     monkeypatch.setattr(hosts, "count", lambda: 2)
-    with pytest.raises(UsageError, match="leave out --distributed"):
+    with refused("leave out --distributed"):
         method.main(config)

@@ -1,4 +1,4 @@
-"""Paths, terminals, encodings and limits: what a command cannot use is one sentence and exit status 2."""
+"""Checks that a command refuses paths, terminals and limits that it cannot use in one sentence, with exit status 2."""
 
 import io
 import shutil

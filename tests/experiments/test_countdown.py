@@ -1,4 +1,4 @@
-"""Countdown: problems that can be solved, and a reward that nothing gets past."""
+"""Checks that each problem of Countdown can be solved and that no attack gets past its reward."""
 
 import time
 from fractions import Fraction

@@ -1,7 +1,8 @@
-"""Tasks: prompts as functions of the step, rewards by hand."""
+"""Checks tasks of experiments: prompts as functions of the step, and rewards by hand."""
 
 import numpy as np
 import pytest
+from tiny import Characters
 
 from experiments.tasks import arithmetic, stories
 from grpo_jax.data.types import pad_prompts
@@ -30,6 +31,9 @@ def test_arithmetic_by_hand():
     assert arithmetic.TEXT.decode(prompts.ids[0].tolist()) == "07+58="
     texts = ["56", "65", "56?", "", "561"]
     assert arithmetic.exact_answer(prompts.examples * 5, texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    padded = pad_prompts([[5], [6, 7]], [{}, {}], width=3, pad_id=0)
+    np.testing.assert_array_equal(padded.ids, [[0, 0, 5], [0, 6, 7]])
+    np.testing.assert_array_equal(padded.mask, [[False, False, True], [False, True, True]])
 
 
 def test_mixed_answers_are_wrong_as_often_as_asked():
@@ -62,21 +66,6 @@ def test_repeated_share_by_hand():
     assert stories.repeated_share("He ran. She sat. He RAN! He ran.") == 0.5
 
 
-class Characters:
-    """A tokenizer of one character a token."""
-
-    pad_token_id = None
-
-    def encode(self, text, add_special_tokens):
-        return [ord(character) % 256 for character in text]
-
-    def __call__(self, texts, add_special_tokens, **_):
-        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
-
-    def decode(self, ids, skip_special_tokens):
-        return "".join(map(chr, ids))
-
-
 def test_stories_hold_out_animals_and_names():
     task = stories.stories_task(Characters(), (2,), vocab_size=256, num_prompts=256, seed=0)
     trained = {example["prompt"] for example in task.prompts(0).examples}
@@ -85,12 +74,6 @@ def test_stories_hold_out_animals_and_names():
     assert len(heldout) == 64
     for word in stories.HELDOUT_ANIMALS + stories.HELDOUT_NAMES:
         assert not any(word in prompt.split() or f"{word}." in prompt for prompt in trained)
-
-
-def test_prompts_are_padded_on_the_left():
-    prompts = pad_prompts([[5], [6, 7]], [{}, {}], width=3, pad_id=0)
-    np.testing.assert_array_equal(prompts.ids, [[0, 0, 5], [0, 6, 7]])
-    np.testing.assert_array_equal(prompts.mask, [[False, False, True], [False, True, True]])
 
 
 @pytest.mark.parametrize(

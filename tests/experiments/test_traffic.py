@@ -1,4 +1,4 @@
-"""What devices exchange: the formulas against the collectives of compiled programs, which are read by hand first."""
+"""Compares formulas of traffic between devices with collectives of compiled programs, which are read by hand first."""
 
 from dataclasses import replace
 

@@ -4,10 +4,9 @@ import dataclasses
 import json
 import shutil
 import string
-from pathlib import Path
 
 import pytest
-from tiny import random_params, tiny_config
+from tiny import STORIES, needs_data, random_params, read_lines, tiny_config, write_rows
 
 from experiments import (
     arithmetic,
@@ -24,14 +23,13 @@ from experiments import (
 )
 from experiments.tasks.characters import Characters
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.options import option_types
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.pretrained import load_run
 
 pytestmark = pytest.mark.usefixtures("without_curves")
-STORIES = Path(__file__).parents[3] / "shared/data/stories260K-hf"
-needs_stories = pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K model")
 TEXT = Characters(string.ascii_letters + string.digits + " \n:?.,'")
 FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "results.json", "report.html"}
 FILES |= {"inputs.json", "lock", "tensorboard", "checkpoints", "model", "command.txt"}
@@ -54,16 +52,15 @@ def inputs(tmp_path_factory):
         for i in range(40)
         for turn in (first.format(i), f"{first.format(i)} no idea.\n\nHuman: and the bridge?\n\nAssistant:")
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     return folder
 
 
-# ---- what each leaves, besides that it resumes
+# ---- the files and numbers of each, besides that it resumes
 
 
 def lines_of(run, phase):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["phase"] == phase]
+    return [line for line in read_lines(run / "metrics.jsonl") if line["phase"] == phase]
 
 
 def check_arithmetic(run, results):
@@ -106,7 +103,7 @@ def check_multi_objective(run, results):
     runs, swept = results["runs"], {f"{name}_own0.2_0" for name in results["covered"]}
     assert set(runs) == swept | {f"{name}_0" for name in results["over_seeds"]}
     assert runs["start_0"] != runs["gdpo_0"] != runs["sum_0"]
-    compiled = [json.loads(line)["compilations"] for line in (run / "times.jsonl").read_text().splitlines()]
+    compiled = [line["compilations"] for line in read_lines(run / "times.jsonl")]
     assert compiled[-1] - compiled[-6] <= 2  # other weights and methods take the programs that there are
 
 
@@ -199,8 +196,16 @@ RUNS = {
 }
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_every_option_has_a_text(name):
+    config = RUNS[name][0].Config
+    texts = flags.option_texts(config)
+    assert texts.keys() == option_types(config).keys()
+    assert all(len(text.split()) > 1 for text in texts.values())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(x, marks=needs_stories if x == "stories" else ()) for x in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=needs_data if x == "stories" else ()) for x in RUNS])
 def test_an_experiment_ends_with_its_numbers_and_resumed_has_them_again(inputs, tmp_path, name):
     (experiment, args, rows, check), run = RUNS[name], tmp_path / "run"
     experiment.main(parse(experiment, args.replace("INPUTS", str(inputs)), run))
@@ -215,7 +220,7 @@ def test_an_experiment_ends_with_its_numbers_and_resumed_has_them_again(inputs, 
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
-# ---- what cannot work
+# ---- refusals
 
 
 @pytest.mark.parametrize(
