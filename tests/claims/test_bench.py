@@ -150,19 +150,19 @@ def test_sizes_of_a_setting_follow_the_preset():
     assert options["staleness"] == 59  # at most one less than there are steps
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("title = ", "is no question"),
-        ("title = 'a'\ntext = 'b'\ndrawn = []\nsetings = {}", "setings"),
-        ("title = 'a'", "text"),
-        (
-            "title = 'a'\ntext = 'b'\ndrawn = []\n[[also]]\nsource = ''\nwords = ''\nmeasure = ''\ncolumn = 'c'\n"
-            "rows = ['none']",
-            r"compares none: name it in \[settings\]",
-        ),
-    ],
-)
+UNFIT_QUESTIONS = [
+    ("title = ", "is no question"),
+    ("title = 'a'\ntext = 'b'\ndrawn = []\nsetings = {}", "setings"),
+    ("title = 'a'", "text"),
+    (
+        "title = 'a'\ntext = 'b'\ndrawn = []\n[[also]]\nsource = ''\nwords = ''\nmeasure = ''\ncolumn = 'c'\n"
+        "rows = ['none']",
+        r"compares none: name it in \[settings\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), UNFIT_QUESTIONS)
 def test_a_question_that_does_not_fit_is_refused(tmp_path, text, reason):
     (tmp_path / "it.toml").write_text(text)
     with refused(reason):

@@ -203,25 +203,26 @@ def test_another_machine_has_a_page_and_a_link(config, other, tmp_path):
     assert re.search(row, again)
 
 
-@pytest.mark.parametrize(
-    ("bounds", "expected"), [((0.0, 0.1), True), ((0.1, 0.2), True), ((0.11, 0.2), False), ((-0.3, -0.21), False)]
-)
+BOUNDS = [((0.0, 0.1), True), ((0.1, 0.2), True), ((0.11, 0.2), False), ((-0.3, -0.21), False)]
+
+
+@pytest.mark.parametrize(("bounds", "expected"), BOUNDS)
 def test_intervals_overlap_where_they_share_a_point(bounds, expected):
     one, other = Interval(0.0, -0.2, 0.1), Interval(0.0, *bounds)
     assert pages.overlap(one, other) == pages.overlap(other, one) == expected
 
 
-@pytest.mark.parametrize(
-    ("first", "again", "expected"),
-    [
-        ("supported", "supported", "the same"),
-        ("supported", "contradicted", "different"),
-        ("no difference that matters", "supported", "different"),
-        ("contradicted", "undecided", "decided at first only"),
-        ("undecided", "contradicted", "decided again only"),
-        ("undecided", "undecided", "undecided in both"),
-    ],
-)
+RELATIONS = [
+    ("supported", "supported", "the same"),
+    ("supported", "contradicted", "different"),
+    ("no difference that matters", "supported", "different"),
+    ("contradicted", "undecided", "decided at first only"),
+    ("undecided", "contradicted", "decided again only"),
+    ("undecided", "undecided", "undecided in both"),
+]
+
+
+@pytest.mark.parametrize(("first", "again", "expected"), RELATIONS)
 def test_what_two_verdicts_are_to_each_other(first, again, expected):
     both = [Decision(verdict, 10, Interval(0.0, 0.0, 0.0)) for verdict in (first, again)]
     assert pages.relation(*both) == expected

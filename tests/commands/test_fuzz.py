@@ -419,21 +419,17 @@ def test_files_of_runs(tmp_path, examples):
     fuzz(examples, st.sampled_from(sorted(files)).flatmap(changed), run)
 
 
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [
-        ("results.json", {"before": {"avg": "x", "avg_low": "y", "avg_high": "z"}}),
-        ("results.json", {"before": {"avg": HUGE, "avg_low": HUGE, "avg_high": HUGE}}),
-        (
-            "rollouts.jsonl",
-            {"logprobs": [[1e308, -1e308], [0.0]], "turns": [[1, 1], [1]], "tokens": [["a", ""], ["b"]]},
-        ),
-        ("rollouts.jsonl", {"logprobs": [[HUGE], [0.0]]}),
-        ("rollouts.jsonl", {"rewards": [HUGE, 0.0]}),
-        ("metrics.jsonl", {"reward": HUGE}),
-    ],
-    ids=range(6),
-)
+ODD_NUMBERS = [
+    ("results.json", {"before": {"avg": "x", "avg_low": "y", "avg_high": "z"}}),
+    ("results.json", {"before": {"avg": HUGE, "avg_low": HUGE, "avg_high": HUGE}}),
+    ("rollouts.jsonl", {"logprobs": [[1e308, -1e308], [0.0]], "turns": [[1, 1], [1]], "tokens": [["a", ""], ["b"]]}),
+    ("rollouts.jsonl", {"logprobs": [[HUGE], [0.0]]}),
+    ("rollouts.jsonl", {"rewards": [HUGE, 0.0]}),
+    ("metrics.jsonl", {"reward": HUGE}),
+]
+
+
+@pytest.mark.parametrize(("file", "change"), ODD_NUMBERS, ids=range(6))
 def test_numbers_of_runs_may_be_of_any_size(tmp_path, file, change):
     files = objects_of_a_run()
     write_run(tmp_path, files | {file: [files[file][0] | change]})

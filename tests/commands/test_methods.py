@@ -84,14 +84,14 @@ def test_a_transcript_becomes_messages_by_default(folder, tmp_path, capsys):
 # ---- what every method leaves
 
 
-@pytest.mark.parametrize(
-    ("method", "metric", "first"),
-    [
-        ("sft", "nll", {}),
-        ("dpo", "loss", {"loss": np.log(2), "accuracy": 0.5, "margin": 0}),  # the policy is the reference, to the bit
-        pytest.param("kto", "loss", {"loss": 0.5, "accuracy": 0.5, "kl": 0}, marks=pytest.mark.slow),
-    ],
-)
+FIRST_METRICS = [
+    ("sft", "nll", {}),
+    ("dpo", "loss", {"loss": np.log(2), "accuracy": 0.5, "margin": 0}),  # the policy is the reference, to the bit
+    pytest.param("kto", "loss", {"loss": 0.5, "accuracy": 0.5, "kl": 0}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("method", "metric", "first"), FIRST_METRICS)
 def test_a_method_learns_rows_and_its_policy_is_exported_and_evaluated(
     folder, tmp_path, capsys, monkeypatch, method, metric, first
 ):
@@ -144,17 +144,17 @@ def test_ppo_has_its_own_defaults_a_page_a_control_and_a_policy_without_critic(f
     assert numbers["avg"] == pytest.approx(results["after"]["avg"], abs=1e-6)
 
 
+EXPORTED_RUNS = [
+    ("ppo", ("--critic", "shared")),
+    ("ppo", ("--lora-rank", 2, "--quantize", "nf4", "--group-size", 4)),
+    ("grpo", ("--lora-rank", 2, "--quantize", "int8")),
+    ("dpo", ("--lora-rank", 2, "--quantize", "int8")),
+    ("kto", ("--lora-rank", 2, "--quantize", "nf4")),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("ppo", ("--critic", "shared")),
-        ("ppo", ("--lora-rank", 2, "--quantize", "nf4", "--group-size", 4)),
-        ("grpo", ("--lora-rank", 2, "--quantize", "int8")),
-        ("dpo", ("--lora-rank", 2, "--quantize", "int8")),
-        ("kto", ("--lora-rank", 2, "--quantize", "nf4")),
-    ],
-)
+@pytest.mark.parametrize(("method", "options"), EXPORTED_RUNS)
 def test_whatever_is_trained_the_whole_policy_is_exported(folder, tmp_path, method, options):
     run(folder, tmp_path / "run", method, *options_of(method), "--eval-every", 0, *options)
     export(Options(tmp_path / "run", tmp_path / "exported"))
@@ -165,16 +165,16 @@ def test_whatever_is_trained_the_whole_policy_is_exported(folder, tmp_path, meth
     evaluation(tmp_path / "run", tmp_path / "numbers", *graded)
 
 
+EXTENDED_RUNS = [
+    ("ppo", ("--steps", 2, "--decay", "none")),
+    ("sft", (*TEACHER, "--decay", "none")),
+    ("dpo", ("--decay", "none", "--lora-rank", 2, "--preference-loss", "ipo", "--tau", 0.5)),
+    ("kto", ("--decay", "none", "--undesirable-weight", 0.75)),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("ppo", ("--steps", 2, "--decay", "none")),
-        ("sft", (*TEACHER, "--decay", "none")),
-        ("dpo", ("--decay", "none", "--lora-rank", 2, "--preference-loss", "ipo", "--tau", 0.5)),
-        ("kto", ("--decay", "none", "--undesirable-weight", 0.75)),
-    ],
-)
+@pytest.mark.parametrize(("method", "options"), EXTENDED_RUNS)
 def test_a_run_is_extended_by_its_folder_alone(folder, tmp_path, method, options):
     args = (*options_of(method), *options)
     whole = run(folder, tmp_path / "whole", method, *args)

@@ -25,24 +25,24 @@ def read_texts(file):
     return read_completions(Config(task=str(file)))
 
 
-@pytest.mark.parametrize(
-    ("read", "row", "change", "words"),
-    [
-        *(
-            (read, row, {"prompt": [USER, message]}, words)
-            for read, row in ((read_preferences, PAIR), (read_ratings, PAIR), (read_ratings, RATED))
-            for message, words in MESSAGES
-        ),
-        *(
-            (read_preferences, PAIR | {"margin": 3e38}, {"margin": margin}, "margin should hold a finite number")
-            for margin in MARGINS
-        ),
-        (read_preferences, PAIR, {"chosen": HALF}, "column chosen holds half of a surrogate pair"),
-        (read_preferences, PAIR, {"rejected": HALF}, "column rejected holds half of a surrogate pair"),
-        (read_ratings, RATED, {"completion": HALF}, "column completion holds half of a surrogate pair"),
-        (read_texts, {"prompt": "Hi", "completion": "a"}, {"completion": HALF}, "completion holds half of a surrogate"),
-    ],
-)
+BAD_ROWS = [
+    *(
+        (read, row, {"prompt": [USER, message]}, words)
+        for read, row in ((read_preferences, PAIR), (read_ratings, PAIR), (read_ratings, RATED))
+        for message, words in MESSAGES
+    ),
+    *(
+        (read_preferences, PAIR | {"margin": 3e38}, {"margin": margin}, "margin should hold a finite number")
+        for margin in MARGINS
+    ),
+    (read_preferences, PAIR, {"chosen": HALF}, "column chosen holds half of a surrogate pair"),
+    (read_preferences, PAIR, {"rejected": HALF}, "column rejected holds half of a surrogate pair"),
+    (read_ratings, RATED, {"completion": HALF}, "column completion holds half of a surrogate pair"),
+    (read_texts, {"prompt": "Hi", "completion": "a"}, {"completion": HALF}, "completion holds half of a surrogate"),
+]
+
+
+@pytest.mark.parametrize(("read", "row", "change", "words"), BAD_ROWS)
 def test_a_row_that_cannot_be_learned_is_refused_with_its_line(tmp_path, read, row, change, words):
     file = write_rows(tmp_path / "rows.jsonl", [row, row | change])
     with refused(rf"rows.jsonl, line 2: .*{words}"):

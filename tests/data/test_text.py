@@ -42,13 +42,13 @@ def test_empty_prompts_are_dropped_and_counted(digits):
     assert encoded.summary == "dropped of 4 prompts: 2 empty"
 
 
-@pytest.mark.parametrize(
-    ("overlong", "texts", "summary"),
-    [
-        ("drop", ["1+2=", "3+4="], "dropped of 3 prompts: 1 longer than 4 tokens"),
-        ("truncate", ["1+2=", "5+1=", "3+4="], "1 of 3 prompts lost their beginning"),
-    ],
-)
+OVERLONG = [
+    ("drop", ["1+2=", "3+4="], "dropped of 3 prompts: 1 longer than 4 tokens"),
+    ("truncate", ["1+2=", "5+1=", "3+4="], "1 of 3 prompts lost their beginning"),
+]
+
+
+@pytest.mark.parametrize(("overlong", "texts", "summary"), OVERLONG)
 def test_long_prompts_are_dropped_or_lose_their_beginning(digits, overlong, texts, summary):
     encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4, overlong=overlong)
     assert lists(encoded) == [arithmetic.TEXT.encode(text) for text in texts]
@@ -99,18 +99,18 @@ def test_a_text_that_brings_its_own_beginning_has_one_and_any_number_of_ends_goe
 EOS = {"eos_ids": (arithmetic.EOS_ID,)}
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda digits: encode(digits, ["", "123"], max_prompt_tokens=2), "no prompt is left"),
-        (lambda digits: encode(digits, "1+2="), "prompts must be a list"),  # would be four prompts of a letter
-        (lambda digits: encode(digits, ["1"], max_prompt_tokens=0), "max_prompt_tokens is 0"),
-        (lambda digits: encode_completions(digits, ["1"], eos_ids=()), "no EOS"),
-        (lambda digits: encode_completions(digits, ["1"], max_tokens=0, **EOS), "max_tokens is 0"),
-        (lambda digits: encode_completions(digits, ["1", "12\ud83d"], **EOS), r"surrogate pair.* mend '12\\ud83d'"),
-        (lambda digits: encode_answers(digits, ["1+1="], [("2", "12\ud83d")], **EOS), r"mend '12\\ud83d'"),
-    ],
-)
+UNENCODABLE = [
+    (lambda digits: encode(digits, ["", "123"], max_prompt_tokens=2), "no prompt is left"),
+    (lambda digits: encode(digits, "1+2="), "prompts must be a list"),  # would be four prompts of a letter
+    (lambda digits: encode(digits, ["1"], max_prompt_tokens=0), "max_prompt_tokens is 0"),
+    (lambda digits: encode_completions(digits, ["1"], eos_ids=()), "no EOS"),
+    (lambda digits: encode_completions(digits, ["1"], max_tokens=0, **EOS), "max_tokens is 0"),
+    (lambda digits: encode_completions(digits, ["1", "12\ud83d"], **EOS), r"surrogate pair.* mend '12\\ud83d'"),
+    (lambda digits: encode_answers(digits, ["1+1="], [("2", "12\ud83d")], **EOS), r"mend '12\\ud83d'"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), UNENCODABLE)
 def test_what_cannot_be_encoded_is_refused(digits, call, words):
     with refused(words):
         call(digits)

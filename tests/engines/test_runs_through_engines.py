@@ -123,10 +123,13 @@ def whole(params, tmp_path_factory):
     return of_rank
 
 
-@pytest.mark.parametrize(
-    ("kind", "rank"),
-    [("vllm", 0), *(pytest.param(*x, marks=pytest.mark.slow) for x in [("sglang", 0), ("vllm", 2), ("sglang", 2)])],
-)
+SERVERS = [
+    ("vllm", 0),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in [("sglang", 0), ("vllm", 2), ("sglang", 2)]),
+]
+
+
+@pytest.mark.parametrize(("kind", "rank"), SERVERS)
 def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind, rank):
     start, alone, alone_run = whole(rank)
     through, run = run_of(tmp_path / "through", start, sampler_at(server, engine_kind=kind))

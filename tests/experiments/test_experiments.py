@@ -50,19 +50,19 @@ def test_a_resumed_run_may_compute_elsewhere_but_nothing_else(tmp_path):
         flags.open_run(parse(tmp_path / "falling", "--resume", "--steps", "300"))
 
 
-@pytest.mark.parametrize(
-    ("args", "files", "words"),
-    [
-        (["--resume"], {}, "there is no run to resume"),
-        (["--no-such-option", "1"], {}, "no-such-option"),
-        (["--preset", "nonsense"], {}, "nonsense"),
-        (["--steps", "0"], {}, "steps is 0: it must be at least 1"),
-        (["--resume"], {"config.json": ""}, "cannot be read"),
-        (["--resume"], {"config.json": '{"no_such_option": 1}'}, "of another experiment or version"),
-        (["--resume"], {"config.json": "{}"}, "it has no options"),
-        ([], {"thesis.txt": "mine"}, "exists and is no run"),
-    ],
-)
+BAD_STARTS = [
+    (["--resume"], {}, "there is no run to resume"),
+    (["--no-such-option", "1"], {}, "no-such-option"),
+    (["--preset", "nonsense"], {}, "nonsense"),
+    (["--steps", "0"], {}, "steps is 0: it must be at least 1"),
+    (["--resume"], {"config.json": ""}, "cannot be read"),
+    (["--resume"], {"config.json": '{"no_such_option": 1}'}, "of another experiment or version"),
+    (["--resume"], {"config.json": "{}"}, "it has no options"),
+    ([], {"thesis.txt": "mine"}, "exists and is no run"),
+]
+
+
+@pytest.mark.parametrize(("args", "files", "words"), BAD_STARTS)
 def test_bad_options_and_folders_are_refused_and_left_alone(tmp_path, capsys, args, files, words):
     for name, text in files.items():
         (tmp_path / "run").mkdir()

@@ -112,16 +112,16 @@ def test_a_run_of_a_loop_of_its_own_is_exported_without_notes_of_its_model(folde
     assert export(Options(folder / "own", tmp_path / "out")) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"run": "nowhere"}, "no model/config.json"),
-        ({"phase": "dpo"}, r"no checkpoints of a phase 'dpo': its phases are \['grpo'\]"),
-        ({"step": 3}, r"no checkpoint of step 3 .* only of \[2\]"),
-        ({"adapter": True}, "did not train adapters"),
-        ({"out": "full"}, "exists"),
-    ],
-)
+BAD_EXPORTS = [
+    ({"run": "nowhere"}, "no model/config.json"),
+    ({"phase": "dpo"}, r"no checkpoints of a phase 'dpo': its phases are \['grpo'\]"),
+    ({"step": 3}, r"no checkpoint of step 3 .* only of \[2\]"),
+    ({"adapter": True}, "did not train adapters"),
+    ({"out": "full"}, "exists"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_EXPORTS)
 def test_exports_that_cannot_be_are_refused(folder, whole, options, words):
     options = {"run": "run", "out": "out"} | options
     with refused(words):
@@ -138,16 +138,16 @@ def test_a_run_does_not_continue_with_another_base(whole, tmp_path):
         keep_description(run, model._replace(folder=other), ModelOptions(str(other)))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"lora_rank": -1}, "lora_rank is -1"),
-        ({"param_dtype": "bfloat16"}, "param_dtype bfloat16 would lose"),
-        ({"attention": "cudnn"}, "bfloat16"),
-        ({"attention": "cudnn", "dtype": "bfloat16"}, "NVIDIA GPU"),
-        ({"lora_rank": 2, "lora_alpha": 0.0}, "alpha"),
-    ],
-)
+BAD_MODELS = [
+    ({"lora_rank": -1}, "lora_rank is -1"),
+    ({"param_dtype": "bfloat16"}, "param_dtype bfloat16 would lose"),
+    ({"attention": "cudnn"}, "bfloat16"),
+    ({"attention": "cudnn", "dtype": "bfloat16"}, "NVIDIA GPU"),
+    ({"lora_rank": 2, "lora_alpha": 0.0}, "alpha"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_MODELS)
 def test_models_that_cannot_be_trained_as_asked_are_refused(folder, options, words):
     with refused(words):
         load_model(ModelOptions(str(folder / "base"), **options), seed=0)

@@ -44,19 +44,19 @@ def test_mixed_answers_are_wrong_as_often_as_asked():
     assert np.mean(off) == pytest.approx(0.7, abs=4 * (0.7 * 0.3 / 4000) ** 0.5)
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("", 0.0),
-        ("She was very happy. He ran away. They had a lot of fun.", 2 / 3),
-        ("She was very happy.", 1 / 3),  # one sentence counts as three
-        ("She was very happy. She was very happy. She was very happy.", 1 / 3),  # repeating is no merit
-        ("They were happy.", 0.0),  # three words
-        ("She was very happy", 0.0),  # not complete
-        ("It was a funny day. He unloved the hugs there.", 0.0),  # whole words only
-        ('"I love you so much!" said Tim. All was good. They sat. He slept.', 1 / 5),
-    ],
-)
+HAPPINESS = [
+    ("", 0.0),
+    ("She was very happy. He ran away. They had a lot of fun.", 2 / 3),
+    ("She was very happy.", 1 / 3),  # one sentence counts as three
+    ("She was very happy. She was very happy. She was very happy.", 1 / 3),  # repeating is no merit
+    ("They were happy.", 0.0),  # three words
+    ("She was very happy", 0.0),  # not complete
+    ("It was a funny day. He unloved the hugs there.", 0.0),  # whole words only
+    ('"I love you so much!" said Tim. All was good. They sat. He slept.', 1 / 5),
+]
+
+
+@pytest.mark.parametrize(("text", "reward"), HAPPINESS)
 def test_happy_sentences_by_hand(text, reward):
     assert stories.happy_sentences([{}], [text]) == [pytest.approx(reward)]
 
@@ -76,14 +76,14 @@ def test_stories_hold_out_animals_and_names():
         assert not any(word in prompt.split() or f"{word}." in prompt for prompt in trained)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: arithmetic.arithmetic_task(num_prompts=9001, seed=0), "num_prompts is 9001"),
-        (lambda: pad_prompts([[1], []], [{}, {}], width=3, pad_id=0), "prompt 1 has"),
-        (lambda: pad_prompts([[1], [1, 2, 3, 4]], [{}, {}], width=3, pad_id=0), "prompt 1 has"),
-    ],
-)
+BAD_PROMPTS = [
+    (lambda: arithmetic.arithmetic_task(num_prompts=9001, seed=0), "num_prompts is 9001"),
+    (lambda: pad_prompts([[1], []], [{}, {}], width=3, pad_id=0), "prompt 1 has"),
+    (lambda: pad_prompts([[1], [1, 2, 3, 4]], [{}, {}], width=3, pad_id=0), "prompt 1 has"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), BAD_PROMPTS)
 def test_prompts_that_cannot_be_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()

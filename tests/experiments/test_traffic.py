@@ -104,10 +104,10 @@ def planned(exchanges: list[Exchange]) -> tuple[int, int, int]:
     return by_purpose(sent)
 
 
-@pytest.mark.parametrize(
-    ("devices", "tensor"),
-    [(8, 1), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 1), (2, 1), (8, 2)))],
-)
+MESHES = [(8, 1), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 1), (2, 1), (8, 2)))]
+
+
+@pytest.mark.parametrize(("devices", "tensor"), MESHES)
 def test_a_mesh_exchanges_what_is_planned(devices, tensor):
     """Weak scaling: with as many prompts on each device, the bytes of a device stay the same."""
     shape, run = shape_and_run(devices, tensor)

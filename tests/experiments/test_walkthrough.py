@@ -13,47 +13,43 @@ from grpo_jax.functional import kl_k3
 from grpo_jax.models.policy import Policy
 from grpo_jax.rl.types import Batch
 
+CORRECTIONS = [
+    # 10 2 5 5 are no answers to x = 4; of 8 half are right: ½ / √(8 · ¼ / 7).
+    (lambda: chapter.about_sampling(Characters(), "y ="), [4 * " +0.0000", "0.9354", "3 tokens", "4 after"]),
+    # √(2/7), ½; ½ / √(4 · ¼ / 3) with each ε; 1 − ½ / 0.5774.
+    (chapter.about_advantages, ["0.5345", "0.5000", "±0.9354 ", "±0.8660 ", "±1.0000", "0.1340", "0.00.", "(8, 8)"]),
+    (chapter.about_advantages, ["+0.8660 -0.8660 -0.8660 +0.8660", "+0.8659 -0.8659 "]),
+    (chapter.about_logprobs, ["1.49 instead of 1.80"]),  # e^0.4
+    # 1.4 · 1.2 · 0.75 and −1.4 · 0.866; 1.1².
+    (chapter.about_clip, ["takes 0.4, ", "slope of 0.4 ", "takes -0.8, ", "takes -1.8, ", "+1.2599", "-1.2124"]),
+    (chapter.about_clip, ["slope is 0.0000", "of 1.21,"]),
+    # log 1.8 + 1/1.8 − 1; 0.9 log 1.8 + 0.1 log 0.2, ½ log (0.25 / 0.09); (−2 + 1) / 2, (−2 + 3) / 4.
+    (chapter.about_kl, ["is 0.0000 ", "0.1433", "0.3681", "0.5108", "rows is -0.50", "tokens +0.25", "2 of 6"]),
+]
 
-@pytest.mark.parametrize(
-    ("about", "numbers"),
-    [
-        # 10 2 5 5 are no answers to x = 4; of 8 half are right: ½ / √(8 · ¼ / 7).
-        (lambda: chapter.about_sampling(Characters(), "y ="), [4 * " +0.0000", "0.9354", "3 tokens", "4 after"]),
-        # √(2/7), ½; ½ / √(4 · ¼ / 3) with each ε; 1 − ½ / 0.5774.
-        (
-            chapter.about_advantages,
-            ["0.5345", "0.5000", "±0.9354 ", "±0.8660 ", "±1.0000", "0.1340", "0.00.", "(8, 8)"],
-        ),
-        (chapter.about_advantages, ["+0.8660 -0.8660 -0.8660 +0.8660", "+0.8659 -0.8659 "]),
-        (chapter.about_logprobs, ["1.49 instead of 1.80"]),  # e^0.4
-        # 1.4 · 1.2 · 0.75 and −1.4 · 0.866; 1.1².
-        (chapter.about_clip, ["takes 0.4, ", "slope of 0.4 ", "takes -0.8, ", "takes -1.8, ", "+1.2599", "-1.2124"]),
-        (chapter.about_clip, ["slope is 0.0000", "of 1.21,"]),
-        # log 1.8 + 1/1.8 − 1; 0.9 log 1.8 + 0.1 log 0.2, ½ log (0.25 / 0.09); (−2 + 1) / 2, (−2 + 3) / 4.
-        (chapter.about_kl, ["is 0.0000 ", "0.1433", "0.3681", "0.5108", "rows is -0.50", "tokens +0.25", "2 of 6"]),
-    ],
-)
+
+@pytest.mark.parametrize(("about", "numbers"), CORRECTIONS)
 def test_corrections_have_the_numbers_that_a_reader_computes(about, numbers):
     text = " ".join(about())
     assert [number for number in numbers if number not in text] == []
 
 
-@pytest.mark.parametrize(
-    ("rule", "texts", "rewards"),
-    [
-        ("answer", ["5", " 5.0", "5, since", "50", "5.5", "15", ""], [1, 1, 1, 0, 0, 0, 0]),
-        ("vowels", ["is", "A", "J", "5", "", "a b"], [0.5, 1, 0, 0, 0, 0.5]),
-        ("even", [Completion("a", [4, 1]), Completion("b", [3]), Completion("", [])], [1, 0, 0]),
-    ],
-)
+RULE_CASES = [
+    ("answer", ["5", " 5.0", "5, since", "50", "5.5", "15", ""], [1, 1, 1, 0, 0, 0, 0]),
+    ("vowels", ["is", "A", "J", "5", "", "a b"], [0.5, 1, 0, 0, 0, 0.5]),
+    ("even", [Completion("a", [4, 1]), Completion("b", [3]), Completion("", [])], [1, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("rule", "texts", "rewards"), RULE_CASES)
 def test_rules(rule, texts, rewards):
     assert walkthrough.RULES[rule]([{"answer": "5"}] * len(texts), texts) == rewards
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"answers": ("5",)}, "give one each"), pytest.param({"top_k": -1}, "top_k is -1", marks=needs_data)],
-)
+BAD_WALKS = [({"answers": ("5",)}, "give one each"), pytest.param({"top_k": -1}, "top_k is -1", marks=needs_data)]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_WALKS)
 def test_what_cannot_be_walked_through(options, message):
     with refused(message):
         walkthrough.main(walkthrough.Config(model=str(STORIES), **options))

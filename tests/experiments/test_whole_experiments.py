@@ -223,19 +223,19 @@ def test_an_experiment_ends_with_its_numbers_and_resumed_has_them_again(inputs, 
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    ("experiment", "args", "words"),
-    [
-        (hh_rlhf, "--model INPUTS/model", "--data"),
-        (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --num-seeds 0", "num_seeds"),
-        (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --microbatches 3", "sft_rows"),
-        (multi_objective, "--weights 1.5", "weights"),
-        (arithmetic, "--wrong-share 2", "wrong_share is 2"),
-        (multi_objective, "--max-tokens 16", "15 letters"),
-        (preferences, "--microbatches 3", "num_pairs is 512"),
-        (preferences, "--beta 0", "beta is 0"),
-    ],
-)
+BAD_STARTS = [
+    (hh_rlhf, "--model INPUTS/model", "--data"),
+    (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --num-seeds 0", "num_seeds"),
+    (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --microbatches 3", "sft_rows"),
+    (multi_objective, "--weights 1.5", "weights"),
+    (arithmetic, "--wrong-share 2", "wrong_share is 2"),
+    (multi_objective, "--max-tokens 16", "15 letters"),
+    (preferences, "--microbatches 3", "num_pairs is 512"),
+    (preferences, "--beta 0", "beta is 0"),
+]
+
+
+@pytest.mark.parametrize(("experiment", "args", "words"), BAD_STARTS)
 def test_what_cannot_work_is_refused_before_there_is_a_folder(inputs, tmp_path, capsys, experiment, args, words):
     args = [*args.replace("INPUTS", str(inputs)).split(), "--run-dir", str(tmp_path / "run"), "--no-compilation-cache"]
     with pytest.raises(SystemExit) as ended:

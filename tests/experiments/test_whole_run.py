@@ -50,14 +50,14 @@ def of_ppo(policy, config):
     return ppo_method(policy, critic_policy(MODEL), config)
 
 
-@pytest.mark.parametrize(
-    ("config", "policy", "params", "make_method"),
-    [
-        pytest.param(GRPO, bigrams.POLICY, {"policy": bigrams.PARAMS}, grpo_method, id="bigrams"),
-        pytest.param(GRPO, POLICY, {"policy": PARAMS}, grpo_method, id="grpo", marks=pytest.mark.slow),
-        pytest.param(PPO, POLICY, add_critic(MODEL, PARAMS), of_ppo, id="ppo", marks=pytest.mark.slow),
-    ],
-)
+METHODS = [
+    pytest.param(GRPO, bigrams.POLICY, {"policy": bigrams.PARAMS}, grpo_method, id="bigrams"),
+    pytest.param(GRPO, POLICY, {"policy": PARAMS}, grpo_method, id="grpo", marks=pytest.mark.slow),
+    pytest.param(PPO, POLICY, add_critic(MODEL, PARAMS), of_ppo, id="ppo", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("config", "policy", "params", "make_method"), METHODS)
 def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, policy, params, make_method):
     shared = run_of(config)
     programs, judged = make_method_programs(make_method(policy, config), policy, TASK, shared), []

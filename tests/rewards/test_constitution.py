@@ -60,17 +60,17 @@ def test_log_odds_are_those_of_the_whole_softmax_whatever_is_batched_or_padded(m
     np.testing.assert_allclose(probabilities, 1 / (1 + np.exp(-np.array(expected))), rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("template", "chat", "text"),
-    [
-        ("{completion}={other}{principle}=", None, "23=74+4="),  # texts without a common beginning
-        (
-            "{principle}={other}{completion}=",
-            "{% for message in messages %}8{{ message['content'] }}8{% endfor %}",
-            "84+4=723=8",
-        ),
-    ],
-)
+TEMPLATES = [
+    ("{completion}={other}{principle}=", None, "23=74+4="),  # texts without a common beginning
+    (
+        "{principle}={other}{completion}=",
+        "{% for message in messages %}8{{ message['content'] }}8{% endfor %}",
+        "84+4=723=8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "chat", "text"), TEMPLATES)
 def test_templates_are_filled_in(model, template, chat, text):
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.chat_template = chat
@@ -125,23 +125,23 @@ def test_any_function_is_a_judge_and_weights_default_to_a_mean():
     np.testing.assert_array_equal(score_completions(weighted, [{}] * 3, texts).rewards, [3.5, 3, 0])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda model: parse_principles(["", "# none"]), "no principle"),
-        (lambda model: parse_principles(["a: Be kind.", "be kind."]), "'be kind.' is there twice"),
-        (lambda model: parse_principles(["a: Be kind.", "a: Be brief."]), "two principles are called a"),
-        (lambda model: read_principles("no/such/file"), "cannot be read"),
-        (lambda model: constitution({}, lambda *_: []), "no principle"),
-        (lambda model: constitution({"a": "b"}, lambda *_: [], weights={"c": 1.0}), "weight for 'c'"),
-        (lambda model: model_judge(model), "none of .*yes.* is one token"),
-        (lambda model: model_judge(model, **(OPTIONS | {"no": ("1",)})), "share a token"),
-        (lambda model: model_judge(model, **(OPTIONS | {"template": "{principle}"})), "no {completion}"),
-        (lambda model: model_judge(model, **(OPTIONS | {"template": "{principle"})), "cannot be read"),
-        (lambda model: model_judge(model, **OPTIONS, batch_size=0), "batch_size is 0"),
-        (lambda model: model_judge(model, **OPTIONS)("1", [{}], ["1"]), "{prompt}, but an example has no such column"),
-    ],
-)
+BAD_CALLS = [
+    (lambda model: parse_principles(["", "# none"]), "no principle"),
+    (lambda model: parse_principles(["a: Be kind.", "be kind."]), "'be kind.' is there twice"),
+    (lambda model: parse_principles(["a: Be kind.", "a: Be brief."]), "two principles are called a"),
+    (lambda model: read_principles("no/such/file"), "cannot be read"),
+    (lambda model: constitution({}, lambda *_: []), "no principle"),
+    (lambda model: constitution({"a": "b"}, lambda *_: [], weights={"c": 1.0}), "weight for 'c'"),
+    (lambda model: model_judge(model), "none of .*yes.* is one token"),
+    (lambda model: model_judge(model, **(OPTIONS | {"no": ("1",)})), "share a token"),
+    (lambda model: model_judge(model, **(OPTIONS | {"template": "{principle}"})), "no {completion}"),
+    (lambda model: model_judge(model, **(OPTIONS | {"template": "{principle"})), "cannot be read"),
+    (lambda model: model_judge(model, **OPTIONS, batch_size=0), "batch_size is 0"),
+    (lambda model: model_judge(model, **OPTIONS)("1", [{}], ["1"]), "{prompt}, but an example has no such column"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CALLS)
 def test_what_cannot_work_is_refused_in_a_sentence(model, call, message):
     with refused(message):
         call(model)

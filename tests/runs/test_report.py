@@ -108,9 +108,10 @@ def test_curves_have_gaps_and_metrics_of_some_steps(tmp_path):
     assert (data["coins"], data["side"], data["parts"]) == (["control"], ["control"], 0)
 
 
-@pytest.mark.parametrize(
-    ("value", "number"), [(1 / 3, 0.33333), (2.0, 2), (123456, 123456), (1.5e-40, 1.5e-40), (math.inf, None), (-0.0, 0)]
-)
+SHORT_NUMBERS = [(1 / 3, 0.33333), (2.0, 2), (123456, 123456), (1.5e-40, 1.5e-40), (math.inf, None), (-0.0, 0)]
+
+
+@pytest.mark.parametrize(("value", "number"), SHORT_NUMBERS)
 def test_numbers_are_short(tmp_path, value, number):
     data = write_page(tmp_path / "run", [*metrics(1, 2), {"phase": "grpo", "step": 3, "reward": value}])
     assert curve(data, "reward")[-1] == [3, number]
@@ -177,23 +178,19 @@ def test_warnings_are_kept_once_and_stand_on_the_page(tmp_path, capsys):
     assert write_page(tmp_path / "calm", metrics(1))["warnings"] == []
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "message"),
-    [
-        ("metrics.jsonl", '"rubbish', r"line 2 of .*metrics\.jsonl is not JSON"),
-        (
-            "metrics.jsonl",
-            {"phase": "grpo", "reward": 1},
-            r'line 2 of .*metrics\.jsonl has no "step" as a run writes it',
-        ),
-        ("metrics.jsonl", [], r"line 2 of .*metrics\.jsonl holds no object"),
-        ("rollouts.jsonl", {"phase": "grpo", "step": 1}, r'line 2 of .*rollouts\.jsonl has no "prompt"'),
-        ("rollouts.jsonl", group(1, tokens=[[1]]), r'line 2 of .*rollouts\.jsonl has no "tokens"'),
-        ("rollouts.jsonl", group(1, rewards=[1.0]), r"line 2 of .*rollouts\.jsonl has other numbers of rewards"),
-        ("results.json", "rubbish", r"results\.json is not JSON"),
-        ("config.json", None, "name the folder of a run"),
-    ],
-)
+DAMAGED_LINES = [
+    ("metrics.jsonl", '"rubbish', r"line 2 of .*metrics\.jsonl is not JSON"),
+    ("metrics.jsonl", {"phase": "grpo", "reward": 1}, r'line 2 of .*metrics\.jsonl has no "step" as a run writes it'),
+    ("metrics.jsonl", [], r"line 2 of .*metrics\.jsonl holds no object"),
+    ("rollouts.jsonl", {"phase": "grpo", "step": 1}, r'line 2 of .*rollouts\.jsonl has no "prompt"'),
+    ("rollouts.jsonl", group(1, tokens=[[1]]), r'line 2 of .*rollouts\.jsonl has no "tokens"'),
+    ("rollouts.jsonl", group(1, rewards=[1.0]), r"line 2 of .*rollouts\.jsonl has other numbers of rewards"),
+    ("results.json", "rubbish", r"results\.json is not JSON"),
+    ("config.json", None, "name the folder of a run"),
+]
+
+
+@pytest.mark.parametrize(("file", "line", "message"), DAMAGED_LINES)
 def test_a_damaged_line_is_named(tmp_path, file, line, message):
     make_run(tmp_path, metrics(1), [group(1)])
     with (tmp_path / file).open("a") as lines:

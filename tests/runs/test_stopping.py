@@ -48,9 +48,10 @@ def expected(tmp_path_factory):
     return (folder / "run/metrics.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+SIGNALS = [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bytes(tmp_path, expected, number, code, capsys):
     process = start(tmp_path)
     wait_for(process, "step 4")

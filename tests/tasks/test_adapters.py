@@ -66,13 +66,13 @@ def test_texts_of_an_environment_with_the_methods_of_gymnasium():
     assert failed.failure == "raised"
 
 
-@pytest.mark.parametrize(
-    ("observation", "words"),
-    [
-        ("3 left", "reset of the environment returned str, and in Gymnasium"),
-        ((np.zeros(2), {}), "shows ndarray, not text"),
-    ],
-)
+BAD_OBSERVATIONS = [
+    ("3 left", "reset of the environment returned str, and in Gymnasium"),
+    ((np.zeros(2), {}), "shows ndarray, not text"),
+]
+
+
+@pytest.mark.parametrize(("observation", "words"), BAD_OBSERVATIONS)
 def test_an_environment_of_gym_before_gymnasium_or_without_texts_is_refused(observation, words):
     other = type("Other", (Countdown,), {"reset": lambda self, *, seed=None, options=None: observation})
     with pytest.raises(UsageError, match=words):
@@ -194,20 +194,20 @@ async def later(self, **row):
     return "more"
 
 
+BAD_CLASSES = [
+    ({"__init__": raising(ValueError("no\nserver"))}, "a", r"environment_factory cannot be called: .*: no server$"),
+    ({"__init__": raising(SystemExit("no server"))}, "a", r"environment_factory cannot be called: .*: no server$"),
+    ({"reset": raising(ValueError("no\nserver"))}, "a", r"row 0, raised \w+: no server$"),
+    ({"reset": raising(SystemExit("no server"))}, "a", r"row 0, raised \w+: no server$"),
+    ({"reset": lambda self: None}, "a", "row 0, raised TypeError: .*prompt"),
+    ({"reset": later}, "a", "reset of the environment is async"),
+    *(({"reset": lambda self, **row: "x"}, prompt, "row 0: reset") for prompt in (None, 3, [], [{"role": "user"}])),
+    *(({"reset": lambda self, value=value, **row: value}, "a", "row 0: reset") for value in (3, ["x"])),
+]
+
+
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("methods", "prompt", "words"),
-    [
-        ({"__init__": raising(ValueError("no\nserver"))}, "a", r"environment_factory cannot be called: .*: no server$"),
-        ({"__init__": raising(SystemExit("no server"))}, "a", r"environment_factory cannot be called: .*: no server$"),
-        ({"reset": raising(ValueError("no\nserver"))}, "a", r"row 0, raised \w+: no server$"),
-        ({"reset": raising(SystemExit("no server"))}, "a", r"row 0, raised \w+: no server$"),
-        ({"reset": lambda self: None}, "a", "row 0, raised TypeError: .*prompt"),
-        ({"reset": later}, "a", "reset of the environment is async"),
-        *(({"reset": lambda self, **row: "x"}, prompt, "row 0: reset") for prompt in (None, 3, [], [{"role": "user"}])),
-        *(({"reset": lambda self, value=value, **row: value}, "a", "row 0: reset") for value in (3, ["x"])),
-    ],
-)
+@pytest.mark.parametrize(("methods", "prompt", "words"), BAD_CLASSES)
 def test_a_class_that_cannot_be_made_or_reset_is_refused(methods, prompt, words):
     factory = type("Odd", (Counter,), methods)
     with pytest.raises(UsageError, match=words):

@@ -175,17 +175,17 @@ VARIED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_heldout": 8},
-        {"num_heldout": 8, "max_prompt_tokens": 30},
-        {"num_heldout": 8, "max_prompt_tokens": 30, "overlong": "truncate"},
-        {"heldout_rows": VARIED[:9], "chat": True, "system": "Be"},
-        {"heldout_share": 0, "max_prompt_tokens": 20},
-        {"heldout_rows": VARIED[:9], "template": "{prompt}?", "rows": VARIED[:-1]},
-    ],
-)
+TAKEN_LATER = [
+    {"num_heldout": 8},
+    {"num_heldout": 8, "max_prompt_tokens": 30},
+    {"num_heldout": 8, "max_prompt_tokens": 30, "overlong": "truncate"},
+    {"heldout_rows": VARIED[:9], "chat": True, "system": "Be"},
+    {"heldout_share": 0, "max_prompt_tokens": 20},
+    {"heldout_rows": VARIED[:9], "template": "{prompt}?", "rows": VARIED[:-1]},
+]
+
+
+@pytest.mark.parametrize("options", TAKEN_LATER)
 def test_prompts_that_are_encoded_when_they_are_taken_are_the_same(options):
     options = {"rows": VARIED, "num_prompts": 16} | options
     tokenizer = Counting()
@@ -340,24 +340,24 @@ def test_a_folder_has_splits(tmp_path):
         assert "there is no" in refusal(read_rows, missing)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("r.jsonl", b'{"a": 1}\n{"a": }', "r.jsonl, line 2 is not JSON (Expecting value at column 7)"),
-        ("r.jsonl", b"\n[1]", "r.jsonl, line 2 holds a list, not an object"),
-        ("r.jsonl", b'{"a": "\xff"}', "r.jsonl, line 1 is not UTF-8"),
-        ("r.jsonl", b"[" * 100_000, "r.jsonl, line 1 is JSON that cannot be read"),
-        ("r.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "r.jsonl, line 1 is JSON that cannot be read"),
-        ("r.jsonl", b"", "r.jsonl holds no rows"),
-        ("r.json", b"[]", "r.json holds no rows"),
-        ("r.json", b'{"a": 1}', "r.json holds an object, not a list of objects: is it .jsonl?"),
-        ("r.json", b'[{"a": 1},\n{"a": ]', "r.json is not JSON (Expecting value at line 2, column 7)"),
-        ("r.json", b'[{"a": 1}, 2]', "r.json, item 2 holds a number, not an object"),
-        ("r.jsonl.gz", b'{"a": 1}', "r.jsonl.gz cannot be read"),
-        ("r.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0)[:-9], "r.jsonl.gz cannot be read"),
-        ("r.csv", b"a\n1", "r.csv is not one of .jsonl"),
-    ],
-)
+UNREADABLE = [
+    ("r.jsonl", b'{"a": 1}\n{"a": }', "r.jsonl, line 2 is not JSON (Expecting value at column 7)"),
+    ("r.jsonl", b"\n[1]", "r.jsonl, line 2 holds a list, not an object"),
+    ("r.jsonl", b'{"a": "\xff"}', "r.jsonl, line 1 is not UTF-8"),
+    ("r.jsonl", b"[" * 100_000, "r.jsonl, line 1 is JSON that cannot be read"),
+    ("r.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "r.jsonl, line 1 is JSON that cannot be read"),
+    ("r.jsonl", b"", "r.jsonl holds no rows"),
+    ("r.json", b"[]", "r.json holds no rows"),
+    ("r.json", b'{"a": 1}', "r.json holds an object, not a list of objects: is it .jsonl?"),
+    ("r.json", b'[{"a": 1},\n{"a": ]', "r.json is not JSON (Expecting value at line 2, column 7)"),
+    ("r.json", b'[{"a": 1}, 2]', "r.json, item 2 holds a number, not an object"),
+    ("r.jsonl.gz", b'{"a": 1}', "r.jsonl.gz cannot be read"),
+    ("r.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0)[:-9], "r.jsonl.gz cannot be read"),
+    ("r.csv", b"a\n1", "r.csv is not one of .jsonl"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "sentence"), UNREADABLE)
 def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     assert sentence in refusal(read_rows, tmp_path / name)
@@ -382,17 +382,17 @@ def test_a_data_set_of_the_hub(monkeypatch):
 # --- GSM8K and MATH ---
 
 
-@pytest.mark.parametrize(
-    ("read", "row", "sentence"),
-    [
-        (gsm8k_rows, {"question": "How many?", "answer": "5"}, 'line 1: its answer does not end with "####"'),
-        (gsm8k_rows, {"question": "How many?", "answer": 5}, "line 1: column answer holds a number"),
-        (gsm8k_rows, {"answer": "#### 5"}, "line 1 has no column question: its columns are answer"),
-        (math_rows, {"text": "1+1?"}, "has no column question: its columns are text"),
-        (math_rows, {"problem": "1+1?", "solution": "2"}, "has no column answer"),
-        (math_rows, {"problem": "1+1?", "answer": " "}, "its answer is empty"),
-    ],
-)
+BAD_PROBLEMS = [
+    (gsm8k_rows, {"question": "How many?", "answer": "5"}, 'line 1: its answer does not end with "####"'),
+    (gsm8k_rows, {"question": "How many?", "answer": 5}, "line 1: column answer holds a number"),
+    (gsm8k_rows, {"answer": "#### 5"}, "line 1 has no column question: its columns are answer"),
+    (math_rows, {"text": "1+1?"}, "has no column question: its columns are text"),
+    (math_rows, {"problem": "1+1?", "solution": "2"}, "has no column answer"),
+    (math_rows, {"problem": "1+1?", "answer": " "}, "its answer is empty"),
+]
+
+
+@pytest.mark.parametrize(("read", "row", "sentence"), BAD_PROBLEMS)
 def test_a_problem_without_question_or_answer_is_refused(tmp_path, read, row, sentence):
     assert sentence in refusal(read, write_rows(tmp_path / "r.jsonl", [row]))
 

@@ -13,40 +13,37 @@ from grpo_jax.tasks.options import TaskOptions, open_task
 BUILTIN = "grpo_jax.rewards.builtin:"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("gsm8k_answer", ("gsm8k_answer", 1.0, f"{BUILTIN}gsm8k_answer", {})),
-        ("lenient=0*length(maximum=1)", ("lenient", 0.0, f"{BUILTIN}length", {"maximum": 1})),
-        ("a.py:solved", ("solved", 1.0, "a.py:solved", None)),
-        (
-            " -0.5 * my/dir-2/a.py:make(n=3, names=['x'])",
-            ("make", -0.5, "my/dir-2/a.py:make", {"n": 3, "names": ["x"]}),
-        ),
-        ("x = 1e-3*pkg.mod:f()", ("x", 0.001, "pkg.mod:f", {})),
-        (r'matches(pattern="(a*b)=\\(\n")', ("matches", 1.0, f"{BUILTIN}matches", {"pattern": "(a*b)=\\(\n"})),
-    ],
-)
+REWARD_TEXTS = [
+    ("gsm8k_answer", ("gsm8k_answer", 1.0, f"{BUILTIN}gsm8k_answer", {})),
+    ("lenient=0*length(maximum=1)", ("lenient", 0.0, f"{BUILTIN}length", {"maximum": 1})),
+    ("a.py:solved", ("solved", 1.0, "a.py:solved", None)),
+    (" -0.5 * my/dir-2/a.py:make(n=3, names=['x'])", ("make", -0.5, "my/dir-2/a.py:make", {"n": 3, "names": ["x"]})),
+    ("x = 1e-3*pkg.mod:f()", ("x", 0.001, "pkg.mod:f", {})),
+    (r'matches(pattern="(a*b)=\\(\n")', ("matches", 1.0, f"{BUILTIN}matches", {"pattern": "(a*b)=\\(\n"})),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), REWARD_TEXTS)
 def test_a_reward_is_read(text, expected):
     assert parse_reward(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("", "cannot be read"),
-        ("0.1*", "cannot be read"),
-        ("solved", "no built-in reward 'solved'"),
-        ("1.2.3*length(target=2)", "weight"),
-        ("length(7)", "plain values"),
-        ("length(target=open('x'))", "plain values"),
-        ("length(target=1", "cannot be read"),
-        ("length(target=1)(target=7)", "plain values"),
-        ("length(target=1, target=7)", "plain values"),
-        ("a.py:f(x=" + 5000 * "-" + "1)", "plain values"),
-        ("1e400*length(target=1)", "no number"),
-    ],
-)
+UNREADABLE = [
+    ("", "cannot be read"),
+    ("0.1*", "cannot be read"),
+    ("solved", "no built-in reward 'solved'"),
+    ("1.2.3*length(target=2)", "weight"),
+    ("length(7)", "plain values"),
+    ("length(target=open('x'))", "plain values"),
+    ("length(target=1", "cannot be read"),
+    ("length(target=1)(target=7)", "plain values"),
+    ("length(target=1, target=7)", "plain values"),
+    ("a.py:f(x=" + 5000 * "-" + "1)", "plain values"),
+    ("1e400*length(target=1)", "no number"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), UNREADABLE)
 def test_what_cannot_be_read_is_refused(text, sentence):
     with refused(sentence):
         parse_reward(text)
@@ -65,13 +62,13 @@ def test_opened_rewards_are_weighted_and_see_whole_groups(tmp_path):
         assert rewards["short"].reward(rows, completions) == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("texts", "sentence"),
-    [
-        (["length(maximum=1)", "length(maximum=2)"], "two rewards are called length"),
-        (["0*length(maximum=1)"], "nothing to learn from"),
-    ],
-)
+BAD_REWARDS = [
+    (["length(maximum=1)", "length(maximum=2)"], "two rewards are called length"),
+    (["0*length(maximum=1)"], "nothing to learn from"),
+]
+
+
+@pytest.mark.parametrize(("texts", "sentence"), BAD_REWARDS)
 def test_rewards_that_do_not_work_are_refused(texts, sentence):
     with refused(sentence), open_rewards(texts, group_size=2):
         pass
