@@ -1,4 +1,4 @@
-"""What a step costs, counted rather than timed: the same on every machine, and without a run."""
+"""Counts what a step costs: the same on every machine, and without a run."""
 
 from functools import partial
 

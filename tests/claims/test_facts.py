@@ -1,4 +1,4 @@
-"""Claims that arithmetic settles, each checked on the library's own functions."""
+"""Checks claims that arithmetic settles on the library's own functions."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What questions leave on disk, and the pages that are made of their numbers."""
+"""Checks the files that questions leave on disk, and the pages that are made of their numbers."""
 
 import json
 import re
@@ -68,15 +68,14 @@ def config(asked, tmp_path_factory):
 def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, asked):
     text = (config.out / "RESULTS-smoke.md").read_text()
     first = text[: text.index("![")]
-    assert (
-        "| GRPO or PPO, at equal samples? | No difference that matters. | [GRPO − PPO](docs/results-smoke/ppo_" in first
-    )
-    assert (
-        "All else equal, a group's mean or a critic? | Not settled; the group's mean is ahead. | [group baseline"
-        in first
-    )
-    assert "0.01 or none? | 0.01. | [β 0.01 − none](docs/results-smoke/ablate_kl.md), on the way: +0.200 [" in first
-    assert "eight updates a rollout? | No: learning is better without one." in first
+    for question, answer in (
+        ("GRPO or PPO, at equal samples", "No difference"),
+        ("a group's mean or a critic", "Not settled"),
+        ("0.01 or none", "0.01."),
+        ("eight updates a rollout", "No: "),
+    ):
+        assert re.search(rf"^\| [^|]*{question}\? \| {answer}", first, re.M), question
+    assert "[β 0.01 − none](docs/results-smoke/ablate_kl.md), on the way: +0.200 [" in first
     for target in re.findall(r"\]\(#(\w+)\)", text):
         assert f'<a id="{target}"></a>' in text
     for target in re.findall(r"\]\((docs/[^)]+)\)", text):
@@ -196,9 +195,8 @@ def test_another_machine_has_a_page_and_a_link(config, other, tmp_path):
     assert text[text.index('id="every"') : text.index('id="rule"')] in before
     again = (tmp_path / "docs/results-smoke/replication.md").read_text()
     assert "; then another, " in again
-    apart = ": of 2 claims the intervals of 0 overlap, and the means of 2 are more than 1.96 standard errors apart. "
-    assert apart in again
-    assert "in at most 0% of repetitions. Verdicts: 1 different, 1 decided at first only" in again
+    for part in ("of 2 claims the intervals of 0 overlap", "1 different", "1 decided at first only"):
+        assert part in again
     row = r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| [\d.]+ \| different \|"
     assert re.search(row, again)
 

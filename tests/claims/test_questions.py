@@ -1,4 +1,4 @@
-"""What single questions to the sources are made of: advantages counted up, annotators, groups."""
+"""Checks the parts of single questions: advantages by enumeration, annotators, and gradients of groups."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The rule: p-values and verdicts by hand, its correction by a loop, claims that stop, and how often it is wrong."""
+"""Checks the rule of verdicts by hand, its correction by a loop, claims that stop, and how often it is wrong."""
 
 import math
 

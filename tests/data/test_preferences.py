@@ -1,4 +1,4 @@
-"""Rows of preferences and ratings that are refused, with their line."""
+"""Checks that rows of preferences and ratings are refused with their line."""
 
 import pytest
 from tiny import refused, write_rows

@@ -1,4 +1,4 @@
-"""Spans of characters and of tokens, which may be cut elsewhere."""
+"""Checks spans of characters against tokens, which may be cut elsewhere."""
 
 import pytest
 

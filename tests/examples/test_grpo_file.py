@@ -1,4 +1,4 @@
-"""The example: its gradient is the trainer's, it resumes to the bit, it learns, and it stays short."""
+"""Checks that the example has the trainer's gradient, resumes to the bit, learns, and stays short."""
 
 import ast
 import importlib.util

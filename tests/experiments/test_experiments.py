@@ -43,8 +43,6 @@ def test_two_runs_that_start_at_once_do_not_share_a_folder(tmp_path):
 def test_a_resumed_run_may_compute_elsewhere_but_nothing_else(tmp_path):
     flags.open_run(parse(tmp_path / "run"))
     flags.open_run(parse(tmp_path / "run", "--resume", "--devices", "2"))
-    with refused(r"other options \(learning_rate\)"):
-        flags.open_run(parse(tmp_path / "run", "--resume", "--learning-rate", "0.5"))
     flags.open_run(parse(tmp_path / "falling", "--decay", "linear"))
     with refused("the learning rate of the run falls until step 250"):
         flags.open_run(parse(tmp_path / "falling", "--resume", "--steps", "300"))

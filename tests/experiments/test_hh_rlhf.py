@@ -1,4 +1,4 @@
-"""HH-RLHF from pairs to a table: the split, the rules, and what a judge's scores come to."""
+"""Checks HH-RLHF from pairs to a table: the split, the rules, and the numbers of a judge's scores."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""curves.png: which panels, and which lines in them."""
+"""Checks the panels and lines of curves.png."""
 
 import json
 

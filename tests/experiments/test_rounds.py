@@ -1,4 +1,4 @@
-"""Online preference learning: judges, pairs, rounds, and runs that are cut off. Tiny models."""
+"""Checks online preference learning with tiny models: judges, pairs, rounds, and runs that are cut off."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Every experiment in small: from its start to its table, again resumed, and what is refused."""
+"""Runs every experiment in small from its start to its table and resumes it, and checks its refusals."""
 
 import dataclasses
 import json

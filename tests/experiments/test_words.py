@@ -1,4 +1,4 @@
-"""Words of letters: their prompts, their tokenizer, and what the experiments on them find good."""
+"""Checks words of letters: their prompts, their tokenizer, and their worth in the experiments."""
 
 import numpy as np
 import pytest

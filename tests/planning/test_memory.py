@@ -1,4 +1,4 @@
-"""The estimate of memory: parameters against real ones, programs against the compiler's plan, README's table."""
+"""Compares the estimate of memory with real parameters, with the compiler's plans, and with README's table."""
 
 from dataclasses import replace
 from pathlib import Path

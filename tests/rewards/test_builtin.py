@@ -1,20 +1,17 @@
-"""Built-in rewards: answers, formats and lengths."""
+"""Checks built-in rewards of answers, formats and lengths."""
 
 import importlib.util
-import json
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import refused
+from tiny import DATA, needs_data, read_lines, refused
 
 from grpo_jax.data.types import Completion, Turn
 from grpo_jax.functional import overlong_penalty
 from grpo_jax.rewards import builtin
 from grpo_jax.rewards.processes import Grader
 
-DATA = Path(__file__).parents[3] / "shared/data"
 BUILTIN = "grpo_jax.rewards.builtin"
 has_math_verify = pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="needs math-verify")
 
@@ -148,16 +145,10 @@ def test_formulas_that_are_the_same_at_sight(stated, expected, same):
 # ---- published solutions
 
 
-def rows(name):
-    path = DATA / name
-    if not path.exists():
-        pytest.skip(f"no {path.name} here")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
+@needs_data
 @pytest.mark.parametrize("lenient", [False, True])
 def test_every_gsm8k_solution_is_right_and_those_of_others_are_wrong(lenient):
-    solutions = [row["answer"] for row in rows("gsm8k/test.jsonl")]
+    solutions = [row["answer"] for row in read_lines(DATA / "gsm8k/test.jsonl")]
     reward = builtin.gsm8k_answer(lenient=lenient)
     examples = [{"answer": solution} for solution in solutions]
     assert reward(examples, texts(*solutions)) == [1.0] * len(solutions)
@@ -167,11 +158,13 @@ def test_every_gsm8k_solution_is_right_and_those_of_others_are_wrong(lenient):
     assert sum(equal) < 0.02 * len(equal)
 
 
+@needs_data
 @pytest.mark.parametrize("lenient", [False, True])
 def test_every_math500_solution_is_right_and_those_of_others_are_wrong(lenient):
-    answers = [row["answer"] for row in rows("math500/math500_prompt_answer.jsonl")]
+    answers = [row["answer"] for row in read_lines(DATA / "math500/math500_prompt_answer.jsonl")]
     # The file repeats the answer behind the solution.
-    solutions = [row["answer"].rpartition("The answer is:")[0] for row in rows("math500/math500_with_solutions.jsonl")]
+    solved = read_lines(DATA / "math500/math500_with_solutions.jsonl")
+    solutions = [row["answer"].rpartition("The answer is:")[0] for row in solved]
     examples, reward = [{"answer": answer} for answer in answers], builtin.math_answer(lenient=lenient, sympy=False)
     assert reward(examples, texts(*solutions)) == [1.0] * 500
     others = [rf"\boxed{{{answer}}}" for answer in (*answers[1:], answers[0])]

@@ -1,23 +1,20 @@
-"""Principles and judges as rewards. Tiny models throughout."""
+"""Checks principles and judges as rewards, with tiny models."""
 
 import copy
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import refused, tiny_config
+from tiny import STORIES, needs_data, refused, tiny_config
 
 from experiments.tasks import arithmetic
 from grpo_jax.data.types import Completion
-from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.constitution import NO, YES, constitution, model_judge, parse_principles, read_principles
 from grpo_jax.rewards.reward import score_completions
 
-STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 CONFIG = tiny_config(arithmetic.VOCAB_SIZE)
 POLICY = decoder_policy(CONFIG)
 OPTIONS = {"template": "{principle}={prompt}{completion}=", "yes": ("1", "3", "no such word"), "no": ("0",)}
@@ -87,15 +84,13 @@ def test_a_completion_brings_no_control_tokens(model):
     assert others == [plain] * 3
 
 
-@pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")
+@needs_data
 def test_a_pretrained_model_judges_in_words():
     model = load_pretrained(STORIES)
-    with pytest.raises(UsageError, match=r"none of .* is one token"):
-        model_judge(model)
     rows, texts = [{"prompt": "Once upon a time"}] * 2, [Completion(" there was a cat."), Completion(" yes yes")]
     answers = model_judge(model, yes=("y",), no=("n",))("The answer is kind.", rows, texts)
     assert 0 < min(answers) < max(answers) < 1
-    with pytest.raises(UsageError, match="was trained on 512"):
+    with refused("was trained on 512"):
         model_judge(model, yes=("y",), no=("n",))("kind", rows[:1], [Completion("cat " * 600)])
 
 

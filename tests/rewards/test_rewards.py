@@ -1,4 +1,4 @@
-"""Rewards: how they are added up, loaded, and run in processes that are killed when they hang."""
+"""Checks how rewards are added up, loaded, and run in processes that are killed when they hang."""
 
 import asyncio
 import math
@@ -28,12 +28,6 @@ ROOT = Path(__file__).parents[2]
 # A user's file. `act` does what its first completion says in Python, of n completions.
 FILE = r"""
 import asyncio, os, re, signal, subprocess, sys, time
-
-from grpo_jax.rewards import worker
-
-
-def send(answer):
-    return os.write(worker.answers.fileno(), answer)
 
 
 def act(examples, completions):
@@ -201,12 +195,10 @@ def test_spans_are_added_up_by_weight_beside_numbers():
 
 BAD_ANSWERS = [
     ("[1.0] * (n + 1)", "wrong length"),
-    ("[]", "wrong length"),
     ("[1.0] * 10**6", "wrong length"),
     ("iter(int, 1)", "wrong length"),  # it has no end
     ("['1'] * n", "not numbers"),
     ("[[1.0, 2.0]] * n", "not numbers"),
-    ("'1' * n", "not numbers"),
     ("{i: 1.0 for i in range(n)}", "not numbers"),
     ("{i + 0.5 for i in range(n)}", "not numbers"),
     ("None", "not numbers"),
@@ -290,18 +282,14 @@ def test_messages_say_what_happened(actor):
     assert actor.messages.keys() <= actor.counts.keys()
 
 
-def test_a_failing_call_takes_its_whole_chunk_and_a_nan_only_itself(file):
+def test_a_failing_call_takes_its_whole_chunk_and_a_nan_or_bad_spans_only_themselves(file):
     with Grader(f"{file}:act", chunk=2, workers=1) as grader:
         assert graded(grader, "1 / 0", FINE, FINE, FINE) == ([None, None, 1.0, 1.0], {"raised": 2})
+        spans = "[[(0, 2, 1.0), (2, 90, 0.5)], [(0, 99, 0.5)]]"
+        assert graded(grader, spans.ljust(90), "") == ([(Span(0, 2, 1.0), Span(2, 90, 0.5)), None], {"bad spans": 1})
+        assert "from 0 to 99" in grader.messages["bad spans"]
     with Grader(f"{file}:makes", arguments={"scale": 1e38}) as grader:
         assert graded(grader, "a", "aaaa", "aa") == ([1e38, None, 2e38], {"nan": 1})
-
-
-def test_spans_pass_through_a_process_and_bad_ones_cost_no_others(file):
-    spans = "[[(0, 2, 1.0), (2, 90, 0.5)], [(0, 99, 0.5)]]"
-    with Grader(f"{file}:act") as grader:
-        assert graded(grader, spans.ljust(90), "") == ([(Span(0, 2, 1.0), Span(2, 90, 0.5)), None], {"bad spans": 1})
-        assert "from 0 to 99 is not one of a completion of 0 characters" in grader.messages["bad spans"]
 
 
 def test_a_budget_bounds_a_function_that_always_hangs_and_ends_a_call_before_its_deadline(file):
@@ -359,9 +347,9 @@ def test_rewards_do_not_depend_on_chunks_and_a_large_batch_passes(file, chunk):
 
 def test_async_functions_run_in_a_process(file):
     with Grader(f"{file}:waits", workers=1) as grader:
-        assert graded(grader, "a", "bc")[0] == graded(grader, "a", "bc")[0] == [1.0, 2.0]
         rewards = {"waits": Component(grader), "one": Component(lambda examples, completions: [1.0, None])}
-        assert score_completions(rewards, [{}] * 2, texts("a", "bc")).rewards.tolist() == [2.0, 2.0]
+        for _ in range(2):
+            assert score_completions(rewards, [{}] * 2, texts("a", "bc")).rewards.tolist() == [2.0, 2.0]
 
 
 def test_a_path_is_relative_to_the_folder_where_the_grader_was_made(file, monkeypatch):
@@ -387,16 +375,13 @@ UNLOADABLE = [
     ("no_such_module:f", None, "No module named 'no_such_module'"),
     ("json:no_such_function", None, "json has no 'no_such_function'"),
     ("no/such/file.py:f", None, "there is no file"),
-    ("os:sep", None, "is no function but of type str"),
     ("json", None, "must be module:function"),
-    (":f", None, "must be module:function"),
     ("FILE:number", None, "is no function but of type int"),
     ("FILE:of_trl", None, r"takes completions first, .* make it f\(examples, completions\)"),
     ("json:dumps", {"obj": 1}, "must return the reward"),
     ("grpo_jax.rewards.builtin:matches", {"pattern": "("}, "no regular expression"),
     ("grpo_jax.rewards.builtin:matches", {"no_such": 1}, r"\(no_such\): expected a function of"),
     ("FILE:plain", {"other": 1}, r"\(other\): expected a function of \(examples, completions, \*"),
-    ("FILE:needs", {"other": 1}, r"\(other\): expected a function of"),
     ("FILE:makes_of_two", {"power": 2}, r"\(power\): expected a function of"),
 ]
 
@@ -443,7 +428,6 @@ def test_a_module_of_the_current_folder_is_loaded_by_an_installed_command_too(fi
 
 BAD_LIMITS = [
     ("deadline", 0),
-    ("deadline", math.nan),
     ("budget", 1e10),
     ("start_deadline", math.inf),
     ("chunk", 0),

@@ -1,14 +1,13 @@
-"""Compiled programs are kept between starts, and counted as what they were: compiled, or read."""
+"""Checks that compiled programs are kept between starts, and counted as compiled or read."""
 
 import os
 import subprocess
 import sys
 
 import jax
-import pytest
+from tiny import refused
 
-from grpo_jax.errors import UsageError
-from grpo_jax.runs.progress import Programs, in_words, use_cache
+from grpo_jax.runs.progress import Programs, use_cache
 
 # Starts an experiment four times, with a second that finds its programs, and one whose writer was killed.
 SCRIPT = """
@@ -62,13 +61,8 @@ def test_a_folder_that_cannot_be_written_to_is_noted_and_one_that_jax_was_told_s
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "told")
         assert not (tmp_path / "other").exists()
         jax.config.update("jax_compilation_cache_dir", None)
-        with pytest.raises(UsageError, match="compiled programs cannot be kept"):
+        with refused("compiled programs cannot be kept"):
             use_cache(tmp_path / "file")
         assert jax.config.jax_compilation_cache_dir is None
     finally:
         jax.config.update("jax_compilation_cache_dir", told)
-
-
-def test_words():
-    assert in_words(Programs(9, 0)) == "9 programs compiled"
-    assert in_words(Programs(0, 9)) == "0 programs compiled, 9 loaded from the cache"

@@ -1,4 +1,4 @@
-"""Runs of every method that are killed by SIGKILL and resumed end with the bits of a run that nobody stopped.
+"""Kills runs of every method by SIGKILL and resumes them: they end with the bits of a run that nobody stopped.
 
 A seed draws the moments: a share of a step after a line of metrics, or while a checkpoint is written. A server forks
 the runs after it has imported everything, so that a run takes seconds; all runs read programs from one folder.

@@ -1,4 +1,4 @@
-"""A run's plan: chosen once from memory, then an option like others."""
+"""Checks that a run's plan is chosen once from memory and is then an option like others."""
 
 import json
 from dataclasses import asdict, dataclass

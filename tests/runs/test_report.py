@@ -1,4 +1,4 @@
-"""The page of a run: what it holds, what it leaves out, and that text of the run stays text."""
+"""Checks which data the page of a run holds and leaves out, and that text of the run stays text."""
 
 import json
 import math

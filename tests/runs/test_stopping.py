@@ -1,4 +1,4 @@
-"""Signals: a run saves its step and says how to go on; resumed it ends with the bytes of one that was not stopped."""
+"""Checks that a signal saves the step of a run, which resumes to the bytes of one that was not stopped."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Environments for Gymnasium and TRL, as they were written for these."""
+"""Checks environments that were written for Gymnasium and TRL."""
 
 import asyncio
 import inspect

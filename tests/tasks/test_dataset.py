@@ -1,4 +1,4 @@
-"""Rows to tasks: reading, splitting, the order of prompts, and every sentence of refusal."""
+"""Checks how rows become tasks: reading, splitting, the order of prompts, and refusals."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Rewards and tasks as a command line names them."""
+"""Checks rewards and tasks as a command line names them."""
 
 import pytest
 from tiny import refused, write_rows
