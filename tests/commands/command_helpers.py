@@ -66,6 +66,7 @@ def write_inputs(folder: Path) -> Path:
         for j in range(8)
     ]
     write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "numbers.jsonl", [{"prompt": "1+1=", "completion": text} for text in ("2", 2)])
     (folder / "rewards.py").write_text(LOW)
     (folder / "game.py").write_text(GAME)
     return folder

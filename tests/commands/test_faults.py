@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_helpers import without_override, write_inputs
+from command_helpers import without_override
 
 from grpo_jax import hosts
 from grpo_jax.commands import train
@@ -132,12 +132,12 @@ RESULTS = ("results.json", "metrics.jsonl", "rollouts.jsonl")
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory):
+def killed(inputs, tmp_path_factory):
     """A folder with the inputs of a run, and the run as it was when it had logged its last step and not saved it yet.
 
     And the files that it left at its end.
     """
-    folder = write_inputs(tmp_path_factory.mktemp("killed"))
+    folder = shutil.copytree(inputs, tmp_path_factory.mktemp("killed") / "inputs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         train.command([*GIVEN.split(), *AGAIN])

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from command_helpers import write_inputs
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from rich.console import Console
 from tiny import GOLDEN, Characters, refused, write_rows
@@ -115,9 +114,8 @@ class Reached(Exception):
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    """A folder with a tiny model and rows; what would compile, meet hosts or end the process is replaced."""
-    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+def inputs(inputs):
+    """The folder of inputs, while functions that compile, meet hosts or end the process are replaced."""
 
     def reached(*_: Any, **__: Any) -> None:
         raise Reached
@@ -129,12 +127,12 @@ def inputs(tmp_path_factory):
         raise SystemExit(code)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+        patch.chdir(inputs)
         patch.setattr(flags, "open_run", reached)
         patch.setattr(evaluate, "sample_and_score", reached)
         patch.setattr(jax.distributed, "initialize", initialize)
         patch.setattr(hosts, "leave", leave)
-        yield folder
+        yield inputs
 
 
 GRADED = ("--task", "rows.jsonl", "--reward", "length(maximum=3)", "--num-prompts", "8", "--max-tokens", "8")

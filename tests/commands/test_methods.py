@@ -8,7 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from command_helpers import OF_PAIRS, evaluation, refusal, run, with_template, write_inputs
+from command_helpers import OF_PAIRS, evaluation, refusal, run, with_template
 from tiny import refused, write_rows
 
 from experiments.tasks import arithmetic
@@ -28,18 +28,6 @@ PAIRS = ("--steps", 8, "--num-pairs", 16, "--learning-rate", 1e-2, "--eval-every
 KTO = ("--steps", 8, "--num-completions", 16, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
 OFFLINE = {"sft": SFT, "dpo": PAIRS, "kto": KTO, "reward-model": PAIRS}
 TEACHER = ("--teacher", "teacher", "--distillation", "forward_kl", "--nll-coef", 0.1)
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("methods"))
-
-
-@pytest.fixture
-def folder(inputs, monkeypatch):
-    """A model and rows, in the working directory."""
-    monkeypatch.chdir(inputs)
-    return inputs
 
 
 def options_of(method):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from command_helpers import refusal, run, write_inputs
+from command_helpers import refusal, run
 from tiny import change_json
 
 from grpo_jax import commands, hosts
@@ -21,9 +21,9 @@ from grpo_jax.runs import export as exporting, flags
 
 
 @pytest.fixture(scope="module")
-def origin(tmp_path_factory):
+def origin(inputs, tmp_path_factory):
     """A folder with a tiny model, rows, and a run of one step of supervised fine-tuning."""
-    folder = write_inputs(tmp_path_factory.mktemp("places"))
+    folder = shutil.copytree(inputs, tmp_path_factory.mktemp("places") / "inputs")
     (folder / "model/LICENSE").write_text("free")
     run(folder, folder / "run", "sft", "--steps", 1, "--num-rows", 8)
     return folder

@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from command_helpers import refusal, write_inputs
+from command_helpers import refusal
 from tiny import STORIES, needs_data, write_rows
 
 from grpo_jax import prepare
@@ -57,7 +57,6 @@ REFUSED = [
     ("episodes", "--tools game.py:add --reward exact_answer", "chat template"),
     ("episodes", "--tools game.py:none --reward exact_answer", "has no 'none'"),
     ("episodes", "--tools game.py:add --environment game.py:make", "give one of them"),
-    ("episodes", "--tools game.py:add --environment-factory game.py:Game", "give one of them"),
     ("episodes", "--environment-factory game.py:Game", "chat template"),
     ("episodes", "--environment-factory game.py:Nobody", "has no 'Nobody'"),
     ("episodes", "--environment-factory game.py:add", "environment_factory cannot be called"),
@@ -76,7 +75,6 @@ REFUSED = [
     ("sft", "--teacher DIR", "distillation is none"),
     ("sft", "--nll-coef 1", "nll_coef is 1.0, but distillation is none"),
     ("taught", "--nll-coef nan", "nll_coef is nan"),
-    ("taught", "--distillation reverse_kl --distillation-beta 0.3", "reverse_kl has no mixture"),
     ("taught", "--distillation-top-k 99", "top_k is 99, but the model has"),
     ("taught", "--num-rows 12 --microbatches 2 --devices 8 --fsdp 4", "multiple of microbatches x data x fsdp"),
     ("dpo", "--data ''", "--data is needed"),
@@ -94,22 +92,13 @@ REFUSED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = write_inputs(tmp_path_factory.mktemp("refusals"))
-    write_rows(folder / "numbers.jsonl", [{"prompt": "1+1=", "completion": text} for text in ("2", 2)])
-    return folder
-
-
 @pytest.mark.parametrize(("start", "args", "words"), REFUSED, ids=[" ".join(row[:2]) for row in REFUSED])
-def test_what_cannot_work_is_refused_before_there_is_a_run(folder, monkeypatch, capsys, start, args, words):
-    monkeypatch.chdir(folder)
+def test_what_cannot_work_is_refused_before_there_is_a_run(folder, capsys, start, args, words):
     assert words in refusal(capsys, *STARTS[start].split(), *shlex.split(args))
     assert not (folder / "run").exists()
 
 
 def test_a_run_that_does_not_fit_into_memory_is_refused_before_it_begins(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
     monkeypatch.setattr(prepare, "memory_limit", lambda devices: 2**14)
     assert "the run needs about" in refusal(capsys, *STARTS["grpo"].split())
     assert not (folder / "run").exists()

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from command_helpers import evaluation, refusal, run, with_template, write_inputs
+from command_helpers import evaluation, refusal, run, with_template
 from safetensors.numpy import load_file, save_file
 from tiny import read_lines, refused, write_rows
 
@@ -36,18 +36,12 @@ def prints(rows, texts):
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = write_inputs(tmp_path_factory.mktemp("train"))
+def inputs(inputs, tmp_path_factory):
+    folder = shutil.copytree(inputs, tmp_path_factory.mktemp("train") / "inputs")
     (folder / "rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"{i}+{j}=", "digit": str(i)} for i in range(4) for j in range(4)]
     write_rows(folder / "rows.jsonl", rows)
     return folder
-
-
-@pytest.fixture
-def folder(inputs, monkeypatch):
-    monkeypatch.chdir(inputs)
-    return inputs
 
 
 def test_rows_and_rewards_of_files_then_the_checkpoint_evaluated_alone(folder, tmp_path, capsys):

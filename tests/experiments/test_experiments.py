@@ -5,10 +5,11 @@ import math
 import shutil
 
 import pytest
+from matplotlib import pyplot
 from rich.console import Console
-from tiny import refused
+from tiny import refused, write_rows
 
-from experiments import arithmetic
+from experiments import arithmetic, plots
 from experiments.common import over_seeds
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
@@ -99,3 +100,21 @@ def test_a_table_with_a_control_says_that_its_drift_is_not_learning(tmp_path):
     first, second = run.console.file.getvalue().splitlines()
     assert (first.partition(":")[0], second.partition(":")[0]) == ("control", "coin")
     assert "not learning" in first
+
+
+def test_a_panel_has_the_mean_of_each_method_at_the_steps_that_all_seeds_have(tmp_path, monkeypatch):
+    panels, close = {}, pyplot.close
+
+    def read(figure):
+        panels.update({axis.get_title(): [y.get_xydata().tolist() for y in axis.lines] for axis in figure.axes})
+        close(figure)
+
+    monkeypatch.setattr(pyplot, "close", read)
+    run = RunFolder(tmp_path, {})
+    kls = {"grpo_0": [0.0, 1.0, 5.0], "grpo_1": [1.0, 2.0], "coin_0": [3.0], "coin_1": [5.0]}
+    lines = [{"phase": phase, "step": i, "kl": kl} for phase, of in kls.items() for i, kl in enumerate(of)]
+    write_rows(tmp_path / "metrics.jsonl", lines)
+    methods = {"grpo": ["grpo_0", "grpo_1"], "coin": ["coin_0", "coin_1"]}
+    plots.save_curves(run, (("kl", "KL"), ("missing", "none")), methods)
+    assert panels == {"KL": [[[0, 0.5], [1, 1.5]], [[0, 4.0]]], "none": [[], []]}
+    assert (tmp_path / "curves.png").stat().st_size

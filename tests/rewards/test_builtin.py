@@ -258,11 +258,8 @@ def test_repetition_by_hand(ids, n, reward):
 
 
 def test_rewards_read_only_what_the_policy_said():
-    call, reply, final = (
-        Completion("<call>", [1, 2, 3]),
-        Completion("#### 3\n3" * 9, [7] * 99),
-        Completion("18", [4, 5]),
-    )
+    call, reply = Completion("<call>", [1, 2, 3]), Completion("#### 3\n3" * 9, [7] * 99)
+    final = Completion("18", [4, 5])
     turns = [Turn(call, reply), Turn(final)]
     episode = Completion("".join([call, reply, final]), [*call.ids, *reply.ids, *final.ids], turns=turns)
     rewards = {

@@ -73,10 +73,6 @@ def makes(scale):
     return lambda examples, completions: [scale * len(c) for c in completions]
 
 
-def makes_of_two(scale, power=1):
-    return makes(scale)
-
-
 def makes_of_prompts(prompts):
     return makes(prompts)
 
@@ -382,7 +378,6 @@ UNLOADABLE = [
     ("grpo_jax.rewards.builtin:matches", {"pattern": "("}, "no regular expression"),
     ("grpo_jax.rewards.builtin:matches", {"no_such": 1}, r"\(no_such\): expected a function of"),
     ("FILE:plain", {"other": 1}, r"\(other\): expected a function of \(examples, completions, \*"),
-    ("FILE:makes_of_two", {"power": 2}, r"\(power\): expected a function of"),
 ]
 
 
