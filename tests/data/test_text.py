@@ -35,13 +35,6 @@ def encode(tokenizer, prompts, **options):
     return encode_prompts(tokenizer, prompts, eos_ids=(arithmetic.EOS_ID,), **options)
 
 
-def test_empty_prompts_are_dropped_and_counted(digits):
-    encoded = encode(digits, ["", "1+2=", "  \n", "3+4="])
-    assert lists(encoded) == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3+4=")]
-    assert encoded.numbers == [1, 3]
-    assert encoded.summary == "dropped of 4 prompts: 2 empty"
-
-
 OVERLONG = [
     ("drop", ["1+2=", "3+4="], "dropped of 3 prompts: 1 longer than 4 tokens"),
     ("truncate", ["1+2=", "5+1=", "3+4="], "1 of 3 prompts lost their beginning"),
@@ -58,14 +51,8 @@ def test_long_prompts_are_dropped_or_lose_their_beginning(digits, overlong, text
 
 def test_messages_go_through_the_chat_template(digits):
     digits = type(digits).from_pretrained(digits.name_or_path)
-    messages = [[{"role": "user", "content": "1+2"}], [{"role": "user", "content": "3"}]]
-    with refused(r"no chat template.*chat_template\.jinja"):
-        encode(digits, messages)
-    digits.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with refused("chat template refuses prompt 0: roles must alternate"):
-        encode(digits, messages)
     digits.chat_template = TEMPLATE
-    encoded = encode(digits, messages)
+    encoded = encode(digits, [[{"role": "user", "content": text}] for text in ("1+2", "3")])
     assert encoded.texts == ["1+2=", "3="]
     assert lists(encoded) == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3=")]
 
@@ -125,14 +112,6 @@ def test_a_published_chat_template_and_unicode():
     ids = lists(encoded)[0]
     assert ids.count(tokenizer.convert_tokens_to_ids("<|user|>")) == 1  # special tokens are one token each
     assert message["content"] in tokenizer.decode(ids)
-
-
-@needs_data
-def test_unicode_survives_a_small_vocabulary():
-    tokenizer = load_tokenizer(STORIES)
-    text = "Ein Kätzchen 猫 🐈"
-    ids = lists(encode_prompts(tokenizer, [text], eos_ids=(1, 2)))[0]
-    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == text
 
 
 @needs_data

@@ -53,14 +53,12 @@ REWARDS = [
     ("<answer>4*(4+3)</answer>\n<answer>4", 1.0),  # one that is not closed is none
     ("<answer>4*(4+3)</answer><answer>4</answer>", 0.1),
     ("<answer>50 - 4 * 4</answer>", 0.1),  # well-formed, and not the target
-    ("4 + 3 = 28", 0.1),
     ("50", 0.1),
     ("4 * 4 + 4 * 3", 0.0),  # there are two fours
     ("28", 0.0),
     ("7 * 4", 0.0),
     ("<answer></answer>", 0.0),
     ("", 0.0),
-    ("\n\n", 0.0),
     ("The answer is 4 * (4 + 3)", 0.0),
     ("<answer>4 * (4 + 3)", 0.0),
     ("4*(4+3)</answer>", 0.0),
@@ -98,7 +96,6 @@ LONG = [
     "9" * 100_000,
     "4" + "+4" * 100_000,
     "(" * 10_000 + "4" + ")" * 10_000,
-    "(" * (MAX_DEPTH + 1) + "4" + ")" * (MAX_DEPTH + 1),
     "(" * 10_000,
     "1" * 199 + "x",  # a pattern that can split digits in many ways would try them all
     "1 " * 99 + "x",

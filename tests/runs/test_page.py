@@ -349,13 +349,3 @@ def test_results_that_are_no_table_an_empty_run_and_one_step(show):
         empty = show(config={}, results=results)
         assert empty.texts("#curves p") == ["This run has no metrics yet."]
         assert empty.texts("#rollouts p") == ["This run has no rollouts."]
-
-
-def test_long_curves_say_that_they_are_thinned_and_ungraded_completions_are_added_up(show):
-    lines = metrics(*range(2000))
-    lines[3]["ungraded_answer_timeout"], lines[7]["ungraded_answer_timeout"] = 2, 3
-    page = show(lines)
-    facts = dict(zip(page.texts(".results dt"), page.texts(".results dd"), strict=True))
-    assert facts["ungraded_answer_timeout (all steps)"] == "5"
-    assert "lowest and the highest value of 250 parts" in page.texts(".phases")[0]
-    assert 400 < len(drawn(page, "reward")[0]) <= 600
