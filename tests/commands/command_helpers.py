@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -110,16 +110,29 @@ def without_override() -> Iterator[None]:
         assert libc.capset(header, sets) == 0
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
-    """Runs a command of the program that must end with status 2 and one sentence, which it returns."""
-    capsys.readouterr()
+def exit_status(call: Callable[[], None]) -> int:
+    """Returns the status with which a call would end its process, in which permissions of files hold."""
     with pytest.MonkeyPatch.context() as patch, without_override():
         patch.setattr(sys, "argv", ["grpo-jax"])
         patch.setattr(hosts, "leave", lambda reason, code: sys.exit(code))  # it would end the tests
-        with pytest.raises(SystemExit) as ended:
-            commands.main([str(arg) for arg in args])
+        try:
+            call()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+    return 0
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
+    """Runs a command of the program that must end with status 2 and one sentence, which it returns."""
+    capsys.readouterr()
+    status = exit_status(lambda: commands.main([str(arg) for arg in args]))
+    return read_refusal(capsys, status)
+
+
+def read_refusal(capsys: pytest.CaptureFixture[str], status: int) -> str:
+    """Returns what a command wrote, which must be one sentence of an error, and its status 2."""
     sentence = capsys.readouterr().err
-    assert ended.value.code == 2, sentence
+    assert status == 2, sentence
     assert sentence.startswith("error: ")
     assert sentence.count("\n") == 1
     return sentence

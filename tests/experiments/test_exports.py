@@ -1,5 +1,7 @@
 """Checks exports of runs with a checkpoint, also of LoRA: merged, or only the adapters. Nothing is trained."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -81,8 +83,9 @@ def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(fo
     export(Options(run, tmp_path / "merged", dtype="float32"))
     assert not (tmp_path / "merged/lora.json").exists()
     saved = load_pretrained(tmp_path / "merged")
-    loaded, step = load_run(run)
-    assert step == 2
+    loaded, step = load_run(run, phase="grpo", dtype="bfloat16")
+    assert (step, loaded.config) == (2, replace(saved.config, dtype="bfloat16"))
+    assert saved.tokenizer.decode(saved.tokenizer.encode("07+58=")) == "07+58="
     assert params_sha256(loaded.params) == params_sha256(merge(params))
     assert loaded.eos_ids == saved.eos_ids
     # Of the rounded weights that it was trained on: the file holds their exact values.

@@ -123,9 +123,7 @@ def test_copies_add_up_their_gradients():
 
     def exchanged(**options):
         run = recipe(num_prompts=16, group_size=G, max_tokens=T, microbatches=1, devices=8, **options)
-        return by_purpose(
-            sizes(collectives(str(lowered(MODEL, run, P, programs=("learn",))["learn"].compile().as_text())))
-        )
+        return sent_by(lowered(MODEL, run, P, programs=("learn",))["learn"])
 
     whole, cut = shape_and_run(1)[0], shape_and_run(4)[0]
     assert planned(learn_traffic(MODEL, whole, data=8)) == (0, 4 * num_params(MODEL), 0)

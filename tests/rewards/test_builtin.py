@@ -100,7 +100,6 @@ def test_gsm8k_by_hand(text, strict, lenient):
 FORMULAS = [
     (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}", r"\frac{1}{2}"),
     (r"\boxed{1} or \boxed{2}", "2", "2"),
-    (r"\boxed{\{1\}}", r"\{1\}", r"\{1\}"),
     (r"\boxed{\left\{ x \right.}", r"\left\{ x \right.", r"\left\{ x \right."),
     (r"\boxed 15$", "15", "15"),
     (r"\fbox{7}", "7", "7"),
@@ -128,7 +127,6 @@ EQUAL_FORMULAS = [
     (r"\text{Evelyn}", "Evelyn", True),
     (r"5\text{ cm}", "5", True),
     (r"\$32,\!348", "32348", True),
-    (r"\sqrt2", r"\sqrt{2}", True),
     ("p - q", "q-p", False),
     ("(1,2)", "[1,2]", False),
     ("12", "1,2", False),
