@@ -86,9 +86,9 @@ def evaluation(run_dir: Path, out: Path, *args: Any) -> dict:
     return json.loads((out / "numbers.json").read_text())
 
 
-def with_template(folder: Path, path: Path, template: str) -> Path:
+def with_template(folder: Path, path: Path, template: str, name: str = "model") -> Path:
     """Returns a copy of the model that has a chat template."""
-    shutil.copytree(folder / "model", path)
+    shutil.copytree(folder / name, path)
     (path / "chat_template.jinja").write_text(template)
     return path
 
