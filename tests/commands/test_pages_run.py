@@ -6,32 +6,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from command_helpers import with_template
+from command_helpers import GAME, TEMPLATE, with_template
 from test_docs import ROOT, blocks, execute, programs, runnable, shell
 from tiny import DATA, needs_data, write_rows
 
 pytestmark = [pytest.mark.slow, needs_data]
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-)
-INCREMENT = '''
-class IncrementEnv:
-    def reset(self, **row):
-        self.count = 0
-        return "Increment."
-
-    def get_reward(self):
-        return float(self.count)
-
-    def increment(self, step: int) -> int:
-        """Increments the counter.
-
-        Args:
-            step: by how much.
-        """
-        self.count += step
-        return self.count
-'''
 SHORT = "max_turns=2, steps=1, num_prompts=2, group_size=2, max_tokens=4"
 
 
@@ -44,6 +23,9 @@ class TextGame:
     def step(self, action):
         return "over", 1.0, True, False, {}
 
+    def close(self):
+        pass
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -53,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     game, multiply, *_ = programs("environments.md")
     (tmp_path / "game.py").write_text(game + "\n\ndef make(): return higher_or_lower\n")
     (tmp_path / "tools.py").write_text(multiply)
-    (tmp_path / "file.py").write_text(INCREMENT)
+    (tmp_path / "file.py").write_text(GAME.replace("Game", "IncrementEnv").replace("digit", "number"))
     (tmp_path / "gsm8k").symlink_to(DATA / "gsm8k")
     prompts = [f"Guess a number from 1 to {i}.\n" for i in range(100, 200)]
     write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt, "number": 37} for prompt in prompts])

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from command_helpers import evaluation, refusal, run, with_template
+from command_helpers import TEMPLATE, evaluation, refusal, run, with_template
 from safetensors.numpy import load_file, save_file
 from tiny import read_lines, refused, write_rows
 
@@ -17,9 +17,6 @@ SMALL += ("--num-heldout", 4)
 ROOM = ("--max-turns", 3, "--environment-tokens", 20)
 LOW = ("--reward", "rewards.py:low")
 SAMPLED = ("--samples", 3, "--seed", 3)
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-)
 REWARDS = """
 import math, os, time
 def low(rows, texts): return [sum(map(text.count, '01234')) / 8 for text in texts]
