@@ -1,5 +1,6 @@
 """Checks the files that questions leave on disk, and the pages that are made of their numbers."""
 
+import itertools
 import json
 import re
 import shutil
@@ -50,8 +51,9 @@ def asked():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers, "measure", measure)
-        for draw in ("save_forest", "save_rows", "save_curves"):
-            patch.setattr(pages, draw, lambda path, *_: path.touch())
+        patch.setattr(pages, "save_forest", lambda path, *_: path.touch())
+        for module, draw in itertools.product((answers, pages), ("save_rows", "save_curves")):
+            patch.setattr(module, draw, lambda path, *_: path.touch())
         yield calls
 
 
