@@ -31,10 +31,7 @@ BAD_ROWS = [
         for read, row in ((read_preferences, PAIR), (read_ratings, PAIR), (read_ratings, RATED))
         for message, words in MESSAGES
     ),
-    *(
-        (read_preferences, PAIR | {"margin": 3e38}, {"margin": margin}, "margin should hold a finite number")
-        for margin in MARGINS
-    ),
+    *((read_preferences, PAIR | {"margin": 3e38}, {"margin": margin}, "margin should hold") for margin in MARGINS),
     (read_preferences, PAIR, {"chosen": HALF}, "column chosen holds half of a surrogate pair"),
     (read_preferences, PAIR, {"rejected": HALF}, "column rejected holds half of a surrogate pair"),
     (read_ratings, RATED, {"completion": HALF}, "column completion holds half of a surrogate pair"),
