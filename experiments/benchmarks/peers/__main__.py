@@ -10,7 +10,6 @@ one round: the peer's CPU time over ours.
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,14 +22,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments.benchmarks.peers.environments import FOLDER, environment, run_on
 from experiments.benchmarks.shapes import SHAPES, CpuShape, Shape, end_ids, random_prompts
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-PACKAGES = {
-    "trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0", "datasets", "accelerate", "tokenizers"),
-    "tunix": ("google-tunix==0.1.7", "jax==0.10.2"),
-}
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class Config:
     """How often all take their turn."""
     cores: tuple[int, ...] = (0,)
     """Cores that each process may use."""
-    folder: Path = Path.home() / ".cache" / "grpo_jax" / "peers"
+    folder: Path = FOLDER
     """Folder in which the peers' environments are made."""
     pip_options: tuple[str, ...] = ()
     """Further arguments of pip install, such as an index with the CPU build of torch."""
@@ -61,7 +54,12 @@ def main(config: Config) -> None:
     config.folder.mkdir(parents=True, exist_ok=True)
     shape_file.write_text(json.dumps(peers_shape(SHAPES[config.shape], config.steps)))
     for peer in config.peers:
-        commands[peer] = [environment(peer, config), str(HERE / f"{peer}_step.py"), str(shape_file)]
+        commands[peer] = [
+            environment(peer, config.folder, config.pip_options),
+            "-m",
+            f"{__package__}.{peer}_step",
+            str(shape_file),
+        ]
     rounds = []
     for number in range(config.rounds):
         took = {}
@@ -93,24 +91,10 @@ def peers_shape(shape: Shape, steps: int) -> dict[str, Any]:
     }
 
 
-def environment(peer: str, config: Config) -> str:
-    """Returns the Python of a peer's environment, which is created if it does not exist."""
-    folder = config.folder / peer
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", *config.pip_options, *PACKAGES[peer]], check=True)
-        (folder / "complete").touch()
-    return str(python)
-
-
 def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
     """Returns medians of seconds, CPU seconds and seconds of sampling over iterations; and peak memory in MB."""
 
-    def pin() -> None:
-        os.sched_setaffinity(0, cores)
-
-    done = subprocess.run(command, cwd=ROOT, preexec_fn=pin, stdout=subprocess.PIPE, text=True, check=True)
+    done = run_on(cores, command, stdout=subprocess.PIPE)
     lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     steps = [line for line in lines if "step" in line]
     memory = lines[-1].get("peak_rss_mb") or lines[-1]["peak_rss_mib"] * 2**20 / 1e6

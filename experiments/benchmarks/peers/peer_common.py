@@ -1,6 +1,6 @@
 """Shared parts of the peers' runners: the workload's shape, clocks, and lines of JSON.
 
-This module imports no peer, so that it can set up threads before a peer is loaded.
+This module imports no peer, so that `set_up` can run before a peer is loaded.
 """
 
 import argparse
@@ -17,9 +17,32 @@ THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THR
 OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
 QUIET = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-os.environ |= {name: os.environ.get(name, value) for name, value in (THREADS | OFFLINE | QUIET | ON_CPU).items()}
-
 BETA, CLIP, LEARNING_RATE, MAX_GRAD_NORM, ROPE_THETA, NORM_EPS = 0.04, 0.2, 1e-6, 1.0, 10000.0, 1e-6
+# The options of TRL's GRPOConfig that make it compute what this library computes. The rest are the caller's.
+TRL_SETTINGS = {
+    "bf16": False,
+    "num_iterations": 1,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "beta": BETA,
+    "use_bias_correction_kl": False,
+    "epsilon": CLIP,
+    "loss_type": "grpo",
+    "scale_rewards": "group",
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.0,
+    "max_grad_norm": MAX_GRAD_NORM,
+    "shuffle_dataset": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+def set_up() -> None:
+    """Sets variables of the environment that are not set, which peers read when they are imported."""
+    os.environ |= {name: os.environ.get(name, value) for name, value in (THREADS | OFFLINE | QUIET | ON_CPU).items()}
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@
 `python -m experiments.benchmarks.peers` starts this script with a file that describes the decoder and prompts.
 """
 
-import peer_common as common  # before torch: sets up threads
+from experiments.benchmarks.peers import peer_common as common
 
+common.set_up()  # before torch
 SHAPE = common.shape_from_arguments(__doc__)
 STEPS = len(SHAPE.prompts)
 
@@ -86,33 +87,18 @@ def main() -> None:
         config = GRPOConfig(
             output_dir=folder + "/out",
             use_cpu=True,
-            bf16=False,
             max_steps=STEPS,
             per_device_train_batch_size=SHAPE.completions,
             gradient_accumulation_steps=1,
             gradient_checkpointing=False,
             num_generations=SHAPE.group,
-            num_iterations=1,
             max_completion_length=SHAPE.completion,
             generation_kwargs={} if SHAPE.ends else {"min_new_tokens": SHAPE.completion},
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            beta=common.BETA,
-            epsilon=common.CLIP,
-            loss_type="grpo",
-            scale_rewards="group",
             learning_rate=common.LEARNING_RATE,
-            lr_scheduler_type="constant",
-            weight_decay=0.0,
-            max_grad_norm=common.MAX_GRAD_NORM,
             dataloader_pin_memory=False,
-            shuffle_dataset=False,
-            report_to="none",
-            save_strategy="no",
             logging_steps=1,
-            disable_tqdm=True,
             seed=0,
+            **common.TRL_SETTINGS,
         )
         trainer = Timed(
             model=model,

@@ -4,21 +4,22 @@
 `python -m experiments.benchmarks.peers` starts this script with a file that describes the decoder and prompts.
 """
 
-import peer_common as common  # before jax: sets up threads
+from experiments.benchmarks.peers import peer_common as common
 
+common.set_up()  # before jax
 SHAPE = common.shape_from_arguments(__doc__)
 STEPS = len(SHAPE.prompts)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 from tunix.models.qwen2.model import ModelConfig, Qwen2
 from tunix.rl import rl_cluster as clusters
-from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
-from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.grpo.grpo_learner import GRPOLearner
+
+from experiments.benchmarks.peers.tunix_learner import make_learner, one_device
 
 # Padding is outside of the vocabulary, so that it is never sampled and in no prompt. If completions are padded, it must
 # have an embedding, since a missing embedding is NaN.
@@ -100,48 +101,23 @@ def time_sampling(cluster: clusters.RLCluster, learner: Timed) -> None:
 
 
 def main() -> None:
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    mesh = one_device()
     actor, reference = make_model(mesh), make_model(mesh)
     data = [{"prompts": texts} for texts in np.array(SHAPE.texts).reshape(STEPS, -1)]
-    roles = clusters.Role
-    cluster = clusters.RLCluster(
-        actor=actor,
-        reference=reference,
-        tokenizer=IdTokenizer(),
-        cluster_config=clusters.ClusterConfig(
-            role_to_mesh={roles.ACTOR: mesh, roles.REFERENCE: mesh, roles.ROLLOUT: mesh},
-            rollout_engine="vanilla",
-            training_config=clusters.RLTrainingConfig(
-                actor_optimizer=optax.chain(
-                    optax.clip_by_global_norm(common.MAX_GRAD_NORM),
-                    optax.adamw(common.LEARNING_RATE, weight_decay=0.0),
-                ),
-                eval_every_n_steps=10**9,
-                max_steps=STEPS,
-            ),
-            rollout_config=RolloutConfig(
-                max_tokens_to_generate=SHAPE.completion,
-                max_prompt_length=SHAPE.longest_prompt,
-                kv_cache_size=SHAPE.longest_prompt + SHAPE.completion,
-                temperature=1.0,
-                top_p=1.0,
-                top_k=None,
-                eos_tokens=SHAPE.ends or None,
-            ),
-        ),
+    learner = make_learner(
+        Timed,
+        actor,
+        reference,
+        IdTokenizer(),
+        reward,
+        mesh=mesh,
+        steps=STEPS,
+        group=SHAPE.group,
+        learning_rate=common.LEARNING_RATE,
+        sizes=(SHAPE.longest_prompt, SHAPE.completion),
+        ends=SHAPE.ends,
     )
-    learner = Timed(
-        rl_cluster=cluster,
-        algo_config=GRPOConfig(
-            num_generations=SHAPE.group,
-            num_iterations=1,
-            beta=common.BETA,
-            epsilon=common.CLIP,
-            kl_loss_mode="low_var_kl",  # k3
-            loss_agg_mode="sequence-mean-token-mean",
-        ),
-        reward_fns=reward,
-    )
+    cluster = learner.rl_cluster
     time_sampling(cluster, learner)
     model = cluster.actor_trainer.model
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
