@@ -20,6 +20,11 @@ def exact_answer(examples: Sequence[Mapping[str, Any]], completions: Sequence[st
     return [float(text == example["answer"]) for example, text in zip(examples, completions, strict=True)]
 
 
+def sum_of_numbers(examples: Sequence[Mapping[str, Any]], completions: Sequence[str]) -> list[float]:
+    """Returns the sum of the numbers in each text modulo 97, from 0 to 96/97: trivial, and different in a group."""
+    return [sum(map(int, text.split())) % 97 / 97 for text in completions]
+
+
 def happy_sentences(examples: Sequence[Mapping[str, Any]], completions: Sequence[str]) -> list[float]:
     """Returns distinct happy sentences ÷ max(3, complete sentences), from 0 to 1.
 

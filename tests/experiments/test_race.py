@@ -6,9 +6,9 @@ import json
 import pytest
 from tiny import random_params, refused, tiny_config
 
+from experiments.benchmarks.peers.recorder import LINES, Moment, Plan, Recorder, snapshot_folder
 from experiments.benchmarks.race import __main__ as race, plans, results
 from experiments.benchmarks.race.races import ENTRANTS, RACES, Entrant
-from experiments.benchmarks.race.recorder import LINES, Moment, Plan, Recorder, snapshot_folder
 from experiments.tasks.arithmetic import TEXT, arithmetic_task
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.runs.files import read_lines
@@ -51,6 +51,8 @@ def test_the_clock_stands_still_while_a_snapshot_is_saved(plan, tmp_path):
         (folder / "model.safetensors").touch()
 
     recorder = Recorder(plan, lambda: Moment(time[0], time[0] / 2))
+    with recorder.sampling():
+        time[0] += 4
     assert recorder.grade(["1+1="] * 2 + ["10+1="] * 2, ["2", "3", "11", "11"]) == [1, 0, 1, 1]
     time[0] += 2
     assert [recorder.is_due(step) for step in (0, 1, 2, 3)] == [False, True, True, False]
@@ -59,13 +61,14 @@ def test_the_clock_stands_still_while_a_snapshot_is_saved(plan, tmp_path):
     recorder.save(2, save)
     recorder.finish([[1, 2]])
     first, *snapshots, last = read_lines(tmp_path / LINES, {})
-    assert first == {"step": 1, "samples": 4, "reward": 0.75, "seconds": 10, "cpu_seconds": 5}
+    assert first.pop("peak_mb") > 10
+    assert first == {"step": 1, "samples": 4, "reward": 0.75, "sampling": 4, "seconds": 14, "cpu_seconds": 7}
     assert [(line["snapshot"], line["samples"], line["seconds"], line["cpu_seconds"]) for line in snapshots] == [
-        (1, 4, 12, 6),
-        (2, 8, 13, 6.5),
+        (1, 4, 16, 8),
+        (2, 8, 17, 8.5),
     ]
     assert last == {"logprobs": [[1, 2]]}
-    assert recorder.now() == (13, 6.5)
+    assert recorder.now() == (17, 8.5)
     assert (snapshot_folder(tmp_path, 2) / "model.safetensors").exists()
 
 
@@ -154,8 +157,8 @@ def test_this_library_runs_a_plan(tmp_path):
         race.is_complete(folder, dataclasses.replace(plan, seed=1))
     reward = results.heldout_reward("arithmetic", model)
     entry = results.entry_of(folder, model, RACES["arithmetic"].learning_rate, reward)
-    assert [point["samples"] for point in entry["curve"]] == [0, 256, 512]
-    assert 0 < entry["curve"][1]["seconds"] < entry["curve"][2]["seconds"]
+    assert [(point["step"], point["samples"]) for point in entry["curve"]] == [(0, 0), (0, 256), (1, 256), (2, 512)]
+    assert 0 < entry["curve"][1]["seconds"] == entry["curve"][2]["seconds"] < entry["curve"][3]["seconds"]
     assert entry["first_change"] < 0.1  # no random completion is right, and the policy is at its reference
     assert entry["cached_programs"] == 0
     assert len(entry["rollout_rewards"]) == 2

@@ -14,12 +14,9 @@ the warm start of experiments.arithmetic. A process whose folder is complete is 
 """
 
 import dataclasses
-import os
 import platform
 import shutil
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,11 +25,12 @@ import tyro
 from rich.console import Console
 
 import grpo_jax
-from experiments.benchmarks.peers.environments import FOLDER, environment, run_on
+from experiments.benchmarks import peers
+from experiments.benchmarks.peers.environments import FOLDER, PLAN, environment, run_plan
+from experiments.benchmarks.peers.recorder import LINES, Plan
 from experiments.benchmarks.race import results
 from experiments.benchmarks.race.plans import export_warm_start, make_plan
 from experiments.benchmarks.race.races import DIFFERENCES, ENTRANTS, RACES, Entrant
-from experiments.benchmarks.race.recorder import LINES, Plan
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.options import check_known
 from grpo_jax.runs.files import read_lines, read_object, write_json
@@ -122,7 +120,7 @@ def is_complete(folder: Path, plan: Plan) -> bool:
     Raises:
       UsageError: The folder has another plan.
     """
-    file = folder / "plan.json"
+    file = folder / PLAN
     if not file.exists():
         return False
     if read_object(file) != dataclasses.asdict(plan):
@@ -131,29 +129,25 @@ def is_complete(folder: Path, plan: Plan) -> bool:
 
 
 def run(plan: Plan, entrant: Entrant, device: str, config: Config) -> None:
-    """Runs the process of a plan, whose output goes to log.txt.
+    """Runs the process of a plan, with the cache of its entrant.
 
     Args:
-      plan: The plan.
+      plan: The plan, whose folder is emptied.
       entrant: The entrant.
       device: "cpu" or "gpu".
       config: The options of the race.
     """
-    folder, library = Path(plan.folder), entrant.library
-    python = sys.executable if library == "own" else environment(library, config.folder, config.pip_options)
+    folder, settings = Path(plan.folder), DEVICES[device]
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    write_json(folder / "plan.json", dataclasses.asdict(plan))
-    settings = DEVICES[device]
     if entrant.cache:
         cache = folder.with_name(f"cache_{entrant.cache}")
         if entrant.is_cold:
             shutil.rmtree(cache, ignore_errors=True)
         settings = settings | CACHE | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
-    command = [python, "-m", f"{__package__}.{library}_runner", str(folder / "plan.json")]
-    with (folder / "log.txt").open("w") as log:
-        started = str(time.monotonic())
-        run_on(config.cores, [*command, started], env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT)
+    is_own = entrant.library == "own"
+    python = sys.executable if is_own else environment(entrant.library, config.folder, config.pip_options)
+    package = __package__ if is_own else peers.__name__
+    run_plan(plan, f"{package}.{entrant.library}_runner", python, config.cores, settings)
 
 
 def machine(config: Config) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.benchmarks.peers import peer_common
-from experiments.benchmarks.race.recorder import Recorder, recorder_from_arguments
+from experiments.benchmarks.peers.recorder import Recorder, recorder_from_arguments
 
 peer_common.set_up()  # before JAX: the threads and the device of the peers
 

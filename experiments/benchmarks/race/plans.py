@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from experiments.arithmetic import MODEL, WarmStart, warm_start
+from experiments.benchmarks.peers.recorder import Plan
 from experiments.benchmarks.race.races import RACES, Entrant, race_task
-from experiments.benchmarks.race.recorder import Plan
 from grpo_jax.data.types import rng
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy

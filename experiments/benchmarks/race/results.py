@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from experiments.benchmarks.peers.recorder import LINES, snapshot_folder
 from experiments.benchmarks.race.races import ENTRANTS, RACES, race_config, race_task
-from experiments.benchmarks.race.recorder import LINES, snapshot_folder
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import load_params
@@ -58,13 +58,15 @@ def entry_of(folder: Path, model: Path, learning_rate: float, reward: Callable[[
     lines = read_lines(folder / LINES, {})
     merged = {key: value for line in lines for key, value in line.items() if key in ("versions", "cached_programs")}
     snapshots = [line for line in lines if "snapshot" in line]
-    start = {"step": 0, "samples": 0, "seconds": 0.0, "cpu_seconds": 0.0, "reward": reward(model)}
-    curve = [start] + [
-        {"step": line["snapshot"]}
-        | {key: line[key] for key in ("samples", "seconds", "cpu_seconds")}
-        | {"reward": reward(snapshot_folder(folder, line["snapshot"]))}
+    times = ("samples", "seconds", "cpu_seconds")
+    curve = [
+        {"step": line["snapshot"], "reward": reward(snapshot_folder(folder, line["snapshot"]))}
+        | {key: line[key] for key in times}
         for line in snapshots
     ]
+    start = {"step": 0, "reward": reward(model)}
+    # The initial policy stays until the first update.
+    curve = [start | dict.fromkeys(times, 0), curve[0] | start, *curve]
     return merged | {
         "curve": curve,
         "peak_mb": snapshots[-1]["peak_mb"],

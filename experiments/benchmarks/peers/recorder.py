@@ -1,16 +1,15 @@
-"""What a runner of the race reads and writes: its plan, its clock, and lines of JSON.
+"""What a runner of a library reads and writes: its plan, its clock, and lines of JSON.
 
 This module imports neither a peer nor this library, so that all runners share it.
 """
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,24 +21,26 @@ LINES = "lines.jsonl"
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one process, from the file that `python -m experiments.benchmarks.race` writes."""
+    """The plan of one process, from the file that the benchmark writes."""
 
     folder: str  # receives lines and snapshots
-    race: str
     model: str  # folder of the Hugging Face model
     seed: int
     prompts: list[list[str]]  # the texts of each step
     ids: list[list[list[int]]]  # the token ids of these prompts
-    answers: dict[str, str]  # prompt -> answer, for rewards that need one
     reward: str  # a function of `experiments.tasks.rewards`
     group: int
     max_tokens: int
     ends: list[int]  # ids that end a completion
     pad_id: int
     learning_rate: float
-    snapshots: list[int]  # steps after which the policy is saved
-    probe: list[list[int]]  # a completion for each prompt of the first step, to compare log-probabilities
-    settings: dict[str, Any]  # options of the library
+    race: str = ""
+    answers: dict[str, str] = field(default_factory=dict)  # prompt -> answer, for rewards that need one
+    full_length: bool = False  # no id ends a completion
+    snapshots: list[int] = field(default_factory=list)  # steps after which the policy is saved
+    # A completion for each prompt of the first step, to compare log-probabilities. Empty: they are not compared.
+    probe: list[list[int]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)  # options of the library
 
     @property
     def texts(self) -> list[str]:
@@ -92,7 +93,7 @@ class Recorder:
         """
         self.plan, self._clock = plan, clock
         self._paused = Moment(0.0, 0.0)
-        self._rollouts = 0
+        self._rollouts, self._sampling = 0, 0.0
         self._file = open(Path(plan.folder) / LINES, "w", encoding="utf-8")  # noqa: SIM115, open until the process ends
 
     def now(self) -> Moment:
@@ -107,6 +108,13 @@ class Recorder:
         times = zip(self._paused, self._clock(), before, strict=True)
         self._paused = Moment(*(paused + after - begun for paused, after, begun in times))
 
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Opens a block that samples completions."""
+        begun = self._clock()
+        yield
+        self._sampling += self._clock().seconds - begun.seconds
+
     def write(self, **line: Any) -> None:
         """Writes a line of JSON."""
         print(json.dumps(line), file=self._file, flush=True)
@@ -120,11 +128,14 @@ class Recorder:
         """Returns the rewards of a step's completions, and writes a line about the step."""
         examples = [{"prompt": str(prompt), "answer": self.plan.answers.get(str(prompt))} for prompt in prompts]
         earned: list[float] = getattr(rewards, self.plan.reward)(examples, completions)
-        self._rollouts += 1
-        # The line is written when the rollout is graded, before its update.
-        samples = self._rollouts * self.plan.completions
-        self.write(step=self._rollouts, samples=samples, reward=sum(earned) / len(earned), **self.now()._asdict())
+        self._rollouts += 1  # the line is about the time when the rollout is graded, before its update
+        reward, sampling, self._sampling = sum(earned) / len(earned), self._sampling, 0.0
+        self.write(step=self._rollouts, reward=reward, sampling=sampling, **self._state(self._rollouts))
         return earned
+
+    def _state(self, step: int) -> dict[str, float]:
+        """Returns the completions of this number of steps, the peak memory in MB, and the time."""
+        return {"samples": step * self.plan.completions, "peak_mb": peak_mb(), **self.now()._asdict()}
 
     def is_due(self, step: int) -> bool:
         """Returns true if the policy must be saved after this number of updates."""
@@ -137,11 +148,9 @@ class Recorder:
           step: The number of updates of the policy, which must be complete.
           save: Writes model.safetensors into a folder.
         """
-        folder = snapshot_folder(Path(self.plan.folder), step)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-        samples = step * self.plan.completions
-        self.write(snapshot=step, samples=samples, peak_mb=peak, **self.now()._asdict())
+        self.write(snapshot=step, **self._state(step))
         with self.pause():
+            folder = snapshot_folder(Path(self.plan.folder), step)
             folder.mkdir(parents=True, exist_ok=True)
             save(folder)
 
@@ -152,6 +161,12 @@ class Recorder:
           logprobs: Log-probabilities of the plan's probe under the initial model, `[N, T]`.
         """
         self.write(logprobs=[[float(x) for x in row] for row in logprobs])
+
+
+def peak_mb() -> float:
+    """Returns the peak memory of this process; `ru_maxrss` would include that of the process which started it."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
 def snapshot_folder(folder: Path, step: int) -> Path:

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""Trains with Tunix's GRPOLearner by a plan of the race."""
+"""Trains with Tunix's GRPOLearner by a plan."""
 
-from experiments.benchmarks.peers import peer_common
-from experiments.benchmarks.race.recorder import recorder_from_arguments
+from experiments.benchmarks.peers import peer_common as common
+from experiments.benchmarks.peers.recorder import recorder_from_arguments
 
-peer_common.set_up()  # before jax
+common.set_up()  # before jax
 RECORDER = recorder_from_arguments()
 PLAN = RECORDER.plan
 
@@ -15,15 +15,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
+from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from tunix.models.llama3 import model as llama, params as llama_params
 from tunix.models.safetensors_loader import torch_key_to_jax_key
+from tunix.rl import rl_cluster as clusters
 from tunix.rl.common import compute_per_token_logps
-from tunix.rl.grpo.grpo_learner import GRPOLearner
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from experiments.benchmarks.peers.tunix_learner import make_learner, one_device
+ENDS = [2**30] if PLAN.full_length else PLAN.ends  # an id outside of the vocabulary is never sampled
 
 
 class PlannedTokenizer:
@@ -42,7 +46,7 @@ class PlannedTokenizer:
         return None  # `encode` adds it, if the model has one
 
     def eos_id(self):
-        return PLAN.ends[0]
+        return ENDS[0]
 
     def pad_id(self):
         return PLAN.pad_id
@@ -95,62 +99,87 @@ def save(model: llama.Llama3, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def reward(prompts, completions, **_):
-    return RECORDER.grade(prompts, completions)
+def make_cluster(mesh: Mesh, actor: llama.Llama3, reference: llama.Llama3) -> clusters.RLCluster:
+    """Makes the models, the optimizer and the sampler, which runs in this process."""
+    roles, settings = clusters.Role, PLAN.settings
+    if "train_micro_batch_size" in settings:  # the other sizes would follow it
+        others = ("mini_batch_size", "rollout_micro_batch_size", "compute_logps_micro_batch_size")
+        settings = dict.fromkeys(others, len(PLAN.prompts[0])) | settings
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(common.MAX_GRAD_NORM), optax.adamw(PLAN.learning_rate, weight_decay=0.0)
+    )
+    return clusters.RLCluster(
+        actor=actor,
+        reference=reference,
+        tokenizer=PlannedTokenizer(),
+        cluster_config=clusters.ClusterConfig(
+            role_to_mesh=dict.fromkeys((roles.ACTOR, roles.REFERENCE, roles.ROLLOUT), mesh),
+            rollout_engine="vanilla",
+            training_config=clusters.RLTrainingConfig(
+                actor_optimizer=optimizer, eval_every_n_steps=10**9, max_steps=len(PLAN.prompts), **settings
+            ),
+            rollout_config=RolloutConfig(
+                max_tokens_to_generate=PLAN.max_tokens,
+                max_prompt_length=PLAN.width,
+                kv_cache_size=PLAN.width + PLAN.max_tokens,
+                temperature=1.0,
+                top_p=1.0,
+                top_k=None,
+                eos_tokens=ENDS,
+            ),
+        ),
+    )
 
 
-def reseed(cluster) -> None:
-    """Gives each rollout other random numbers; without a seed, Tunix repeats the same in every step."""
+def time_and_reseed(cluster: clusters.RLCluster) -> None:
+    """Times rollouts, and gives each other random numbers; without a seed, Tunix repeats the same in every step."""
     generate, config = cluster.generate, cluster.cluster_config.rollout_config
     config.seed = PLAN.seed * 1_000_000
 
     def seeded(*args, **kwargs):
         config.seed += 1
-        return generate(*args, **kwargs)
+        with RECORDER.sampling():
+            return generate(*args, **kwargs)
 
     cluster.generate = seeded
 
 
 def main() -> None:
     """Trains, and compares the initial model."""
-    mesh, config, num_prompts = one_device(), model_config(), len(PLAN.prompts[0])
+    mesh, config = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp")), model_config()
     # Tunix's Llama never passes its rope_theta on, so that it would always be 1,000,000.
     llama.apply_rope = partial(llama.apply_rope, rope_theta=config.rope_theta)
-    models = [
-        llama_params.create_model_from_safe_tensors(PLAN.model, config, mesh, dtype=jnp.float32) for _ in range(2)
-    ]
-    tokenizer = PlannedTokenizer()
-    settings = PLAN.settings
-    if "train_micro_batch_size" in settings:
-        whole = ("mini_batch_size", "rollout_micro_batch_size", "compute_logps_micro_batch_size")
-        settings = dict.fromkeys(whole, num_prompts) | settings
-    learner = make_learner(
-        Snapshots,
-        *models,
-        tokenizer,
-        reward,
-        mesh=mesh,
-        steps=len(PLAN.prompts),
-        group=PLAN.group,
-        learning_rate=PLAN.learning_rate,
-        sizes=(PLAN.width, PLAN.max_tokens),
-        ends=PLAN.ends,
-        training=settings,
+    load = partial(llama_params.create_model_from_safe_tensors, PLAN.model, config, mesh, dtype=jnp.float32)
+    actor, reference = load(), load()
+    cluster = make_cluster(mesh, actor, reference)
+    time_and_reseed(cluster)
+    loss = GRPOConfig(
+        num_generations=PLAN.group,
+        num_iterations=1,
+        beta=common.BETA,
+        epsilon=common.CLIP,
+        kl_loss_mode="low_var_kl",  # k3
+        loss_agg_mode="sequence-mean-token-mean",
     )
-    reseed(learner.rl_cluster)
+    learner = Snapshots(rl_cluster=cluster, algo_config=loss, reward_fns=reward)
     with RECORDER.pause():
         RECORDER.write_versions("google-tunix", "jax", "flax")
-        assert [tokenizer.encode(text) for text in PLAN.texts] == [ids for step in PLAN.ids for ids in step]
+        encode = PlannedTokenizer().encode
+        assert [encode(text) for text in PLAN.texts] == [ids for step in PLAN.ids for ids in step]
         assert PLAN.pad_id not in {i for step in PLAN.ids for ids in step for i in ids}
     learner.train([{"prompts": np.array(texts)} for texts in PLAN.prompts])
-    RECORDER.finish(initial_logprobs(models[1]))
+    RECORDER.finish(initial_logprobs(reference) if PLAN.probe else [])
+
+
+def reward(prompts, completions, **_):
+    return RECORDER.grade(prompts, completions)
 
 
 def initial_logprobs(model: llama.Llama3) -> np.ndarray:
     """Returns a model's log-probabilities of the plan's probe."""
     ids, _ = PLAN.first_prompts()
     probe = jnp.asarray(PLAN.probe)
-    return np.asarray(compute_per_token_logps(*nnx.split(model), jnp.asarray(ids), probe, PLAN.pad_id, PLAN.ends[0]))
+    return np.asarray(compute_per_token_logps(*nnx.split(model), jnp.asarray(ids), probe, PLAN.pad_id, ENDS[0]))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""Trains with TRL's GRPOTrainer by a plan of the race."""
+"""Trains with TRL's GRPOTrainer by a plan."""
 
 import os
 
 from experiments.benchmarks.peers import peer_common as common
-from experiments.benchmarks.race.recorder import recorder_from_arguments
+from experiments.benchmarks.peers.recorder import recorder_from_arguments
 
 common.set_up()  # before torch
 ON_CPU = os.environ["JAX_PLATFORMS"] == "cpu"
@@ -19,6 +19,14 @@ if ON_CPU:
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+
+
+class Timed(GRPOTrainer):
+    """A trainer that records the time of sampling."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        with RECORDER.sampling():
+            return super()._generate_single_turn(*args, **kwargs)
 
 
 class Snapshots(TrainerCallback):
@@ -39,18 +47,18 @@ def main() -> None:
     """Trains, and compares the initial model."""
     settings = dict(PLAN.settings)
     batch = settings.pop("per_device_train_batch_size", PLAN.completions)
-    trainer = GRPOTrainer(
+    trainer = Timed(
         model=PLAN.model,
         reward_funcs=reward,
         args=GRPOConfig(
             output_dir=PLAN.folder + "/trl",
-            model_init_kwargs={"dtype": "float32"},
             use_cpu=ON_CPU,
             max_steps=len(PLAN.prompts),
             per_device_train_batch_size=batch,
             gradient_accumulation_steps=PLAN.completions // batch,
             num_generations=PLAN.group,
             max_completion_length=PLAN.max_tokens,
+            generation_kwargs={"min_new_tokens": PLAN.max_tokens} if PLAN.full_length else {},
             learning_rate=PLAN.learning_rate,
             seed=PLAN.seed,
             **common.TRL_SETTINGS,
@@ -65,7 +73,7 @@ def main() -> None:
         assert trainer.processing_class(PLAN.texts)["input_ids"] == [ids for step in PLAN.ids for ids in step]
         assert sorted(trainer.eos_token_ids) == PLAN.ends, trainer.eos_token_ids
     trainer.train()
-    RECORDER.finish(initial_logprobs(trainer))
+    RECORDER.finish(initial_logprobs(trainer) if PLAN.probe else [])
 
 
 def initial_logprobs(trainer: GRPOTrainer) -> list[list[float]]:
