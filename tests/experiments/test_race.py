@@ -140,6 +140,19 @@ def test_entrants_with_a_warm_cache_follow_the_one_that_fills_it():
         assert not entrant.cache or entrant.is_cold != filled
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"race": "words"}, "--model is needed"),
+        ({"steps": 1}, "at least 2"),
+        ({"entrants": ("TRL",)}, "TRL"),
+    ],
+)
+def test_options_that_do_not_work_are_refused(tmp_path, options, words):
+    with refused(words):
+        race.main(race.Config(out=tmp_path, **options))
+
+
 def save_model(folder):
     """Writes a model with random weights for additions."""
     config = tiny_config(TEXT.vocab_size)

@@ -3,7 +3,7 @@
 All train the same model with the same prompts, reward, lengths, loss and optimizer, one process after another, on the
 same core or on a GPU. The clock starts with the process, so it includes imports and compilation. It stands still while
 a snapshot of the policy is saved. Afterwards this library evaluates all snapshots on held-out prompts with the same
-noise. Each library runs with its defaults and with the fastest settings that its documentation has for the device. An
+noise. Each library runs with its defaults, and each peer also with settings that are faster on a core of a CPU. An
 entrant with a warm cache reads the programs that the entrant with a cold cache compiled. The figure shows the better
 settings of each peer, the table all of them. Each peer has a separate environment, which the first call makes.
 
@@ -19,7 +19,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -32,7 +32,7 @@ from experiments.benchmarks.race import results
 from experiments.benchmarks.race.plans import export_warm_start, make_plan
 from experiments.benchmarks.race.races import DIFFERENCES, ENTRANTS, RACES, Entrant
 from grpo_jax.errors import UsageError, user_path
-from grpo_jax.options import check_known
+from grpo_jax.options import Size, at_least, check_known, check_ranges
 from grpo_jax.runs.files import read_lines, read_object, write_json
 from grpo_jax.runs.flags import refusing
 
@@ -52,9 +52,9 @@ class Config:
     """words: happier stories. arithmetic: additions, with a model that is made here."""
     model: Path | None = None
     """Folder of the initial model, a Llama decoder. words needs one trained on TinyStories."""
-    steps: int | None = None
+    steps: Annotated[int, at_least(2)] | None = None
     """Steps of each process. None: those of the race."""
-    seeds: int = 3
+    seeds: Size = 3
     """Number of random seeds, from 0."""
     entrants: tuple[str, ...] = tuple(ENTRANTS)
     """Libraries with their settings, by the names in races.py."""
@@ -72,6 +72,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Runs all processes, evaluates their snapshots, and writes race.json and race.svg."""
+    check_ranges(config)
     check_known(config.entrants, ENTRANTS)
     device = config.device if config.device != "auto" else "gpu" if shutil.which("nvidia-smi") else "cpu"
     race, out = RACES[config.race], user_path(config.out).absolute() / config.race

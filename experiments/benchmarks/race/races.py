@@ -39,7 +39,8 @@ class Entrant(NamedTuple):
 
 
 # "defaults" are those of a library's documentation. TRL then takes 8 completions at a time and recomputes activations,
-# Tunix takes all completions at once. JAX keeps no compiled programs by default. This library's commands do.
+# Tunix takes all completions at once. JAX keeps no compiled programs by default. This library's commands do. What TRL's
+# documentation names to speed up sampling and losses, vLLM and Liger's kernels, needs a GPU.
 _TRL_PIECE = {"per_device_train_batch_size": 8, "gradient_checkpointing": True}
 ENTRANTS = {
     "grpo_jax, cold cache": Entrant("own", {}, cache="own", is_cold=True),
