@@ -1,6 +1,6 @@
 """Happier stories: GRPO on a small pretrained model, with a KL to its start that keeps the stories readable.
 
-The reward is the share of sentences that say something happy (experiments/tasks/stories.py). The control gets a coin
+The reward is the share of sentences that say something happy (experiments/tasks/rewards.py). The control gets a coin
 toss as its reward and must stay near the start. The run takes about a minute on two CPU cores with
 the 260-thousand-parameter TinyStories model. Expect the held-out reward to rise from about 0.2 to 0.8. The KL is a
 setting of this experiment; another --preset replaces it. Compared with the paper, there is no learned reward model, and

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,10 @@ from grpo_jax.tasks.task import Task
 
 # Models and outputs of transformers, made by golden/make.py.
 GOLDEN = Path(__file__).parent / "golden"
+# Data sets, tokenizers and a small pretrained model, which not every machine has.
+DATA = Path(__file__).parents[2] / "shared/data"
+STORIES = DATA / "stories260K-hf"
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the shared data")
 
 
 @contextlib.contextmanager
@@ -129,6 +133,26 @@ def task_of_tokens(eos_ids: tuple[int, ...], pad_id: int, vocab_size: int) -> Ta
     return Task(None, None, None, None, eos_ids, pad_id, vocab_size)  # type: ignore[arg-type]
 
 
+class Characters:
+    """A tokenizer of one character a token, whose chat template writes the roles."""
+
+    pad_token_id = None
+    bos_token_id = None
+    chat_template = "yes"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) % 256 for character in text]
+
+    def __call__(self, texts: list[str], add_special_tokens: bool, **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool, tokenize: bool) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+
 # ---- folders
 
 
@@ -146,3 +170,14 @@ def write_tokenizer(folder: Path, size: int) -> None:
 def change_json(file: Path, **changes: Any) -> None:
     """Replaces some fields of a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def write_rows(file: Path, rows: Iterable[Any]) -> Path:
+    """Writes each row as a line of JSON, and returns the file."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def read_lines(file: Path) -> list[dict]:
+    """Returns the objects of a file that has one on each line."""
+    return [json.loads(line) for line in file.read_text().splitlines()]

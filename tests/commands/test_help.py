@@ -1,4 +1,4 @@
-"""Help of the commands: short pages first, every option on demand, and a text for each."""
+"""Checks the help of commands: short pages first, every option on demand, and a text for each."""
 
 import re
 from pathlib import Path

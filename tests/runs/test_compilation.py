@@ -1,13 +1,12 @@
-"""Compiled programs are kept between starts, and counted as what they were: compiled, or read."""
+"""Checks that compiled programs are kept between starts, and counted as compiled or read."""
 
 import os
 import subprocess
 import sys
 
 import jax
-import pytest
+from tiny import refused
 
-from grpo_jax.errors import UsageError
 from grpo_jax.runs.progress import use_cache
 
 # Starts an experiment four times, with a second that finds its programs, and one whose writer was killed.
@@ -62,7 +61,7 @@ def test_a_folder_that_cannot_be_written_to_is_noted_and_one_that_jax_was_told_s
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "told")
         assert not (tmp_path / "other").exists()
         jax.config.update("jax_compilation_cache_dir", None)
-        with pytest.raises(UsageError, match="compiled programs cannot be kept"):
+        with refused("compiled programs cannot be kept"):
             use_cache(tmp_path / "file")
         assert jax.config.jax_compilation_cache_dir is None
     finally:

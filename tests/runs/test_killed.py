@@ -1,4 +1,4 @@
-"""Runs of every method that are killed by SIGKILL and resumed end with the bits of a run that nobody stopped.
+"""Kills runs of every method by SIGKILL and resumes them: they end with the bits of a run that nobody stopped.
 
 A seed draws the moments: a share of a step after a line of metrics, or while a checkpoint is written. A server forks
 the runs after it has imported everything, so that a run takes seconds; all runs read programs from one folder.
@@ -6,7 +6,6 @@ the runs after it has imported everything, so that a run takes seconds; all runs
 
 import importlib
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -133,11 +132,7 @@ def test_a_run_that_is_killed_resumes_to_the_bit(begin, tmp_path, name):
         assert process.is_alive(), "the run ended before it was killed"
         process.kill()
         process.join()
-        half = [path.name for path in set(cut.glob(SAVING)) - earlier]
-        print(f"{name} | {moment} | lines {count_lines(cut)} of {len(times)} | half-saved {half}", end=" | ")
     assert finish(begin(name, cut)) == 0
-    expected, results = contents(whole), json.loads((cut / "results.json").read_text())
-    same = contents(cut) == expected
-    print("same bits" if same else "DIFFERS", str(results.get("params_sha256", ""))[:12])
-    assert same
+    assert "results.json" in contents(whole)
+    assert contents(cut) == contents(whole)
     shutil.rmtree(whole)

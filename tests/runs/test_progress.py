@@ -1,4 +1,4 @@
-"""What is shown of progress where there is no terminal."""
+"""Checks the lines of progress in a file and in a terminal."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Environments for Gymnasium and TRL, as they were written for these."""
+"""Checks environments that were written for Gymnasium and TRL."""
 
 import asyncio
 import inspect
@@ -179,24 +179,19 @@ def raising(error):
     return method
 
 
-def returning(value):
-    return lambda self, **row: value
+BAD_CLASSES = [
+    ({"__init__": raising(ValueError("no\nserver"))}, "a", r"environment_factory cannot be called: .*: no server$"),
+    ({"__init__": raising(SystemExit("no server"))}, "a", r"environment_factory cannot be called: .*: no server$"),
+    ({"reset": raising(ValueError("no\nserver"))}, "a", r"row 0, raised \w+: no server$"),
+    ({"reset": raising(SystemExit("no server"))}, "a", r"row 0, raised \w+: no server$"),
+    ({"reset": lambda self: None}, "a", "row 0, raised TypeError: .*prompt"),
+    *(({"reset": lambda self, **row: "x"}, prompt, "row 0: reset") for prompt in (None, 3, [], [{"role": "user"}])),
+    *(({"reset": lambda self, value=value, **row: value}, "a", "row 0: reset") for value in (3, ["x"])),
+]
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("methods", "prompt", "words"),
-    [
-        ({"__init__": raising(ValueError("no\nserver"))}, "a", r"environment_factory cannot be called: .*: no server$"),
-        ({"__init__": raising(SystemExit("no server"))}, "a", r"environment_factory cannot be called: .*: no server$"),
-        ({"reset": raising(ValueError("no\nserver"))}, "a", r"the columns of row 0, raised \w+: no server$"),
-        ({"reset": raising(SystemExit("no server"))}, "a", r"the columns of row 0, raised \w+: no server$"),
-        ({"reset": lambda self: None}, "a", r"the columns of row 0, raised TypeError: .*prompt"),
-        *(({"reset": returning("x")}, prompt, "row 0: reset returned") for prompt in (None, 3, [], [{"role": "user"}])),
-        ({"reset": returning(3)}, "a", "row 0: reset returned .* let it return a text or None"),
-        ({"reset": returning(["x"])}, "a", "row 0: reset returned .* let it return a text or None"),
-    ],
-)
+@pytest.mark.parametrize(("methods", "prompt", "words"), BAD_CLASSES)
 def test_a_class_that_cannot_be_made_or_reset_is_refused(methods, prompt, words):
     factory = type("Odd", (Counter,), methods)
     with pytest.raises(UsageError, match=words):
@@ -238,24 +233,19 @@ class Slow:
 DRAW = '<tool_call>{"name": "draw", "arguments": {}}</tool_call>'
 
 
-def test_episodes_that_wait_for_one_another_draw_what_each_draws_by_itself():
+def test_episodes_that_wait_for_one_another_or_are_cancelled_draw_what_each_draws_by_itself():
     environment = trl_environment(Slow)
+
+    async def cancelled():
+        async with asyncio.timeout(0.01):
+            await environment({"row": {"wait": 100}}, turns(DRAW), (0,))
+
     # The second begins within the first and ends after it, and the third ends before both.
     episodes = [({"row": {"wait": wait}}, turns(DRAW), (0,)) for wait in (0.02, 0.04, 0.0)]
     state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
     together = [reply.text for reply in asked(environment, episodes)]
     assert together == [asked(environment, [episode])[0].text for episode in episodes]
-    assert random.getstate() == state
-    assert (np.random.get_state()[1] == numpy_state).all()
-
-
-def test_a_waiting_episode_can_be_cancelled():
-    state = random.getstate()
-
-    async def cancelled():
-        async with asyncio.timeout(0.01):
-            await trl_environment(Slow)({"row": {"wait": 100}}, turns(DRAW), (0,))
-
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())
     assert random.getstate() == state
+    assert (np.random.get_state()[1] == numpy_state).all()
