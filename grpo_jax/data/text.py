@@ -41,10 +41,11 @@ def _fitting(
     overlong: Overlong,
     *,
     kind: Literal["prompts", "completions"],
+    others: int = 0,
 ) -> Encoded:
     """Drops texts without tokens, and drops or cuts texts of more than `limit` tokens.
 
-    A prompt loses its beginning, a completion its end.
+    A prompt loses its beginning, a completion its end. `others` counts further texts, which fit and are not encoded.
     """
     fitted, dropped, truncated = dict[int, np.ndarray](), Counter[str](), 0
     for number, ids in enumerate(all_ids):
@@ -56,7 +57,7 @@ def _fitting(
         else:
             truncated += is_long
             fitted[number] = ids if limit is None else ids[-limit:] if kind == "prompts" else ids[:limit]
-    total, lost = len(all_ids), "beginning" if kind == "prompts" else "end"
+    total, lost = len(all_ids) + others, "beginning" if kind == "prompts" else "end"
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
     sentences = [f"dropped of {total} {kind}: {reasons}"] if dropped else []
     sentences += [f"{truncated} of {total} {kind} lost their {lost}"] if truncated else []
@@ -95,7 +96,7 @@ def encode_prompts(
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
     tools: Sequence[Mapping[str, Any]] | None = None,
-    places: Sequence[str] = (),
+    others: int = 0,
 ) -> Encoded:
     """Encodes prompts as token ids. Completions are sampled and trained as ids, so they are never encoded again.
 
@@ -107,7 +108,7 @@ def encode_prompts(
       max_prompt_tokens: The most tokens of a prompt, P. None: no limit.
       overlong: "drop" to drop longer prompts, "truncate" to keep their last P tokens.
       tools: JSON schemas of functions that the chat template describes to the model. None: there are no tools.
-      places: The place of each prompt, for errors. Empty: its number.
+      others: The number of further prompts, which fit and are not encoded now.
 
     Returns:
       The prompts that were not dropped, and a summary of dropped and cut prompts.
@@ -116,10 +117,9 @@ def encode_prompts(
       UsageError: There are messages but no chat template, P is invalid, or no prompt is left.
     """
     check_number("max_prompt_tokens", max_prompt_tokens, Size)
-    places = places or [f"prompt {number}" for number in range(len(prompts))]
     all_texts = [
-        prompt if isinstance(prompt, str) else fill_template(tokenizer, prompt, place, tools)
-        for prompt, place in zip(prompts, places, strict=True)
+        prompt if isinstance(prompt, str) else fill_template(tokenizer, prompt, f"prompt {number}", tools)
+        for number, prompt in enumerate(prompts)
     ]
     all_ids = [np.zeros(0, np.int32)] * len(prompts)
     for is_plain in (True, False):
@@ -129,8 +129,8 @@ def encode_prompts(
         for i, ids in zip(chosen, encoded_texts, strict=True):
             has_two = len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None)  # one in the text
             all_ids[i] = _without_end(ids[int(has_two) :], eos_ids)
-    encoded = _fitting(all_ids, all_texts, max_prompt_tokens, overlong, kind="prompts")
-    if not encoded.numbers:
+    encoded = _fitting(all_ids, all_texts, max_prompt_tokens, overlong, kind="prompts", others=others)
+    if not encoded.numbers and not others:
         advice = "raise max_prompt_tokens" if any(map(len, all_ids)) else "give prompts with text"
         raise UsageError(f"no prompt is left ({encoded.summary or 'there was none'}): {advice}")
     return encoded
@@ -342,12 +342,13 @@ def _fitted(
     return unfit if len(set(map(tuple, fitted))) < len(fitted) else fitted
 
 
-def check_ids(token_ids: Iterable[Sequence[int] | np.ndarray], vocab_size: int) -> None:
+def check_ids(token_ids: Iterable[Sequence[int] | np.ndarray], vocab_size: int, where: str = "") -> None:
     """Checks that a model has all tokens. The tokenizer may know further tokens if they do not occur.
 
     Args:
       token_ids: Lists of token ids.
       vocab_size: The size of the model's vocabulary.
+      where: The place of the text, as the beginning of the error message.
 
     Raises:
       UsageError: An id is outside the vocabulary.
@@ -355,7 +356,7 @@ def check_ids(token_ids: Iterable[Sequence[int] | np.ndarray], vocab_size: int) 
     largest = max((int(np.max(ids)) for ids in token_ids if len(ids)), default=0)
     if largest >= vocab_size:
         raise UsageError(
-            f"the tokenizer writes token {largest}, but the model has the tokens 0 to "
+            f"{where}{where and ': '}the tokenizer writes token {largest}, but the model has the tokens 0 to "
             f"{vocab_size - 1}: take the model's own tokenizer, or leave out the text that needs this token"
         )
 

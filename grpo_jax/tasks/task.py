@@ -5,6 +5,7 @@ Its prompt is one of its columns, or a template filled with several columns. The
 """
 
 import string
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from grpo_jax.data.rows import batches, check_messages, column, hash_of_prompt, kind_of
-from grpo_jax.data.text import Message, Overlong, check_ids, encode_prompts, in_chat, progress
+from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, fill_template, in_chat, progress
 from grpo_jax.data.types import (
     Answer,
     Example,
@@ -35,6 +36,9 @@ if TYPE_CHECKING:  # imported only by tasks with an environment
     from grpo_jax.data.episodes import Environment
 
 _STEPS = 100  # the longest prompts of this many steps decide the widths for sampling
+_ALL_IN_ADVANCE = 20_000  # with more rows, most prompts are encoded when a step takes them
+_SAMPLED = 2_000  # this many of the longest prompts, and as many spread over all rows, are always encoded in advance
+_SPECIAL_TOKENS = 8  # the most special tokens that a tokenizer adds to a text
 _DIGESTED = 1_000  # rows hashed at once
 
 
@@ -131,12 +135,13 @@ def text_task(
       UsageError: Rows, columns, template or split are invalid. The message is one sentence that says where.
     """
     check_number("num_prompts", num_prompts, Size)
+    encoding = {"all_in_advance": _ALL_IN_ADVANCE} | encoding
     training, heldout, notes, width = encode_rows(tokenizer, eos_ids, rows, vocab_size=vocab_size, **encoding)
     size = len(training.rows)
     check_num_prompts(num_prompts, size)
     batch = batches(size, num_prompts, seed)
-    lengths = np.array([len(ids) for ids in training.token_ids])
-    longest = [lengths[batch(step)].max() for step in range(_STEPS)]
+    lengths = np.array([len(ids) for _, ids in training.sample])
+    longest = [lengths[batch(step) * len(lengths) // size].max() for step in range(_STEPS)]
     pad_id = padding_id(tokenizer, vocab_size)
 
     def padded(rows: PromptRows, numbers: Iterable[int] | None = None) -> Prompts:
@@ -161,12 +166,16 @@ def text_task(
     )
 
 
-class PromptRows(NamedTuple):
-    """M rows with their encoded prompts."""
+EncodedPrompt = tuple[str, np.ndarray]  # the encoded text, and its token ids
 
-    rows: list[Mapping[str, Any]]
-    texts: list[str]  # the encoded texts, as in `Encoded`
-    token_ids: list[np.ndarray]
+
+class PromptRows(NamedTuple):
+    """Rows whose prompts are encoded in advance or when they are taken."""
+
+    rows: list[Mapping[str, Any]]  # [M]
+    prompts: Sequence[EncodedPrompt | None]  # [M]; None: the prompt is encoded when it is taken
+    sample: Sequence[EncodedPrompt]  # all prompts, or some that are spread over all rows, in the order of the rows
+    encode: Callable[[Sequence[Mapping[str, Any]]], list[EncodedPrompt]]
 
     def take(self, numbers: Iterable[int] | None = None) -> tuple[list[np.ndarray], list[Example]]:
         """Returns the token ids of rows, and their columns with the encoded text as "prompt".
@@ -175,8 +184,11 @@ class PromptRows(NamedTuple):
           numbers: The numbers of the rows to take. None: all.
         """
         numbers = list(range(len(self.rows)) if numbers is None else numbers)
-        examples = [{**self.rows[number], "prompt": self.texts[number]} for number in numbers]
-        return [self.token_ids[number] for number in numbers], examples
+        later = [number for number in numbers if self.prompts[number] is None]
+        encoded = dict(zip(later, self.encode([self.rows[number] for number in later]), strict=True)) if later else {}
+        prompts = [self.prompts[number] or encoded[number] for number in numbers]
+        examples = [{**self.rows[number], "prompt": text} for number, (text, _) in zip(numbers, prompts, strict=True)]
+        return [ids for _, ids in prompts], examples
 
 
 def encode_rows(
@@ -195,6 +207,7 @@ def encode_rows(
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
     tools: Sequence[Mapping[str, Any]] | None = None,
+    all_in_advance: int | None = None,
 ) -> tuple[PromptRows, PromptRows, tuple[str, ...], int]:
     """Checks rows, splits them by their prompts, and encodes the prompts.
 
@@ -214,67 +227,128 @@ def encode_rows(
       num_heldout: The most rows taken from `heldout_rows`, or without these, the number of different held-out prompts,
         which replaces the share. The prompts with the smallest hashes are taken.
       max_prompt_tokens, overlong, tools: See `encode_prompts`.
+      all_in_advance: The most training rows whose prompts are all encoded in advance. With more rows, only held-out
+        prompts, prompts that may not fit, and a sample that decides the width are encoded in advance. None: no limit.
 
     Returns:
       The training rows, the held-out rows, notes that count the prompts that were dropped or cut, and the number of
-      tokens of the longest prompt.
+      tokens of the longest prompt (of a sample of prompts, rounded up).
 
     Raises:
       UsageError: Rows, columns, template or split are invalid. The message is one sentence that says where.
     """
     check_number("num_heldout", num_heldout, Size)
+    in_messages = partial(in_chat, tokenizer=tokenizer, chat=chat, system=system)
     prompt_of = partial(_prompt, prompt_column=prompt_column, template=template)
 
-    def encode(rows: Sequence[Mapping[str, Any]], numbers: np.ndarray, name: str) -> tuple[PromptRows, str]:
-        places = [_place(rows[i], name, i) for i in numbers]
-        rows = [rows[i] for i in numbers]
-        prompts = [in_chat(prompt_of(*pair), tokenizer, chat, system) for pair in zip(rows, places, strict=True)]
-        encoded = encode_prompts(
-            tokenizer,
-            prompts,
-            eos_ids=eos_ids,
-            max_prompt_tokens=max_prompt_tokens,
-            overlong=overlong,
-            tools=tools,
-            places=places,
-        )
-        return PromptRows([rows[i] for i in encoded.numbers], encoded.texts, encoded.token_ids), encoded.summary
+    def encode(rows: Sequence[Mapping[str, Any]], **options: Any) -> Encoded:
+        prompts = [in_messages(prompt_of(row, "a row")) for row in rows]
+        options = {"max_prompt_tokens": max_prompt_tokens, "overlong": overlong, "tools": tools} | options
+        return encode_prompts(tokenizer, prompts, eos_ids=eos_ids, **options)
 
-    hashes, apart = _hashes(prompt_of, rows, "row"), None
-    if heldout_rows is not None:
-        apart = _hashes(prompt_of, heldout_rows, "held-out row")
+    check = partial(_check, prompt_of, in_messages, partial(fill_template, tokenizer, tools=tools))
+    checked = check(rows, "row")
+    apart = None if heldout_rows is None else check(heldout_rows, "held-out row")
     nothing_held_out = apart is None and num_heldout is None and heldout_share == 0
-    train, out, lost = _sides(hashes, apart, heldout_share, num_heldout)
-    training, trained_on = encode(rows, train, "row")
-    heldout, held_out = encode(rows if heldout_rows is None else heldout_rows, out, "held-out row")
-    token_ids = training.token_ids + heldout.token_ids
-    check_ids(token_ids, vocab_size)
+    train, out, lost = _sides(checked[0], None if apart is None else apart[0], heldout_share, num_heldout)
+    heldout = [(rows if heldout_rows is None else heldout_rows)[i] for i in out]
+    sample = now = np.arange(len(train))
+    if all_in_advance is not None and len(train) > all_in_advance:
+        sample = np.linspace(0, len(train) - 1, _SAMPLED).astype(int)
+        spellings = (checked if apart is None else apart)[2, [] if nothing_held_out else out]
+        now = np.union1d(sample, _encoded_now(checked[:, train], spellings, max_prompt_tokens))
+    trained = encode([rows[i] for i in train[now]], others=len(train) - len(now))
+    held = encode(heldout)
+    check_ids(trained.token_ids + held.token_ids, vocab_size)
+    width = max(map(len, trained.token_ids + held.token_ids))
+    if len(now) < len(train):  # the other prompts are hardly ever longer than those of the sample
+        width = min(-(-width // 8) * 8, max_prompt_tokens or width + 7)
     # Compares prompts again as ids, since two different texts may be the same prompt once they are cut.
-    known = set() if nothing_held_out else {ids.tobytes() for ids in heldout.token_ids}
-    left = [i for i, ids in enumerate(training.token_ids) if ids.tobytes() not in known]
-    lost += len(training.rows) - len(left)
+    known = set() if nothing_held_out else {ids.tobytes() for ids in held.token_ids}
+    fitting = zip(now[trained.numbers].tolist(), _pairs(trained), strict=True)
+    made = {i: prompt for i, prompt in fitting if prompt[1].tobytes() not in known}
+    lost += len(trained.numbers) - len(made)
+    left = np.setdiff1d(np.arange(len(train)), np.setdiff1d(now, list(made))).tolist()
+    later = partial(_encode_later, encode, vocab_size, width)
+    of_sample = [made[i] for i in sample.tolist() if i in made] or _pairs(held)
+    training = PromptRows([rows[i] for i in train[left]], [made.get(i) for i in left], of_sample, later)
+    held_rows = PromptRows([heldout[i] for i in held.numbers], _pairs(held), _pairs(held), later)
+    return training, held_rows, _notes(trained, held, lost, nothing_held_out), width
+
+
+def _notes(training: Encoded, heldout: Encoded, lost: int, nothing_held_out: bool) -> tuple[str, ...]:
     notes = (
-        f"training: {trained_on}" if trained_on else "",
-        f"held out: {held_out}" if held_out and not nothing_held_out else "",
+        f"training: {training.summary}" if training.summary else "",
+        f"held out: {heldout.summary}" if heldout.summary and not nothing_held_out else "",
         "no prompt is held out: all are trained on" if nothing_held_out else "",
         f"training: dropped, for they are held out: {lost}" if lost else "",
     )
-    parts: Any = ([part[i] for i in left] for part in training)
-    return PromptRows(*parts), heldout, tuple(filter(None, notes)), max(map(len, token_ids))
+    return tuple(filter(None, notes))
 
 
-def _place(row: Mapping[str, Any], name: str, number: int) -> str:
-    """Returns the place of a row for errors: the place that it was read from, or its number."""
-    return getattr(row, "where", f"{name} {number}")
+def _encoded_now(checked: np.ndarray, heldout_spellings: np.ndarray, max_prompt_tokens: int | None) -> np.ndarray:
+    """Returns the numbers of the longest training prompts, and of prompts that may not fit or may be held out."""
+    _, bounds, spellings = checked
+    is_unsure = (bounds >= (max_prompt_tokens or np.inf)) | np.isin(spellings, heldout_spellings)
+    return np.union1d(np.argsort(bounds)[-_SAMPLED:], np.flatnonzero(is_unsure))
 
 
-def _hashes(prompt_of: Callable[..., str | list[Message]], rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    """Checks the prompts of M rows, and returns their hashes in [0, 1), float64 `[M]`."""
-    hashes = np.empty(len(rows))
+def _encode_later(
+    encode: Callable[..., Encoded], vocab_size: int, width: int, rows: Sequence[Mapping[str, Any]]
+) -> list[EncodedPrompt]:
+    """Encodes prompts that should fit into `width` tokens. A prompt that does not fit loses its beginning."""
+    encoded = encode(rows, max_prompt_tokens=width, overlong="truncate", others=1)
+    places = [getattr(row, "where", "a row") for row in rows]
+    if len(encoded.numbers) < len(rows):
+        missing = min(set(range(len(rows))) - set(encoded.numbers))
+        raise UsageError(f"{places[missing]}: its prompt has no tokens: leave the row out")
+    if encoded.summary:
+        warnings.warn(f"a prompt has more tokens than a sample of prompts: it keeps its last {width}", stacklevel=2)
+    for place, ids in zip(places, encoded.token_ids, strict=True):
+        check_ids([ids], vocab_size, place)
+    return _pairs(encoded)
+
+
+def _pairs(encoded: Encoded) -> list[EncodedPrompt]:
+    return list(zip(encoded.texts, encoded.token_ids, strict=True))
+
+
+def _check(
+    prompt_of: Callable[..., str | list[Message]],
+    in_messages: Callable[..., str | list[Message]],
+    filled: Callable[..., str],
+    rows: Sequence[Mapping[str, Any]],
+    name: str,
+) -> np.ndarray:
+    """Checks the prompt of every row without encoding it. Each token has at least a byte, so bytes bound its tokens.
+
+    The chat template is filled in once for each order of roles, so that an order that it refuses raises at once.
+
+    Args:
+      prompt_of: (row, its place) -> its prompt.
+      in_messages: prompt -> the prompt as text or messages to encode.
+      filled: (messages, their place) -> the filled-in chat template.
+      rows: The M rows.
+      name: The word for a row in errors, used if the row does not know its place.
+
+    Returns:
+      float64 `[3, M]`: a hash of the prompt in [0, 1), a number of tokens that it hardly ever exceeds, and a hash that
+      is equal for prompts that differ only in spaces and case.
+    """
+    checked = np.empty((3, len(rows)))
+    added: dict[tuple[str, ...], int] = {("",): _SPECIAL_TOKENS}  # roles -> bytes that the template adds to contents
     for number, row in enumerate(progress(rows, "checking rows")):
-        place = _place(row, name, number)
-        hashes[number] = hash_of_prompt(prompt_of(row, place), place)
-    return hashes
+        where = getattr(row, "where", f"{name} {number}")
+        prompt = prompt_of(row, where)
+        place, messages = hash_of_prompt(prompt, where), in_messages(prompt)
+        parts = [{"role": "", "content": messages}] if isinstance(messages, str) else messages
+        text, roles = "".join(part["content"] for part in parts), tuple(part["role"] for part in parts)
+        size = len(text.encode(errors="replace"))
+        if roles not in added:
+            added[roles] = max(len(filled(messages, where).encode(errors="replace")) - size, 0) + _SPECIAL_TOKENS
+        bound = size + added[roles] if text.strip() else np.inf
+        checked[:, number] = place, bound, hash(text.casefold().replace(" ", "").strip())
+    return checked
 
 
 def _prompt(row: Mapping[str, Any], where: str, *, prompt_column: str, template: str | None) -> str | list[Message]:

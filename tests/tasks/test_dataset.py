@@ -15,6 +15,7 @@ from tiny import DATA, STORIES, Characters, needs_data, write_rows
 from grpo_jax.data.rows import Row, batches, read_rows
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_tokenizer
+from grpo_jax.tasks import task as task_module
 from grpo_jax.tasks.problems import BOXED, gsm8k_rows, math_rows, problem_task
 from grpo_jax.tasks.task import text_task
 
@@ -153,18 +154,62 @@ def test_dropped_prompts_are_counted_and_the_width_is_of_the_longest_of_both_par
     assert [e["prompt"] for e in task.prompts(0).examples] == trained(task)  # of the rows that are left
 
 
-# --- bad rows ---
+# --- more rows than are encoded in advance ---
+
+
+@pytest.fixture
+def few_in_advance(monkeypatch):
+    monkeypatch.setattr(task_module, "_ALL_IN_ADVANCE", 20)
+    monkeypatch.setattr(task_module, "_SAMPLED", 5)
 
 
 class Counting(Characters):
-    """Notes what it encodes."""
+    """Notes what it encodes. Reads capitals as small letters, and ! as ten tokens; of ~ there is none."""
 
     def __init__(self):
         self.encoded = []
 
     def encode(self, text, add_special_tokens):
         self.encoded.append(text)
-        return super().encode(text, add_special_tokens)
+        return super().encode(text.lower().replace("!", 10 * "!").replace("~", ""), add_special_tokens)
+
+
+VARIED = [
+    *({"prompt": f"{'long ' * (i % 7)}word {i}", "number": i} for i in range(200)),
+    {"prompt": " "},
+    {"prompt": "Word 3"},
+    {"prompt": [{"role": "user", "content": "word"}]},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_heldout": 8},
+        {"num_heldout": 8, "max_prompt_tokens": 30},
+        {"num_heldout": 8, "max_prompt_tokens": 30, "overlong": "truncate"},
+        {"heldout_rows": VARIED[:9], "chat": True, "system": "Be"},
+        {"heldout_share": 0, "max_prompt_tokens": 20},
+        {"heldout_rows": VARIED[:9], "template": "{prompt}?", "rows": VARIED[:-1]},
+    ],
+)
+def test_prompts_that_are_encoded_when_they_are_taken_are_the_same(options, few_in_advance, monkeypatch):
+    options = {"rows": VARIED, "num_prompts": 16} | options
+    tokenizer = Counting()
+    later = make(tokenizer=tokenizer, **options)
+    if "heldout_share" not in options:  # all are held out there
+        assert len(set(tokenizer.encoded)) < 150
+    monkeypatch.setattr(task_module, "_ALL_IN_ADVANCE", None)
+    at_once = make(tokenizer=Counting(), **options)
+    assert (later.rows, later.notes) == (at_once.rows, at_once.notes)
+    assert texts(later.heldout) == texts(at_once.heldout)
+    for step in (0, 1, 30, 1000, 0):
+        one, other = later.prompts(step), at_once.prompts(step)
+        assert texts(one) == texts(other)
+        assert one.examples == other.examples
+    width = at_once.heldout.ids.shape[1]
+    assert width <= later.heldout.ids.shape[1] <= min(width + 7, options.get("max_prompt_tokens", width + 7))
+    assert later.prompt_widths[-1] == later.batch_widths[-1] == later.heldout.ids.shape[1]
 
 
 def test_one_bad_row_among_many_is_refused_before_anything_is_encoded(tmp_path):
@@ -176,11 +221,11 @@ def test_one_bad_row_among_many_is_refused_before_anything_is_encoded(tmp_path):
         ('{"prompt": ', "line 2901 is not JSON"),
     ):
         path.write_text("\n".join([*lines[:2_900], bad, *lines[2_901:]]))
-        assert f"{path}, {sentence}" in refusal(lambda: make(read_rows(path), tokenizer))
+        assert f"{path}, {sentence}" in refusal(lambda path=path: make(read_rows(path), tokenizer))
     assert tokenizer.encoded == []
 
 
-def test_an_order_of_roles_that_the_template_refuses_is_named_before_anything_is_encoded():
+def test_an_order_of_roles_that_the_template_refuses_is_refused_at_once(few_in_advance):
     class Alternating(Counting):
         def apply_chat_template(self, messages, **options):
             if [message["role"] for message in messages] == ["user", "user"]:
@@ -195,6 +240,18 @@ def test_an_order_of_roles_that_the_template_refuses_is_named_before_anything_is
         tokenizer = Alternating()
         assert f"refuses {place}: roles must alternate" in refusal(make, [*WORDS, bad], tokenizer, heldout_rows=OTHERS)
         assert tokenizer.encoded == []
+
+
+def test_a_prompt_that_no_sample_foretells_is_cut_or_refused(few_in_advance):
+    def odd(text, **options):
+        rows = [Row(row | ({"prompt": text} if i == 57 else {}), f"line {i}") for i, row in enumerate(WORDS)]
+        task = make(rows, Counting(), heldout_rows=OTHERS, num_prompts=100, **options)
+        return lambda: texts(task.prompts(0))
+
+    with pytest.warns(UserWarning, match="it keeps its last 8"):
+        assert "!" * 8 in odd("5!")()
+    assert "line 57: its prompt has no tokens: leave the row out" in refusal(odd("~"))
+    assert "line 57: the tokenizer writes token 253" in refusal(odd("ý", vocab_size=128))
 
 
 # --- prompts ---
