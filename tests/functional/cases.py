@@ -329,6 +329,7 @@ PAIR_CASES = {
         "ref_logprobs",
         mask="where",
         of_rows=False,
+        is_spread=True,
     ),
     "critic": Case(
         F.critic_loss,

@@ -236,6 +236,13 @@ TERMS = [
         [2 * np.exp(-0.5), -2 * np.exp(-1.0), 0],
         {"k_positive": 1.0, "lambda_positive": 0.5, "k_negative": 0.0, "lambda_negative": 1.0},
     ),
+    # Tokens within ±20, so that (25, −5) is 15; completions from log 1e-8 to 20. φ = W.
+    (
+        F.vespo_term,
+        [np.full((4, 2), -1.0), np.array([[-26.0, 4], [29, -6], [-16, -16], [14, 14]]), [1.0] * 4, [[True] * 2] * 4],
+        np.exp([[15.0] * 2, [-15] * 2, [20] * 2, [np.log(1e-8)] * 2]),
+        {"k_positive": 1.0, "lambda_positive": 0.0},
+    ),
     # Tokens of log π −1, −2 and −6, mean −3, and A = 2, 2, −1, mean 1: (1 · 2, 1 · 1, −2 · −3).
     (
         F.token_covariance,

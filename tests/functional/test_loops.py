@@ -1,6 +1,6 @@
 """Functions against their equations as plain loops over Python numbers, on random inputs with random masks.
 
-Losses of pairs, divergences of whole vocabularies and what is trivial are in test_golden.py and test_by_hand.py only.
+Weights, estimators and divergences, losses of pairs and what is trivial are only in test_golden.py and test_by_hand.py.
 """
 
 from functools import cache, partial
@@ -24,10 +24,6 @@ def quarters(rng, *shape):
 
 def normal(rng, *shape):
     return rng.normal(size=shape).astype(np.float32)
-
-
-def draw_two(rng):
-    return normal(rng, *SHAPE), normal(rng, *SHAPE)
 
 
 def random_mask(rng, *shape):
@@ -254,35 +250,11 @@ def kl_penalized(rewards, logprobs, ref, mask):
     return rewards - 0.1 * over_rows(lambda x, y: np.subtract(x, y))(logprobs, ref, mask).sum(-1)
 
 
-# --- weights ---
-
-
-def weights(of_token, mask):
-    """`of_token(length, completions, tokens)` is the weight of a token of a completion of so many tokens."""
-    completions, tokens = sum(map(any, mask.tolist())), int(mask.sum())
-    return over_rows(lambda row: [of_token(len(row), completions, tokens)] * len(row))(mask, mask)
-
-
-def of_mask(function, of_token):
-    return function, partial(weights, of_token), lambda rng: (random_mask(rng, *SHAPE),)
+# --- elementwise ---
 
 
 def elementwise(loop):
     return np.vectorize(lambda *numbers: loop(*map(float, numbers)), otypes=[float])
-
-
-def of_log_ratio(function, loop):
-    return function, elementwise(lambda d: loop(np.exp(d))), lambda rng: (normal(rng, *SHAPE),)
-
-
-def on_policy(log_ratio, advantages):
-    """Means of quarters over up to six tokens never are 0.26."""
-    return [not (a < 0 and -mean_of(log_ratio) > 0.26) for a in advantages]
-
-
-def top_entropy(entropy, mask):
-    descending = sorted(entropy[mask].tolist(), reverse=True)
-    return mask & (entropy >= descending[int(0.5 * (len(descending) - 1))]) if descending else mask
 
 
 # --- divergences ---
@@ -450,11 +422,6 @@ LOOPS = {
     "whiten": (F.whiten, whitened, lambda rng: (quarters(rng, *SHAPE), random_mask(rng, *SHAPE))),
     "gae": of_gae(None),
     "gae_of_3_steps": of_gae(3),
-    "rewards_at_end": (
-        lambda rewards, mask: F.rewards_at_end(rewards[:, 0], mask),
-        over_rows(at_end),
-        lambda rng: (normal(rng, SHAPE[0], 1), random_mask(rng, *SHAPE)),
-    ),
     "reinforce_pp": (
         lambda rewards, penalty, mask: F.reinforce_pp_advantages(rewards, mask, token_penalty=penalty, gamma=0.5),
         reinforce_pp,
@@ -470,30 +437,6 @@ LOOPS = {
         kl_penalized,
         lambda rng: (normal(rng, SHAPE[0]), normal(rng, *SHAPE), normal(rng, *SHAPE), random_mask(rng, *SHAPE)),
     ),
-    "token_mean": of_mask(F.token_mean_weights, lambda length, completions, tokens: 1 / tokens),
-    "sequence_mean": of_mask(F.sequence_mean_weights, lambda length, completions, tokens: 1 / length / completions),
-    "sequence_sum": of_mask(F.sequence_sum_weights, lambda length, completions, tokens: 1 / completions),
-    "constant_length": of_mask(F.constant_length_weights, lambda length, completions, tokens: 1 / 6 / completions),
-    "of_9_completions": of_mask(
-        partial(F.constant_length_weights, max_length=7, num_completions=9), lambda *_: 1 / 7 / 9
-    ),
-    "truncated": of_log_ratio(F.truncated_weights, lambda w: min(w, 2)),
-    "masked": of_log_ratio(F.masked_weights, lambda w: w if 0.5 <= w <= 5 else 0.0),
-    "rejection": of_log_ratio(partial(F.rejection_weights, low=0.5, high=1.5), lambda w: float(0.5 <= w <= 1.5)),
-    "on_policy": (
-        lambda log_ratio, advantages, mask: F.on_policy_completions(log_ratio, advantages, mask, threshold=0.26),
-        over_rows(on_policy),
-        lambda rng: (quarters(rng, *SHAPE), normal(rng, *SHAPE), random_mask(rng, *SHAPE)),
-    ),
-    "top_entropy": (
-        partial(F.top_entropy_tokens, share=0.5),
-        top_entropy,
-        lambda rng: (quarters(rng, *SHAPE), random_mask(rng, *SHAPE)),
-    ),
-    **{
-        name: (getattr(F, name), elementwise(lambda x, y, loop=loop: loop(x - y)), draw_two)
-        for name, loop in ESTIMATORS.items()
-    },
     "token_log_ratio": of_ratio(F.token_log_ratio, differences),
     "sequence_log_ratio": of_ratio(F.sequence_log_ratio, sequence_sum),
     "sequence_mean_log_ratio": of_ratio(F.sequence_mean_log_ratio, sequence_mean),

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax import functional as F
@@ -91,24 +90,6 @@ def test_microbatches_add_up_to_the_batch(aggregation):
     assert_allclose(np.concatenate([piece[1] for piece in pieces]), gradient, rtol=1e-5, atol=1e-7)
     for name, metric in metrics.items():
         assert_allclose(np.sum([piece[0][1][name] for piece in pieces], axis=0), metric, rtol=1e-4, atol=1e-5)
-
-
-def test_devices_add_up_to_the_batch():
-    # Each of the eight devices makes its weights from the global totals; the losses are summed once.
-    arrays = *random_logprobs((16, 4))[:2], np.linspace(-1, 1, 16, dtype=np.float32)
-    mask = np.arange(4) < np.random.default_rng(2).integers(0, 5, (16, 1))
-
-    def loss(*arrays, axis_name="data"):
-        weights = F.sequence_mean_weights(arrays[3], axis_name=axis_name)
-        value = F.grpo_loss(*arrays, weights=weights)[0]
-        return value if axis_name is None else jax.lax.psum(value, axis_name)
-
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    sharded = jax.shard_map(loss, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
-    value, gradient = jax.jit(jax.value_and_grad(sharded))(*arrays, mask)
-    expected, expected_gradient = jax.jit(jax.value_and_grad(partial(loss, axis_name=None)))(*arrays, mask)
-    assert_allclose(value, expected, rtol=1e-5)
-    assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_an_empty_batch_has_no_loss_and_no_gradient():

@@ -32,15 +32,3 @@ def test_scores_that_are_far_apart():
     assert_allclose(losses, [0, 2e4, 0, 2e30], rtol=1e-6)
     for gradient, sign in zip(pull(jnp.ones(4)), (-1, 1), strict=True):
         assert_array_equal(gradient, sign * np.array([0, 1, 0, 1]))
-
-
-def test_the_kl_of_a_batch_does_not_depend_on_how_it_is_spread(spread):
-    ref, logprobs = (x.reshape(8, 3) for x in np.random.default_rng(0).normal(size=(2, 24)).astype(np.float32))
-    where = np.arange(24).reshape(8, 3) % 5 > 0
-
-    def kl(logprobs, ref, where):
-        return jnp.full_like(logprobs, F.kto_kl(logprobs, ref, where=where, axis_name="data"))
-
-    whole = F.kto_kl(jnp.asarray(logprobs), jnp.asarray(ref), where=jnp.asarray(where))
-    assert whole > 0
-    assert_allclose(spread(kl)(logprobs, ref, where), np.full((8, 3), whole), rtol=1e-6)

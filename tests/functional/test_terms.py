@@ -90,39 +90,6 @@ def test_an_infinite_bound_leaves_the_clip_and_costs_nothing():
         assert_allclose(F.clipped_surrogate(log_ratio, advantages, delta=delta), expected, rtol=1e-6)
 
 
-def test_gspo_has_the_gradient_of_the_token():
-    gradient = jax.grad(lambda x: jnp.sum(WEIGHTS * F.gspo_log_ratio(x, OLD_LOGPROBS, MASK)))(LOGPROBS)
-    assert_allclose(gradient, WEIGHTS, rtol=1e-6)
-
-
-def test_dropped_tokens_of_dppo_have_only_the_gradient_of_the_square():
-    # d = log 1.8 on both: A = 1 is dropped, and 2 · 0.001 log 1.8 is left; A = −1 adds 1.8.
-    logprobs, sampler_logprobs = (np.log(np.full((2, 1), x, np.float32)) for x in (0.9, 0.5))
-    arrays = sampler_logprobs, jnp.array([1.0, -1.0]), jnp.ones((2, 1), bool)
-    gradient = jax.grad(lambda x: jnp.sum(F.dppo_term(x, *arrays)))(logprobs)
-    square = 0.002 * np.log(1.8)
-    assert_allclose(gradient, [[square], [1.8 + square]], rtol=1e-5)
-
-
-def test_vespo_holds_its_weights_constant():
-    # W = 2: φ = 4 e⁻³ where A = 1, and 8 e⁻² where A = −1.
-    logprobs, mask = jnp.array([[-1.0, -2.0]] * 2), jnp.ones((2, 2), bool)
-    old_logprobs = logprobs - jnp.log(jnp.array([[4.0, 0.5]] * 2))
-    gradient = jax.grad(lambda x: jnp.sum(F.vespo_term(x, old_logprobs, jnp.array([1.0, -1.0]), mask)))(logprobs)
-    assert_allclose(gradient, [[-4 * np.exp(-3)] * 2, [8 * np.exp(-2)] * 2], rtol=1e-5)
-
-
-def test_vespo_bounds_the_ratio_of_the_completion():
-    # Tokens within ±20, so that (25, −5) is 15; completions from log 1e-8 to 20.
-    # φ is e^15, 1e-8, e^20 and 1e-8, with k = 1 and λ = 0.
-    log_ratio = jnp.array([[25.0, -5.0], [-30.0, 5.0], [15.0, 15.0], [-15.0, -15.0]])
-    logprobs, mask = jnp.full((4, 2), -1.0), jnp.ones((4, 2), bool)
-    term = jax.jit(partial(F.vespo_term, k_positive=1.0, lambda_positive=0.0))
-    loss = term(logprobs, logprobs - log_ratio, jnp.ones(4), mask)
-    expected = np.array([np.exp(15), np.exp(-15), np.exp(20), 1e-8])
-    assert_allclose(loss, np.broadcast_to(expected[:, None], (4, 2)), rtol=1e-4)
-
-
 # --- tokens that are chosen ---
 
 # Pairs of tokens of A = ±1 and log π = −8 ± c, whose covariances are exactly c: 4 below the band from 1 to 5,
