@@ -47,11 +47,12 @@ from grpo_jax.train import train
 N, G, P, T = 16, 5, 3, 5
 EOS, PAD = 0, 1
 # Eight key-value heads, so that eight devices can share them out.
-MODEL = ModelConfig(64, 16, 32, 2, 8, 8, 4, qkv_bias=True, initializer_range=0.05)
+MODEL = ModelConfig(64, 16, 32, 1, 8, 8, 4, qkv_bias=True, initializer_range=0.05)
 DECODER = decoder_policy(MODEL)
-# What other models have: fewer key-value heads, norms of heads, biases, a window in one layer, an unembedding.
+# What other models have: two layers, a window in one, fewer key-value heads, norms of heads, biases, an unembedding.
 OTHER = dataclasses.replace(
     MODEL,
+    num_hidden_layers=2,
     num_key_value_heads=4,
     qk_norm=True,
     o_bias=True,

@@ -1,6 +1,5 @@
 """The sampler with a fake policy, with a tiny decoder, and its parts against NumPy."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -302,7 +301,7 @@ def test_temperature_0_is_greedy_in_its_rows_with_logprobs_at_temperature_1(mark
 
 # ---- a tiny decoder
 
-CONFIG = ModelConfig(50, 16, 24, 2, 2, 1, 8)
+CONFIG = ModelConfig(50, 16, 24, 1, 2, 1, 8)
 TOKENS, GROUP = 8, 4
 EOS_IDS, PAD_ID = (3, 11), 1
 POLICY = decoder_policy(CONFIG)
@@ -378,14 +377,12 @@ def test_a_scorer_finds_the_log_probabilities_of_the_sampler(params, prompts, sa
 
 
 @pytest.mark.parametrize("max_tokens", [96, pytest.param(256, marks=pytest.mark.slow)])
-def test_a_scorer_finds_the_log_probabilities_of_long_completions(prompts, max_tokens):
+def test_a_scorer_finds_the_log_probabilities_of_long_completions(params, prompts, max_tokens):
     """A CPU's cache holds the keys of 96 tokens in three blocks; that of 256 grows."""
-    config = replace(CONFIG, num_hidden_layers=1)
-    policy, params = decoder_policy(config), random_params(config)
-    sample = sampler_of(policy, max_tokens=max_tokens, eos_ids=(), pad_id=PAD_ID)
+    sample = sampler_of(POLICY, max_tokens=max_tokens, eos_ids=(), pad_id=PAD_ID)
     out = sample(params, *prompts, row_numbers(8, GROUP), jax.random.key(1))
-    hidden = jax.jit(policy.hidden)(params, *prompts, out.completion_ids)
-    scored = token_logprobs(hidden, policy.unembedding(params), out.completion_ids, temperature=1.0).logprobs
+    hidden = jax.jit(POLICY.hidden)(params, *prompts, out.completion_ids)
+    scored = token_logprobs(hidden, POLICY.unembedding(params), out.completion_ids, temperature=1.0).logprobs
     np.testing.assert_allclose(scored, out.sampler_logprobs, atol=3e-5)  # rounding of sums, of logits up to 6
 
 
