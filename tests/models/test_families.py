@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache, partial
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest

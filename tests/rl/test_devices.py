@@ -21,7 +21,7 @@ from rl_helpers import (
     recorder,
     says_three,
 )
-from tiny import GOLDEN, load_golden, refused
+from tiny import GOLDEN, load_golden
 
 from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.data.types import Prompts, pad_prompts, rng
@@ -319,27 +319,6 @@ def test_a_run_of_a_mesh_goes_on_to_the_bit_and_on_other_devices_to_rounding(tmp
         assert line["reward"] == expected["reward"]
         assert expected["grad_norm"] > 0
         np.testing.assert_allclose(line["grad_norm"], expected["grad_norm"], rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"fsdp": 3}, "does not divide the 8 devices"),
-        ({"parallel": "pmap", "tensor": 2}, "set parallel to mesh"),
-        ({"fsdp": 8, "num_prompts": 4}, "must be a multiple of"),
-        ({"fsdp": 4, "tensor": 2, "num_prompts": 6}, "devices / tensor, 4"),
-    ],
-)
-def test_devices_that_cannot_share_out_a_run_are_refused(options, words):
-    config = with_options(RUN, devices=8, **options)
-    with refused(words):
-        make_programs(DECODER, RUN_TASK, config)
-
-
-def test_key_value_heads_are_never_cut():
-    model = dataclasses.replace(MODEL, num_key_value_heads=2)
-    with refused("2 key-value heads"):
-        place(shapes_of(model), Mesh(tensor=4))
 
 
 def test_what_a_mesh_does_not_divide_stays_whole():

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 from bigrams import EOS, PAD, POLICY, TASK as THREES, prompts, train_grpo
 from rl_helpers import RUN, open_run, rise_of, run_programs
-from tiny import refused
 
 from grpo_jax.config import with_options
 from grpo_jax.data.types import Component, Span
@@ -70,8 +69,3 @@ def test_a_run_learns_from_spans_and_shows_them(tmp_path):
         assert sum(group["span_rewards"][i]) == reward
         assert len(group["span_advantages"][i]) == len(text)
         assert group["span_advantages"][i][:1] in ([], [group["advantages"][i]])
-
-
-def test_spans_of_episodes_are_refused():
-    with refused('"spans"'):
-        make_programs(POLICY, TASK._replace(environment=object()), CONFIG)

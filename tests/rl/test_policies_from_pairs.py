@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rl_helpers import assert_close, some_pairs
 from scipy import special
-from tiny import random_params, refused, tiny_config
+from tiny import random_params, tiny_config
 
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.functional import dpo_loss, ipo_loss, simpo_loss, token_logprobs
@@ -26,7 +26,6 @@ from grpo_jax.offline.pairs import (
     whole_batch,
     with_intervals,
 )
-from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 
 VOCAB = 12
 POLICY = decoder_policy(tiny_config(VOCAB))
@@ -113,12 +112,3 @@ def test_a_batch_of_pairs_has_their_reference():
     np.testing.assert_array_equal(sorted(drawn.tolist()), sorted(REFERENCE.tolist()))
     actual = jax.jit(lambda batch: pair_logprobs(POLICY, PARAMS, batch))(steps[1])
     np.testing.assert_allclose(actual, steps[1].ref_logprobs, rtol=1e-4)
-
-
-def test_pairs_that_cannot_be_shared_out_are_refused():
-    with refused("num_pairs is 25, but there are 24"):
-        pair_batches(PAIRS, 25, 0, ref_logprobs=REFERENCE)
-    with refused("23, 2.* 24 pairs"):
-        pair_batches(PAIRS, 8, 0, ref_logprobs=REFERENCE[1:])
-    with refused("num_pairs is 16: .*microbatches x devices, 3"):
-        check_supervised(SupervisedConfig(6, 1e-2, microbatches=3), seed=0, rows=16, name="num_pairs")

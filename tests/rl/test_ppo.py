@@ -4,11 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import PARAMS as TABLE, POLICY, TASK, D, V
+from bigrams import PARAMS as TABLE, POLICY, D, V
 from rl_helpers import assert_close, loss_of, near, ragged_batch
-from tiny import refused
 
-from grpo_jax.checks import validate_ppo
 from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
 from grpo_jax.functional.presets import PRESETS
@@ -17,7 +15,6 @@ from grpo_jax.models.heads import Headed
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.ppo import (
     explained_variance,
-    make_ppo_programs,
     ppo_method,
     token_advantages,
 )
@@ -75,33 +72,6 @@ def test_advantages_are_those_of_a_loop(steps):
     mask = batch.completion_mask
     np.testing.assert_allclose(actual, expected, atol=1e-5)
     np.testing.assert_allclose(returns, expected + np.where(mask, values[..., :-1], 0), atol=1e-5)
-
-
-def test_advantages_of_the_seeds_example():
-    # Values of "The weather today is", … sunny, … and, … warm, … today; the reward is what the last token comes to, so
-    # that the errors are δ = 1.2, 0.3, 0.8, −0.2, 0.5, without a discount.
-    values = np.array([6.0, 7.2, 7.5, 8.3, 8.1, 8.6], np.float32)[None, None]
-    batch = Batch(None, None, None, np.ones((1, 1, 5), bool), None)
-
-    def first(num_steps, lam, reward, goes_on):
-        config = of_ppo(kl_coef=0.0, whiten=False, gae_lambda=lam, gae_steps=num_steps, bootstrap_truncated=True)
-        rewards, goes_on = np.full((1, 1), reward, np.float32), np.full((1, 1), goes_on)
-        return token_advantages(rewards, valued(batch, values, goes_on), 0.0, config=config)[0][0, 0, 0]
-
-    expected = {
-        (1, 0.9): 1.2,
-        (3, 0.9): 2.118,  # 1.2 + 0.27 + 0.648
-        (5, 0.9): 2.30025,  # … − 0.1458 + 0.32805
-        (4, 0.0): 1.2,
-        (4, 0.5): 1.525,  # 1.2 + 0.15 + 0.2 − 0.025
-        (4, 0.9): 1.9722,  # 1.2 + 0.27 + 0.648 − 0.1458, which the seed rounds to 1.972
-        (4, 1.0): 2.1,
-        (None, 1.0): 2.6,  # the reward less the first value
-    }
-    for (num_steps, lam), advantage in expected.items():
-        assert first(num_steps, lam, 8.6, False) == pytest.approx(advantage, abs=1e-5)
-    # The same where nothing was earned yet and the text goes on to a value of 8.6.
-    assert first(5, 0.9, 0.0, True) == pytest.approx(2.30025, abs=1e-5)
 
 
 def test_advantages_are_whitened_over_the_tokens_of_the_batch_and_a_nan_spoils_its_own_row():
@@ -211,29 +181,6 @@ def test_a_shared_decoder_has_the_sum_of_both_gradients():
 
 
 # ---- options
-
-
-def test_critics_of_the_other_kind_and_a_value_beyond_an_end_that_is_meant_are_refused():
-    with refused("critic is to be own"):
-        ppo_method(POLICY, POLICY, of_ppo()).initial_extras(PARAMS | {"critic": Headed(None, HEAD)})
-    with refused("bootstrap_truncated"):
-        make_ppo_programs(POLICY, POLICY, TASK._replace(open_ended=True), of_ppo(bootstrap_truncated=True))
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"max_rollouts": 2}, "max_rollouts"),
-        ({"preset": "rloo"}, "one ratio a completion"),
-        ({"divergence": "full"}, "kl_in_reward"),
-        ({"divergence": "full", "kl_in_reward": False, "kl_coef": 0.0}, "divergence full"),
-        ({"advantages_of": "components"}, "advantages_of"),
-        ({"num_prompts": 6, "microbatches": 4}, "num_prompts"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(changes, word):
-    with refused(word):
-        validate_ppo(of_ppo(**changes))
 
 
 def test_policy_and_critic_have_their_own_rates():

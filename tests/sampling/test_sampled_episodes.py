@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tiny import row_numbers
 
-from grpo_jax.functional.products import GPU
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
@@ -91,20 +90,6 @@ def test_the_first_turn_is_a_completion_without_an_environment(config):
     np.testing.assert_allclose(first.sampler_logprobs[..., :OWN], alone.sampler_logprobs, atol=1e-6)
     np.testing.assert_array_equal(first.truncated, alone.truncated)
     assert not np.any(first.completion_mask[..., OWN:])
-
-
-@pytest.mark.slow
-def test_the_first_turn_is_a_completion_whose_batch_becomes_narrower(config, assume):
-    """Episodes decode all rows of a turn, and completions 128, 32 and 8."""
-    assume(**GPU._replace(narrows_from=OWN, grows_from=OWN)._asdict())
-    policy, params, numbers = decoder_policy(config), params_of(config), row_numbers(N, 64)
-    inputs, options = (*PROMPTS, numbers, jax.random.key(1)), {"max_tokens": OWN, "eos_ids": EOS, "temperature": 1.3}
-    first = jax.jit(lambda params: begin_episodes(policy, params, *inputs, environment_tokens=1, **options))(params)
-    out = jax.jit(lambda params: sample_groups(policy, params, *inputs, **options))(params)
-    lengths = np.sort(out.completion_mask.sum(-1), axis=None)
-    assert lengths[-33] < lengths[-9]  # at most 32 go on for some tokens
-    np.testing.assert_array_equal(first.running.out.completion_ids[..., :OWN], out.completion_ids)
-    np.testing.assert_allclose(first.running.out.sampler_logprobs[..., :OWN], out.sampler_logprobs, atol=1e-5)
 
 
 def test_probabilities_are_those_of_the_same_tokens_in_one_pass(config):
