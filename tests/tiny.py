@@ -22,6 +22,7 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.tasks.task import Task
 
 # Models and outputs of transformers, made by golden/make.py.
@@ -94,6 +95,16 @@ def states_of_texts(policy: Policy, params: Any, ids: Any, texts: Any) -> jax.Ar
     """
     ids, texts = (jnp.pad(jnp.asarray(x), [(0, 0), (0, 1)]) for x in (ids, texts))
     return policy.states(params, rows_of_texts(ids, texts))[0][:, 0, 1:]
+
+
+def sampler_of(policy: Policy, **options: Any) -> Callable[..., Completions]:
+    """Returns a compiled sampler, (params, prompt_ids, prompt_mask, rows, key, temperature, truncation) -> completions."""
+
+    def sample(params, prompt_ids, prompt_mask, rows, key, temperature=1.0, truncation=None):
+        limits = {"temperature": temperature, "truncation": truncation}
+        return sample_groups(policy, params, prompt_ids, prompt_mask, rows, key, **limits, **options)
+
+    return jax.jit(sample)
 
 
 # ---- prompts and tasks

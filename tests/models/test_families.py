@@ -19,6 +19,7 @@ from tiny import (
     randomly_adapted,
     refused,
     row_numbers,
+    sampler_of,
     slow_unless,
     states_of_texts,
 )
@@ -104,15 +105,10 @@ def test_in_bfloat16_a_scoring_pass_is_close_to_the_sampler(family):
     """Completions of 32 tokens that end at random, of a random model: the table in docs/pretrained.md."""
     config, params = golden(family)
     policy = decoder_policy(replace(config, dtype="bfloat16"))
-
-    @jax.jit
-    def sample_and_score(params):
-        options = {"max_tokens": 32, "eos_ids": (5,)}
-        sampled = sample_groups(policy, params, *prompts(), row_numbers(N, 16), jax.random.key(0), **options)
-        batch = Batch(*prompts(), sampled.completion_ids, sampled.completion_mask, jnp.ones((N, 16)))
-        return sampled, score_completion_tokens(policy, params, batch).logprobs
-
-    sampled, logprobs = jax.device_get(sample_and_score(params))
+    sample = sampler_of(policy, max_tokens=32, eos_ids=(5,))
+    sampled = jax.device_get(sample(params, *prompts(), row_numbers(N, 16), jax.random.key(0)))
+    batch = Batch(*prompts(), sampled.completion_ids, sampled.completion_mask, np.ones((N, 16), np.float32))
+    logprobs = jax.jit(partial(score_completion_tokens, policy))(params, batch).logprobs
     difference = np.abs(logprobs - sampled.sampler_logprobs)[sampled.completion_mask]
     print(
         f"\n{family}: {difference.size} tokens, mean exp {np.exp(difference).mean():.4f}, most {difference.max():.3f}"
@@ -133,13 +129,9 @@ def test_adapters_are_sampled_as_they_are_scored_merged_and_exported(family, kin
         used = params._replace(base=load_params(GOLDEN / FULLEST[family], config, quantize=kind))
         plain, other = used._replace(base=dequantise_params(used.base)), params
 
-    @jax.jit
-    def sample(params):
-        options = {"max_tokens": T, "eos_ids": (99,), "temperature": 0.7, "truncation": Truncation(top_k=9)}
-        return sample_groups(policy, params, *prompts(), row_numbers(N, G), jax.random.key(0), **options)
-
+    sample = sampler_of(policy, max_tokens=T, eos_ids=(99,))
     score = jax.jit(lambda params, ids: score_completion_tokens(policy, params, a_batch(ids)).logprobs)
-    sampled = sample(used)
+    sampled = sample(used, *prompts(), row_numbers(N, G), jax.random.key(0), 0.7, Truncation(top_k=9))
     scores = score(used, sampled.completion_ids)
     np.testing.assert_allclose(sampled.sampler_logprobs, scores, atol=1e-4)
     np.testing.assert_allclose(score(merge(plain), sampled.completion_ids), scores, atol=1e-4)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from markov import markov_policy, random_table, sampler_of
-from tiny import ragged_prompts, random_params, randomly_adapted, row_numbers, task_of_tokens
+from markov import markov_policy, random_table
+from tiny import ragged_prompts, random_params, randomly_adapted, row_numbers, sampler_of, task_of_tokens
 
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Prompts

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import row_numbers
+from tiny import row_numbers, sampler_of
 
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
 from grpo_jax.rl.source import to_batch
 from grpo_jax.sampling.episodes import begin_episodes, continue_episodes
-from grpo_jax.sampling.sampler import sample_groups
 
 V, EOS, OWN, OTHERS = 9, (7, 8), 9, 44
 N, G = 2, 3
@@ -80,10 +79,8 @@ def config(request):
 
 
 def test_the_first_turn_is_a_completion_without_an_environment(config):
-    policy, params = decoder_policy(config), params_of(config)
-    options = {"max_tokens": OWN, "eos_ids": EOS, "temperature": 1.3, "pad_id": 0}
-    inputs = (*PROMPTS, NUMBERS, jax.random.key(1))
-    alone = jax.jit(lambda params: sample_groups(policy, params, *inputs, **options))(params)
+    sample = sampler_of(decoder_policy(config), max_tokens=OWN, eos_ids=EOS, pad_id=0)
+    alone = sample(params_of(config), *PROMPTS, NUMBERS, jax.random.key(1), 1.3)
     first = programs_of(config)[0](NUMBERS).running.out
     np.testing.assert_array_equal(first.completion_ids[..., :OWN], alone.completion_ids)
     np.testing.assert_array_equal(first.completion_mask[..., :OWN], alone.completion_mask)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 from hypothesis.extra.numpy import arrays
-from markov import markov_policy, random_table, sampler_of
-from tiny import ragged_prompts, random_params, row_numbers
+from markov import markov_policy, random_table
+from tiny import ragged_prompts, random_params, row_numbers, sampler_of
 
 from grpo_jax.functional import token_logprobs
 from grpo_jax.models.config import ModelConfig
