@@ -156,6 +156,13 @@ RETURNS = [
         # The reward, or nothing yet where the text goes on to a value of 8.6.
         for rewards, after in (([0, 0, 0, 0, 8.6], np.float32(0)), ([0.0] * 5, np.float32(8.6)))
     ),
+    # 1 − 0.1 (0.5 − 1), of which the masked token is no part; and a completion without tokens.
+    (
+        F.kl_penalized_rewards,
+        [[1.0, 2], [[-1.0, -2, 5]] * 2, [[-1.5, -1, 0]] * 2, [[True, True, False], [False] * 3]],
+        [1.05, 2],
+        {"kl_coef": 0.1},
+    ),
     (F.whiten, CORNER, [[-1, 0], [1, 0]], {"eps": 0.0}),
     (F.whiten, CORNER, [[-0.5, 0], [0.5, 0]], {"eps": 1.0}),
     (F.whiten, CORNER, [[-(1.5**0.5), 0], [1.5**0.5, 0]], {"ddof": 0, "eps": 0.0}),

@@ -155,27 +155,10 @@ def test_packed_texts_are_as_each_alone(family):
         np.testing.assert_allclose(states[0, : end - start], hidden[0, start:end], atol=1e-5)
 
 
-@each_family()
-def test_eight_devices_find_the_gradients_of_one(family):
-    config, params = golden(family)
-    policy = decoder_policy(config)
-    batch = a_batch(np.random.default_rng(5).integers(3, 24, (N, G, T)).astype(np.int32))
+def a_gradient(policy, batch):
+    """params -> gradients of a weighted sum of log-probabilities, and the log-probabilities."""
 
     def loss(params):
-        return -jnp.sum(score_completion_tokens(policy, params, batch).logprobs)
-
-    devices, value_and_grad = Mesh(2, 2, 2), jax.value_and_grad(loss)
-    expected = jax.jit(value_and_grad)(params)
-    sharded = to_numpy(jit_on_devices(value_and_grad, devices=devices)(place(params, devices)))
-    largest = max(np.linalg.norm(x) for x in jax.tree.leaves(expected[1]))
-    np.testing.assert_allclose(sharded[0], expected[0], rtol=1e-5)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), sharded[1], expected[1])
-
-
-def a_gradient(policy):
-    """(params, batch) -> log-probabilities, and gradients of their weighted sum."""
-
-    def loss(params, batch):
         logprobs = score_completion_tokens(policy, params, batch).logprobs
         return jnp.sum(jnp.linspace(-1, 2, logprobs.size).reshape(logprobs.shape) * logprobs), logprobs
 
@@ -183,18 +166,22 @@ def a_gradient(policy):
 
 
 @each_family()
-def test_both_attentions_of_any_machine_give_the_same(family):
+@pytest.mark.parametrize("kind", ["eight devices", "xla"])
+def test_eight_devices_and_another_attention_find_the_same_gradients(family, kind):
     config, params = golden(family)
-    if config.attn_logit_softcapping is not None:
-        pytest.skip("one alone computes it")
+    if kind == "xla" and config.attn_logit_softcapping is not None:
+        pytest.skip("only one attention computes it")
     batch = a_batch(np.random.default_rng(5).integers(3, 24, (N, G, T)).astype(np.int32))
-    (gradients, logprobs), (expected, expected_logprobs) = (
-        jax.jit(a_gradient(decoder_policy(replace(config, attention=kind))))(params, batch)
-        for kind in ("xla", "shared")
-    )
+    gradient, other = (a_gradient(decoder_policy(replace(config, attention=x)), batch) for x in ("shared", "xla"))
+    expected, logprobs = jax.jit(gradient)(params)
+    if kind == "xla":
+        actual, actual_logprobs = jax.jit(other)(params)
+    else:
+        devices = Mesh(2, 2, 2)
+        actual, actual_logprobs = to_numpy(jit_on_devices(gradient, devices=devices)(place(params, devices)))
     largest = max(np.linalg.norm(x) for x in jax.tree.leaves(expected))
-    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), gradients, expected)
+    np.testing.assert_allclose(actual_logprobs, logprobs, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), actual, expected)
 
 
 @pytest.mark.slow
@@ -234,7 +221,7 @@ def test_cudnns_attention_is_lowered_forward_and_backward(family, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     policy, batch = decoder_policy(replace(config, attention="cudnn")), a_batch(np.zeros((N, G, T), np.int32))
     params = jax.eval_shape(policy.init, jax.random.key(0))
-    program = jax.jit(a_gradient(policy)).trace(params, batch).lower(lowering_platforms=("cuda",)).as_text()
+    program = jax.jit(a_gradient(policy, batch)).trace(params).lower(lowering_platforms=("cuda",)).as_text()
     # Of prompts and of completions, there and back, in at least one layer.
     for name in ("__cudnn$fmhaScaleBiasSoftmax(", "__cudnn$fmhaScaleBiasSoftmaxBackward("):
         assert program.count(name) >= 2, name

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from bigrams import PARAMS, POLICY, V
-from rl_helpers import assert_close, loss_of, near, open_run, ragged_batch
+from rl_helpers import RUN, assert_close, loss_of, near, open_run, ragged_batch
 from tiny import digit_task, random_params, refused, slow_unless, tiny_config
 
 from experiments.tasks import arithmetic
@@ -26,17 +26,7 @@ from grpo_jax.rl.types import Batch, RewardArrays
 from grpo_jax.train import train
 
 WIDTH = 9
-CONFIG = recipe(
-    steps=4,
-    num_prompts=8,
-    group_size=4,
-    max_tokens=3,
-    learning_rate=5e-2,
-    kl_coef=0.0,
-    checkpoint_every=2,
-    distillation="reverse_kl",
-    reward_coef=0.0,
-)
+CONFIG = with_options(RUN, kl_coef=0.0, distillation="reverse_kl", reward_coef=0.0)
 # Of another width, with a token that the policy does not have.
 normal = jax.jit(jax.random.normal, static_argnums=1)
 TEACHER = {name: normal(jax.random.key(10 + i), (V + 1, WIDTH)) for i, name in enumerate(PARAMS)}

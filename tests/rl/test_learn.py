@@ -110,20 +110,10 @@ def test_a_ratio_to_the_sampler_is_against_what_it_reported(config):
 # ---- gradients by hand
 
 GRPO = recipe("grpo", num_prompts=N, group_size=G, kl_coef=0.2, epsilon_low=0.1, epsilon_high=0.15)
-OPTIONS = {
-    "delta": 1.2,
-    "kl_bias_correction": True,
-    "top_entropy": 0.4,
-    "mask_truncated": True,
-    "off_policy_threshold": 0.1,
-}
-OFF = {
-    "delta": 1e9,
-    "kl_bias_correction": False,
-    "top_entropy": 1.0,
-    "mask_truncated": False,
-    "off_policy_threshold": 1e9,
-}
+OPTIONS = {"delta": 1.2, "kl_bias_correction": True, "top_entropy": 0.4}
+OPTIONS |= {"mask_truncated": True, "off_policy_threshold": 0.1}
+OFF = {"delta": 1e9, "kl_bias_correction": False, "top_entropy": 1.0}
+OFF |= {"mask_truncated": False, "off_policy_threshold": 1e9}
 
 
 @partial(jax.jit, static_argnames="kl_bias_correction")

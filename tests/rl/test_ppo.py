@@ -13,11 +13,7 @@ from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.ppo import (
-    explained_variance,
-    ppo_method,
-    token_advantages,
-)
+from grpo_jax.rl.ppo import explained_variance, ppo_method, token_advantages
 from grpo_jax.rl.types import Batch, RewardArrays
 
 PARAMS = {"policy": TABLE, "critic": Headed({"before": TABLE["before"]}, jnp.zeros(D))}

@@ -12,6 +12,7 @@ from grpo_jax.config import PPOConfig, with_options
 from grpo_jax.data.packing import pack, packed_batches
 from grpo_jax.data.types import Component
 from grpo_jax.devices import Mesh, place
+from grpo_jax.hosts import HostOptions, start
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import Headed
 from grpo_jax.models.policy import decoder_policy
@@ -151,6 +152,17 @@ CALLS = [
     (  # key-value heads are never cut
         lambda: place(jax.eval_shape(decoder_policy(TWO_HEADS).init, jax.random.key(0)), Mesh(tensor=4)),
         "2 key-value heads",
+    ),
+    *(
+        (lambda options=options: start(options, print, print), words)
+        for options, words in [
+            (HostOptions(coordinator_address="10.0.0.1:1"), "give all three"),
+            (HostOptions(num_processes=2, process_id=1), "give all three"),
+            (HostOptions(process_id=0), "give all three"),
+            (HostOptions(False, "10.0.0.1", 2, 1), "an address and a port"),
+            (HostOptions(False, "10.0.0.1:1", 2, 2), "process_id|num_processes"),
+            (HostOptions(False, "10.0.0.1:1", 0, 0), "process_id|num_processes"),
+        ]
     ),
     # Packed rows: width 5.
     (lambda: pack([], [], width=5), "0 prompts"),

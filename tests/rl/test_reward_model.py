@@ -27,12 +27,7 @@ from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import load_params, read_json
-from grpo_jax.offline.pairs import (
-    evaluate_pairs,
-    pad_pairs,
-    pair_weights,
-    reward_model_objective,
-)
+from grpo_jax.offline.pairs import evaluate_pairs, pad_pairs, pair_weights, reward_model_objective
 from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.progress import count_programs

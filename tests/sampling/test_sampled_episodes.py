@@ -163,11 +163,3 @@ def test_what_others_do_changes_no_token():
         np.testing.assert_allclose(whole.sampler_logprobs[place], alone.sampler_logprobs[place], atol=1e-6)
     assert alone.turn[0, 2].max() == 1
     assert whole.turn[0, 0].max() > 1
-
-
-def test_the_number_of_turns_and_their_lengths_compile_nothing():
-    begin, go_on = programs_of(WINDOW)
-    played()
-    before = begin._cache_size(), go_on._cache_size()
-    played(counts=np.ones((5, N, G), np.int64))
-    assert (begin._cache_size(), go_on._cache_size()) == before

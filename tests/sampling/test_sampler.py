@@ -92,14 +92,6 @@ def test_rounding_never_picks_an_impossible_token(vocab_size, axis):
     assert impossible.size == 0, f"{impossible.size} of {ids.size} are impossible"
 
 
-def test_greedy_takes_the_largest_logit_in_the_rows_that_ask_for_it():
-    logits = np.stack([random_logits(50, seed=seed) for seed in range(4)])
-    uniforms, greedy = np.zeros((4, 2), np.float32), np.array([True, False, True, False])
-    ids, logprobs = jax.jit(sample_categorical)(logits, uniforms, greedy=greedy)
-    np.testing.assert_array_equal(ids, np.where(greedy, logits.argmax(-1), 0))  # uniforms of 0: the first token
-    np.testing.assert_allclose(logprobs, log_softmax(logits)[np.arange(4), ids], atol=1e-6)
-
-
 @pytest.mark.parametrize("vocab_size", [7, 50])
 def test_the_tokens_are_the_same_by_columns(vocab_size):
     rng = np.random.default_rng(3)
@@ -253,12 +245,6 @@ def one_prompt_sample(markov_sample):
     """(rows [6, 4], key) -> ids [6, 4, 12], all after the same prompt."""
     prompts, mask = np.repeat(PROMPTS[:1], 6, axis=0), np.repeat(PROMPT_MASK[:1], 6, axis=0)
     return lambda rows, key: np.asarray(markov_sample(prompts, mask, rows, key).completion_ids)
-
-
-def test_rows_follow_their_numbers(one_prompt_sample):
-    order = np.random.default_rng(0).permutation(24).reshape(6, 4).astype(np.int32)
-    ids = one_prompt_sample(row_numbers(6, 4), jax.random.key(3)).reshape(24, -1)
-    np.testing.assert_array_equal(one_prompt_sample(order, jax.random.key(3)), ids[order])
 
 
 def test_rows_keys_and_steps_have_noise_of_their_own(one_prompt_sample):
