@@ -41,7 +41,7 @@ def launch(folder: Path, *args: str, number: int = 1, devices: int = 1, updates:
     flags += " --xla_cpu_multi_thread_eigen=false"
     # XLA on a CPU runs independent collectives of a program side by side, and Gloo then takes one for another.
     flags += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    path = [str(WORKER.parent), str(WORKER.parents[1] / "planning"), *filter(None, sys.path)]
+    path = [str(WORKER.parent), str(WORKER.parents[1] / "experiments"), *filter(None, sys.path)]
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
     address = f"127.0.0.1:{free_port()}"
 
