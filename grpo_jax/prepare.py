@@ -288,6 +288,9 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
     run.say(str(plan))
     if not plan.fits:
         run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
+    if len(widths := prepared.programs.sampler.prompt_widths) > 1:
+        words = ", ".join(map(str, widths))
+        run.say(f"prompts are sampled at widths of {words} tokens; the first step of each width compiles a program")
     keep_description(run, pretrained, prepared.options.model, chat)
     for role, model in prepared.models.items():
         if role != "policy":

@@ -22,6 +22,7 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.tasks.task import Task
 
 # Models and outputs of transformers, made by golden/make.py.
@@ -41,8 +42,13 @@ def refused(words: str) -> Iterator[None]:
 
 
 def slow_unless(quick: Any, values: Any) -> list[Any]:
-    """Returns parameters of a test, and marks all that are not in `quick` as slow."""
-    return [pytest.param(x, id=str(x), marks=() if x in quick else pytest.mark.slow) for x in values]
+    """Returns parameters of a test, values or tuples of values, and marks all that are not in `quick` as slow."""
+
+    def parameter(x: Any) -> Any:
+        several = x if isinstance(x, tuple) else (x,)
+        return pytest.param(*several, id="-".join(map(str, several)), marks=() if x in quick else pytest.mark.slow)
+
+    return [parameter(x) for x in values]
 
 
 # ---- models
@@ -96,6 +102,33 @@ def states_of_texts(policy: Policy, params: Any, ids: Any, texts: Any) -> jax.Ar
     return policy.states(params, rows_of_texts(ids, texts))[0][:, 0, 1:]
 
 
+def sampler_of(policy: Policy, **options: Any) -> Callable[..., Completions]:
+    """Returns a compiled sampler: (params, prompt_ids, prompt_mask, rows, key, temperature, truncation) -> outputs."""
+
+    def sample(params, prompt_ids, prompt_mask, rows, key, temperature=1.0, truncation=None):
+        limits = {"temperature": temperature, "truncation": truncation}
+        return sample_groups(policy, params, prompt_ids, prompt_mask, rows, key, **limits, **options)
+
+    return jax.jit(sample)
+
+
+def decoded_states(policy: Policy, params: Any, prompt_ids: Any, prompt_mask: Any, completions: Any) -> jax.Array:
+    """Returns the state before each token of completions `[N, G, T]` and behind the last, `[N, G, T + 1, D]`.
+
+    The tokens are decoded one after the other.
+    """
+    _, group_size, tokens = completions.shape
+    first, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, group_size, tokens + 1)
+
+    def step(cache: Any, token: Any) -> Any:
+        state, cache = decode(cache, *token)
+        return cache, state
+
+    _, states = jax.lax.scan(step, cache, (completions.transpose(2, 0, 1), jnp.arange(tokens)))
+    first = jnp.broadcast_to(first[:, None], states.shape[1:])
+    return jnp.concatenate([first[None], states]).transpose(1, 2, 0, 3)
+
+
 # ---- prompts and tasks
 
 
@@ -105,6 +138,11 @@ def ragged_prompts(lengths: Any, vocab_size: int, width: int | None = None) -> t
     width = lengths.max() if width is None else width
     mask = np.arange(width) >= width - lengths
     return np.random.default_rng(0).integers(0, vocab_size, mask.shape, np.int32) * mask, mask
+
+
+def two_groups() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns prompts of 2 and 5 tokens, their mask, and two completions of 4 tokens for each, of 24 ids."""
+    return *ragged_prompts([2, 5], 24), np.random.default_rng(0).integers(0, 24, (2, 2, 4), np.int32)
 
 
 def row_numbers(num_prompts: int, group_size: int) -> np.ndarray:

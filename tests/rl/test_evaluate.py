@@ -7,16 +7,16 @@ from math import comb
 import jax
 import numpy as np
 import pytest
+from bigrams import PARAMS, POLICY
 from numpy.testing import assert_allclose, assert_array_equal
 from rl_helpers import says_three
 from scipy import stats
-from tiny import digit_prompts, digit_task, random_params, tiny_config
+from tiny import digit_prompts, digit_task
 
 from experiments.tasks.arithmetic import arithmetic_task
 from grpo_jax import statistics
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Completion, Component, rng
-from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.builtin import formula_vote, number_vote
 from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.rl.source import make_sampler
@@ -143,9 +143,6 @@ def test_intervals_cover_what_they_should(monkeypatch):
 
 # ---- held-out completions
 
-VOCAB = 8
-POLICY = decoder_policy(tiny_config(VOCAB))
-PARAMS = random_params(tiny_config(VOCAB))
 HELDOUT = digit_prompts(1, 11)
 HELDOUT = HELDOUT._replace(examples=[row | {"number": i} for i, row in enumerate(HELDOUT.examples)])
 

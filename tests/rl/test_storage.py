@@ -343,15 +343,10 @@ def test_parameters_are_read_from_what_verifies_and_stray_things_stay(finished, 
     said: list[str] = []
     with Checkpoints(folder, warn=said.append) as checkpoints:
         params, step = checkpoints.restore_params(PARAMS)
-        with pytest.raises(UsageError, match=r"checkpoint 6 is not used, for params/.* is missing or damaged"):
-            checkpoints.restore_params(PARAMS, 6)
-        with pytest.raises(UsageError, match=r"no checkpoint of step 5 .* only of \[4, 6, 98, 99\]"):
-            checkpoints.restore_params(PARAMS, 5)
         assert checkpoints.restore_params(PARAMS, 4)[1] == 4
-        shutil.copytree(folder / "4", folder / "7")
-        with pytest.raises(UsageError, match="checkpoint 7 is not used, for it is of step 4"):
-            checkpoints.restore_params(PARAMS, 7)
-        shutil.rmtree(folder / "7")
+        for number, words in ((6, "checkpoint 6 is not used"), (5, r"no checkpoint of step 5 .*\[4, 6, 98, 99\]")):
+            with refused(words):
+                checkpoints.restore_params(PARAMS, number)
     assert step == 4
     assert params.keys() == PARAMS.keys()
     (sentence,) = said

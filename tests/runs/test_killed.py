@@ -16,7 +16,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-from compare import EPISODES, FAMILIES, GRPO, MESH, ONLINE, PMAP, PPO, write_inputs
+from command_runs import DPO, EPISODES, GRPO, KTO, MESH, ONLINE, PMAP, PPO, REWARD_MODEL, SFT, write_inputs
 
 from grpo_jax.commands import train
 from grpo_jax.runs import flags
@@ -36,10 +36,10 @@ RUNS = {
     "moving_reference": (1, f"{LOW} --ref-sync-steps 2 --ref-mixup-alpha 0.5 --kl-coef 0.1", "line"),
     "adaptive_kl": (1, f"{LOW} --preset rloo --kl-coef 0.1 --kl-target 0.01 --kl-horizon 16", "line"),
     "distillation": (1, f"{LOW} --teacher teacher --distillation reverse_kl", "line"),
-    "sft": (1, f"{FAMILIES['sft'].args} {FIT}", "line save"),
-    "reward_model": (1, f"{FAMILIES['reward_model'].args} {FIT}", "line"),
-    "dpo": (1, f"{FAMILIES['dpo'].args} {FIT}", "line"),
-    "kto": (1, f"{FAMILIES['kto'].args} {FIT}", "line"),
+    "sft": (1, f"{SFT} {FIT}", "line save"),
+    "reward_model": (1, f"{REWARD_MODEL} {FIT}", "line"),
+    "dpo": (1, f"{DPO} {FIT}", "line"),
+    "kto": (1, f"{KTO} {FIT}", "line"),
     "online_preferences": (1, ONLINE, "line"),
     "pmap": (4, f"{LOW} {PMAP}", "line save"),
     "mesh": (8, f"{LOW} {MESH}", "line line"),
