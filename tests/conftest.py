@@ -120,3 +120,7 @@ def _programs_end_before_they_fill_the_memory() -> Iterator[None]:
     gc.collect()
     if hasattr(_C, "malloc_trim"):  # what glibc holds back, half a gigabyte after some modules
         _C.malloc_trim(0)
+
+
+# Doctests are collected from modules, and two modules cannot have one name.
+collect_ignore_glob = ["conftest.py", "*/conftest.py"]
