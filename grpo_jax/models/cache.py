@@ -14,7 +14,7 @@ Letters: see `transformer`. A block has B tokens, and W new tokens of each compl
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ class KeyValues(NamedTuple):
 class Prefix(NamedTuple):
     """The part of the cache that the completions of a prompt share."""
 
-    layers: Any  # KeyValues with a leading L, or a tuple of L KeyValues
+    layers: tuple[KeyValues, ...]  # the keys and values of the prompts, by layer
     mask: jax.Array  # bool [N, P], true on tokens of the prompt
     length: jax.Array  # int32 [N], number of tokens of the prompt, which is the position of the first completion token
 

@@ -48,6 +48,17 @@ class RopeScaling(NamedTuple):
     truncate: bool = True  # round the feature indices of beta_fast and beta_slow outwards
 
 
+Mixer = Literal["attention"]
+FeedForward = Literal["mlp", "experts"]
+
+
+class Form(NamedTuple):
+    """The modules of a layer, besides its norms: one that mixes tokens, and one that acts on single tokens."""
+
+    mixer: Mixer
+    feed_forward: FeedForward
+
+
 class Rotation(NamedTuple):
     """The rotation of a layer's queries and keys by their positions."""
 
@@ -95,6 +106,7 @@ class ModelConfig:
     max_position_embeddings: _Length | None = None  # the length of the longest training texts, in tokens
     initializer_range: Annotated[float, between(0, 100)] = 0.02
     experts: ExpertsConfig | None = None  # None: each layer has one MLP. Qwen3-MoE, Mixtral
+    dense_layers: tuple[int, ...] = ()  # layers with one MLP instead of experts: mlp_only_layers, decoder_sparse_step
     # The dtype of activations and matrix products. Norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
     # The part that the backward pass computes again. "none": norms, rotations and attention scores, but no projection.
@@ -138,6 +150,15 @@ class ModelConfig:
                 f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {self.head_dim}'
                 ': set it to "auto", "shared" or "xla"'
             )
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The modules of each layer."""
+        layers = range(self.num_hidden_layers)
+        return tuple(
+            Form("attention", "experts" if self.experts and layer not in self.dense_layers else "mlp")
+            for layer in layers
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:

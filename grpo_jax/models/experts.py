@@ -41,7 +41,7 @@ class Routing(NamedTuple):
 
 
 class Experts(nn.Module):
-    """The mixture of experts of a layer. It sows `Routing` into the collection "routing" if that is mutable."""
+    """The mixture of experts of a layer."""
 
     config: ExpertsConfig
     has_frozen_router: bool = False
@@ -49,7 +49,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        """Computes the mixture of x `[N, M, D]`, in the shape of x."""
+        """Computes the mixture of x `[N, M, D]`, in the shape of x, and the `Routing` of its tokens."""
         config, width = self.config, x.shape[-1]
         shapes = {
             "gate_proj": (config.num_experts, width, config.moe_intermediate_size),
@@ -67,9 +67,7 @@ class Experts(nn.Module):
             routing = jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), routing)
             return mixed_tokens, jax.lax.stop_gradient(routing)
 
-        y, routing = _shared_out(mixed, x, router, kernels, is_decoding=self.is_decoding)
-        self.sow("routing", "routing", routing, init_fn=lambda: None, reduce_fn=lambda _, new: new)
-        return y
+        return _shared_out(mixed, x, router, kernels, is_decoding=self.is_decoding)
 
 
 class Kernel(nn.Module):

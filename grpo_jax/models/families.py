@@ -131,13 +131,16 @@ def _fields(file: File) -> Fields:
 
 def _experts(file: File) -> Fields:
     """Returns the field of the mixture of experts, if the model has one."""
-    if file.get("mlp_only_layers") or file.get("decoder_sparse_step", 1) != 1:
-        raise UsageError("mlp_only_layers and decoder_sparse_step are not supported: every layer must have experts")
     if "num_local_experts" not in file:
         return {}
     sizes = file["num_local_experts"], file["num_experts_per_tok"]
     width: Any = file.get("moe_intermediate_size", file["intermediate_size"])
-    return {"experts": ExpertsConfig(*sizes, width, file.get("norm_topk_prob", True))}
+    dense, step = file.get("mlp_only_layers") or (), file.get("decoder_sparse_step", 1)
+    layers = range(file["num_hidden_layers"])
+    return {
+        "experts": ExpertsConfig(*sizes, width, file.get("norm_topk_prob", True)),
+        "dense_layers": tuple(i for i in layers if i in dense or (i + 1) % step),
+    }
 
 
 def _file(model_type: str, config: ModelConfig) -> File:
@@ -153,6 +156,7 @@ def _file(model_type: str, config: ModelConfig) -> File:
         "layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows],
         "no_rope_layers": [int(rotation is not None) for rotation in config.rotations],
         "max_position_embeddings": config.max_position_embeddings,
+        "mlp_only_layers": list(config.dense_layers),
     }
     # Earlier versions of transformers read these names.
     always: File = {name: written[name] for name in ("head_dim", "num_experts") if name in written}

@@ -54,7 +54,7 @@ def add_adapters(
     if not 0 < alpha < math.inf:
         raise UsageError(f"the alpha of LoRA is {alpha}: it must be above 0")
     adapters: dict[str, Any] = {"layers": {}}
-    for number, (block, name) in enumerate(sites(targets)):
+    for number, (block, name) in enumerate(sites(params["layers"], targets)):
         kernel = params["layers"][block][name]["kernel"]
         stacked, inputs, outputs = split_shape(name, kernel.shape)
         bound = math.prod(inputs) ** -0.5
@@ -106,6 +106,6 @@ def fingerprint(params: Params) -> str:
     return digest.hexdigest()
 
 
-def sites(targets: Sequence[Target] = TARGETS) -> list[tuple[str, Target]]:
-    """Returns (block, projection) of each target: the place of its kernel and its adapter in the tree of a layer."""
-    return [("attention" if name in TARGETS[:4] else "mlp", name) for name in TARGETS if name in targets]
+def sites(layers: Params, targets: Sequence[Target] = TARGETS) -> list[tuple[str, Target]]:
+    """Returns (block, projection) of each target: the place of its kernel and its adapter in the tree of layers."""
+    return [(block, name) for name in TARGETS if name in targets for block, tree in layers.items() if name in tree]

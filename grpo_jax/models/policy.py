@@ -7,6 +7,7 @@ test. Letters: see `transformer`.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +26,16 @@ from grpo_jax.models.geometry import (
     rows_of_prompts,
     slots_of,
 )
+from grpo_jax.models.layers import by_layer
 from grpo_jax.models.params import variables
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import (
     Params,
-    Transformer,
+    compute_next,
+    compute_rows,
     decoding_layout,
     initial_params,
+    param_shapes,
 )
 
 
@@ -97,7 +101,7 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
 
 
 def decoder_policy(config: ModelConfig) -> Policy:
-    """Makes the policy of a `Transformer`.
+    """Makes the policy of a decoder.
 
     Prompts must be padded on the left, so that the last column always holds a prompt's last token.
 
@@ -111,13 +115,9 @@ def decoder_policy(config: ModelConfig) -> Policy:
       UsageError: This machine does not support the kind of attention.
     """
     config = _attention_of_backend(config)
-    model = Transformer(config)
 
     def init(key: jax.Array) -> Params:
-        token = jnp.zeros((1, 1), jnp.int32)
-        seen = geometry_of_rows(config, rows_of_prompts(token, token > 0))
-        shapes = jax.eval_shape(lambda: model.init(key, token, seen))["params"]
-        return initial_params(key, shapes, config.initializer_range)
+        return initial_params(key, param_shapes(config), config.initializer_range)
 
     def unembedding(params: Params) -> jax.Array:
         matrix = variables(params)["params"]["embedding" if config.tie_word_embeddings else "unembedding"]
@@ -128,29 +128,25 @@ def decoder_policy(config: ModelConfig) -> Policy:
         unembedding=unembedding,
         softcap=config.final_logit_softcapping,
         forgets=config.sliding_window is not None,
-        states=_states_of(config, Transformer(config, has_gradient=True)),
+        states=partial(_states, config),
         num_experts=config.experts and config.experts.num_experts,
-        **_decoding(config, model),
+        **_decoding(config),
     )
 
 
-def _states_of(config: ModelConfig, model: Transformer) -> Callable[[Params, Rows], tuple[jax.Array, Any]]:
-    """Makes `Policy.states`."""
-
-    def states(params: Params, rows: Rows) -> tuple[jax.Array, Any]:
-        seen = geometry_of_rows(config, rows)
-        if config.experts is None:
-            return rows.predicting(model.apply(variables(params), rows.tokens, seen)[0]), None
-        (hidden, _), sown = model.apply(variables(params), rows.tokens, seen, mutable=["routing"])
-        routing = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), sown["routing"]["layers"]["mlp"]["routing"])
-        return jax.tree.map(rows.predicting, (hidden, routing))
-
-    return states
+def _states(config: ModelConfig, params: Params, rows: Rows) -> tuple[jax.Array, Any]:
+    """Computes `Policy.states`."""
+    seen = geometry_of_rows(config, rows)
+    hidden, results = compute_rows(config, variables(params), rows.tokens, seen, has_gradient=True)
+    routing = None
+    if config.experts:
+        routings = [routing for _, routing in by_layer(results) if routing is not None]
+        routing = jax.tree.map(lambda *x: jnp.stack(x, axis=2), *routings)
+    return jax.tree.map(rows.predicting, (hidden, routing))
 
 
-def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
+def _decoding(config: ModelConfig) -> dict[str, Any]:
     """Makes the functions of a `Policy` that compute completions token by token: prefill, decoder, select, widen."""
-    one_by_one = Transformer(config, scan_layers=False)
 
     def layout(params: Params) -> dict[str, Any]:
         """Converts parameters to the layout of decode steps, once per program instead of in every step of its loops."""
@@ -165,11 +161,13 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
 
     def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):
         seen = geometry_of_rows(config, rows_of_prompts(prompt_ids, prompt_mask))
-        hidden, stacked = model.apply(variables(params), prompt_ids, seen)
-        layers = range(config.num_hidden_layers)
+        hidden, results = compute_rows(config, variables(params), prompt_ids, seen)
         separate = layout(params)
-        prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
-        prefix = Prefix(prompts, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
+        prefix = Prefix(
+            tuple(past for past, _ in by_layer(results)),
+            jnp.asarray(prompt_mask),
+            jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32),
+        )
         rows = [prompt_ids.shape[0], config.num_key_value_heads * group_size]
         rows = rows if mesh_sizes() else [math.prod(rows)]
 
@@ -182,7 +180,7 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
         def decode(cache: Any, ids: jax.Array, step: jax.Array, active: jax.Array | None = None):
             prefix, completions = cache
             seen = geometry_of_step(config, prefix, ids.shape[1], room(completions), step, active)
-            hidden, completions = one_by_one.apply(separate, ids, seen, past=(prefix, completions))
+            hidden, completions, _ = compute_next(config, separate, ids, seen, prefix, completions)
             return hidden, (prefix, completions)
 
         return hidden[:, -1], decode, cache
@@ -193,7 +191,7 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
         def append(cache: Any, ids: jax.Array, lengths: jax.Array):
             (prefix, completions), (n, group_size, width) = cache, ids.shape
             seen = geometry_of_tokens(config, prefix, lengths, width, room(completions))
-            hidden, completions = one_by_one.apply(separate, ids.reshape(n, -1), seen, past=(prefix, completions))
+            hidden, completions, _ = compute_next(config, separate, ids.reshape(n, -1), seen, prefix, completions)
             return hidden.reshape(n, group_size, width, -1), (prefix, completions)
 
         return append

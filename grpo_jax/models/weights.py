@@ -19,6 +19,7 @@ import numpy as np
 from grpo_jax.errors import UsageError, missing
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.heads import Headed, add_head
+from grpo_jax.models.layers import layers_with
 from grpo_jax.models.params import Params, Quantised, Quantize, is_quantised
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise, quantise_params
@@ -33,7 +34,7 @@ except ModuleNotFoundError as error:
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INDEX = "model.safetensors.index.json"
 # Mixtral's names of an expert's projections. Its mixture is named block_sparse_moe instead of mlp.
-MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LARGEST = 1e6  # the largest plausible weight: models have weights below a thousand, and float16 ends at 65504
 
 
@@ -46,11 +47,16 @@ class Tensor(NamedTuple):
     name: str  # the first "{}" stands for the layer, the second for the expert
     shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
     linear: bool  # true for a linear layer, whose leaf is transposed and has axes for heads, [*in, *out]
+    layers: tuple[int, ...] = ()  # the layers that have the tensor
 
     @property
     def stacked(self) -> int:
         """The number of leading axes of the leaf, layers and then experts, that are separate tensors in the folder."""
         return self.name.count("{}")
+
+    def name_at(self, place: Sequence[int]) -> str:
+        """Returns the name of the tensor at this place of the leaf's stacked axes."""
+        return self.name.format(self.layers[place[0]], *place[1:]) if place else self.name
 
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Converts a tensor of the folder to a part of its leaf, in the given shape."""
@@ -101,13 +107,18 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     out_sizes = {"gate_proj": inner, "up_proj": inner}
     mlp = _linears(f"{layer}.mlp", width, out_sizes, config.mlp_bias)
     mlp |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
+    modules: dict[str, Any] = {"attention": attention, "mlp": mlp}
+    modules |= {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in _NORMS[config.norms].items()}
     if config.experts:
-        mlp = _experts_layout(config, config.experts)
-    norms = {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in _NORMS[config.norms].items()}
+        modules["experts"] = _experts_layout(config, config.experts)
+    layers = {}
+    for module, tree in modules.items():
+        if numbers := tuple(layers_with(config, module)):
+            layers[module] = jax.tree.map(lambda x, n=numbers: x._replace(layers=n), tree, is_leaf=_is_tensor)
     layout = {
         "embedding": Tensor("model.embed_tokens.weight", (config.vocab_size, width), False),
         "final_norm": norm("model.norm", width),
-        "layers": {"attention": attention, "mlp": mlp, **norms},
+        "layers": layers,
     }
     if not config.tie_word_embeddings:
         layout["unembedding"] = Tensor("lm_head.weight", (config.vocab_size, width), False)
@@ -118,7 +129,7 @@ def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, An
     """Returns the part of `tensor_layout` for experts instead of an MLP. Mixtral uses different names."""
     width, inner = config.hidden_size, experts.moe_intermediate_size
     shapes = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
-    names = {name: name for name in shapes} if config.qk_norm else MIXTRAL_NAMES
+    names = {name: name for name in shapes} if config.qk_norm else _MIXTRAL_NAMES
     stem = f"model.layers.{{}}.{'mlp' if config.qk_norm else 'block_sparse_moe'}"
     return {"router": {"kernel": Tensor(f"{stem}.gate.weight", (experts.num_experts, width), True)}} | {
         name: {"kernel": Tensor(f"{stem}.experts.{{}}.{names[name]}.weight", shape, True)}
@@ -136,9 +147,13 @@ def _linears(module: str, inputs: int, out_sizes: dict[str, int], bias: bool) ->
     return layout
 
 
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
 def _tensors_of(layout: Any) -> list[Tensor]:
     """Lists tensors in the order of `jax.tree.leaves` of the parameters."""
-    return jax.tree.leaves(layout, is_leaf=lambda x: isinstance(x, Tensor))
+    return jax.tree.leaves(layout, is_leaf=_is_tensor)
 
 
 # ---- in
@@ -194,7 +209,7 @@ def load_params(
         if is_quantised(leaf):
 
             def kernel(place: tuple[int, ...]) -> np.ndarray:
-                x = read_tensor(tensors, tensor.name.format(*place))
+                x = read_tensor(tensors, tensor.name_at(place))
                 x = x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype)
                 return tensor.to_leaf(x, leaf.shape[tensor.stacked :])
 
@@ -207,7 +222,7 @@ def load_params(
             for place, numbers in zip(
                 np.ndindex(piece.shape[:stacked]), itertools.product(*places[:stacked]), strict=True
             ):
-                whole = tensor.to_leaf(read_tensor(tensors, tensor.name.format(*numbers)), leaf.shape[stacked:])
+                whole = tensor.to_leaf(read_tensor(tensors, tensor.name_at(numbers)), leaf.shape[stacked:])
                 piece[place] = whole[index[stacked:]]
             return piece
 
@@ -289,11 +304,11 @@ def _is_weights_file(name: Any) -> bool:
 
 def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) -> None:
     """Checks that every needed tensor exists, with the right shape and a supported dtype, and that no other does."""
-    counts = config.num_hidden_layers, config.experts.num_experts if config.experts else 0
+    num_experts = config.experts.num_experts if config.experts else 0
     needed = {
-        tensor.name.format(*numbers): tensor.shape
+        tensor.name_at(place): tensor.shape
         for tensor in _tensors_of(layout)
-        for numbers in np.ndindex(counts[: tensor.stacked])
+        for place in np.ndindex((len(tensor.layers), num_experts)[: tensor.stacked])
     }
     for name, shape in needed.items():
         if name not in tensors:
@@ -412,8 +427,8 @@ def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndar
     for tensor, leaf in zip(_tensors_of(layout), jax.tree.leaves(params), strict=True):
         # Gathers the leaf from all devices; on CPU nothing is copied.
         whole = np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))
-        for numbers in np.ndindex(whole.shape[: tensor.stacked]):
-            yield tensor.name.format(*numbers), tensor.from_leaf(whole[numbers])
+        for place in np.ndindex(whole.shape[: tensor.stacked]):
+            yield tensor.name_at(place), tensor.from_leaf(whole[place])
 
 
 def _shards(

@@ -64,7 +64,7 @@ def export(options: Options) -> int:
     card = model_card(run, phase=phase_of(run, options.phase), step=trained.step, adapter=options.adapter)
     with huggingface.complete_or_not_at_all(out) as partial:
         if options.adapter and trained.lora:
-            peft.save_adapter(partial, trained.params, base=str(options.base or trained.lora.base))
+            peft.save_adapter(partial, trained.config, trained.params, base=str(options.base or trained.lora.base))
         else:
             raw = weights.read_json(source / "config.json")
             dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"

@@ -223,7 +223,8 @@ def test_a_run_on_a_quantised_base_is_resumed_and_exported_onto_the_original(fol
     change = moved(folder, tmp_path / "exported")["layers"]
     assert change["attention"]["q_proj"]["kernel"] > 0
     assert change["mlp"]["up_proj"]["kernel"] == 0
-    merged = merge(load_adapter(tmp_path / "adapters", load_pretrained(folder / "model").params))
+    original = load_pretrained(folder / "model")
+    merged = merge(load_adapter(tmp_path / "adapters", original.config, original.params))
     jax.tree.map(np.testing.assert_array_equal, merged, load_pretrained(tmp_path / "exported").params)
 
 

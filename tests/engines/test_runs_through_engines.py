@@ -72,7 +72,11 @@ class Samples:
     def __call__(self, folder, body):
         if folder not in self.read:
             is_adapter = (Path(folder) / "adapter_config.json").exists()
-            load = partial(peft.load_adapter, params=self.base) if is_adapter else partial(load_params, config=SHAPE)
+            load = (
+                partial(peft.load_adapter, config=SHAPE, params=self.base)
+                if is_adapter
+                else partial(load_params, config=SHAPE)
+            )
             self.read[folder] = load(Path(folder))
         prompt = pad_prompts([body["prompt"]], [{}], width=P, pad_id=PAD)
         noise, number = self.numbered[body["seed"]]
@@ -153,7 +157,7 @@ def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path):
         sampler_at(server).complete(adapted, *inputs)
     finally:
         server.stop()
-    peft.save_adapter(tmp_path / "exported", adapted, base="")
+    peft.save_adapter(tmp_path / "exported", SHAPE, adapted, base="")
     exported = sorted(weights.find_tensors(tmp_path / "exported", ["adapter_model.safetensors"]))
     assert names[0] == exported
 
@@ -205,7 +209,7 @@ def test_the_command_trains_a_pretrained_model_through_a_server(tmp_path, method
     def sample(folder, body):
         assert folder  # the server was told of parameters before it was asked
         if (Path(folder) / "adapter_config.json").exists():
-            params = peft.load_adapter(folder, model.params)
+            params = peft.load_adapter(folder, model.config, model.params)
         else:
             params = huggingface.load_pretrained(folder).params
         prompt = pad_prompts([body["prompt"]], [{}], width=16, pad_id=0)

@@ -188,13 +188,13 @@ def test_a_frozen_router_stays_as_it_is():
     @jax.jit
     def update(mlp):
         def loss(mlp):
-            states = states_of_texts(policy, params | {"layers": others | {"mlp": mlp}}, ids, np.ones_like(ids))
+            states = states_of_texts(policy, params | {"layers": others | {"experts": mlp}}, ids, np.ones_like(ids))
             return jnp.sum(jnp.sin(states))
 
         updates, _ = optimizer.update(jax.grad(loss)(mlp), optimizer.init(mlp), mlp)
         return jax.tree.map(jnp.add, mlp, updates)
 
-    before, after = others["mlp"], update(others["mlp"])
+    before, after = others["experts"], update(others["experts"])
     moved = {name: bool((before[name]["kernel"] != after[name]["kernel"]).any()) for name in before}
     assert moved == {"gate_proj": True, "up_proj": True, "down_proj": True, "router": False}
 

@@ -86,11 +86,11 @@ def test_all_families_are_here():
 @each_family("llama", "qwen3_moe")
 def test_peft_folders_come_back(family, tmp_path):
     params, layers = adapted(family), {}
-    for block, name in sites(("k_proj", "up_proj", "o_proj")):
+    for block, name in sites(params.base["layers"], ("k_proj", "up_proj", "o_proj")):
         layers.setdefault(block, {})[name] = params.adapters["layers"][block][name]
     params = params._replace(adapters={"layers": layers})
-    folder = save_adapter(tmp_path / "out", params, base="base")
-    again = load_adapter(folder, params.base)
+    folder = save_adapter(tmp_path / "out", golden(family)[0], params, base="base")
+    again = load_adapter(folder, golden(family)[0], params.base)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), *map(jax.jit(merge), (again, params)))
     modules = set(read_json(folder / "adapter_config.json")["target_modules"])
     assert "k_proj" in modules
@@ -145,8 +145,8 @@ def test_adapters_are_sampled_as_they_are_scored_merged_and_exported(family, kin
     np.testing.assert_allclose(sampled.sampler_logprobs, scores, atol=1e-4)
     np.testing.assert_allclose(score(merge(plain), sampled.completion_ids), scores, atol=1e-4)
     assert np.abs(score(other, sampled.completion_ids) - scores).max() > 1e-2
-    folder = save_adapter(tmp_path / "out", used, base="base")
-    again = load_adapter(folder, params.base)
+    folder = save_adapter(tmp_path / "out", golden(family)[0], used, base="base")
+    again = load_adapter(folder, golden(family)[0], params.base)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), merge(again), merge(params))
 
 

@@ -48,7 +48,11 @@ def golden_of(name):
     """Returns configuration, parameters, and arrays of transformers."""
     folder, _, adapter = name.partition("/")
     config, params = load_golden(folder)
-    return config, load_adapter(GOLDEN / name, params) if adapter else params, np.load(GOLDEN / name / "golden.npz")
+    return (
+        config,
+        load_adapter(GOLDEN / name, config, params) if adapter else params,
+        np.load(GOLDEN / name / "golden.npz"),
+    )
 
 
 def with_fused_experts(name, tensors):
