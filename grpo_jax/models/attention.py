@@ -104,9 +104,11 @@ def rotate(x: jax.Array, angles: Angles) -> jax.Array:
       The rotated array, with the shape and dtype of x.
     """
     cos, sin = angles
-    exact = x.astype(jnp.float32)
+    turned, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
+    exact = turned.astype(jnp.float32)
     first, second = jnp.split(exact, 2, axis=-1)
-    return (exact * cos + jnp.concatenate([second, first], axis=-1) * sin).astype(x.dtype)
+    turned = (exact * cos + jnp.concatenate([second, first], axis=-1) * sin).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 # ---- attention

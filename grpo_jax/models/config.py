@@ -28,6 +28,21 @@ class ExpertsConfig(NamedTuple):
     norm_topk_prob: bool  # normalise the weights of a token's experts to add up to 1
 
 
+class DeltaConfig(NamedTuple):
+    """The gated delta net that replaces attention in some layers."""
+
+    num_key_heads: Annotated[int, between(1, 10**5)]  # each serves num_value_heads / num_key_heads value heads
+    num_value_heads: Annotated[int, between(1, 10**5)]
+    key_head_dim: Annotated[int, between(1, 10**6)]
+    value_head_dim: Annotated[int, between(1, 10**6)]
+    conv_kernel_dim: Annotated[int, between(2, 100)]  # tokens that the convolution mixes
+
+    @property
+    def convolved(self) -> int:
+        """The number of features of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
+
 class RopeScaling(NamedTuple):
     """A stretching of rotations, for contexts longer than the original training context.
 
@@ -48,7 +63,7 @@ class RopeScaling(NamedTuple):
     truncate: bool = True  # round the feature indices of beta_fast and beta_slow outwards
 
 
-Mixer = Literal["attention"]
+Mixer = Literal["attention", "delta"]
 FeedForward = Literal["mlp", "experts"]
 
 
@@ -86,6 +101,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     rope_local_base_freq: _Number | None = None  # theta in layers with a window, without scaling: Gemma 3
     unrotated_layers: tuple[int, ...] = ()  # the 0s of no_rope_layers: SmolLM3
+    partial_rotary_factor: Fraction = 1.0  # the share of a head's features that is rotated: Qwen3.5
     rms_norm_eps: Fraction = 1e-6
     # Norms of attention and of the MLP: on their input, on their output (OLMo 2), or on both (Gemma 2 and 3).
     norms: Norms = "before"
@@ -98,6 +114,9 @@ class ModelConfig:
     mlp_bias: bool = False  # Llama
     qk_norm: bool = False  # RMS norm of each head's queries and keys: Qwen3, Gemma 3
     qk_norm_across_heads: bool = False  # one norm across all heads instead: OLMo 2
+    gated_attention: bool = False  # attended values are multiplied by sigmoid(gate), from q_proj too: Qwen3.5
+    delta: DeltaConfig | None = None  # the delta net of delta_layers: Qwen3.5
+    delta_layers: tuple[int, ...] = ()  # layers with a delta net instead of attention
     query_pre_attn_scalar: _Number | None = None  # scores are q·k / √this; None: head_dim. Gemma
     attn_logit_softcapping: _Number | None = None  # c in c·tanh(s/c), of scores before their softmax: Gemma 2
     final_logit_softcapping: _Number | None = None  # c in c·tanh(s/c), of the logits: Gemma 2
@@ -137,8 +156,16 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.head_dim % 2:
-            raise UsageError(f"head_dim ({self.head_dim}) must be even: rotary positions turn pairs of features")
+        if self.rotated % 2:
+            raise UsageError(
+                f"{self.rotated} features of a head would be rotated: head_dim · partial_rotary_factor must be even"
+            )
+        if self.delta:
+            check_types(DeltaConfig, self.delta._asdict())
+            if self.delta.num_value_heads % self.delta.num_key_heads:
+                raise UsageError("linear_num_value_heads must be a multiple of linear_num_key_heads")
+        if self.delta_layers and (not self.delta or len(self.delta_layers) == self.num_hidden_layers):
+            raise UsageError("a decoder needs the sizes of its delta nets, and at least one layer with attention")
         if self.attention == "cudnn" and self.dtype != "bfloat16":
             raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
         if self.attention in ("xla", "cudnn") and self.attn_logit_softcapping is not None:
@@ -156,9 +183,17 @@ class ModelConfig:
         """The modules of each layer."""
         layers = range(self.num_hidden_layers)
         return tuple(
-            Form("attention", "experts" if self.experts and layer not in self.dense_layers else "mlp")
+            Form(
+                "delta" if layer in self.delta_layers else "attention",
+                "experts" if self.experts and layer not in self.dense_layers else "mlp",
+            )
             for layer in layers
         )
+
+    @property
+    def rotated(self) -> int:
+        """The number of features of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

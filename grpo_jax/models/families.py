@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any, get_args, get_type_hints
 
 from grpo_jax.errors import UsageError, abbreviate
-from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling
+from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig, RopeScaling
 from grpo_jax.options import check_types
 
 File = dict[str, Any]  # the contents of a config.json
@@ -121,6 +121,10 @@ def _fields(file: File) -> Fields:
     if file.get("sliding_window") and sliding:
         fields["sliding_window"] = file["sliding_window"]
         fields["sliding_layers"] = sliding if len(sliding) < layers else None
+    delta = tuple(layer for layer in range(layers) if kinds[layer] == "linear_attention")
+    if delta:
+        fields["delta"] = DeltaConfig(*(file[f"linear_{name}"] for name in DeltaConfig._fields))
+        fields["delta_layers"] = delta
     if file["model_type"].startswith("gemma"):
         fields["embedding_multiplier"] = file["hidden_size"] ** 0.5
         fields["hidden_act"] = file.get("hidden_activation") or file["hidden_act"]
@@ -153,11 +157,16 @@ def _file(model_type: str, config: ModelConfig) -> File:
         "hidden_activation": config.hidden_act,
         "attention_bias": config.o_bias,
         "use_sliding_window": config.sliding_window is not None,
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows],
+        "layer_types": [
+            "linear_attention" if form.mixer == "delta" else "sliding_attention" if window else "full_attention"
+            for form, window in zip(config.forms, config.windows, strict=True)
+        ],
         "no_rope_layers": [int(rotation is not None) for rotation in config.rotations],
         "max_position_embeddings": config.max_position_embeddings,
         "mlp_only_layers": list(config.dense_layers),
     }
+    if config.delta:
+        written |= {f"linear_{name}": value for name, value in config.delta._asdict().items()}
     # Earlier versions of transformers read these names.
     always: File = {name: written[name] for name in ("head_dim", "num_experts") if name in written}
     written = {name: value for name, value in written.items() if name in known and value is not None}
@@ -199,9 +208,9 @@ def _rope(file: File) -> Fields:
         rope, local = rope["full_attention"], rope["sliding_attention"]
         if _scaling(local, file):
             raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise UsageError(f"partial_rotary_factor {abbreviate(rope['partial_rotary_factor'])} is not supported")
     fields = {"rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, file)}
+    if rope.get("partial_rotary_factor") is not None:
+        fields["partial_rotary_factor"] = rope["partial_rotary_factor"]
     return fields if local is None else fields | {"rope_local_base_freq": local["rope_theta"]}
 
 
@@ -227,6 +236,8 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
         if scaling.rope_type == "linear":
             del fields["original_max_position_embeddings"]  # transformers does not know it for linear scaling
         rope |= fields
+    if config.partial_rotary_factor != 1:
+        rope["partial_rotary_factor"] = config.partial_rotary_factor
     return rope
 
 
@@ -248,4 +259,5 @@ FAMILIES: dict[str, tuple[str, Fields]] = {
     "gemma3_text": ("Gemma3", _GEMMA | {"norms": "around", "qk_norm": True}),
     "mixtral": ("Mixtral", {}),
     "qwen3_moe": ("Qwen3Moe", {"qk_norm": True}),
+    "qwen3_5_text": ("Qwen3_5", {"qk_norm": True, "zero_centered_norms": True, "gated_attention": True}),
 }

@@ -23,7 +23,10 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.params import Adapted, Params, holds_quantised
 from grpo_jax.models.quantised import split_shape
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Target = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+]  # fmt: skip
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 
@@ -37,7 +40,7 @@ def add_adapters(
       key: The random key; consumed.
       rank: The rank of the adapters, R.
       alpha: α in ΔW = (α/R)·A B.
-      targets: The projections that get adapters. Default all seven, which 2305.14314 needed.
+      targets: The projections that get adapters, if the model has them. Default all, which 2305.14314 needed.
 
     Returns:
       The adapted parameters. The base shares its arrays with `params`.

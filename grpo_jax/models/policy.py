@@ -15,7 +15,16 @@ import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import traits_of_backend
-from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, select_completions, widen
+from grpo_jax.models.cache import (
+    DeltaState,
+    KeyValues,
+    Memory,
+    Prefix,
+    cache_keys,
+    key_values,
+    select_completions,
+    widen,
+)
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import (
     Rows,
@@ -59,11 +68,12 @@ class Policy(NamedTuple):
     # (cache, slots) -> cache with room for this many tokens of each completion. None: prefill makes room for all
     widen: Callable[[Any, int], Any] | None = None
     # params -> append, for a program that continues with the cache of another program:
-    # append(cache, ids [N, G, W], lengths [N, G]) -> (hidden [N, G, W, D], cache) puts W tokens of each completion
-    # after its first `lengths`, and drops tokens that the cache has no room for. None: completions have only one turn
+    # append(cache, ids [N, G, W], lengths [N, G], counts [N, G]) -> (hidden [N, G, W, D], cache) puts `counts` tokens
+    # of each completion after its first `lengths`. The others are padding, which later tokens overwrite; tokens that
+    # the cache has no room for are dropped. None: completions have only one turn
     decoder: Callable[[Params], Callable[..., Any]] | None = None
-    # true if the cache overwrites earlier tokens, which layers with a window do. `decode` then has a fourth argument
-    # active, bool [N, G]: inactive completions keep every key and value that their later tokens may see
+    # true if the cache overwrites earlier tokens, as layers with a window and delta nets do. `decode` then has a fourth
+    # argument active, bool [N, G]: inactive completions keep all that their later tokens may see
     forgets: bool = False
     # c in logits c·tanh(W h / c), where W is the unembedding; None: logits are W h
     softcap: float | None = None
@@ -127,7 +137,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         init=init,
         unembedding=unembedding,
         softcap=config.final_logit_softcapping,
-        forgets=config.sliding_window is not None,
+        forgets=config.sliding_window is not None or bool(config.delta_layers),
         states=partial(_states, config),
         num_experts=config.experts and config.experts.num_experts,
         **_decoding(config),
@@ -155,27 +165,28 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
     def slots_of_layers(room: int) -> list[int]:
         return [slots_of(window, room) for window in config.windows]
 
-    def room(completions: tuple[KeyValues, ...]) -> int:
+    def room(completions: tuple[Memory, ...]) -> int:
         """Returns the slots of a layer without a window. If all layers have one, the largest number works as well."""
-        return max(layer.values.shape[-2] for layer in completions)
+        return max(layer.values.shape[-2] for layer in key_values(completions))
 
     def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):
         seen = geometry_of_rows(config, rows_of_prompts(prompt_ids, prompt_mask))
         hidden, results = compute_rows(config, variables(params), prompt_ids, seen)
         separate = layout(params)
-        prefix = Prefix(
-            tuple(past for past, _ in by_layer(results)),
-            jnp.asarray(prompt_mask),
-            jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32),
-        )
+        memories = [memory for memory, _ in by_layer(results)]
+        layers = tuple(None if isinstance(memory, DeltaState) else memory for memory in memories)
+        prefix = Prefix(layers, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
         rows = [prompt_ids.shape[0], config.num_key_value_heads * group_size]
         rows = rows if mesh_sizes() else [math.prod(rows)]
 
-        def empty(slots: int) -> KeyValues:
+        def begin(memory: Memory, slots: int) -> Memory:
+            """Returns the memory of completions before their first token."""
+            if isinstance(memory, DeltaState):
+                return jax.tree.map(lambda x: jnp.repeat(x[:, None], group_size, axis=1), memory)
             values = spread(jnp.zeros((*rows, slots, config.head_dim), config.dtype), BATCH, TENSOR)
             return KeyValues(cache_keys(values), values)
 
-        cache = prefix, tuple(empty(slots) for slots in slots_of_layers(max_tokens))
+        cache = prefix, tuple(map(begin, memories, slots_of_layers(max_tokens)))
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array, active: jax.Array | None = None):
             prefix, completions = cache
@@ -188,9 +199,9 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
     def decoder(params: Params):
         separate = layout(params)
 
-        def append(cache: Any, ids: jax.Array, lengths: jax.Array):
+        def append(cache: Any, ids: jax.Array, lengths: jax.Array, counts: jax.Array):
             (prefix, completions), (n, group_size, width) = cache, ids.shape
-            seen = geometry_of_tokens(config, prefix, lengths, width, room(completions))
+            seen = geometry_of_tokens(config, prefix, lengths, counts, width, room(completions))
             hidden, completions, _ = compute_next(config, separate, ids.reshape(n, -1), seen, prefix, completions)
             return hidden.reshape(n, group_size, width, -1), (prefix, completions)
 

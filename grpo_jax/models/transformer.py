@@ -25,7 +25,7 @@ from grpo_jax.errors import missing
 from grpo_jax.functional.products import product, rms_norm, times_transposed, traits_of_backend
 from grpo_jax.models import sharding
 from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
-from grpo_jax.models.cache import KeyValues, Prefix
+from grpo_jax.models.cache import KeyValues, Memory, Prefix
 from grpo_jax.models.config import Activation, Form, ModelConfig
 from grpo_jax.models.geometry import Geometry, LayerKind, geometry_of_rows, layer_kinds, rows_of_prompts
 from grpo_jax.models.layers import Results, layer_params, layers_with, scan_layers
@@ -116,8 +116,8 @@ def compute_rows(
       has_gradient: True if layers may be compiled one by one: see `unrolls`.
 
     Returns:
-      Hidden states after the last norm `[N, M, D]`, and results of each layer: the `KeyValues` of the prompts, and the
-      `experts.Routing` if the layer has experts, else None.
+      Hidden states after the last norm `[N, M, D]`, and the results of each layer: the `cache.Memory` of the prompts,
+      and the `experts.Routing` if the layer has experts, else None.
     """
     params = variables["params"]
 
@@ -140,8 +140,8 @@ def compute_next(
     ids: jax.Array,
     geometry: Geometry,
     prefix: Prefix,
-    cache: tuple[KeyValues, ...],
-) -> tuple[jax.Array, tuple[KeyValues, ...], list[Any]]:
+    cache: tuple[Memory, ...],
+) -> tuple[jax.Array, tuple[Memory, ...], list[Any]]:
     """Computes hidden states of the next tokens of completions, which are added to the cache, for decoding.
 
     Layers are separate: a scan inside the decode loop would copy every layer's parameters and cache once per token.
@@ -213,7 +213,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, geometry: Geometry, kind: LayerKind, past=None):
-        """Computes x `[N, M, D]` after this layer, its keys and values, and the `experts.Routing` or None.
+        """Computes x `[N, M, D]` after this layer, its `cache.Memory`, and the `experts.Routing` or None.
 
         For decoding, `past` holds the cache of the prompts and that of the completions in this layer.
         """
@@ -227,8 +227,13 @@ class Block(nn.Module):
 
         x = checkpoint_name(spread(x, rows), "input")
         normed = before("input_norm", x)
-        attended, key_values = Attention(config, name="attention")(normed, geometry, kind, past)
-        x = checkpoint_name(spread(x + after("attention_output_norm", attended), rows), "middle")
+        if self.form.mixer == "delta":
+            from grpo_jax.models.delta import DeltaNet
+
+            mixed, after_tokens = DeltaNet(config, name="delta")(normed, geometry, kind, past)
+        else:
+            mixed, after_tokens = Attention(config, name="attention")(normed, geometry, kind, past)
+        x = checkpoint_name(spread(x + after("attention_output_norm", mixed), rows), "middle")
         normed = before("post_attention_norm", x)  # norm of the residual stream after attention
         if self.form.feed_forward == "experts":
             from grpo_jax.models.experts import Experts
@@ -238,7 +243,7 @@ class Block(nn.Module):
             mixed, routing = Experts(config.experts, is_frozen, is_decoding, name="experts")(normed)
         else:
             mixed, routing = MLP(config, name="mlp")(normed), None
-        return spread(x + after("mlp_output_norm", mixed), rows), key_values, routing
+        return spread(x + after("mlp_output_norm", mixed), rows), after_tokens, routing
 
 
 class Attention(nn.Module):
@@ -256,7 +261,8 @@ class Attention(nn.Module):
         heads, kv_heads, features = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         angles, masks, places = geometry.of_layer(kind)
 
-        shapes = {"q_proj": (heads, features), "k_proj": (kv_heads, features), "v_proj": (kv_heads, features)}
+        of_queries = 2 * features if config.gated_attention else features
+        shapes = {"q_proj": (heads, of_queries), "k_proj": (kv_heads, features), "v_proj": (kv_heads, features)}
         projected = [spread(y, BATCH, None, TENSOR) for y in linears(self, x, shapes, config.qkv_bias)]
         queries, keys, values = (checkpoint_name(y, "projected") for y in projected)  # [N, M, heads, E]
 
@@ -268,6 +274,7 @@ class Attention(nn.Module):
                 projected = norm(config, f"{name}_norm")(projected)
             return rotate(projected, angles)
 
+        queries, gate = jnp.split(queries, [features], axis=-1)
         queries, keys = rotated("q", queries), rotated("k", keys)
         queries = queries.reshape(*x.shape[:2], kv_heads, heads // kv_heads, features)
         scalar = config.query_pre_attn_scalar
@@ -277,6 +284,7 @@ class Attention(nn.Module):
         else:
             attended, saved = attend_past(queries, keys, values, masks, *past, places, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
+        attended = attended * jax.nn.sigmoid(gate) if config.gated_attention else attended
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
         return out(attended), saved
 
@@ -396,7 +404,9 @@ class RMSNorm(nn.Module):
         return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # see `product`
 
 
-_OF_ONE_INPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # the input of attention, and that of the MLP
+# The projections of the input of attention, of a delta net, and of the MLP.
+_OF_ATTENTION, _OF_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_OF_ONE_INPUT = (*_OF_ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", *_OF_MLP)
 
 
 def decoding_layout(params: Params, config: ModelConfig) -> Params:

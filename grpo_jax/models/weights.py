@@ -17,7 +17,7 @@ import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
 from grpo_jax.errors import UsageError, missing
-from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.layers import layers_with
 from grpo_jax.models.params import Params, Quantised, Quantize, is_quantised
@@ -98,7 +98,7 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     def norm(name: str, size: int) -> dict[str, Tensor]:
         return {"offset" if config.zero_centered_norms else "scale": Tensor(f"{name}.weight", (size,), False)}
 
-    out_sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    out_sizes = {"q_proj": queries * (1 + config.gated_attention), "k_proj": keys, "v_proj": keys}
     attention = _linears(f"{layer}.self_attn", width, out_sizes, config.qkv_bias)
     attention |= _linears(f"{layer}.self_attn", queries, {"o_proj": width}, config.o_bias)
     if config.qk_norm:
@@ -108,6 +108,8 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     mlp = _linears(f"{layer}.mlp", width, out_sizes, config.mlp_bias)
     mlp |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
     modules: dict[str, Any] = {"attention": attention, "mlp": mlp}
+    if config.delta:
+        modules["delta"] = _delta_layout(config, config.delta)
     modules |= {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in _NORMS[config.norms].items()}
     if config.experts:
         modules["experts"] = _experts_layout(config, config.experts)
@@ -123,6 +125,23 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     if not config.tie_word_embeddings:
         layout["unembedding"] = Tensor("lm_head.weight", (config.vocab_size, width), False)
     return layout
+
+
+def _delta_layout(config: ModelConfig, delta: DeltaConfig) -> dict[str, Any]:
+    """Returns the part of `tensor_layout` for delta nets."""
+    module, heads = "model.layers.{}.linear_attn", delta.num_value_heads
+    values = heads * delta.value_head_dim
+    sizes = {"in_proj_qkv": delta.convolved, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    projections = _linears(module, config.hidden_size, sizes, False)
+    projections |= _linears(module, values, {"out_proj": config.hidden_size}, False)
+    return projections | {
+        "conv": {"taps": Tensor(f"{module}.conv1d.weight", (delta.convolved, 1, delta.conv_kernel_dim), False)},
+        "decay": {
+            "log_rate": Tensor(f"{module}.A_log", (heads,), False),
+            "bias": Tensor(f"{module}.dt_bias", (heads,), False),
+        },
+        "norm": {"scale": Tensor(f"{module}.norm.weight", (delta.value_head_dim,), False)},
+    }
 
 
 def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Any]:

@@ -118,6 +118,20 @@ MODELS = {
         | {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ),
     "qwen3_moe_plain": ("qwen3_moe", EXPERTS | TIED | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe_dense": (
+        "qwen3_moe",
+        EXPERTS
+        | {"num_hidden_layers": 5, "mlp_only_layers": [0], "decoder_sparse_step": 2}
+        | {"num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        FOUR
+        | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2}
+        | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4},
+    ),
     "mixtral": (
         "mixtral",
         {"intermediate_size": 8, "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -168,7 +182,8 @@ def randomise(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        centre = 0 if "Gemma" in type(model).__name__ else 1
+        is_offset = any(family in type(model).__name__ for family in ("Gemma", "Qwen3_5")) and "linear_attn" not in name
+        centre = 0 if is_offset else 1
         parameter.data = centre + 0.3 * noise if "norm" in name else 0.4 * noise
 
 

@@ -48,6 +48,7 @@ FULLEST = {
     "gemma3_text": "gemma3_capped",
     "mixtral": "mixtral",
     "qwen3_moe": "qwen3_moe",
+    "qwen3_5_text": "qwen3_5",
 }
 
 
@@ -119,7 +120,9 @@ def test_in_bfloat16_a_scoring_pass_is_close_to_the_sampler(family):
         f"\n{family}: {difference.size} tokens, mean exp {np.exp(difference).mean():.4f}, most {difference.max():.3f}"
     )
     assert np.exp(difference).mean() < 1.05
-    if config.experts is None:  # a token that goes to another expert may differ by any number
+    # A token that goes to another expert may differ by any number. So may one with outputs of a delta net that are close
+    # to 0 before they are normalised.
+    if config.experts is None and config.delta is None:
         assert difference.max() < 0.5
 
 

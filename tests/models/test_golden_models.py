@@ -12,6 +12,7 @@ from tiny import GOLDEN, load_golden, randomly_adapted, slow_unless
 from grpo_jax.functional import token_logprobs
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models.huggingface import save_pretrained
+from grpo_jax.models.layers import layers_with
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.planning.memory import num_params
@@ -61,7 +62,7 @@ def with_fused_experts(name, tensors):
     module, *projections = ("mlp", "gate_proj", "up_proj", "down_proj")
     if name == "mixtral":
         module, *projections = ("block_sparse_moe", "w1", "w3", "w2")
-    for layer in range(config.num_hidden_layers):
+    for layer in layers_with(config, "experts"):
         stem, numbers = f"model.layers.{layer}", range(config.experts.num_experts)
         gate, up, down = (
             np.stack([tensors.pop(f"{stem}.{module}.experts.{i}.{projection}.weight") for i in numbers])
