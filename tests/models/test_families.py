@@ -120,8 +120,8 @@ def test_in_bfloat16_a_scoring_pass_is_close_to_the_sampler(family):
         f"\n{family}: {difference.size} tokens, mean exp {np.exp(difference).mean():.4f}, most {difference.max():.3f}"
     )
     assert np.exp(difference).mean() < 1.05
-    # A token that goes to another expert may differ by any number. So may one with outputs of a delta net that are close
-    # to 0 before they are normalised.
+    # A token that goes to another expert may differ by any number. So may one with outputs of a delta net close to 0,
+    # which are then normalised.
     if config.experts is None and config.delta is None:
         assert difference.max() < 0.5
 
