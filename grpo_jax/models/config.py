@@ -26,6 +26,11 @@ class ExpertsConfig(NamedTuple):
     num_experts_per_tok: Annotated[int, between(1, 10**5)]
     moe_intermediate_size: Annotated[int, between(1, 10**8)]  # features of each expert's MLP
     norm_topk_prob: bool  # normalise the weights of a token's experts to add up to 1
+    # features of an MLP that every token passes, with a gate. None: none. Qwen3-Next, Qwen3.5
+    shared_expert_intermediate_size: Annotated[int, between(1, 10**8)] | None = None
+    # c in (1 + clip(up, −c, c)) · g · sigmoid(1.702 g), g = min(gate, c), with biases: gpt-oss. None: silu(gate) · up,
+    # without biases
+    swiglu_limit: _Number | None = None
 
 
 class DeltaConfig(NamedTuple):
@@ -36,6 +41,7 @@ class DeltaConfig(NamedTuple):
     key_head_dim: Annotated[int, between(1, 10**6)]
     value_head_dim: Annotated[int, between(1, 10**6)]
     conv_kernel_dim: Annotated[int, between(2, 100)]  # tokens that the convolution mixes
+    has_fused_tensors: bool = False  # files hold all projections of a key head together: Qwen3-Next
 
     @property
     def convolved(self) -> int:
@@ -114,6 +120,7 @@ class ModelConfig:
     mlp_bias: bool = False  # Llama
     qk_norm: bool = False  # RMS norm of each head's queries and keys: Qwen3, Gemma 3
     qk_norm_across_heads: bool = False  # one norm across all heads instead: OLMo 2
+    attention_sinks: bool = False  # a learned score for each head takes part in the softmax, and adds nothing: gpt-oss
     gated_attention: bool = False  # attended values are multiplied by sigmoid(gate), from q_proj too: Qwen3.5
     delta: DeltaConfig | None = None  # the delta net of delta_layers: Qwen3.5
     delta_layers: tuple[int, ...] = ()  # layers with a delta net instead of attention
@@ -168,10 +175,9 @@ class ModelConfig:
             raise UsageError("a decoder needs the sizes of its delta nets, and at least one layer with attention")
         if self.attention == "cudnn" and self.dtype != "bfloat16":
             raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
-        if self.attention in ("xla", "cudnn") and self.attn_logit_softcapping is not None:
-            raise UsageError(
-                f'attention "{self.attention}" does not compute attn_logit_softcapping: set it to "auto" or "shared"'
-            )
+        for name in ("attn_logit_softcapping", "attention_sinks"):
+            if self.attention in ("xla", "cudnn") and getattr(self, name):
+                raise UsageError(f'attention "{self.attention}" does not compute {name}: set it to "auto" or "shared"')
         if self.attention == "cudnn" and (self.head_dim % 8 or self.head_dim > 256):
             raise UsageError(
                 f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {self.head_dim}'

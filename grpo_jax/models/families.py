@@ -43,6 +43,19 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
     return ModelConfig(**_fields(_complete(config)) | longest | constants, **overrides)
 
 
+def text_part(config: File) -> File:
+    """Returns the config.json of the text model, if the file describes one with a tower for images, as Qwen3.5 does.
+
+    Args:
+      config: The contents of a config.json. It is returned unchanged if it has no text model of a supported family.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+        return config
+    outer = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id", "dtype") if name in config}
+    return outer | text | {"architectures": [f"{FAMILIES[text['model_type']][0]}ForCausalLM"]}
+
+
 def config_to_huggingface(config: ModelConfig) -> File:
     """Makes the config.json of a model that was not loaded from one. `config_from_huggingface` reads it back.
 
@@ -123,7 +136,8 @@ def _fields(file: File) -> Fields:
         fields["sliding_layers"] = sliding if len(sliding) < layers else None
     delta = tuple(layer for layer in range(layers) if kinds[layer] == "linear_attention")
     if delta:
-        fields["delta"] = DeltaConfig(*(file[f"linear_{name}"] for name in DeltaConfig._fields))
+        sizes = [file[f"linear_{name}"] for name in DeltaConfig._fields[:-1]]
+        fields["delta"] = DeltaConfig(*sizes)._replace(has_fused_tensors=file["model_type"] == "qwen3_next")
         fields["delta_layers"] = delta
     if file["model_type"].startswith("gemma"):
         fields["embedding_multiplier"] = file["hidden_size"] ** 0.5
@@ -135,14 +149,21 @@ def _fields(file: File) -> Fields:
 
 def _experts(file: File) -> Fields:
     """Returns the field of the mixture of experts, if the model has one."""
-    if "num_local_experts" not in file:
+    num_experts = file.get("num_local_experts", file.get("num_experts"))
+    if not num_experts:
         return {}
-    sizes = file["num_local_experts"], file["num_experts_per_tok"]
-    width: Any = file.get("moe_intermediate_size", file["intermediate_size"])
+    sizes = num_experts, file["num_experts_per_tok"]
+    width: Any = file.get("moe_intermediate_size", file.get("intermediate_size"))
     dense, step = file.get("mlp_only_layers") or (), file.get("decoder_sparse_step", 1)
     layers = range(file["num_hidden_layers"])
     return {
-        "experts": ExpertsConfig(*sizes, width, file.get("norm_topk_prob", True)),
+        "experts": ExpertsConfig(
+            *sizes,
+            width,
+            file.get("norm_topk_prob", True),
+            file.get("shared_expert_intermediate_size"),
+            file.get("swiglu_limit"),
+        ),
         "dense_layers": tuple(i for i in layers if i in dense or (i + 1) % step),
     }
 
@@ -182,13 +203,14 @@ def _file(model_type: str, config: ModelConfig) -> File:
 def _check(file: File) -> None:
     """Refuses a file that needs a feature which no family has, or whose sizes transformers could not read."""
     for unsupported in ("quantization_config", "use_bidirectional_attention"):
-        if file.get(unsupported):
+        is_mxfp4 = file.get("model_type") == "gpt_oss" and unsupported == "quantization_config"
+        if file.get(unsupported) and not is_mxfp4:
             raise UsageError(f"{unsupported} {abbreviate(file[unsupported])} is not supported")
-    if missing := [name for name in _SIZES if name not in file]:
+    optional = {"intermediate_size"} if "moe_intermediate_size" in file else set()
+    sizes = [name for name in _SIZES if name in file or name not in optional]
+    if missing := [name for name in sizes if name not in file]:
         raise UsageError(f"config.json lacks {', '.join(missing)}")
-    if file.get("partial_rotary_factor") not in (None, 1.0):
-        raise UsageError(f"partial_rotary_factor {abbreviate(file['partial_rotary_factor'])} is not supported")
-    check_types(ModelConfig, {name: file[name] for name in _SIZES})
+    check_types(ModelConfig, {name: file[name] for name in sizes})
 
 
 def _refused(file: File) -> str:
@@ -244,6 +266,7 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 # ---- families
 
 
+_QWEN_NEXT: Fields = {"qk_norm": True, "zero_centered_norms": True, "gated_attention": True}
 _GEMMA: Fields = {"zero_centered_norms": True}
 # By model_type: the family's name in class names, such as LlamaForCausalLM, and the fields that all its models share.
 # A configuration that fits several families is written as the first of them.
@@ -259,5 +282,8 @@ FAMILIES: dict[str, tuple[str, Fields]] = {
     "gemma3_text": ("Gemma3", _GEMMA | {"norms": "around", "qk_norm": True}),
     "mixtral": ("Mixtral", {}),
     "qwen3_moe": ("Qwen3Moe", {"qk_norm": True}),
-    "qwen3_5_text": ("Qwen3_5", {"qk_norm": True, "zero_centered_norms": True, "gated_attention": True}),
+    "qwen3_5_text": ("Qwen3_5", _QWEN_NEXT),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", _QWEN_NEXT),
+    "qwen3_next": ("Qwen3Next", _QWEN_NEXT),
+    "gpt_oss": ("GptOss", {"attention_sinks": True}),
 }

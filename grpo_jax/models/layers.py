@@ -31,6 +31,7 @@ Step = Callable[[Form, jax.Array, dict[str, Params], LayerKind], tuple[jax.Array
 
 def layers_with(config: ModelConfig, module: str) -> list[int]:
     """Returns the numbers of the layers that have a module, such as "attention", or a norm, which all layers have."""
+    module = "experts" if module.startswith("shared_expert") else module
     is_norm = module not in (*get_args(Mixer), *get_args(FeedForward))
     return [number for number, form in enumerate(config.forms) if is_norm or module in form]
 

@@ -154,4 +154,9 @@ def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Ada
 def _peft_name(config: ModelConfig, block: str, name: str, place: tuple[int, ...]) -> str:
     """Returns the name of a projection in PEFT's files. Each expert has a module, as in transformers 4."""
     tensor = tensor_layout(config)["layers"][block][name]["kernel"]
+    if tensor.part is not None or not tensor.name.endswith(".weight"):
+        raise UsageError(
+            f"transformers has no module {name} in this family, so PEFT cannot hold its adapters: export merged weights, "
+            "or train with --lora-targets of attention"
+        )
     return f"base_model.model.{tensor.name_at(place).removesuffix('.weight')}"

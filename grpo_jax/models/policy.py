@@ -106,7 +106,8 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
         return config
     computes = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128
     # The backend is queried last, since this initialises JAX, whose options can then no longer be set.
-    is_fused = computes and config.attn_logit_softcapping is None and traits_of_backend().has_flash_attention
+    is_plain = config.attn_logit_softcapping is None and not config.attention_sinks
+    is_fused = computes and is_plain and traits_of_backend().has_flash_attention
     return replace(config, attention="cudnn" if is_fused else "shared")
 
 

@@ -241,8 +241,11 @@ class Block(nn.Module):
             assert config.experts
             is_frozen, is_decoding = config.router == "frozen", past is not None
             mixed, routing = Experts(config.experts, is_frozen, is_decoding, name="experts")(normed)
+            if width := config.experts.shared_expert_intermediate_size:
+                gate = Linear((1,), False, name="shared_expert_gate")(normed)
+                mixed += jax.nn.sigmoid(gate) * MLP(config, width, name="shared_expert")(normed)
         else:
-            mixed, routing = MLP(config, name="mlp")(normed), None
+            mixed, routing = MLP(config, config.intermediate_size, name="mlp")(normed), None
         return spread(x + after("mlp_output_norm", mixed), rows), after_tokens, routing
 
 
@@ -278,7 +281,8 @@ class Attention(nn.Module):
         queries, keys = rotated("q", queries), rotated("k", keys)
         queries = queries.reshape(*x.shape[:2], kv_heads, heads // kv_heads, features)
         scalar = config.query_pre_attn_scalar
-        scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping)
+        sinks = self.param("sinks", _declared, (heads,)) if config.attention_sinks else None
+        scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping, sinks)
         if past is None:
             attended, saved = attend_rows(queries, keys, values, masks, geometry.reaches, config.attention, scores)
         else:
@@ -296,16 +300,17 @@ _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 class MLP(nn.Module):
-    """down(activation(gate(x)) · up(x))."""
+    """down(activation(gate(x)) · up(x)), with this number of features between."""
 
     config: ModelConfig
+    width: int
 
     @nn.compact
     def __call__(self, x):
         """Computes the MLP of x `[..., D]`, in the shape of x."""
         config, activation = self.config, _ACTIVATIONS[self.config.hidden_act]
 
-        sizes = {"gate_proj": (config.intermediate_size,), "up_proj": (config.intermediate_size,)}
+        sizes = {"gate_proj": (self.width,), "up_proj": (self.width,)}
         gate, up = (checkpoint_name(y, "gated") for y in linears(self, x, sizes, config.mlp_bias))
         return Linear((config.hidden_size,), config.mlp_bias, name="down_proj")(activation(gate) * up)
 
@@ -433,7 +438,9 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
         return kernel.astype(config.dtype).reshape(inputs, -1).T
 
     def part(tree: Params) -> Params:
-        """Converts the parameters of attention, MLP or experts."""
+        """Converts the parameters of attention, a delta net, MLP or experts."""
+        if "sinks" in tree:
+            return {"sinks": tree["sinks"]} | part({name: x for name, x in tree.items() if name != "sinks"})
         if "router" in tree:  # the kernels of experts are multiplied by group, and keep their layout
             return {
                 name: x if name == "router" else jax.tree.map(cast, x, is_leaf=is_quantised) for name, x in tree.items()
@@ -454,7 +461,7 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
 
     def block(number: int) -> Params:
         layer = layer_params(config, params["layers"], number)
-        return {name: tree if name.endswith("_norm") else part(tree) for name, tree in layer.items()}
+        return {name: tree if name.endswith(("_norm", "_gate")) else part(tree) for name, tree in layer.items()}
 
     rest = {name: value for name, value in params.items() if name != "layers"}
     return rest | {f"layer_{i}": block(i) for i in range(config.num_hidden_layers)}

@@ -138,17 +138,19 @@ MODELS = {
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
-        DELTA | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12}
+        DELTA
+        | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12}
         | {"num_experts": 5, "num_experts_per_tok": 3},
     ),
     "qwen3_next": (
         "qwen3_next",
-        DELTA | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12, "mlp_only_layers": [0]}
+        DELTA
+        | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12, "mlp_only_layers": [0]}
         | {"num_experts": 5, "num_experts_per_tok": 3},
     ),
     "gpt_oss": (
         "gpt_oss",
-        {"num_hidden_layers": 3, "head_dim": 6, "intermediate_size": 10, "sliding_window": 7}
+        {"num_hidden_layers": 3, "head_dim": 6, "intermediate_size": 12, "sliding_window": 7}
         | {"num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": True}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}},
@@ -203,7 +205,10 @@ def randomise(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        is_offset = any(family in type(model).__name__ for family in ("Gemma", "Qwen3_5", "Qwen3Next")) and "linear_attn" not in name
+        is_offset = (
+            any(family in type(model).__name__ for family in ("Gemma", "Qwen3_5", "Qwen3Next"))
+            and "linear_attn" not in name
+        )
         centre = 0 if is_offset else 1
         parameter.data = centre + 0.3 * noise if "norm" in name else 0.4 * noise
 

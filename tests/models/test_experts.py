@@ -75,7 +75,7 @@ def mixture_in_a_loop(x, router, kernels, *, normalise):
 
 
 def mixed(x, router, gate, up, down, *, normalise=True):
-    routing, weights = route(x, router, CHOSEN, normalise=normalise)
+    routing, weights = route(x, router, num_chosen=CHOSEN, normalise=normalise)
     kernels = {"gate_proj": {"kernel": gate}, "up_proj": {"kernel": up}, "down_proj": {"kernel": down}}
     return mixture(x, routing.experts, weights, kernels)
 

@@ -49,6 +49,9 @@ FULLEST = {
     "mixtral": "mixtral",
     "qwen3_moe": "qwen3_moe",
     "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_next": "qwen3_next",
+    "gpt_oss": "gpt_oss",
 }
 
 
