@@ -156,7 +156,7 @@ def _peft_name(config: ModelConfig, block: str, name: str, place: tuple[int, ...
     tensor = tensor_layout(config)["layers"][block][name]["kernel"]
     if tensor.part is not None or not tensor.name.endswith(".weight"):
         raise UsageError(
-            f"transformers has no module {name} in this family, so PEFT cannot hold its adapters: export merged weights, "
-            "or train with --lora-targets of attention"
+            f"PEFT cannot hold adapters of {name}, which is no module of this family in transformers: export merged "
+            "weights, or leave it out of --lora-targets"
         )
     return f"base_model.model.{tensor.name_at(place).removesuffix('.weight')}"
