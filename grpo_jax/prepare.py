@@ -18,7 +18,7 @@ from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, pl
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, load_tokenizer, model_folder
-from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.lora import TARGETS, add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
@@ -118,7 +118,12 @@ def load_model(
     if rank > width:
         raise UsageError(f"lora_rank is {rank}: it must be at most {width}, the width of the model")
     if rank:
-        key, targets = jax.random.key(seed), options.lora_targets
+        from grpo_jax.models.peft import adaptable
+
+        key, possible = jax.random.key(seed), adaptable(pretrained.config)
+        targets = tuple(name for name in options.lora_targets if name in possible)
+        if options.lora_targets != TARGETS and targets != options.lora_targets:
+            raise UsageError(f"lora_targets is {options.lora_targets}: choose among {possible} for this model")
         params = add_adapters(params, key, rank=rank, alpha=options.lora_alpha, targets=targets)
     return Loaded(decoder_policy(pretrained.config), params, pretrained)
 

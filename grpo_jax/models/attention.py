@@ -280,7 +280,8 @@ def _attend_queries(
     *leading, shared, size, features = queries.shape
     mask_rows = jnp.repeat(mask, shared, axis=3).reshape(*mask.shape[:3], -1, mask.shape[-1])
     if sinks is not None:
-        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(leading[1], shared), size, axis=1)[:, None, :, None]
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(leading[1], shared), size, axis=1)
+        sinks = sinks[None, :, None, :, None]
     attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows, sinks, softcap)
     return attended.reshape(queries.shape)
 
@@ -296,8 +297,8 @@ def _attend_block(
 ) -> jax.Array:
     """softmax(q·k) v, with capped scores and sinks. The backward pass computes the scores again. 2205.14135.
 
-    Queries are `[N, K, G, R, E]`, keys and values `[N, K, G, C, E]`. The mask broadcasts against `[N, K, G, R, C]`, and
-    sinks against `[N, K, G, R, 1]`. The result has the shape of the queries.
+    Queries are `[N, K, G, R, E]`, keys and values `[N, K, G, C, E]`. The mask broadcasts against `[N, K, G, R, C]`.
+    Sinks are `[1, K, 1, R, 1]`. The result has the shape of the queries.
     """
     return _attend_block_forward(queries, keys, values, mask, sinks, softcap)[0]
 
@@ -335,9 +336,7 @@ def _attend_block_backward(softcap, residuals, gradient):
     d_values = sum_over_queries(weights, gradient).astype(values.dtype)
     d_sinks = None
     if sinks is not None:
-        d_sinks = -jnp.exp(sinks - maximum) / total * mean
-        axes = [axis for axis, size in enumerate(sinks.shape) if size == 1]
-        d_sinks = jnp.sum(d_sinks, axes, keepdims=True)
+        d_sinks = jnp.sum(-jnp.exp(sinks - maximum) / total * mean, axis=(0, 2), keepdims=True)
     return d_queries, d_keys, d_values, None, d_sinks
 
 

@@ -149,6 +149,8 @@ def _fields(file: File) -> Fields:
 
 def _experts(file: File) -> Fields:
     """Returns the field of the mixture of experts, if the model has one."""
+    if file.get("swiglu_alpha", 1.702) != 1.702:
+        raise UsageError(f"swiglu_alpha {abbreviate(file['swiglu_alpha'])} is not supported, only 1.702")
     num_experts = file.get("num_local_experts", file.get("num_experts"))
     if not num_experts:
         return {}
@@ -231,8 +233,10 @@ def _rope(file: File) -> Fields:
         if _scaling(local, file):
             raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
     fields = {"rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, file)}
-    if rope.get("partial_rotary_factor") is not None:
-        fields["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if (share := rope.get("partial_rotary_factor")) not in (None, 1.0):
+        if FAMILIES[file["model_type"]][1] is not _QWEN_NEXT:
+            raise UsageError(f"partial_rotary_factor {abbreviate(share)} is not supported in this family")
+        fields["partial_rotary_factor"] = share
     return fields if local is None else fields | {"rope_local_base_freq": local["rope_theta"]}
 
 

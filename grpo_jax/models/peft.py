@@ -11,11 +11,19 @@ import numpy as np
 from grpo_jax.errors import UsageError, abbreviate, missing, user_path
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import complete_or_not_at_all
-from grpo_jax.models.lora import sites
+from grpo_jax.models.lora import Target, sites
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.quantised import split_shape
 from grpo_jax.models.transformer import Params
-from grpo_jax.models.weights import FLOAT_DTYPES, find_tensors, read_json, read_tensor, tensor_layout, write_json
+from grpo_jax.models.weights import (
+    FLOAT_DTYPES,
+    Tensor,
+    find_tensors,
+    read_json,
+    read_tensor,
+    tensor_layout,
+    write_json,
+)
 
 try:
     from safetensors.numpy import save_file
@@ -59,6 +67,17 @@ def adapter_config(*, rank: int, alpha: float, targets: Iterable[str], base: str
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def adaptable(config: ModelConfig) -> tuple[Target, ...]:
+    """Returns the projections of a family whose adapters PEFT can hold, because they are modules in transformers."""
+    layers = tensor_layout(config)["layers"]
+    fused = {name for block, name in sites(layers) if not _is_module(layers[block][name]["kernel"])}
+    return tuple(name for name in dict.fromkeys(name for _, name in sites(layers)) if name not in fused)
+
+
+def _is_module(tensor: Tensor) -> bool:
+    return tensor.part is None and tensor.name.endswith(".weight")
 
 
 def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, base: str) -> Path:
@@ -154,9 +173,6 @@ def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Ada
 def _peft_name(config: ModelConfig, block: str, name: str, place: tuple[int, ...]) -> str:
     """Returns the name of a projection in PEFT's files. Each expert has a module, as in transformers 4."""
     tensor = tensor_layout(config)["layers"][block][name]["kernel"]
-    if tensor.part is not None or not tensor.name.endswith(".weight"):
-        raise UsageError(
-            f"PEFT cannot hold adapters of {name}, which is no module of this family in transformers: export merged "
-            "weights, or leave it out of --lora-targets"
-        )
+    if not _is_module(tensor):
+        raise UsageError(f"PEFT cannot hold adapters of {name} in this family: export merged weights instead")
     return f"base_model.model.{tensor.name_at(place).removesuffix('.weight')}"

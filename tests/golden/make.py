@@ -131,9 +131,7 @@ MODELS = {
     "qwen3_moe_plain": ("qwen3_moe", EXPERTS | TIED | {"num_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe_dense": (
         "qwen3_moe",
-        EXPERTS
-        | {"num_hidden_layers": 5, "mlp_only_layers": [0], "decoder_sparse_step": 2}
-        | {"num_experts": 4, "num_experts_per_tok": 2},
+        EXPERTS | {"num_hidden_layers": 5, "mlp_only_layers": [0, 3]} | {"num_experts": 4, "num_experts_per_tok": 2},
     ),
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5_moe": (

@@ -120,8 +120,8 @@ def test_what_accelerators_compute_is_the_same(monkeypatch):
 
 def test_choosing_is_of_float32_for_bfloat16_tokens():
     x, router = randoms((TOKENS, WIDTH), (WIDTH, EXPERTS), dtype=jnp.bfloat16)
-    _, exact = route(x.astype(jnp.float32), router.astype(jnp.float32), CHOSEN, normalise=True)
-    np.testing.assert_array_equal(route(x, router, CHOSEN, normalise=True)[1], exact)
+    _, exact = route(x.astype(jnp.float32), router.astype(jnp.float32), num_chosen=CHOSEN, normalise=True)
+    np.testing.assert_array_equal(route(x, router, num_chosen=CHOSEN, normalise=True)[1], exact)
 
 
 def test_in_bfloat16_a_mixture_is_close_to_the_exact_one():

@@ -28,7 +28,7 @@ from grpo_jax.devices import Mesh, jit_on_devices, place, to_numpy
 from grpo_jax.models.families import FAMILIES, config_from_huggingface
 from grpo_jax.models.lora import merge, sites
 from grpo_jax.models.params import join, split
-from grpo_jax.models.peft import load_adapter, save_adapter
+from grpo_jax.models.peft import adaptable, load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import dequantise_params, quantise_params
 from grpo_jax.models.weights import load_params, read_json
@@ -67,7 +67,8 @@ def golden(family):
 @cache
 def adapted(family):
     """Returns parameters with adapters that change something."""
-    return randomly_adapted(golden(family)[1], scale=0.1)
+    config, params = golden(family)
+    return randomly_adapted(params, scale=0.1, targets=adaptable(config))
 
 
 N, G, P, T = 4, 2, 5, 6
@@ -90,7 +91,7 @@ def test_all_families_are_here():
 @each_family("llama", "qwen3_moe")
 def test_peft_folders_come_back(family, tmp_path):
     params, layers = adapted(family), {}
-    for block, name in sites(params.base["layers"], ("k_proj", "up_proj", "o_proj")):
+    for block, name in sites(params.adapters["layers"], ("k_proj", "up_proj", "o_proj")):
         layers.setdefault(block, {})[name] = params.adapters["layers"][block][name]
     params = params._replace(adapters={"layers": layers})
     folder = save_adapter(tmp_path / "out", golden(family)[0], params, base="base")
@@ -200,7 +201,7 @@ def a_gradient(policy):
 @each_family()
 def test_both_attentions_of_any_machine_give_the_same(family):
     config, params = golden(family)
-    if config.attn_logit_softcapping is not None:
+    if config.attn_logit_softcapping is not None or config.attention_sinks:
         pytest.skip("one alone computes it")
     batch = a_batch(np.random.default_rng(5).integers(3, 24, (N, G, T)).astype(np.int32))
     (gradients, logprobs), (expected, expected_logprobs) = (
@@ -241,8 +242,8 @@ def test_programs_are_made_for_accelerators(family, kind, platform, monkeypatch)
 def test_cudnns_attention_is_lowered_forward_and_backward(family, monkeypatch):
     """Heads have sizes that it supports. JAX asks for the library, which is not here, before it lowers."""
     config = replace(golden(family)[0], dtype="bfloat16", head_dim=16, rope_scaling=None)
-    if config.attn_logit_softcapping is not None:
-        pytest.skip("refused: it has no cap")
+    if config.attn_logit_softcapping is not None or config.attention_sinks:
+        pytest.skip("refused: it has no cap and no sinks")
     module = "jax._src.cudnn.fused_attention_stablehlo"
     monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{module}.check_compute_capability", lambda capability: True)
