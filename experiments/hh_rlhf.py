@@ -209,7 +209,7 @@ def main(config: Config) -> None:
     print_tables(run, results, control=METHODS["control"])
     plots.save_curves(run, CURVES, phases)
     report.say_end(run, started)
-    run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)
+    run.say(f"answers to read: {run.path / 'samples.md'}")
 
 
 def check(config: Config) -> None:

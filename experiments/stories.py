@@ -1,6 +1,6 @@
 """Happier stories: GRPO on a small pretrained model, with a KL to its start that keeps the stories readable.
 
-The reward is the share of sentences that say something happy (experiments/tasks/stories.py). The control gets a coin
+The reward is the share of sentences that say something happy (experiments/tasks/rewards.py). The control gets a coin
 toss as its reward and must stay near the start. The run takes about a minute on two CPU cores with
 the 260-thousand-parameter TinyStories model. Expect the held-out reward to rise from about 0.2 to 0.8. The KL is a
 setting of this experiment; another --preset replaces it. Compared with the paper, there is no learned reward model, and
@@ -99,7 +99,7 @@ def main(config: Config) -> None:
     rows, checksum = train_with_control({"policy": start}, task, config.train, run, programs, examine)
     for title, story in zip(("before", "after"), stories, strict=False):
         run.console.print(f"\n[bold]{title}:[/] ", end="")
-        run.console.print(story, markup=False, highlight=False)
+        run.say(story)
     names = ("greedy", "start_nll", "kl", "repeated")  # of greedy, the interval would be too wide for a terminal
     table = {title: [cell(row, "avg"), *(row[name] for name in names)] for title, row in rows.items()}
     title = f"{len(task.heldout.examples)} held-out openings, with 95% intervals"

@@ -75,9 +75,9 @@ def validate_mesh(config: MeshConfig) -> None:
 
 
 def validate_divergence(config: DistillationConfig) -> None:
-    """Raises if the divergence from a teacher lacks constants that are set, as `validate` does."""
+    """Raises if a teacher and the options of the divergence from it do not work together, as `validate` does."""
     check_ranges(config)
-    _refuse_first(_divergence(config))
+    _refuse_first(_teacher(config, bool(config.teacher)), _divergence(config))
 
 
 def check_episodes(options: SamplingConfig, *, has_environment: bool) -> None:
@@ -102,16 +102,6 @@ def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
     _refuse_first(_teacher(config.distillation, "teacher" in roles))
 
 
-def check_control(config: GRPOConfig) -> None:
-    """Raises if a control, whose rewards are coin tosses, would also learn from a teacher.
-
-    Raises:
-      UsageError: The run has a teacher.
-    """
-    if config.distillation.teacher:
-        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
-
-
 def _refuse_first(*checks: Iterable[str]) -> None:
     for sentence in chain.from_iterable(checks):
         raise UsageError(sentence)
@@ -129,12 +119,6 @@ def _mesh(config: MeshConfig) -> Sentences:
 
 def _distillation(config: GRPOConfig) -> Sentences:
     options, loss = config.distillation, config.loss
-    if options.distillation == "none":
-        yield from _teacher(options, bool(options.teacher))
-        for name, value in options_of(options).items():
-            if value != getattr(DistillationConfig, name):
-                yield f"{name} is {value}, but distillation is none: leave it out, or choose a distillation"
-        return
     yield from _divergence(options)
     has_advantages = options.distillation == "k1"
     without_effect = {
@@ -153,13 +137,19 @@ def _distillation(config: GRPOConfig) -> Sentences:
 def _teacher(config: DistillationConfig, is_there: bool) -> Sentences:
     kind = config.distillation
     if is_there and kind == "none":
-        yield "there is a teacher, but distillation is none: set it to reverse_kl, forward_kl, jsd or k1"
+        yield "there is a teacher, but distillation is none: choose one, such as reverse_kl"
     if kind != "none" and not is_there:
         yield f"distillation {kind} needs a teacher: name a model with the same tokenizer as teacher"
 
 
 def _divergence(config: DistillationConfig) -> Sentences:
     kind, beta, top_k = config.distillation, config.distillation_beta, config.distillation_top_k
+    if kind == "none":
+        yield from _teacher(config, bool(config.teacher))
+        for name, value in options_of(config).items():
+            if value != getattr(DistillationConfig, name):
+                yield f"{name} is {value}, but distillation is none: leave it out, or choose a distillation"
+        return
     if kind != "jsd" and beta != DistillationConfig.distillation_beta:
         yield f"distillation_beta is {beta}, but {kind} has no mixture: leave it out, or set distillation to jsd"
     if kind == "k1" and top_k > 0:

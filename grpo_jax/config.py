@@ -151,13 +151,9 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
-    """How a step samples completions."""
+class DecodingConfig:
+    """How a completion is sampled."""
 
-    num_prompts: Size = 32
-    """Prompts of a rollout."""
-    group_size: Size = 8
-    """Completions of each prompt (G)."""
     max_tokens: Size = 64
     """Longest completion, in tokens, including its EOS (T). In an episode the policy's tokens of all turns."""
     max_turns: Size = 1
@@ -166,14 +162,29 @@ class SamplingConfig:
     """Largest number of tokens that the environment adds to an episode."""
     temperature: Positive = 1.0
     """Sampling temperature. Log-probabilities are taken after it."""
-    temperature_spread: float = 0.0
-    """Spread of temperatures in a group: completion i of G is sampled at temperature + spread * i / G."""
     top_k: Count = 0
     """Number of likeliest tokens to sample from; 0: all."""
     top_p: Share = 1.0
     """Sample from the fewest likeliest tokens whose probabilities add up to this; 1: all."""
     min_p: Fraction = 0.0
     """Sample from tokens with at least this share of the largest probability; 0: all."""
+
+    @property
+    def completion_width(self) -> int:
+        """Tokens that a completion has room for, those of an environment included."""
+        return self.max_tokens + self.environment_tokens
+
+
+@dataclass(frozen=True)
+class SamplingConfig(DecodingConfig):
+    """How a step samples completions."""
+
+    num_prompts: Size = 32
+    """Prompts of a rollout."""
+    group_size: Size = 8
+    """Completions of each prompt (G)."""
+    temperature_spread: float = 0.0
+    """Spread of temperatures in a group: completion i of G is sampled at temperature + spread * i / G."""
     max_rollouts: Size = 1
     """Dynamic sampling (DAPO, with 10): largest number of rollouts that a step samples until num_prompts groups have
     differing rewards. 1: off."""
@@ -185,11 +196,6 @@ class SamplingConfig:
     narrow_decoding: bool = True
     """Decode fewer rows as completions end, if that saves time. Each smaller batch compiles another loop. A mesh and
     episodes always decode all rows."""
-
-    @property
-    def completion_width(self) -> int:
-        """Tokens that a completion has room for, those of an environment included."""
-        return self.max_tokens + self.environment_tokens
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from grpo_jax import hosts
 from grpo_jax.checks import validate_mesh
-from grpo_jax.config import MeshConfig
+from grpo_jax.config import PhaseConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import backend_name
 from grpo_jax.models import sharding
@@ -49,18 +49,6 @@ class Mesh(NamedTuple):
 Devices = int | Mesh
 
 
-class HasDevices(Protocol):
-    """The options of a run, or of a phase of it, that choose devices."""
-
-    @property
-    def devices(self) -> int:
-        """The number of devices; 0 for all."""
-
-    @property
-    def mesh(self) -> MeshConfig:
-        """The way in which the devices share the work."""
-
-
 def num_devices(requested: int) -> int:
     """Returns the number of devices to use: `requested`, or all of them for 0.
 
@@ -81,7 +69,7 @@ def num_devices(requested: int) -> int:
     return requested or available
 
 
-def devices_of(config: HasDevices) -> Devices:
+def devices_of(config: PhaseConfig) -> Devices:
     """Returns the devices that the options request.
 
     Raises:
@@ -201,35 +189,13 @@ def jit_on_devices(
 
 def abstract(tree: Any, devices: Devices, axes: Any = None) -> Any:
     """Returns the shapes and shardings that `place` or `to_devices` would produce, for lowering a program."""
-
-    def of_array(x: Any, target: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
-
-    return jax.tree.map(of_array, tree, _shardings(tree, devices, axes))
+    targets = _shardings(tree, devices, axes)
+    return jax.tree.map(lambda x, target: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target), tree, targets)
 
 
 def num_cores() -> int:
     """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def rows_program(fn: Callable[[Any, Any], Any], *, devices: Devices = 1) -> Callable[[Any, Any], Any]:
-    """Compiles a function of independent rows, such as scores, that returns its results on the host.
-
-    Args:
-      fn: A function (parameters, batch `[N, ...]`) -> arrays `[N, ...]`.
-      devices: The devices that hold the parameters. On a mesh N is a multiple of its `parts`.
-
-    Returns:
-      A function (parameters, batch of NumPy arrays) -> NumPy arrays of all rows, on every host. All hosts must call it.
-    """
-    program = jit_on_devices(fn, 0, devices=devices)
-
-    def call(params: Any, batch: Any) -> Any:
-        arrays = to_devices(batch, devices) if isinstance(devices, Mesh) else batch
-        return all_rows(program(params, arrays), devices)
-
-    return call
 
 
 def spread_over(tree: Any, devices: Devices) -> Any:
@@ -393,11 +359,7 @@ def _shardings(tree: Any, devices: Devices, axes: Any) -> Any:
         spec = PartitionSpec() if axis is None else PartitionSpec(names)
         return jax.tree.map(lambda _: NamedSharding(mesh, spec), part)
 
-    return jax.tree.map(of_part, axes, tree, is_leaf=_is_none)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
+    return jax.tree.map(of_part, axes, tree, is_leaf=lambda x: x is None)
 
 
 def _mesh(devices: Devices) -> jax.sharding.Mesh:
@@ -488,10 +450,8 @@ def _available() -> int:
 
 def _cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Returns the number of bytes that the control group of this process may use, as a container sees it."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup versions 2 and 1
-        try:
-            most = (root / name).read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        return _NO_LIMIT if most == "max" else int(most)
-    return _NO_LIMIT
+    try:
+        most = (root / "memory.max").read_text(encoding="utf-8").strip()
+    except OSError:  # no groups, or those of version 1
+        return _NO_LIMIT
+    return _NO_LIMIT if most == "max" else int(most)

@@ -105,12 +105,11 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
         jax.distributed.initialize(
             **named, initialization_timeout=_MEET_SECONDS, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
         )
-    except ValueError:
+    except (ValueError, RuntimeError) as error:
         raise UsageError(
-            "JAX finds no other hosts here: give each coordinator_address, num_processes and process_id"
+            f"the hosts of the run did not meet ({_line(error)}): give each the same coordinator_address and "
+            "num_processes, and its process_id"
         ) from None
-    except RuntimeError as error:
-        raise UsageError(f"the hosts of the run did not meet ({_line(error)}): start all with one address") from None
     if count() > 1:
         threading.Thread(target=_watch, args=(say,), daemon=True).start()
         atexit.register(_over.set)  # runs before JAX's shutdown, which waits for all hosts
@@ -118,20 +117,14 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
 
 def _check(options: HostOptions) -> None:
     address, number, process = options.coordinator_address, options.num_processes, options.process_id
-    named = [bool(address), number is not None, process is not None]
-    if any(named) and not all(named):
-        raise UsageError(
-            "coordinator_address, num_processes and process_id belong together: give all three, or distributed alone"
-        )
-    if number is None or process is None:
+    if not address and number is None and process is None:
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if not host or not port.isdecimal() or number is None or process is None or not 0 <= process < number:
         raise UsageError(
-            f"coordinator_address is {address}: it must be an address and a port from 1 to 65535, such as 10.0.0.1:8476"
+            "give all of coordinator_address, such as 10.0.0.1:8476, num_processes, and process_id, from 0 to "
+            "num_processes - 1, or distributed alone"
         )
-    if number < 1 or not 0 <= process < number:
-        raise UsageError(f"process_id is {process} of {number} processes: it must be from 0 to num_processes - 1")
 
 
 def check_alone(what: str) -> None:

@@ -13,12 +13,11 @@ import jax
 
 from grpo_jax.checks import check_models, validate, validate_ppo
 from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, run_of, with_options
-from grpo_jax.data.text import uses_chat
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
-from grpo_jax.models.huggingface import Pretrained, load_pretrained, load_tokenizer, model_folder
-from grpo_jax.models.lora import TARGETS, add_adapters
+from grpo_jax.models.huggingface import Pretrained, load_pretrained
+from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
@@ -93,15 +92,10 @@ def load_model(
     """
     check_ranges(options)
     rank = options.lora_rank
-    if options.param_dtype != "float32" and not rank:
+    if not rank and (options.param_dtype, options.quantize) != ("float32", "none"):
         raise UsageError(
-            "param_dtype bfloat16 would lose small updates of parameters that are trained: set it to float32, or "
-            "lora_rank above 0"
-        )
-    if options.quantize != "none" and not rank:
-        raise UsageError(
-            f"quantize {options.quantize} is of frozen parameters, and without LoRA all are trained: set lora_rank "
-            "above 0, or quantize to none"
+            f"param_dtype {options.param_dtype} or quantize {options.quantize} would lose small updates of parameters "
+            "that are trained: set lora_rank above 0, which freezes them, or leave both out"
         )
     if pretrained is None:
         pretrained = load_pretrained(
@@ -118,12 +112,9 @@ def load_model(
     if rank > width:
         raise UsageError(f"lora_rank is {rank}: it must be at most {width}, the width of the model")
     if rank:
-        from grpo_jax.models.peft import adaptable
+        from grpo_jax.models.peft import targets_of
 
-        key, possible = jax.random.key(seed), adaptable(pretrained.config)
-        targets = tuple(name for name in options.lora_targets if name in possible)
-        if options.lora_targets != TARGETS and targets != options.lora_targets:
-            raise UsageError(f"lora_targets is {options.lora_targets}: choose among {possible} for this model")
+        key, targets = jax.random.key(seed), targets_of(pretrained.config, options.lora_targets)
         params = add_adapters(params, key, rank=rank, alpha=options.lora_alpha, targets=targets)
     return Loaded(decoder_policy(pretrained.config), params, pretrained)
 
@@ -162,22 +153,12 @@ def check_vocabulary(teacher: Mapping[str, int], student: Mapping[str, int], nam
     Raises:
       UsageError: The vocabularies differ. The message names a token.
     """
-    for token in sorted(teacher.keys() | student.keys()):
+    for token, _ in sorted(teacher.items() ^ student.items()):
         ids = [vocabulary.get(token, "no token") for vocabulary in (teacher, student)]
-        if ids[0] != ids[1]:
-            raise UsageError(
-                f"the teacher {name} has another tokenizer than the model: {token!r} is {ids[0]} there and {ids[1]} "
-                "here; name a teacher with the model's own tokenizer"
-            )
-
-
-def decide_chat(chat: bool | None, options: ModelOptions) -> bool:
-    """Returns `uses_chat` for a model, without loading its weights.
-
-    Raises:
-      UsageError: There is no model, or it has no tokenizer.
-    """
-    return uses_chat(chat, load_tokenizer(model_folder(options.model)))
+        raise UsageError(
+            f"the teacher {name} has another tokenizer than the model: {token!r} is {ids[0]} there and {ids[1]} "
+            "here; name a teacher with the model's own tokenizer"
+        )
 
 
 # ---- methods that learn from rewards
@@ -306,14 +287,12 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
       UsageError: The run is resumed, and files of its models have changed.
     """
     plan, pretrained = prepared.plan, prepared.models["policy"].pretrained
-    run.console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
+    run.say(str(plan))
     if not plan.fits:
         run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
-    sampled_widths = prepared.programs.sampler.prompt_widths
-    if len(sampled_widths) > 1:
-        widths = ", ".join(map(str, sampled_widths))
-        words = f"prompts are sampled at widths of {widths} tokens; the first step of each width compiles a program"
-        run.console.print(words, markup=False, highlight=False, soft_wrap=True)
+    if len(widths := prepared.programs.sampler.prompt_widths) > 1:
+        words = ", ".join(map(str, widths))
+        run.say(f"prompts are sampled at widths of {words} tokens; the first step of each width compiles a program")
     keep_description(run, pretrained, prepared.options.model, chat)
     for role, model in prepared.models.items():
         if role != "policy":

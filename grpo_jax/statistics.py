@@ -13,6 +13,8 @@ from scipy import special
 
 from grpo_jax.errors import UsageError
 
+_LEVEL = 0.95  # of confidence
+_RESAMPLES = 10_000  # enough for two digits of an interval's width (1411.5279)
 _CELLS = 2**20  # the largest array of resamples; larger ones are drawn in pieces
 
 
@@ -66,31 +68,21 @@ def majority(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]]) -
 
     Returns:
       One score per prompt.
-
-    Raises:
-      UsageError: The numbers of answers and scores differ, or an answer is not hashable.
     """
     scores = np.asarray(scores, np.float64)
-    if [len(sample) for sample in answers] != [scores.shape[1]] * scores.shape[0]:
-        raise UsageError(f"the vote needs {scores.shape[1]} answers of each of {scores.shape[0]} prompts")
 
     def elected(sample: Sequence[Hashable | None]) -> list[bool]:
         votes = Counter(answer for answer in sample if answer is not None)
         most = max(votes.values(), default=0)
         return [not votes or (answer is not None and votes[answer] == most) for answer in sample]
 
-    try:
-        chosen = np.array([elected(sample) for sample in answers])
-    except TypeError as error:
-        raise UsageError(f"what is voted on must be hashable, such as text or a number: {error}") from None
+    chosen = np.array([elected(sample) for sample in answers])
     # Answers that tie have equally many completions, so that the mean over both is the mean over answers.
     return np.mean(scores, axis=-1, where=chosen)
 
 
-def bootstrap(
-    values: np.ndarray, *, binary: bool = True, level: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> Interval:
-    """Returns the mean of one value per prompt, with an interval from resampling prompts.
+def bootstrap(values: np.ndarray, *, binary: bool = True) -> Interval:
+    """Returns the mean of one value per prompt, with a 95% interval from 10,000 resamples of the prompts.
 
     The bounds are percentiles of the resampled means. For few prompts they lie further out: their tail probability is
     Φ(−√(M / (M − 1)) t), with the quantile t of Student's distribution at M − 1 degrees of freedom ("expanded
@@ -100,21 +92,18 @@ def bootstrap(
     Args:
       values: One value per prompt, `[M]`.
       binary: True if the values are shares of right answers, not other rewards. Default: True.
-      level: The level of confidence. Default: 0.95.
-      resamples: The number of resamples. Default: 10,000, enough for two digits of an interval's width (1411.5279).
-      seed: The random seed of the resampling.
 
     Returns:
-      The mean and its interval. The bounds are NaN for too few prompts (below 6 at level 0.95), and if all values are
+      The mean and its interval. The bounds are NaN for too few prompts (below 6), and if all values are
       equal and neither 0 nor 1.
 
     Raises:
-      UsageError: There are no values, or the level or the number of resamples is impossible.
+      UsageError: There are no values.
     """
     values = np.asarray(values, np.float64)
-    interval = _percentiles(values, level, resamples, seed)
+    interval = _percentiles(values)
     if binary and len(values) > 1 and np.all(values == values[0]) and values[0] in (0, 1):
-        unseen = 1 - ((1 - level) / 2) ** (1 / len(values))  # the largest share of others that could have been missed
+        unseen = 1 - ((1 - _LEVEL) / 2) ** (1 / len(values))  # the largest share of others that could have been missed
         return interval._replace(low=values[0] * (1 - unseen), high=min(1.0, values[0] + unseen))
     return interval
 
@@ -142,14 +131,11 @@ def calibration(probabilities: np.ndarray, outcomes: np.ndarray, *, bins: int = 
       The curve and its error.
 
     Raises:
-      UsageError: There are no predictions, or the numbers of predictions and outcomes differ.
+      UsageError: There are no predictions.
     """
     probabilities, outcomes = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
-    if probabilities.ndim != 1 or probabilities.shape != outcomes.shape or not len(outcomes) or bins < 1:
-        raise UsageError(
-            f"calibration needs one outcome for each of at least one probability, and a bin, not {outcomes.shape} for "
-            f"{probabilities.shape} in {bins}"
-        )
+    if not len(outcomes):
+        raise UsageError("there are no predictions to compare with outcomes: give at least one")
     pieces = np.array_split(np.argsort(probabilities, kind="stable"), min(bins, len(outcomes)))
     predicted = np.array([probabilities[piece].mean() for piece in pieces])
     frequency = np.array([outcomes[piece].mean() for piece in pieces])
@@ -158,16 +144,13 @@ def calibration(probabilities: np.ndarray, outcomes: np.ndarray, *, bins: int = 
 
 
 @np.errstate(invalid="ignore", over="ignore")  # infinite values have no interval
-def paired_difference(
-    after: np.ndarray, before: np.ndarray, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> Interval:
-    """Returns the mean change of a value over the same prompts, with an interval from resampling prompts.
+def paired_difference(after: np.ndarray, before: np.ndarray) -> Interval:
+    """Returns the mean change of a value over the same prompts, with the interval of `bootstrap`.
 
     The interval is narrower than those of the two means, because the difficulty of a prompt cancels.
 
     Args:
       after, before: The values after and before a change, `[M]` each, in the same order of prompts.
-      level, resamples, seed: See `bootstrap`.
 
     Returns:
       The mean of after − before and its interval. The bounds are NaN if all changes are equal or too few.
@@ -180,18 +163,17 @@ def paired_difference(
         raise UsageError(
             f"{after.shape} values cannot be paired with {before.shape}: evaluate both on the same prompts"
         )
-    return _percentiles(after - before, level, resamples, seed)
+    return _percentiles(after - before)
 
 
-def interval_over_runs(values: Sequence[float] | np.ndarray, *, level: float = 0.95) -> Interval:
-    """Returns the mean of a number over runs with different seeds, with Student's t interval.
+def interval_over_runs(values: Sequence[float] | np.ndarray) -> Interval:
+    """Returns the mean of a number over runs with different seeds, with Student's 95% t interval.
 
     It estimates the mean over further seeds, if the number is about normally distributed over seeds. With three runs
     the interval is wide: 4.3 standard errors on either side.
 
     Args:
       values: One value per run.
-      level: The level of confidence. Default: 0.95.
 
     Returns:
       The mean and its interval; bounds of NaN for a single run.
@@ -200,28 +182,26 @@ def interval_over_runs(values: Sequence[float] | np.ndarray, *, level: float = 0
     mean = float(values.mean())
     if len(values) < 2:
         return Interval(mean, float("nan"), float("nan"))
-    width = float(special.stdtrit(len(values) - 1, (1 + level) / 2) * values.std(ddof=1) / np.sqrt(len(values)))
+    width = float(special.stdtrit(len(values) - 1, (1 + _LEVEL) / 2) * values.std(ddof=1) / np.sqrt(len(values)))
     return Interval(mean, mean - width, mean + width)
 
 
-def _percentiles(values: np.ndarray, level: float, resamples: int, seed: int) -> Interval:
+def _percentiles(values: np.ndarray) -> Interval:
     if values.ndim != 1 or not len(values):
         raise UsageError(f"an interval needs one value for each of at least one prompt, not {values.shape}")
-    if not 0 < level < 1 or resamples < 1:
-        raise UsageError(f"level is {level} and resamples {resamples}: take a level between 0 and 1, and at least one")
     count, mean = len(values), float(np.mean(values))
     # Bounds from resampling lie between the extreme values, and those hold a median with probability 1 − 2^(1 − M).
-    if np.all(values == values[0]) or 2.0 ** (1 - count) > 1 - level:
+    if np.all(values == values[0]) or 2.0 ** (1 - count) > 1 - _LEVEL:
         return Interval(mean, np.nan, np.nan)
-    quantile = special.stdtrit(count - 1, (1 + level) / 2)
+    quantile = special.stdtrit(count - 1, (1 + _LEVEL) / 2)
     tail = float(special.ndtr(-np.sqrt(count / (count - 1)) * quantile))
-    means = _resampled_means(values, resamples, np.random.default_rng(seed))
+    means = _resampled_means(values, np.random.default_rng(0))
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(mean, float(low), float(high))
 
 
-def _resampled_means(values: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
-    """Returns the means of M values drawn with replacement, `[resamples]`."""
+def _resampled_means(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Returns the means of M values drawn with replacement, one for each resample."""
     count = len(values)
     distinct, counts = np.unique(values, return_counts=True)
     # For a few distinct values, such as shares of n, it suffices to count draws: forty times faster at M = 1,000.
@@ -233,7 +213,7 @@ def _resampled_means(values: np.ndarray, resamples: int, generator: np.random.Ge
         return values[generator.integers(count, size=(size, count), dtype=np.int32)].mean(-1)
 
     step = max(1, _CELLS // count)
-    return np.concatenate([piece(min(step, resamples - start)) for start in range(0, resamples, step)])
+    return np.concatenate([piece(min(step, _RESAMPLES - start)) for start in range(0, _RESAMPLES, step)])
 
 
 def cell(row: Mapping[str, float], name: str) -> str:

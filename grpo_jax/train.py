@@ -15,7 +15,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grade import grader_warnings
 from grpo_jax.rl.iteration import Programs, check_programs, compile_ahead, iterate, make_iteration
-from grpo_jax.rl.source import empty_queue
+from grpo_jax.rl.source import empty_batch
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
 from grpo_jax.runs.folder import RunFolder
@@ -74,17 +74,14 @@ def train(
     it = make_iteration(phase, programs, trained, frozen, task, reward or task.reward, config, timed=run.timed)
 
     def initial_state() -> TrainState:
-        return programs.initial_state(trained)._replace(queue=empty_queue(task, config.sampling))
+        queue = (empty_batch(task, config.sampling),) * config.sampling.staleness
+        return programs.initial_state(trained)._replace(queue=queue)
 
     def take_step(
         state: TrainState, step: int, on_dispatch: Callable[[], None]
     ) -> tuple[TrainState, Callable[[], Line]]:
         compile_ahead(programs, params, task, reward or task.reward)  # while the first step samples
         return iterate(it, state, step, on_dispatch)
-
-    def evaluate_state(state: TrainState, step: int) -> dict[str, float]:
-        assert evaluate
-        return evaluate(join(state.params, frozen)["policy"], step)
 
     return run_steps(
         run,
@@ -95,7 +92,7 @@ def train(
         step=take_step,
         place=partial(placement.place, devices=devices, axes=STATE_AXES),
         shardings=partial(placement.shardings, devices=devices, axes=STATE_AXES),
-        evaluate=evaluate_state if evaluate else None,
+        evaluate=(lambda state, step: evaluate(join(state.params, frozen)["policy"], step)) if evaluate else None,
         until=until,
     )
 
@@ -190,7 +187,6 @@ def train_with_control(
 
     for phase in phases:  # before the initial evaluation, which takes long
         run.keep_inputs(phase, inputs_of(task))
-    run.announce_checkpoints(*phases)
     if max(saved_steps(run.path / "checkpoints" / phases[0]), default=0) < config.steps:
         compile_ahead(programs, params, task, task.reward)
     with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):

@@ -1,12 +1,9 @@
 """GRPO in five lines: a model, a reward and prompts. Use `train.train` for everything else."""
 
-import contextlib
 import dataclasses
-import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -81,13 +78,6 @@ class GRPOTrainer:
             clip_epsilon = _checked("clip_epsilon", clip_epsilon, float)
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
         options = _checked_options(options)
-        instead = "give a folder, an id on the hub, or load_pretrained of either"
-        _check_kind("model", model, (str, Path, Pretrained), instead)
-        _check_kind("run_dir", run_dir, (str, Path), "give the path of a folder")
-        for name, function in {"environment": environment, "environment_factory": environment_factory}.items():
-            _check_kind(name, function, (Callable, NoneType), "it must be a function or a class")
-        if not isinstance(tools, Sequence) or not all(callable(tool) and hasattr(tool, "__name__") for tool in tools):
-            raise UsageError("tools must be a list of functions, each with a name: write a def around a partial")
         if (environment is not None) + bool(tools) + (environment_factory is not None) > 1:
             raise UsageError("environment, tools and environment_factory all answer the policy: give one of them")
         self._reward, self._run_dir = _checked_reward(reward_model), user_path(run_dir)
@@ -131,7 +121,7 @@ class GRPOTrainer:
         task = self._task(rows, num_prompts=run_of(options.train).sampling.num_prompts)
         prepared = prepare(GRPO, options, self._models, task)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(prepared.options))
-        self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
+        self.run.say(f"run folder: {self.run.path}")
         begin(self.run, prepared, chat=self._uses_chat)
         programs, phase = prepared.programs, GRPO.phase
         state = train(prepared.params, task, programs.config, self.run, programs, phase=phase)
@@ -218,38 +208,15 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _check_kind(name: str, value: Any, kinds: tuple[Any, ...], instead: str) -> None:
-    """Raises if an argument has none of these types."""
-    if not isinstance(value, kinds):
-        raise UsageError(f"{name} is of type {type(value).__name__}: {instead}")
-
-
 def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward | Rewards:
-    """Checks a reward, and returns several rewards as components."""
+    """Checks the arguments of a reward, and returns several rewards as components."""
     if not isinstance(reward, Mapping):
-        _check_callable(reward)
+        check_takes_examples_first("reward_model", reward)
         return reward
-    if not reward:
-        raise UsageError("reward_model is empty: give at least one reward")
     components = {name: part if isinstance(part, Component) else Component(part) for name, part in reward.items()}
     for name, component in components.items():
-        if not isinstance(name, str) or not name:
-            raise UsageError(f"a reward is called {name!r}: give it a text as its name")
-        _check_callable(component.reward)
-        _checked(f"the weight of reward {name}", component.weight, float)
+        check_takes_examples_first(f"the reward {name}", component.reward)
     return components
-
-
-def _check_callable(reward: Reward) -> None:
-    """Raises if a reward cannot be called with examples and completions."""
-    try:
-        with contextlib.suppress(ValueError):  # functions in C may have no signature
-            inspect.signature(reward).bind([], [])
-    except TypeError:
-        raise UsageError(
-            "reward_model must be called as reward(examples, completions) and return a number for each completion"
-        ) from None
-    check_takes_examples_first("reward_model", reward)
 
 
 def _rows(prompts: Any) -> list[Mapping[str, Any]]:
@@ -258,8 +225,6 @@ def _rows(prompts: Any) -> list[Mapping[str, Any]]:
         raise UsageError(f"prompts is one text: put it into brackets, or name a file that ends in {SUFFIXES[0]}")
     if isinstance(prompts, str | Path):
         return list(read_rows(prompts))
-    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
-        raise UsageError("prompts must be a list of texts, of lists of chat messages or of rows, or a file of rows")
     rows = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
     if not rows:
         raise UsageError("prompts is empty: give at least one")

@@ -41,23 +41,6 @@ def test_imports_point_down(file):
     assert not wrong
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_text_files_are_opened_with_an_encoding(file):
-    """Without one it is the terminal's, and a run could not be read again from another terminal."""
-    if not file.is_relative_to(ROOT / "grpo_jax"):
-        return
-    for call in (node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)):
-        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-        words = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
-        is_path = isinstance(call.func, ast.Attribute) and name in ("open", "read_text", "write_text")
-        if not (is_path or name == "open") or any(isinstance(word, str) and "b" in word for word in words):
-            continue
-        if ast.unparse(call.func) in ("os.open", "_OPENER.open"):
-            continue
-        named = {keyword.arg for keyword in call.keywords}
-        assert "encoding" in named or "utf-8" in words, f"line {call.lineno}"
-
-
 def test_every_module_has_a_layer():
     found = {layer(".".join(file.relative_to(ROOT).with_suffix("").parts)) for file in FILES} - {"__init__"}
     assert found == set(ORDER)

@@ -65,6 +65,13 @@ def test_the_package_alone_needs_jax_and_chex_and_lists_commands_without_them():
         commands.main(["trian"])
 
 
+def test_pure_functions_load_neither_a_framework_nor_the_rest_of_the_library():
+    names = python("-c", "import grpo_jax.functional, sys; print(*sys.modules)").stdout.split()
+    assert not {"flax", "optax", "orbax", "transformers"} & {name.split(".")[0] for name in names}
+    assert "grpo_jax.functional.losses" in names
+    assert all(name.startswith("grpo_jax.functional") for name in names if name.startswith("grpo_jax."))
+
+
 def test_the_page_of_a_run_is_packaged():
     package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert "*.html" in package_data["grpo_jax.runs"]
@@ -80,9 +87,9 @@ def test_a_command_loads_nothing_of_features_that_are_off():
         "tasks.adapters",
         "offline",
     )
-    ran = python("-c", "import sys, grpo_jax.commands.grpo; print(*sys.modules)")
-    assert not [name for name in ran.stdout.split() if name.startswith(tuple(f"grpo_jax.{part}" for part in features))]
-    assert "grpo_jax.prepare" in ran.stdout.split()
+    loaded = python("-c", "import sys, grpo_jax.commands.grpo; print(*sys.modules)").stdout.split()
+    assert not [name for name in loaded if name.startswith(tuple(f"grpo_jax.{part}" for part in features))]
+    assert "grpo_jax.prepare" in loaded
 
 
 USER = '''

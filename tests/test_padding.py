@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from tiny import row_numbers, sampler_of
 
 from experiments.tasks.characters import Characters
 from grpo_jax.data.packing import pack
@@ -13,7 +14,7 @@ from grpo_jax.rl.grade import decode_groups, grade_completions, readable
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import Rollout
-from grpo_jax.sampling.sampler import Completions, sample_groups
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
 TEXT = Characters("abc")
@@ -29,10 +30,8 @@ def params():
 
 
 def sample(params, pad_id):
-    numbers = np.arange(32).reshape(2, 16)
-    arrays = PROMPTS.ids, PROMPTS.mask, numbers, jax.random.key(1)
-    options = {"max_tokens": 6, "eos_ids": (EOS,), "temperature": 2.0, "pad_id": pad_id}
-    return jax.device_get(jax.jit(lambda params: sample_groups(POLICY, params, *arrays, **options))(params))
+    sample = sampler_of(POLICY, max_tokens=6, eos_ids=(EOS,), pad_id=pad_id)
+    return jax.device_get(sample(params, PROMPTS.ids, PROMPTS.mask, row_numbers(2, 16), jax.random.key(1), 2.0))
 
 
 @pytest.fixture(scope="module")

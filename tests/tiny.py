@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,10 +22,15 @@ from grpo_jax.models.lora import TARGETS, add_adapters
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.tasks.task import Task
 
 # Models and outputs of transformers, made by golden/make.py.
 GOLDEN = Path(__file__).parent / "golden"
+# Data sets, tokenizers and a small pretrained model, which not every machine has.
+DATA = Path(__file__).parents[2] / "shared/data"
+STORIES = DATA / "stories260K-hf"
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the shared data")
 
 
 @contextlib.contextmanager
@@ -37,8 +42,13 @@ def refused(words: str) -> Iterator[None]:
 
 
 def slow_unless(quick: Any, values: Any) -> list[Any]:
-    """Returns parameters of a test, and marks all that are not in `quick` as slow."""
-    return [pytest.param(x, id=str(x), marks=() if x in quick else pytest.mark.slow) for x in values]
+    """Returns parameters of a test, values or tuples of values, and marks all that are not in `quick` as slow."""
+
+    def parameter(x: Any) -> Any:
+        several = x if isinstance(x, tuple) else (x,)
+        return pytest.param(*several, id="-".join(map(str, several)), marks=() if x in quick else pytest.mark.slow)
+
+    return [parameter(x) for x in values]
 
 
 # ---- models
@@ -94,6 +104,33 @@ def states_of_texts(policy: Policy, params: Any, ids: Any, texts: Any) -> jax.Ar
     return policy.states(params, rows_of_texts(ids, texts))[0][:, 0, 1:]
 
 
+def sampler_of(policy: Policy, **options: Any) -> Callable[..., Completions]:
+    """Returns a compiled sampler: (params, prompt_ids, prompt_mask, rows, key, temperature, truncation) -> outputs."""
+
+    def sample(params, prompt_ids, prompt_mask, rows, key, temperature=1.0, truncation=None):
+        limits = {"temperature": temperature, "truncation": truncation}
+        return sample_groups(policy, params, prompt_ids, prompt_mask, rows, key, **limits, **options)
+
+    return jax.jit(sample)
+
+
+def decoded_states(policy: Policy, params: Any, prompt_ids: Any, prompt_mask: Any, completions: Any) -> jax.Array:
+    """Returns the state before each token of completions `[N, G, T]` and behind the last, `[N, G, T + 1, D]`.
+
+    The tokens are decoded one after the other.
+    """
+    _, group_size, tokens = completions.shape
+    first, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, group_size, tokens + 1)
+
+    def step(cache: Any, token: Any) -> Any:
+        state, cache = decode(cache, *token)
+        return cache, state
+
+    _, states = jax.lax.scan(step, cache, (completions.transpose(2, 0, 1), jnp.arange(tokens)))
+    first = jnp.broadcast_to(first[:, None], states.shape[1:])
+    return jnp.concatenate([first[None], states]).transpose(1, 2, 0, 3)
+
+
 # ---- prompts and tasks
 
 
@@ -103,6 +140,11 @@ def ragged_prompts(lengths: Any, vocab_size: int, width: int | None = None) -> t
     width = lengths.max() if width is None else width
     mask = np.arange(width) >= width - lengths
     return np.random.default_rng(0).integers(0, vocab_size, mask.shape, np.int32) * mask, mask
+
+
+def two_groups() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns prompts of 2 and 5 tokens, their mask, and two completions of 4 tokens for each, of 24 ids."""
+    return *ragged_prompts([2, 5], 24), np.random.default_rng(0).integers(0, 24, (2, 2, 4), np.int32)
 
 
 def row_numbers(num_prompts: int, group_size: int) -> np.ndarray:
@@ -131,6 +173,26 @@ def task_of_tokens(eos_ids: tuple[int, ...], pad_id: int, vocab_size: int) -> Ta
     return Task(None, None, None, None, eos_ids, pad_id, vocab_size)  # type: ignore[arg-type]
 
 
+class Characters:
+    """A tokenizer of one character a token, whose chat template writes the roles."""
+
+    pad_token_id = None
+    bos_token_id = None
+    chat_template = "yes"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) % 256 for character in text]
+
+    def __call__(self, texts: list[str], add_special_tokens: bool, **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool, tokenize: bool) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+
 # ---- folders
 
 
@@ -148,3 +210,14 @@ def write_tokenizer(folder: Path, size: int) -> None:
 def change_json(file: Path, **changes: Any) -> None:
     """Replaces some fields of a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def write_rows(file: Path, rows: Iterable[Any]) -> Path:
+    """Writes each row as a line of JSON, and returns the file."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def read_lines(file: Path) -> list[dict]:
+    """Returns the objects of a file that has one on each line."""
+    return [json.loads(line) for line in file.read_text().splitlines()]

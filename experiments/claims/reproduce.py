@@ -128,7 +128,7 @@ def show(bench: Bench, name: str, answer: Mapping[str, Any]) -> None:
     report.print_table(run, "what the sources say of it", ("", "measured"), numbers)
     words = [result.note] if result.learned else [f"{UNLEARNED}: {WHY_UNLEARNED}", result.note]
     words += [f"{result.seconds:.0f} s; to look at: {run.path / name}.png"]
-    run.console.print("\n".join(filter(None, words)), markup=False, highlight=False, soft_wrap=True)
+    run.say("\n".join(filter(None, words)))
 
 
 def run_guarded(config: Config) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.tasks.characters import Characters, characters_task, encode_examples
+from experiments.tasks.rewards import exact_answer
 from grpo_jax.data.types import Example, Prompts, rng
 from grpo_jax.tasks.task import Task
 
@@ -39,11 +40,6 @@ def arithmetic_task(*, num_prompts: int, seed: int) -> Task:
         seed=seed,
         answer=lambda example, completion: str(completion),
     )
-
-
-def exact_answer(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-    """Returns 1 for a completion that equals the answer, else 0."""
-    return [float(text == example["answer"]) for example, text in zip(examples, completions, strict=True)]
 
 
 def mixed_answers(*, batch_size: int, seed: int, step: int, wrong_share: float = 0.7) -> tuple[Prompts, np.ndarray]:

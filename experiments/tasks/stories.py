@@ -1,32 +1,26 @@
-"""Happier stories: openings of children's stories, and a reward for sentences with happy words.
+"""Happier stories: openings of children's stories, rewarded for sentences with happy words.
 
 The task is for models trained on TinyStories (2305.07759). Prompts differ in adjective, animal and name; held-out
 prompts have other animals and other names.
 """
 
-import re
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 
+from experiments.tasks.rewards import happy_sentences, sentences
 from grpo_jax.data.text import Encoded, Overlong, check_ids, encode_prompts
-from grpo_jax.data.types import Example, Prompts, check_num_prompts, pad_prompts, rng
+from grpo_jax.data.types import Prompts, check_num_prompts, pad_prompts, rng
 from grpo_jax.tasks.task import Task, padding_id
 
-HAPPY_WORDS = frozenset(
-    ("happy", "smiled", "laughed", "love", "loved", "hug", "hugged", "fun", "joy", "glad", "cheerful", "giggled")
-)
 OPENING = "Once upon a time, there was a {adjective} {animal} named {name}."
 ADJECTIVES = ("little", "big", "small", "brave")
 ANIMALS = ("dog", "cat", "bird", "bear", "fish", "frog", "mouse", "duck")
 NAMES = ("Tim", "Lily", "Max", "Sue", "Tom", "Anna", "Ben", "Mia")
 HELDOUT_ANIMALS = ("rabbit", "fox", "cow", "bug")
 HELDOUT_NAMES = ("Sam", "Lucy", "Jack", "Amy")
-
-_SENTENCE = re.compile(r"[^.!?]*[.!?]+")
-_WORD = re.compile(r"[a-z']+")
 
 
 def stories_task(
@@ -82,31 +76,10 @@ def stories_task(
     )
 
 
-def happy_sentences(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-    """Returns distinct happy sentences ÷ max(3, complete sentences), from 0 to 1.
-
-    A happy sentence is complete and has at least four words, one of them in HAPPY_WORDS. A repeated sentence counts
-    only in the denominator.
-    """
-    return [_happy_share(text) for text in completions]
-
-
-def sentences(text: str) -> list[str]:
-    """Returns the complete sentences of a text, as lower-case words."""
-    results = (" ".join(_WORD.findall(sentence.lower())) for sentence in _SENTENCE.findall(text))
-    return [sentence for sentence in results if sentence]
-
-
 def repeated_share(text: str) -> float:
     """Returns the share of complete sentences that occurred before in the text."""
     results = sentences(text)
     return 1 - len(set(results)) / len(results) if results else 0.0
-
-
-def _happy_share(text: str) -> float:
-    results = sentences(text)
-    happy = {sentence for sentence in results if len(words := sentence.split()) >= 4 and HAPPY_WORDS & set(words)}
-    return len(happy) / max(3, len(results))
 
 
 def _openings(animals: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -29,7 +29,6 @@ from grpo_jax.offline.pairs import (
     preference_terms,
     score_pairs,
 )
-from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Positive, Range, Size, Weight
 from grpo_jax.prepare import Loaded
 
@@ -50,9 +49,6 @@ LOSSES: Mapping[str, PairLoss] = {
 class Config(PairOptions):
     """Options of the run."""
 
-    train: SupervisedConfig = SupervisedConfig(
-        steps=100, learning_rate=1e-6, warmup_steps=10, decay="linear", checkpoint_every=50, log_every=10, eval_every=20
-    )
     method: Method = "dpo"
     preference_loss: Literal["dpo", "robust", "length-normalized", "ipo", "hinge", "simpo", "orpo", "cpo"] = "dpo"
     """Loss of a pair. Its constants are the next options."""

@@ -26,15 +26,15 @@ from rich.progress import track
 from rich.table import Table
 
 from grpo_jax.checks import check_episodes, validate
-from grpo_jax.config import GRPOConfig, recipe
+from grpo_jax.config import DecodingConfig, GRPOConfig, recipe
 from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.data.types import hash_prompts
-from grpo_jax.errors import UsageError, abbreviate, user_path
+from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import read_json
-from grpo_jax.options import fits, flattened, from_json, option_types
+from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.rl.guards import check_tokens
@@ -49,34 +49,21 @@ from grpo_jax.tasks.task import Task
 
 _MAX_GROUP = 16  # the most completions of a prompt to sample at once, which bounds the memory
 _GROUP_SIZE = 8  # training's usual group size, for which the deadlines of rewards are meant
-# Options of the sampler whose defaults come from the run.
-_SAMPLING = ("max_tokens", "max_turns", "environment_tokens", "temperature", "top_k", "top_p", "min_p")
+_DECODING = options_of(DecodingConfig()).keys()  # options whose defaults come from the run
 
 
 @dataclass(frozen=True)
-class Options(TaskOptions):
+class Options(TaskOptions, DecodingConfig):
     """Options of the evaluation: the model, the task and the sampling."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
     """Folder of a model or of a run, or an id on the hub."""
-    samples: int = 8
+    samples: Size = 8
     """Sampled completions of each prompt (n), besides a greedy one."""
     metric: str = ""
     """Name of the reward that is evaluated. Empty: the weighted sum."""
-    max_tokens: int = 256
+    max_tokens: Size = 256
     """Longest completion, in tokens."""
-    max_turns: int = 1
-    """Largest number of turns of an episode, for tasks with an environment or tools."""
-    environment_tokens: int = 0
-    """Largest number of tokens that the environment adds to an episode."""
-    temperature: float = 1.0
-    """Temperature of the sampled completions."""
-    top_k: int = 0
-    """Number of likeliest tokens to sample from; 0: all."""
-    top_p: float = 1.0
-    """Sample from the fewest likeliest tokens whose probabilities add up to this; 1: all."""
-    min_p: float = 0.0
-    """Sample from tokens with at least this share of the largest probability; 0: all."""
     max_prompt_tokens: int | None = None
     """Longest prompt, in tokens; None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"
@@ -101,7 +88,7 @@ def parse(args: list[str] | None = None) -> Options:
     """Reads the command line. If MODEL is the folder of a run, the run's options are the defaults."""
     read = partial(flags.read_flags, Options, prog=flags.program(), description=__doc__, args=args)
     options = read()
-    saved, names = saved_options(options.model), {*_SAMPLING}
+    saved, names = saved_options(options.model), {*_DECODING}
     if options.task in ("", saved.get("task")):
         names |= {field.name for field in dataclasses.fields(TaskOptions)} | {"max_prompt_tokens", "overlong"}
     if saved.get("max_tokens", 0) is None:  # the run did not limit completions
@@ -123,8 +110,8 @@ def saved_options(model: str) -> dict[str, Any]:
     saved, types = flattened(read_json(file)), option_types(GRPOConfig) | option_types(Options)
     types["max_tokens"] = int | None  # None: the run did not limit completions
     for name, value in saved.items():
-        if name in types and not fits(value, types[name]):
-            raise UsageError(f"{name} in {file} is {abbreviate(value)}: that is not of its type")
+        if name in types:
+            check_type(f"{name} in {file}", value, types[name])
     return saved
 
 
@@ -181,20 +168,14 @@ def main(options: Options) -> None:
 
 
 def config_of(options: Options) -> GRPOConfig:
-    """Returns the configuration of the sampler, with as few groups for each prompt as `_MAX_GROUP` allows.
-
-    Raises:
-      UsageError: `samples` is below 1 or above the largest int32.
-    """
-    if not 0 < options.samples < 2**31:
-        raise UsageError(f"samples is {options.samples}: it must be at least 1, and below 2^31")
+    """Returns the configuration of the sampler, with as few groups for each prompt as `_MAX_GROUP` allows."""
     groups = -(-(options.samples + 1) // _MAX_GROUP)
     return recipe(
         num_prompts=options.num_prompts,
         group_size=max(2, -(-(options.samples + 1) // groups)),
         eval_samples=options.samples,
         seed=options.seed,
-        **{name: getattr(options, name) for name in _SAMPLING},
+        **{name: getattr(options, name) for name in _DECODING},
     )
 
 
@@ -229,8 +210,7 @@ def show(console: Console, numbers: dict[str, float], title: str) -> None:
 
 def changed(run: Path, phase: str | None, task: Task) -> bool:
     """Returns whether the held-out prompts of a run have changed."""
-    inputs = read_inputs(run).get(phase_of(run, phase), {})
-    return inputs.get("held-out prompts") != hash_prompts(task.heldout)
+    return read_inputs(run).get(phase_of(run, phase), {}).get("held-out prompts") != hash_prompts(task.heldout)
 
 
 def load(options: Options) -> tuple[Pretrained, int | None]:

@@ -17,13 +17,14 @@ Other methods are --method ppo, sft, reward-model, dpo and kto; each has a --hel
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from grpo_jax.checks import check_control
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import EngineOptions, GRPOConfig, recipe, run_of
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.devices import devices_of, parts
+from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.prepare import GRPO, Algorithm, RunOptions, begin, load_models, prepare
 from grpo_jax.runs import flags, report
@@ -52,11 +53,6 @@ class Config(RewardOptions):
     train: GRPOConfig = recipe(eval_every=20)
 
 
-def main(config: Config) -> None:
-    """Loads the models and the task, then trains."""
-    train_by_rewards(config, GRPO)
-
-
 # ---- for all methods that learn from rewards
 
 
@@ -73,8 +69,8 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
     started, config = time.perf_counter(), run_of(options.train)
     algorithm.validate(options.train, num_devices=parts(devices_of(config)))  # before a checkpoint is read
     check_task_options(options.task)
-    if options.control:
-        check_control(config)
+    if options.control and config.distillation.teacher:
+        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
     models = load_models(options.model, config)
     with task_of(options, models["policy"].pretrained) as task:
         prepared = prepare(algorithm, options, models, task, engine=options.engine, note=flags.say_note)
@@ -98,3 +94,6 @@ def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextMa
         max_prompt_tokens=prompt_limit(options.model.max_prompt_tokens, longest, sampling.completion_width),
         overlong=options.model.overlong,
     )
+
+
+main = partial(train_by_rewards, algorithm=GRPO)

@@ -34,7 +34,6 @@ from grpo_jax.offline.pairs import (
     with_intervals,
     with_reference_point,
 )
-from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Positive, Size, Weight
 from grpo_jax.prepare import Loaded
 
@@ -43,9 +42,6 @@ from grpo_jax.prepare import Loaded
 class Config(PairOptions):
     """Options of the run."""
 
-    train: SupervisedConfig = SupervisedConfig(
-        steps=100, learning_rate=1e-6, warmup_steps=10, decay="linear", checkpoint_every=50, log_every=10, eval_every=20
-    )
     method: Method = "kto"
     beta: Positive = 0.1
     """β: how fast the loss saturates, in 1/nats. 0.1 from the paper."""
@@ -96,15 +92,9 @@ main = partial(run_method, prepare)
 
 
 def loss_of(config: Config) -> RatedLoss:
-    """Returns the loss with its constants.
-
-    Raises:
-      UsageError: Both weights are 0.
-    """
+    """Returns the loss with its constants."""
     loss = cast(RatedLoss, kto_loss)
     constants = {name: getattr(config, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
-    if not config.desirable_weight and not config.undesirable_weight:
-        raise UsageError("desirable_weight and undesirable_weight are 0, so nothing is learned: set one above 0")
     return partial(loss, **constants)
 
 
@@ -130,12 +120,12 @@ def rating_warnings(config: Config, ratings: EncodedPairs) -> dict[str, str]:
     Raises:
       UsageError: The weight of all these completions is 0.
     """
-    labels = set(ratings.desirable or ())
+    labels, weights = set(ratings.desirable or ()), (config.undesirable_weight, config.desirable_weight)
+    if not any(weights[label] for label in labels):
+        raise UsageError("all completions to train on have the weight 0, so nothing is learned: set it above 0")
     if len(labels) > 1:
         return {}
-    word, weight = ("good", config.desirable_weight) if True in labels else ("bad", config.undesirable_weight)
-    if not weight:
-        raise UsageError(f"all completions are {word}, and the weight of {word} ones is 0: set it above 0")
+    word = "good" if True in labels else "bad"
     return {"ratings": f"all completions to train on are {word}: the method tells good ones from bad ones"}
 
 

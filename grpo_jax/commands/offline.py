@@ -17,17 +17,17 @@ import numpy as np
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
-from grpo_jax.data.text import ending_id, prompt_limit
+from grpo_jax.data.text import ending_id, prompt_limit, uses_chat
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
-from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.huggingface import Pretrained, load_tokenizer, model_folder
 from grpo_jax.models.params import join, split
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import Objective, SupervisedConfig, check_supervised
 from grpo_jax.options import Fraction, Seed, Size
-from grpo_jax.prepare import Loaded, decide_chat, load_model
+from grpo_jax.prepare import Loaded, load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.checkpoint import params_sha256
@@ -44,7 +44,9 @@ Reference = Mapping[str, np.ndarray]  # "training" and "heldout" -> the initial 
 class PairOptions:
     """Options that all methods on pairs and ratings have."""
 
-    train: SupervisedConfig
+    train: SupervisedConfig = SupervisedConfig(
+        steps=100, learning_rate=1e-6, warmup_steps=10, decay="linear", checkpoint_every=50, log_every=10, eval_every=20
+    )
     model: ModelOptions = ModelOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "dpo"
@@ -116,7 +118,6 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
         numbers = job.log(params, evaluation) if job.log else job.summary(evaluation)
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
-    run.announce_checkpoints(job.phase)
     with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
         before = evaluate(params, 0)
     batches = job.batches(reference)
@@ -137,7 +138,7 @@ def open_run(job: Job) -> RunFolder:
     for role, model in job.others.items():
         keep_files(run, role, model.pretrained.folder)
     for note in job.notes:
-        run.console.print(note, markup=False, highlight=False)
+        run.say(note)
     run.warn(job.warnings)
     run.keep_inputs(job.phase, job.inputs)
     return run
@@ -190,7 +191,7 @@ def pair_job(
     check_supervised(config.train, seed=config.seed, rows=size, name=number)
     if not config.data:
         raise UsageError(f"--data is needed: name a file of {number.removeprefix('num_')}")
-    config = with_options(config, chat=decide_chat(config.chat, config.model))
+    config = with_options(config, chat=uses_chat(config.chat, load_tokenizer(model_folder(config.model.model))))
     rows, dropped = read(config.data, chat=bool(config.chat))
     parts = split_preferences(rows, config.heldout_share)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))

@@ -11,6 +11,7 @@ and evaluation of the run take the policy and leave the critic.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from grpo_jax.commands.grpo import RewardOptions, train_by_rewards
 from grpo_jax.commands.train import Method
@@ -27,6 +28,4 @@ class Config(RewardOptions):
     method: Method = "ppo"
 
 
-def main(config: Config) -> None:
-    """Loads the model and the task, adds a critic, then trains."""
-    train_by_rewards(config, PPO)
+main = partial(train_by_rewards, algorithm=PPO)

@@ -14,6 +14,7 @@ import tyro
 from rich.console import Console
 
 from grpo_jax.runs.flags import program, read_flags, refusing
+from grpo_jax.runs.progress import say
 from grpo_jax.runs.report import write_report
 
 
@@ -30,4 +31,4 @@ def command() -> None:
     options = read_flags(Options, prog=program(), description=__doc__)
     with refusing():
         page = write_report(options.run)
-    Console().print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    say(Console(), f"report: {page}")

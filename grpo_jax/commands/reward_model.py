@@ -122,4 +122,4 @@ def keep_model(run: RunFolder, model: RewardModel) -> None:
     complete = save_reward_model(folder.with_name(f"{folder.name}.next"), model)
     shutil.rmtree(folder, ignore_errors=True)
     complete.rename(folder)
-    run.console.print(f"reward model: {folder}", markup=False, highlight=False, soft_wrap=True)
+    run.say(f"reward model: {folder}")

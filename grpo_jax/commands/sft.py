@@ -164,19 +164,11 @@ def divergence_of(config: Config) -> DistillationConfig:
     Raises:
       UsageError: One sentence that says what to change.
     """
-    kind, kinds = config.distillation, "reverse_kl, forward_kl or jsd"
-    if kind == "none" and config.teacher:
-        raise UsageError(f"there is a teacher, but distillation is none: set it to {kinds}")
-    if kind != "none" and not config.teacher:
-        raise UsageError(f"distillation {kind} needs a teacher: name a model with the same tokenizer as teacher")
-    for name in ("distillation_top_k", "distillation_beta", "nll_coef"):
-        value = getattr(config, name)
-        if kind == "none" and value != getattr(Config, name):
-            raise UsageError(f"{name} is {value}, but distillation is none: leave it out, or choose {kinds}")
-    divergence = DistillationConfig(
-        kind, distillation_top_k=config.distillation_top_k, distillation_beta=config.distillation_beta
-    )
+    names = ("distillation", "distillation_top_k", "distillation_beta", "teacher")
+    divergence = DistillationConfig(**{name: getattr(config, name) for name in names})
     validate_divergence(divergence)
+    if config.nll_coef and not config.teacher:
+        raise UsageError(f"nll_coef is {config.nll_coef}, but distillation is none: leave it out, or name a teacher")
     return divergence
 
 
@@ -188,13 +180,6 @@ def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
     """
     if not config.task:
         raise UsageError("--task is needed: name a file of rows with a prompt and a completion")
-    if config.task in ("gsm8k", "math"):
-        raise UsageError(
-            f"{config.task} is a task of rewards: name the file of its rows as --task, and what to learn by --template "
-            "and --completion-column"
-        )
-    if config.completion_column in ("prompt", config.prompt_column):
-        raise UsageError("--completion-column names the column of the prompt: name that of the completion")
     rows = read_rows(config.task)
     for row in rows:
         text_column(row, config.completion_column, remedy="set --completion-column")

@@ -57,11 +57,7 @@ def method_of(args: Sequence[str]) -> str:
 def _of_newest_run(folder: Path) -> str:
     """Returns the method of the newest run in a folder; "" if there is no run or no method in its options."""
     runs = numbered_runs(folder)
-    try:
-        saved = read_object(runs[max(runs)] / "config.json") if runs else {}
-    except UsageError:  # raised again when the options are read
-        return ""
-    return str(saved.get("method", ""))
+    return str(read_object(runs[max(runs)] / "config.json").get("method", "")) if runs else ""
 
 
 def check_options(method: str, args: Sequence[str]) -> None:
@@ -75,18 +71,17 @@ def check_options(method: str, args: Sequence[str]) -> None:
       UsageError: One sentence that says which methods have the option.
     """
     known = option_types(module_of(method).Config)
-    for flag in flags.flags_of(args):
+    for flag in (arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")):
         names = {flag.removeprefix("--").replace("-", "_"), flag.removeprefix("--no-").replace("-", "_")}
         if names & known.keys():
             continue
         others = [other for other in METHODS if names & option_types(module_of(other).Config).keys()]
         if others:
-            listed = " and ".join(filter(None, (", ".join(others[:-1]), others[-1])))
             rows = {"--task": "data", "--data": "task"}.get(flag)  # the other option that names a file of rows
             remedy = f"name its rows with --{rows}" if rows in known else "leave it out"
             raise UsageError(
-                f"{flag} is an option of --method {listed}, and the method is {method}: {remedy}, or choose another "
-                "method"
+                f"{flag} is an option of --method {' and '.join(others)}, and the method is {method}: {remedy}, or "
+                "choose another method"
             )
 
 

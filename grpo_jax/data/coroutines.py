@@ -1,6 +1,7 @@
 """Calls of users' async functions from synchronous code."""
 
 import asyncio
+import inspect
 import threading
 import weakref
 from collections.abc import Coroutine
@@ -25,6 +26,11 @@ def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
             weakref.finalize(threading.current_thread(), _OF_THREAD.runner.close)  # cancels unfinished tasks
         return _OF_THREAD.runner.run(coroutine)
     return _thread_beside(running).submit(run_to_end, coroutine).result()
+
+
+async def awaited(value: Any) -> Any:
+    """Returns a value, or the result of an awaitable."""
+    return await value if inspect.isawaitable(value) else value
 
 
 @lru_cache(maxsize=8)

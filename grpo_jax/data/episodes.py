@@ -128,21 +128,18 @@ def _wrong(value: Any) -> str:
         return f"{type(value).__name__}, not data.episodes.Reply"
     if value.failure and value.failure not in FAILURES:
         return f"a reply with the failure {str(value.failure)[:100]!r}, which is none of {', '.join(FAILURES)}"
-    for name in ("text", "message"):
-        if not isinstance(getattr(value, name), str):
+    for name, kind in {"text": str, "message": str, "done": bool | np.bool_}.items():
+        if not isinstance(getattr(value, name), kind):
             return f"a reply whose {name} is of type {type(getattr(value, name)).__name__}"
     try:
         value.text[: MAX_CHARACTERS + 1].encode()
+        is_number = value.reward is None or bool(abs(float(value.reward)) <= LARGEST_REWARD)
     except UnicodeEncodeError:
         return "text that is no valid unicode"
-    try:
-        is_number = value.reward is None or bool(abs(float(value.reward)) <= LARGEST_REWARD)
     except (TypeError, ValueError, OverflowError):
         is_number = False
     if not is_number or isinstance(value.reward, str | bytes):
         return "a reward that is no finite number of float32"
-    if not isinstance(value.done, bool | np.bool_):
-        return f"a reply whose done is of type {type(value.done).__name__}"
     ids = value.ids
     is_list = isinstance(ids, list | tuple)
     if ids is not None and not (is_list and all(isinstance(i, int) and 0 <= i < 2**31 for i in ids)):

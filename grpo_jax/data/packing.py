@@ -38,14 +38,10 @@ def pack(
       The rows. The assignment of texts to rows depends only on their lengths.
 
     Raises:
-      UsageError: There are no texts, a text has no token in the loss, or a text is longer than a row.
+      UsageError: A text has no token in the loss.
     """
-    if not prompts or len(prompts) != len(completions):
-        raise UsageError(f"{len(prompts)} prompts and {len(completions)} completions cannot be packed: give one each")
     lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
     for number, length in enumerate(lengths):
-        if length > width:
-            raise UsageError(f"text {number} has {length} tokens, and a row {width}: drop it, or widen the rows")
         if not len(completions[number]) or length < 2:
             raise UsageError(f"text {number} has no token to learn: drop it")
     rows: list[list[int]] = []

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from grpo_jax.data.rows import check_messages, hash_of_prompt, kind_of, read_rows, text_column
 from grpo_jax.data.text import Message, encode_answers
@@ -23,16 +23,6 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 NO_PROMPT = "with an empty prompt"  # a reason why a row is dropped
 
 
-class HasPrompt(Protocol):
-    """A record with a prompt, whose hash decides if the record is held out."""
-
-    @property
-    def prompt(self) -> str | list[Message]: ...
-
-
-Kind = TypeVar("Kind", bound=HasPrompt)
-
-
 class Preference(NamedTuple):
     """A prompt and two answers to it."""
 
@@ -40,6 +30,17 @@ class Preference(NamedTuple):
     chosen: str
     rejected: str
     margin: float = 0.0  # how much better the chosen answer was rated
+
+
+class Rating(NamedTuple):
+    """A completion of a prompt, rated as desirable or not."""
+
+    prompt: str | list[Message]
+    completion: str
+    desirable: bool
+
+
+Kind = TypeVar("Kind", Preference, Rating)
 
 
 class EncodedPairs(NamedTuple):
@@ -69,16 +70,11 @@ def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Pr
     Raises:
       UsageError: The source cannot be read, a column is missing, or nothing is left.
     """
-
-    def parse(row: Mapping[str, Any]) -> list[Preference] | str:
-        pair = preference_of(row, chat=chat)
-        return pair if isinstance(pair, str) else [pair]
-
-    return _read(source, "pair", parse)
+    return _read(source, "pair", lambda row: preference_of(row, chat=chat))
 
 
 def _read(
-    source: str | Path, name: str, parse: Callable[[Mapping[str, Any]], list[Kind] | str]
+    source: str | Path, name: str, parse: Callable[[Mapping[str, Any]], Kind | list[Kind] | str]
 ) -> tuple[list[Kind], dict[str, int]]:
     """Returns the parsed records of all rows, and the number of dropped rows by reason."""
     records, dropped = list[Kind](), Counter[str]()
@@ -87,7 +83,7 @@ def _read(
         if isinstance(parsed, str):
             dropped[parsed] += 1
         else:
-            records += parsed
+            records += parsed if isinstance(parsed, list) else [parsed]
     if not records:
         raise UsageError(f"no {name} of {source} is left ({dict(dropped)}): look at its rows")
     return records, dict(dropped)
@@ -212,14 +208,6 @@ def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **opti
 
 
 _ORDER = 1  # the stream of random numbers; stream 0 orders batches
-
-
-class Rating(NamedTuple):
-    """A completion of a prompt, rated as desirable or not."""
-
-    prompt: str | list[Message]
-    completion: str
-    desirable: bool
 
 
 def read_ratings(source: str | Path, *, chat: bool = False) -> tuple[list[Rating], dict[str, int]]:

@@ -1,6 +1,5 @@
 """Data rows from files, folders and the hub, and batches of them as a function of the step."""
 
-import codecs
 import gzip
 import hashlib
 import json
@@ -12,7 +11,7 @@ from functools import lru_cache
 from json.encoder import encode_basestring
 from pathlib import Path
 from sys import intern
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,18 +26,13 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 class Row(dict[str, Any]):
     """The columns of one prompt, and the place that they were read from."""
 
-    __slots__ = ("_number", "_source")
+    __slots__ = ("where",)
 
-    def __init__(self, columns: Mapping[str, Any], source: str, number: int | None = None) -> None:
-        """Makes a row. Its place is `source`, followed by `number` if there is one, so that rows share one `source`."""
-        # Rows also share the names of their columns, which saves memory.
+    def __init__(self, columns: Mapping[str, Any], where: str) -> None:
+        """Sets the columns and the place."""
+        # Rows share the names of their columns, which saves memory.
         super().__init__(zip(map(intern, columns), columns.values(), strict=True))
-        self._source, self._number = source, number
-
-    @property
-    def where(self) -> str:
-        """The place that the row was read from."""
-        return self._source if self._number is None else f"{self._source} {self._number}"
+        self.where = where
 
 
 def read_rows(source: str | Path, *, split: str | None = None, subset: str | None = None) -> list[Row]:
@@ -59,13 +53,11 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
     path = user_path(source)
     if not path.exists() and not str(source).endswith(SUFFIXES) and _HUB_ID.fullmatch(str(source)):
         rows = _hub_rows(str(source), split or "train", subset)
-        where = f"{source}, split {split or 'train'}"
     else:
-        path = _file(path, split, subset)
+        path = _file(path, split)
         rows = _json_rows(path) if path.name.removesuffix(".gz").endswith(".json") else _json_lines(path)
-        where = str(path)
     if not rows:
-        raise UsageError(f"{where} holds no rows")
+        raise UsageError(f"{source} holds no rows")
     return rows
 
 
@@ -184,10 +176,8 @@ def check_messages(prompt: Any, where: str) -> None:
         raise UsageError(f"{where} holds messages that should end with the user's: the assistant's is to be sampled")
 
 
-def _file(path: Path, split: str | None, subset: str | None) -> Path:
+def _file(path: Path, split: str | None) -> Path:
     """Returns the file to read."""
-    if subset is not None:
-        raise UsageError(f"{path} is no data set of the hub, and has no subset: leave it out")
     if path.is_dir():
         names = [f"{split or 'train'}{suffix}" for suffix in SUFFIXES]
         candidates = [path / name for name in names if (path / name).is_file()]
@@ -206,26 +196,21 @@ def _file(path: Path, split: str | None, subset: str | None) -> Path:
     return path
 
 
-def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
-
-
 def _lines(path: Path) -> Iterator[bytes]:
     """Yields the lines of a file without reading it as a whole."""
     try:
-        with _open(path) as file:
-            for number, line in enumerate(file):
-                # Splits bytes, since text also splits at characters that JSON allows within a line.
-                yield from (line if number else line.removeprefix(codecs.BOM_UTF8)).splitlines(keepends=True)
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
+            yield from file
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read ({error})") from None
 
 
 def _json_lines(path: Path) -> list[Row]:
-    rows, source = [], f"{path}, line"
+    rows = []
     for number, line in enumerate(progress(_lines(path), f"reading {path.name}"), 1):
         if line.strip():
-            rows.append(_row(_json(line.rstrip(b"\r\n"), source, number), source, number))
+            where = f"{path}, line {number}"
+            rows.append(_row(_json(line.rstrip(b"\r\n"), where), where))
     return rows
 
 
@@ -233,26 +218,20 @@ def _json_rows(path: Path) -> list[Row]:
     values = _json(b"".join(_lines(path)), str(path))
     if not isinstance(values, list):
         raise UsageError(f"{path} holds {kind_of(values)}, not a list of objects: is it .jsonl?")
-    return [_row(value, f"{path}, item", number) for number, value in enumerate(values, 1)]
+    return [_row(value, f"{path}, item {number}") for number, value in enumerate(values, 1)]
 
 
-def _json(content: bytes, *place: Any) -> Any:
+def _json(content: bytes, where: str) -> Any:
     try:
-        return json.loads(content.decode())
+        return json.loads(content.decode("utf-8-sig"))  # the first line may have a byte order mark
     except (RecursionError, ValueError) as error:
-        where = " ".join(map(str, place))  # built only for errors, to save time
-        if isinstance(error, UnicodeDecodeError):
-            raise UsageError(f"{where} is not UTF-8: convert it") from None
-        if not isinstance(error, json.JSONDecodeError):  # nested too deeply, or a number too long
-            raise UsageError(f"{where} is JSON that cannot be read ({reason_of(error)})") from None
-        at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise UsageError(f"{where} is not JSON ({error.msg} at {at})") from None
+        raise UsageError(f"{where} is not JSON in UTF-8 ({reason_of(error)})") from None
 
 
-def _row(value: Any, source: str, number: int) -> Row:
+def _row(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
-        raise UsageError(f"{source} {number} holds {kind_of(value)}, not an object with columns")
-    return Row(value, source, number)
+        raise UsageError(f"{where} holds {kind_of(value)}, not an object with columns")
+    return Row(value, where)
 
 
 def _hub_rows(source: str, split: str, subset: str | None) -> list[Row]:
@@ -266,7 +245,7 @@ def _hub_rows(source: str, split: str, subset: str | None) -> list[Row]:
         rows = datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # from the package, the hub or the network
         raise UsageError(f"data set {source}, split {split} cannot be loaded: {reason_of(error)}") from error
-    return [_row(row, f"{source}, split {split}, row", number) for number, row in enumerate(rows)]
+    return [_row(row, f"{source}, split {split}, row {number}") for number, row in enumerate(rows)]
 
 
 def kind_of(value: Any) -> str:

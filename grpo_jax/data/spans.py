@@ -1,7 +1,6 @@
 """Rewards for parts of a completion, such as steps of a proof or lines of code."""
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +13,6 @@ from grpo_jax.errors import abbreviate
 
 class BadSpans(ValueError):
     """The reason why spans do not fit a completion."""
-
-
-def are_spans(value: Any) -> bool:
-    """Returns whether a reward is a list of rewards for parts of a completion, instead of a number."""
-    return isinstance(value, list | tuple) and all(isinstance(part, list | tuple) for part in value)
 
 
 def checked(value: Sequence[Any], completion: Completion) -> tuple[Span, ...]:
@@ -57,11 +51,6 @@ def _span(part: Any) -> Span:
     if span[:2] != (start, end) or span.unit not in ("characters", "tokens"):
         raise BadSpans(f"{abbreviate(part)} is no span of characters or tokens")
     return span
-
-
-def total(spans: Sequence[Span]) -> float:
-    """Returns the sum of the parts' rewards."""
-    return math.fsum(span.reward for span in spans) if spans else 0.0
 
 
 def in_tokens(

@@ -116,8 +116,6 @@ def encode_prompts(
     Raises:
       UsageError: There are messages but no chat template, P is invalid, or no prompt is left.
     """
-    if isinstance(prompts, str):
-        raise UsageError("prompts must be a list: put the one prompt into brackets")
     check_number("max_prompt_tokens", max_prompt_tokens, Size)
     all_texts = [
         prompt if isinstance(prompt, str) else fill_template(tokenizer, prompt, f"prompt {number}", tools)

@@ -273,12 +273,11 @@ def checked_rewards(answer: Any, completions: Sequence[Completion]) -> list[Chec
 def _checked_reward(value: Any, completion: Completion) -> Checked | BadReward:
     if value is None:
         return None
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and all(isinstance(part, list | tuple) for part in value):
         from grpo_jax.data import spans  # imported only by runs with spans
 
         try:
-            if spans.are_spans(value):
-                return spans.checked(value, completion)
+            return spans.checked(value, completion)
         except spans.BadSpans as error:
             return BadReward("bad spans", str(error))
     if isinstance(value, str | bytes):  # float() would parse them

@@ -15,11 +15,14 @@ sampled tokens. According to the public code and documentation of both servers (
 import http.client
 import json
 import math
+import operator
 import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from grpo_jax.errors import abbreviate
 
 _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
 
@@ -70,34 +73,24 @@ def read_completion(answer: bytes, body: Mapping[str, Any], vocab_size: int) -> 
     Raises:
       Wrong: A check failed.
     """
-    choice = _choice(answer)
-    logprobs = choice.get("logprobs") or {}
-    if (ids := choice.get("token_ids")) is None:
-        raise Wrong("gave no token ids: it needs a version that knows return_token_ids")
-    _check_ids(ids, vocab_size, body["stop_token_ids"], body["max_tokens"])
-    seen, prompt = choice.get("prompt_token_ids"), body["prompt"]
-    if seen is not None and seen != prompt:
-        raise Wrong(f"completed another prompt, of {len(seen)} tokens in place of {len(prompt)}")
-    return ids, _checked_logprobs(logprobs.get("token_logprobs"), len(ids))
-
-
-def _choice(answer: bytes) -> dict[str, Any]:
-    """Returns the only completion in an answer."""
     try:
-        choices = json.loads(answer)["choices"]
-        count = len(choices)
-        choice = dict(choices[0]) if count == 1 else {}
-        dict(choice.get("logprobs") or {})
-    except (ValueError, TypeError, LookupError, RecursionError):
-        raise Wrong("gave an answer that is not of the completions protocol") from None
-    if count != 1:
-        raise Wrong(f"gave {count} completions where one was asked for")
-    return choice
+        (choice,) = json.loads(answer)["choices"]
+        ids, seen = [operator.index(i) for i in choice["token_ids"]], choice.get("prompt_token_ids")
+        logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise Wrong(
+            f"gave no completion with token ids and log-probabilities ({_one_line(error)}): it needs a version that "
+            "knows return_token_ids"
+        ) from None
+    if not len(ids) == len(logprobs) > 0 or not all(-math.inf < value <= _ROUNDING for value in logprobs):
+        raise Wrong(f"gave {len(ids)} tokens with the log-probabilities {abbreviate(logprobs)}")
+    _check_ids(ids, vocab_size, body["stop_token_ids"], body["max_tokens"])
+    if seen is not None and seen != body["prompt"]:
+        raise Wrong(f"completed another prompt, of {len(seen)} tokens in place of {len(body['prompt'])}")
+    return ids, logprobs
 
 
-def _check_ids(ids: Any, vocab_size: int, eos_ids: Sequence[int], max_tokens: int) -> None:
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise Wrong("gave a completion without tokens")
+def _check_ids(ids: list[int], vocab_size: int, eos_ids: Sequence[int], max_tokens: int) -> None:
     if wrong := [i for i in ids if not 0 <= i < vocab_size]:
         raise Wrong(f"gave token {wrong[0]}, but the model has the tokens 0 to {vocab_size - 1}")
     if len(ids) > max_tokens:
@@ -110,16 +103,6 @@ def _check_ids(ids: Any, vocab_size: int, eos_ids: Sequence[int], max_tokens: in
             f"ended a completion after {len(ids)} of {max_tokens} tokens by token {ids[-1]}, which ends none "
             "here: it may have less room for prompt and completion, or other tokens that end one"
         )
-
-
-def _checked_logprobs(values: Any, count: int) -> list[float]:
-    if not isinstance(values, list) or len(values) != count:
-        num_values = len(values) if isinstance(values, list) else "no"
-        raise Wrong(f"gave {num_values} log-probabilities for {count} tokens")
-    for value in values:
-        if type(value) not in (int, float) or not -math.inf < value <= _ROUNDING:
-            raise Wrong(f"gave {value} for a log-probability")
-    return [float(value) for value in values]
 
 
 # The environment variable with the server's key.
@@ -169,7 +152,7 @@ def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
         with _OPENER.open(request, timeout=timeout) as answer:
             return answer.read()
     except urllib.error.HTTPError as error:
-        message = f"{error.code} {error.reason}: {_message(error)}"
+        message = f"{error.code} {error.reason}: {_one_line(error.read(2**16).decode(errors='replace'))}"
         if error.code in _PASSING or error.code >= _SERVERS_FAULT:
             raise Gone(message) from None
         raise Refused(message, error.code) from None
@@ -179,21 +162,6 @@ def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
         raise Gone(_one_line(getattr(error, "reason", "") or error)) from None
     except ValueError as error:
         raise Refused(f"{url} is no address, such as http://host:8000 ({_one_line(error)})") from None
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    """Returns a server's error message: the message in its JSON, or the beginning of its page."""
-    try:
-        text = error.read(2**16).decode(errors="replace")
-    except (OSError, http.client.HTTPException):
-        return ""
-    try:
-        document = json.loads(text)
-        error = document.get("error", document)
-        text = str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, AttributeError):
-        pass
-    return _one_line(text)
 
 
 def _one_line(text: object) -> str:

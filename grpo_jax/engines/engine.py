@@ -25,8 +25,7 @@ _COMPLETIONS = "/v1/completions"
 _NOT_FOUND = 404
 _AT_ONCE = 256  # concurrent requests, which the server batches
 _SOON = 30.0  # seconds for the first answer of a server
-_FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 30.0  # seconds between attempts to reach a server
+_PAUSE = 5.0  # seconds between attempts to reach a server
 
 
 Completion = tuple[list[int], list[float]]  # tokens and their log-probabilities
@@ -54,10 +53,8 @@ class Engine:
           note: Tells the user the reason for a delay.
 
         Raises:
-          UsageError: No server of the protocol answers at the address, or the timeout is invalid.
+          UsageError: No server of the protocol answers at the address.
         """
-        if not options.engine_timeout > 0:
-            raise UsageError(f"engine_timeout is {options.engine_timeout}: it must be above 0")
         self._url = options.engine.rstrip("/").removesuffix("/v1")
         self._is_vllm, self._timeout = options.engine_kind == "vllm", options.engine_timeout
         self._save, self._note = save, note
@@ -73,12 +70,11 @@ class Engine:
         try:
             models = ask(f"{self._url}/v1/models", timeout=min(self._timeout, _SOON))
             self.model = str(json.loads(models)["data"][0]["id"])
-        except (Gone, Refused) as error:
+        except (Gone, Refused, ValueError, LookupError, TypeError) as error:
             raise UsageError(
-                f"no engine answers at {self._url} ({error}): start it, or correct the option engine, its address"
+                f"no engine that serves /v1/models answers at {self._url} ({error}): start it, or correct the option "
+                "engine, its address"
             ) from None
-        except (ValueError, LookupError, TypeError):
-            raise UsageError(f"what answers at {self._url} names no model: it must serve /v1/models") from None
 
     def complete(self, params: Params, bodies: Sequence[Mapping[str, Any]], vocab_size: int) -> list[Completion]:
         """Samples completions with these parameters, each as tokens and their log-probabilities.
@@ -94,7 +90,7 @@ class Engine:
           Interruption: The server does not answer within its timeout, refuses a request, or gives a wrong answer.
         """
         answers: list[Completion | None] = [None] * len(bodies)
-        pause, gone_since, missing = _FIRST_PAUSE, None, len(bodies)
+        gone_since, missing = None, len(bodies)
         while True:
             try:
                 self._load(params)
@@ -104,15 +100,14 @@ class Engine:
                 self._is_told = False  # a restarted server has its initial parameters
                 left = answers.count(None)
                 if gone_since is None or left < missing:
-                    gone_since, pause, missing = time.monotonic(), _FIRST_PAUSE, left
+                    gone_since, missing = time.monotonic(), left
                     self._note(f"the engine at {self._url} does not answer ({error}): it is asked again")
                 if time.monotonic() - gone_since >= self._timeout:
                     raise Interruption(
                         f"the engine at {self._url} has not answered for {self._timeout:g} s ({error}), with {left} of "
                         f"{len(bodies)} completions missing: start it again"
                     ) from None
-                time.sleep(min(pause, self._timeout))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                time.sleep(min(_PAUSE, self._timeout))
 
     def _fill(self, answers: list[Completion | None], bodies: Sequence[Mapping[str, Any]], vocab_size: int) -> None:
         """Sends all missing requests concurrently. After a failure, no further requests begin.

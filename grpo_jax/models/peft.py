@@ -1,7 +1,7 @@
 """Loading and saving LoRA adapters as PEFT folders with adapter_config.json and adapter_model.safetensors."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from grpo_jax.errors import UsageError, abbreviate, missing, user_path
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import complete_or_not_at_all
-from grpo_jax.models.lora import Target, sites
+from grpo_jax.models.lora import TARGETS, Target, sites
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.quantised import split_shape
 from grpo_jax.models.transformer import Params
@@ -74,6 +74,18 @@ def adaptable(config: ModelConfig) -> tuple[Target, ...]:
     layers = tensor_layout(config)["layers"]
     fused = {name for block, name in sites(layers) if not _is_module(layers[block][name]["kernel"])}
     return tuple(name for name in dict.fromkeys(name for _, name in sites(layers)) if name not in fused)
+
+
+def targets_of(config: ModelConfig, targets: Sequence[Target]) -> tuple[Target, ...]:
+    """Returns the projections of a model that get adapters: these targets, or if they are `TARGETS` all that can.
+
+    Raises:
+      UsageError: PEFT cannot hold the adapters of a target, or the model does not have it.
+    """
+    possible = adaptable(config)
+    if tuple(targets) != TARGETS and set(targets) - set(possible):
+        raise UsageError(f"lora_targets is {tuple(targets)}: choose among {possible} for this model")
+    return tuple(name for name in targets if name in possible)
 
 
 def _is_module(tensor: Tensor) -> bool:

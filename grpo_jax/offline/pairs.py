@@ -118,13 +118,9 @@ def pair_batches(
       A pure function from the step to its batch.
 
     Raises:
-      UsageError: There are fewer than N pairs, or the shape of `ref_logprobs` is wrong.
+      UsageError: There are fewer than N pairs.
     """
     size = len(pairs.prompts)
-    if ref_logprobs is not None and ref_logprobs.shape != (size, 2):
-        raise UsageError(
-            f"ref_logprobs are {list(ref_logprobs.shape)}, and there are {size} pairs: give two numbers for each pair"
-        )
     count = min(num_pairs, size) if fills_up else num_pairs
     if not 1 <= count <= size:
         raise UsageError(f"num_pairs is {num_pairs}, but there are {size} pairs: take 1 to that many")

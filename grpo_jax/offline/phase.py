@@ -14,11 +14,11 @@ from grpo_jax.data.types import Line, Skipped
 from grpo_jax.devices import (
     Devices,
     Mesh,
+    all_rows,
     devices_of,
     jit_on_devices,
     map_rows,
     parts,
-    rows_program,
     to_devices,
     to_numpy,
 )
@@ -188,7 +188,12 @@ def row_scorer(
     Returns:
       (parameters, batch of NumPy arrays) -> NumPy arrays of all rows.
     """
-    return rows_program(partial(score, *constants), devices=devices)
+    program = jit_on_devices(partial(score, *constants), 0, devices=devices)
+
+    def call(params: Any, batch: Any) -> np.ndarray:
+        return all_rows(program(params, to_devices(batch, devices) if isinstance(devices, Mesh) else batch), devices)
+
+    return call
 
 
 def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: str) -> None:

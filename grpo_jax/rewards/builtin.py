@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 
@@ -41,11 +42,6 @@ _LONGEST_FORMULA = 500
 def last_action(completion: str) -> str:
     """Returns the policy's last action: the last turn of an episode, or the whole completion."""
     return completion.actions[-1] if isinstance(completion, Completion) else completion
-
-
-def text_answer(text: str) -> str:
-    """Returns the whole text, stripped."""
-    return text.strip()
 
 
 def last_number(text: str) -> str | None:
@@ -168,7 +164,7 @@ def _same_by_sympy(stated: str, expected: str) -> bool:
 # ---- answers
 
 
-def exact_answer(column: str = "answer", extract: Extract = text_answer) -> Reward:
+def exact_answer(column: str = "answer", extract: Extract = str.strip) -> Reward:
     """Makes a reward: 1 if the completion's answer equals the example's, as a number or as a text, else 0.
 
     Args:
@@ -178,11 +174,7 @@ def exact_answer(column: str = "answer", extract: Extract = text_answer) -> Rewa
     Returns:
       The reward.
     """
-
-    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        return _graded(column, extract, text_answer, same_text, examples, completions)
-
-    return reward
+    return partial(_graded, column, extract, str.strip, same_text)
 
 
 def gsm8k_answer(column: str = "answer", lenient: bool = False) -> Reward:
@@ -199,11 +191,7 @@ def gsm8k_answer(column: str = "answer", lenient: bool = False) -> Reward:
     def expected(text: str) -> str:
         return hash_answer(text) or text
 
-    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        extract = last_number if lenient else hash_answer
-        return _graded(column, extract, expected, same_number, examples, completions)
-
-    return reward
+    return partial(_graded, column, last_number if lenient else hash_answer, expected, same_number)
 
 
 def math_answer(column: str = "answer", lenient: bool = False, sympy: bool | None = None) -> Reward:
@@ -238,11 +226,7 @@ def math_answer(column: str = "answer", lenient: bool = False, sympy: bool | Non
         boxed = boxed_answer(text)
         return text if boxed is None else boxed
 
-    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        extract = stated_answer if lenient else boxed_answer
-        return _graded(column, extract, expected, same, examples, completions)
-
-    return reward
+    return partial(_graded, column, stated_answer if lenient else boxed_answer, expected, same)
 
 
 def _graded(
@@ -294,14 +278,8 @@ def matches(pattern: str) -> Reward:
 
     Returns:
       The reward.
-
-    Raises:
-      UsageError: The pattern is no regular expression.
     """
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise UsageError(f"{pattern!r} is no regular expression: {error}") from None
+    compiled = re.compile(pattern, re.DOTALL)
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         return [float(compiled.fullmatch(last_action(completion)) is not None) for completion in completions]
@@ -322,12 +300,10 @@ def length(*, target: int | None = None, maximum: int | None = None) -> Reward:
     Raises:
       UsageError: Both or none of the arguments are set, or the length is less than 1.
     """
-    if (target is None) == (maximum is None):
-        raise UsageError("length needs target or maximum, and not both")
-    limit = target if target is not None else maximum
-    assert limit is not None
-    if limit < 1:
-        raise UsageError(f"a length of {limit} tokens is asked for: it must be at least 1")
+    limits = [limit for limit in (target, maximum) if limit is not None]
+    if len(limits) != 1 or limits[0] < 1:
+        raise UsageError("length needs either target or maximum, and at least 1")
+    limit = limits[0]
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         lengths = _lengths(completions)

@@ -59,13 +59,9 @@ def read_principles(file: str | Path) -> dict[str, str]:
     """Reads the principles in a text file with `parse_principles`.
 
     Raises:
-      UsageError: The file cannot be read, or see `parse_principles`.
+      UsageError: See `parse_principles`.
     """
-    try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the principles in {file} cannot be read: {error}") from error
-    return parse_principles(lines)
+    return parse_principles(Path(file).read_text(encoding="utf-8-sig"))
 
 
 def parse_principles(lines: Iterable[str]) -> dict[str, str]:
@@ -111,10 +107,8 @@ def constitution(principles: Mapping[str, str], judge: Judge, *, weights: Mappin
       The rewards, for `GRPOTrainer`, `Task` or `train`.
 
     Raises:
-      UsageError: There are no principles, or a weight has the name of no principle.
+      UsageError: A weight has the name of no principle.
     """
-    if not principles:
-        raise UsageError("there is no principle: give at least one")
     weights = weights or {}
     for name in weights.keys() - principles.keys():
         raise UsageError(f"there is a weight for {name!r}, but the principles are {', '.join(principles)}")
@@ -151,22 +145,15 @@ def model_judge(
       The judge.
 
     Raises:
-      UsageError: Yes or no is no single token, they share a token, or the template lacks a field. In a call: an example
+      UsageError: Yes or no is no single token, or the template lacks a field. In a call: an example
         lacks a column, or a text is longer than the texts that the model was trained on.
     """
     tokenizer = model.tokenizer
-    try:
-        fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-    except ValueError as error:
-        raise UsageError(f"the judge's template cannot be read ({error}): write {{{{ for a brace") from error
+    fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     for name in ("principle", "completion"):
         if name not in fields:
             raise UsageError(f"the judge's template has no {{{name}}}: put it where the {name} belongs")
-    if batch_size < 1:
-        raise UsageError(f"batch_size is {batch_size}: it must be at least 1")
     yes_ids, no_ids = (_single_tokens(tokenizer, spellings, model.config.vocab_size) for spellings in (yes, no))
-    if set(yes_ids) & set(no_ids):
-        raise UsageError(f"{list(yes)} and {list(no)} share a token of the judge's tokenizer: give words that differ")
     control = _control_tokens(tokenizer)
 
     def score(*arrays: Any) -> jax.Array:

@@ -5,6 +5,7 @@ GRPOTrainer(model=..., reward_model=load_reward_model(folder))
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,12 +97,8 @@ def reward_function(
       The reward, one score for each completion.
 
     Raises:
-      UsageError: A size is less than 1; in a call, a prompt is empty.
+      UsageError: In a call: a prompt is empty.
     """
-    sizes = {"batch_size": batch_size, "max_prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens}
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise UsageError(f"{name} is {size}: it must be at least 1")
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         if not completions:
@@ -112,10 +109,7 @@ def reward_function(
         answers = [_ids(model, completion)[:max_tokens] for completion in completions]
         check_ids([*prompts, *answers], model.config.vocab_size)
         groups = [answers[start : start + group_size] for start in range(0, len(answers), group_size)]
-
-        def score(*arrays: Any) -> jax.Array:
-            return score_groups(model.config, model.params, *arrays)
-
+        score = partial(score_groups, model.config, model.params)
         return score_batches(
             score, prompts, groups, batch_size=batch_size, prompt_width=max_prompt_tokens, width=max_tokens
         )

@@ -39,6 +39,7 @@ from grpo_jax.data.types import (
     reward_from_json,
 )
 from grpo_jax.errors import UsageError
+from grpo_jax.options import Size, check_number
 
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
 _CHILD = "from grpo_jax.rewards.worker import main; main()"
@@ -85,9 +86,8 @@ class ProcessOptions:
             if not 0 < (value := getattr(self, name)) <= threading.TIMEOUT_MAX:
                 raise UsageError(f"{name} is {value}: it must be above 0 and at most {threading.TIMEOUT_MAX:g} seconds")
         for name in ("chunk", "group_size", "workers", "memory_mb"):
-            number = getattr(self, name)
-            if number is not None and number != "prompt" and (isinstance(number, str) or number < 1):
-                raise UsageError(f"{name} is {number}: it must be at least 1")
+            if (number := getattr(self, name)) != "prompt":
+                check_number(name, number, Size)
 
     @property
     def num_workers(self) -> int:

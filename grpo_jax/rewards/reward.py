@@ -157,10 +157,7 @@ def new_counts(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str,
 
 
 async def _gather(answers):
-    async def wait(answer):
-        return await answer if inspect.isawaitable(answer) else answer
-
-    return await asyncio.gather(*map(wait, answers))
+    return await asyncio.gather(*map(coroutines.awaited, answers))
 
 
 def _checked(name: str, answer: Any, completions: Sequence[Completion]) -> list[Checked]:
@@ -188,7 +185,7 @@ def _total(earned: Checked) -> float:
 # ---- texts on a command line
 
 _SPEC = re.compile(
-    r"(?:(?P<name>[A-Za-z_]\w*)\s*=)?\s*(?:(?P<weight>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*\*)?\s*"
+    r"(?:(?P<name>[A-Za-z_]\w*)\s*=)?\s*(?:(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*\*)?\s*"
     r"(?P<function>[^()*=]+?)\s*(?:\((?P<arguments>.*)\))?",
     re.DOTALL,
 )
@@ -221,13 +218,7 @@ def parse_reward(text: str) -> Spec:
                 "file.py:function"
             )
         function, arguments = f"grpo_jax.rewards.builtin:{function}", arguments or {}
-    try:
-        weight = float(match["weight"] or 1)
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight):
-        raise UsageError(f"the weight of the reward {text!r} is no number: {match['weight']}")
-    return name, weight, function, arguments
+    return name, float(match["weight"] or 1), function, arguments
 
 
 @contextmanager

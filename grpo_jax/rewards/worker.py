@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_jax.data.coroutines import run_to_end
+from grpo_jax.data.coroutines import awaited, run_to_end
 from grpo_jax.data.types import (
     MESSAGE_CHARACTERS,
     BadReward,
@@ -165,9 +165,7 @@ def import_place(kind: str, place: str, spec: str) -> Any:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:  # a module may raise any type of error
-        is_relative = isinstance(error, ImportError) and "no known parent package" in str(error)
-        remedy = "; name it as package.module:function" if is_relative else ""
-        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {one_line(error)}{remedy}") from error
+        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {one_line(error)}") from error
 
 
 def digest_of_source(spec: str) -> str:
@@ -241,7 +239,7 @@ def _answer(call: Callable[..., list[Any]], function: Any, seconds: float, reque
 
 def _rewards(reward: Any, examples: Any, completions: Any) -> list[Any]:
     answer = reward(examples, completions)
-    answer = run_to_end(_wait(answer)) if inspect.isawaitable(answer) else answer
+    answer = run_to_end(awaited(answer)) if inspect.isawaitable(answer) else answer
     earned = checked_rewards(answer, completions)
     return [_failure(value) if isinstance(value, BadReward) else value for value in earned]
 
@@ -255,10 +253,6 @@ def _replies(reply: Any, examples: Any, questions: Any) -> list[Any]:
 
 def _failure(error: BadReward) -> dict[str, str]:
     return {"reason": error.reason, "message": str(error)}
-
-
-async def _wait(answer: Any) -> Any:
-    return await answer
 
 
 def _limit_memory(megabytes: int) -> None:

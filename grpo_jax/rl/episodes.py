@@ -42,8 +42,6 @@ def episode_sampler(
     Raises:
       UsageError: The policy cannot continue after a reply.
     """
-    if policy.decoder is None:
-        raise UsageError("this policy has no decoder, with which a completion goes on after a reply: give it one")
     programs = episode_programs(policy, task, sampling, devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:

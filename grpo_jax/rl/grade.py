@@ -1,7 +1,7 @@
 """Decodes and grades completions on the host. Each host grades the completions on its own devices."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -144,7 +144,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         scores.components,
         lengths=np.asarray(completions.completion_mask).sum(-1),
         truncated=np.asarray(completions.truncated),
-        distinct=np.array([_distinct(group) for group in texts]),
+        distinct=np.array([len({(*text.ids, text.truncated) for text in group}) / shape[1] for group in texts]),
         parts=scores.parts,
         episodes=of_episodes.episode_numbers(task, completions, texts) if of_episodes else {},
     )
@@ -239,10 +239,6 @@ def _part_rewards(graded: Graded, num_tokens: int) -> np.ndarray:
         for token, reward in [*((part.end - 1, part.reward) for part in parts), (last, rest)]:
             earned[i, j, token] = np.nan_to_num(earned[i, j, token]) + reward
     return earned
-
-
-def _distinct(group: Sequence[Completion]) -> float:
-    return len({(*text.ids, text.truncated) for text in group}) / len(group)
 
 
 # ---- rollouts for people to read

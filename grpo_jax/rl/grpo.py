@@ -16,7 +16,6 @@ from grpo_jax import functional as F
 from grpo_jax.checks import check_models, validate
 from grpo_jax.config import BY_PART, GRPOConfig, LossConfig
 from grpo_jax.devices import devices_of, parts
-from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.guards import check_task
@@ -230,10 +229,6 @@ def objective_term(config: LossConfig) -> LossTerm:
     objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        if objective.has_reference and not objective.kl_in_reward and batch.ref_logprobs is None:
-            raise UsageError(
-                "kl_coef is above 0, but the batch has no ref_logprobs: score it under a reference, or set 0"
-            )
         mask, fresh = batch.completion_mask, jax.lax.stop_gradient(forward.logprobs)
         old_logprobs = fresh if batch.old_logprobs is None else batch.old_logprobs
         advantages, more = corrected_advantages(batch, fresh, old_logprobs, config)
@@ -260,10 +255,6 @@ def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
     """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        if "reference" not in models:
-            raise UsageError(
-                f"divergence {config.divergence} needs the parameters of a reference: give them to the loss"
-            )
         reference = models["reference"]
         kl = F.token_kl(
             forward.states,

@@ -19,8 +19,13 @@ RATIO_TOLERANCE = 1.0
 MISMATCH_TOLERANCE = 1.05
 
 
-def check_task(task: Task, config: GRPOConfig) -> None:
+def check_task(task: Task, config: GRPOConfig, *, bootstraps: bool = False) -> None:
     """Raises if a task and the options do not work together.
+
+    Args:
+      task: The task of the run.
+      config: The configuration of the run.
+      bootstraps: True if the values of a critic continue truncated completions.
 
     Raises:
       UsageError: Task and options conflict. The message says what to change.
@@ -34,17 +39,15 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     if task.environment is not None:
         hosts.check_alone("environments")
     check_episodes(sampling, has_environment=task.environment is not None)
-    if loss.mask_truncated and task.open_ended:
+    if task.open_ended and (loss.mask_truncated or bootstraps):
         raise UsageError(
-            "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
+            "completions of this task are meant to be cut off, and end there: leave mask_truncated and "
+            "bootstrap_truncated out"
         )
-    if loss.advantages_of == "spans" and task.environment is not None:
+    if loss.advantages_of == ("turns" if task.environment is None else "spans"):
         raise UsageError(
-            'advantages_of "spans" is for completions of one turn, and this task has an environment: set it to "turns"'
-        )
-    if loss.advantages_of == "turns" and task.environment is None:
-        raise UsageError(
-            'advantages_of "turns" is for tasks with an environment, and this one has none: set it to "sum"'
+            f'advantages_of "{loss.advantages_of}" does not suit this task: "turns" is for tasks with an environment, '
+            '"spans" for completions of one turn'
         )
     rewards = task.reward if isinstance(task.reward, Mapping) else {}
     counting = [name for name, component in rewards.items() if component.weight]
@@ -74,9 +77,7 @@ def check_tokens(task: Task) -> None:
             f"the model has the tokens 0 to {last}, and no EOS among {task.eos_ids}, so no completion could end: take "
             "the model's own tokenizer"
         )
-    if not 0 <= task.pad_id <= last:
-        raise UsageError(f"pad_id is {task.pad_id}, but the model has the tokens 0 to {last}: take one of these")
-    largest = task.heldout.ids.max(initial=0)
+    largest = task.heldout.ids.max(initial=task.pad_id)
     if largest > last:
         raise UsageError(
             f"a prompt has token {largest}, but the model has the tokens 0 to {last}: take the model's own tokenizer"

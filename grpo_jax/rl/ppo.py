@@ -7,7 +7,7 @@ the policy's decoder. The models are {"policy": ..., "critic": `heads.Headed`}.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -76,11 +76,7 @@ def make_ppo_programs(
     if task.environment is not None:
         raise UsageError("a critic of PPO reads no episodes of several turns: train with GRPO, or without environment")
     validate_ppo(config, num_devices=parts(devices_of(config.run)))
-    check_task(task, config.run)
-    if config.critic.bootstrap_truncated and task.open_ended:
-        raise UsageError(
-            "completions of this task are meant to be cut off, and end there: leave bootstrap_truncated out"
-        )
+    check_task(task, config.run, bootstraps=config.critic.bootstrap_truncated)
     return make_method_programs(ppo_method(policy, critic, config), policy, task, config.run, sampler=sampler)
 
 
@@ -93,15 +89,6 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
       config: The configuration of the run.
     """
     run, grpo = config.run, grpo_method(policy, config.run)
-
-    def extras(trained: Params) -> dict[str, Any]:
-        kind = config.critic.critic
-        if (trained["critic"].decoder is None) != (kind == "shared"):
-            raise UsageError(
-                f"the critic is to be {kind}, but the parameters have the other kind: make them with "
-                f'add_critic(..., "{kind}")'
-            )
-        return grpo.initial_extras(trained)
 
     has_ends = config.critic.bootstrap_truncated  # packed completions have no value after the last token
     critic_options = replace(run.optimizer, learning_rate=config.critic.critic_learning_rate)
@@ -116,7 +103,6 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         advantage=lambda rewards, batch, kl_coef: critic_advantage(rewards, batch, kl_coef, config=config),
         optimizer=optimizer,
         scorers=(*old_scorer(partial(score, policy, critic), run, values=True), *reference_scorer(policy, run)),
-        initial_extras=extras,
         packs=grpo.packs and not has_ends,
     )
 

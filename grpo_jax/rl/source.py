@@ -235,11 +235,6 @@ def make_source(draw: Draw, task: Task, config: GRPOConfig) -> Source:
     return source
 
 
-def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
-    """Returns a queue of zeros with the shapes of the run's queue."""
-    return (empty_batch(task, sampling),) * sampling.staleness if sampling.staleness else ()
-
-
 def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
     """Returns a batch of zeros with the shapes of sampled batches."""
     n, p = task.prompts(0).ids.shape
@@ -307,7 +302,11 @@ def with_spread(
             spread = np.concatenate([spread, has_spread(rollouts[-1].graded, metric)])
         everything = report(_concatenate(rollouts), step)
         chosen = np.sort(np.argsort(~spread, stable=True)[:num_groups]) if len(rollouts) > 1 else np.arange(num_groups)
-        rollout = _select(everything, [rollout.batch for rollout in rollouts], chosen, devices)
+        rollout = Rollout(
+            take_prompts(everything.prompts, chosen),
+            select_groups([rollout.batch for rollout in rollouts], chosen, devices),
+            jax.tree.map(lambda x: x[chosen], everything.graded),
+        )
         share = float((~has_spread(rollout.graded)).mean())
         metrics = everything.metrics | {"rollouts": len(rollouts), "update_zero_spread_share": share}
         filled = {
@@ -335,12 +334,6 @@ def _concatenate(rollouts: list[Rollout]) -> Rollout:
     graded = jax.tree.map(lambda *parts: np.concatenate(parts), *[rollout.graded for rollout in rollouts])
     warnings = {key: sentence for rollout in rollouts for key, sentence in rollout.warnings.items()}
     return Rollout(joined, rollouts[0].batch, graded, counts, warnings)
-
-
-def _select(everything: Rollout, batches: list[Batch], groups: np.ndarray, devices: Devices) -> Rollout:
-    """Selects groups of several draws by their numbers."""
-    graded = jax.tree.map(lambda x: x[groups], everything.graded)
-    return Rollout(take_prompts(everything.prompts, groups), select_groups(batches, groups, devices), graded)
 
 
 def select_groups(batches: list[Batch], groups: np.ndarray, devices: Devices = 1) -> Batch:

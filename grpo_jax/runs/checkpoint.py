@@ -1,7 +1,6 @@
 """Checkpoints of a phase of a run: saved asynchronously, verified by seals, and restored exactly."""
 
 import hashlib
-import itertools
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from rich.markup import escape
 
 from grpo_jax import __version__, hosts
 from grpo_jax.data.types import hash_files, hash_values
-from grpo_jax.errors import UsageError, lacking
+from grpo_jax.errors import UsageError, lacking, reason_of
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.files import write_json
 
@@ -35,7 +34,6 @@ class Checkpoints:
         folder: Path,
         *,
         keep: int = 2,
-        every: int = 0,
         run: Callable[[], str | None] = lambda: None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
@@ -44,12 +42,11 @@ class Checkpoints:
         Args:
           folder: The folder for the checkpoints of the phase.
           keep: The number of checkpoints to keep; older checkpoints are deleted.
-          every: The number of steps between checkpoints; 0: no checkpoint is due by its step.
           run: Returns the digest of the run's options and inputs, as in `write_seal`. Checkpoints with another digest
             are skipped.
           warn: Prints a warning, one sentence; None: to stderr.
         """
-        self._folder, self._keep, self._every = folder.absolute(), keep, every
+        self._folder, self._keep = folder.absolute(), keep
         self._run, self._warn = run, warn or _say
         self._saving = 0  # the step
 
@@ -91,10 +88,6 @@ class Checkpoints:
                 "free: free some space, then add --resume"
             )
 
-    def is_due(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after a step."""
-        return self._every > 0 and step % self._every == 0
-
     def restore(
         self, like: Callable[[], State], shardings: Callable[[State], State] | None = None
     ) -> tuple[State, int]:
@@ -124,7 +117,8 @@ class Checkpoints:
             return 0
         step, passed = self._newest(steps)
         for wrong in passed:
-            (self._folder / str(wrong)).rename(_unused(self._folder / f"damaged-{wrong}"))
+            shutil.rmtree(self._folder / f"damaged-{wrong}", ignore_errors=True)  # of an earlier start
+            (self._folder / str(wrong)).rename(self._folder / f"damaged-{wrong}")
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; the run goes on from step {step}")
         return step
@@ -170,14 +164,9 @@ class Checkpoints:
         chosen, passed = self._newest([step] if step else steps, "params/")
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; step {chosen} is taken")
-        names = self._names(chosen)
-        if "head" in names:
-            raise UsageError(
-                f"the checkpoints in {self._folder} are of a reward model, and of no policy: take the run's "
-                "folder reward-model, or name another phase with --phase"
-            )
         # Methods that learn from rollouts name parameters by the role of their model.
-        has_roles = "policy" in names
+        stored = self._folder / str(chosen) / "params"
+        has_roles = "policy" in ocp.PyTreeCheckpointHandler().metadata(stored).tree
         target = _placed({"policy": like} if has_roles else like)
         how = ocp.checkpoint_utils.construct_restore_args(target)
         args = ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=has_roles)
@@ -193,13 +182,8 @@ class Checkpoints:
                 raise
             raise UsageError(
                 f"checkpoint {step} in {self._folder} has other parameters than the model: put its files back, or "
-                "start a new run"
+                "start a new run (a reward model is in its run's folder reward-model)"
             ) from error
-
-    def _names(self, step: int) -> set[str]:
-        """Returns the names at the top of a checkpoint's tree of parameters."""
-        stored = self._folder / str(step) / "params"
-        return set(ocp.PyTreeCheckpointHandler().metadata(stored).tree)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -223,12 +207,6 @@ def _say(sentence: str) -> None:
 def _in_words(passed: Mapping[int, str]) -> str:
     """Returns the reasons why checkpoints are not used, as text."""
     return ", and ".join(f"checkpoint {step} is not used, for {wrong}" for step, wrong in passed.items())
-
-
-def _unused(path: Path) -> Path:
-    """Returns the path, with a number appended if the path exists."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(free for free in itertools.chain([path], numbered) if not free.exists())
 
 
 def _placed(tree: Any, shardings: Any = None) -> Any:
@@ -285,23 +263,15 @@ def check_seal(folder: Path, part: str = "") -> tuple[dict[str, Any] | None, str
     Returns:
       The seal with files, step, run and version, and ""; or None and a description of the defect.
     """
-    if not folder.is_dir():
-        return None, "it is no folder"
-    if not (folder / _SEAL_FILE).exists():
-        return None, "it was never completed" if any(folder.iterdir()) else "it is empty"
     try:
         seal = json.loads((folder / _SEAL_FILE).read_text(encoding="utf-8"))
-        if seal.pop(_DIGEST, None) != hash_values(seal):
-            return None, f"its {_SEAL_FILE} is damaged"
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return None, f"its {_SEAL_FILE} cannot be read"
-    files = seal["files"]
-    try:
-        if missing := [name for name in files if not (folder / name).is_file()]:
-            return None, f"it lacks {missing[0]}"
-        current = hash_files(folder, (name for name in files if name.startswith(part)))
-    except OSError as error:
-        return None, f"it cannot be read ({error.strerror})"
-    if changed := [name for name, digest in current.items() if digest != files[name]]:
-        return None, f"{changed[0]} is damaged"
+        if seal.pop(_DIGEST) != hash_values(seal):
+            raise ValueError(f"{_SEAL_FILE} does not have its digest")
+        present = {name for name in seal["files"] if (folder / name).is_file()}
+        digests = hash_files(folder, (name for name in present if name.startswith(part)))
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        return None, f"it is incomplete or damaged ({reason_of(error)})"
+    for name, digest in seal["files"].items():
+        if name not in present or digests.get(name, digest) != digest:
+            return None, f"{name} is missing or damaged"
     return seal, ""

@@ -22,6 +22,7 @@ from grpo_jax.options import flattened
 from grpo_jax.runs.files import COMMAND, read_object, write_text
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.pretrained import phase_of, restore
+from grpo_jax.runs.progress import say
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,7 @@ def command() -> None:
     options = read_flags(Options, prog=program(), description=__doc__)
     with refusing():
         done = export(options)
-    Console().print(
-        f"step {done} of {options.run} is now in {options.out}", markup=False, highlight=False, soft_wrap=True
-    )
+    say(Console(), f"step {done} of {options.run} is now in {options.out}")
 
 
 if __name__ == "__main__":

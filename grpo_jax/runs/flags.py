@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import signal
 import sys
 import threading
@@ -75,11 +74,25 @@ FIRST_OPTIONS = (
     *("max_tokens", "temperature", "learning_rate", "kl_coef", "lora_rank", "dtype", "eval_every", "devices"),
     *("run_dir", "resume", "config"),
 )
-_NARROWEST = 40  # columns; with a single column the layout of the help never ends
 Config = TypeVar("Config", bound=HasOutput)
 Options = TypeVar("Options")
 
 
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Opens a block in which a UsageError or a lack of memory or disk ends the program with one sentence."""
+    prepare_terminal()
+    try:
+        yield
+    except UsageError as error:
+        refuse(str(error))
+    except Exception as error:
+        if sentence := lacking(error):
+            refuse(sentence)
+        raise
+
+
+@refusing()
 def parse(config_class: type[Config], description: str | None, args: list[str] | None = None) -> Config:
     """Reads the command line into a dataclass.
 
@@ -96,13 +109,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     Returns:
       The options. `output.run_dir` is the folder of the run, which exists exactly when resuming.
     """
-    with refusing():
-        return _parse(config_class, description, sys.argv[1:] if args is None else args)
-
-
-def _parse(config_class: type[Config], description: str | None, args: list[str]) -> Config:
-    """Reads the command line for `parse`, and raises errors that `parse` turns into messages."""
-    prog = program()
+    args, prog = sys.argv[1:] if args is None else args, program()
     default = _with_file(config_class(), args)
     config = _read(config_class, _with_preset(default, args), args, prog, description)
     hosts.start(config.output.hosts, say_refusal, say_note)
@@ -127,13 +134,12 @@ def program() -> str:
 
 def _read(config_class: type[Config], default: Config, args: list[str], prog: str, description: str | None) -> Config:
     """Reads the command line with these defaults. --help shows the main options, --help-all every option."""
-    settings: dict[str, Any] = {"prog": prog, "description": description}
     if {"-h", "--help"} & {*args}:
-        end = f"--help-all shows all {len(options_of(default))} options."
-        read_flags(_first_options(config_class, default), end=end, args=["--help"], **settings)
+        text = f"{description or ''}\n\n--help-all shows all {len(options_of(default))} options."
+        read_flags(_first_options(config_class, default), args=["--help"], prog=prog, description=text)
     args = ["--help" if arg == "--help-all" else arg for arg in args]
     flat = (tyro.conf.OmitArgPrefixes,)
-    return read_flags(config_class, args=args, default=default, config=flat, **settings)
+    return read_flags(config_class, args=args, default=default, config=flat, prog=prog, description=description)
 
 
 def _first_options(config_class: type, default: Any) -> type:
@@ -163,42 +169,27 @@ def option_texts(config_class: Any) -> dict[str, str]:
     return texts
 
 
-def read_flags(config_class: type[Options], *, end: str = "", **settings: Any) -> Options:
-    """Calls `tyro.cli`. If a reader such as `head` closes the pipe, the program ends without a traceback.
+def read_flags(config_class: type[Options], **settings: Any) -> Options:
+    """Calls `tyro.cli`, and checks the numbers.
 
     Args:
       config_class: The dataclass of options, as in `parse`.
-      end: A line to print below the help; "": no line.
       settings: Further arguments of `tyro.cli`.
 
     Raises:
       UsageError: A number is not in the range of its option.
     """
     prepare_terminal()
-    try:
-        try:
-            options = tyro.cli(config_class, **settings)
-        finally:
-            print(end, end="\n" if end else "", flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more as it ends
-        if isinstance(error, BrokenPipeError):
-            raise SystemExit(128 + signal.SIGPIPE) from None
-        refuse(f"the help cannot be written ({error.strerror}): mend stdout")
+    options = tyro.cli(config_class, **settings)
     check_ranges(options)
     return options
 
 
 def prepare_terminal() -> None:
-    """Makes every text printable, even if stdout or stderr is closed, is not UTF-8, or has few columns."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, it stays open
-        elif isinstance(stream, io.TextIOWrapper):
+    """Makes every text printable, even if stdout or stderr is not UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if shutil.get_terminal_size().columns < _NARROWEST:
-        os.environ["COLUMNS"] = str(_NARROWEST)
 
 
 def _with_preset(default: Config, args: list[str]) -> Config:
@@ -231,12 +222,10 @@ def _of_run(config_class: type[Config], file: Path) -> Config:
     """Returns the options that a run began with.
 
     Raises:
-      UsageError: The file cannot be read, has no options, or one of its options does not fit.
+      UsageError: The file cannot be read, or one of its options does not fit.
     """
     saved = read_object(file)
     try:
-        if not saved:
-            raise UsageError("it has no options")
         return from_json(config_class(), saved)
     except UsageError as error:
         raise UsageError(f"{file} is of another experiment or version ({error}): start a new run") from None
@@ -247,19 +236,9 @@ def value_of(flag: str, args: Sequence[str]) -> str:
     value = ""
     for arg, following in pairwise([*args, ""]):
         name, has_value, rest = arg.partition("=")
-        if _spelled(name) == flag:
+        if name.replace("_", "-") == flag:  # users may write flags with underscores
             value = rest if has_value else following
     return value
-
-
-def flags_of(args: Sequence[str]) -> list[str]:
-    """Returns the flags on a command line, spelled like "--run-dir"."""
-    return [_spelled(arg.partition("=")[0]) for arg in args if arg.startswith("--")]
-
-
-def _spelled(flag: str) -> str:
-    """Returns a flag with hyphens, which users may also write with underscores."""
-    return flag.replace("_", "-")
 
 
 def read_options(file: Path) -> dict[str, Any]:
@@ -367,8 +346,6 @@ def open_run(config: HasOutput) -> RunFolder:
     for name in ("run_dir", "resume", "config", "hosts"):
         del values["output"][name]
     hosts.check_same(flattened(values))
-    if hosts.is_first() and not output.resume and (output.run_dir / "config.json").exists():
-        raise UsageError(f"another run has just started in {output.run_dir}: try again, or name a --run-dir")
     run = RunFolder(output.run_dir, values)
     if not run.writes:
         return run
@@ -376,22 +353,8 @@ def open_run(config: HasOutput) -> RunFolder:
         file.write(shlex.join([*program().split(), *sys.argv[1:]]) + "\n")
     if output.wandb:
         run.trackers.append(weights_and_biases(output.wandb, output.run_dir, flattened(values)))
-    run.console.print(f"run folder: {output.run_dir}", markup=False, highlight=False, soft_wrap=True)
+    run.say(f"run folder: {output.run_dir}")
     return run
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """Opens a block in which a UsageError or a lack of memory or disk ends the program with one sentence."""
-    prepare_terminal()
-    try:
-        yield
-    except UsageError as error:
-        refuse(str(error))
-    except Exception as error:
-        if sentence := lacking(error):
-            refuse(sentence)
-        raise
 
 
 def refuse(message: str) -> NoReturn:

@@ -27,7 +27,7 @@ from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError
 from grpo_jax.options import flattened
-from grpo_jax.runs.checkpoint import Checkpoints, saved_steps
+from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
     Tracker,
     complete_lines,
@@ -39,7 +39,7 @@ from grpo_jax.runs.files import (
     write_json,
     write_text,
 )
-from grpo_jax.runs.progress import RunConsole, Show, count_programs, progress, waiting
+from grpo_jax.runs.progress import RunConsole, Show, programs_so_far, progress, say, waiting
 
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
 _PHASE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
@@ -85,7 +85,6 @@ class RunFolder:
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
         self.trackers: list[Tracker] = []
-        self.programs = count_programs()
         if self.writes:
             self._open(config)
         hosts.first_says("the run folder is open", None)
@@ -180,8 +179,8 @@ class RunFolder:
             done = update_flops / seconds["update"]
             line["update_tflops"] = float(f"{done / 1e12:.4g}")
             line |= {"mfu": float(f"{done / peak_flops:.4g}")} if peak_flops else {}
-        programs = self.programs()
-        line |= {"peak_memory_mb": peak_memory_mb(), "compilations": programs.compiled, "cache_reads": programs.read}
+        compiled, read = programs_so_far()
+        line |= {"peak_memory_mb": peak_memory_mb(), "compilations": compiled, "cache_reads": read}
         line |= numbers or {}
         self._log("times.jsonl", {"phase": phase, "step": step, **line})
         self._seconds.clear()
@@ -233,27 +232,14 @@ class RunFolder:
 
     # ---- checkpoints, times, messages
 
-    def checkpoints(self, phase: str, *, keep: int, every: int = 0) -> Checkpoints:
-        """Returns the checkpoints of a phase; `keep` and `every` are those of `Checkpoints`."""
+    def checkpoints(self, phase: str, *, keep: int) -> Checkpoints:
+        """Returns the checkpoints of a phase; `keep` is that of `Checkpoints`."""
         return Checkpoints(
             self.path / "checkpoints" / phase,
             keep=keep,
-            every=every,
             run=partial(run_digest, self.path, phase),
             warn=partial(self.warn_once, f"checkpoints of {phase}"),
         )
-
-    def announce_checkpoints(self, *phases: str) -> None:
-        """Prints the step at which a resumed run continues. A new run prints nothing."""
-        for phase in phases:
-            if steps := saved_steps(self.path / "checkpoints" / phase):
-                self.console.print(
-                    f"{phase}: the newest checkpoint is that of step {max(steps)}; the initial model is evaluated "
-                    "again before the run continues",
-                    markup=False,
-                    highlight=False,
-                    soft_wrap=True,
-                )
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -266,6 +252,10 @@ class RunFolder:
     def progress(self, phase: str, total: int, completed: int = 0) -> AbstractContextManager[Show]:
         """Shows a progress bar, or prints lines without a terminal. Yields a function of the step and a few words."""
         return progress(self.console, phase, total, completed)
+
+    def say(self, words: str) -> None:
+        """Prints words as they are, in one line."""
+        say(self.console, words)
 
     def waiting(self, words: str) -> AbstractContextManager[None]:
         """Shows a message while the block takes its time."""
@@ -299,27 +289,10 @@ class RunFolder:
 # ---- resuming: a run continues with the options and inputs that it began with, and possibly more steps
 
 # Options that a resumed run may change, because its results do not depend on them.
-FREE_OPTIONS = frozenset(
-    {
-        "devices",  # changes only rounding, like the next three
-        "parallel",
-        "fsdp",
-        "tensor",
-        "keep_checkpoints",
-        "checkpoint_every",
-        "wandb",
-        "compilation_cache",
-        "stop_code",
-        "engine_timeout",
-        "engine_folder",
-    }
-)
-ROUNDING_OPTIONS = {
-    "devices": 1,
-    "parallel": "auto",
-    "fsdp": 1,
-    "tensor": 1,
-}  # options that change rounding, with defaults
+FREE_OPTIONS = {"keep_checkpoints", "checkpoint_every", "wandb", "compilation_cache", "stop_code"}
+FREE_OPTIONS |= {"engine_timeout", "engine_folder"}
+ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
+FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
 _UNBEGUN = {"lock", f"{OPTIONS_FILE}.tmp"}  # left by a run that was killed before it had written its options
 

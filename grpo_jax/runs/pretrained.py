@@ -13,7 +13,7 @@ from grpo_jax.data.types import hash_files
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface, weights
 from grpo_jax.models.config import Dtype, ModelConfig
-from grpo_jax.models.families import config_from_huggingface
+from grpo_jax.models.families import config_from_huggingface, text_part
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Target, add_adapters, fingerprint, merge
 from grpo_jax.models.params import Adapted, Quantize, split
@@ -35,11 +35,12 @@ class LoraDescription(NamedTuple):
 
     base: str  # folder or hub id of the base model
     fingerprint: str  # of the base model's weights
-    param_dtype: Dtype  # of the base model's weights in the run
-    rank: int
-    alpha: float
-    targets: tuple[Target, ...]
-    quantize: Quantize = "none"  # quantisation of the base model's weights in the run
+    # Options of the run with these names
+    param_dtype: Dtype
+    lora_rank: int
+    lora_alpha: float
+    lora_targets: tuple[Target, ...]
+    quantize: Quantize = "none"
 
     @staticmethod
     def read(folder: Path) -> "LoraDescription | None":
@@ -72,7 +73,7 @@ def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptio
     """
     in_chat = uses_chat(chat, pretrained.tokenizer)
     how = "are user messages of the chat template" if in_chat else "are encoded without a chat template"
-    run.console.print(f"plan: prompts that are text {how}", markup=False, highlight=False, soft_wrap=True)
+    run.say(f"plan: prompts that are text {how}")
     for note in pretrained.notes:
         run.warn_once(note, note)
     keep_files(run, "model", pretrained.folder)
@@ -86,16 +87,10 @@ def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptio
 
 def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescription:
     """Describes the adapters of a run and their base model."""
-    return LoraDescription(
-        # A hub id is not resolved, so that the adapter can be used on other machines.
-        base=str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model,
-        fingerprint=fingerprint(pretrained.params),
-        param_dtype=options.param_dtype,
-        rank=options.lora_rank,
-        alpha=options.lora_alpha,
-        targets=options.lora_targets,
-        quantize=options.quantize,
-    )
+    # A hub id is not resolved, so that the adapter can be used on other machines.
+    base = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
+    saved = {name: getattr(options, name) for name in LoraDescription._fields[2:]}
+    return LoraDescription(base, fingerprint(pretrained.params), **saved)
 
 
 def keep_files(run: RunFolder, part: str, folder: Path) -> None:
@@ -216,16 +211,23 @@ def restore(
     lora = LoraDescription.read(description)
     if lora is None and (adapter or base):
         raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
-    config = config_from_huggingface(weights.read_json(description / "config.json"), **overrides)
+    config = config_from_huggingface(text_part(weights.read_json(description / "config.json")), **overrides)
     like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
     with Checkpoints(run / "checkpoints" / phase, run=partial(run_digest, run, phase)) as checkpoints:
         if lora is None:
             params, step = checkpoints.restore_params(like, step)
         else:
+            from grpo_jax.models.peft import targets_of  # loaded only for runs with adapters
+
             base_params = like if adapter else _load_base(lora, config, base)
-            add = partial(add_adapters, key=jax.random.key(0), rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+            shape: Any = {
+                "rank": lora.lora_rank,
+                "alpha": lora.lora_alpha,
+                "targets": targets_of(config, lora.lora_targets),
+            }
+            add = partial(add_adapters, key=jax.random.key(0), **shape)
             adapters, step = checkpoints.restore_params(split(jax.eval_shape(add, base_params))[0], step)
-            params = Adapted(base_params, adapters, jnp.float32(lora.alpha / lora.rank))
+            params = Adapted(base_params, adapters, jnp.float32(lora.lora_alpha / lora.lora_rank))
     return Trained(config, params, lora, step)
 
 

@@ -8,9 +8,9 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import filelock
 import jax
@@ -28,33 +28,9 @@ _REQUEST_EVENT, _READ_EVENT = "/jax/core/compile/backend_compile_duration", "/ja
 _seen = {_REQUEST_EVENT: 0, _READ_EVENT: 0}  # events since this module was imported
 
 
-class Programs(NamedTuple):
-    """The numbers of compiled programs and of programs read from the cache."""
-
-    compiled: int
-    read: int  # from the cache of an earlier start, instead of compiled
-
-
-def programs_so_far() -> Programs:
-    """Returns the numbers of programs of this process so far."""
-    return Programs(_seen[_REQUEST_EVENT] - _seen[_READ_EVENT], _seen[_READ_EVENT])
-
-
-def count_programs() -> Callable[[], Programs]:
-    """Starts to count programs, and returns a function that returns the numbers since then."""
-    before = programs_so_far()
-
-    def since() -> Programs:
-        now = programs_so_far()
-        return Programs(now.compiled - before.compiled, now.read - before.read)
-
-    return since
-
-
-def in_words(programs: Programs) -> str:
-    """Returns a text such as "3 programs compiled, 6 loaded from the cache"."""
-    read = f", {programs.read} loaded from the cache" if programs.read else ""
-    return f"{programs.compiled} programs compiled{read}"
+def programs_so_far() -> tuple[int, int]:
+    """Returns how many programs this process has compiled, and how many it has read from the cache instead."""
+    return _seen[_REQUEST_EVENT] - _seen[_READ_EVENT], _seen[_READ_EVENT]
 
 
 def cache_folder() -> Path:
@@ -122,11 +98,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 # ---- steps
 
-# A line is due after this time and this share of the steps, or after the longest time.
-_SECONDS = 30.0
-_SHARE = 0.1
-_LONGEST_SECONDS = 600.0
-
+_SECONDS = 60.0  # the time between two lines
 _COMPILING = "compiling or loading programs (may take minutes)"
 
 Show = Callable[..., None]  # (step, words="")
@@ -152,12 +124,10 @@ def progress(console: Console, phase: str, total: int, completed: int = 0) -> It
     """
     if not _moves(console):
         if 0 < completed < total:
-            _print(console, f"{phase}: continues after step {completed} of {total}")
+            say(console, f"{phase}: continues after step {completed} of {total}")
         if completed < total:
-            _print(console, f"{phase}: {_COMPILING}")
-        lines = _Lines(console, phase, total, completed)
-        yield lines.show
-        lines.end()
+            say(console, f"{phase}: {_COMPILING}")
+        yield _lines(console, phase, total)
         return
     columns = (
         TextColumn("{task.description:<8}"),
@@ -176,10 +146,8 @@ def progress(console: Console, phase: str, total: int, completed: int = 0) -> It
 def waiting(console: Console, words: str) -> Iterator[None]:
     """Shows a message with a spinner during the block, or prints the message without a terminal."""
     if not _moves(console):
-        _print(console, words)
-        yield
-        return
-    with console.status(words):
+        say(console, words)
+    with console.status(words) if _moves(console) else nullcontext():
         yield
 
 
@@ -190,51 +158,31 @@ def in_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-class _Lines:
-    """Progress that is printed as lines of text."""
+def _lines(console: Console, phase: str, total: int) -> Show:
+    """Returns a function that prints a line for the first step, for the last step, and now and then between them."""
+    started = printed = time.perf_counter()
+    first: tuple[int, float] | None = None  # the first step and its time; later steps do not compile
 
-    def __init__(self, console: Console, phase: str, total: int, completed: int) -> None:
-        self._console, self._phase, self._total = console, phase, total
-        self._started = self._said = time.perf_counter()
-        self._first: tuple[int, float] | None = None  # the first step and its time; later steps do not compile
-        self._programs = count_programs()
-        self._said_step = completed
-        self._left_out: tuple[int, str] | None = None
-
-    def show(self, step: int, words: str = "") -> None:
+    def show(step: int, words: str = "") -> None:
+        nonlocal first, printed
         now = time.perf_counter()
-        if self._first is None:
-            self._first = step, now
-            self._say(step, words, ", with compilation" if self._programs().compiled else "")
-        elif self._due(step, now):
-            self._say(step, words)
-        else:
-            self._left_out = step, words
+        if first is not None and step < total and now - printed < _SECONDS:
+            return
+        first = first or (step, now)
+        parts = [f"step {step} of {total}", words, in_time(now - started)]
+        if first[0] < step < total:
+            parts.append(f"about {in_time((now - first[1]) / (step - first[0]) * (total - step))} left")
+        say(console, f"{phase}: {', '.join(filter(None, parts))}")
+        printed = now
 
-    def end(self) -> None:
-        """Prints the last line, if it was left out."""
-        if self._left_out:
-            self._say(*self._left_out)
-
-    def _due(self, step: int, now: float) -> bool:
-        waited, done = now - self._said, step - self._said_step
-        often = waited >= _SECONDS and done >= _SHARE * self._total
-        return often or waited >= _LONGEST_SECONDS
-
-    def _say(self, step: int, words: str, note: str = "") -> None:
-        now = time.perf_counter()
-        parts = [f"step {step} of {self._total}", words, in_time(now - self._started) + note]
-        first_step, at = self._first or (step, now)
-        if first_step < step < self._total:
-            parts.append(f"about {in_time((now - at) / (step - first_step) * (self._total - step))} left")
-        _print(self._console, f"{self._phase}: {', '.join(part for part in parts if part)}")
-        self._said, self._said_step, self._left_out = now, step, None
+    return show
 
 
 def _moves(console: Console) -> bool:
     return console.is_terminal or console.is_jupyter
 
 
-def _print(console: Console, words: str) -> None:
+def say(console: Console, words: str) -> None:
+    """Prints words as they are, in one line, at once."""
     console.print(words, markup=False, highlight=False, soft_wrap=True)
     console.file.flush()  # pipes and files are buffered

@@ -19,11 +19,11 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from grpo_jax.errors import UsageError, reason_of, user_path
+from grpo_jax.errors import UsageError, user_path
 from grpo_jax.options import flattened
 from grpo_jax.runs.files import complete_lines, finite, read_lines, read_object, write_json, write_text
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, is_coin
-from grpo_jax.runs.progress import in_words, programs_so_far
+from grpo_jax.runs.progress import programs_so_far
 from grpo_jax.statistics import cell
 
 MAX_BYTES = 5_000_000  # the page leaves out rollouts to stay below this size
@@ -85,7 +85,7 @@ def write_report(folder: Path) -> Path:
         "title": folder.resolve().name,
         "options": flattened(read_object(folder / "config.json")),
         "warnings": [line["message"] for line in read_lines(folder / "warnings.jsonl", {"message": str})],
-        "results": _results(folder / "results.json"),
+        "results": read_object(results) if (results := folder / "results.json").exists() else None,
         "ends": {line["phase"]: line["step"] for line in metrics},
         "coins": [phase for phase in names if is_coin(phase)],
         "side": [phase for phase in names if phase in SIDE_PHASES],
@@ -117,13 +117,6 @@ def _cut(value: Any, characters: int | None) -> Any:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if characters else ""
     left_out = len(text[characters:]) if characters else 0
     return f"{text[:characters]} … ({left_out} characters more)" if left_out else value
-
-
-def _results(file: Path) -> Any:
-    try:
-        return _cut(json.loads(file.read_bytes()), 100_000) if file.exists() else None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is not JSON ({reason_of(error)}): mend or remove it") from None
 
 
 # ---- curves
@@ -165,12 +158,9 @@ def _thin(points: Points, parts: int) -> Points:
 
 
 def _compact_curve(points: Points) -> list[Any]:
-    """Returns the steps and the values with five digits. Evenly spaced steps become [first, difference]."""
-    steps = [step for step, _ in points]
+    """Returns the steps and the values with five digits."""
     values = [float(f"{y:.5g}") if type(y) is float and y % 1 else y if y is None else int(y) for _, y in points]
-    by = steps[1] - steps[0] if len(steps) > 2 else 0
-    even = by > 0 and steps == [*range(steps[0], steps[0] + by * len(steps), by)]
-    return [[steps[0], by] if even else steps, values]
+    return [[step for step, _ in points], values]
 
 
 # ---- rollouts
@@ -192,30 +182,26 @@ def _read_groups(file: Path) -> _Groups:
 def _rollouts(groups: _Groups, room: int) -> dict[str, Any]:
     """Returns as many groups as fit into `room` bytes, and a sentence about omitted groups."""
     limit, most = f"{MAX_BYTES / 1e6:g} MB", max(map(len, groups.values()), default=0)
-    counts = [*range(most, 2, -max(1, most // 50)), 2]
     for characters in _TEXT_LIMITS if groups else ():
-        candidates = {
-            phase: {step: [_compact_group(line, characters) for line in lines] for step, lines in steps.items()}
+        compact = {
+            phase: [[step, [_compact_group(line, characters) for line in lines]] for step, lines in steps.items()]
             for phase, steps in groups.items()
         }
-        sizes = {
-            p: {step: len(_json(lines).encode()) + 30 for step, lines in candidates[p].items()} for p in candidates
-        }
-        for count in counts:
-            chosen = {phase: _spaced([*steps], count) for phase, steps in candidates.items()}
-            if sum(sizes[phase][step] for phase, steps in chosen.items() for step in steps) > room:
+        sizes = [[len(_json(entry).encode()) + 10 for entry in steps] for steps in compact.values()]
+        for count in (*range(most, 2, -max(1, most // 50)), 2):
+            if sum(sum(_spaced(entries, count)) for entries in sizes) > room:
                 continue
-            fewer = [p for p in groups if len(chosen[p]) < len(groups[p])]
-            cuts = [f"{len(chosen[p])} of {len(groups[p])} steps of {p}" for p in fewer]
+            rollouts = {phase: _spaced(steps, count) for phase, steps in compact.items()}
+            fewer = [phase for phase in groups if len(rollouts[phase]) < len(groups[phase])]
+            cuts = [f"{len(rollouts[phase])} of {len(groups[phase])} steps of {phase}" for phase in fewer]
             cuts += [f"the first {characters} characters of a prompt, completion or column"] if characters else []
             about = f"To stay below {limit} this page shows {', '.join(cuts)}. The rest is in rollouts.jsonl."
-            rollouts = {phase: [[step, candidates[phase][step]] for step in steps] for phase, steps in chosen.items()}
             return {"rollouts": rollouts, "about": about if cuts else ""}
     about = f"The groups are too large for a page of {limit}: read rollouts.jsonl." if groups else ""
     return {"rollouts": {}, "about": about}
 
 
-def _spaced(steps: Sequence[int], count: int) -> list[int]:
+def _spaced(steps: Sequence[Any], count: int) -> list[Any]:
     """Returns up to `count` evenly spaced steps, with the first and the last step."""
     count = min(count, len(steps))
     return [steps[round(i * (len(steps) - 1) / max(count - 1, 1))] for i in range(count)]
@@ -272,16 +258,16 @@ def print_results(run: RunFolder, title: str, rows: Mapping[str, Mapping[str, fl
 def say_end(run: RunFolder, started: float) -> None:
     """Writes report.html, and prints its path, the numbers of programs and the time since `started`."""
     page = write_report(run.path)
-    run.console.print(f"{in_words(programs_so_far())}, {time.perf_counter() - started:.0f} s")
-    run.console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    compiled, read = programs_so_far()
+    run.say(f"{compiled} programs compiled, {read} loaded from the cache, {time.perf_counter() - started:.0f} s")
+    run.say(f"report: {page}")
 
 
 def explain_control(run: RunFolder, names: Iterable[str], *, control: str = "control") -> None:
     """Prints an explanation of the control, if it is among the names."""
     if control in names:
-        run.console.print(
-            f"{control}: same start, prompts and steps, but the reward is a coin toss. Its changes are not learning.",
-            soft_wrap=True,
+        run.say(
+            f"{control}: same start, prompts and steps, but the reward is a coin toss. Its changes are not learning."
         )
 
 
@@ -298,5 +284,5 @@ def finish(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: st
         return
     explain_control(run, rows)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
-    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+    run.say(f"SHA-256 of the trained parameters: {checksum}")
     say_end(run, started)

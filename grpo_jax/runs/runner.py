@@ -77,9 +77,6 @@ def listening(say: Callable[[str], None], leave: Callable[[int], None]) -> Itera
       say: Tells the user that the run will stop.
       leave: (number of the signal) Ends the process.
     """
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
-        yield
-        return
     heard, wake = os.pipe()
     os.set_blocking(wake, False)
     before = {number: signal.signal(number, _ignore) for number in _SIGNALS}
@@ -168,8 +165,8 @@ def run_steps(
     """
     end = steps if until is None else until
     evaluate = evaluate if logging.eval_every else None
-    phase_checkpoints = run.checkpoints(phase, keep=logging.keep_checkpoints, every=logging.checkpoint_every)
-    with between_steps() as asked_to_stop, phase_checkpoints as checkpoints:
+    every = logging.checkpoint_every or end  # the end is always saved
+    with between_steps() as asked_to_stop, run.checkpoints(phase, keep=logging.keep_checkpoints) as checkpoints:
         state, done = checkpoints.restore(initial_state, shardings)
         state = place(state)
         run.rewind(phase, done)
@@ -199,7 +196,7 @@ def run_steps(
                         with run.timed("evaluate"):
                             evaluated = evaluate(state, reached)
                     stop = asked_to_stop()
-                    save = stop or is_last or checkpoints.is_due(reached)
+                    save = stop or is_last or reached % every == 0
                     if evaluated or save:
                         read(evaluated)
                     if save:  # only after the lines that the checkpoint covers

@@ -10,13 +10,14 @@ import json
 import random
 import types
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from grpo_jax.data.coroutines import awaited
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example, Number, Reward, Turn
 from grpo_jax.errors import UsageError
@@ -59,23 +60,14 @@ def gymnasium_rows(make: Factory, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """Makes a row for each seed, with the first observation as "prompt" and the "seed".
 
     Raises:
-      UsageError: The observation is no text, or the environment has the older interface of Gym.
+      UsageError: The observation is no text.
     """
     environment = make()
     try:
-        return [{"prompt": _first(environment.reset(seed=seed)), "seed": seed} for seed in seeds]
+        first = ((seed, *environment.reset(seed=seed)) for seed in seeds)
+        return [{"prompt": _observed(observation), "seed": seed} for seed, observation, _ in first]
     finally:
         environment.close()
-
-
-def _first(returned: Any) -> str:
-    """Returns the observation in the pair that `reset` returned."""
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise UsageError(
-            f"reset of the environment returned {type(returned).__name__}, and in Gymnasium it returns an observation "
-            "and a dict: wrap one of Gym before Gymnasium"
-        )
-    return _observed(returned[0])
 
 
 def _observed(observation: Any) -> str:
@@ -101,7 +93,7 @@ def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mappin
       The rows with that prompt, and the unchanged row as "row".
 
     Raises:
-      UsageError: `reset` raised or is async, or its result cannot be appended to the prompt.
+      UsageError: `reset` raised, or its result cannot be appended to the prompt.
     """
 
     def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +105,6 @@ def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mappin
             raise UsageError(
                 f"reset of the environment, called with the columns of row {number}, raised {reason}"
             ) from error
-        if inspect.isawaitable(start_text):
-            if inspect.iscoroutine(start_text):
-                start_text.close()  # otherwise Python warns that the coroutine was never awaited
-            raise UsageError("reset of the environment is async, and TRL does not wait for it: make it a plain method")
         try:
             return {**row, "prompt": _behind(row.get("prompt", ""), start_text or ""), "row": dict(row)}
         except (KeyError, TypeError, ValueError):
@@ -195,12 +183,12 @@ def trl_reward(factory: Factory, reward: Callable[..., Any] | None = None) -> Re
         pairs = list(zip(examples, completions, strict=True))
         played = [(await _played(factory, example, text.turns))[0] for example, text in pairs]
         if reward is None:
-            return [await _waited(environment.get_reward()) for environment in played]
+            return [await awaited(environment.get_reward()) for environment in played]
         rows = [_row(example) for example in examples]
         columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
         messages = [_messages(text.turns) for text in completions]
         prompts = [example["prompt"] for example in examples]
-        return list(await _waited(reward(environments=played, prompts=prompts, completions=messages, **columns)))
+        return list(await awaited(reward(environments=played, prompts=prompts, completions=messages, **columns)))
 
     return graded
 
@@ -213,7 +201,7 @@ async def _played(factory: Factory, example: Example, turns: Sequence[Turn]) -> 
         environment.reset(**_row(example))
         answer = reply_with(_methods(environment))
         for turn in turns:
-            reply = await _waited(answer(example, [turn], ()))
+            reply = await awaited(answer(example, [turn], ()))
         return environment, reply
 
     return await _with_draws_for(_row(example), play())
@@ -237,16 +225,12 @@ def reward_of_factory(*, factory: str) -> Reward:
     """Returns `trl_reward` of the class named by a text. Child processes call this function.
 
     Raises:
-      UsageError: The class has no `get_reward`, or cannot be called.
+      UsageError: The class has no `get_reward`.
     """
-    methods = load_factory(factory)
-    try:
-        has_reward = callable(getattr(methods(), "get_reward", None))
-    except Exception as error:
-        raise UsageError(f"{factory} cannot be called: {type(error).__name__}: {error}") from error
-    if not has_reward:
+    make = load_factory(factory)
+    if not callable(getattr(make(), "get_reward", None)):
         raise UsageError(f"{factory} has no get_reward: give --reward")
-    return trl_reward(methods)
+    return trl_reward(make)
 
 
 def _row(example: Example) -> Mapping[str, Any]:
@@ -255,17 +239,12 @@ def _row(example: Example) -> Mapping[str, Any]:
 
 
 def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
-    spoken = [("assistant", turn.action, "tool", turn.observation) for turn in turns]
-    return [
-        {"role": role, "content": str(text)}
-        for action_role, action, observation_role, heard in spoken
-        for role, text in ((action_role, action), (observation_role, heard))
-        if text is not None
-    ]
-
-
-async def _waited(value: Awaitable[Any] | Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+    messages = []
+    for turn in turns:
+        messages.append({"role": "assistant", "content": str(turn.action)})
+        if turn.observation is not None:
+            messages.append({"role": "tool", "content": str(turn.observation)})
+    return messages
 
 
 # ---- random draws of TRL environments
@@ -277,22 +256,18 @@ def _draws_of(row: Mapping[str, Any]) -> list[Any]:
     return [random.Random(seed).getstate(), np.random.RandomState(seed).get_state()]
 
 
-def _swap_draws(draws: list[Any]) -> None:
-    """Exchanges the states of Python's and NumPy's global generators with those in the list."""
-    now = [random.getstate(), np.random.get_state()]
-    random.setstate(draws[0])
-    np.random.set_state(draws[1])
-    draws[:] = now
-
-
 @contextmanager
 def _drawing(draws: list[Any]) -> Iterator[None]:
     """Runs the block with the generators in these states, and then stores their new states in the list."""
-    _swap_draws(draws)
+    before = random.getstate(), np.random.get_state()
+    random.setstate(draws[0])
+    np.random.set_state(draws[1])
     try:
         yield
     finally:
-        _swap_draws(draws)
+        draws[:] = random.getstate(), np.random.get_state()
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 @types.coroutine

@@ -107,7 +107,6 @@ def text_task(
     num_prompts: int,
     seed: int,
     reward: Reward | Rewards,
-    open_ended: bool = False,
     answer: Answer | None = None,
     **encoding: Any,
 ) -> Task:
@@ -125,7 +124,6 @@ def text_task(
       seed: The seed of the order of prompts.
       reward: One reward function, or several by name. An example has all columns of its row, with the encoded text as
         "prompt" (which replaces a column of that name).
-      open_ended: True if completions are meant to be cut at max_tokens.
       answer: Extracts the answer that completions of a prompt vote on, such as `rewards.builtin.number_vote`. None:
         there is no vote.
       encoding: Further options of `encode_rows`.
@@ -160,7 +158,6 @@ def text_task(
         eos_ids=eos_ids,
         pad_id=pad_id,
         vocab_size=vocab_size,
-        open_ended=open_ended,
         notes=notes,
         answer=answer,
         prompt_widths=choose_widths([*lengths, width]),

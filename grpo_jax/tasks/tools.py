@@ -156,26 +156,16 @@ def count_calls(completion: Completion) -> dict[str, float]:
 # ---- tools named on a command line
 
 
-def parse_tools(text: str) -> tuple[str, list[str]]:
-    """Splits "file.py:f,g" into the file or module and the names of its functions.
-
-    Raises:
-      UsageError: The text does not have this form.
-    """
-    place, _, names = text.rpartition(":")
-    parts = [name.strip() for name in names.split(",")]
-    if not place or not all(name.isidentifier() for name in parts):
-        raise UsageError(f"the tools {text!r} must be path/to/file.py:function,function or package.module:function")
-    return place, parts
-
-
 def load_tools(text: str) -> dict[str, Callable[..., Any]]:
     """Loads the functions named by a text such as "file.py:f,g", and returns them by name.
 
     Raises:
-      UsageError: A function cannot be loaded.
+      UsageError: The text does not have this form, or a function cannot be loaded.
     """
-    place, names = parse_tools(text)
+    place, _, after = text.rpartition(":")
+    names = [name.strip() for name in after.split(",")]
+    if not place or not all(name.isidentifier() for name in names):
+        raise UsageError(f"the tools {text!r} must be path/to/file.py:function,function or package.module:function")
     module = import_place("tool", place, text)  # once, so that tools of one file share its state
     return {name: load("tool", f"{place}:{name}", module=module) for name in names}
 

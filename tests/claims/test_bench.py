@@ -1,4 +1,4 @@
-"""Runs of the questions: kept on disk, shared, continued with more seeds; and each question's script."""
+"""Checks that runs of the questions are kept, shared and continued with more seeds, and each question's file."""
 
 import json
 import subprocess
@@ -28,11 +28,12 @@ INIT = jax.jit(decoder_policy(TINY.model).init)
 
 
 def test_runs_are_kept_and_more_seeds_are_new_runs(tmp_path, monkeypatch):
-    """With a program that does not train: a run's rewards are its seed, and its scores a hundred learning rates."""
-    done = list[int]()
+    """Runs a program that does not train: rewards are the seed, and scores a hundred times the learning rate."""
+    done, draws = list[int](), list[float]()
 
     def run_all(params, prompts, heldout, seeds, numbers):
         done.extend(seeds)
+        draws.extend(numbers.get("draw", ()))
         rewards = np.tile(np.array(seeds, float)[:, None], 4)
         scores = np.ones((len(seeds), 3, *heldout.counted.shape)) * 100
         scores *= numbers["learning_rate"].reshape(-1, 1, 1, 1, 1)
@@ -43,16 +44,18 @@ def test_runs_are_kept_and_more_seeds_are_new_runs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Bench, "_compile", program)
     settings = {COIN: make_setting(TINY, coin=1.0), "fast": make_setting(TINY, learning_rate=0.01)}
+    settings["shifted"] = make_setting(TINY, shift=2.0)
     bench = Bench(Config(preset="smoke", run_dir=tmp_path))
     first = bench.runs(settings)
     assert set(done) == {0, 1}
+    assert {0.0, 1.0} <= set(draws)  # each seed shifts prompts anew
     done.clear()
     files = {file: file.stat().st_mtime_ns for file in (bench.run.path / "runs").iterdir()}
-    assert len(files) == 4
+    assert len(files) == 6
     more = Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=3)).runs(settings)
     assert set(done) == {2}
     assert {file: file.stat().st_mtime_ns for file in files} == files
-    assert len(list((bench.run.path / "runs").iterdir())) == 6
+    assert len(list((bench.run.path / "runs").iterdir())) == 9
     for name, runs in first.items():
         assert runs.scores.shape == (2, 3, 16, benches.SAMPLES + 1)
         np.testing.assert_array_equal(more[name].scores[:2], runs.scores)
@@ -61,32 +64,12 @@ def test_runs_are_kept_and_more_seeds_are_new_runs(tmp_path, monkeypatch):
     assert not np.any(np.isclose(more[COIN].scores, 1))
 
 
-def test_prompts_are_shifted_anew_by_each_seed(tmp_path):
-    bench = Bench(Config(preset="smoke", run_dir=tmp_path))
-    seen = []
-
-    def run_all(params, prompts, heldout, seeds, numbers):
-        seen.append(numbers["draw"].tolist())
-        return np.zeros(2)
-
-    setting = make_setting(TINY, shift=2.0)
-    bench._programs[bench.program(setting), 2] = (run_all, None)
-    bench.histories([(setting, 0), (setting, 1)], 2)
-    assert seen == [[0.0, 1.0]]
-
-
 def test_a_run_that_diverged_has_the_floor_from_there_on():
     scores = np.ones((3, 2, 8))  # evaluations at steps 0, 5 and 10
     diverged = np.arange(10) >= 7
     np.testing.assert_array_equal(benches.with_floor(scores, diverged).mean((1, 2)), [1, 1, 0])
     several = np.ones((3, 2, 8, 3))  # of several numbers the first is the score
     np.testing.assert_array_equal(benches.with_floor(several, diverged)[2, 0, 0], [0, 1, 1])
-
-
-def test_only_what_makes_runs_counts_as_their_code():
-    names = {file.name for file in benches._sources()}
-    assert {"whole_run.py", "update.py", "sampler.py", "testbeds.py", "bench.py", "presets.py", "letters.py"} <= names
-    assert not {"questions.py", "verdicts.py", "reproduce.py", "report.py", "hh_rlhf.py", "pages.py"} & names
 
 
 def test_seeds_and_folders(tmp_path):
@@ -150,19 +133,19 @@ def test_sizes_of_a_setting_follow_the_preset():
     assert options["staleness"] == 59  # at most one less than there are steps
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("title = ", "is no question"),
-        ("title = 'a'\ntext = 'b'\ndrawn = []\nsetings = {}", "setings"),
-        ("title = 'a'", "text"),
-        (
-            "title = 'a'\ntext = 'b'\ndrawn = []\n[[also]]\nsource = ''\nwords = ''\nmeasure = ''\ncolumn = 'c'\n"
-            "rows = ['none']",
-            r"compares none: name it in \[settings\]",
-        ),
-    ],
-)
+UNFIT_QUESTIONS = [
+    ("title = ", "is no question"),
+    ("title = 'a'\ntext = 'b'\ndrawn = []\nsetings = {}", "setings"),
+    ("title = 'a'", "text"),
+    (
+        "title = 'a'\ntext = 'b'\ndrawn = []\n[[also]]\nsource = ''\nwords = ''\nmeasure = ''\ncolumn = 'c'\n"
+        "rows = ['none']",
+        r"compares none: name it in \[settings\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), UNFIT_QUESTIONS)
 def test_a_question_that_does_not_fit_is_refused(tmp_path, text, reason):
     (tmp_path / "it.toml").write_text(text)
     with refused(reason):

@@ -1,13 +1,18 @@
-"""Claims that arithmetic settles, each checked on the library's own functions."""
+"""Checks claims that arithmetic settles on the library's own functions."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from costs import bytes_held, operations
 
-from experiments.claims.bench import make_setting
 from experiments.claims.questions import FACTS
+from experiments.claims.testbeds import ARITHMETIC
 from grpo_jax import functional as F
+from grpo_jax.devices import update_flops
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.planning.memory import Shape, estimate
+from grpo_jax.rl.ppo import add_critic
 
 REWARDS = jnp.array([0.1, 0.9, 0.4, 0.3, 0.7, 0.2, 0.8, 0.55])
 ZERO_ONE = jnp.array([0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0])
@@ -68,24 +73,32 @@ def leave_one_out():
     return np.allclose(F.leave_one_out_advantages(REWARDS), 8 / 7 * F.centered_advantages(REWARDS), atol=1e-6)
 
 
-PAID = {"num_prompts": 32, "prompt_tokens": 6}  # additions
+def operations(critic, num_prompts, group_size):
+    """Operations of a step of additions: sampling, the reference, a critic's values, and the update."""
+    params = jax.eval_shape(decoder_policy(ARITHMETIC.model).init, jax.random.key(0))
+    params = jax.eval_shape(partial(add_critic, ARITHMETIC.model), params) if critic else {"policy": params}
+    size = {role: sum(leaf.size for leaf in jax.tree.leaves(tree)) for role, tree in params.items()}
+    tokens = num_prompts * (6 + group_size * ARITHMETIC.max_tokens)  # a group's prompt of 6 tokens counts once
+    scored = 2.0 * tokens * (2 * size["policy"] + size.get("critic", 0))  # two operations a parameter and token
+    return scored + update_flops(params, None, tokens)
 
 
 def compute():
-    share = operations(make_setting(), **PAID) / operations(make_setting(method="ppo"), **PAID)
+    share = operations(False, 32, 8) / operations(True, 32, 8)
     np.testing.assert_allclose(share, 0.56, atol=0.01)
     return 0.4 < share < 0.6
 
 
 def compute_of_groups():
-    one_a_prompt = operations(make_setting(method="ppo", group_size=1), num_prompts=8 * 32, prompt_tokens=6)
-    share = operations(make_setting(), **PAID) / one_a_prompt
+    share = operations(False, 32, 8) / operations(True, 8 * 32, 1)
     np.testing.assert_allclose(share, 0.26, atol=0.01)
     return 0.7 < share < 0.9
 
 
 def memory():
-    share = bytes_held(make_setting()) / bytes_held(make_setting(method="ppo"))
+    """Compares the bytes of trained parameters, of the optimizer, and of the reference."""
+    grpo, ppo = (estimate(ARITHMETIC.model, Shape(critic=critic)) for critic in ("none", "own"))
+    share = grpo.held / (ppo.params + ppo.optimizer + grpo.start)
     np.testing.assert_allclose(share, 0.57, atol=0.01)
     return 0.4 < share < 0.6
 

@@ -1,5 +1,6 @@
-"""What questions leave on disk, and the pages that are made of their numbers."""
+"""Checks the files that questions leave on disk, and the pages that are made of their numbers."""
 
+import itertools
 import json
 import re
 import shutil
@@ -50,8 +51,9 @@ def asked():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers, "measure", measure)
-        for draw in ("save_forest", "save_rows", "save_curves"):
-            patch.setattr(pages, draw, lambda path, *_: path.touch())
+        patch.setattr(pages, "save_forest", lambda path, *_: path.touch())
+        for module, draw in itertools.product((answers, pages), ("save_rows", "save_curves")):
+            patch.setattr(module, draw, lambda path, *_: path.touch())
         yield calls
 
 
@@ -68,15 +70,14 @@ def config(asked, tmp_path_factory):
 def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, asked):
     text = (config.out / "RESULTS-smoke.md").read_text()
     first = text[: text.index("![")]
-    assert (
-        "| GRPO or PPO, at equal samples? | No difference that matters. | [GRPO − PPO](docs/results-smoke/ppo_" in first
-    )
-    assert (
-        "All else equal, a group's mean or a critic? | Not settled; the group's mean is ahead. | [group baseline"
-        in first
-    )
-    assert "0.01 or none? | 0.01. | [β 0.01 − none](docs/results-smoke/ablate_kl.md), on the way: +0.200 [" in first
-    assert "eight updates a rollout? | No: learning is better without one." in first
+    for question, answer in (
+        ("GRPO or PPO, at equal samples", "No difference"),
+        ("a group's mean or a critic", "Not settled"),
+        ("0.01 or none", "0.01."),
+        ("eight updates a rollout", "No: "),
+    ):
+        assert re.search(rf"^\| [^|]*{question}\? \| {answer}", first, re.M), question
+    assert "[β 0.01 − none](docs/results-smoke/ablate_kl.md), on the way: +0.200 [" in first
     for target in re.findall(r"\]\(#(\w+)\)", text):
         assert f'<a id="{target}"></a>' in text
     for target in re.findall(r"\]\((docs/[^)]+)\)", text):
@@ -89,17 +90,6 @@ def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, 
     reproduce.main(config)
     assert (config.out / "RESULTS-smoke.md").read_text() == text
     assert not asked
-
-
-def test_the_pages_are_made_of_the_file_of_numbers_alone(config, asked, tmp_path):
-    written = config.out / "docs/results-smoke"
-    asked.clear()
-    reproduce.main(Config(numbers=(written / "numbers.json",), run_dir=tmp_path / "none", out=tmp_path))
-    assert not asked
-    assert not (tmp_path / "none").exists()
-    for path in written.iterdir():
-        assert (tmp_path / "docs/results-smoke" / path.name).read_bytes() == path.read_bytes()
-    assert (tmp_path / "RESULTS-smoke.md").read_text() == (config.out / "RESULTS-smoke.md").read_text()
 
 
 def test_figures_are_drawn_alike_each_time(config, tmp_path):
@@ -162,12 +152,17 @@ def lose_values(file):
     write_json(file, known)
 
 
-def test_where_values_are_lost_means_and_verdicts_make_the_same_pages(config, tmp_path):
+@pytest.mark.parametrize("lost", [False, True])
+def test_pages_are_made_of_the_file_of_numbers_also_if_it_lost_the_values_of_seeds(config, asked, tmp_path, lost):
     before = config.out / "docs/results-smoke"
     shutil.copytree(before, tmp_path / "before")
     file = tmp_path / "before/numbers.json"
-    lose_values(file)
-    reproduce.main(Config(numbers=(file,), out=tmp_path))
+    if lost:
+        lose_values(file)
+    asked.clear()
+    reproduce.main(Config(numbers=(file,), run_dir=tmp_path / "none", out=tmp_path))
+    assert not asked
+    assert not (tmp_path / "none").exists()
     first = (config.out / "RESULTS-smoke.md").read_text()
     again = (tmp_path / "RESULTS-smoke.md").read_text()
     assert again.rpartition("SHA-256")[0] == first.rpartition("SHA-256")[0]
@@ -196,32 +191,32 @@ def test_another_machine_has_a_page_and_a_link(config, other, tmp_path):
     assert text[text.index('id="every"') : text.index('id="rule"')] in before
     again = (tmp_path / "docs/results-smoke/replication.md").read_text()
     assert "; then another, " in again
-    apart = ": of 2 claims the intervals of 0 overlap, and the means of 2 are more than 1.96 standard errors apart. "
-    assert apart in again
-    assert "in at most 0% of repetitions. Verdicts: 1 different, 1 decided at first only" in again
+    for part in ("of 2 claims the intervals of 0 overlap", "1 different", "1 decided at first only"):
+        assert part in again
     row = r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| [\d.]+ \| different \|"
     assert re.search(row, again)
 
 
-@pytest.mark.parametrize(
-    ("bounds", "expected"), [((0.0, 0.1), True), ((0.1, 0.2), True), ((0.11, 0.2), False), ((-0.3, -0.21), False)]
-)
+BOUNDS = [((0.0, 0.1), True), ((0.1, 0.2), True), ((0.11, 0.2), False), ((-0.3, -0.21), False)]
+
+
+@pytest.mark.parametrize(("bounds", "expected"), BOUNDS)
 def test_intervals_overlap_where_they_share_a_point(bounds, expected):
     one, other = Interval(0.0, -0.2, 0.1), Interval(0.0, *bounds)
     assert pages.overlap(one, other) == pages.overlap(other, one) == expected
 
 
-@pytest.mark.parametrize(
-    ("first", "again", "expected"),
-    [
-        ("supported", "supported", "the same"),
-        ("supported", "contradicted", "different"),
-        ("no difference that matters", "supported", "different"),
-        ("contradicted", "undecided", "decided at first only"),
-        ("undecided", "contradicted", "decided again only"),
-        ("undecided", "undecided", "undecided in both"),
-    ],
-)
+RELATIONS = [
+    ("supported", "supported", "the same"),
+    ("supported", "contradicted", "different"),
+    ("no difference that matters", "supported", "different"),
+    ("contradicted", "undecided", "decided at first only"),
+    ("undecided", "contradicted", "decided again only"),
+    ("undecided", "undecided", "undecided in both"),
+]
+
+
+@pytest.mark.parametrize(("first", "again", "expected"), RELATIONS)
 def test_what_two_verdicts_are_to_each_other(first, again, expected):
     both = [Decision(verdict, 10, Interval(0.0, 0.0, 0.0)) for verdict in (first, again)]
     assert pages.relation(*both) == expected

@@ -1,4 +1,4 @@
-"""What single questions to the sources are made of: advantages counted up, annotators, groups."""
+"""Checks the parts of single questions: advantages by enumeration, annotators, and gradients of groups."""
 
 import itertools
 
@@ -30,34 +30,22 @@ def tree():
 
 
 def by_hand(tree, rewards, estimates):
-    """The same by loops over what begins alike."""
-    rows, sums = tree.ids.tolist(), np.zeros(5)
-    for n, probabilities in enumerate(tree.probabilities.reshape(2, -1)):
-
-        def mean(values, prefix, weights=probabilities):
-            alike = [i for i, row in enumerate(rows) if row[: len(prefix)] == list(prefix)]
-            return np.average(values[alike], weights=weights[alike]) if weights[alike].sum() else 0.0
-
+    """Computes the same from means over the completions that begin alike."""
+    sums = np.zeros(5)
+    for n, p in enumerate(tree.probabilities.reshape(2, -1)):
         for t in range(T):
-            estimate = estimates[n, :, t]
+            alive = (p > 0) & (tree.ids[:, :t] != EOS).all(1)
+            ids, weights, estimate = tree.ids[alive], p[alive], estimates[n, alive, t]
 
-            def off(prefix, t=t, n=n, mean=mean, estimate=estimate):
-                advantage = mean(rewards[n], prefix) - mean(rewards[n], prefix[:t])
-                return mean(estimate, prefix) - advantage, advantage
+            def mean(values, length, ids=ids, weights=weights):
+                alike = (ids[:, None, :length] == ids[None, :, :length]).all(-1) * weights
+                return alike @ values / alike.sum(-1)
 
-            for prefix in itertools.product(range(V), repeat=t + 1):
-                weight = sum(p for row, p in zip(rows, probabilities, strict=True) if row[: t + 1] == list(prefix))
-                if EOS in prefix[:t] or not weight:
-                    continue
-                bias, advantage = off(prefix)
-                others = [(*prefix[:t], a) for a in range(V)]
-                shares = [
-                    sum(p for row, p in zip(rows, probabilities, strict=True) if row[: t + 1] == [*x]) for x in others
-                ]
-                tilt = bias - np.average([off(x)[0] for x in others], weights=shares)
-                variance = mean((estimate - mean(estimate, prefix)) ** 2, prefix)
-                error = mean((estimate - advantage) ** 2, prefix)
-                sums += weight * np.array([bias**2, tilt**2, variance, error, advantage**2])
+            advantage = mean(rewards[n, alive], t + 1) - mean(rewards[n, alive], t)
+            bias = mean(estimate, t + 1) - advantage
+            tilt = bias - mean(bias, t)
+            errors = bias, tilt, estimate - mean(estimate, t + 1), estimate - advantage, advantage
+            sums += [weights @ error**2 for error in errors]
     return sums[:4] / sums[4]
 
 

@@ -1,4 +1,4 @@
-"""Rewards on tokens of the ablations' tasks, against those on text."""
+"""Compares rewards on tokens of the ablations' tasks with the rewards on text."""
 
 from functools import cache, partial
 

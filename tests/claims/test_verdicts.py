@@ -1,10 +1,9 @@
-"""The rule: p-values and verdicts by hand, its correction by a loop, claims that stop, and how often it is wrong."""
+"""Checks the rule of verdicts by hand, its correction by a loop, claims that stop, and how often it is wrong."""
 
 import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from experiments.claims import simulated, verdicts
 from experiments.claims.questions import BY_ID, CLAIMS, HEADLINES, Claim
@@ -22,42 +21,32 @@ def around(mean, deviation, count):
     return mean + deviation * (noise - noise.mean()) / noise.std(ddof=1)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        # A mean of 0.05 with an error of 0.1 / √4: t is 1 at 0, 1.4 at −0.02, 0.6 at 0.02. With 3 degrees of freedom.
-        (0.0, math.inf, (0.7046, 0.1955, 0.8045)),
-        (-math.inf, 0.0, (0.7046, 0.8045, 0.1955)),
-        (-0.02, 0.02, (0.7046, 0.7046, 0.5908)),  # outside on either side: twice the smaller p
-    ],
-)
+P_VALUES = [
+    # A mean of 0.05 with an error of 0.1 / √4: t is 1 at 0, 1.4 at −0.02, 0.6 at 0.02. With 3 degrees of freedom.
+    (0.0, math.inf, (0.7046, 0.1955, 0.8045)),
+    (-math.inf, 0.0, (0.7046, 0.8045, 0.1955)),
+    (-0.02, 0.02, (0.7046, 0.7046, 0.5908)),  # outside on either side: twice the smaller p
+]
+
+
+@pytest.mark.parametrize(("low", "high", "expected"), P_VALUES)
 def test_p_values_by_hand(low, high, expected):
     np.testing.assert_allclose(p_values(claim(low=low, high=high), around(0.05, 0.1, 4)), expected, atol=1e-4)
 
 
-def test_p_values_are_those_of_t_tests():
-    values = around(0.012, 0.01, 10)
-    none, supported, contradicted = p_values(claim(), values)
-    below = stats.ttest_1samp(values, 0.02, alternative="less").pvalue
-    above = stats.ttest_1samp(values, -0.02, alternative="greater").pvalue
-    assert none == pytest.approx(max(below, above))
-    assert supported == pytest.approx(stats.ttest_1samp(values, 0, alternative="greater").pvalue)
-    assert contradicted == pytest.approx(1 - supported)
+DECISIONS = [
+    (around(0.05, 0.01, 10), 0.0, math.inf, "supported"),
+    (around(-0.05, 0.01, 10), 0.0, math.inf, "contradicted"),
+    (around(0.05, 0.01, 10), -math.inf, 0.02, "contradicted"),
+    (around(0.05, 0.2, 10), 0.0, math.inf, "undecided"),
+    (around(0.004, 0.003, 10), 0.0, math.inf, "no difference that matters"),  # though it is above 0 beyond chance
+    ([0.0] * 10, 0.0, math.inf, "no difference that matters"),  # the floor of the deviation keeps t finite
+    ([0.03] * 9, 0.0, math.inf, "undecided"),  # before the first look
+    ([0.03] * 9 + [math.nan], 0.0, math.inf, "undecided"),
+]
 
 
-@pytest.mark.parametrize(
-    ("values", "low", "high", "verdict"),
-    [
-        (around(0.05, 0.01, 10), 0.0, math.inf, "supported"),
-        (around(-0.05, 0.01, 10), 0.0, math.inf, "contradicted"),
-        (around(0.05, 0.01, 10), -math.inf, 0.02, "contradicted"),
-        (around(0.05, 0.2, 10), 0.0, math.inf, "undecided"),
-        (around(0.004, 0.003, 10), 0.0, math.inf, "no difference that matters"),  # though it is above 0 beyond chance
-        ([0.0] * 10, 0.0, math.inf, "no difference that matters"),  # the floor of the deviation keeps t finite
-        ([0.03] * 9, 0.0, math.inf, "undecided"),  # before the first look
-        ([0.03] * 9 + [math.nan], 0.0, math.inf, "undecided"),
-    ],
-)
+@pytest.mark.parametrize(("values", "low", "high", "verdict"), DECISIONS)
 def test_verdicts(values, low, high, verdict):
     assert decide([claim(low=low, high=high)], {"it": values})["it"].verdict == verdict
 

@@ -3,8 +3,9 @@
 import ctypes
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 
 import jax
 import pytest
+from tiny import read_lines, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax import commands, hosts
-from grpo_jax.commands import train
+from grpo_jax.commands import evaluate, train
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.policy import decoder_policy
@@ -50,13 +52,10 @@ class Game:
 
 add = Game().add
 '''
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
 OF_PAIRS = ("reward-model", "dpo", "kto")
-
-
-def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
-    """Writes a row a line."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 def write_inputs(folder: Path) -> Path:
@@ -70,6 +69,7 @@ def write_inputs(folder: Path) -> Path:
         for j in range(8)
     ]
     write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "numbers.jsonl", [{"prompt": "1+1=", "completion": text} for text in ("2", 2)])
     (folder / "rewards.py").write_text(LOW)
     (folder / "game.py").write_text(GAME)
     return folder
@@ -83,9 +83,17 @@ def run(folder: Path, out: Path, method: str, *args: Any) -> tuple[list[dict], d
     return read_lines(out / "metrics.jsonl"), json.loads((out / "results.json").read_text())
 
 
-def read_lines(file: Path) -> list[dict]:
-    """Returns the objects of a file with one a line."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def evaluation(run_dir: Path, out: Path, *args: Any) -> dict:
+    """Evaluates a run, and returns the numbers."""
+    evaluate.main(evaluate.parse([str(arg) for arg in (run_dir, *args, "--out", out)]))
+    return json.loads((out / "numbers.json").read_text())
+
+
+def with_template(folder: Path, path: Path, template: str, name: str = "model") -> Path:
+    """Returns a copy of the model that has a chat template."""
+    shutil.copytree(folder / name, path)
+    (path / "chat_template.jinja").write_text(template)
+    return path
 
 
 @contextmanager
@@ -105,16 +113,29 @@ def without_override() -> Iterator[None]:
         assert libc.capset(header, sets) == 0
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
-    """Runs a command of the program that must end with status 2 and one sentence, which it returns."""
-    capsys.readouterr()
+def exit_status(call: Callable[[], None]) -> int:
+    """Returns the status with which a call would end its process, in which permissions of files hold."""
     with pytest.MonkeyPatch.context() as patch, without_override():
         patch.setattr(sys, "argv", ["grpo-jax"])
         patch.setattr(hosts, "leave", lambda reason, code: sys.exit(code))  # it would end the tests
-        with pytest.raises(SystemExit) as ended:
-            commands.main([str(arg) for arg in args])
+        try:
+            call()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+    return 0
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
+    """Runs a command of the program that must end with status 2 and one sentence, which it returns."""
+    capsys.readouterr()
+    status = exit_status(lambda: commands.main([str(arg) for arg in args]))
+    return read_refusal(capsys, status)
+
+
+def read_refusal(capsys: pytest.CaptureFixture[str], status: int) -> str:
+    """Returns what a command wrote, which must be one sentence of an error, and its status 2."""
     sentence = capsys.readouterr().err
-    assert ended.value.code == 2, sentence
+    assert status == 2, sentence
     assert sentence.startswith("error: ")
     assert sentence.count("\n") == 1
     return sentence

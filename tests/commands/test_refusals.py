@@ -1,23 +1,17 @@
-"""Bad input of every kind is one sentence: no traceback, no hang, and nothing accepted that makes no sense."""
+"""Checks that commands refuse bad input of every kind in one sentence, before there is a run."""
 
-import math
 import shlex
-from pathlib import Path
 
 import pytest
-from command_helpers import refusal, write_inputs, write_rows
+from command_helpers import refusal
+from tiny import STORIES, needs_data, write_rows
 
 from grpo_jax import prepare
-from grpo_jax.checks import validate_ppo
 from grpo_jax.commands import grpo
-from grpo_jax.config import PPOConfig, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
-from grpo_jax.options import option_types
 from grpo_jax.runs import flags
 
-MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
-NUMBERS = [math.nan, math.inf, -1, 10**30]
 TRAIN = "train --run-dir run --no-compilation-cache --model model"
 GRPO = f"{TRAIN} --task rows.jsonl --num-prompts 4 --max-tokens 8"
 STARTS = {
@@ -34,42 +28,32 @@ STARTS = {
 }
 # start, further arguments, words of the refusal
 REFUSED = [
-    ("train", "--critic shared", "--critic is an option of --method ppo, and the method is grpo"),
+    ("train", "--critic shared", "--critic is an option of --method ppo"),
     ("train", "--method grpo --critic_learning_rate=1", "--critic-learning-rate is an option of --method ppo"),
-    ("train", "--method sft --no-whiten", "--no-whiten is an option of --method ppo, and the method is sft"),
-    ("train", "--method sft --reward f", "--reward is an option of --method grpo and ppo, and the method is sft"),
+    ("train", "--method sft --no-whiten", "--no-whiten is an option of --method ppo"),
+    ("train", "--method sft --reward f", "--reward is an option of --method grpo and ppo"),
     ("train", "--method dpo --task f", "the method is dpo: name its rows with --data"),
     ("train", "--method sft --data f", "the method is sft: name its rows with --task"),
     ("train", "--method pop", "there is no method pop: is it ppo or dpo?"),
-    ("train", "--config none.yaml", "none.yaml cannot be read"),
-    ("", "evaluate runs/trian", "there is no folder runs/trian"),
     ("", "evaluate somewhere --task gsm8k --samples 0", "samples is 0"),
     ("", "evaluate somewhere --task gsm8k --samples 99999999999", "samples is 99999999999"),
-    ("", "evaluate somewhere --task gsm8k --seed -1", "seed is -1"),
     ("", f"evaluate somewhere --task gsm8k --seed {2**32}", f"seed is {2**32}"),
-    ("", "export no-such-run out", "no-such-run"),
-    ("", "report no-such-run", "no-such-run"),
     ("task", "--task ''", "--task is needed"),
     ("task", "", "--reward is needed for rows.jsonl"),
     ("task", "--reward 'lenght(maximum=1)'", "no built-in reward 'lenght'"),
-    ("task", "--task none.jsonl --reward 'length(maximum=1)'", "there is no none.jsonl"),
     ("grpo", "--data x", "--data belongs to"),
     ("task", "--task gsm8k --prompt-column question", "--prompt-column is for rows of your own"),
     ("task", "--task math", "--data is needed for math"),
-    ("grpo", "--max-tokens 64", "max_tokens is 64, but the model was trained on texts of up to 64 tokens"),
+    ("grpo", "--max-tokens 64", "max_tokens is 64"),
     ("grpo", f"--group-size {10**9}", "less than 2^31 tokens"),
     ("grpo", f"--lora-rank {10**30}", "lora_rank"),
     ("grpo", "--reward-memory-mb 0", "memory_mb is 0"),
-    ("grpo", "--max-turns 2", "max_turns"),
-    ("grpo", "--weight-decay nan", "weight_decay is nan"),
     ("grpo", "--stop-code 256", "stop_code is 256"),
-    ("grpo", "--teacher x", "distillation is none"),
     ("grpo", "--distillation k1", "distillation k1 needs a teacher"),
     ("grpo", "--teacher x --distillation k1 --control", "a teacher would teach it too"),
     ("episodes", "--tools game.py:add --reward exact_answer", "chat template"),
     ("episodes", "--tools game.py:none --reward exact_answer", "has no 'none'"),
     ("episodes", "--tools game.py:add --environment game.py:make", "give one of them"),
-    ("episodes", "--tools game.py:add --environment-factory game.py:Game", "give one of them"),
     ("episodes", "--environment-factory game.py:Game", "chat template"),
     ("episodes", "--environment-factory game.py:Nobody", "has no 'Nobody'"),
     ("episodes", "--environment-factory game.py:add", "environment_factory cannot be called"),
@@ -77,97 +61,51 @@ REFUSED = [
     ("episodes", "--environment game.py:make", "environment_tokens is 0"),
     ("episodes", "--environment game.py:nobody --environment-tokens 9", "has no 'nobody'"),
     ("sft", "--task ''", "--task is needed"),
-    ("sft", "--task gsm8k", "gsm8k is a task of rewards"),
-    ("sft", "--task numbers.jsonl", "numbers.jsonl, line 2: column completion holds a number"),
+    ("sft", "--task numbers.jsonl", "numbers.jsonl, line 2: column completion"),
     ("sft", "--completion-column answer", "set --completion-column"),
-    ("sft", "--completion-column prompt", "--completion-column names the column of the prompt"),
     ("sft", "--max-tokens 1", "no completion is left"),
     ("sft", "--num-rows 99", "a step of 99 rows"),
     ("sft", "--steps 0", "steps is 0"),
     ("sft", "--quantize int8", "quantize int8"),
     ("sft", "--teacher DIR", "distillation is none"),
-    ("sft", "--distillation jsd", "distillation jsd needs a teacher"),
-    ("sft", "--nll-coef 1", "nll_coef is 1.0, but distillation is none"),
-    ("sft", "--distillation-top-k 4", "distillation_top_k is 4, but distillation is none"),
     ("taught", "--nll-coef nan", "nll_coef is nan"),
-    ("taught", "--distillation reverse_kl --distillation-beta 0.3", "reverse_kl has no mixture"),
     ("taught", "--distillation-top-k 99", "top_k is 99, but the model has"),
     ("taught", "--num-rows 12 --microbatches 2 --devices 8 --fsdp 4", "multiple of microbatches x data x fsdp"),
     ("dpo", "--data ''", "--data is needed"),
-    ("dpo", "--tau 0.5", "tau is no constant of --preference-loss dpo: leave it out, or choose ipo"),
+    ("dpo", "--tau 0.5", "tau is no constant of --preference-loss dpo"),
     ("dpo", "--preference-loss simpo --label-smoothing 0.1", "choose dpo or robust or length-normalized"),
     ("dpo", "--preference-loss robust --label-smoothing 0.5", "label_smoothing is 0.5"),
-    ("dpo", "--preference-loss simpo --gamma -1", "gamma is -1.0"),
-    ("dpo", "--beta nan", "beta is nan"),
     ("dpo", "--num-pairs 99", "num_pairs is 99, but there are"),
     ("dpo", "--max-tokens 1", "no pair is left"),
     ("dpo", "--heldout-share 0", "0 are held out"),
-    ("dpo", "--heldout-share 2", "heldout_share is 2.0"),
-    ("dpo", "--steps 0", "steps is 0"),
-    ("dpo", "--seed -1", "seed is -1"),
-    ("kto", "--data ''", "--data is needed"),
     ("kto", "--beta 0", "beta is 0.0"),
-    ("kto", "--desirable-weight -1", "desirable_weight is -1.0"),
     ("kto", "--desirable-weight 0 --undesirable-weight 0", "so nothing is learned"),
     ("kto", "--num-completions 999", "num_completions is 999, but there are"),
-    ("kto", "--max-tokens 1", "no completion is left"),
-    ("kto", "--heldout-share 0", "0 are held out"),
-    ("reward-model", "--center-coef inf", "center_coef is inf"),
     ("reward-model", "--bins 0", "bins is 0"),
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = write_inputs(tmp_path_factory.mktemp("refusals"))
-    write_rows(folder / "numbers.jsonl", [{"prompt": "1+1=", "completion": text} for text in ("2", 2)])
-    return folder
-
-
 @pytest.mark.parametrize(("start", "args", "words"), REFUSED, ids=[" ".join(row[:2]) for row in REFUSED])
-def test_what_cannot_work_is_refused_before_there_is_a_run(folder, monkeypatch, capsys, start, args, words):
-    monkeypatch.chdir(folder)
+def test_what_cannot_work_is_refused_before_there_is_a_run(folder, capsys, start, args, words):
     assert words in refusal(capsys, *STARTS[start].split(), *shlex.split(args))
     assert not (folder / "run").exists()
 
 
 def test_a_run_that_does_not_fit_into_memory_is_refused_before_it_begins(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
     monkeypatch.setattr(prepare, "memory_limit", lambda devices: 2**14)
     assert "the run needs about" in refusal(capsys, *STARTS["grpo"].split())
     assert not (folder / "run").exists()
 
 
-def test_no_option_takes_what_is_no_number():
-    """NaN nowhere; infinity where it means no bound; whole numbers that counters can hold."""
-    unbounded = {"max_grad_norm", "epsilon_low", "epsilon_high", "value_clip"}
-    for name, hint in option_types(PPOConfig).items():
-        if not {"float", "int"} & set(str(hint).replace("<class '", "").replace("'>", "").split(" | ")):
-            continue
-        for value in NUMBERS:
-            if "float" not in str(hint) and not isinstance(value, int):
-                continue
-            try:
-                validate_ppo(with_options(PPOConfig(), **{name: value}))
-            except UsageError as error:
-                assert "\n" not in str(error), (name, value)  # noqa: PT017
-                continue
-            assert not math.isnan(value), name
-            assert math.isfinite(value) or name in unbounded, name
-            assert value >= 0 or name in ("temperature_spread", "devices"), (name, value)
-            assert "float" in str(hint) or value < 2**32, (name, value)
-
-
-@pytest.mark.skipif(not MODEL.exists(), reason="needs the stories260K model")
+@needs_data
 def test_a_prompt_of_a_million_characters_is_bounded_by_the_model_and_counted(tmp_path):
     texts = [f"Once there was a {animal}." for animal in ("cat", "dog", "bird", "fish", "bear", "frog")]
-    rows = write_rows(
-        tmp_path / "rows.jsonl", [{"prompt": text} for text in (*texts, "Once there was a cat. " * 50_000)]
-    )
-    given = ["--model", MODEL, "--task", rows, "--reward", "length(maximum=3)", "--max-tokens", 12]
+    texts.append("Once there was a cat. " * 50_000)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": text} for text in texts])
+    given = ["--model", STORIES, "--task", rows, "--reward", "length(maximum=3)", "--max-tokens", 12]
     given += ["--num-prompts", 2, "--run-dir", tmp_path / "run"]
     config = flags.parse(grpo.Config, None, [str(arg) for arg in given])
-    with grpo.task_of(config, load_pretrained(MODEL)) as task:
+    with grpo.task_of(config, load_pretrained(STORIES)) as task:
         assert task.prompts(0).ids.shape[1] <= 500  # 512 of the model, less 12
         assert "1 longer than 500 tokens" in " ".join(task.notes)
 

@@ -1,22 +1,22 @@
-"""Rows, rewards and environments of a user's files, from the command line to a table; and graders that misbehave."""
+"""Checks rows, rewards and environments of a user's files from the command line to a table, and graders that fail."""
 
-import json
 import shutil
 import time
 
 import numpy as np
 import pytest
-from command_helpers import read_lines, refusal, run, write_inputs, write_rows
+from command_helpers import TEMPLATE, evaluation, refusal, run, with_template
 from safetensors.numpy import load_file, save_file
+from tiny import read_lines, refused, write_rows
 
 from grpo_jax.commands import evaluate
-from grpo_jax.errors import UsageError
 
 pytestmark = pytest.mark.slow
 SMALL = ("--num-prompts", 4, "--group-size", 4, "--max-tokens", 8, "--steps", 2, "--eval-every", 1, "--seed", 3)
 SMALL += ("--num-heldout", 4)
 ROOM = ("--max-turns", 3, "--environment-tokens", 20)
 LOW = ("--reward", "rewards.py:low")
+SAMPLED = ("--samples", 3, "--seed", 3)
 REWARDS = """
 import math, os, time
 def low(rows, texts): return [sum(map(text.count, '01234')) / 8 for text in texts]
@@ -33,32 +33,12 @@ def prints(rows, texts):
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = write_inputs(tmp_path_factory.mktemp("train"))
+def inputs(inputs, tmp_path_factory):
+    folder = shutil.copytree(inputs, tmp_path_factory.mktemp("train") / "inputs")
     (folder / "rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"{i}+{j}=", "digit": str(i)} for i in range(4) for j in range(4)]
     write_rows(folder / "rows.jsonl", rows)
     return folder
-
-
-@pytest.fixture
-def folder(inputs, monkeypatch):
-    monkeypatch.chdir(inputs)
-    return inputs
-
-
-def evaluation(run_dir, out, *args):
-    """Evaluates a run, and returns the numbers."""
-    evaluate.main(evaluate.parse([str(arg) for arg in (run_dir, "--samples", 3, "--seed", 3, "--out", out, *args)]))
-    return json.loads((out / "numbers.json").read_text())
-
-
-def with_chat_template(folder, path):
-    """Copies the model, with prompts that begin with the names of tools."""
-    shutil.copytree(folder / "model", path)
-    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
-    (path / "chat_template.jinja").write_text(template + "{% for m in messages %}{{ m.content }}{% endfor %}")
-    return path
 
 
 def test_rows_and_rewards_of_files_then_the_checkpoint_evaluated_alone(folder, tmp_path, capsys):
@@ -75,12 +55,12 @@ def test_rows_and_rewards_of_files_then_the_checkpoint_evaluated_alone(folder, t
     assert "held-out prompts" in capsys.readouterr().out
 
     # The task and the length are the run's; how many prompts are sampled at once makes no difference.
-    numbers = evaluation(tmp_path / "run", tmp_path / "out", "--num-prompts", 3)
+    numbers = evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, "--num-prompts", 3)
     assert (numbers["options"]["task"], numbers["options"]["step"]) == (str(folder / "rows.jsonl"), 2)
     after = {name: value for name, value in results["after"].items() if not name.startswith("change")}
     assert {name: numbers[name] for name in after} == pytest.approx(after, abs=1e-6, nan_ok=True)
-    with pytest.raises(UsageError, match="leave out --num-heldout"):
-        evaluation(tmp_path / "run", tmp_path / "out", "--num-heldout", 9)
+    with refused("leave out --num-heldout"):
+        evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, "--num-heldout", 9)
     other = evaluate.parse([str(tmp_path / "run"), "--task", "other.jsonl", "--temperature", "0.5"])
     assert (other.task, other.reward, other.max_tokens, other.temperature) == ("other.jsonl", (), 8, 0.5)
 
@@ -114,12 +94,12 @@ def test_an_environment_of_a_file_trains_and_is_evaluated(folder, tmp_path, caps
         assert max(map(abs, turns)) == len(rewards)
         replies = "".join(part for part, turn in zip(texts, turns, strict=True) if turn < 0)
         assert replies.count(f"={group['columns']['digit']}=") == sum(turn < 0 for turn in {*turns})
-    numbers = evaluation(tmp_path / "run", tmp_path / "out")
+    numbers = evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED)
     assert numbers["avg"] == pytest.approx(results["after"]["avg"], abs=1e-6)
 
 
 def test_a_class_written_for_trl_gives_prompts_and_rewards(folder, tmp_path):
-    model = with_chat_template(folder, tmp_path / "model")
+    model = with_template(folder, tmp_path / "model", TEMPLATE)
     options = ("--model", model, "--environment-factory", "game.py:Game", *ROOM, "--steps", 1, "--eval-every", 0)
     run(folder, tmp_path / "run", "grpo", *SMALL, *options)
     for group in read_lines(tmp_path / "run/rollouts.jsonl"):
@@ -131,12 +111,12 @@ def test_a_class_written_for_trl_gives_prompts_and_rewards(folder, tmp_path):
 
 def test_a_run_continues_with_the_same_tools_only_and_an_evaluation_needs_room_for_replies(folder, tmp_path, capsys):
     tools = shutil.copy(folder / "game.py", tmp_path / "tools.py")
-    options = ("--model", with_chat_template(folder, tmp_path / "model"), "--tools", f"{tools}:add", *ROOM)
+    options = ("--model", with_template(folder, tmp_path / "model", TEMPLATE), "--tools", f"{tools}:add", *ROOM)
     lines, _ = run(folder, tmp_path / "run", "grpo", *SMALL, *LOW, *options, "--steps", 1, "--eval-every", 0)
     assert lines[-1]["environment_calls"] == 0
     assert read_lines(tmp_path / "run/rollouts.jsonl")[0]["prompt"].startswith("add")
-    with pytest.raises(UsageError, match="environment_tokens is 0"):
-        evaluation(tmp_path / "run", tmp_path / "out", "--environment-tokens", 0)
+    with refused("environment_tokens is 0"):
+        evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, "--environment-tokens", 0)
     tools.write_text(tools.read_text().replace("return a + 1", "return a + 2"))
     assert "source of the environment" in refusal(capsys, "train", "--resume", "--run-dir", tmp_path / "run")
 

@@ -1,4 +1,4 @@
-"""Async functions that are called in this process: what they keep between calls works in the next one."""
+"""Checks async functions that are called in this process: their tasks and connections work in the next call."""
 
 import asyncio
 import subprocess
@@ -47,22 +47,17 @@ def replies_of_two_calls():
 EXPECTED = [[Reply("2"), Reply("12")], [Reply("3"), Reply("13")]]
 
 
-def test_a_client_is_kept_between_calls():
-    assert replies_of_two_calls() == EXPECTED
-
-
-def test_a_client_is_kept_between_calls_within_a_running_loop():
+def test_a_client_is_kept_between_calls_also_within_a_running_loop():
     async def notebook():
         return replies_of_two_calls()
 
-    assert asyncio.run(notebook()) == EXPECTED
+    assert replies_of_two_calls() == asyncio.run(notebook()) == EXPECTED
 
 
 def test_what_a_client_left_waiting_ends_with_the_program():
     # The collector may find a client that nothing refers to before the program ends, and Python then says so.
     lines = "import asyncio, gc, tests.data.test_coroutines as t\ngc.disable()\n"
-    lines += "t.test_a_client_is_kept_between_calls()\n"
-    lines += "t.test_a_client_is_kept_between_calls_within_a_running_loop()\n"
+    lines += "t.test_a_client_is_kept_between_calls_also_within_a_running_loop()\n"
     root = Path(__file__).parents[2]
     command = [sys.executable, "-X", "dev", "-c", lines]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=True)

@@ -1,9 +1,7 @@
-"""Rows of preferences and ratings that are refused, with their line."""
-
-import json
+"""Checks that rows of preferences and ratings are refused with their line."""
 
 import pytest
-from tiny import refused
+from tiny import refused, write_rows
 
 from grpo_jax.commands.sft import Config, read_completions
 from grpo_jax.data.preferences import read_preferences, read_ratings
@@ -27,26 +25,22 @@ def read_texts(file):
     return read_completions(Config(task=str(file)))
 
 
-@pytest.mark.parametrize(
-    ("read", "row", "change", "words"),
-    [
-        *(
-            (read, row, {"prompt": [USER, message]}, words)
-            for read, row in ((read_preferences, PAIR), (read_ratings, PAIR), (read_ratings, RATED))
-            for message, words in MESSAGES
-        ),
-        *(
-            (read_preferences, PAIR | {"margin": 3e38}, {"margin": margin}, "margin should hold a finite number")
-            for margin in MARGINS
-        ),
-        (read_preferences, PAIR, {"chosen": HALF}, "column chosen holds half of a surrogate pair"),
-        (read_preferences, PAIR, {"rejected": HALF}, "column rejected holds half of a surrogate pair"),
-        (read_ratings, RATED, {"completion": HALF}, "column completion holds half of a surrogate pair"),
-        (read_texts, {"prompt": "Hi", "completion": "a"}, {"completion": HALF}, "completion holds half of a surrogate"),
-    ],
-)
+BAD_ROWS = [
+    *(
+        (read, row, {"prompt": [USER, message]}, words)
+        for read, row in ((read_preferences, PAIR), (read_ratings, PAIR), (read_ratings, RATED))
+        for message, words in MESSAGES
+    ),
+    *((read_preferences, PAIR | {"margin": 3e38}, {"margin": margin}, "margin should hold") for margin in MARGINS),
+    (read_preferences, PAIR, {"chosen": HALF}, "column chosen holds half of a surrogate pair"),
+    (read_preferences, PAIR, {"rejected": HALF}, "column rejected holds half of a surrogate pair"),
+    (read_ratings, RATED, {"completion": HALF}, "column completion holds half of a surrogate pair"),
+    (read_texts, {"prompt": "Hi", "completion": "a"}, {"completion": HALF}, "completion holds half of a surrogate"),
+]
+
+
+@pytest.mark.parametrize(("read", "row", "change", "words"), BAD_ROWS)
 def test_a_row_that_cannot_be_learned_is_refused_with_its_line(tmp_path, read, row, change, words):
-    rows = [row, row | change]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(tmp_path / "rows.jsonl", [row, row | change])
     with refused(rf"rows.jsonl, line 2: .*{words}"):
-        read(tmp_path / "rows.jsonl")
+        read(file)

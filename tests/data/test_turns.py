@@ -1,15 +1,13 @@
-"""Replies as tokens: what a chat template puts around them, and text that stays text."""
-
-from pathlib import Path
+"""Checks replies as tokens: a chat template's delimiters around them, and text that stays text."""
 
 import pytest
 import tokenizers
+from tiny import DATA, needs_data, refused
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from grpo_jax.data.episodes import delimiters, reply_encoder
-from grpo_jax.errors import UsageError
 
-PHI3 = Path(__file__).parents[2].parent / "shared/data/hf-tokenizers/phi-3-mini"
+PHI3 = DATA / "hf-tokenizers/phi-3-mini"
 # As that of Qwen: a tool's result is a user's turn.
 CHATML = (
     "{% for m in messages %}<|im_start|>"
@@ -35,7 +33,6 @@ def tokenizer():
 def test_delimiters_are_those_of_the_template(tokenizer):
     user, tool = (delimiters(tokenizer, (tokenizer.eos_token_id,), (role,)) for role in ("user", "tool"))
     assert tokenizer.decode(user[0]) == "\n<|im_start|>user\n"
-    assert tokenizer.decode(user[1]) == tokenizer.decode(tool[1])[-len("<|im_end|>\n<|im_start|>assistant\n") :]
     assert tokenizer.decode(user[1]) == "<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(tool[0]) == "\n<|im_start|>user\n<tool_response>\n"
     assert tokenizer.decode(tool[1]) == "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -74,12 +71,12 @@ def test_without_a_template_nothing_is_put_around(tokenizer):
 def test_a_template_may_lack_a_role(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] if m['role'] != 'tool' }}#{% endfor %}"
     assert tokenizer.decode(delimiters(tokenizer, (1,), ("tool", "user"))[0]) == "#"
-    with pytest.raises(UsageError, match="no turn of the role tool"):
+    with refused("no turn of the role tool"):
         delimiters(tokenizer, (1,), ("tool",))
     tokenizer.chat_template = CHATML
 
 
-@pytest.mark.skipif(not PHI3.exists(), reason="needs the shared tokenizers")
+@needs_data
 def test_a_published_template():
     phi = AutoTokenizer.from_pretrained(PHI3)
     end = phi.convert_tokens_to_ids("<|end|>")

@@ -1,7 +1,6 @@
-"""The same run through a server that runs our own sampler, and without it."""
+"""Compares runs through a server, which runs our own sampler, with the same runs without it."""
 
 import dataclasses
-import json
 from functools import cache, partial
 from pathlib import Path
 
@@ -9,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 from server import Server
-from tiny import refused
+from tiny import STORIES, digit_prompts, digit_task, needs_data, read_lines, refused, write_rows
 
 from grpo_jax.commands import grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
-from grpo_jax.data.types import Prompts, pad_prompts, rng
+from grpo_jax.data.types import pad_prompts
 from grpo_jax.engines.sampler import sampler_of, seed_of
 from grpo_jax.errors import Interruption
 from grpo_jax.models import huggingface, peft, weights
@@ -27,26 +26,46 @@ from grpo_jax.rl.source import completion_numbers, make_sampler
 from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 
-MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 V, EOS, PAD, P = 8, 6, 7, 3
 SHAPE = ModelConfig(V, 8, 16, 1, 2, 1, 4, initializer_range=0.5)
 POLICY = decoder_policy(SHAPE)
 CONFIG = recipe(steps=4, num_prompts=4, group_size=4, max_tokens=3, learning_rate=5e-2, rollouts_every=1)
 
 
-def prompts(step: int) -> Prompts:
-    tokens = rng(step).integers(0, 6, (4, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=P, pad_id=PAD)
-
-
 def says_three(examples, completions):
     return [text.count("3") / 3 for text in completions]
 
 
-TASK = Task(prompts, says_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+def samples(sampler, load, load_adapter, draw, width):
+    """Returns a sampler as a server calls it.
+
+    Args:
+      sampler: Our sampler.
+      load: folder -> the parameters in it, if it holds no adapters.
+      load_adapter: folder -> the parameters with the adapters in it.
+      draw: the seed of a request -> the noise and the number of its completion.
+      width: The width of prompts.
+    """
+
+    @cache
+    def read(folder):
+        is_adapter = (Path(folder) / "adapter_config.json").exists()
+        return (load_adapter if is_adapter else load)(Path(folder))
+
+    def sample(folder, body):
+        prompt = pad_prompts([body["prompt"]], [{}], width=width, pad_id=PAD)
+        noise, number = draw(body["seed"])
+        number, temperature = np.full((1, 1), number, np.int32), np.full((1, 1), body["temperature"], np.float32)
+        out = sampler.complete(read(folder), prompt, number, temperature, noise)
+        mask = out.completion_mask[0, 0]
+        return out.completion_ids[0, 0][mask].tolist(), out.sampler_logprobs[0, 0][mask].tolist()
+
+    return sample
+
+
+TASK = digit_task(says_three, partial(digit_prompts, count=4))
 PRETRAINED = huggingface.Pretrained(SHAPE, {}, None, (EOS,), None)
 OWN = make_sampler(POLICY, TASK, CONFIG.sampling)
 
@@ -63,32 +82,11 @@ def numbered():
     return {seed_of(noise, n): (noise, n) for noise in draws for n in completion_numbers(CONFIG.sampling).ravel()}
 
 
-class Samples:
-    """Our sampler, as the server calls it."""
-
-    def __init__(self, base, numbered):
-        self.base, self.numbered, self.read = base, numbered, {}
-
-    def __call__(self, folder, body):
-        if folder not in self.read:
-            is_adapter = (Path(folder) / "adapter_config.json").exists()
-            load = (
-                partial(peft.load_adapter, config=SHAPE, params=self.base)
-                if is_adapter
-                else partial(load_params, config=SHAPE)
-            )
-            self.read[folder] = load(Path(folder))
-        prompt = pad_prompts([body["prompt"]], [{}], width=P, pad_id=PAD)
-        noise, number = self.numbered[body["seed"]]
-        temperature = np.full((1, 1), body["temperature"], np.float32)
-        out = OWN.complete(self.read[folder], prompt, np.full((1, 1), number, np.int32), temperature, noise)
-        mask = out.completion_mask[0, 0]
-        return out.completion_ids[0, 0][mask].tolist(), out.sampler_logprobs[0, 0][mask].tolist()
-
-
 @pytest.fixture
 def server(params, numbered):
-    server = Server(Samples(params, numbered), TASK.decode, (EOS,))
+    load = partial(load_params, config=SHAPE)
+    load_adapter = partial(peft.load_adapter, config=SHAPE, params=params)
+    server = Server(samples(OWN, load, load_adapter, numbered.__getitem__, P), TASK.decode, (EOS,))
     yield server
     server.stop()
 
@@ -126,10 +124,13 @@ def whole(params, tmp_path_factory):
     return of_rank
 
 
-@pytest.mark.parametrize(
-    ("kind", "rank"),
-    [("vllm", 0), *(pytest.param(*x, marks=pytest.mark.slow) for x in [("sglang", 0), ("vllm", 2), ("sglang", 2)])],
-)
+SERVERS = [
+    ("vllm", 0),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in [("sglang", 0), ("vllm", 2), ("sglang", 2)]),
+]
+
+
+@pytest.mark.parametrize(("kind", "rank"), SERVERS)
 def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind, rank):
     start, alone, alone_run = whole(rank)
     through, run = run_of(tmp_path / "through", start, sampler_at(server, engine_kind=kind))
@@ -152,7 +153,12 @@ def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path):
 
     server = Server(one_token, TASK.decode, (EOS,))
     adapted = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)
-    inputs = prompts(0), completion_numbers(CONFIG.sampling), np.ones((4, 4), np.float32), noise_of(0, EVALUATION, 0)
+    inputs = (
+        TASK.prompts(0),
+        completion_numbers(CONFIG.sampling),
+        np.ones((4, 4), np.float32),
+        noise_of(0, EVALUATION, 0),
+    )
     try:
         sampler_at(server).complete(adapted, *inputs)
     finally:
@@ -176,7 +182,7 @@ def test_a_run_whose_server_dies_or_lies_is_saved_and_goes_on_to_the_same_end(se
     server.tamper = lambda number, answer: spoiled if number >= third else answer
     with pytest.raises(Interruption, match="the engine at"):
         run_of(tmp_path / "stopped", params, sampler_at(server, engine_timeout=3.0))
-    stopped = [json.loads(line) for line in (tmp_path / "stopped/metrics.jsonl").read_text().splitlines()]
+    stopped = read_lines(tmp_path / "stopped/metrics.jsonl")
     assert [line["step"] for line in stopped] == [1, 2]  # although checkpoints are far apart
     server.tamper = lambda number, answer: answer
     server.asked.clear()
@@ -197,37 +203,30 @@ def test_what_an_engine_does_not_do_is_refused_before_it_is_asked(params, option
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MODEL.exists(), reason="needs the stories260K model")
+@needs_data
 @pytest.mark.parametrize("method", [["--lora-rank", "2"], ["--method", "ppo"]])
 def test_the_command_trains_a_pretrained_model_through_a_server(tmp_path, method):
     rows = [{"prompt": f"Once there was a {word}", "word": word} for word in ["cat", "dog", "bear", "frog"] * 4]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = huggingface.load_pretrained(MODEL)
+    write_rows(tmp_path / "rows.jsonl", rows)
+    model = huggingface.load_pretrained(STORIES)
     task = TASK._replace(eos_ids=model.eos_ids, vocab_size=model.config.vocab_size)
     sampler = make_sampler(decoder_policy(model.config), task, with_options(CONFIG, max_tokens=8).sampling)
 
-    def sample(folder, body):
-        assert folder  # the server was told of parameters before it was asked
-        if (Path(folder) / "adapter_config.json").exists():
-            params = peft.load_adapter(folder, model.config, model.params)
-        else:
-            params = huggingface.load_pretrained(folder).params
-        prompt = pad_prompts([body["prompt"]], [{}], width=16, pad_id=0)
-        number, temperature = np.full((1, 1), body["seed"], np.int32), np.full((1, 1), body["temperature"], np.float32)
-        out = sampler.complete(params, prompt, number, temperature, noise_of(0, 0, 0))
-        mask = out.completion_mask[0, 0]
-        return out.completion_ids[0, 0][mask].tolist(), out.sampler_logprobs[0, 0][mask].tolist()
+    def load(folder):
+        return huggingface.load_pretrained(folder).params
 
+    load_adapter = partial(peft.load_adapter, config=model.config, params=model.params)
+    sample = samples(sampler, load, load_adapter, lambda seed: (noise_of(0, 0, 0), seed), width=16)
     server = Server(sample, lambda ids: model.tokenizer.decode(ids, skip_special_tokens=True), model.eos_ids)
     command = ppo if "ppo" in method else grpo
     args = (
-        f"--model {MODEL} --task {tmp_path}/rows.jsonl --reward length(maximum=20) --run-dir {tmp_path}/run --steps 2"
+        f"--model {STORIES} --task {tmp_path}/rows.jsonl --reward length(maximum=20) --run-dir {tmp_path}/run --steps 2"
     )
     args += f" --num-prompts 2 --group-size 2 --max-tokens 8 --num-heldout 2 --eval-every 0 --engine {server.url}"
     args += " --eval-samples 1 --learning-rate 1e-3"
     command.main(flags.parse(command.Config, None, [*args.split(), *method]))
     server.stop()
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
     deviations = [line["first_ratio_deviation"] for line in lines if line["step"]]
     assert len(deviations) == 2
     assert max(deviations) < 1e-4

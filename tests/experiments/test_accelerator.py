@@ -1,4 +1,4 @@
-"""The benchmark of accelerators, rehearsed on a CPU with a tiny shape."""
+"""Rehearses the benchmark of accelerators on a CPU with a tiny shape."""
 
 import json
 

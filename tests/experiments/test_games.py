@@ -1,4 +1,4 @@
-"""Higher or lower, and the calculator: their environments, the best policies, and the bad ones to begin with."""
+"""Checks higher-or-lower and the calculator: their environments, their best policies, and the initial policies."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Preferences of a known worth, by enumeration: how pairs are drawn, and how often a policy is right."""
+"""Checks preferences of a known worth by enumeration: how pairs are drawn, and how often a policy is right."""
 
 import itertools
 from functools import partial

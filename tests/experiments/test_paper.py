@@ -1,22 +1,19 @@
-"""A run on paper: its tables, and what they are made of."""
+"""Checks the tables of a run on paper, and the numbers in them."""
 
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from tiny import refused
+from tiny import STORIES, needs_data, refused
 
 from experiments import plan
 from experiments.plan import Config
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_to_huggingface
 from grpo_jax.planning.memory import Plan, Shape, estimate
-
-MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 
 
 def test_tables_name_parts_exchanges_seconds_and_parameters(capsys):
@@ -30,13 +27,8 @@ def test_tables_name_parts_exchanges_seconds_and_parameters(capsys):
     assert "teacher" not in out  # parts that are not there have no line
 
 
-def test_small_models_have_millions_of_parameters():
-    assert plan.in_words(7_615_616_512) == "7.62 billion"
-    assert plan.in_words(260_032) == "0.26 million"
-
-
 def test_a_plan_that_does_not_fit_is_refused():
-    with refused(r"needs about 226 GB of 102 on each device.* fsdp 32 on 4 times"):
+    with refused("needs about 226 GB of 102 .* fsdp 32"):
         plan.main(Config(model="Llama-3-70B", device="v5p"))
 
 
@@ -67,9 +59,9 @@ def compiled(program, options):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MODEL.exists(), reason="needs the stories260K model")
+@needs_data
 def test_the_compiler_agrees_in_a_process_with_so_many_devices():
-    rows = compiled("score", f"--model {MODEL} --devices 4 --dtype float32 --compile --max-tokens 32")
+    rows = compiled("score", f"--model {STORIES} --devices 4 --dtype float32 --compile --max-tokens 32")
     assert {"given", "put", "summed"} <= rows.keys()
     assert float(rows["given"][4]) == pytest.approx(1, abs=0.1)
 
@@ -91,23 +83,21 @@ def test_the_devices_are_those_of_the_topology(monkeypatch):
         plan.resolved(Config(topology="v6e:2x2", devices=8))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"topology": "v5p"}, "v5p: install libtpu .* name a topology that it has"),
-        ({"topology": "v5p:3x2x1"}, "v5p:3x2x1: install libtpu .* name a topology that it has"),
-        ({"topology": "v5p:1000x1000x1000"}, "that is more than 65,536 devices"),
-        ({"topology": "h100:2x2"}, "begin it with one of v5e, v5p, v6e, and a colon"),
-        ({"fsdp": 8, "tensor": 3}, "fsdp x tensor is 24: set it to a divisor of the 8 devices"),
-        ({"tensor": 0}, "tensor is 0: it must be at least 1"),
-        ({"devices": -8}, "devices is -8"),
-        ({"prompts_per_device": 0}, "prompts_per_device is 0"),
-        ({"prompts_per_device": 10**9}, "tokens of a rollout: set prompts, group_size or tokens lower"),
-        ({"link_gb_s": float("nan")}, "link_gb_s is nan"),
-        ({"microbatches": 3}, "it must divide the 8 prompts of a device"),
-        ({"tensor": 8}, "it must divide the model's 4 key-value heads"),
-    ],
-)
+BAD_PLANS = [
+    ({"topology": "v5p"}, "v5p: install libtpu"),
+    ({"topology": "v5p:3x2x1"}, "v5p:3x2x1: install libtpu"),
+    ({"topology": "v5p:1000x1000x1000"}, "65,536 devices"),
+    ({"topology": "h100:2x2"}, "v5e, v5p, v6e"),
+    ({"fsdp": 8, "tensor": 3}, "fsdp x tensor is 24"),
+    ({"tensor": 0}, "tensor is 0"),
+    ({"prompts_per_device": 10**9}, "prompts, group_size or tokens"),
+    ({"link_gb_s": float("nan")}, "link_gb_s is nan"),
+    ({"microbatches": 3}, "divide the 8 prompts"),
+    ({"tensor": 8}, "4 key-value heads"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_PLANS)
 def test_plans_of_what_no_run_could_be_are_refused(options, words):
     with refused(words):
         plan.check(plan.resolved(plan.Config(**options))[0])

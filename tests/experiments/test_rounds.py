@@ -1,4 +1,4 @@
-"""Online preference learning: judges, pairs, rounds, and runs that are cut off. Tiny models."""
+"""Checks online preference learning with tiny models: judges, pairs, rounds, and runs that are cut off."""
 
 from types import SimpleNamespace
 
@@ -177,16 +177,16 @@ def test_a_run_that_is_cut_off_in_a_round_ends_the_same_and_asks_nothing_twice(u
     assert params_sha256(model.params) != params_sha256(untrained.params)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"online": ONLINE._replace(labels=())}, "labels is"),
-        ({"online": ONLINE._replace(labels=(8, 7))}, "each round needs at least the 8 pairs"),
-        ({"online": ONLINE._replace(replay_share=1.5)}, "replay_share is 1.5"),
-        ({"online": ONLINE._replace(labels=(8,) * 5)}, "steps is 4, but there are 5 rounds"),
-        ({"task": TASK._replace(reward=lengths)}, "must be a dict"),
-    ],
-)
+BAD_ROUNDS = [
+    ({"online": ONLINE._replace(labels=())}, "labels is"),
+    ({"online": ONLINE._replace(labels=(8, 7))}, "each round needs at least the 8 pairs"),
+    ({"online": ONLINE._replace(replay_share=1.5)}, "replay_share is 1.5"),
+    ({"online": ONLINE._replace(labels=(8,) * 5)}, "steps is 4, but there are 5 rounds"),
+    ({"task": TASK._replace(reward=lengths)}, "must be a dict"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_ROUNDS)
 def test_rounds_that_cannot_be_are_refused_before_anything_is_sampled(untrained, tmp_path, changes, message):
     with refused(message):
         online(untrained, tmp_path, **changes)

@@ -1,7 +1,8 @@
-"""Tasks: prompts as functions of the step, rewards by hand."""
+"""Checks tasks of experiments: prompts as functions of the step, and rewards by hand."""
 
 import numpy as np
 import pytest
+from tiny import Characters
 
 from experiments.tasks import arithmetic, stories
 from grpo_jax.data.types import pad_prompts
@@ -30,6 +31,9 @@ def test_arithmetic_by_hand():
     assert arithmetic.TEXT.decode(prompts.ids[0].tolist()) == "07+58="
     texts = ["56", "65", "56?", "", "561"]
     assert arithmetic.exact_answer(prompts.examples * 5, texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    padded = pad_prompts([[5], [6, 7]], [{}, {}], width=3, pad_id=0)
+    np.testing.assert_array_equal(padded.ids, [[0, 0, 5], [0, 6, 7]])
+    np.testing.assert_array_equal(padded.mask, [[False, False, True], [False, True, True]])
 
 
 def test_mixed_answers_are_wrong_as_often_as_asked():
@@ -40,19 +44,19 @@ def test_mixed_answers_are_wrong_as_often_as_asked():
     assert np.mean(off) == pytest.approx(0.7, abs=4 * (0.7 * 0.3 / 4000) ** 0.5)
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("", 0.0),
-        ("She was very happy. He ran away. They had a lot of fun.", 2 / 3),
-        ("She was very happy.", 1 / 3),  # one sentence counts as three
-        ("She was very happy. She was very happy. She was very happy.", 1 / 3),  # repeating is no merit
-        ("They were happy.", 0.0),  # three words
-        ("She was very happy", 0.0),  # not complete
-        ("It was a funny day. He unloved the hugs there.", 0.0),  # whole words only
-        ('"I love you so much!" said Tim. All was good. They sat. He slept.', 1 / 5),
-    ],
-)
+HAPPINESS = [
+    ("", 0.0),
+    ("She was very happy. He ran away. They had a lot of fun.", 2 / 3),
+    ("She was very happy.", 1 / 3),  # one sentence counts as three
+    ("She was very happy. She was very happy. She was very happy.", 1 / 3),  # repeating is no merit
+    ("They were happy.", 0.0),  # three words
+    ("She was very happy", 0.0),  # not complete
+    ("It was a funny day. He unloved the hugs there.", 0.0),  # whole words only
+    ('"I love you so much!" said Tim. All was good. They sat. He slept.', 1 / 5),
+]
+
+
+@pytest.mark.parametrize(("text", "reward"), HAPPINESS)
 def test_happy_sentences_by_hand(text, reward):
     assert stories.happy_sentences([{}], [text]) == [pytest.approx(reward)]
 
@@ -60,21 +64,6 @@ def test_happy_sentences_by_hand(text, reward):
 def test_repeated_share_by_hand():
     assert stories.repeated_share("") == 0
     assert stories.repeated_share("He ran. She sat. He RAN! He ran.") == 0.5
-
-
-class Characters:
-    """A tokenizer of one character a token."""
-
-    pad_token_id = None
-
-    def encode(self, text, add_special_tokens):
-        return [ord(character) % 256 for character in text]
-
-    def __call__(self, texts, add_special_tokens, **_):
-        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
-
-    def decode(self, ids, skip_special_tokens):
-        return "".join(map(chr, ids))
 
 
 def test_stories_hold_out_animals_and_names():
@@ -87,20 +76,14 @@ def test_stories_hold_out_animals_and_names():
         assert not any(word in prompt.split() or f"{word}." in prompt for prompt in trained)
 
 
-def test_prompts_are_padded_on_the_left():
-    prompts = pad_prompts([[5], [6, 7]], [{}, {}], width=3, pad_id=0)
-    np.testing.assert_array_equal(prompts.ids, [[0, 0, 5], [0, 6, 7]])
-    np.testing.assert_array_equal(prompts.mask, [[False, False, True], [False, True, True]])
+BAD_PROMPTS = [
+    (lambda: arithmetic.arithmetic_task(num_prompts=9001, seed=0), "num_prompts is 9001"),
+    (lambda: pad_prompts([[1], []], [{}, {}], width=3, pad_id=0), "prompt 1 has"),
+    (lambda: pad_prompts([[1], [1, 2, 3, 4]], [{}, {}], width=3, pad_id=0), "prompt 1 has"),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: arithmetic.arithmetic_task(num_prompts=9001, seed=0), "num_prompts is 9001"),
-        (lambda: pad_prompts([[1], []], [{}, {}], width=3, pad_id=0), "prompt 1 has"),
-        (lambda: pad_prompts([[1], [1, 2, 3, 4]], [{}, {}], width=3, pad_id=0), "prompt 1 has"),
-    ],
-)
+@pytest.mark.parametrize(("make", "words"), BAD_PROMPTS)
 def test_prompts_that_cannot_be_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()

@@ -1,13 +1,11 @@
-"""Every experiment in small: from its start to its table, again resumed, and what is refused."""
+"""Runs every experiment in small from its start to its table and resumes it, and checks its refusals."""
 
-import dataclasses
 import json
 import shutil
 import string
-from pathlib import Path
 
 import pytest
-from tiny import random_params, tiny_config
+from tiny import STORIES, needs_data, random_params, read_lines, tiny_config, write_rows
 
 from experiments import (
     arithmetic,
@@ -24,14 +22,12 @@ from experiments import (
 )
 from experiments.tasks.characters import Characters
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.options import option_types
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
-from grpo_jax.runs.pretrained import load_run
 
 pytestmark = pytest.mark.usefixtures("without_curves")
-STORIES = Path(__file__).parents[3] / "shared/data/stories260K-hf"
-needs_stories = pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K model")
 TEXT = Characters(string.ascii_letters + string.digits + " \n:?.,'")
 FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "results.json", "report.html"}
 FILES |= {"inputs.json", "lock", "tensorboard", "checkpoints", "model", "command.txt"}
@@ -54,16 +50,15 @@ def inputs(tmp_path_factory):
         for i in range(40)
         for turn in (first.format(i), f"{first.format(i)} no idea.\n\nHuman: and the bridge?\n\nAssistant:")
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     return folder
 
 
-# ---- what each leaves, besides that it resumes
+# ---- the files and numbers of each, besides that it resumes
 
 
 def lines_of(run, phase):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["phase"] == phase]
+    return [line for line in read_lines(run / "metrics.jsonl") if line["phase"] == phase]
 
 
 def check_arithmetic(run, results):
@@ -74,13 +69,6 @@ def check_arithmetic(run, results):
     evaluated = [line for line in lines_of(run, "grpo") if "heldout_avg" in line]
     assert [line["step"] for line in evaluated] == [0, 1, 2]
     assert evaluated[-1]["heldout_avg"] == results["after"]["avg"]  # the same completions
-    export(Options(run, run.parent / "out", phase="warm"))
-    saved = load_pretrained(run.parent / "out")
-    loaded, step = load_run(run, phase="warm", dtype="bfloat16")
-    assert step == 4
-    assert params_sha256(loaded.params) == params_sha256(saved.params)
-    assert loaded.config == dataclasses.replace(saved.config, dtype="bfloat16")
-    assert saved.tokenizer.decode(saved.tokenizer.encode("07+58=")) == "07+58="
 
 
 def check_ppo(run, results):
@@ -106,7 +94,7 @@ def check_multi_objective(run, results):
     runs, swept = results["runs"], {f"{name}_own0.2_0" for name in results["covered"]}
     assert set(runs) == swept | {f"{name}_0" for name in results["over_seeds"]}
     assert runs["start_0"] != runs["gdpo_0"] != runs["sum_0"]
-    compiled = [json.loads(line)["compilations"] for line in (run / "times.jsonl").read_text().splitlines()]
+    compiled = [line["compilations"] for line in read_lines(run / "times.jsonl")]
     assert compiled[-1] - compiled[-6] <= 2  # other weights and methods take the programs that there are
 
 
@@ -199,8 +187,16 @@ RUNS = {
 }
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_every_option_has_a_text(name):
+    config = RUNS[name][0].Config
+    texts = flags.option_texts(config)
+    assert texts.keys() == option_types(config).keys()
+    assert all(len(text.split()) > 1 for text in texts.values())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(x, marks=needs_stories if x == "stories" else ()) for x in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=needs_data if x == "stories" else ()) for x in RUNS])
 def test_an_experiment_ends_with_its_numbers_and_resumed_has_them_again(inputs, tmp_path, name):
     (experiment, args, rows, check), run = RUNS[name], tmp_path / "run"
     experiment.main(parse(experiment, args.replace("INPUTS", str(inputs)), run))
@@ -215,22 +211,22 @@ def test_an_experiment_ends_with_its_numbers_and_resumed_has_them_again(inputs, 
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
-# ---- what cannot work
+# ---- refusals
 
 
-@pytest.mark.parametrize(
-    ("experiment", "args", "words"),
-    [
-        (hh_rlhf, "--model INPUTS/model", "--data"),
-        (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --num-seeds 0", "num_seeds"),
-        (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --microbatches 3", "sft_rows"),
-        (multi_objective, "--weights 1.5", "weights"),
-        (arithmetic, "--wrong-share 2", "wrong_share is 2"),
-        (multi_objective, "--max-tokens 16", "15 letters"),
-        (preferences, "--microbatches 3", "num_pairs is 512"),
-        (preferences, "--beta 0", "beta is 0"),
-    ],
-)
+BAD_STARTS = [
+    (hh_rlhf, "--model INPUTS/model", "--data"),
+    (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --num-seeds 0", "num_seeds"),
+    (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --microbatches 3", "sft_rows"),
+    (multi_objective, "--weights 1.5", "weights"),
+    (arithmetic, "--wrong-share 2", "wrong_share is 2"),
+    (multi_objective, "--max-tokens 16", "15 letters"),
+    (preferences, "--microbatches 3", "num_pairs is 512"),
+    (preferences, "--beta 0", "beta is 0"),
+]
+
+
+@pytest.mark.parametrize(("experiment", "args", "words"), BAD_STARTS)
 def test_what_cannot_work_is_refused_before_there_is_a_folder(inputs, tmp_path, capsys, experiment, args, words):
     args = [*args.replace("INPUTS", str(inputs)).split(), "--run-dir", str(tmp_path / "run"), "--no-compilation-cache"]
     with pytest.raises(SystemExit) as ended:

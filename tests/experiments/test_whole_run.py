@@ -1,4 +1,4 @@
-"""A run as one program: the numbers of the ordinary loop, alone and in a row."""
+"""Compares a run as one program, alone and in a row, with the numbers of the ordinary loop."""
 
 import dataclasses
 
@@ -7,22 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import digit_prompts, digit_task, tiny_config
 
 from experiments.whole_run import DeviceTask, by_prompt, compile_runs, heldout_of, prompts_of, whole_run
 from grpo_jax.config import PPOConfig, recipe, run_of, with_options
-from grpo_jax.data.types import pad_prompts, rng
-from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import evaluate, sample_heldout
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 
-VOCAB, EOS, PAD = 8, 6, 7
-MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
+MODEL = tiny_config(8)
 POLICY = decoder_policy(MODEL)
 PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
 OPTIONS = {"steps": 4, "num_prompts": 8, "group_size": 4, "max_tokens": 3, "learning_rate": 1e-2, "eval_every": 2}
@@ -31,13 +28,13 @@ GRPO = recipe(**OPTIONS, temperature_spread=0.3, epochs=2, minibatches=2, ref_sy
 PPO = with_options(PPOConfig(), **OPTIONS, critic_learning_rate=1e-2, kl_target=0.1)
 
 
-def prompts(step: int, count: int = 8):
-    tokens = rng(step).integers(0, 6, (count, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t), "wanted": t[0]} for t in tokens], width=3, pad_id=PAD)
+def first_digit(row):
+    """Returns the first digit of a prompt, which completions should repeat."""
+    return row["prompt"][1]
 
 
 def says_the_first(examples, texts):
-    return [text.count(str(row["wanted"])) / 3 for row, text in zip(examples, texts, strict=True)]
+    return [text.count(first_digit(row)) / 3 for row, text in zip(examples, texts, strict=True)]
 
 
 def on_device(targets, completions, key, scale=1.0):
@@ -45,22 +42,22 @@ def on_device(targets, completions, key, scale=1.0):
     return scale * jnp.sum(completions.completion_ids == targets[:, None, None], axis=-1) / 3
 
 
-TASK = Task(prompts, says_the_first, prompts(999, 10), lambda ids: "".join(map(str, ids)), (EOS,), PAD, VOCAB)
-ON_DEVICE = DeviceTask(TASK, lambda rows: np.array([row["wanted"] for row in rows]), on_device, on_device)
+TASK = digit_task(says_the_first)._replace(heldout=digit_prompts(999, 10))
+ON_DEVICE = DeviceTask(TASK, lambda rows: np.array([int(first_digit(row)) for row in rows]), on_device, on_device)
 
 
 def of_ppo(policy, config):
     return ppo_method(policy, critic_policy(MODEL), config)
 
 
-@pytest.mark.parametrize(
-    ("config", "policy", "params", "make_method"),
-    [
-        pytest.param(GRPO, bigrams.POLICY, {"policy": bigrams.PARAMS}, grpo_method, id="bigrams"),
-        pytest.param(GRPO, POLICY, {"policy": PARAMS}, grpo_method, id="grpo", marks=pytest.mark.slow),
-        pytest.param(PPO, POLICY, add_critic(MODEL, PARAMS), of_ppo, id="ppo", marks=pytest.mark.slow),
-    ],
-)
+METHODS = [
+    pytest.param(GRPO, bigrams.POLICY, {"policy": bigrams.PARAMS}, grpo_method, id="bigrams"),
+    pytest.param(GRPO, POLICY, {"policy": PARAMS}, grpo_method, id="grpo", marks=pytest.mark.slow),
+    pytest.param(PPO, POLICY, add_critic(MODEL, PARAMS), of_ppo, id="ppo", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("config", "policy", "params", "make_method"), METHODS)
 def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, policy, params, make_method):
     shared = run_of(config)
     programs, judged = make_method_programs(make_method(policy, config), policy, TASK, shared), []

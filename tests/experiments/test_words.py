@@ -1,4 +1,4 @@
-"""Words of letters: their prompts, their tokenizer, and what the experiments on them find good."""
+"""Checks words of letters: their prompts, their tokenizer, and their worth in the experiments."""
 
 import numpy as np
 import pytest
@@ -40,9 +40,10 @@ def test_characters_are_those_of_the_tokenizer_that_is_saved(tmp_path):
 # ---- two rewards in conflict
 
 
-@pytest.mark.parametrize(
-    ("word", "count"), [("", 0), ("q", 1), ("zyx", 1), ("abcxyzab", 3), ("xcdef", 4), ("za", 1), ("acegi", 1)]
-)
+WORDS_IN_ORDER = [("", 0), ("q", 1), ("zyx", 1), ("abcxyzab", 3), ("xcdef", 4), ("za", 1), ("acegi", 1)]
+
+
+@pytest.mark.parametrize(("word", "count"), WORDS_IN_ORDER)
 def test_letters_in_order_have_no_gaps(word, count):
     assert in_order(word) == count
 

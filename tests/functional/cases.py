@@ -5,6 +5,7 @@ gaps, except the third completion, which has none. No example is near a kink, so
 no ratio is near a clip, and no two rewards of a group are equal.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,19 +31,30 @@ class Case(NamedTuple):
     """The arguments without a gradient."""
     numbers: Mapping[str, float] = {}
     """The hyperparameters, which may be traced."""
-    mask: str = ""
-    """The name of the argument that is the mask."""
     counted: tuple[int, ...] = (7, 3)
     """The shape of the unmasked entries."""
     is_zero_where_masked: bool = True
-    of_rows: bool = True
-    """True if rows do not depend on each other."""
-    is_spread: bool = False
-    """True if the function takes `axis_name`."""
+    is_of_batch: bool = False
+    """True if rows depend on each other although the function takes no `axis_name`."""
 
     @property
     def name(self) -> str:
         return getattr(self.function, "func", self.function).__name__
+
+    @property
+    def mask(self) -> str:
+        """The name of the argument that is the mask."""
+        return next((name for name in ("mask", "where", "completion_mask") if name in self.arrays), "")
+
+    @property
+    def is_spread(self) -> bool:
+        """True if the batch may be spread over devices. OPO takes `axis_name` only to be called as others are."""
+        return "axis_name" in inspect.signature(self.function).parameters and self.function is not F.opo_advantages
+
+    @property
+    def of_rows(self) -> bool:
+        """True if rows do not depend on each other."""
+        return not (self.is_spread or self.is_of_batch)
 
 
 def choose(size: int, count: int, *leading: int) -> np.ndarray:
@@ -78,16 +90,16 @@ EPSILONS = {"epsilon_low": 0.2, "epsilon_high": 0.28}
 
 def of_group(function, *, differentiable="rewards", **options) -> Case:
     arrays = {"rewards": REWARDS, "where": WHERE} | options.pop("arrays", {})
-    return Case(function, arrays, differentiable, mask="where", **options)
+    return Case(function, arrays, differentiable, **options)
 
 
 def of_mask(function, **options) -> Case:
-    return Case(function, {"mask": MASK}, mask="mask", of_rows=False, is_spread=True, **options)
+    return Case(function, {"mask": MASK}, **options)
 
 
 def of_term(function, *, differentiable="logprobs advantages", **options) -> Case:
     arrays = TOKENS | {"advantages": ADVANTAGES}
-    return Case(function, arrays, differentiable, constant="old_logprobs", mask="mask", **options)
+    return Case(function, arrays, differentiable, constant="old_logprobs", **options)
 
 
 def of_ratio(log_ratio, surrogate=F.clipped_surrogate, **options) -> Case:
@@ -136,26 +148,19 @@ of_loss = partial(
     differentiable="logprobs advantages ref_logprobs entropy",
     constant="old_logprobs",
     numbers=EPSILONS | {"kl_coef": 0.3, "entropy_coef": 0.1},
-    mask="completion_mask",
-    of_rows=False,
+    is_of_batch=True,
 )
 GAE = {"rewards": normal(ROWS, T), "values": normal(ROWS, T), "mask": MASK, "bootstrap": normal(ROWS)}
-of_gae = partial(
-    Case,
-    arrays=GAE,
-    differentiable="rewards values bootstrap",
-    numbers={"gamma": 0.9, "lam": 0.8},
-    mask="mask",
-)
+of_gae = partial(Case, arrays=GAE, differentiable="rewards values bootstrap", numbers={"gamma": 0.9, "lam": 0.8})
 
 ADVANTAGE_CASES = {
     "group": of_group(F.group_advantages, numbers={"eps": 0.5}),
     "centered": of_group(F.centered_advantages),
     "leave_one_out": of_group(F.leave_one_out_advantages),
     "rank": of_group(F.rank_advantages, differentiable="", numbers={"eps": 0.5}),
-    "batch_std": of_group(F.batch_std_advantages, numbers={"eps": 0.5}, of_rows=False, is_spread=True),
+    "batch_std": of_group(F.batch_std_advantages, numbers={"eps": 0.5}),
     "opo": of_group(F.opo_advantages, arrays={"lengths": rng.integers(1, 9, (ROWS, G))}),
-    "gpg": of_group(F.gpg_advantages, of_rows=False, is_spread=True),
+    "gpg": of_group(F.gpg_advantages),
     "max_rl": of_group(F.max_rl_advantages, arrays={"rewards": np.abs(REWARDS)}),
     "best_of_group": of_group(F.best_of_group_advantages),
     "pass_at_k": of_group(partial(F.pass_at_k_advantages, k=2), differentiable=""),
@@ -171,23 +176,13 @@ ADVANTAGE_CASES = {
         numbers={"eps": 0.5},
         counted=(7, 2),
     ),
-    "gdpo": Case(
-        gdpo, {"rewards": REWARDS, "others": normal(ROWS, G)}, "rewards others", of_rows=False, is_spread=True
-    ),
+    "gdpo": Case(gdpo, {"rewards": REWARDS, "others": normal(ROWS, G)}, "rewards others"),
     "group_ranks": Case(F.group_ranks, {"rewards": REWARDS}),
     "remax": Case(F.remax_advantages, {"rewards": REWARDS, "greedy_rewards": normal(ROWS)}, "rewards greedy_rewards"),
     "teacher": Case(
         F.teacher_advantages, {"logprobs": LOGPROBS, "teacher_logprobs": REF}, constant="logprobs teacher_logprobs"
     ),
-    "whiten": Case(
-        F.whiten,
-        {"values": normal(ROWS, T), "mask": MASK},
-        "values",
-        numbers={"eps": 0.5},
-        mask="mask",
-        of_rows=False,
-        is_spread=True,
-    ),
+    "whiten": Case(F.whiten, {"values": normal(ROWS, T), "mask": MASK}, "values", numbers={"eps": 0.5}),
 }
 WEIGHT_CASES = {
     "token_mean": of_mask(F.token_mean_weights),
@@ -203,16 +198,9 @@ WEIGHT_CASES = {
         F.on_policy_completions,
         {"log_ratio": LOG_RATIO, "advantages": ADVANTAGES, "mask": MASK},
         numbers={"threshold": 0.05},
-        mask="mask",
     ),
-    "top_entropy": Case(
-        partial(F.top_entropy_tokens, share=0.4),
-        {"entropy": ENTROPY, "mask": MASK},
-        mask="mask",
-        of_rows=False,
-        is_spread=True,
-    ),
-    "keep": Case(F.keep_completions, {"mask": MASK, "keep": ADVANTAGES > 0}, mask="mask"),
+    "top_entropy": Case(partial(F.top_entropy_tokens, share=0.4), {"entropy": ENTROPY, "mask": MASK}),
+    "keep": Case(F.keep_completions, {"mask": MASK, "keep": ADVANTAGES > 0}),
 }
 DIVERGENCE_CASES = {
     "kl_k1": of_estimator(F.kl_k1),
@@ -256,30 +244,19 @@ TERM_CASES = {
         partial(F.clip_cov_term, key=KEY, share=1.0),
         differentiable="logprobs",
         numbers=EPSILONS | {"covariance_low": 0.3, "covariance_high": 9.0},
-        of_rows=False,
-        is_spread=True,
     ),
-    "kl_cov": of_term(
-        partial(F.kl_cov_term, share=0.25),
-        differentiable="logprobs",
-        numbers={"penalty": 0.5},
-        of_rows=False,
-        is_spread=True,
-    ),
+    "kl_cov": of_term(partial(F.kl_cov_term, share=0.25), differentiable="logprobs", numbers={"penalty": 0.5}),
     "covariance": Case(
         F.token_covariance,
         {"logprobs": LOGPROBS, "advantages": ADVANTAGES, "mask": MASK},
         constant="logprobs advantages",
-        mask="mask",
-        of_rows=False,
-        is_spread=True,
     ),
 }
 RATIO_CASES = {
-    "token_log_ratio": Case(F.token_log_ratio, TOKENS, "logprobs", "old_logprobs", mask="mask"),
-    "sequence_log_ratio": Case(F.sequence_log_ratio, TOKENS, "logprobs", "old_logprobs", mask="mask"),
-    "sequence_mean_log_ratio": Case(F.sequence_mean_log_ratio, TOKENS, "logprobs", "old_logprobs", mask="mask"),
-    "gspo_log_ratio": Case(F.gspo_log_ratio, TOKENS, constant="old_logprobs", mask="mask"),
+    "token_log_ratio": Case(F.token_log_ratio, TOKENS, "logprobs", "old_logprobs"),
+    "sequence_log_ratio": Case(F.sequence_log_ratio, TOKENS, "logprobs", "old_logprobs"),
+    "sequence_mean_log_ratio": Case(F.sequence_mean_log_ratio, TOKENS, "logprobs", "old_logprobs"),
+    "gspo_log_ratio": Case(F.gspo_log_ratio, TOKENS, constant="old_logprobs"),
     "clipped_surrogate": of_surrogate(F.clipped_surrogate, numbers=EPSILONS),
     "unclipped_surrogate": of_surrogate(F.unclipped_surrogate),
     "cispo_surrogate": of_surrogate(F.cispo_surrogate, differentiable="advantages", numbers=EPSILONS),
@@ -290,19 +267,14 @@ LOSS_CASES = {
     "corrected_loss": of_loss(partial(grpo_loss, kl_bias_correction=True)),
     "loss_metrics": of_loss(loss_metrics, differentiable="", constant="logprobs old_logprobs ref_logprobs advantages"),
     "weighted_sum": Case(
-        F.weighted_sum,
-        {"values": LOGPROBS, "weights": WEIGHTS, "mask": MASK},
-        "values",
-        mask="mask",
-        of_rows=False,
+        F.weighted_sum, {"values": LOGPROBS, "weights": WEIGHTS, "mask": MASK}, "values", is_of_batch=True
     ),
-    "masked_sum": Case(F.masked_sum, {"values": LOGPROBS, "mask": MASK}, constant="values", mask="mask", of_rows=False),
+    "masked_sum": Case(F.masked_sum, {"values": LOGPROBS, "mask": MASK}, constant="values", is_of_batch=True),
     "policy_metrics": Case(
         F.policy_metrics,
         TOKENS | {"advantages": ADVANTAGES},
         constant="logprobs old_logprobs advantages",
-        mask="mask",
-        of_rows=False,
+        is_of_batch=True,
     ),
 }
 PAIR_CASES = {
@@ -323,12 +295,7 @@ PAIR_CASES = {
         numbers={"kl": 0.5, "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5},
     ),
     "kto_kl": Case(
-        F.kto_kl,
-        {"logprobs": LOGPROBS, "ref_logprobs": LOGPROBS + 2 * REF, "where": MASK},
-        "logprobs",
-        "ref_logprobs",
-        mask="where",
-        of_rows=False,
+        F.kto_kl, {"logprobs": LOGPROBS, "ref_logprobs": LOGPROBS + 2 * REF, "where": MASK}, "logprobs", "ref_logprobs"
     ),
     "critic": Case(
         F.critic_loss,
@@ -341,7 +308,7 @@ PAIR_CASES = {
 RETURN_CASES = {
     "gae": of_gae(F.generalized_advantages),
     "gae_of_two_steps": of_gae(partial(F.generalized_advantages, num_steps=2)),
-    "rewards_at_end": Case(F.rewards_at_end, {"rewards": normal(ROWS), "mask": MASK}, "rewards", mask="mask"),
+    "rewards_at_end": Case(F.rewards_at_end, {"rewards": normal(ROWS), "mask": MASK}, "rewards"),
     "overlong": Case(partial(F.overlong_penalty, max_length=9, buffer=4), {"lengths": np.arange(ROWS) + 3}),
     "kl_penalized": Case(
         F.kl_penalized_rewards,
@@ -349,26 +316,19 @@ RETURN_CASES = {
         "rewards",
         "logprobs ref_logprobs",
         numbers={"kl_coef": 0.2},
-        mask="mask",
     ),
     "reinforce_pp": Case(
         F.reinforce_pp_advantages,
         {"rewards": normal(ROWS), "mask": MASK, "token_penalty": normal(ROWS, T)},
         "rewards token_penalty",
         numbers={"gamma": 0.9, "eps": 0.5},
-        mask="mask",
-        of_rows=False,
-        is_spread=True,
     ),
     "reinforce_pp_baseline": Case(
         F.reinforce_pp_baseline_advantages,
         {"rewards": normal(ROWS, 3), "mask": choose(T, 3, ROWS, 3)},
         "rewards",
         numbers={"eps": 0.5},
-        mask="mask",
         counted=(7, 3, 3),
-        of_rows=False,
-        is_spread=True,
     ),
 }
 FAMILIES = (

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from tiny import slow_unless
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ SPREAD = {
 }
 
 
-@pytest.fixture(params=["shard_map", *(pytest.param(x, marks=pytest.mark.slow) for x in ("vmap", "pmap"))])
+@pytest.fixture(params=slow_unless(("shard_map",), SPREAD))
 def spread(request):
     """Runs a function of arrays [8, ...] with the mapped axis "data", one part on each of eight devices."""
     return SPREAD[request.param]

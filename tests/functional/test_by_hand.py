@@ -22,6 +22,10 @@ def loss_of(*arrays, **options):
     return F.grpo_loss(*arrays, **options)[0]
 
 
+def first_advantage(*arrays, **options):
+    return F.generalized_advantages(*arrays, **options)[0]
+
+
 # r = (1, 2, 4, 1): μ = 2, r − μ = (−1, 0, 2, −1), Σ (r − μ)² = 6, s = √(6/3) = √2.
 # Mean ranks: 4 is first, 2 second, the two 1s share places 3 and 4: rank̄ = (3.5, 2, 1, 3.5).
 # −rank̄ about its mean −2.5: (−1, 0.5, 1.5, −1); squares sum to 4.5, s = √(4.5/3) = √1.5.
@@ -123,6 +127,19 @@ DIVERGENCES = [
 # r = (0, 0, 1), V = (½, ¼, ½), γ = λ = ½: δ = (0 + ½·¼ − ½, 0 + ½·½ − ¼, 1 − ½) = (−3/8, 0, ½).
 # A = (−3/8 + ¼·1/8, 0 + ¼·½, ½); with K = 2: A₀ = δ₀ + ¼ δ₁ = −3/8.
 STEPS, THREE, HALVES = [[0.0, 0, 1], [0.5, 0.25, 0.5]], [True] * 3, {"gamma": 0.5, "lam": 0.5}
+# Values of "The weather today is", … sunny, … and, … warm, … today; the reward is what the last token comes to, so that
+# the errors are δ = 1.2, 0.3, 0.8, −0.2, 0.5, without a discount. Of the first token, by steps and λ:
+WEATHER_TODAY = np.array([6.0, 7.2, 7.5, 8.3, 8.1]), [True] * 5
+FIRST = {
+    (1, 0.9): 1.2,
+    (3, 0.9): 2.118,  # 1.2 + 0.27 + 0.648
+    (5, 0.9): 2.30025,  # … − 0.1458 + 0.32805
+    (4, 0.0): 1.2,
+    (4, 0.5): 1.525,  # 1.2 + 0.15 + 0.2 − 0.025
+    (4, 0.9): 1.9722,  # 1.2 + 0.27 + 0.648 − 0.1458, which the post rounds to 1.972
+    (4, 1.0): 2.1,
+    (None, 1.0): 2.6,  # the reward less the first value
+}
 # r = 1, penalties (1, 0, 0): R = (0, 1, 1) without discount, mean 2/3, s = √(6/9/2) = 0.57735.
 PENALTY = {"token_penalty": np.float32([[1, 0, 0]]), "eps": 0.0}
 CORNER = [[[1.0, 2], [3, 99]], [[True, True], [True, False]]]
@@ -133,6 +150,19 @@ RETURNS = [
     (F.generalized_advantages, [*STEPS, THREE], [-3 / 8, 0, 1 / 2], HALVES | {"num_steps": 1}),
     (F.generalized_advantages, [*STEPS, THREE], [-11 / 32, 1 / 8, 1 / 2], HALVES | {"num_steps": 20}),
     (F.generalized_advantages, [STEPS[0], [0.0] * 3, THREE], [0.95**2, 0.95, 1], {}),  # γ = 1 and λ = 0.95
+    *(
+        (first_advantage, [rewards, *WEATHER_TODAY], first, {"num_steps": steps, "lam": lam, "bootstrap": after})
+        for (steps, lam), first in FIRST.items()
+        # The reward, or nothing yet where the text goes on to a value of 8.6.
+        for rewards, after in (([0, 0, 0, 0, 8.6], np.float32(0)), ([0.0] * 5, np.float32(8.6)))
+    ),
+    # 1 − 0.1 (0.5 − 1), of which the masked token is no part; and a completion without tokens.
+    (
+        F.kl_penalized_rewards,
+        [[1.0, 2], [[-1.0, -2, 5]] * 2, [[-1.5, -1, 0]] * 2, [[True, True, False], [False] * 3]],
+        [1.05, 2],
+        {"kl_coef": 0.1},
+    ),
     (F.whiten, CORNER, [[-1, 0], [1, 0]], {"eps": 0.0}),
     (F.whiten, CORNER, [[-0.5, 0], [0.5, 0]], {"eps": 1.0}),
     (F.whiten, CORNER, [[-(1.5**0.5), 0], [1.5**0.5, 0]], {"ddof": 0, "eps": 0.0}),
@@ -235,6 +265,13 @@ TERMS = [
         [*TWICE, [1.0, -1, 1], [True, True, False]],
         [2 * np.exp(-0.5), -2 * np.exp(-1.0), 0],
         {"k_positive": 1.0, "lambda_positive": 0.5, "k_negative": 0.0, "lambda_negative": 1.0},
+    ),
+    # Tokens within ±20, so that (25, −5) is 15; completions from log 1e-8 to 20. φ = W.
+    (
+        F.vespo_term,
+        [np.full((4, 2), -1.0), np.array([[-26.0, 4], [29, -6], [-16, -16], [14, 14]]), [1.0] * 4, [[True] * 2] * 4],
+        np.exp([[15.0] * 2, [-15] * 2, [20] * 2, [np.log(1e-8)] * 2]),
+        {"k_positive": 1.0, "lambda_positive": 0.0},
     ),
     # Tokens of log π −1, −2 and −6, mean −3, and A = 2, 2, −1, mean 1: (1 · 2, 1 · 1, −2 · −3).
     (

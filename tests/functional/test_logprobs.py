@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
+from tiny import slow_unless
 
 from grpo_jax import functional as F
 from grpo_jax.functional.products import assume_traits
@@ -17,7 +18,7 @@ from grpo_jax.functional.products import assume_traits
 ROWS, WIDTH, FEATURES = 2, 6, 3
 # Vocabulary and greatest width of a slice. The last slice overlaps the one before it in
 # 1 of 4 columns for (11, 4) and in 2 of 5 for (23, 5); the others are disjoint.
-SLICINGS = [(11, 4), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(5, 128), (8, 4), (23, 5), (7, 1), (21, 5)])]
+SLICINGS = slow_unless([(11, 4)], [(11, 4), (5, 128), (8, 4), (23, 5), (7, 1), (21, 5)])
 
 
 def sliced_by(width, keeps=False):
@@ -299,9 +300,7 @@ def test_masked_tokens_may_be_any(name):
     assert not np.any(gradients["hidden"][~mask])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x == "logprobs" else pytest.mark.slow) for x in FUNCTIONS]
-)
+@pytest.mark.parametrize("name", slow_unless(("logprobs",), FUNCTIONS))
 def test_gradients_over_devices_are_those_of_the_whole(name):
     # With the default check_vma, autodiff sums the gradient of the replicated matrix.
     arrays = random_arrays(shape=(16, WIDTH)) | {"temperature": np.linspace(0.5, 2, 16, dtype=np.float32)[:, None]}

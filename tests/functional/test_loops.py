@@ -1,6 +1,7 @@
 """Functions against their equations as plain loops over Python numbers, on random inputs with random masks.
 
-Losses of pairs, divergences of whole vocabularies and what is trivial are in test_golden.py and test_by_hand.py only.
+What is computed for each number by itself, weights and returns of a critic are in test_golden.py and test_by_hand.py.
+Terms and losses are in test_presets.py, which takes its loops from this file.
 """
 
 from functools import cache, partial
@@ -14,7 +15,6 @@ from numpy.testing import assert_allclose
 from grpo_jax import functional as F
 
 SHAPE = 4, 6  # completions, tokens
-INF = float("inf")
 
 
 def quarters(rng, *shape):
@@ -24,10 +24,6 @@ def quarters(rng, *shape):
 
 def normal(rng, *shape):
     return rng.normal(size=shape).astype(np.float32)
-
-
-def draw_two(rng):
-    return normal(rng, *SHAPE), normal(rng, *SHAPE)
 
 
 def random_mask(rng, *shape):
@@ -210,27 +206,6 @@ def whitened(values, mask, eps=1e-4):
     return np.where(mask, (values - mean_of(counted)) / (deviation(counted) + eps), 0)
 
 
-def gae(rewards, values, bootstrap, num_steps=None, gamma=0.9, lam=0.8):
-    """The sum as it is written."""
-    following = [*values[1:], bootstrap[0]]
-    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
-    discounts = [(gamma * lam) ** k for k in range(num_steps or len(deltas))]
-    return [sum(d * x for d, x in zip(discounts, deltas[n:], strict=False)) for n in range(len(deltas))]
-
-
-def draw_gae(rng):
-    return normal(rng, *SHAPE), normal(rng, *SHAPE), normal(rng, SHAPE[0], 1), random_mask(rng, *SHAPE)
-
-
-def of_gae(num_steps):
-    def function(rewards, values, bootstrap, mask):
-        return F.generalized_advantages(
-            rewards, values, mask, bootstrap=bootstrap[:, 0], num_steps=num_steps, gamma=0.9, lam=0.8
-        )
-
-    return function, over_rows(partial(gae, num_steps=num_steps)), draw_gae
-
-
 def at_end(rewards):
     return [0.0] * (len(rewards) - 1) + rewards[-1:]
 
@@ -250,53 +225,7 @@ def reinforce_pp_baseline(rewards, mask):
     return whitened(np.broadcast_to(against_group[..., None], mask.shape), mask)
 
 
-def kl_penalized(rewards, logprobs, ref, mask):
-    return rewards - 0.1 * over_rows(lambda x, y: np.subtract(x, y))(logprobs, ref, mask).sum(-1)
-
-
-# --- weights ---
-
-
-def weights(of_token, mask):
-    """`of_token(length, completions, tokens)` is the weight of a token of a completion of so many tokens."""
-    completions, tokens = sum(map(any, mask.tolist())), int(mask.sum())
-    return over_rows(lambda row: [of_token(len(row), completions, tokens)] * len(row))(mask, mask)
-
-
-def of_mask(function, of_token):
-    return function, partial(weights, of_token), lambda rng: (random_mask(rng, *SHAPE),)
-
-
-def elementwise(loop):
-    return np.vectorize(lambda *numbers: loop(*map(float, numbers)), otypes=[float])
-
-
-def of_log_ratio(function, loop):
-    return function, elementwise(lambda d: loop(np.exp(d))), lambda rng: (normal(rng, *SHAPE),)
-
-
-def on_policy(log_ratio, advantages):
-    """Means of quarters over up to six tokens never are 0.26."""
-    return [not (a < 0 and -mean_of(log_ratio) > 0.26) for a in advantages]
-
-
-def top_entropy(entropy, mask):
-    descending = sorted(entropy[mask].tolist(), reverse=True)
-    return mask & (entropy >= descending[int(0.5 * (len(descending) - 1))]) if descending else mask
-
-
-# --- divergences ---
-
-ESTIMATORS = {
-    "kl_k1": lambda x: x,
-    "kl_k2": lambda x: x * x / 2,
-    "kl_k3": lambda x: np.exp(-x) - 1 + x,
-    "kl_abs": abs,
-    "kl_unbiased": lambda x: np.exp(-x) - 1 + x,
-}
-
-
-# --- log-ratios, surrogates, terms, losses ---
+# --- log-ratios, surrogates and terms, for test_presets.py ---
 
 
 def clip(x, low, high):
@@ -315,12 +244,8 @@ def sequence_mean(new, old):
     return [mean_of(differences(new, old))] * len(new)
 
 
-def clipped(ratio, a, epsilon_low=0.2, epsilon_high=0.2, delta=INF):
-    """Dual-clip PPO for δ above 1 + ε, as in verl; INTELLECT-2 and TRL bound the ratio, which is the same."""
-    loss = -min(ratio * a, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * a)
-    two_sided = -min(min(ratio, delta) * a, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * a)
-    assert a >= 0 or delta < 1 + epsilon_high or two_sided == pytest.approx(min(loss, -delta * a))
-    return min(loss, -delta * a) if a < 0 else loss
+def clipped(ratio, a, epsilon_low=0.2, epsilon_high=0.2):
+    return -min(ratio * a, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * a)
 
 
 def cispo(ratio, a, epsilon_low=1.0, epsilon_high=4.0):
@@ -330,16 +255,6 @@ def cispo(ratio, a, epsilon_low=1.0, epsilon_high=4.0):
 def sapo(ratio, a, tau_positive=1.0, tau_negative=1.05):
     tau = tau_positive if a > 0 else tau_negative
     return -a * 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
-
-
-EPSILONS = [{"epsilon_low": low, "epsilon_high": high} for low, high in [(0.0, 0.28), (0.2, 0.0), (1.0, 4.0)]]
-SURROGATES = {
-    "clipped_surrogate": (clipped, [{}, *EPSILONS]),
-    "bounded_surrogate": (clipped, [e | {"delta": d} for e, d in zip(EPSILONS, [1.5, 3.0, 8.0], strict=True)]),
-    "unclipped_surrogate": (lambda ratio, a: -ratio * a, [{}]),
-    "cispo_surrogate": (cispo, [{}, *EPSILONS]),
-    "sapo_surrogate": (sapo, [{}, *({"tau_positive": p, "tau_negative": n} for p, n in [(0.5, 3.0), (4.0, 1.0)])]),
-}
 
 
 def reinforce(new, old, advantages):
@@ -367,67 +282,11 @@ def vespo(new, old, advantages):
     return [-f * a * x for f, a, x in zip(phi, advantages, new, strict=True)]
 
 
-def covariance(logprobs, advantages, mask):
-    by_token = np.broadcast_to(advantages, mask.shape)
-    if not mask.any():
-        return np.zeros(mask.shape)
-    mean_a, mean_x = mean_of(by_token[mask].astype(float).tolist()), mean_of(logprobs[mask].astype(float).tolist())
-    return over_rows(lambda x, a: [(b - mean_a) * (y - mean_x) for y, b in zip(x, a, strict=True)])(
-        logprobs, advantages, mask
-    )
-
-
-def draw_term(rng):
-    logprobs, old_logprobs = (-rng.exponential(size=SHAPE).astype(np.float32) for _ in range(2))
-    return logprobs, old_logprobs, normal(rng, SHAPE[0], 1), random_mask(rng, *SHAPE)
-
-
-def of_term(function, loop):
-    def of_completions(logprobs, old_logprobs, advantages, mask):
-        return function(logprobs, old_logprobs, advantages[:, 0], mask)
-
-    return of_completions, over_rows(loop), draw_term
-
-
-def of_ratio(function, loop):
-    return function, over_rows(loop), lambda rng: [x for i, x in enumerate(draw_term(rng)) if i != 2]
-
-
 def of_surrogate(log_ratio, surrogate):
     def of_completion(new, old, advantages):
         return [surrogate(np.exp(d), a) for d, a in zip(log_ratio(new, old), advantages, strict=True)]
 
     return of_completion
-
-
-LOG_RATIOS = {"token": differences, "sequence": sequence_sum, "gspo": sequence_mean}
-CHOICES = {  # log-ratio, surrogate, divergence
-    "grpo": ("token", "clipped_surrogate", "kl_k3"),
-    "cispo": ("token", "cispo_surrogate", "kl_k2"),
-    "sequence": ("sequence", "clipped_surrogate", "kl_k1"),
-    "gspo": ("gspo", "cispo_surrogate", "kl_k3"),
-}
-
-
-def of_loss(log_ratio, surrogate, divergence):
-    def expected(new, old, advantages, mask, ref, weights):
-        term = of_surrogate(LOG_RATIOS[log_ratio], SURROGATES[surrogate][0])
-
-        def row(new, old, advantages, ref, weights):
-            kls = [0.04 * ESTIMATORS[divergence](x) for x in differences(new, ref)]
-            return [w * (x + k) for w, x, k in zip(weights, term(new, old, advantages), kls, strict=True)]
-
-        return over_rows(row)(new, old, advantages, ref, weights, mask).sum()
-
-    def function(new, old, advantages, mask, ref, weights):
-        term = F.ratio_term(getattr(F, f"{log_ratio}_log_ratio"), getattr(F, surrogate))
-        options = {"ref_logprobs": ref, "weights": weights, "divergence": getattr(F, divergence)}
-        return F.grpo_loss(new, old, advantages[:, 0], mask, term=term, **options)[0]
-
-    def draw(rng):
-        return *draw_term(rng), -rng.exponential(size=SHAPE).astype(np.float32), rng.random(SHAPE).astype(np.float32)
-
-    return function, expected, draw
 
 
 # name -> function, loop, inputs of a random generator
@@ -448,13 +307,6 @@ LOOPS = {
     "turn": (lambda rewards, where: F.turn_advantages(rewards, where=where), turns, draw_turns),
     "span": (F.span_advantages, spans, draw_spans),
     "whiten": (F.whiten, whitened, lambda rng: (quarters(rng, *SHAPE), random_mask(rng, *SHAPE))),
-    "gae": of_gae(None),
-    "gae_of_3_steps": of_gae(3),
-    "rewards_at_end": (
-        lambda rewards, mask: F.rewards_at_end(rewards[:, 0], mask),
-        over_rows(at_end),
-        lambda rng: (normal(rng, SHAPE[0], 1), random_mask(rng, *SHAPE)),
-    ),
     "reinforce_pp": (
         lambda rewards, penalty, mask: F.reinforce_pp_advantages(rewards, mask, token_penalty=penalty, gamma=0.5),
         reinforce_pp,
@@ -465,58 +317,6 @@ LOOPS = {
         reinforce_pp_baseline,
         lambda rng: (quarters(rng, 2, 2), random_mask(rng, 2, 2, 6)),
     ),
-    "kl_penalized": (
-        partial(F.kl_penalized_rewards, kl_coef=0.1),
-        kl_penalized,
-        lambda rng: (normal(rng, SHAPE[0]), normal(rng, *SHAPE), normal(rng, *SHAPE), random_mask(rng, *SHAPE)),
-    ),
-    "token_mean": of_mask(F.token_mean_weights, lambda length, completions, tokens: 1 / tokens),
-    "sequence_mean": of_mask(F.sequence_mean_weights, lambda length, completions, tokens: 1 / length / completions),
-    "sequence_sum": of_mask(F.sequence_sum_weights, lambda length, completions, tokens: 1 / completions),
-    "constant_length": of_mask(F.constant_length_weights, lambda length, completions, tokens: 1 / 6 / completions),
-    "of_9_completions": of_mask(
-        partial(F.constant_length_weights, max_length=7, num_completions=9), lambda *_: 1 / 7 / 9
-    ),
-    "truncated": of_log_ratio(F.truncated_weights, lambda w: min(w, 2)),
-    "masked": of_log_ratio(F.masked_weights, lambda w: w if 0.5 <= w <= 5 else 0.0),
-    "rejection": of_log_ratio(partial(F.rejection_weights, low=0.5, high=1.5), lambda w: float(0.5 <= w <= 1.5)),
-    "on_policy": (
-        lambda log_ratio, advantages, mask: F.on_policy_completions(log_ratio, advantages, mask, threshold=0.26),
-        over_rows(on_policy),
-        lambda rng: (quarters(rng, *SHAPE), normal(rng, *SHAPE), random_mask(rng, *SHAPE)),
-    ),
-    "top_entropy": (
-        partial(F.top_entropy_tokens, share=0.5),
-        top_entropy,
-        lambda rng: (quarters(rng, *SHAPE), random_mask(rng, *SHAPE)),
-    ),
-    **{
-        name: (getattr(F, name), elementwise(lambda x, y, loop=loop: loop(x - y)), draw_two)
-        for name, loop in ESTIMATORS.items()
-    },
-    "token_log_ratio": of_ratio(F.token_log_ratio, differences),
-    "sequence_log_ratio": of_ratio(F.sequence_log_ratio, sequence_sum),
-    "sequence_mean_log_ratio": of_ratio(F.sequence_mean_log_ratio, sequence_mean),
-    "gspo_log_ratio": of_ratio(F.gspo_log_ratio, sequence_mean),
-    **{
-        f"{name}_{i}": (
-            partial(getattr(F, name.replace("bounded", "clipped")), **constants),
-            elementwise(lambda d, a, loop=loop, constants=constants: loop(np.exp(d), a, **constants)),
-            lambda rng: (2 * normal(rng, *SHAPE), normal(rng, *SHAPE)),
-        )
-        for name, (loop, variants) in SURROGATES.items()
-        for i, constants in enumerate(variants)
-    },
-    "reinforce": of_term(F.reinforce_term, reinforce),
-    "gmpo": of_term(F.gmpo_term, gmpo),
-    "dppo": of_term(F.dppo_term, dppo),
-    "vespo": of_term(F.vespo_term, vespo),
-    "covariance": (
-        lambda logprobs, advantages, mask: F.token_covariance(logprobs, advantages[:, 0], mask),
-        covariance,
-        lambda rng: [x for i, x in enumerate(draw_term(rng)) if i != 1],
-    ),
-    **{f"loss_{name}": of_loss(*choice) for name, choice in CHOICES.items()},
 }
 
 

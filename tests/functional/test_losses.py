@@ -1,12 +1,13 @@
-"""Whole losses: corrections of the KL, batches that are split or empty, and metrics."""
+"""Whole losses, their weights, divergences and losses on pairs: split and empty batches, ends, digits, and metrics."""
 
+import inspect
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from cases import PAIR_CASES
 from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax import functional as F
@@ -93,24 +94,6 @@ def test_microbatches_add_up_to_the_batch(aggregation):
         assert_allclose(np.sum([piece[0][1][name] for piece in pieces], axis=0), metric, rtol=1e-4, atol=1e-5)
 
 
-def test_devices_add_up_to_the_batch():
-    # Each of the eight devices makes its weights from the global totals; the losses are summed once.
-    arrays = *random_logprobs((16, 4))[:2], np.linspace(-1, 1, 16, dtype=np.float32)
-    mask = np.arange(4) < np.random.default_rng(2).integers(0, 5, (16, 1))
-
-    def loss(*arrays, axis_name="data"):
-        weights = F.sequence_mean_weights(arrays[3], axis_name=axis_name)
-        value = F.grpo_loss(*arrays, weights=weights)[0]
-        return value if axis_name is None else jax.lax.psum(value, axis_name)
-
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    sharded = jax.shard_map(loss, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
-    value, gradient = jax.jit(jax.value_and_grad(sharded))(*arrays, mask)
-    expected, expected_gradient = jax.jit(jax.value_and_grad(partial(loss, axis_name=None)))(*arrays, mask)
-    assert_allclose(value, expected, rtol=1e-5)
-    assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
-
-
 def test_an_empty_batch_has_no_loss_and_no_gradient():
     logprobs, old_logprobs, ref_logprobs = random_logprobs()
     nothing, advantages = np.zeros(logprobs.shape, bool), np.ones(6, np.float32)
@@ -176,3 +159,165 @@ def test_policy_metrics_of_every_term(name):
     assert metrics.keys() == expected.keys()
     for metric, value in expected.items():
         assert_allclose(metrics[metric], value, rtol=1e-6, err_msg=metric)
+
+
+# ---- weights
+
+every_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS)
+
+
+@every_aggregation
+def test_an_empty_batch_gives_zeros(aggregation):
+    # Compiled, XLA turns an unguarded 0/0 into 0 here; eagerly it is NaN.
+    for shape in ((4, 5), (0, 5)):
+        weights = aggregation(jnp.zeros(shape, bool))
+        assert weights.dtype == jnp.float32
+        assert_array_equal(weights, np.zeros(shape))
+    assert_array_equal(aggregation(jnp.zeros((4, 5), bool), num_completions=0), np.zeros((4, 5)))
+
+
+@every_aggregation
+def test_num_completions_is_of_all_devices(aggregation, spread):
+    # As in TRL: a completion that is masked out may keep its place in the mean.
+    mask = np.arange(5) < np.random.default_rng(0).integers(0, 6, (8, 3, 1))
+    weights = spread(partial(aggregation, num_completions=24, axis_name="data"))(mask)
+    by_mask = aggregation(jnp.asarray(mask))
+    share = 1 if aggregation is F.token_mean_weights else mask.any(-1).sum() / 24
+    assert mask.any(-1).sum() < 24
+    assert_allclose(weights, by_mask * share, rtol=1e-6)
+
+
+@pytest.mark.parametrize("function", [F.truncated_weights, F.masked_weights, F.rejection_weights])
+def test_gradients_at_far_ratios_are_zero(function):
+    far = jnp.array([-200.0, 200.0])  # exp is 0 and infinite
+    assert_array_equal(jax.grad(lambda d: jnp.sum(function(d)))(far), np.zeros(2))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 11, 51, 101, 201])
+def test_shares_are_not_rounded_down_by_the_binary_system(num_tokens):
+    # 0.29 · 100 is 28.999999999999996 in float64, and 0.2 · 10 may be less than 2 in float32.
+    hundredths = np.arange(101)
+    entropy = np.random.default_rng(0).permutation(201).astype(np.float32)
+    of_shares = jax.jit(jax.vmap(lambda mask, share: F.top_entropy_tokens(entropy, mask, share=share), (None, 0)))
+    chosen = of_shares(np.arange(201) < num_tokens, (hundredths / 100).astype(np.float32))
+    assert_array_equal(np.sum(chosen, axis=1), 1 + hundredths * (num_tokens - 1) // 100)
+
+
+# ---- divergences
+
+
+def kl_reverse(logits, ref_logits):
+    return F.kl_full(logits, ref_logits, reverse=True)
+
+
+def random_logits(*shape):
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.normal(size=shape), jnp.float32), jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+# --- float32 ---
+
+
+def test_k3_is_never_negative_and_is_the_value_of_the_unbiased_estimator_to_the_last_digit():
+    # As k2 + (k3 − k2) the unbiased one would have the digits of k2.
+    rng = np.random.default_rng(0)
+    x, ref = (rng.normal(size=4096) * 2.0 ** rng.integers(-30, 4, 4096)).astype(np.float32), np.zeros(4096, np.float32)
+    for function in (lambda f: f, jax.jit):
+        k3 = function(F.kl_k3)(jnp.asarray(x), jnp.asarray(ref))
+        assert np.min(k3) >= 0
+        assert_array_equal(function(F.kl_unbiased)(jnp.asarray(x), jnp.asarray(ref)), k3)
+
+
+def test_k3_has_its_digits_near_zero():
+    # k3 ≈ x²/2 (1 − x/3). With exp in place of expm1 the rounding of 1 is 6e-8, all of it at x = 1e-4.
+    x = np.float32([1e-2, -1e-2, 1e-3, -1e-3, 1e-4, -1e-4])
+    assert_allclose(F.kl_k3(x, np.zeros_like(x)), x * x / 2 * (1 - x / 3), rtol=1e-2)
+
+
+# --- expectations, by enumeration of a small vocabulary ---
+
+
+@pytest.mark.parametrize(
+    ("estimator", "is_unbiased", "divergence"),
+    [
+        (F.kl_k1, True, lambda logits, _: jnp.zeros(())),  # Σ π ∇ log π = ∇ Σ π = 0
+        (F.kl_k2, False, F.kl_full),  # Σ π x ∇ log π
+        (F.kl_k3, True, kl_reverse),  # Σ π (1 − π_ref/π) ∇ log π = −Σ π_ref ∇ log π
+        (F.kl_unbiased, True, F.kl_full),
+        (F.teacher_advantages, True, None),  # −A: E_π[−A ∇ log π] = ∇ KL(π ‖ π_T)
+    ],
+)
+def test_expectations_of_estimators_and_of_their_gradients_on_policy(estimator, is_unbiased, divergence):
+    logits, ref_logits = random_logits(6)
+    sampler = jax.nn.softmax(logits)  # tokens are drawn from a policy that is held constant
+
+    def sampled(logits):
+        log_p, log_q = jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits)
+        if estimator is F.teacher_advantages:
+            advantages = estimator(log_p, log_q)
+            return jnp.sum(-sampler * advantages * log_p), -advantages
+        estimates = estimator(log_p, log_q)
+        return jnp.sum(sampler * estimates), estimates
+
+    (_, estimates), gradient = jax.jit(jax.value_and_grad(sampled, has_aux=True))(logits)
+    mean, kl = jnp.sum(sampler * estimates), F.kl_full(logits, ref_logits)
+    assert (abs(mean / kl - 1) < 1e-4) == is_unbiased
+    assert_allclose(gradient, jax.grad(divergence or F.kl_full)(logits, ref_logits), atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", [F.kl_k2, F.kl_k3, F.kl_abs, F.kl_unbiased])
+def test_a_policy_that_is_its_reference_is_not_pushed_by_it(estimator):
+    logprobs = np.float32([-0.7])
+    value, slope = jax.value_and_grad(lambda x: estimator(x, logprobs)[0])(logprobs)
+    assert value == slope == 0
+
+
+# --- excluded tokens ---
+
+EXCLUDED = np.array([False, True, False, False, True])
+
+
+@pytest.mark.parametrize("function", [F.kl_full, kl_reverse, F.jsd_full, lambda logits, _: F.entropy(logits)])
+def test_excluded_by_both_is_removed(function):
+    logits = random_logits(5)
+    excluded = [jnp.where(EXCLUDED, -jnp.inf, x) for x in logits]
+    value, gradients = jax.jit(jax.value_and_grad(function, (0, 1)))(*excluded)
+    expected, expected_gradients = jax.jit(jax.value_and_grad(function, (0, 1)))(*(x[~EXCLUDED] for x in logits))
+    assert_allclose(value, expected, rtol=1e-5)
+    # The derivative is taken at −inf itself, with no `where` of the caller before it.
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert_allclose(gradient[~EXCLUDED], expected_gradient, atol=1e-6)
+        assert_array_equal(gradient[EXCLUDED], np.zeros(2))
+
+
+def test_excluded_by_one_side_has_finite_gradients():
+    of_two, of_three = jnp.array([0.0, 0.0, -jnp.inf]), jnp.zeros(3)
+    # The mixture of the Jensen–Shannon divergence has both.
+    assert jnp.isfinite(F.jsd_full(of_two, of_three) + F.jsd_full(of_three, of_two))
+    for function in (F.kl_full, F.jsd_full):
+        assert jnp.all(jnp.isfinite(jax.grad(function)(of_two, of_three)))
+
+
+# ---- losses on pairs
+
+OF_PAIRS = [name for name, case in PAIR_CASES.items() if "rejected" in case.arrays]
+
+
+@pytest.mark.parametrize("name", OF_PAIRS)
+def test_extreme_pairs_have_finite_losses_and_gradients(name):
+    # Probability 1, almost 0, an empty completion (which fills up a batch), and the wrong order by far.
+    loss, far = PAIR_CASES[name].function, np.array([0.0, -1e4, 0.0, -1e4], np.float32)
+    arrays = {"chosen": far, "rejected": far[::-1].copy(), "ref_chosen": far[::-1].copy(), "ref_rejected": far}
+    arrays |= {"chosen_length": np.array([3, 0, 0, 1]), "rejected_length": np.array([0, 3, 0, 1])}
+    arrays = {name: x for name, x in arrays.items() if name in inspect.signature(loss).parameters}
+    losses, gradients = jax.jit(jax.value_and_grad(lambda x: jnp.sum(loss(**x)), allow_int=True))(arrays)
+    for x in (losses, gradients["chosen"], gradients["rejected"]):
+        assert np.isfinite(x).all()
+
+
+def test_scores_that_are_far_apart():
+    chosen = np.array([1e4, -1e4, 1e30, -1e30], np.float32)
+    losses, pull = jax.vjp(F.bradley_terry_loss, chosen, -chosen)
+    assert_allclose(losses, [0, 2e4, 0, 2e30], rtol=1e-6)
+    for gradient, sign in zip(pull(jnp.ones(4)), (-1, 1), strict=True):
+        assert_array_equal(gradient, sign * np.array([0, 1, 0, 1]))

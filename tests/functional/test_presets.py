@@ -5,27 +5,8 @@ from functools import cache, partial
 import jax
 import numpy as np
 import pytest
+import test_loops as loops
 from numpy.testing import assert_allclose
-from test_loops import (
-    by_rank,
-    centered,
-    cispo,
-    clipped,
-    differences,
-    dppo,
-    gmpo,
-    leave_one_out,
-    max_rl,
-    of_surrogate,
-    over_rows,
-    pass_at,
-    reinforce,
-    sapo,
-    sequence_mean,
-    sequence_sum,
-    standardised,
-    vespo,
-)
 
 from grpo_jax import functional as F
 
@@ -45,32 +26,32 @@ CONSTANT_LENGTH = MASK / (ROWS * 4)
 
 
 def clip(log_ratio, low, high):
-    return of_surrogate(log_ratio, partial(clipped, epsilon_low=low, epsilon_high=high))
+    return loops.of_surrogate(log_ratio, partial(loops.clipped, epsilon_low=low, epsilon_high=high))
 
 
 # Loss per token, weights, β.
 LOSSES = {
-    "grpo": (clip(differences, 0.2, 0.2), SEQUENCE_MEAN, 0.04),
-    "rank": (clip(differences, 0.2, 0.2), SEQUENCE_MEAN, 0.04),
-    "dr_grpo": (clip(differences, 0.2, 0.2), CONSTANT_LENGTH, 0),
-    "bnpo": (clip(differences, 0.2, 0.2), TOKEN_MEAN, 0),
-    "dapo": (clip(differences, 0.2, 0.28), TOKEN_MEAN, 0),
-    "gspo": (clip(sequence_mean, 3e-4, 4e-4), SEQUENCE_MEAN, 0),
-    "cispo": (of_surrogate(differences, cispo), TOKEN_MEAN, 0),
-    "rloo": (clip(sequence_sum, 0.2, 0.2), SEQUENCE_MEAN, 0),
-    "companion_post": (clip(sequence_sum, 0.2, 0.2), SEQUENCE_MEAN, 0.01),
-    "introduction_post": (clip(sequence_sum, 0.15, 0.15), SEQUENCE_MEAN, 0.01),
-    "introduction_post_rank": (clip(sequence_sum, 0.15, 0.15), SEQUENCE_MEAN, 0.01),
-    "gmpo": (gmpo, SEQUENCE_MEAN, 0),
-    "sapo": (of_surrogate(differences, sapo), SEQUENCE_MEAN, 0),
-    "dppo": (dppo, TOKEN_MEAN, 0),
-    "luspo": (clip(sequence_mean, 3e-4, 4e-4), SEQUENCE_SUM, 0),
-    "vespo": (vespo, TOKEN_MEAN, 0),
-    "opo": (reinforce, TOKEN_MEAN, 0),
-    "gpg": (reinforce, TOKEN_MEAN, 0),
-    "max_rl": (clip(differences, 0.2, 0.2), TOKEN_MEAN, 0),
-    "lite_ppo": (clip(differences, 0.2, 0.2), TOKEN_MEAN, 0),
-    "pass_at_k": (clip(differences, 0.2, 0.2), TOKEN_MEAN, 0),
+    "grpo": (clip(loops.differences, 0.2, 0.2), SEQUENCE_MEAN, 0.04),
+    "rank": (clip(loops.differences, 0.2, 0.2), SEQUENCE_MEAN, 0.04),
+    "dr_grpo": (clip(loops.differences, 0.2, 0.2), CONSTANT_LENGTH, 0),
+    "bnpo": (clip(loops.differences, 0.2, 0.2), TOKEN_MEAN, 0),
+    "dapo": (clip(loops.differences, 0.2, 0.28), TOKEN_MEAN, 0),
+    "gspo": (clip(loops.sequence_mean, 3e-4, 4e-4), SEQUENCE_MEAN, 0),
+    "cispo": (loops.of_surrogate(loops.differences, loops.cispo), TOKEN_MEAN, 0),
+    "rloo": (clip(loops.sequence_sum, 0.2, 0.2), SEQUENCE_MEAN, 0),
+    "companion_post": (clip(loops.sequence_sum, 0.2, 0.2), SEQUENCE_MEAN, 0.01),
+    "introduction_post": (clip(loops.sequence_sum, 0.15, 0.15), SEQUENCE_MEAN, 0.01),
+    "introduction_post_rank": (clip(loops.sequence_sum, 0.15, 0.15), SEQUENCE_MEAN, 0.01),
+    "gmpo": (loops.gmpo, SEQUENCE_MEAN, 0),
+    "sapo": (loops.of_surrogate(loops.differences, loops.sapo), SEQUENCE_MEAN, 0),
+    "dppo": (loops.dppo, TOKEN_MEAN, 0),
+    "luspo": (clip(loops.sequence_mean, 3e-4, 4e-4), SEQUENCE_SUM, 0),
+    "vespo": (loops.vespo, TOKEN_MEAN, 0),
+    "opo": (loops.reinforce, TOKEN_MEAN, 0),
+    "gpg": (loops.reinforce, TOKEN_MEAN, 0),
+    "max_rl": (clip(loops.differences, 0.2, 0.2), TOKEN_MEAN, 0),
+    "lite_ppo": (clip(loops.differences, 0.2, 0.2), TOKEN_MEAN, 0),
+    "pass_at_k": (clip(loops.differences, 0.2, 0.2), TOKEN_MEAN, 0),
 }
 
 
@@ -88,7 +69,7 @@ def losses():
 def test_loss_is_the_formula_written_out(name):
     loss, metrics = losses()[name]
     row, weights, kl_coef = LOSSES[name]
-    per_token, x = over_rows(row)(NEW, OLD, ADVANTAGES[:, None], MASK), NEW - REF
+    per_token, x = loops.over_rows(row)(NEW, OLD, ADVANTAGES[:, None], MASK), NEW - REF
     assert_allclose(loss, np.sum(weights * (per_token + kl_coef * (np.exp(-x) - 1 + x))), rtol=1e-5)
     # Its reference, if there is one, may be read in the reward instead.
     assert ("kl" in metrics) == (name != "rloo")
@@ -108,17 +89,17 @@ def of_groups(loop, scale=1.0):
 # The population deviation of eight is √(7/8) of the sample deviation.
 POPULATION = (8 / 7) ** 0.5
 ADVANTAGES_OF = {
-    "dr_grpo": of_groups(centered),
-    "rank": of_groups(by_rank),
-    "rloo": of_groups(leave_one_out),
-    "companion_post": of_groups(standardised, POPULATION),
-    "introduction_post": of_groups(standardised, POPULATION),
-    "introduction_post_rank": of_groups(by_rank, POPULATION),
+    "dr_grpo": of_groups(loops.centered),
+    "rank": of_groups(loops.by_rank),
+    "rloo": of_groups(loops.leave_one_out),
+    "companion_post": of_groups(loops.standardised, POPULATION),
+    "introduction_post": of_groups(loops.standardised, POPULATION),
+    "introduction_post_rank": of_groups(loops.by_rank, POPULATION),
     "opo": R - np.sum(REWARD_LENGTHS * R, -1, keepdims=True) / np.sum(REWARD_LENGTHS, -1, keepdims=True),
-    "gpg": of_groups(centered, 24 / 16),  # two groups of three have signal
-    "max_rl": of_groups(max_rl),
-    "lite_ppo": of_groups(centered) / (R.std(ddof=1) + 1e-6),
-    "pass_at_k": of_groups(partial(pass_at, 4)),
+    "gpg": of_groups(loops.centered, 24 / 16),  # two groups of three have signal
+    "max_rl": of_groups(loops.max_rl),
+    "lite_ppo": of_groups(loops.centered) / (R.std(ddof=1) + 1e-6),
+    "pass_at_k": of_groups(partial(loops.pass_at, 4)),
 }
 
 
@@ -130,7 +111,7 @@ def advantages():
 
 @every_preset
 def test_advantages_are_the_formula_written_out(name):
-    assert_allclose(advantages()[name], ADVANTAGES_OF.get(name, of_groups(standardised)), rtol=1e-4, atol=1e-6)
+    assert_allclose(advantages()[name], ADVANTAGES_OF.get(name, of_groups(loops.standardised)), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gpg", "lite_ppo"])  # those of other presets look only at their group

@@ -49,6 +49,11 @@ def evaluate_all(arguments):
     return {name: evaluate(CASES[name], *of_case) for name, of_case in arguments.items()}
 
 
+@jax.jit
+def results_of(arrays):
+    return {name: CASES[name].function(**x, **CASES[name].numbers) for name, x in arrays.items()}
+
+
 def inputs(change=lambda case, key, x: x):
     """Returns the inputs of all cases, whose arrays `change` makes."""
     return {
@@ -153,9 +158,7 @@ def without_masked():
         return numbers.reshape(*case.counted[:axes], *x.shape[axes:])
 
     cases = {name: CASES[name] for name in HAVE_MASK}
-    return evaluate_with_constants(
-        {name: {key: remove(case, x) for key, x in case.arrays.items()} for name, case in cases.items()}
-    )
+    return results_of({name: {key: remove(case, x) for key, x in case.arrays.items()} for name, case in cases.items()})
 
 
 @pytest.mark.parametrize("name", HAVE_MASK)
@@ -194,13 +197,15 @@ def test_a_batch_over_devices_is_the_whole_batch(spread):
     arrays = {name: on_devices(name) for name in SPREAD}
 
     def evaluate(arrays, **options):
-        return {name: CASES[name].function(**x, **CASES[name].numbers, **options) for name, x in arrays.items()}
+        results = {name: CASES[name].function(**x, **CASES[name].numbers, **options) for name, x in arrays.items()}
+        return {name: x if x.ndim else x.reshape(1, 1) for name, x in results.items()}  # a number of the whole batch
 
     result = spread(partial(evaluate, axis_name="data"))(arrays)
     whole, of_each = jax.jit(lambda x: (evaluate(jax.tree.map(lambda y: y[:, 0], x)), jax.vmap(evaluate)(x)))(arrays)
     for name in SPREAD:
-        assert_allclose(result[name][:, 0], whole[name], rtol=1e-4, atol=1e-5, err_msg=name)
-        assert not np.allclose(of_each[name][:, 0], whole[name], rtol=1e-3), name
+        expected = np.squeeze(whole[name])
+        assert_allclose(result[name][:, 0], expected, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert not np.allclose(of_each[name][:, 0], expected, rtol=1e-3), name
 
 
 def test_a_loop_over_tokens_runs_on_every_device(spread):
@@ -234,7 +239,8 @@ def with_two_leading_axes():
 
 
 @every_case
-def test_any_leading_axes(name):
+def test_any_leading_axes_and_traced_hyperparameters(name):
+    """Hyperparameters are constants of this program, and arguments of the one that it is compared with."""
     result = with_two_leading_axes()[name]
     assert_close(jax.tree.map(jnp.ravel, result), jax.tree.map(np.ravel, expected()[name][1]))
 
@@ -247,46 +253,25 @@ def test_jit_equals_eager(name):
     assert_close(eager, expected()[name][1])
 
 
-@jax.jit
-def evaluate_with_constants(arrays):
-    """Hyperparameters are constants of this program, and arguments of the others."""
-    return {name: CASES[name].function(**x, **CASES[name].numbers) for name, x in arrays.items()}
-
-
-@cache
-def with_constants(digits=np.float32):
-    """Returns all results of inputs that are rounded to the digits of a type."""
-    return evaluate_with_constants(
-        {name: converted(case, lambda x: x.astype(digits).astype(np.float32)) for name, case in CASES.items()}
-    )
-
-
-def converted(case, convert):
-    """Converts the floats of a case but for advantages and weights, which are always of 32 bits."""
-    return {
-        key: convert(x) if x.dtype == np.float32 and key not in ("advantages", "weights") else x
-        for key, x in case.arrays.items()
-    }
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.numbers])
-def test_hyperparameters_may_be_traced(name):
-    assert_close(with_constants()[name], expected()[name][1])
-
-
 # --- types and shapes ---
 
 
 @cache
 def of_16_bits():
-    names = [name for name in CASES if name not in COMPUTE_IN_16_BITS]
-    return evaluate_with_constants({x: converted(CASES[x], lambda y: y.astype(jnp.bfloat16)) for x in names})
+    """Returns the results of floats of 16 bits, and those of the same numbers in 32 bits."""
+
+    def rounded(case, key, x):
+        is_short = x.dtype == np.float32 and key not in ("advantages", "weights")  # which always have 32 bits
+        return x.astype(jnp.bfloat16) if is_short else x
+
+    short = {name: arrays for name, (arrays, _) in inputs(rounded).items() if name not in COMPUTE_IN_16_BITS}
+    return results_of(short), evaluate_all(inputs(lambda case, key, x: rounded(case, key, x).astype(x.dtype)))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COMPUTE_IN_16_BITS])
 def test_16_bits_are_computed_in_32(name):
-    results = of_16_bits()[name], with_constants(jnp.bfloat16)[name]
-    for short, exact in zip(*map(jax.tree.leaves, results), strict=True):
+    results, (_, expected, _) = (of_all[name] for of_all in of_16_bits())
+    for short, exact in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
         rounding = 2.0**-8 if short.dtype == jnp.bfloat16 else 1e-5
         assert_allclose(short.astype(np.float32), exact.astype(np.float32), rtol=rounding, atol=1e-6)
         assert short.dtype in (exact.dtype, jnp.bfloat16)

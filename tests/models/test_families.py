@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache, partial
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from tiny import (
     randomly_adapted,
     refused,
     row_numbers,
+    sampler_of,
     slow_unless,
     states_of_texts,
 )
@@ -110,15 +110,10 @@ def test_in_bfloat16_a_scoring_pass_is_close_to_the_sampler(family):
     """Completions of 32 tokens that end at random, of a random model: the table in docs/pretrained.md."""
     config, params = golden(family)
     policy = decoder_policy(replace(config, dtype="bfloat16"))
-
-    @jax.jit
-    def sample_and_score(params):
-        options = {"max_tokens": 32, "eos_ids": (5,)}
-        sampled = sample_groups(policy, params, *prompts(), row_numbers(N, 16), jax.random.key(0), **options)
-        batch = Batch(*prompts(), sampled.completion_ids, sampled.completion_mask, jnp.ones((N, 16)))
-        return sampled, score_completion_tokens(policy, params, batch).logprobs
-
-    sampled, logprobs = jax.device_get(sample_and_score(params))
+    sample = sampler_of(policy, max_tokens=32, eos_ids=(5,))
+    sampled = jax.device_get(sample(params, *prompts(), row_numbers(N, 16), jax.random.key(0)))
+    batch = Batch(*prompts(), sampled.completion_ids, sampled.completion_mask, np.ones((N, 16), np.float32))
+    logprobs = jax.jit(partial(score_completion_tokens, policy))(params, batch).logprobs
     difference = np.abs(logprobs - sampled.sampler_logprobs)[sampled.completion_mask]
     print(
         f"\n{family}: {difference.size} tokens, mean exp {np.exp(difference).mean():.4f}, most {difference.max():.3f}"
@@ -141,13 +136,9 @@ def test_adapters_are_sampled_as_they_are_scored_merged_and_exported(family, kin
         used = params._replace(base=load_params(GOLDEN / FULLEST[family], config, quantize=kind))
         plain, other = used._replace(base=dequantise_params(used.base)), params
 
-    @jax.jit
-    def sample(params):
-        options = {"max_tokens": T, "eos_ids": (99,), "temperature": 0.7, "truncation": Truncation(top_k=9)}
-        return sample_groups(policy, params, *prompts(), row_numbers(N, G), jax.random.key(0), **options)
-
+    sample = sampler_of(policy, max_tokens=T, eos_ids=(99,))
     score = jax.jit(lambda params, ids: score_completion_tokens(policy, params, a_batch(ids)).logprobs)
-    sampled = sample(used)
+    sampled = sample(used, *prompts(), row_numbers(N, G), jax.random.key(0), 0.7, Truncation(top_k=9))
     scores = score(used, sampled.completion_ids)
     np.testing.assert_allclose(sampled.sampler_logprobs, scores, atol=1e-4)
     np.testing.assert_allclose(score(merge(plain), sampled.completion_ids), scores, atol=1e-4)
@@ -171,27 +162,10 @@ def test_packed_texts_are_as_each_alone(family):
         np.testing.assert_allclose(states[0, : end - start], hidden[0, start:end], atol=1e-5)
 
 
-@each_family()
-def test_eight_devices_find_the_gradients_of_one(family):
-    config, params = golden(family)
-    policy = decoder_policy(config)
-    batch = a_batch(np.random.default_rng(5).integers(3, 24, (N, G, T)).astype(np.int32))
+def a_gradient(policy, batch):
+    """params -> gradients of a weighted sum of log-probabilities, and the log-probabilities."""
 
     def loss(params):
-        return -jnp.sum(score_completion_tokens(policy, params, batch).logprobs)
-
-    devices, value_and_grad = Mesh(2, 2, 2), jax.value_and_grad(loss)
-    expected = jax.jit(value_and_grad)(params)
-    sharded = to_numpy(jit_on_devices(value_and_grad, devices=devices)(place(params, devices)))
-    largest = max(np.linalg.norm(x) for x in jax.tree.leaves(expected[1]))
-    np.testing.assert_allclose(sharded[0], expected[0], rtol=1e-5)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), sharded[1], expected[1])
-
-
-def a_gradient(policy):
-    """(params, batch) -> log-probabilities, and gradients of their weighted sum."""
-
-    def loss(params, batch):
         logprobs = score_completion_tokens(policy, params, batch).logprobs
         return jnp.sum(jnp.linspace(-1, 2, logprobs.size).reshape(logprobs.shape) * logprobs), logprobs
 
@@ -199,18 +173,22 @@ def a_gradient(policy):
 
 
 @each_family()
-def test_both_attentions_of_any_machine_give_the_same(family):
+@pytest.mark.parametrize("kind", ["eight devices", "xla"])
+def test_eight_devices_and_another_attention_find_the_same_gradients(family, kind):
     config, params = golden(family)
-    if config.attn_logit_softcapping is not None or config.attention_sinks:
-        pytest.skip("one alone computes it")
+    if kind == "xla" and (config.attn_logit_softcapping is not None or config.attention_sinks):
+        pytest.skip("only one attention computes it")
     batch = a_batch(np.random.default_rng(5).integers(3, 24, (N, G, T)).astype(np.int32))
-    (gradients, logprobs), (expected, expected_logprobs) = (
-        jax.jit(a_gradient(decoder_policy(replace(config, attention=kind))))(params, batch)
-        for kind in ("xla", "shared")
-    )
+    gradient, other = (a_gradient(decoder_policy(replace(config, attention=x)), batch) for x in ("shared", "xla"))
+    expected, logprobs = jax.jit(gradient)(params)
+    if kind == "xla":
+        actual, actual_logprobs = jax.jit(other)(params)
+    else:
+        devices = Mesh(2, 2, 2)
+        actual, actual_logprobs = to_numpy(jit_on_devices(gradient, devices=devices)(place(params, devices)))
     largest = max(np.linalg.norm(x) for x in jax.tree.leaves(expected))
-    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), gradients, expected)
+    np.testing.assert_allclose(actual_logprobs, logprobs, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), actual, expected)
 
 
 @pytest.mark.slow
@@ -250,7 +228,7 @@ def test_cudnns_attention_is_lowered_forward_and_backward(family, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     policy, batch = decoder_policy(replace(config, attention="cudnn")), a_batch(np.zeros((N, G, T), np.int32))
     params = jax.eval_shape(policy.init, jax.random.key(0))
-    program = jax.jit(a_gradient(policy)).trace(params, batch).lower(lowering_platforms=("cuda",)).as_text()
+    program = jax.jit(a_gradient(policy, batch)).trace(params).lower(lowering_platforms=("cuda",)).as_text()
     # Of prompts and of completions, there and back, in at least one layer.
     for name in ("__cudnn$fmhaScaleBiasSoftmax(", "__cudnn$fmhaScaleBiasSoftmaxBackward("):
         assert program.count(name) >= 2, name

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny import GOLDEN, load_golden, randomly_adapted, slow_unless
+from tiny import GOLDEN, decoded_states, load_golden, randomly_adapted, slow_unless
 
 from grpo_jax.functional import token_logprobs
 from grpo_jax.functional.numerics import softcapped
@@ -110,21 +110,8 @@ def test_logits_and_gradients(name, tmp_path):
 def test_logits_one_token_after_the_other(name):
     config, params, golden = golden_of(name)
     policy = decoder_policy(config)
-
-    @jax.jit
-    def decoded(params, prompt, mask, completion):
-        tokens = completion.transpose(2, 0, 1)
-        first, decode, cache = policy.prefill(params, prompt, mask, 1, len(tokens) + 1)
-
-        def step(cache, token):
-            state, cache = decode(cache, *token)
-            return cache, state[:, 0]
-
-        _, states = jax.lax.scan(step, cache, (tokens, jnp.arange(len(tokens))))
-        logits = jnp.concatenate([first[None], states]).swapaxes(0, 1) @ policy.unembedding(params).T
-        return softcapped(logits, policy.softcap)
-
-    logits = decoded(params, *padded(golden["ids"], 9))
+    states = jax.jit(partial(decoded_states, policy))(params, *padded(golden["ids"], 9))[:, 0]
+    logits = softcapped(states @ policy.unembedding(params).T, policy.softcap)
     np.testing.assert_allclose(logits, golden["logits"][:, 8:], atol=1e-4)
 
 

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
-from tiny import GOLDEN, change_json, load_golden, refused, write_tokenizer
+from tiny import GOLDEN, change_json, load_golden, refused, row_numbers, sampler_of, write_tokenizer
 
 from grpo_jax.models import weights
 from grpo_jax.models.huggingface import load_pretrained, model_folder, save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.rl.guards import check_tokens
-from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.tasks.task import text_task
 
 STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
@@ -380,24 +379,10 @@ def test_greedy_ids_and_logprobs_equal_the_reference():
     stories = load_pretrained(STORIES)
     reference = json.loads((STORIES / "greedy_reference.json").read_text())
     start, *ids = reference["ids"]
-    policy = decoder_policy(stories.config)
-
-    @jax.jit
-    def generate(params):
-        prompt = jnp.full((1, 1), start)
-        return sample_groups(
-            policy,
-            params,
-            prompt,
-            jnp.ones_like(prompt, bool),
-            jnp.zeros((1, 1), jnp.int32),
-            jax.random.key(0),
-            max_tokens=len(ids),
-            eos_ids=stories.eos_ids,
-            temperature=0.0,
-        )
-
-    out = jax.tree.map(lambda x: x[0, 0], generate(stories.params))
+    sample = sampler_of(decoder_policy(stories.config), max_tokens=len(ids), eos_ids=stories.eos_ids)
+    prompt = np.full((1, 1), start), np.ones((1, 1), bool)
+    sampled = sample(stories.params, *prompt, row_numbers(1, 1), jax.random.key(0), temperature=0.0)
+    out = jax.tree.map(lambda x: x[0, 0], sampled)
     assert len(ids) == 256
     np.testing.assert_array_equal(out.completion_ids, ids)
     assert out.completion_mask.all()

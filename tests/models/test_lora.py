@@ -1,4 +1,4 @@
-"""Adapters against loops, against merged weights, and against the files of PEFT."""
+"""Adapters against loops, merged weights, and the files of PEFT; and what is trained in any tree of parameters."""
 
 import dataclasses
 import math
@@ -11,8 +11,9 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import GOLDEN, change_json, load_golden, ragged_prompts, randomly_adapted, refused
+from tiny import GOLDEN, change_json, decoded_states, load_golden, randomly_adapted, refused, two_groups
 
+from grpo_jax.models.heads import Headed
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge, sites
 from grpo_jax.models.params import Adapted, join, split
@@ -28,34 +29,15 @@ RANK, ALPHA = 3, 6.0
 ADAPTED = randomly_adapted(BASE, RANK, ALPHA)
 
 
-def ragged_batch():
-    """Returns prompts of 2 and 5 tokens, and two completions of 4 for each."""
-    return *ragged_prompts([2, 5], 24), np.random.default_rng(0).integers(0, 24, (2, 2, 4), np.int32)
-
-
 @jax.jit
 def hidden(params):
     """Hidden states of the batch, compiled once for plain and once for adapted parameters."""
-    return POLICY.hidden(params, *ragged_batch())
-
-
-@jax.jit
-def decoded(params):
-    """Returns the same token by token, and the state after the last token."""
-    ids, mask, completions = ragged_batch()
-    first, decode, cache = POLICY.prefill(params, ids, mask, 2, 5)
-
-    def step(cache, token):
-        state, cache = decode(cache, *token)
-        return cache, state
-
-    _, states = jax.lax.scan(step, cache, (completions.transpose(2, 0, 1), jnp.arange(4)))
-    return jnp.concatenate([jnp.broadcast_to(first[:, None], (1, *states.shape[1:])), states]).transpose(1, 2, 0, 3)
+    return POLICY.hidden(params, *two_groups())
 
 
 def loss(params):
     """Sums the states of the first completion token, in which all projections take part: a smaller program."""
-    ids, mask, completions = ragged_batch()
+    ids, mask, completions = two_groups()
     weights = np.random.default_rng(1).normal(size=(2, 1, 1, 16)).astype(np.float32)
     return jnp.sum(weights * POLICY.hidden(params, ids, mask, completions[..., :1]))
 
@@ -75,7 +57,8 @@ def test_adapters_equal_merged_weights():
 
 
 def test_decoding_has_the_adapters_too():
-    np.testing.assert_allclose(decoded(ADAPTED)[:, :, :4], hidden(ADAPTED), atol=2e-5)
+    states = jax.jit(partial(decoded_states, POLICY))(ADAPTED, *two_groups())
+    np.testing.assert_allclose(states[:, :, :4], hidden(ADAPTED), atol=2e-5)
 
 
 def test_merged_kernels_against_a_loop():
@@ -280,3 +263,55 @@ def test_adapters_where_plain_parameters_are_needed_are_refused(tmp_path):
 def test_a_fingerprint_tells_weights_that_were_trained_further():
     assert fingerprint(BASE) == fingerprint(load_params(GOLDEN / "llama", CONFIG))
     assert fingerprint(BASE) != fingerprint(merge(ADAPTED))
+
+
+# ---- what is trained, in any tree
+
+PLAIN = {"embedding": jnp.arange(6.0).reshape(3, 2), "layers": {"kernel": jnp.ones((2, 2))}}
+ADAPTERS = {"layers": {"kernel": {"a": jnp.ones((2, 1)), "b": jnp.zeros((1, 2))}}}
+WITH_ADAPTERS = Adapted(PLAIN, ADAPTERS, jnp.float32(2))
+HEAD = jnp.linspace(-1, 1, 2)
+TEACHER = {"embedding": jnp.full((4, 5), 3.0)}
+
+# name -> parameters, and what of them is trained
+CASES = {
+    "plain": (PLAIN, PLAIN),
+    "adapted": (WITH_ADAPTERS, ADAPTERS),
+    "headed": (Headed(PLAIN, HEAD), Headed(PLAIN, HEAD)),
+    "headed and adapted": (Headed(WITH_ADAPTERS, HEAD), Headed(ADAPTERS, HEAD)),
+    "a head on another model's decoder": (Headed(None, HEAD), Headed(None, HEAD)),
+    "a policy": ({"policy": PLAIN}, {"policy": PLAIN}),
+    "with a critic": (
+        {"policy": WITH_ADAPTERS, "critic": Headed(WITH_ADAPTERS, HEAD)},
+        {"policy": ADAPTERS, "critic": Headed(ADAPTERS, HEAD)},
+    ),
+    "with a head that shares the decoder": (
+        {"policy": WITH_ADAPTERS, "critic": Headed(None, HEAD)},
+        {"policy": ADAPTERS, "critic": Headed(None, HEAD)},
+    ),
+    "with a teacher": ({"policy": WITH_ADAPTERS, "teacher": TEACHER}, {"policy": ADAPTERS}),
+    "with an adapted teacher": ({"policy": PLAIN, "teacher": WITH_ADAPTERS}, {"policy": PLAIN}),
+    "with all": (
+        {"policy": PLAIN, "critic": Headed(PLAIN, HEAD), "teacher": TEACHER},
+        {"policy": PLAIN, "critic": Headed(PLAIN, HEAD)},
+    ),
+}
+
+
+def assert_same_arrays(one, other):
+    """The trees have one structure, and their leaves are the same arrays, not copies."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    assert all(x is y for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_split_is_joined_again_and_copies_nothing(name):
+    params, expected = CASES[name]
+    trained, frozen = split(params)
+    assert_same_arrays(trained, expected)
+    assert_same_arrays(join(trained, frozen), params)
+
+
+@pytest.mark.parametrize("name", ["plain", "headed", "a policy"])
+def test_without_adapters_and_teacher_nothing_is_frozen(name):
+    assert not jax.tree.leaves(split(CASES[name][0])[1])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tiny import GOLDEN, load_golden, ragged_prompts, random_params, randomly_adapted, refused
+from tiny import GOLDEN, load_golden, random_params, randomly_adapted, refused, two_groups
 
 from grpo_jax.models import quantised
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
@@ -113,11 +113,6 @@ def on_plain_numbers(params):
     return params._replace(base=dequantise_params(params.base))
 
 
-def ragged_batch():
-    """Returns prompts of 2 and 5 tokens, and two completions of 4 for each."""
-    return *ragged_prompts([2, 5], 24), np.random.default_rng(0).integers(0, 24, (2, 2, 4), np.int32)
-
-
 @QUICK_FORMATS
 def test_a_model_computes_with_the_numbers_that_codes_stand_for(kind):
     """Compares hidden states, and the gradients of adapters, with those on plain arrays."""
@@ -126,7 +121,7 @@ def test_a_model_computes_with_the_numbers_that_codes_stand_for(kind):
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def loss(trained, frozen):
-        hidden = POLICY.hidden(join(trained, frozen), *ragged_batch())
+        hidden = POLICY.hidden(join(trained, frozen), *two_groups())
         return jnp.sum(weights * hidden), hidden
 
     params, exact = adapted(kind), adapted(kind)._replace(base=BASE)
@@ -152,10 +147,10 @@ def test_programs_dequantise_one_layer_at_a_time(kind, experts):
     params = jax.eval_shape(partial(add_adapters, rank=2, alpha=1.0), base, jax.random.key(0))
 
     def loss(trained, frozen):
-        return jnp.sum(policy.hidden(join(trained, frozen), *ragged_batch()) ** 2)
+        return jnp.sum(policy.hidden(join(trained, frozen), *two_groups()) ** 2)
 
     def sample(params):
-        first, decode, cache = policy.prefill(params, *ragged_batch()[:2], 2, 8)
+        first, decode, cache = policy.prefill(params, *two_groups()[:2], 2, 8)
 
         def step(i, carry):
             return decode(carry[1], jnp.argmax(carry[0], -1), i)

@@ -446,17 +446,6 @@ def test_fused_attention_has_the_same_values_and_gradients():
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), value_and_grads("xla"), value_and_grads("shared"))
 
 
-def test_rms_norm():
-    eps = 0.1
-    x, scale = np.random.default_rng(0).normal(size=(2, 5, 16)), np.linspace(-1, 2, 16)
-    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
-    params = {"params": {"scale": jnp.asarray(scale, jnp.float32)}}
-    np.testing.assert_allclose(RMSNorm(eps).apply(params, jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=1e-6)
-    centered = {"params": {"offset": jnp.asarray(scale - 1, jnp.float32)}}
-    normed = RMSNorm(eps, zero_centered=True).apply(centered, jnp.asarray(x, jnp.float32))
-    np.testing.assert_allclose(normed, expected, rtol=1e-5, atol=1e-6)
-
-
 # ---- settings that cannot work
 
 
@@ -469,6 +458,7 @@ def test_rms_norm():
         ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 12}, "256 features, in eights, and head_dim is 12"),
         ({"attention": "xla", "attn_logit_softcapping": 5.0}, '"xla" does not compute attn_logit_softcapping'),
         ({"norms": "between"}, "norms is 'between'"),
+        ({"router": "frozen"}, "router"),
     ],
 )
 def test_settings_that_cannot_work(change, named):
@@ -480,10 +470,7 @@ def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 3, 64)), jnp.bfloat16)
     exact = x.astype(jnp.float32)
     params = {"params": {"scale": jnp.linspace(0.5, 2, 64)}}
-    norm, angles = (
-        RMSNorm(1e-5),
-        angles_of(jnp.arange(8).reshape(2, 4) * 50, Rotation(1e4), 64),
-    )
+    norm, angles = RMSNorm(1e-5), angles_of(jnp.arange(8).reshape(2, 4) * 50, Rotation(1e4), 64)
     for half, whole in (
         (norm.apply(params, x), norm.apply(params, exact)),
         (rotate(x, angles), rotate(exact, angles)),

@@ -1,14 +1,23 @@
-"""What a run leaves to memory: first the size of pieces, then remat, and a sentence where nothing fits."""
+"""Checks what memory decides: the size of pieces, then remat, or a refusal; and that a run keeps its plan."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 
-import pytest
+import numpy as np
+from tiny import refused
 
 from experiments.benchmarks.shapes import MID
-from grpo_jax.config import ModelOptions, PPOConfig, recipe, with_options
-from grpo_jax.errors import UsageError
+from grpo_jax import prepare
+from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe, with_options
 from grpo_jax.functional.products import CPU
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.options import from_json
 from grpo_jax.planning.memory import Shape, choose, estimate, shape_of
+from grpo_jax.prepare import Loaded, RunOptions, apply_memory_plan
 
 # Four prompts of 1,040 tokens; on an accelerator pieces of 16,384 tokens, so that all are one.
 SHAPE = Shape(4, 8, 16, 128, piece_tokens=0)
@@ -50,17 +59,11 @@ def test_what_is_given_is_not_planned():
 
 def test_where_nothing_fits_the_sentence_names_what_would():
     held = estimate(MID, SHAPE).held
-    with pytest.raises(UsageError, match=r"needs about 1.2 GB of 0.84 on each device.* lora_rank 16, p") as error:
+    with refused("needs about 1.2 GB of 0.84 .*lora_rank 16, p.*fsdp 2 on 2 times .*microbatches and remat"):
         choose(MID, SHAPE, int(1.1 * held))
-    assert "fsdp 2 on 2 times as many devices" in str(error.value)
-    assert "set microbatches and remat" in str(error.value)
-    with pytest.raises(UsageError, match="a smaller model, or fewer and shorter completions"):
-        choose(MID, SHAPE, 2**20)
-
-
-def test_no_way_out_has_fewer_prompts_than_minibatches():
-    with pytest.raises(UsageError, match="a smaller model, or fewer"):
-        choose(MID, SHAPE._replace(minibatches=4), 2**20)
+    for minibatches in (1, 4):  # no way out has fewer prompts than minibatches
+        with refused("a smaller model, or fewer"):
+            choose(MID, SHAPE._replace(minibatches=minibatches), 2**20)
 
 
 def test_the_shape_of_a_run_is_that_of_its_options():
@@ -79,3 +82,37 @@ def test_a_plan_is_one_line():
     assert str(choose(MID, SHAPE._replace(traits=CPU), 23 * 10**9)) == (
         "plan: 8 microbatches, remat none: about 1.3 of 23 GB"
     )
+
+
+# ---- the plan of a run
+
+SMALL = ModelConfig(64, 32, 128, 4, 4, 2, 8)
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """Options of a run."""
+
+    train: GRPOConfig = recipe(num_prompts=4, group_size=8, max_tokens=128)
+
+
+def plan_with(monkeypatch, options: RunOptions, limit: int):
+    monkeypatch.setattr(prepare, "memory_limit", lambda devices: limit)
+    loaded = Loaded(decoder_policy(SMALL), None, Pretrained(SMALL, None, None, (), Path(), ()))
+    task = SimpleNamespace(prompts=lambda step: SimpleNamespace(ids=np.zeros((4, 16))))
+    options, models, plan = apply_memory_plan(options, {"policy": loaded}, task)
+    return options, models["policy"], plan
+
+
+def test_a_plan_is_kept_with_the_run_and_used_again_whatever_memory_there_is(monkeypatch):
+    begun, loaded, plan = plan_with(monkeypatch, Options(), 10**9)
+    assert (begun.train.optimizer.piece_tokens, begun.model.remat) == (768, "none")
+    smaller, loaded, plan = plan_with(monkeypatch, Options(), int(0.7 * plan.estimate.peak))
+    assert plan.fits
+    assert plan.options != {"piece_tokens": 768, "remat": "none"}
+    assert loaded.pretrained.config.remat == smaller.model.remat
+    kept = from_json(Options(), json.loads(json.dumps(asdict(smaller))))
+    for limit in (10**9, 2**10):
+        resumed, _, again = plan_with(monkeypatch, kept, limit)
+        assert resumed == smaller
+        assert again.fits == (limit == 10**9)

@@ -1,23 +1,20 @@
-"""Principles and judges as rewards. Tiny models throughout."""
+"""Checks principles and judges as rewards, with tiny models."""
 
 import copy
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import refused, tiny_config
+from tiny import STORIES, needs_data, refused, tiny_config
 
 from experiments.tasks import arithmetic
 from grpo_jax.data.types import Completion
-from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.constitution import NO, YES, constitution, model_judge, parse_principles, read_principles
 from grpo_jax.rewards.reward import score_completions
 
-STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 CONFIG = tiny_config(arithmetic.VOCAB_SIZE)
 POLICY = decoder_policy(CONFIG)
 OPTIONS = {"template": "{principle}={prompt}{completion}=", "yes": ("1", "3", "no such word"), "no": ("0",)}
@@ -60,17 +57,17 @@ def test_log_odds_are_those_of_the_whole_softmax_whatever_is_batched_or_padded(m
     np.testing.assert_allclose(probabilities, 1 / (1 + np.exp(-np.array(expected))), rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("template", "chat", "text"),
-    [
-        ("{completion}={other}{principle}=", None, "23=74+4="),  # texts without a common beginning
-        (
-            "{principle}={other}{completion}=",
-            "{% for message in messages %}8{{ message['content'] }}8{% endfor %}",
-            "84+4=723=8",
-        ),
-    ],
-)
+TEMPLATES = [
+    ("{completion}={other}{principle}=", None, "23=74+4="),  # texts without a common beginning
+    (
+        "{principle}={other}{completion}=",
+        "{% for message in messages %}8{{ message['content'] }}8{% endfor %}",
+        "84+4=723=8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "chat", "text"), TEMPLATES)
 def test_templates_are_filled_in(model, template, chat, text):
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.chat_template = chat
@@ -87,15 +84,13 @@ def test_a_completion_brings_no_control_tokens(model):
     assert others == [plain] * 3
 
 
-@pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")
+@needs_data
 def test_a_pretrained_model_judges_in_words():
     model = load_pretrained(STORIES)
-    with pytest.raises(UsageError, match=r"none of .* is one token"):
-        model_judge(model)
     rows, texts = [{"prompt": "Once upon a time"}] * 2, [Completion(" there was a cat."), Completion(" yes yes")]
     answers = model_judge(model, yes=("y",), no=("n",))("The answer is kind.", rows, texts)
     assert 0 < min(answers) < max(answers) < 1
-    with pytest.raises(UsageError, match="was trained on 512"):
+    with refused("was trained on 512"):
         model_judge(model, yes=("y",), no=("n",))("kind", rows[:1], [Completion("cat " * 600)])
 
 
@@ -125,23 +120,18 @@ def test_any_function_is_a_judge_and_weights_default_to_a_mean():
     np.testing.assert_array_equal(score_completions(weighted, [{}] * 3, texts).rewards, [3.5, 3, 0])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda model: parse_principles(["", "# none"]), "no principle"),
-        (lambda model: parse_principles(["a: Be kind.", "be kind."]), "'be kind.' is there twice"),
-        (lambda model: parse_principles(["a: Be kind.", "a: Be brief."]), "two principles are called a"),
-        (lambda model: read_principles("no/such/file"), "cannot be read"),
-        (lambda model: constitution({}, lambda *_: []), "no principle"),
-        (lambda model: constitution({"a": "b"}, lambda *_: [], weights={"c": 1.0}), "weight for 'c'"),
-        (lambda model: model_judge(model), "none of .*yes.* is one token"),
-        (lambda model: model_judge(model, **(OPTIONS | {"no": ("1",)})), "share a token"),
-        (lambda model: model_judge(model, **(OPTIONS | {"template": "{principle}"})), "no {completion}"),
-        (lambda model: model_judge(model, **(OPTIONS | {"template": "{principle"})), "cannot be read"),
-        (lambda model: model_judge(model, **OPTIONS, batch_size=0), "batch_size is 0"),
-        (lambda model: model_judge(model, **OPTIONS)("1", [{}], ["1"]), "{prompt}, but an example has no such column"),
-    ],
-)
+BAD_CALLS = [
+    (lambda model: parse_principles(["", "# none"]), "no principle"),
+    (lambda model: parse_principles(["a: Be kind.", "be kind."]), "'be kind.' is there twice"),
+    (lambda model: parse_principles(["a: Be kind.", "a: Be brief."]), "two principles are called a"),
+    (lambda model: constitution({"a": "b"}, lambda *_: [], weights={"c": 1.0}), "weight for 'c'"),
+    (lambda model: model_judge(model), "none of .*yes.* is one token"),
+    (lambda model: model_judge(model, **(OPTIONS | {"template": "{principle}"})), "no {completion}"),
+    (lambda model: model_judge(model, **OPTIONS)("1", [{}], ["1"]), "{prompt}, but an example has no such column"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CALLS)
 def test_what_cannot_work_is_refused_in_a_sentence(model, call, message):
     with refused(message):
         call(model)

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from bigrams import POLICY, TASK
 
 from grpo_jax.config import recipe
 from grpo_jax.data.preferences import EncodedPairs
-from grpo_jax.devices import place, to_devices, to_numpy
+from grpo_jax.devices import devices_of, place, to_devices, to_numpy
 from grpo_jax.models.params import split
+from grpo_jax.offline import phase
+from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
 from grpo_jax.rl import update
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
@@ -212,6 +215,18 @@ def near(policy, params, batch: Batch, scale=0.3) -> Batch:
     names = "sampler_logprobs", "old_logprobs", "ref_logprobs"
     fields = {x: scores.logprobs + noise.normal(0, scale, scores.logprobs.shape).astype(np.float32) for x in names}
     return batch._replace(**fields, old_entropy=scores.entropy)
+
+
+def phase_step(objective: Objective, start, batch, config: SupervisedConfig):
+    """Returns the gradients of one step of a phase on its devices, `[1, ...]`, and its metrics, in NumPy."""
+    devices = devices_of(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phase, "make_optimizer", lambda *_, **__: recorder(1))
+        programs = make_fit_programs(objective, config)
+    trained, frozen = (place(part, devices) for part in split(start))
+    state = place(programs.init_state(trained), devices)
+    state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
+    return to_numpy((state.opt_state.gradients, metrics))
 
 
 class Placed(NamedTuple):

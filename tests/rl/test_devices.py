@@ -1,9 +1,13 @@
-"""A mesh of eight virtual devices against one device: the same numbers, and no device that holds a whole model."""
+"""Eight virtual devices and a mesh of them against one device: the same numbers, and no device holds a whole model.
+
+The updates of GRPO and PPO come first, then those of phases on data.
+"""
 
 import dataclasses
+import itertools
 import math
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,23 +19,39 @@ from rl_helpers import (
     assert_same_runs,
     compilations_of,
     open_run,
+    phase_step,
     placed,
     ragged_batch,
     ragged_rewards,
     recorder,
     says_three,
+    some_pairs,
 )
-from tiny import GOLDEN, load_golden, refused
+from tiny import GOLDEN, digit_task, load_golden, slow_unless
 
-from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
-from grpo_jax.data.types import Prompts, pad_prompts, rng
+from grpo_jax.config import DistillationConfig, GRPOConfig, PPOConfig, recipe, run_of, with_options
+from grpo_jax.data.packing import Packed
+from grpo_jax.data.types import Prompts
 from grpo_jax.devices import Devices, Mesh, devices_of, load_shardings, parts, place, shardings, to_devices
+from grpo_jax.functional import dpo_loss
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import join
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.weights import load_params
+from grpo_jax.offline.pairs import (
+    kto_objective,
+    pad_pairs,
+    pair_logprobs,
+    pair_rewards,
+    preference_objective,
+    reward_model_objective,
+    score_pairs,
+)
+from grpo_jax.offline.phase import Objective, SupervisedConfig
+from grpo_jax.offline.sft import DistillationTarget, distillation_objective, mean_divergence, sft_objective, text_nll
 from grpo_jax.rl import pieces
 from grpo_jax.rl.distillation import distillation_method
 from grpo_jax.rl.grpo import grpo_method, make_programs
@@ -47,11 +67,12 @@ from grpo_jax.train import train
 N, G, P, T = 16, 5, 3, 5
 EOS, PAD = 0, 1
 # Eight key-value heads, so that eight devices can share them out.
-MODEL = ModelConfig(64, 16, 32, 2, 8, 8, 4, qkv_bias=True, initializer_range=0.05)
+MODEL = ModelConfig(64, 16, 32, 1, 8, 8, 4, qkv_bias=True, initializer_range=0.05)
 DECODER = decoder_policy(MODEL)
-# What other models have: fewer key-value heads, norms of heads, biases, a window in one layer, an unembedding.
+# What other models have: two layers, a window in one, fewer key-value heads, norms of heads, biases, an unembedding.
 OTHER = dataclasses.replace(
     MODEL,
+    num_hidden_layers=2,
     num_key_value_heads=4,
     qk_norm=True,
     o_bias=True,
@@ -165,9 +186,7 @@ UPDATES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "devices"), [pytest.param(*x, marks=() if x == ("decoder", ALL) else pytest.mark.slow) for x in UPDATES]
-)
+@pytest.mark.parametrize(("name", "devices"), slow_unless([("decoder", ALL)], UPDATES))
 def test_updates_have_the_gradients_of_one_device(name, devices):
     # Features of experts are added up in parts, once more than of an MLP: in the order of the rows sorted by expert.
     has_experts = "experts" in name or name == "offload"
@@ -282,12 +301,7 @@ RUN = recipe(
 )
 
 
-def prompts(step: int) -> Prompts:
-    tokens = [rng(step, i).integers(2, 64, 1 + i % 3).tolist() for i in range(8)]
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=P, pad_id=PAD)
-
-
-RUN_TASK = Task(prompts, says_three, prompts(99), str, (EOS,), PAD, MODEL.vocab_size)
+RUN_TASK = digit_task(says_three, vocab_size=MODEL.vocab_size)
 
 
 def run_on(devices: Devices, path: Any, name: str = "decoder", **options: Any) -> tuple[Any, RunFolder]:
@@ -320,27 +334,6 @@ def test_a_run_of_a_mesh_goes_on_to_the_bit_and_on_other_devices_to_rounding(tmp
         np.testing.assert_allclose(line["grad_norm"], expected["grad_norm"], rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"fsdp": 3}, "does not divide the 8 devices"),
-        ({"parallel": "pmap", "tensor": 2}, "set parallel to mesh"),
-        ({"fsdp": 8, "num_prompts": 4}, "must be a multiple of"),
-        ({"fsdp": 4, "tensor": 2, "num_prompts": 6}, "devices / tensor, 4"),
-    ],
-)
-def test_devices_that_cannot_share_out_a_run_are_refused(options, words):
-    config = with_options(RUN, devices=8, **options)
-    with refused(words):
-        make_programs(DECODER, RUN_TASK, config)
-
-
-def test_key_value_heads_are_never_cut():
-    model = dataclasses.replace(MODEL, num_key_value_heads=2)
-    with refused("2 key-value heads"):
-        place(shapes_of(model), Mesh(tensor=4))
-
-
 def test_what_a_mesh_does_not_divide_stays_whole():
     params = {"layers": {"mlp": {"gate_proj": {"kernel": np.ones((2, 6, 10))}}}, "embedding": np.ones((3, 6))}
     placed = place(params, Mesh(fsdp=2, tensor=4))
@@ -354,3 +347,89 @@ def test_a_model_is_read_onto_the_mesh():
     expected = place(params, mesh)
     assert jax.tree.map(lambda x: x.sharding, actual) == jax.tree.map(lambda x: x.sharding, expected)
     assert params_sha256(actual) == params_sha256(expected)
+
+
+# ---- phases on data
+
+WIDTH = 8
+
+
+def start_of(name: str) -> Any:
+    """Parameters of the policy in a case of reinforcement learning."""
+    return case_of(name).start["policy"]
+
+
+PHASE = SupervisedConfig(4, 1e-2, microbatches=2)
+SCORER, HEADLESS = add_head(MODEL, start_of("decoder"))
+NOISE = np.random.default_rng(3)
+HEADED = Headed(HEADLESS.decoder, NOISE.normal(size=MODEL.hidden_size).astype(np.float32))
+
+
+def packed_rows() -> Packed:
+    """Rows of two texts and padding, of which the last tokens are learned."""
+    lengths = NOISE.integers(2, 5, (N, 2))
+    places = np.arange(WIDTH)
+    texts = (places < lengths.sum(1, keepdims=True)) * (1 + (places >= lengths[:, :1]))
+    last = np.stack([places == lengths[:, :1] - 1, places == lengths.sum(1, keepdims=True) - 1]).any(0)
+    return Packed(NOISE.integers(0, 64, (N, WIDTH)).astype(np.int32), texts.astype(np.int32), last)
+
+
+PAIRS, ROWS = some_pairs(N, 64)._replace(margins=[0.1 * i for i in range(N)]), packed_rows()
+REFERENCE = NOISE.normal(-8, 1, (N, 2)).astype(np.float32)
+TAUGHT = {"policy": start_of("decoder"), "teacher": jax.jit(TEACHER.init)(jax.random.key(5))}
+LESSON = DistillationTarget(TEACHER, DistillationConfig("forward_kl"), nll_coef=0.3)
+
+
+class Phase(NamedTuple):
+    """What a phase minimises, and where it starts."""
+
+    objective: Objective
+    start: Any
+    batch: Any
+
+
+def phase_named(name: str) -> Phase:
+    pairs = pad_pairs(PAIRS, np.arange(N), WIDTH, WIDTH)
+    if name == "reward model":
+        return Phase(reward_model_objective(SCORER, center_coef=0.01), HEADED, pairs)
+    if name == "dpo":
+        objective = preference_objective(DECODER, partial(dpo_loss, beta=0.5))
+        return Phase(objective, start_of("lora"), pairs._replace(ref_logprobs=REFERENCE))
+    if name == "kto":  # z₀ is above 0, and pieces and devices have different parts of it
+        reference = REFERENCE - np.array([0, 8], np.float32)
+        rated = pairs._replace(desirable=np.arange(N) % 3 > 0, ref_logprobs=reference)
+        return Phase(kto_objective(DECODER), start_of("lora"), rated)
+    if name == "teacher":
+        return Phase(distillation_objective(DECODER, LESSON), TAUGHT, ROWS)
+    batch = ROWS if name == "packed" else a_batch()
+    return Phase(sft_objective(DECODER), start_of("decoder"), batch)
+
+
+@cache
+def gradients_of_phase(name: str, devices: Devices) -> Any:
+    """Of a step in two pieces, and its metrics."""
+    return phase_step(*phase_named(name), on(devices, PHASE))
+
+
+PHASES = ("prompts", "packed", "teacher", "dpo", "kto", "reward model")
+
+
+@pytest.mark.parametrize(("name", "devices"), slow_unless([("packed", ALL)], itertools.product(PHASES, PLACES)))
+def test_a_step_has_the_gradients_of_one_device(name, devices):
+    (expected, metrics), (actual, others) = gradients_of_phase(name, 1), gradients_of_phase(name, devices)
+    assert min(np.linalg.norm(leaf) for leaf in jax.tree.leaves(expected)) > 0
+    compare((expected, metrics, 0), (actual, others, 0))
+    assert name != "kto" or metrics["kl"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [PMAP, ALL])
+def test_evaluations_have_the_numbers_of_one_device(devices):
+    start = start_of("decoder")
+    for score in (
+        lambda devices: text_nll(DECODER, place(start, devices), [ROWS], devices=devices),
+        lambda devices: mean_divergence(DECODER, place(TAUGHT, devices), [ROWS], target=LESSON, devices=devices),
+        lambda devices: score_pairs(pair_logprobs, DECODER, place(start, devices), PAIRS, num_pairs=N, devices=devices),
+        lambda devices: score_pairs(pair_rewards, SCORER, place(HEADED, devices), PAIRS, num_pairs=N, devices=devices),
+    ):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), score(devices), score(1))

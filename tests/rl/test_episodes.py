@@ -284,19 +284,6 @@ def test_what_ended_an_episode_is_counted(reply, ending):
         assert "no answer in turn 1" in PLAYED.environment.messages["raised"]
 
 
-@pytest.mark.parametrize(
-    ("task", "policy", "changes", "words"),
-    [
-        (PLAYED, POLICY, {"environment_tokens": 0}, "environment_tokens is 0"),
-        (TASK, POLICY, {}, "max_turns and environment_tokens"),
-        (PLAYED, POLICY._replace(decoder=None), {}, "no decoder"),
-    ],
-)
-def test_what_cannot_work_is_refused(task, policy, changes, words):
-    with refused(words):
-        make_programs(policy, task, with_options(CONFIG, **changes))
-
-
 def test_an_environment_that_only_raises_ends_the_run(tmp_path):
     with refused(r"no answer in turn 1 \(.*test_episodes.py, line \d+, in fails\)"):
         train_bigrams(tmp_path, reply=fails)

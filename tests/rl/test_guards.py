@@ -1,93 +1,22 @@
-"""The guards: what is refused before a run, what ends one, and what it warns of."""
+"""The guards: what ends a run, and what it warns of. What is refused before a run is in test_refusals.py."""
 
 import math
 import warnings
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, TASK, prompts, train_grpo
 from rl_helpers import RUN, open_run, run_programs
 from tiny import refused
 
-from grpo_jax.checks import validate
 from grpo_jax.config import recipe, with_options
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.rl.grpo import grpo_method, make_programs
+from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import check_programs
-from grpo_jax.rl.types import Batch, Forward, Graded
+from grpo_jax.rl.types import Graded
 from grpo_jax.statistics import paired_difference
-
-# ---- options and tasks that are refused: each range is in the tests of options
-
-
-@pytest.mark.parametrize(
-    ("changes", "option"),
-    [
-        ({"group_size": 1}, "group_size"),
-        ({"num_prompts": 6, "microbatches": 4}, "num_prompts"),
-        ({"temperature": 0.5, "temperature_spread": -0.6}, "temperature"),
-        ({"temperature_spread": float("inf")}, "temperature"),
-        ({"epsilon_low": 2.0}, "epsilon_low is 2.0"),
-        ({"epsilon_high": None}, "epsilon_high is None"),
-        ({"preset": "dppo", "correction": "token"}, "dppo .*sampler"),
-        ({"preset": "sapo", "epsilon_low": 0.1}, "sapo .*epsilon_low|epsilon_low .*sapo|sapo has no such constant"),
-        ({"preset": "sapo", "delta": 4.0}, "delta is 4.0"),
-        ({"correction": "geometric", "top_k": 3}, "geometric"),
-        ({"staleness": 6}, "staleness is 6, and steps is 6"),
-        ({"preset": "dppo", "old_logprobs": "sampler"}, "old_logprobs"),
-        ({"correction": "token", "old_logprobs": "sampler"}, "correction token .*old_logprobs"),
-        ({"advantages_of": "spans", "preset": "gmpo"}, "gmpo .*advantages_of"),
-        ({"preset": "gpg", "epochs": 2}, "gpg"),
-        ({"preset": "pass_at_k", "group_size": 2}, "group_size is 2: preset pass_at_k"),
-        ({"advantages_of": "components", "max_rollouts": 2}, "dynamic sampling"),
-        ({"advantages_of": "components", "preset": "rloo"}, "KL"),
-        ({"kl_target": 6.0}, "kl_target"),
-        ({"preset": "rloo", "kl_target": 6.0, "kl_horizon": 16}, "kl_horizon"),
-        ({"ref_sync_steps": 99}, "ref_sync_steps"),
-        ({"kl_coef": 0.0, "ref_sync_steps": 1}, "ref_sync_steps"),
-        ({"ref_mixup_alpha": 0.5}, "ref_mixup_alpha"),
-        ({"steps": 2, "profile_steps": 1}, "steps above 2"),
-        *(
-            ({"preset": preset, option: value}, f"{preset} .*{option}")
-            for preset in ("rloo", "gmpo", "luspo", "companion_post", "introduction_post", "introduction_post_rank")
-            for option, value in (("top_entropy", 0.5), ("correction", "token"), ("correction", "icepop"))
-        ),
-        ({"kl_bias_correction": True, "kl_coef": 0.0}, "kl_bias_correction"),
-        ({"kl_bias_correction": True, "preset": "rloo"}, "kl_bias_correction"),
-        ({"kl_bias_correction": True, "divergence": "full"}, "kl_bias_correction"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(changes, option):
-    with refused(option):
-        validate(with_options(RUN, **changes))
-
-
-ZEROS, (OBJECTIVE,) = jnp.zeros((5, 1, 1, 1)), grpo_method(POLICY, RUN).terms
-
-
-def test_weights_of_completions_go_with_ratios_of_completions():
-    for preset in ("rloo", "gmpo", "luspo"):
-        validate(with_options(RUN, preset=preset, correction="sequence", off_policy_threshold=0.1))
-    # A log-ratio has no least value, as a ratio has.
-    validate(with_options(RUN, preset="gmpo", epsilon_low=2.0))
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: make_programs(POLICY, TASK, with_options(RUN, top_k=999)), "top_k is 999"),
-        (lambda: make_programs(POLICY, TASK, with_options(RUN, devices=99)), "devices is 99"),
-        (lambda: guards.check_tokens(TASK._replace(eos_ids=())), "EOS"),
-        (lambda: guards.check_tokens(TASK._replace(vocab_size=5)), "EOS"),
-        (lambda: OBJECTIVE({"policy": PARAMS}, Forward(*ZEROS[:3]), Batch(*ZEROS)), "ref_logprobs"),
-    ],
-)
-def test_what_a_model_or_a_batch_lacks_is_refused(call, words):
-    with refused(words):
-        call()
 
 
 def test_programs_are_shared_only_by_phases_that_differ_on_the_host():

@@ -1,4 +1,4 @@
-"""The iteration: learning, resume, epochs, devices. A task of one-token answers keeps every run to seconds."""
+"""The iteration: learning, resume, corrections, several rewards and rewards of spans, on a task of short answers."""
 
 import gzip
 import json
@@ -9,20 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import POLICY, TASK, V, says_three, train_grpo
+from bigrams import EOS, PAD, POLICY, TASK, prompts, says_three, train_grpo
 from rl_helpers import RUN, open_run, recording, rise_of, run_programs
-from tiny import refused, tiny_config
+from tiny import refused
 
 from grpo_jax.config import with_options
-from grpo_jax.data.types import Component
+from grpo_jax.data.types import Component, Span
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
-from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.grpo import corrected_advantages, make_programs
+from grpo_jax.rl.grade import grade_completions, reward_arrays
+from grpo_jax.rl.grpo import by_part, corrected_advantages, make_programs
 from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.optimizer import sync_reference
-from grpo_jax.rl.types import Batch, TrainState
+from grpo_jax.rl.types import Batch, Graded, TrainState
 from grpo_jax.rl.update import average_over_updates
-from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import random_reward
 
 # ---- learning and logging
@@ -61,20 +62,6 @@ def test_a_random_reward_depends_on_the_completions_alone():
     assert set(draws) == {0.0, 1.0}
 
 
-@pytest.mark.slow
-def test_first_ratio_is_one_whatever_the_sampling(tmp_path):
-    policy = decoder_policy(tiny_config(V, initializer_range=0.5))
-    params = jax.jit(policy.init)(jax.random.key(0))
-    changes = {"temperature": 0.8, "top_k": 4, "epochs": 2, "minibatches": 2, "microbatches": 2}
-    config = with_options(RUN, steps=2, preset="dapo", **changes)
-    run = open_run(tmp_path, config)
-    state = train_grpo(TASK, config, run, params=params, policy=policy)
-    assert [line["first_ratio_deviation"] < 1e-5 for line in run.lines()] == [True, True]
-    counts = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state) if "count" in str(path)]
-    assert {int(count) for count in counts} == {8}  # updates
-    assert params_sha256(state.params["policy"]) != params_sha256(params)
-
-
 # ---- what the policy is held near
 
 
@@ -84,13 +71,6 @@ def test_a_reference_moves_by_its_share_when_it_is_due():
     state, sync = TrainState(params, (), jnp.int32(0), extras), sync_reference(config)
     moved = [float(sync(state, {}, step).extras["reference"]["w"]) for step in range(4)]
     assert moved == [4, 5, 4, 5]  # the steps are counted from 0
-
-
-def test_a_reference_that_moves_every_step_is_the_policy_that_sampled(tmp_path):
-    config = with_options(RUN, ref_sync_steps=1)
-    run = open_run(tmp_path, config)
-    train_grpo(TASK, config, run, make_programs(POLICY, TASK, config, sampler=run_programs().sampler))
-    assert [line["kl"] for line in run.lines()] == pytest.approx([0] * 6, abs=1e-6)  # with its gradient
 
 
 def test_a_kl_in_the_reward_is_steered_to_a_target_and_lowers_advantages(tmp_path):
@@ -156,20 +136,11 @@ def test_metrics_of_optimizer_steps_are_averaged_by_their_tokens():
 # ---- corrections
 
 
-def an_update(old_logprobs, sampler_logprobs, truncated_logprobs=None):
+def an_update(**logprobs):
     """One prompt, two completions of two tokens; the second has one token and no end."""
-    return Batch(
-        None,
-        None,
-        None,
-        np.array([[[True, True], [True, False]]]),
-        None,
-        sampler_logprobs=sampler_logprobs,
-        truncated_logprobs=truncated_logprobs,
-        truncated=np.array([[False, True]]),
-        old_logprobs=old_logprobs,
-        advantages=np.array([[2.0, -1.0]], np.float32),
-    )
+    mask, truncated = np.array([[[True, True], [True, False]]]), np.array([[False, True]])
+    advantages = np.array([[2.0, -1.0]], np.float32)
+    return Batch(None, None, None, mask, None, truncated=truncated, advantages=advantages, **logprobs)
 
 
 @pytest.mark.parametrize(
@@ -187,14 +158,14 @@ def test_corrections_by_hand(correction, expected, mean):
     sampler_logprobs = np.log(np.array([[[0.2, 0.25], [0.4, 0.1]]], np.float32))
     loss = with_options(RUN, correction=correction).loss
     # Whatever the policy is by now, weights are those of when it sampled.
-    batch, now = an_update(old_logprobs, sampler_logprobs), old_logprobs + 1
+    batch, now = an_update(old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs), old_logprobs + 1
     advantages, metrics = corrected_advantages(batch, now, old_logprobs, loss)
     np.testing.assert_allclose(advantages, expected, rtol=1e-5)
     assert metrics.keys() == (set() if mean is None else {"correction"})
     for total, count in metrics.values():
         assert total / count == pytest.approx(mean, rel=1e-5)
     # What was sampled from, where that was less than the whole softmax.
-    batch = an_update(old_logprobs, old_logprobs, sampler_logprobs)
+    batch = batch._replace(sampler_logprobs=old_logprobs, truncated_logprobs=sampler_logprobs)
     np.testing.assert_allclose(corrected_advantages(batch, now, old_logprobs, loss)[0], expected, rtol=1e-5)
 
 
@@ -267,17 +238,61 @@ def test_a_component_that_is_nan_stops_the_run(tmp_path):
         judged_steps(tmp_path, broken, max_skipped=1)
 
 
-ONE_COUNTS = TASK._replace(reward={"a": Component(says_three), "b": Component(says_three, 0.0)})
+# ---- rewards of spans
+
+WIDTH = 4
+CONFIG = with_options(RUN, steps=30, kl_coef=0.0, advantages_of="spans")
 
 
-@pytest.mark.parametrize(
-    ("task", "option"),
-    [
-        (TASK, {"advantages_of": "components"}),
-        (ONE_COUNTS, {"advantages_of": "components"}),
-        (TASK._replace(open_ended=True), {"mask_truncated": True}),
-    ],
-)
-def test_options_that_leave_nothing_to_learn_are_refused(task, option):
-    with refused(next(iter(option))):
-        make_programs(POLICY, task, with_options(RUN, **option))
+def threes(examples, completions):
+    """Each character is a span: 1 for a 3."""
+    return [[Span(i, i + 1, float(text[i] == "3")) for i in range(len(text))] for text in completions]
+
+
+MARKED = TASK._replace(reward=threes)
+
+
+def grade(ids, reward) -> Graded:
+    """Grades completions of the first prompt."""
+    ids = np.array(ids, np.int32)
+    first = prompts(0)
+    first = first._replace(ids=first.ids[:1], mask=first.mask[:1], examples=first.examples[:1])
+    completions = Completions(ids, ids != PAD, None, None, ~(ids == EOS).any(-1))
+    return grade_completions(first, completions, MARKED, reward)
+
+
+def test_rewards_stand_at_the_ends_of_spans_and_the_rest_at_the_last():
+    graded = grade([[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], {"a": Component(threes), "b": Component(lambda *_: [5, 7])})
+    earned = reward_arrays(graded, "spans", WIDTH, threes).parts
+    np.testing.assert_array_equal(earned, [[[1, 0, 6, np.nan], [7, np.nan, np.nan, np.nan]]])
+    np.testing.assert_array_equal(np.nansum(earned, -1), graded.rewards)
+
+
+def test_without_spans_a_completion_is_one():
+    graded = grade([[[3, 0, 3, EOS], [0, EOS, PAD, PAD], [1, 2, 3, 4]]], lambda *_: [1.0, None, 3.0])
+    arrays = reward_arrays(graded, "spans", WIDTH, threes)
+    np.testing.assert_array_equal(np.isnan(arrays.parts).argmin(-1), [[3, 1, 3]])
+    advantages = jax.jit(by_part)(arrays)
+    expected = jax.jit(group_advantages)(graded.rewards, where=graded.applicable)
+    np.testing.assert_allclose(advantages, np.repeat(expected[..., None], WIDTH, -1), rtol=1e-6)
+
+
+def test_a_reward_that_is_nan_stays_visible():
+    graded = grade([[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], lambda *_: [float("nan"), 1.0])
+    advantages = jax.jit(by_part)(reward_arrays(graded, "spans", WIDTH, threes))
+    assert np.isnan(advantages[0, 0]).all()
+
+
+def test_a_run_learns_from_spans_and_shows_them(tmp_path):
+    run = open_run(tmp_path, CONFIG)
+    train_grpo(MARKED, CONFIG, run, make_programs(POLICY, MARKED, CONFIG, sampler=run_programs().sampler))
+    lines = run.lines()
+    assert rise_of(lines) > 0.5
+    assert all(line["spans_mean"] > 0 for line in lines)
+    group = run.lines("rollouts.jsonl")[0]
+    for i, (text, reward) in enumerate(zip(group["completions"], group["rewards"], strict=True)):
+        assert group["spans"][i] == [[j, j + 1] for j in range(len(text))]
+        assert group["span_rewards"][i] == [float(letter == "3") for letter in text]
+        assert sum(group["span_rewards"][i]) == reward
+        assert len(group["span_advantages"][i]) == len(text)
+        assert group["span_advantages"][i][:1] in ([], [group["advantages"][i]])

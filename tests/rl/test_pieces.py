@@ -222,7 +222,7 @@ def pieces_of(kind, method, batch):
     if kind == PACKED:
         return packed(lengths_of(batch.completion_mask), 8, 2)
     config = recipe(piece_tokens=40 if kind == BOTH else 64)
-    return choose_pieces(method._replace(packs=kind == BOTH), config, batch, WIDTHS)
+    return choose_pieces(method._replace(packs=kind == BOTH), config, batch, (24, P))
 
 
 @pytest.mark.parametrize("name", slow_unless(("both",), CASES))

@@ -1,5 +1,6 @@
-"""Programs of a run: how rows are mapped and summed over devices, and how many programs a run compiles."""
+"""What a run compiles, what it moves between host and devices, and where it may be cut off or skips."""
 
+import itertools
 import logging
 import re
 
@@ -7,54 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import POLICY, TASK, train_grpo
-from rl_helpers import assert_close, assert_same_gradient, open_run
+from bigrams import POLICY, TASK, prompts, says_three, train_grpo
+from rl_helpers import RUN, Stop, assert_same_runs, open_run, run_programs, stopping
+from tiny import slow_unless
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component
-from grpo_jax.devices import jit_on_devices, map_rows, sum_rows, to_devices, to_numpy
+from grpo_jax.devices import to_devices
 from grpo_jax.rl.grpo import make_programs
-
-NOISE = np.random.default_rng(0)
-ROWS = {name: NOISE.normal(size=(8, 3)).astype(np.float32) for name in ("x", "y")}
-WEIGHTS = {name: NOISE.normal(size=(3, 4)).astype(np.float32) for name in ("first", "second")}
-
-
-def outputs(weights, rows):
-    """Arrays of rows that do not depend on each other."""
-    hidden = jnp.tanh(rows["x"] @ weights["first"])
-    return {"hidden": hidden, "number": jnp.sum(hidden * (rows["y"] @ weights["second"]), axis=-1)}
-
-
-def sums(weights, rows):
-    """The gradient of a sum over rows, that sum, and a maximum."""
-
-    def loss(weights):
-        numbers = outputs(weights, rows)["number"] ** 2
-        return jnp.sum(numbers), jnp.max(numbers)
-
-    (total, largest), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
-    return (gradients, total), largest
-
-
-def test_mapped_rows_of_several_trees_are_those_of_one_call():
-    def scaled(weights, rows, factors):
-        return jax.tree.map(lambda x: (x.T * factors["factor"]).T, outputs(weights, rows))
-
-    trees = ROWS, {"factor": np.arange(8, dtype=np.float32)}
-    actual = jit_on_devices(map_rows(scaled, 4), 0, devices=4)(WEIGHTS, *to_devices(trees, 4))
-    assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(actual))
-    assert_close(to_numpy(actual), to_numpy(jax.jit(scaled)(WEIGHTS, *trees)), rtol=1e-5, atol=1e-6)
-
-
-def test_summed_rows_have_the_gradient_and_the_maximum_of_all_rows():
-    (gradients, total), largest = to_numpy(jit_on_devices(sum_rows(sums, 4), devices=4)(WEIGHTS, to_devices(ROWS, 4)))
-    (expected, expected_total), expected_largest = to_numpy(jax.jit(sums)(WEIGHTS, ROWS))
-    assert_same_gradient(expected, gradients)
-    np.testing.assert_allclose([total, largest], [expected_total, expected_largest], rtol=1e-6)
-
-
-# ---- programs of a run
+from grpo_jax.rl.update import minibatch_order
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.folder import RunFolder
 
 CONFIG = recipe(
     "grpo", steps=4, num_prompts=8, group_size=4, max_tokens=3, kl_coef=0.1, minibatches=2, epochs=2, checkpoint_every=2
@@ -106,3 +70,134 @@ def test_a_run_that_is_resumed_compiles_each_program_once(tmp_path, caplog, logg
         train_grpo(task, config, open_run(tmp_path, config), programs)
     assert len(run.lines()) == config.steps
     assert PROGRAMS.items() <= count_compilations(caplog).items()
+
+
+# ---- what moves between host and devices
+
+N, G, P, T = 8, 4, 3, 3
+PLAIN, CUT = with_options(RUN, checkpoint_every=0, rollouts_every=0), with_options(RUN, eval_every=2)
+
+
+def run_whole(path, config=PLAIN, programs=None, **options):
+    run = open_run(path, config)
+    return train_grpo(TASK, config, run, programs or run_programs(), **options), run
+
+
+# ---- what moves
+
+PROMPTS = N * P * (4 + 1) + 3 * 4  # ids and mask of prompts; seed, stream and index of the noise
+REWARDS = N * G * (4 + 1) + 2 * 4  # rewards, and which apply; seed and step
+COMPLETIONS = N * G * (T * (4 + 1) + 1)  # ids and mask; which were cut off
+METRICS = 14 * 4  # numbers
+DUMPED = COMPLETIONS + N * G * (T + 1) * 4  # log-probabilities and advantages too, to be read by people
+
+
+def test_a_step_moves_prompts_and_rewards_up_and_completions_and_scalars_down(tmp_path):
+    to_devices(np.ones(99))  # no part of the run
+    _, run = run_whole(tmp_path)
+    times = run.lines("times.jsonl")
+    # The prompts that a line counts are those of the next step, which is sampled before this one is read.
+    assert [line["to_devices_bytes"] for line in times[1:-1]] == [PROMPTS + REWARDS] * 4
+    assert times[-1]["to_devices_bytes"] == REWARDS
+    once = N * G * (4 + 4)  # numbers and temperatures of completions
+    assert times[0]["to_devices_bytes"] == once + 2 * PROMPTS + REWARDS
+    assert [line["to_host_bytes"] for line in times] == [COMPLETIONS + METRICS] * 6
+
+
+def test_a_step_whose_rollout_is_written_moves_the_numbers_of_its_tokens_too(tmp_path):
+    _, run = run_whole(tmp_path, with_options(PLAIN, rollouts_every=4))
+    moved = [line["to_host_bytes"] - COMPLETIONS - METRICS for line in run.lines("times.jsonl")]
+    assert moved == [DUMPED, 0, 0, 0, DUMPED, DUMPED]  # every fourth from the first on, and the last
+
+
+def test_nothing_moves_to_the_devices_but_by_their_own_words(tmp_path):
+    """Once everything is compiled, JAX refuses what is moved without `to_devices`."""
+    seen = []
+
+    def guarded(examples, texts):
+        seen.append(len(texts))
+        if len(seen) == 2:
+            jax.config.update("jax_transfer_guard", "disallow")
+        if len(seen) == 6:
+            jax.config.update("jax_transfer_guard", "allow")
+        return says_three(examples, texts)
+
+    add = jax.jit(lambda x: x + 1)
+    add(np.ones(3))
+    with jax.transfer_guard("disallow"), pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+        add(np.ones(3))
+    try:
+        run_whole(tmp_path, reward=guarded)
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+    assert len(seen) == 6
+
+
+# ---- where it may be cut off
+
+
+def evaluate(params, step):
+    return {"norm": float(jnp.sum(params["before"]))}
+
+
+def options_cut_at(place: str, number: int, run: RunFolder):
+    """Returns task and options of a run that ends when a place is reached for this time, from 0."""
+    options = {"reward": says_three, "evaluate": evaluate}
+    if place in options:
+        return TASK, options | {place: stopping(options[place], number)}
+    if place == "prompts":
+        return TASK._replace(prompts=stopping(prompts, number)), options
+    setattr(run, place, stopping(getattr(run, place), number))
+    return TASK, options
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory):
+    return run_whole(tmp_path_factory.mktemp("uncut") / "run", CUT, evaluate=evaluate)
+
+
+PLACES = ("prompts", "reward", "evaluate", "log", "log_rollout", "log_times", "checkpoints")
+QUICK = {("reward", 1), *((place, 4) for place in ("prompts", "evaluate", "log", "checkpoints"))}
+
+
+# Before the first checkpoint, and behind one.
+@pytest.mark.parametrize(("place", "step"), slow_unless(QUICK, itertools.product(PLACES, (1, 4))))
+def test_a_run_that_is_cut_off_anywhere_ends_the_same(tmp_path, uncut, monkeypatch, place, step):
+    run = open_run(tmp_path, CUT)
+    if place == "checkpoints":  # before any is saved, and between two
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "save", stopping(Checkpoints.save, step // 2))
+            with pytest.raises(Stop):
+                train_grpo(TASK, CUT, run, run_programs(), evaluate=evaluate)
+    else:
+        number = {"prompts": step + 1, "evaluate": step // 2, "log": step + 1}.get(place, step)
+        task, options = options_cut_at(place, number, run)
+        with pytest.raises(Stop):
+            train_grpo(task, CUT, run, run_programs(), **options)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "grpo", "st')  # a line that a crash cut off
+    assert_same_runs(run_whole(tmp_path, CUT, evaluate=evaluate), uncut)
+
+
+# ---- what is skipped
+
+
+def test_a_minibatch_that_is_skipped_is_dumped_by_its_number_with_its_prompts(tmp_path):
+    config, calls = with_options(PLAIN, minibatches=N), iter(range(99))  # of one prompt each
+    programs = make_programs(POLICY, TASK, config, sampler=run_programs().sampler)
+
+    def broken_once(examples, texts):
+        rewards = says_three(examples, texts)
+        if next(calls) == 2:
+            rewards[2 * G] = float("nan")  # of the third prompt
+        return rewards
+
+    _, run = run_whole(tmp_path, config, programs, reward=broken_once)
+    update = np.asarray(minibatch_order(0, 2, N, epochs=1, minibatches=N)).ravel().tolist().index(2)
+    assert [file.name for file in tmp_path.glob("*.npz")] == [f"skipped_grpo_000002_{update + 1}.npz"]
+    dumped = np.load(next(tmp_path.glob("*.npz")))
+    assert dumped["prompts"].tolist() == [2]
+    assert np.isnan(dumped["advantages"]).any(-1).tolist() == [number == 2 for number in range(N)]
+    np.testing.assert_array_equal(dumped["prompt_ids"], prompts(2).ids)
+    assert dumped["completion_ids"].shape == (N, G, T)
+    assert [line["skipped"] for line in run.lines()] == [0, 0, 1, 0, 0, 0]

@@ -1,17 +1,25 @@
-"""Supervised training: packed rows hold every text, and have the loss and the gradients of texts alone."""
+"""Supervised training: packed rows have the loss and the gradients of texts alone; skipped steps, and resuming."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import random_params, refused, tiny_config
+from rl_helpers import Stop, assert_same_files, stopping
+from tiny import random_params, tiny_config
 
 from grpo_jax.data.packing import pack, packed_batches, packed_pieces
 from grpo_jax.data.types import pad_completions, pad_prompts
+from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
 from grpo_jax.offline.sft import mean_nll, sft_objective, text_nll
-from grpo_jax.rl.types import Batch
+from grpo_jax.rl.types import Batch, Logs
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.progress import programs_so_far
 
 POLICY = decoder_policy(tiny_config(16))
 PARAMS = random_params(tiny_config(16))
@@ -49,29 +57,12 @@ def test_each_epoch_of_batches_has_every_row_once():
     drawn = np.concatenate([batches(step).ids for step in range(3 * total)])
     for epoch in np.split(drawn[: 6 * total], 6):
         np.testing.assert_array_equal(sorted(epoch.tolist()), sorted(rows.ids.tolist()))
-    with refused("a step of 99 rows"):
-        packed_batches(rows, 99, seed=0)
 
 
 def test_the_first_token_of_a_text_without_prompt_is_not_learned():
     packed = pack([[], [1]], [[3, 4, 5], [6]], width=5)
     np.testing.assert_array_equal(packed.ids, [[3, 4, 5, 1, 6]])
     np.testing.assert_array_equal(packed.completion_mask, [[False, True, True, False, True]])
-
-
-@pytest.mark.parametrize(
-    ("prompts", "completions", "sentence"),
-    [
-        ([], [], "0 prompts"),
-        ([[1]], [], "give one each"),
-        ([[1, 2, 3]], [[4, 5, 6]], "text 0 has 6 tokens, and a row 5"),
-        ([[1], [1]], [[2], []], "text 1 has no token to learn"),
-        ([[]], [[2]], "text 0 has no token to learn"),
-    ],
-)
-def test_what_cannot_be_packed_is_refused(prompts, completions, sentence):
-    with refused(sentence):
-        pack(prompts, completions, width=5)
 
 
 def test_packed_rows_have_the_loss_and_gradients_of_texts_alone():
@@ -102,3 +93,79 @@ def test_the_nll_of_each_text_is_that_of_the_text_alone():
     assert sorted(tokens) == sorted(map(len, completions))
     np.testing.assert_allclose(sorted(totals), sorted(expected), rtol=1e-4)
     np.testing.assert_allclose(totals.sum() / tokens.sum(), mean_nll(POLICY, PARAMS, [packed]), rtol=1e-5)
+
+
+# ---- the loop of phases
+
+CONFIG = SupervisedConfig(10, 1e-2, log_every=5, checkpoint_every=4, eval_every=5)
+START = {"mean": jnp.zeros(())}
+
+
+class Rows(NamedTuple):
+    """Numbers, to learn the mean of."""
+
+    values: Any  # [N, 1]
+    completion_mask: Any
+    weights: Any = None
+
+
+def squares(params, batch):
+    return jnp.sum(batch.weights * (batch.values - params["mean"]) ** 2), Logs({}, {})
+
+
+OBJECTIVE = Objective(squares, token_mean_weights)
+
+
+def batches(*bad: int):
+    """Step, from 0 -> rows that hold its number; those of `bad` steps, counted from 1, are NaN."""
+
+    def batch(step: int) -> Rows:
+        value = np.nan if step + 1 in bad else step + 1
+        return Rows(np.array([[step + 1], [value]], np.float32), np.ones((2, 1), bool))
+
+    return batch
+
+
+def trained(folder, batch):
+    def evaluate(params, step):
+        return {"heldout_mean": float(params["mean"])}
+
+    state = fit(OBJECTIVE, START, batch, CONFIG, RunFolder(folder, {}), phase="phase", evaluate=evaluate)
+    return jax.device_get(state.params["mean"])
+
+
+def test_phases_with_one_objective_and_configuration_share_programs(tmp_path):
+    assert make_fit_programs(OBJECTIVE, CONFIG) is make_fit_programs(OBJECTIVE, CONFIG)
+    assert make_fit_programs(OBJECTIVE, CONFIG) is not make_fit_programs(OBJECTIVE, replace(CONFIG, steps=11))
+    trained(tmp_path / "first", batches())
+    before = programs_so_far()
+    trained(tmp_path / "second", batches())
+    assert programs_so_far() == before
+
+
+@pytest.mark.parametrize("bad", [(3,), (5,), (3, 4), (7, 8, 9)])
+def test_the_batch_and_the_line_of_a_skipped_step_are_of_that_step(tmp_path, bad):
+    trained(tmp_path, batches(*bad))
+    dumped = {file.name: np.load(file)["values"][0, 0] for file in tmp_path.glob("skipped_*.npz")}
+    assert dumped == {f"skipped_phase_{step:06d}.npz": step for step in bad}
+    lines = RunFolder(tmp_path, {}).lines()
+    in_a_row = {line["step"]: line["skipped"] for line in lines if "skipped" in line}
+    assert in_a_row == {5: 0, 10: 0} | {step: number for number, step in enumerate(bad, 1)}
+    assert [line["step"] for line in lines if "heldout_mean" in line] == [0, 5, 10]
+
+
+@pytest.mark.parametrize("cut", [5, 8, 10])
+def test_a_resumed_run_has_the_lines_of_steps_that_were_skipped_before_its_checkpoint(tmp_path, cut):
+    whole = trained(tmp_path / "whole", batches(3, 7))
+    with pytest.raises(Stop):
+        trained(tmp_path / "cut", stopping(batches(3, 7), cut - 1))
+    assert trained(tmp_path / "cut", batches(3, 7)) == whole
+    assert_same_files(tmp_path / "whole", tmp_path / "cut", ["metrics.jsonl"])
+
+
+def test_steps_that_are_skipped_in_a_row_end_the_run_and_a_resumed_one_at_the_same_step(tmp_path):
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match="5 times in a row"):
+            trained(tmp_path, batches(*range(2, 10)))
+        assert [line["step"] for line in RunFolder(tmp_path, {}).lines() if "loss" in line] == [2, 3, 4, 5, 6]
+        assert sorted(path.name for path in (tmp_path / "checkpoints/phase").iterdir()) == ["4"]

@@ -70,11 +70,6 @@ def test_tokens_of_a_step_are_those_of_the_policy_of_so_many_steps_before(tmp_pa
     assert differs == [False] + [True] * (STEPS - 1)
 
 
-def test_a_run_goes_on_with_rollouts_of_the_start_in_its_queue_as_if_it_had_not_stopped(tmp_path, programs, whole):
-    trained(tmp_path, programs, until=1)
-    assert_same_runs(trained(tmp_path, programs), whole)
-
-
 def test_a_run_can_be_extended_for_its_queue_holds_rollouts_past_the_last_step(tmp_path, programs, whole):
     short = with_options(CONFIG, steps=4)
     state, run = trained(tmp_path, programs, short)
@@ -85,9 +80,10 @@ def test_a_run_can_be_extended_for_its_queue_holds_rollouts_past_the_last_step(t
     assert not run.lines("warnings.jsonl")
 
 
-@pytest.mark.parametrize("step", [0, 4])
-def test_a_run_that_is_killed_while_it_grades_resumes_to_the_bit(tmp_path, programs, whole, step):
-    config = with_options(CONFIG, checkpoint_every=3)
+@pytest.mark.parametrize(("step", "every"), [(0, 3), (1, 1), (4, 3)])
+def test_a_run_that_is_killed_while_it_grades_resumes_to_the_bit(tmp_path, programs, whole, step, every):
+    """After one step the queue still holds rollouts of the start."""
+    config = with_options(CONFIG, checkpoint_every=every)
     with pytest.raises(Stop):
         trained(tmp_path, programs, config, reward=stopping(TASK.reward, step))
     assert_same_runs(trained(tmp_path, programs, config), whole)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,7 +13,6 @@ from tiny import random_params, refused, tiny_config
 from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer
 from grpo_jax.data.episodes import Reply, episode_return
-from grpo_jax.data.types import Component
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.options import flattened
 from grpo_jax.runs.checkpoint import params_sha256
@@ -163,6 +161,7 @@ def test_an_environment_answers_each_turn(folder, tmp_path):
         assert reward == sum(range(1, len(rewards) + 1))
 
 
+TWO_TURNS = {"steps": 1, "max_tokens": 4, "max_turns": 2, "environment_tokens": 4, "learning_rate": 0.1}
 # Of a chat template: the names of tools, and what each turn says.
 NAMES = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
 TURNS = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -176,14 +175,13 @@ def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, t
     with refused("no turn of the role tool or user"):
         GRPOTrainer(told, Threes(), tools=[add], environment_tokens=4, run_dir=tmp_path / "run").train(PROMPTS)
     template.write_text(NAMES + TURNS)
-    options = {"steps": 1, "max_tokens": 4, "max_turns": 2, "environment_tokens": 4, "learning_rate": 0.1}
-    trainer = GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "run", **options)
+    trainer = GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "run", **TWO_TURNS)
     trainer.train(PROMPTS)
     line = trainer.run.lines()[0]
     assert (line["environment_calls"], line["environment_bad_calls"], line["turns_mean"]) == (0, 0, 1)
     template.write_text(TURNS)
     with refused("writes no tools into the prompt"):
-        GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "none", **options).train(PROMPTS)
+        GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "none", **TWO_TURNS).train(PROMPTS)
 
 
 @pytest.mark.slow
@@ -191,9 +189,8 @@ def test_an_environment_as_for_trl_shows_its_tools_and_what_it_begins_with(folde
     told = tmp_path / "told"
     shutil.copytree(folder, told)
     (told / "chat_template.jinja").write_text(NAMES + TURNS)
-    options = {"steps": 1, "max_tokens": 4, "max_turns": 2, "environment_tokens": 4, "learning_rate": 0.1}
     reward = trl_reward(Adder)
-    trainer = GRPOTrainer(told, reward, environment_factory=Adder, run_dir=tmp_path / "trl", **options)
+    trainer = GRPOTrainer(told, reward, environment_factory=Adder, run_dir=tmp_path / "trl", **TWO_TURNS)
     trainer.train(PROMPTS)
     group = trainer.run.lines("rollouts.jsonl")[0]
     assert group["prompt"].endswith("==")  # what `reset` shows
@@ -209,39 +206,22 @@ def test_an_environment_as_for_trl_shows_its_tools_and_what_it_begins_with(folde
         ({"environment_factory": Adder, "environment": higher}, "give one of them"),
         ({"environment": higher, "max_turns": 2, "prompts": PROMPTS}, "environment_tokens is 0"),
         ({"max_turns": 2, "prompts": PROMPTS}, "this one has none: leave them out"),
-        ({"model": 3}, "model is of type int"),
         ({"model": "nowhere"}, "no folder nowhere"),
         ({"clip_epsilon": 0.1, "epsilon_low": 0.2}, "give it or them"),
         ({"learnin_rate": 1e-3}, "no option learnin_rate: is it learning_rate?"),
         ({"zzz": 1}, "no option zzz: they are steps, "),
-        ({"eval_every": 1}, "no option eval_every"),
         ({"steps": "2"}, "steps is '2'"),
-        ({"steps": True}, "steps is True"),
         ({"clip_epsilon": "0.2"}, "clip_epsilon is '0.2'"),
-        ({"mask_truncated": 1}, "mask_truncated is 1"),
         ({"lora_targets": "q_proj"}, "lora_targets is 'q_proj'"),
-        ({"lora_targets": ["q"]}, "lora_targets .* q_proj, k_proj"),
         ({"preset": "gppo"}, "preset is 'gppo': choose among grpo"),
-        ({"reward_model": lambda completions: 0}, "reward_model must be called"),
-        ({"reward_model": lambda prompts, completions, **columns: 0}, "reward_model takes prompts first"),
-        ({"reward_model": {}}, "reward_model is empty"),
-        ({"reward_model": {1: Threes()}}, "a reward is called 1"),
-        ({"reward_model": {"a": 1.0}}, "reward_model must be called"),
-        ({"reward_model": {"a": Component(Threes(), None)}}, "weight of reward a is None"),
-        ({"run_dir": None}, "run_dir is of type NoneType"),
+        ({"reward_model": lambda completions: 0}, "reward_model takes completions first"),
+        ({"reward_model": {"a": lambda prompts, completions, **columns: 0}}, "the reward a takes prompts first"),
         ({"teacher": 5}, "teacher is 5"),
-        ({"tools": 5}, "tools must be a list"),
-        ({"tools": ["add"]}, "tools must be a list"),
-        ({"tools": [partial(add, 1)]}, "a partial"),
-        ({"environment": 5}, "environment is of type int"),
-        ({"quantize": "int4"}, "quantize is 'int4'"),
-        ({"quantize": "nf4"}, "quantize nf4 .*LoRA"),
+        ({"quantize": "nf4"}, "quantize nf4 .*lora_rank"),
         ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
         ({"prompts": "1+1="}, "prompts is one text"),
-        ({"prompts": 3}, "prompts must be a list"),
         ({"prompts": []}, "prompts is empty"),
         ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt"),
-        ({"prompts": [{"question": "1+1="}]}, "row 0 has no column prompt"),
         ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4"),
         ({"prompts": PROMPTS, "minibatches": 4}, "3 prompts for 4 pieces"),
         ({"prompts": "nowhere.jsonl"}, "no nowhere.jsonl"),
@@ -264,7 +244,7 @@ def test_a_loaded_model_is_shown_without_its_arrays_and_its_settings_are_not_giv
         with refused(f"the model is loaded already: give {next(iter(option))} to load_pretrained"):
             GRPOTrainer(loaded, Threes(), **option)
     half = loaded._replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), loaded.params))
-    with refused("param_dtype bfloat16 would lose"):
+    with refused("param_dtype bfloat16 .*would lose"):
         GRPOTrainer(half, Threes())
     (tmp_path / "thesis.txt").write_text("mine")
     with refused("is no run"):

@@ -3,7 +3,7 @@
 import json
 import re
 
-from grpo_jax.runs.report import MAX_BYTES, write_report
+from grpo_jax.runs import report
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- \u2028 \ud800 \0 \r &lt; \" ' <!--run--> ]]> \u202e \U0001f600"
 EPISODE = {
@@ -73,7 +73,7 @@ def data_of(page):
 def write_page(folder, lines=(), groups=(), **files):
     """Writes a run and its page, and returns the page's data."""
     make_run(folder, lines, groups, **files)
-    page = write_report(folder)
+    page = report.write_report(folder)
     assert page == folder / "report.html"
-    assert page.stat().st_size <= MAX_BYTES
+    assert page.stat().st_size <= report.MAX_BYTES
     return data_of(page)

@@ -1,4 +1,4 @@
-"""Runs of every method that are killed by SIGKILL and resumed end with the bits of a run that nobody stopped.
+"""Kills runs of every method by SIGKILL and resumes them: they end with the bits of a run that nobody stopped.
 
 A seed draws the moments: a share of a step after a line of metrics, or while a checkpoint is written. A server forks
 the runs after it has imported everything, so that a run takes seconds; all runs read programs from one folder.
@@ -6,7 +6,6 @@ the runs after it has imported everything, so that a run takes seconds; all runs
 
 import importlib
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -17,7 +16,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-from compare import EPISODES, FAMILIES, GRPO, MESH, ONLINE, PMAP, PPO, write_inputs
+from command_runs import DPO, EPISODES, GRPO, KTO, MESH, ONLINE, PMAP, PPO, REWARD_MODEL, SFT, write_inputs
 
 from grpo_jax.commands import train
 from grpo_jax.runs import flags
@@ -37,10 +36,10 @@ RUNS = {
     "moving_reference": (1, f"{LOW} --ref-sync-steps 2 --ref-mixup-alpha 0.5 --kl-coef 0.1", "line"),
     "adaptive_kl": (1, f"{LOW} --preset rloo --kl-coef 0.1 --kl-target 0.01 --kl-horizon 16", "line"),
     "distillation": (1, f"{LOW} --teacher teacher --distillation reverse_kl", "line"),
-    "sft": (1, f"{FAMILIES['sft'].args} {FIT}", "line save"),
-    "reward_model": (1, f"{FAMILIES['reward_model'].args} {FIT}", "line"),
-    "dpo": (1, f"{FAMILIES['dpo'].args} {FIT}", "line"),
-    "kto": (1, f"{FAMILIES['kto'].args} {FIT}", "line"),
+    "sft": (1, f"{SFT} {FIT}", "line save"),
+    "reward_model": (1, f"{REWARD_MODEL} {FIT}", "line"),
+    "dpo": (1, f"{DPO} {FIT}", "line"),
+    "kto": (1, f"{KTO} {FIT}", "line"),
     "online_preferences": (1, ONLINE, "line"),
     "pmap": (4, f"{LOW} {PMAP}", "line save"),
     "mesh": (8, f"{LOW} {MESH}", "line line"),
@@ -133,11 +132,7 @@ def test_a_run_that_is_killed_resumes_to_the_bit(begin, tmp_path, name):
         assert process.is_alive(), "the run ended before it was killed"
         process.kill()
         process.join()
-        half = [path.name for path in set(cut.glob(SAVING)) - earlier]
-        print(f"{name} | {moment} | lines {count_lines(cut)} of {len(times)} | half-saved {half}", end=" | ")
     assert finish(begin(name, cut)) == 0
-    expected, results = contents(whole), json.loads((cut / "results.json").read_text())
-    same = contents(cut) == expected
-    print("same bits" if same else "DIFFERS", str(results.get("params_sha256", ""))[:12])
-    assert same
+    assert "results.json" in contents(whole)
+    assert contents(cut) == contents(whole)
     shutil.rmtree(whole)

@@ -1,16 +1,14 @@
-"""What is shown of progress where there is no terminal."""
+"""Checks the lines of progress in a file and in a terminal."""
 
 import io
 import os
 from contextlib import suppress
 from types import SimpleNamespace
 
-import jax
 import pytest
 from rich.console import Console
 
 from grpo_jax.runs import progress as module
-from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import RunConsole, in_time, progress, waiting
 
 
@@ -26,12 +24,10 @@ def silent_console(**options):
     return Console(file=io.StringIO(), width=200, **options)
 
 
-def lines_of(clock, total, seconds, compiles=True, **options):
-    """The lines of a phase whose steps take so many seconds, but for 20 more of the first, in which it compiles."""
+def lines_of(clock, total, seconds, **options):
+    """The lines of a phase whose steps take so many seconds, but for 20 more of the first."""
     console = silent_console()
     with progress(console, "grpo", total, **options) as show:
-        if compiles:  # a program that nothing has compiled before
-            jax.jit(lambda x: x + 1)(1.0)
         clock.now += 20
         for step in range(options.get("completed", 0) + 1, total + 1):
             clock.now += seconds
@@ -39,37 +35,20 @@ def lines_of(clock, total, seconds, compiles=True, **options):
     return console.file.getvalue().splitlines()
 
 
-def test_a_file_gets_a_line_a_tenth_of_the_steps_and_says_what_is_left(clock):
+def test_a_file_gets_a_line_a_minute_and_says_what_is_left(clock):
     lines = lines_of(clock, 100, 5)
     assert lines[0] == "grpo: compiling or loading programs (may take minutes)"
-    assert lines[1] == "grpo: step 1 of 100, reward 1, 25 s, with compilation"
-    assert lines[2] == "grpo: step 11 of 100, reward 11, 75 s, about 7 min left"
+    assert lines[1] == "grpo: step 1 of 100, reward 1, 25 s"
+    assert lines[2] == "grpo: step 13 of 100, reward 13, 85 s, about 7 min left"
     assert lines[-1] == "grpo: step 100 of 100, reward 100, 9 min"
-    assert len(lines) == 12
+    assert len(lines) == 11
+    assert len(lines_of(clock, 1000, 0.1)) == 4  # the first two, one of a minute, and the last
+    assert [line.split()[2] for line in lines_of(clock, 3, 310)[1:]] == ["1", "2", "3"]
 
 
-def test_quick_steps_get_a_line_in_thirty_seconds_and_slow_ones_one_in_ten_minutes(clock):
-    assert len(lines_of(clock, 1000, 0.1)) == 6  # the first two, three of 30 s, and the last
-    slow = lines_of(clock, 100, 310)
-    assert [line.split()[2] for line in slow[1:]] == ["1", *map(str, range(3, 100, 2)), "100"]
-
-
-def test_a_phase_says_if_it_compiled_nothing_where_it_continues_and_nothing_if_it_is_complete(clock):
-    lines_of(clock, 100, 5)
-    assert lines_of(clock, 100, 5, compiles=False)[1] == "grpo: step 1 of 100, reward 1, 25 s"
+def test_a_phase_says_where_it_continues_and_nothing_if_it_is_complete(clock):
     assert lines_of(clock, 10, 1, completed=4)[0] == "grpo: continues after step 4 of 10"
     assert lines_of(clock, 10, 1, completed=10) == []
-
-
-def test_a_resumed_run_says_where_it_continues_before_it_evaluates(tmp_path):
-    console = silent_console()
-    run = RunFolder(tmp_path / "run", {}, console=console)
-    run.announce_checkpoints("grpo", "control")
-    assert console.file.getvalue() == ""
-    for step in (8, 10):
-        (tmp_path / f"run/checkpoints/grpo/{step}").mkdir(parents=True)
-    run.announce_checkpoints("grpo", "control")
-    assert console.file.getvalue().startswith("grpo: the newest checkpoint is that of step 10; the initial model")
 
 
 def test_a_closed_pipe_is_an_error_and_no_silent_exit():

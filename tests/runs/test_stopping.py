@@ -1,4 +1,4 @@
-"""Signals: a run saves its step and says how to go on; resumed it ends with the bytes of one that was not stopped."""
+"""Checks that a signal saves the step of a run, which resumes to the bytes of one that was not stopped."""
 
 import os
 import signal
@@ -48,9 +48,10 @@ def expected(tmp_path_factory):
     return (folder / "run/metrics.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+SIGNALS = [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bytes(tmp_path, expected, number, code, capsys):
     process = start(tmp_path)
     wait_for(process, "step 4")

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases show what the files say, also after a resume."""
+"""Checks that TensorBoard and Weights & Biases show the numbers of the files, also after a resume."""
 
 import itertools
 import math

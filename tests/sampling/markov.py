@@ -1,11 +1,10 @@
-"""A policy that is a Markov chain of second order, and a sampler of any policy."""
+"""A policy that is a Markov chain of second order."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.models.policy import Policy
-from grpo_jax.sampling.sampler import sample_groups
 
 
 def markov_policy(on_decode=lambda step, num_rows: None):
@@ -37,16 +36,6 @@ def markov_policy(on_decode=lambda step, num_rows: None):
         return cache.ravel()[chosen][:, None]
 
     return Policy(lambda key: None, lambda table: jnp.eye(table.shape[-1]), states, prefill, select=select)
-
-
-def sampler_of(policy, **options):
-    """(params, prompt_ids, prompt_mask, rows, key, temperature, truncation) -> Completions, compiled."""
-
-    def sample(params, prompt_ids, prompt_mask, rows, key, temperature=1.0, truncation=None):
-        limits = {"temperature": temperature, "truncation": truncation}
-        return sample_groups(policy, params, prompt_ids, prompt_mask, rows, key, **limits, **options)
-
-    return jax.jit(sample)
 
 
 def random_table(vocab_size, seed=0):

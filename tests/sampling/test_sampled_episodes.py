@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import row_numbers
+from tiny import row_numbers, sampler_of
 
-from grpo_jax.functional.products import GPU
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
 from grpo_jax.rl.source import to_batch
 from grpo_jax.sampling.episodes import begin_episodes, continue_episodes
-from grpo_jax.sampling.sampler import sample_groups
 
 V, EOS, OWN, OTHERS = 9, (7, 8), 9, 44
 N, G = 2, 3
@@ -81,30 +79,14 @@ def config(request):
 
 
 def test_the_first_turn_is_a_completion_without_an_environment(config):
-    policy, params = decoder_policy(config), params_of(config)
-    options = {"max_tokens": OWN, "eos_ids": EOS, "temperature": 1.3, "pad_id": 0}
-    inputs = (*PROMPTS, NUMBERS, jax.random.key(1))
-    alone = jax.jit(lambda params: sample_groups(policy, params, *inputs, **options))(params)
+    sample = sampler_of(decoder_policy(config), max_tokens=OWN, eos_ids=EOS, pad_id=0)
+    alone = sample(params_of(config), *PROMPTS, NUMBERS, jax.random.key(1), 1.3)
     first = programs_of(config)[0](NUMBERS).running.out
     np.testing.assert_array_equal(first.completion_ids[..., :OWN], alone.completion_ids)
     np.testing.assert_array_equal(first.completion_mask[..., :OWN], alone.completion_mask)
     np.testing.assert_allclose(first.sampler_logprobs[..., :OWN], alone.sampler_logprobs, atol=1e-6)
     np.testing.assert_array_equal(first.truncated, alone.truncated)
     assert not np.any(first.completion_mask[..., OWN:])
-
-
-@pytest.mark.slow
-def test_the_first_turn_is_a_completion_whose_batch_becomes_narrower(config, assume):
-    """Episodes decode all rows of a turn, and completions 128, 32 and 8."""
-    assume(**GPU._replace(narrows_from=OWN, grows_from=OWN)._asdict())
-    policy, params, numbers = decoder_policy(config), params_of(config), row_numbers(N, 64)
-    inputs, options = (*PROMPTS, numbers, jax.random.key(1)), {"max_tokens": OWN, "eos_ids": EOS, "temperature": 1.3}
-    first = jax.jit(lambda params: begin_episodes(policy, params, *inputs, environment_tokens=1, **options))(params)
-    out = jax.jit(lambda params: sample_groups(policy, params, *inputs, **options))(params)
-    lengths = np.sort(out.completion_mask.sum(-1), axis=None)
-    assert lengths[-33] < lengths[-9]  # at most 32 go on for some tokens
-    np.testing.assert_array_equal(first.running.out.completion_ids[..., :OWN], out.completion_ids)
-    np.testing.assert_allclose(first.running.out.sampler_logprobs[..., :OWN], out.sampler_logprobs, atol=1e-5)
 
 
 def test_probabilities_are_those_of_the_same_tokens_in_one_pass(config):
@@ -181,11 +163,3 @@ def test_what_others_do_changes_no_token():
         np.testing.assert_allclose(whole.sampler_logprobs[place], alone.sampler_logprobs[place], atol=1e-6)
     assert alone.turn[0, 2].max() == 1
     assert whole.turn[0, 0].max() > 1
-
-
-def test_the_number_of_turns_and_their_lengths_compile_nothing():
-    begin, go_on = programs_of(WINDOW)
-    played()
-    before = begin._cache_size(), go_on._cache_size()
-    played(counts=np.ones((5, N, G), np.int64))
-    assert (begin._cache_size(), go_on._cache_size()) == before

@@ -1,15 +1,16 @@
-"""Rows to tasks: reading, splitting, the order of prompts, and every sentence of refusal."""
+"""Checks how rows become tasks: reading, splitting, the order of prompts, and refusals."""
 
 import gzip
 import json
 import sys
+import time
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiny import DATA, STORIES, Characters, needs_data, write_rows
 
 from grpo_jax.data.rows import Row, batches, read_rows
 from grpo_jax.errors import UsageError
@@ -17,29 +18,6 @@ from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.tasks import task as task_module
 from grpo_jax.tasks.problems import BOXED, gsm8k_rows, math_rows, problem_task
 from grpo_jax.tasks.task import text_task
-
-DATA = Path(__file__).parents[2].parent / "shared/data"
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the shared data")
-
-
-class Characters:
-    """A tokenizer of one character a token, whose template writes the roles."""
-
-    pad_token_id = None
-    bos_token_id = None
-    chat_template = "yes"
-
-    def encode(self, text, add_special_tokens):
-        return [ord(character) % 256 for character in text]
-
-    def __call__(self, texts, add_special_tokens, **_):
-        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
-
-    def decode(self, ids, skip_special_tokens):
-        return "".join(map(chr, ids))
-
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize):
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
 
 def zeros(examples, completions):
@@ -98,17 +76,11 @@ def test_the_order_depends_on_seed_and_step_alone(size, count):
         assert batch(0).tolist() != batch(size).tolist()  # size steps later an epoch begins with a step again
 
 
-def test_a_late_step_is_as_quick_as_the_first(monkeypatch):
-    from grpo_jax.data import rows
-
-    made = []
-    monkeypatch.setattr(rows, "rng", lambda *key: made.append(key) or np.random.default_rng(key))
-    # Within this step ends epoch 30 of the 32 after which one begins with a step again.
-    batches(1_001, 32, seed=0)(1_001 * (31 + 32 * 10**6) // 32)
-    assert len(made) == 4  # shufflings: of two epochs, and of those before them
-    made.clear()
-    batches(1_001, 999, seed=0)(10**6)
-    assert 0 < len(made) <= 2 * 999
+def test_a_late_step_is_as_quick_as_the_first():
+    started = time.process_time()
+    for count in (32, 999):
+        batches(1_001, count, seed=0)(10**8)
+    assert time.process_time() - started < 2  # to shuffle all epochs before it would take minutes
 
 
 def test_a_resumed_task_sees_what_it_would_have_seen():
@@ -243,13 +215,13 @@ def test_prompts_that_are_encoded_when_they_are_taken_are_the_same(options, few_
 def test_one_bad_row_among_many_is_refused_before_anything_is_encoded(tmp_path):
     lines = [json.dumps({"prompt": f"word {i}"}) for i in range(3_000)]
     tokenizer, path = Counting(), tmp_path / "r.jsonl"
-    for bad, sentence in (('{"prompt": 7}', "column prompt holds a number"), ('{"text": ""}', "has no column prompt")):
+    for bad, sentence in (
+        ('{"prompt": 7}', "line 2901: column prompt holds a number"),
+        ('{"text": ""}', "line 2901 has no column prompt: its columns are text"),
+        ('{"prompt": ', "line 2901 is not JSON"),
+    ):
         path.write_text("\n".join([*lines[:2_900], bad, *lines[2_901:]]))
-        refused = refusal(make, read_rows(path), tokenizer)
-        assert f"{path}, line 2901" in refused
-        assert sentence in refused
-    path.write_text("\n".join([*lines[:2_900], '{"prompt": ', *lines[2_901:]]))
-    assert f"{path}, line 2901 is not JSON" in refusal(read_rows, path)
+        assert f"{path}, {sentence}" in refusal(lambda path=path: make(read_rows(path), tokenizer))
     assert tokenizer.encoded == []
 
 
@@ -261,13 +233,18 @@ def test_an_order_of_roles_that_the_template_refuses_is_refused_at_once(few_in_a
             return super().apply_chat_template(messages, **options)
 
     message = {"role": "user", "content": "word"}
-    rows = [*WORDS, Row({"prompt": [message, message]}, "here, line", 101)]
-    assert "refuses here, line 101: roles must alternate" in refusal(make, rows, Alternating())
+    for bad, place in (
+        (Row({"prompt": [message, message]}, "here, line 101"), "here, line 101"),
+        ({"prompt": [message] * 2}, "row 100"),
+    ):
+        tokenizer = Alternating()
+        assert f"refuses {place}: roles must alternate" in refusal(make, [*WORDS, bad], tokenizer, heldout_rows=OTHERS)
+        assert tokenizer.encoded == []
 
 
 def test_a_prompt_that_no_sample_foretells_is_cut_or_refused(few_in_advance):
     def odd(text, **options):
-        rows = [Row(row | ({"prompt": text} if i == 57 else {}), "line", i) for i, row in enumerate(WORDS)]
+        rows = [Row(row | ({"prompt": text} if i == 57 else {}), f"line {i}") for i, row in enumerate(WORDS)]
         task = make(rows, Counting(), heldout_rows=OTHERS, num_prompts=100, **options)
         return lambda: texts(task.prompts(0))
 
@@ -308,15 +285,13 @@ def test_the_split_is_the_same_with_and_without_a_chat_template():
 MIXED = [{"prompt": "x", "number": 7, "many": [1], "none": None}]
 CANNOT = [
     ({"template": "{question"}, "the template cannot be read"),
+    ({"template": "{number.__class__}"}, "no column number.__class__"),
     ({"template": "{missing}"}, "row 0 has no column missing: its columns are prompt, number, many, none"),
     ({"template": "{}"}, "without a name"),
     ({"template": "{number:>99999999}"}, "with a format"),
-    ({"template": "{number!r}"}, "with a format"),
-    ({"template": "{number.__class__}"}, "no column number.__class__"),
     ({"template": "{many}"}, "row 0: column many holds a list"),
     ({"template": "{none}"}, "row 0: column none holds nothing (null)"),
     ({"prompt": 7}, "row 1: column prompt holds a number, and should hold text or a list of chat messages"),
-    ({"prompt": None}, "holds nothing (null)"),
     ({"prompt": []}, "should end with the user's"),
     ({"prompt": [{"role": "user"}]}, 'without text as "role" and "content"'),
     ({"prompt": [{"role": "user", "content": ["x"]}]}, 'without text as "role" and "content"'),
@@ -330,7 +305,6 @@ CANNOT = [
     ({"heldout_share": 1.5, "heldout_rows": None}, "heldout_share is 1.5"),
     ({"heldout_rows": []}, "no prompt is left for held out"),
     ({"heldout_rows": [{"text": "x"}]}, "held-out row 0 has no column prompt: its columns are text"),
-    ({"heldout_rows": WORDS}, "no prompt is left for training among 100 rows"),
     ({"prompt_column": "question"}, "row 0 has no column question: its columns are prompt, number"),
     ({"system": "Be"}, "a system message needs chat messages"),
     ({"chat": True, "tokenizer": SimpleNamespace(chat_template=None)}, "no chat template"),
@@ -373,44 +347,31 @@ def test_a_folder_has_splits(tmp_path):
     sentence = refusal(read_rows, tmp_path, split="validation")
     assert "has no validation.jsonl: name one of its files: test.json, train.jsonl" in sentence
     assert "one file and has no split test" in refusal(read_rows, tmp_path / "train.jsonl", split="test")
+    for missing in (tmp_path / "r.jsonl", "rows.jsonl"):
+        assert "there is no" in refusal(read_rows, missing)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("r.jsonl", b'{"a": 1}\n{"a": }', "r.jsonl, line 2 is not JSON (Expecting value at column 7)"),
-        ("r.jsonl", b"\n[1]", "r.jsonl, line 2 holds a list, not an object"),
-        ("r.jsonl", b'{"a": "\xff"}', "r.jsonl, line 1 is not UTF-8"),
-        ("r.jsonl", b"[" * 100_000, "r.jsonl, line 1 is JSON that cannot be read"),
-        ("r.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "r.jsonl, line 1 is JSON that cannot be read"),
-        ("r.jsonl", b"", "r.jsonl holds no rows"),
-        ("r.json", b"[]", "r.json holds no rows"),
-        ("r.json", b'{"a": 1}', "r.json holds an object, not a list of objects: is it .jsonl?"),
-        ("r.json", b'[{"a": 1},\n{"a": ]', "r.json is not JSON (Expecting value at line 2, column 7)"),
-        ("r.json", b'[{"a": 1}, 2]', "r.json, item 2 holds a number, not an object"),
-        ("r.jsonl.gz", b'{"a": 1}', "r.jsonl.gz cannot be read"),
-        ("r.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0)[:-9], "r.jsonl.gz cannot be read"),
-        ("r.csv", b"a\n1", "r.csv is not one of .jsonl"),
-    ],
-)
+UNREADABLE = [
+    ("r.jsonl", b'{"a": 1}\n{"a": }', "r.jsonl, line 2 is not JSON in UTF-8 (Expecting value: line 1 column 7"),
+    ("r.jsonl", b"\n[1]", "r.jsonl, line 2 holds a list, not an object"),
+    ("r.jsonl", b'{"a": "\xff"}', "r.jsonl, line 1 is not JSON in UTF-8"),
+    ("r.jsonl", b"[" * 100_000, "r.jsonl, line 1 is not JSON in UTF-8"),
+    ("r.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "r.jsonl, line 1 is not JSON in UTF-8"),
+    ("r.jsonl", b"", "r.jsonl holds no rows"),
+    ("r.json", b"[]", "r.json holds no rows"),
+    ("r.json", b'{"a": 1}', "r.json holds an object, not a list of objects: is it .jsonl?"),
+    ("r.json", b'[{"a": 1},\n{"a": ]', "r.json is not JSON in UTF-8 (Expecting value: line 2 column 7"),
+    ("r.json", b'[{"a": 1}, 2]', "r.json, item 2 holds a number, not an object"),
+    ("r.jsonl.gz", b'{"a": 1}', "r.jsonl.gz cannot be read"),
+    ("r.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0)[:-9], "r.jsonl.gz cannot be read"),
+    ("r.csv", b"a\n1", "r.csv is not one of .jsonl"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "sentence"), UNREADABLE)
 def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     assert sentence in refusal(read_rows, tmp_path / name)
-
-
-def test_what_is_wrong_with_a_row_is_said_with_its_file_and_line(tmp_path):
-    (tmp_path / "r.jsonl").write_text('{"prompt": "x"}\n{"prompt": 1}\n{"text": "y"}')
-    rows = read_rows(tmp_path / "r.jsonl")
-    assert f"{tmp_path}/r.jsonl, line 2: column prompt holds a number" in refusal(make, rows)
-    assert f"{tmp_path}/r.jsonl, line 3 has no column prompt" in refusal(make, rows[2:])
-    assert "here has no column b: its columns are a" in refusal(make, [Row({"a": 1}, "here")], prompt_column="b")
-
-
-def test_a_missing_file_is_a_sentence(tmp_path):
-    assert "there is no" in refusal(read_rows, tmp_path / "r.jsonl")
-    assert "there is no" in refusal(read_rows, "rows.jsonl")
-    (tmp_path / "r.json").write_text("[]")
-    assert "has no subset" in refusal(read_rows, tmp_path / "r.json", subset="main")
 
 
 def test_a_data_set_of_the_hub(monkeypatch):
@@ -432,29 +393,26 @@ def test_a_data_set_of_the_hub(monkeypatch):
 # --- GSM8K and MATH ---
 
 
-@pytest.mark.parametrize(
-    ("read", "row", "sentence"),
-    [
-        (gsm8k_rows, {"question": "How many?", "answer": "5"}, 'line 1: its answer does not end with "####"'),
-        (gsm8k_rows, {"question": "How many?", "answer": 5}, "line 1: column answer holds a number"),
-        (gsm8k_rows, {"answer": "#### 5"}, "line 1 has no column question: its columns are answer"),
-        (math_rows, {"text": "1+1?"}, "has no column question: its columns are text"),
-        (math_rows, {"problem": "1+1?", "solution": "2"}, "has no column answer"),
-        (math_rows, {"problem": "1+1?", "answer": " "}, "its answer is empty"),
-    ],
-)
+BAD_PROBLEMS = [
+    (gsm8k_rows, {"question": "How many?", "answer": "5"}, 'line 1: its answer does not end with "####"'),
+    (gsm8k_rows, {"question": "How many?", "answer": 5}, "line 1: column answer holds a number"),
+    (gsm8k_rows, {"answer": "#### 5"}, "line 1 has no column question: its columns are answer"),
+    (math_rows, {"text": "1+1?"}, "has no column question: its columns are text"),
+    (math_rows, {"problem": "1+1?", "solution": "2"}, "has no column answer"),
+    (math_rows, {"problem": "1+1?", "answer": " "}, "its answer is empty"),
+]
+
+
+@pytest.mark.parametrize(("read", "row", "sentence"), BAD_PROBLEMS)
 def test_a_problem_without_question_or_answer_is_refused(tmp_path, read, row, sentence):
-    (tmp_path / "r.jsonl").write_text(json.dumps(row))
-    assert sentence in refusal(read, tmp_path / "r.jsonl")
+    assert sentence in refusal(read, write_rows(tmp_path / "r.jsonl", [row]))
 
 
 def test_gsm8k_rows_by_hand(tmp_path):
-    path = tmp_path / "train.jsonl"
     solution = "2 * 500 = <<2*500=1000>>1,000 of #1 ####"
-    path.write_text(json.dumps({"question": "How many?", "answer": f"{solution}\n#### 1,000"}))
-    [row] = gsm8k_rows(path)
-    assert row == {"question": "How many?", "answer": "1,000", "solution": solution}
-    assert row.where == f"{path}, line 1"
+    row = {"question": "How many?", "answer": f"{solution}\n#### 1,000"}
+    rows = gsm8k_rows(write_rows(tmp_path / "train.jsonl", [row]))
+    assert rows == [{"question": "How many?", "answer": "1,000", "solution": solution}]
 
 
 def test_math_rows_by_hand(tmp_path):
@@ -463,8 +421,7 @@ def test_math_rows_by_hand(tmp_path):
         {"question": "1+1?", "answer": "It is $\\boxed{2}$.The answer is: 2"},
         {"problem": "1+1?", "answer": 2, "level": 1, "solution": "Add."},
     ]
-    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    rows = math_rows(tmp_path / "r.jsonl")
+    rows = math_rows(write_rows(tmp_path / "r.jsonl", lines))
     assert [(row["question"], row["answer"]) for row in rows] == [("1+1?", "2")] * 3
     assert [row.get("solution") for row in rows] == [None, "It is $\\boxed{2}$.", "Add."]
     assert rows[2]["level"] == 1
@@ -480,7 +437,7 @@ def test_math_rows_by_hand(tmp_path):
 def test_gsm8k_and_math500_are_read_as_they_come(tmp_path):
     rows, heldout = (gsm8k_rows(DATA / "gsm8k", split=split) for split in ("train", "test"))
     assert (len(rows), len(heldout)) == (7473, 1319)
-    tokenizer = load_tokenizer(DATA / "stories260K-hf")
+    tokenizer = load_tokenizer(STORIES)
     options = {"vocab_size": 512, "num_prompts": 4, "num_heldout": 8, "seed": 0, "reward": zeros}
     task = problem_task("gsm8k", tokenizer, (2,), rows[:200], heldout_rows=heldout[:200], **options)
     assert (len(task.heldout.examples), task.notes) == (8, ())

@@ -1,9 +1,7 @@
-"""Rewards and tasks as a command line names them."""
-
-import json
+"""Checks rewards and tasks as a command line names them."""
 
 import pytest
-from tiny import refused
+from tiny import refused, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax.data.types import Completion, hash_file
@@ -15,41 +13,36 @@ from grpo_jax.tasks.options import TaskOptions, open_task
 BUILTIN = "grpo_jax.rewards.builtin:"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("gsm8k_answer", ("gsm8k_answer", 1.0, f"{BUILTIN}gsm8k_answer", {})),
-        ("lenient=0*length(maximum=1)", ("lenient", 0.0, f"{BUILTIN}length", {"maximum": 1})),
-        ("a.py:solved", ("solved", 1.0, "a.py:solved", None)),
-        (
-            " -0.5 * my/dir-2/a.py:make(n=3, names=['x'])",
-            ("make", -0.5, "my/dir-2/a.py:make", {"n": 3, "names": ["x"]}),
-        ),
-        ("x = 1e-3*pkg.mod:f()", ("x", 0.001, "pkg.mod:f", {})),
-        (r'matches(pattern="(a*b)=\\(\n")', ("matches", 1.0, f"{BUILTIN}matches", {"pattern": "(a*b)=\\(\n"})),
-    ],
-)
+REWARD_TEXTS = [
+    ("gsm8k_answer", ("gsm8k_answer", 1.0, f"{BUILTIN}gsm8k_answer", {})),
+    ("lenient=0*length(maximum=1)", ("lenient", 0.0, f"{BUILTIN}length", {"maximum": 1})),
+    ("a.py:solved", ("solved", 1.0, "a.py:solved", None)),
+    (" -0.5 * my/dir-2/a.py:make(n=3, names=['x'])", ("make", -0.5, "my/dir-2/a.py:make", {"n": 3, "names": ["x"]})),
+    ("x = 1e-3*pkg.mod:f()", ("x", 0.001, "pkg.mod:f", {})),
+    (r'matches(pattern="(a*b)=\\(\n")', ("matches", 1.0, f"{BUILTIN}matches", {"pattern": "(a*b)=\\(\n"})),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), REWARD_TEXTS)
 def test_a_reward_is_read(text, expected):
     assert parse_reward(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("", "cannot be read"),
-        ("0.1*", "cannot be read"),
-        ("solved", "no built-in reward 'solved'"),
-        ("1.2.3*length(target=2)", "weight"),
-        ("length(7)", "plain values"),
-        ("length(target=open('x'))", "plain values"),
-        ("length(target=1", "cannot be read"),
-        ("length(target=1) + 2)", "plain values"),
-        ("length(target=1)(target=7)", "plain values"),
-        ("length(target=1, target=7)", "plain values"),
-        ("a.py:f(x=" + 5000 * "-" + "1)", "plain values"),
-        ("1e400*length(target=1)", "no number"),
-    ],
-)
+UNREADABLE = [
+    ("", "cannot be read"),
+    ("0.1*", "cannot be read"),
+    ("solved", "no built-in reward 'solved'"),
+    ("1.2.3*length(target=2)", "cannot be read"),
+    ("length(7)", "plain values"),
+    ("length(target=open('x'))", "plain values"),
+    ("length(target=1", "cannot be read"),
+    ("length(target=1)(target=7)", "plain values"),
+    ("length(target=1, target=7)", "plain values"),
+    ("a.py:f(x=" + 5000 * "-" + "1)", "plain values"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), UNREADABLE)
 def test_what_cannot_be_read_is_refused(text, sentence):
     with refused(sentence):
         parse_reward(text)
@@ -68,14 +61,13 @@ def test_opened_rewards_are_weighted_and_see_whole_groups(tmp_path):
         assert rewards["short"].reward(rows, completions) == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("texts", "sentence"),
-    [
-        (["length(maximum=1)", "length(maximum=2)"], "two rewards are called length"),
-        (["0*length(maximum=1)"], "nothing to learn from"),
-        (["none.py:f"], "there is no file"),
-    ],
-)
+BAD_REWARDS = [
+    (["length(maximum=1)", "length(maximum=2)"], "two rewards are called length"),
+    (["0*length(maximum=1)"], "nothing to learn from"),
+]
+
+
+@pytest.mark.parametrize(("texts", "sentence"), BAD_REWARDS)
 def test_rewards_that_do_not_work_are_refused(texts, sentence):
     with refused(sentence), open_rewards(texts, group_size=2):
         pass
@@ -109,9 +101,8 @@ def pretrained(tmp_path):
 
 def opened(tmp_path, pretrained, prompts, **options):
     """Opens the task of a file with these prompts."""
-    rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-    (tmp_path / "rows.jsonl").write_text(rows)
-    options = TaskOptions(task=str(tmp_path / "rows.jsonl"), num_heldout=1, **options)
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in prompts])
+    options = TaskOptions(task=str(file), num_heldout=1, **options)
     return open_task(options, pretrained, num_prompts=1, group_size=2, seed=0)
 
 
@@ -125,11 +116,3 @@ def test_the_source_of_tools_of_a_package_is_known_as_that_of_a_file(tmp_path, m
         with opened(tmp_path, pretrained, ["1+1=", "1+2="], **options) as task:
             sources.append(task.environment.source)
     assert sources == [hash_file(tmp_path / "my_tools/sums.py")] * 2
-
-
-def test_messages_with_an_environment_are_refused_without_the_template_of_its_replies(tmp_path, pretrained):
-    (tmp_path / "game.py").write_text("def make(): pass\n")
-    options = {"environment": f"{tmp_path}/game.py:make", "chat": False}
-    messages = [[{"role": "user", "content": f"1+{i}="}] for i in range(2)]
-    with refused("--chat False gives replies no chat template"), opened(tmp_path, pretrained, messages, **options):
-        pass

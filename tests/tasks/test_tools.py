@@ -1,14 +1,14 @@
-"""Tools: schemas, the calls that models write, and results; what is wrong is told to the policy."""
+"""Checks the schemas of tools, the calls that models write, and the results and errors that the policy reads."""
 
 import asyncio
 
 import pytest
+from tiny import refused
 
 from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Turn
-from grpo_jax.errors import UsageError
 from grpo_jax.tasks.environments import environment_in_processes
-from grpo_jax.tasks.tools import Call, calls_of, count_calls, load_tools, parse_tools, reply_with, schemas_of
+from grpo_jax.tasks.tools import Call, calls_of, count_calls, load_tools, reply_with, schemas_of
 
 
 def multiply(a: float, b: float) -> float:
@@ -44,53 +44,53 @@ def test_a_schema_has_the_types_and_the_words():
     assert schema["function"]["description"] == "Multiplies two numbers."
     assert schema["function"]["parameters"]["properties"]["b"] == {"type": "number", "description": "another one."}
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
-    with pytest.raises(UsageError, match="the tool bare needs a type hint"):
+    with refused("the tool bare needs a type hint"):
         schemas_of({"bare": lambda a: None})
 
 
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ("The answer is 6.", []),
-        ('{"answer": 6}', []),
-        ('{"name": "Paris", "population": 2000000}', []),
-        ('{"type": "city", "name": "Paris"}', []),
-        (
-            'I see.\n<tool_call>\n{"name": "multiply", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
-            [Call("multiply", {"a": 2, "b": 3})],
-        ),
-        (
-            '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g", "arguments": {"x": "<"}}',
-            [Call("f", {}), Call("g", {"x": "<"})],
-        ),
-        ('{"name": "multiply", "parameters": {"a": 2, "b": 3}}', [Call("multiply", {"a": 2, "b": 3})]),
-        (
-            '<|python_tag|>{"name": "f", "parameters": {"x": "a;b"}}; {"name": "g", "parameters": {}}',
-            [Call("f", {"x": "a;b"}), Call("g", {})],
-        ),
-        ('{"type": "function", "name": "f", "parameters": {}}', [Call("f", {})]),
-    ],
-)
+CALLS = [
+    ("The answer is 6.", []),
+    ('{"answer": 6}', []),
+    ('{"name": "Paris", "population": 2000000}', []),
+    ('{"type": "city", "name": "Paris"}', []),
+    (
+        'I see.\n<tool_call>\n{"name": "multiply", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
+        [Call("multiply", {"a": 2, "b": 3})],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g", "arguments": {"x": "<"}}',
+        [Call("f", {}), Call("g", {"x": "<"})],
+    ),
+    ('{"name": "multiply", "parameters": {"a": 2, "b": 3}}', [Call("multiply", {"a": 2, "b": 3})]),
+    (
+        '<|python_tag|>{"name": "f", "parameters": {"x": "a;b"}}; {"name": "g", "parameters": {}}',
+        [Call("f", {"x": "a;b"}), Call("g", {})],
+    ),
+    ('{"type": "function", "name": "f", "parameters": {}}', [Call("f", {})]),
+]
+
+
+@pytest.mark.parametrize(("text", "calls"), CALLS)
 def test_calls_are_read_in_both_formats(text, calls):
     assert calls_of(text) == calls
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>multiply(2, 3)</tool_call>",
-        '<tool_call>{"name": "multiply", "arguments": [2, 3]}</tool_call>',
-        '<tool_call>{"arguments": {}}</tool_call>',
-        "<tool_call>" + "[" * 10**5,
-        '{"name": "multiply", "parameters": {"a": 2,',
-        '{"name": 3, "parameters": {}}',
-        '<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "multiply", "arguments": {"a": 2}}</tool_call>',
-        '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": {}}}</tool_call>',
-        '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3, "c": 4}}</tool_call>',
-        '<tool_call>{"name": "later", "arguments": {}}</tool_call>',
-    ],
-)
+BAD_CALLS = [
+    "<tool_call>multiply(2, 3)</tool_call>",
+    '<tool_call>{"name": "multiply", "arguments": [2, 3]}</tool_call>',
+    '<tool_call>{"arguments": {}}</tool_call>',
+    "<tool_call>" + "[" * 10**5,
+    '{"name": "multiply", "parameters": {"a": 2,',
+    '{"name": 3, "parameters": {}}',
+    '<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "multiply", "arguments": {"a": 2}}</tool_call>',
+    '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": {}}}</tool_call>',
+    '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3, "c": 4}}</tool_call>',
+    '<tool_call>{"name": "later", "arguments": {}}</tool_call>',
+]
+
+
+@pytest.mark.parametrize("text", BAD_CALLS)
 def test_a_bad_call_is_answered_by_an_error_and_counted(text):
     reply = ask(text)
     assert not reply.done
@@ -164,17 +164,17 @@ def fine(): return "fine"
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "failure"),
-    [
-        ("leave", "died"),
-        ("spin", "timeout"),
-        pytest.param("sleep", "timeout", marks=pytest.mark.slow),
-        pytest.param("sleep_later", "timeout", marks=pytest.mark.slow),
-        pytest.param("crash", "died", marks=pytest.mark.slow),
-        pytest.param("interrupt", "raised", marks=pytest.mark.slow),
-    ],
-)
+ESCAPE_FAILURES = [
+    ("leave", "died"),
+    ("spin", "timeout"),
+    pytest.param("sleep", "timeout", marks=pytest.mark.slow),
+    pytest.param("sleep_later", "timeout", marks=pytest.mark.slow),
+    pytest.param("crash", "died", marks=pytest.mark.slow),
+    pytest.param("interrupt", "raised", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "failure"), ESCAPE_FAILURES)
 def test_a_tool_that_hangs_or_escapes_ends_its_own_episode_only(tmp_path, name, failure):
     (tmp_path / "escapes.py").write_text(ESCAPES)
     arguments = {"tools": f"{tmp_path}/escapes.py:{name},fine"}
@@ -187,10 +187,7 @@ def test_a_tool_that_hangs_or_escapes_ends_its_own_episode_only(tmp_path, name, 
     assert [reply.text for reply in replies] == ["fine", "", "fine"]
 
 
-def test_names_of_tools_on_a_command_line(tmp_path):
-    assert parse_tools("my/file.py:f, g") == ("my/file.py", ["f", "g"])
+def test_names_of_tools_on_a_command_line():
     for text in ("f", "file.py:", "file.py:f,,g", "file.py:f(1)"):
-        with pytest.raises(UsageError, match="the tools"):
-            parse_tools(text)
-    with pytest.raises(UsageError, match="there is no file"):
-        load_tools(f"{tmp_path}/none.py:f")
+        with refused("the tools"):
+            load_tools(text)

@@ -10,27 +10,30 @@ one round: the peer's CPU time over ours.
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from subprocess import PIPE
+from tempfile import TemporaryDirectory
+from typing import Literal
 
+import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from experiments.benchmarks.peers.environments import FOLDER, environment, run_on, run_plan
+from experiments.benchmarks.peers.recorder import LINES, Plan
 from experiments.benchmarks.shapes import SHAPES, CpuShape, Shape, end_ids, random_prompts
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-PACKAGES = {
-    "trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0", "datasets", "accelerate", "tokenizers"),
-    "tunix": ("google-tunix==0.1.7", "jax==0.10.2"),
-}
+from grpo_jax.models.huggingface import save_pretrained
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs.files import read_lines, write_json
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Config:
     """How often all take their turn."""
     cores: tuple[int, ...] = (0,)
     """Cores that each process may use."""
-    folder: Path = Path.home() / ".cache" / "grpo_jax" / "peers"
+    folder: Path = FOLDER
     """Folder in which the peers' environments are made."""
     pip_options: tuple[str, ...] = ()
     """Further arguments of pip install, such as an index with the CPU build of torch."""
@@ -55,77 +58,76 @@ class Config:
 
 def main(config: Config) -> None:
     """Prints a line when each process ends, and a table of medians and ratios."""
-    options = ["--shape", config.shape, "--steps", str(config.steps)]
-    commands = {"ours": [sys.executable, "-m", "experiments.benchmarks.step", *options]}
-    shape_file = config.folder / f"{config.shape}.json"
-    config.folder.mkdir(parents=True, exist_ok=True)
-    shape_file.write_text(json.dumps(peers_shape(SHAPES[config.shape], config.steps)))
-    for peer in config.peers:
-        commands[peer] = [environment(peer, config), str(HERE / f"{peer}_step.py"), str(shape_file)]
+    pythons: dict[str, str] = {peer: environment(peer, config.folder, config.pip_options) for peer in config.peers}
     rounds = []
-    for number in range(config.rounds):
-        took = {}
-        for name, command in commands.items():
-            took[name] = measured(command, config.cores)
-            figures = ", ".join(f"{key} {value:.3g}" for key, value in took[name].items())
-            print(f"round {number + 1} of {config.rounds}: {name}: {figures}", file=sys.stderr, flush=True)
-        rounds.append(took)
+    with TemporaryDirectory() as folder:
+        plan = shape_plan(SHAPES[config.shape], config.steps, Path(folder))
+        for number in range(config.rounds):
+            took = {}
+            for name in ("ours", *config.peers):
+                took[name] = own_medians(config) if name == "ours" else peer_medians(plan, name, pythons[name], config)
+                figures = ", ".join(f"{key} {value:.3g}" for key, value in took[name].items())
+                print(f"round {number + 1} of {config.rounds}: {name}: {figures}", file=sys.stderr, flush=True)
+            rounds.append(took)
     Console().print(table(rounds))
 
 
-def peers_shape(shape: Shape, steps: int) -> dict[str, Any]:
-    """Returns the decoder, the rollout and the prompts of each step for `peer_common.Shape`."""
-    model = shape.model
-    # TRL's tokenizer uses the last ids of the vocabulary.
-    prompts = [random_prompts(shape, step, below=model.vocab_size - 4) for step in range(steps)]
-    return {
-        "hidden": model.hidden_size,
-        "layers": model.num_hidden_layers,
-        "heads": model.num_attention_heads,
-        "kv_heads": model.num_key_value_heads,
-        "ffn": model.intermediate_size,
-        "vocabulary": model.vocab_size,
-        "group": shape.group_size,
-        "completion": shape.completion,
-        "init": model.initializer_range,
-        "ends": end_ids(shape),
-        "prompts": [[ids[mask].tolist() for ids, mask in zip(p.ids, p.mask, strict=True)] for p in prompts],
-    }
+def shape_plan(shape: Shape, steps: int, folder: Path) -> Plan:
+    """Returns the plan of a shape, and writes its model with random weights and a tokenizer of decimal ids."""
+    model, home = shape.model, folder / "model"
+    unknown, pad, eos = range(model.vocab_size - 3, model.vocab_size)
+    save_pretrained(home, decoder_policy(model).init(jax.random.key(0)), model)
+    words = Tokenizer(WordLevel({str(i): i for i in range(model.vocab_size)}, unk_token=str(unknown)))
+    words.pre_tokenizer = WhitespaceSplit()
+    special = {"unk_token": str(unknown), "pad_token": str(pad), "eos_token": str(eos)}
+    words.save(str(home / "tokenizer.json"))
+    write_json(home / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+    ends = [*end_ids(shape), eos]
+    write_json(home / "generation_config.json", {"eos_token_id": ends})
+    prompts = [random_prompts(shape, step, below=unknown) for step in range(steps)]
+    ids = [[row[mask].tolist() for row, mask in zip(p.ids, p.mask, strict=True)] for p in prompts]
+    return Plan(
+        folder=str(folder),
+        model=str(home),
+        seed=0,
+        prompts=[[" ".join(map(str, row)) for row in step] for step in ids],
+        ids=ids,
+        reward="sum_of_numbers",
+        group=shape.group_size,
+        max_tokens=shape.completion,
+        ends=ends,
+        pad_id=pad,
+        learning_rate=1e-6,
+        full_length=not end_ids(shape),
+        settings={"gradient_checkpointing": False},
+    )
 
 
-def environment(peer: str, config: Config) -> str:
-    """Returns the Python of a peer's environment, which is created if it does not exist."""
-    folder = config.folder / peer
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", *config.pip_options, *PACKAGES[peer]], check=True)
-        (folder / "complete").touch()
-    return str(python)
+def own_medians(config: Config) -> dict[str, float]:
+    """Returns the medians of this library's iterations."""
+    options = ["--shape", config.shape, "--steps", str(config.steps)]
+    done = run_on(config.cores, [sys.executable, "-m", "experiments.benchmarks.step", *options], stdout=PIPE)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = [line | {"sampling": line["rollout_s"]} for line in lines if "step" in line]
+    return medians(rows[2:-1] or rows[-1:], lines[-1]["peak_rss_mb"])
 
 
-def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
+def peer_medians(plan: Plan, peer: str, python: str, config: Config) -> dict[str, float]:
+    """Returns the medians of a peer's iterations, each from the end of a rollout to the end of the next."""
+    settings = plan.settings if peer == "trl" else {}
+    run_plan(replace(plan, settings=settings), f"{__package__}.{peer}_runner", python, config.cores, {})
+    lines = [line for line in read_lines(Path(plan.folder) / LINES, {}) if "step" in line]
+    rows = [
+        {name: after[name] - before[name] for name in ("seconds", "cpu_seconds")} | {"sampling": after["sampling"]}
+        for before, after in pairwise(lines)
+    ]
+    return medians(rows[1:] or rows, lines[-1]["peak_mb"])
+
+
+def medians(rows: Sequence[Mapping[str, float]], peak_mb: float) -> dict[str, float]:
     """Returns medians of seconds, CPU seconds and seconds of sampling over iterations; and peak memory in MB."""
-
-    def pin() -> None:
-        os.sched_setaffinity(0, cores)
-
-    done = subprocess.run(command, cwd=ROOT, preexec_fn=pin, stdout=subprocess.PIPE, text=True, check=True)
-    lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    steps = [line for line in lines if "step" in line]
-    memory = lines[-1].get("peak_rss_mb") or lines[-1]["peak_rss_mib"] * 2**20 / 1e6
-    selected = steps[2:-1] or steps[-1:]
-
-    def median(*names: str) -> float:
-        """Returns the median of the first of these names that the lines have."""
-        return statistics.median(next(line[name] for name in names if name in line) for line in selected)
-
-    return {
-        "seconds": median("seconds"),
-        "cpu_seconds": median("cpu_seconds"),
-        "sampling": median("generate", "rollout_s"),
-        "peak_mb": memory,
-    }
+    names = ("seconds", "cpu_seconds", "sampling")
+    return {name: statistics.median(row[name] for row in rows) for name in names} | {"peak_mb": peak_mb}
 
 
 def table(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> Table:
