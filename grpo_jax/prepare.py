@@ -112,7 +112,9 @@ def load_model(
     if rank > width:
         raise UsageError(f"lora_rank is {rank}: it must be at most {width}, the width of the model")
     if rank:
-        key, targets = jax.random.key(seed), options.lora_targets
+        from grpo_jax.models.peft import targets_of
+
+        key, targets = jax.random.key(seed), targets_of(pretrained.config, options.lora_targets)
         params = add_adapters(params, key, rank=rank, alpha=options.lora_alpha, targets=targets)
     return Loaded(decoder_policy(pretrained.config), params, pretrained)
 

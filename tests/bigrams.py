@@ -28,7 +28,7 @@ def prefill(params, prompt_ids, prompt_mask, group_size, max_tokens):
 
 
 def decoder(params):
-    return lambda cache, ids, lengths: (states(params, ids), cache)
+    return lambda cache, ids, lengths, counts: (states(params, ids), cache)
 
 
 POLICY = Policy(None, lambda params: params["after"], states_of_rows, prefill, decoder=decoder)

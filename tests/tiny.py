@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.geometry import rows_of_texts
-from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.lora import TARGETS, add_adapters
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.weights import load_params, read_json
@@ -76,9 +76,11 @@ def random_params(config: ModelConfig, scale: float = 0.3) -> Any:
     return random_like(jax.eval_shape(decoder_policy(config).init, jax.random.key(0)), scale)
 
 
-def randomly_adapted(params: Any, rank: int = 2, alpha: float = 4.0, scale: float = 0.3) -> Adapted:
+def randomly_adapted(
+    params: Any, rank: int = 2, alpha: float = 4.0, scale: float = 0.3, targets: Sequence[Any] = TARGETS
+) -> Adapted:
     """Returns parameters with random adapters on all projections, because the initial B of 0 would hide mistakes."""
-    new = add_adapters(params, jax.random.key(0), rank=rank, alpha=alpha)
+    new = add_adapters(params, jax.random.key(0), rank=rank, alpha=alpha, targets=targets)
     return new._replace(adapters=random_like(new.adapters, scale))
 
 

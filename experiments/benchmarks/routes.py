@@ -28,7 +28,7 @@ from grpo_jax.models.cache import KeyValues, cache_keys
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.geometry import geometry_of_step, rows_of_groups
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import Params, Transformer, decoding_layout
+from grpo_jax.models.transformer import Params, compute_next, decoding_layout
 from grpo_jax.sampling.sampler import sample_groups
 
 MODEL = ModelConfig(
@@ -56,7 +56,7 @@ class Options:
 
 def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs decode steps on all tokens but the last: hidden states `[N, G, T − 1, D]`, experts `[..., L, J]`."""
-    policy, model = decoder_policy(config), Transformer(config, scan_layers=False)
+    policy = decoder_policy(config)
     n, g, size = completions.shape
     mask = jnp.ones(ids.shape, bool)
     _, _, (prefix, _) = policy.prefill(params, ids, mask, g, size)
@@ -67,10 +67,8 @@ def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: ja
     def step(cache, token):
         inputs, number = token
         seen = geometry_of_step(config, prefix, g, size - 1, number)
-        past = prefix, cache
-        (hidden, cache), sown = model.apply(separate, inputs, seen, past=past, mutable=["routing"])
-        layers = sown["routing"].values()  # layer_0, layer_1, …
-        return cache, (hidden, jnp.stack([layer["mlp"]["routing"].experts for layer in layers], axis=2))
+        hidden, cache, routings = compute_next(config, separate, inputs, seen, prefix, cache)
+        return cache, (hidden, jnp.stack([routing.experts for routing in routings], axis=2))
 
     _, (hidden, experts) = jax.lax.scan(step, cache, (completions.transpose(2, 0, 1)[:-1], jnp.arange(size - 1)))
     return hidden.transpose(1, 2, 0, 3), experts.transpose(1, 2, 0, 3, 4)

@@ -40,7 +40,7 @@ def sampler_of(
 
     def save(folder, params: Params) -> None:
         if isinstance(params, Adapted):
-            peft.save_adapter(folder, params, base=str(pretrained.folder))
+            peft.save_adapter(folder, pretrained.config, params, base=str(pretrained.folder))
         else:
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 

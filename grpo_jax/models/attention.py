@@ -104,19 +104,23 @@ def rotate(x: jax.Array, angles: Angles) -> jax.Array:
       The rotated array, with the shape and dtype of x.
     """
     cos, sin = angles
-    exact = x.astype(jnp.float32)
+    turned, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
+    exact = turned.astype(jnp.float32)
     first, second = jnp.split(exact, 2, axis=-1)
-    return (exact * cos + jnp.concatenate([second, first], axis=-1) * sin).astype(x.dtype)
+    turned = (exact * cos + jnp.concatenate([second, first], axis=-1) * sin).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 # ---- attention
 
 
 class Scores(NamedTuple):
-    """The scale and the cap of the attention scores q·k."""
+    """The scale and the cap of the attention scores q·k, and the sinks beside them."""
 
     scale: float | None = None  # the factor of q·k; None: 1/√E
     softcap: float | None = None  # c in c·tanh(s/c), applied before the mask and the softmax; None: no cap
+    # [H]: a further score of each head, which takes a part of the softmax and adds nothing to the sum. None: none
+    sinks: jax.Array | None = None
 
     def scaled(self, queries: jax.Array) -> jax.Array:
         """Multiplies queries `[..., E]` by the scale."""
@@ -223,7 +227,7 @@ def attend(
         core = _attend_in_parts if end - start > 2 * _MIN_BLOCK else _attend_queries
         seen = partial(_without_middle, begin=prefix, end=first, size=before + end)
         of_block = queries[..., start:end, :], seen(mask[..., start:end, :], axis=-1), seen(keys), seen(values)
-        attended.append(core(*of_block, scores.softcap))
+        attended.append(core(*of_block, scores.softcap, scores.sinks))
     return jnp.concatenate(attended, axis=-2)
 
 
@@ -234,7 +238,12 @@ def _without_middle(x: jax.Array, *, begin: int, end: int, size: int, axis: int 
 
 
 def _attend_in_parts(
-    queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, softcap: float | None
+    queries: jax.Array,
+    mask: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    softcap: float | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Computes `_attend_queries` for `_MIN_BLOCK` queries at a time, one part after the other."""
     size = queries.shape[-2]
@@ -249,56 +258,71 @@ def _attend_in_parts(
 
     @partial(jax.checkpoint, policy=policy, prevent_cse=False)
     def attend_part(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _attend_queries(part[0], part[1], keys, values, softcap)
+        return _attend_queries(part[0], part[1], keys, values, softcap, sinks)
 
     attended = jnp.moveaxis(jax.lax.map(attend_part, (parts(queries), parts(mask))), 0, -3)
     attended = attended.reshape(*queries.shape[:-2], even, -1)
     if even == size:
         return attended
-    rest = _attend_queries(queries[..., even:, :], mask[..., even:, :], keys, values, softcap)
+    rest = _attend_queries(queries[..., even:, :], mask[..., even:, :], keys, values, softcap, sinks)
     return jnp.concatenate([attended, rest], axis=-2)
 
 
 def _attend_queries(
-    queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, softcap: float | None
+    queries: jax.Array,
+    mask: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    softcap: float | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Computes `_attend_block` for queries `[N, K, G, Q, S, E]`."""
-    *leading, shared, _, features = queries.shape
+    *leading, shared, size, features = queries.shape
     mask_rows = jnp.repeat(mask, shared, axis=3).reshape(*mask.shape[:3], -1, mask.shape[-1])
-    attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows, softcap)
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(leading[1], shared), size, axis=1)
+        sinks = sinks[None, :, None, :, None]
+    attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows, sinks, softcap)
     return attended.reshape(queries.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend_block(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, softcap: float | None
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    sinks: jax.Array | None,
+    softcap: float | None,
 ) -> jax.Array:
-    """softmax(q·k) v, with capped scores. The backward pass computes the scores again. 2205.14135.
+    """softmax(q·k) v, with capped scores and sinks. The backward pass computes the scores again. 2205.14135.
 
-    Queries are `[N, K, G, R, E]`, keys and values `[N, K, G, C, E]`. The mask broadcasts against `[N, K, G, R, C]`. The
-    result has the shape of the queries.
+    Queries are `[N, K, G, R, E]`, keys and values `[N, K, G, C, E]`. The mask broadcasts against `[N, K, G, R, C]`.
+    Sinks are `[1, K, 1, R, 1]`. The result has the shape of the queries.
     """
-    return _attend_block_forward(queries, keys, values, mask, softcap)[0]
+    return _attend_block_forward(queries, keys, values, mask, sinks, softcap)[0]
 
 
-def _attend_block_forward(queries, keys, values, mask, softcap):
+def _attend_block_forward(queries, keys, values, mask, sinks, softcap):
     # With an added mask, instead of a select, XLA on CPU fuses product, softmax and product into one operation.
     scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap) + _bias(mask)
     maximum = jnp.max(scores, axis=-1, keepdims=True)
+    maximum = maximum if sinks is None else jnp.maximum(maximum, sinks)
     weights = jnp.exp(scores - maximum)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks - maximum)
     # Maximum and total are saved instead of one logarithm of both, whose exp has 2.5 times the rounding error.
     attended = einsum("nkgrc,nkgce->nkgre", (weights / total).astype(queries.dtype), values).astype(queries.dtype)
     attended, maximum, total = (checkpoint_name(x, "attended") for x in (attended, maximum, total))
-    return attended, (queries, keys, values, mask, attended, maximum, total)
+    return attended, (queries, keys, values, mask, sinks, attended, maximum, total)
 
 
 def _attend_block_backward(softcap, residuals, gradient):
     """∂L/∂scores = w (∂L/∂attended · v − ∂L/∂attended · attended), where w are the weights of the softmax.
 
-    A cap s = c·tanh(x/c) has ∂s/∂x = 1 − (s/c)².
+    A cap s = c·tanh(x/c) has ∂s/∂x = 1 − (s/c)². A sink has v = 0.
     """
-    queries, keys, values, mask, attended, maximum, total = residuals
+    queries, keys, values, mask, sinks, attended, maximum, total = residuals
     scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap)
     weights = jnp.exp(scores + _bias(mask) - maximum) / total
     # A product with ones: see `rms_norm`.
@@ -310,7 +334,10 @@ def _attend_block_backward(softcap, residuals, gradient):
     d_queries = einsum("nkgrc,nkgce->nkgre", d_scores, keys).astype(queries.dtype)
     d_keys = sum_over_queries(d_scores, queries).astype(keys.dtype)
     d_values = sum_over_queries(weights, gradient).astype(values.dtype)
-    return d_queries, d_keys, d_values, None
+    d_sinks = None
+    if sinks is not None:
+        d_sinks = jnp.sum(-jnp.exp(sinks - maximum) / total * mean, axis=(0, 2), keepdims=True)
+    return d_queries, d_keys, d_values, None, d_sinks
 
 
 _attend_block.defvjp(_attend_block_forward, _attend_block_backward)
@@ -404,8 +431,12 @@ def attend_past(
     suffix = softcapped(caches.score_cache(queries, cache), scores.softcap) + caches.split_blocks(own_bias, cache)
 
     maximum = jnp.maximum(jnp.max(of_prompt, axis=-1), jnp.max(suffix, axis=(-3, -1)))
+    if scores.sinks is not None:
+        sinks = jnp.repeat(scores.sinks.astype(jnp.float32).reshape(k, q), w, axis=1)[:, None]
+        maximum = jnp.maximum(maximum, sinks)
     of_prompt, suffix = jnp.exp(of_prompt - maximum[..., None]), jnp.exp(suffix - maximum[..., None, :, None])
     total = jnp.sum(of_prompt, axis=-1) + jnp.sum(suffix, axis=(-3, -1))
+    total = total if scores.sinks is None else total + jnp.exp(sinks - maximum)
     of_prompt, suffix = (x.astype(queries.dtype) for x in (of_prompt, suffix))
     attended = (caches.sum_prompt(of_prompt, prompt) + caches.sum_cache(suffix, cache)) / total[..., None]
     attended = attended.astype(values.dtype).reshape(n, k, g, q, w, e).transpose(0, 2, 4, 1, 3, 5)

@@ -14,7 +14,7 @@ Letters: see `transformer`. A block has B tokens, and W new tokens of each compl
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,21 @@ class KeyValues(NamedTuple):
     values: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions
 
 
+class DeltaState(NamedTuple):
+    """What a delta net remembers of a prompt, `[N, ...]`, or of a prompt and a completion, `[N, G, ...]`."""
+
+    tail: jax.Array  # float32 [..., J − 1, F], the inputs of the convolution for the last tokens
+    state: jax.Array  # float32 [..., H, A, B]: see `delta`
+
+
+Memory = KeyValues | DeltaState  # of a layer
+
+
 class Prefix(NamedTuple):
     """The part of the cache that the completions of a prompt share."""
 
-    layers: Any  # KeyValues with a leading L, or a tuple of L KeyValues
+    # The keys and values of the prompts, by layer. The states of delta nets are copied to the completions instead
+    layers: tuple[KeyValues | None, ...]
     mask: jax.Array  # bool [N, P], true on tokens of the prompt
     length: jax.Array  # int32 [N], number of tokens of the prompt, which is the position of the first completion token
 
@@ -157,13 +168,20 @@ def _write_slots(own_keys, own_values, keys, values, places):
 # ---- sizes and rows
 
 
-def widen(layers: tuple[KeyValues, ...], slots: Sequence[int]) -> tuple[KeyValues, ...]:
+def key_values(layers: Sequence[Memory | None]) -> list[KeyValues]:
+    """Returns the keys and values of the layers with attention."""
+    return [layer for layer in layers if isinstance(layer, KeyValues)]
+
+
+def widen(layers: tuple[Memory, ...], slots: Sequence[int]) -> tuple[Memory, ...]:
     """Extends the cache of each layer to the given number of slots per completion."""
 
     def pad(x: jax.Array, slots: int) -> jax.Array:
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, slots - x.shape[-2]), (0, 0)])
 
-    def wider(layer: KeyValues, slots: int) -> KeyValues:
+    def wider(layer: Memory, slots: int) -> Memory:
+        if isinstance(layer, DeltaState):
+            return layer
         keys = layer.keys.swapaxes(-1, -2).reshape(layer.values.shape) if _features_first() else layer.keys
         return KeyValues(cache_keys(pad(keys, slots)), pad(layer.values, slots))
 
@@ -171,8 +189,8 @@ def widen(layers: tuple[KeyValues, ...], slots: Sequence[int]) -> tuple[KeyValue
 
 
 def select_completions(
-    prefix: Prefix, layers: tuple[KeyValues, ...], chosen: jax.Array, num_heads: int
-) -> tuple[Prefix, tuple[KeyValues, ...]]:
+    prefix: Prefix, layers: tuple[Memory, ...], chosen: jax.Array, num_heads: int
+) -> tuple[Prefix, tuple[Memory, ...]]:
     """Copies the cache of some of N·G completions, as the cache of R prompts with one completion each.
 
     Args:
@@ -185,11 +203,16 @@ def select_completions(
       A prefix with one copy of the prompt for each chosen completion, and the cache of these completions.
     """
     num_prompts = prefix.mask.shape[0]
-    group_size = layers[0].values.shape[0] // (num_prompts * num_heads)
+    group_size = key_values(layers)[0].values.shape[0] // (num_prompts * num_heads)
     prompt, member = jnp.divmod(chosen, group_size)
 
     def take(x: jax.Array) -> jax.Array:
         taken = x.reshape(num_prompts, num_heads, group_size, -1, *x.shape[1:])[prompt, :, member]  # [R, K, …]
         return taken.reshape(-1, *x.shape[1:])
 
-    return jax.tree.map(lambda x: x[prompt], prefix), jax.tree.map(take, layers)
+    def take_layer(layer: Memory) -> Memory:
+        if isinstance(layer, DeltaState):
+            return jax.tree.map(lambda x: x[prompt, member][:, None], layer)
+        return jax.tree.map(take, layer)
+
+    return jax.tree.map(lambda x: x[prompt], prefix), tuple(map(take_layer, layers))

@@ -26,6 +26,27 @@ class ExpertsConfig(NamedTuple):
     num_experts_per_tok: Annotated[int, between(1, 10**5)]
     moe_intermediate_size: Annotated[int, between(1, 10**8)]  # features of each expert's MLP
     norm_topk_prob: bool  # normalise the weights of a token's experts to add up to 1
+    # features of an MLP that every token passes, with a gate. None: none. Qwen3-Next, Qwen3.5
+    shared_expert_intermediate_size: Annotated[int, between(1, 10**8)] | None = None
+    # c in (1 + clip(up, −c, c)) · g · sigmoid(1.702 g), g = min(gate, c), with biases: gpt-oss. None: silu(gate) · up,
+    # without biases
+    swiglu_limit: _Number | None = None
+
+
+class DeltaConfig(NamedTuple):
+    """The gated delta net that replaces attention in some layers."""
+
+    num_key_heads: Annotated[int, between(1, 10**5)]  # each serves num_value_heads / num_key_heads value heads
+    num_value_heads: Annotated[int, between(1, 10**5)]
+    key_head_dim: Annotated[int, between(1, 10**6)]
+    value_head_dim: Annotated[int, between(1, 10**6)]
+    conv_kernel_dim: Annotated[int, between(2, 100)]  # tokens that the convolution mixes
+    has_fused_tensors: bool = False  # files hold all projections of a key head together: Qwen3-Next
+
+    @property
+    def convolved(self) -> int:
+        """The number of features of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
 
 
 class RopeScaling(NamedTuple):
@@ -46,6 +67,17 @@ class RopeScaling(NamedTuple):
     beta_fast: _Number = 32.0  # waves with more turns than this in the original context stay
     beta_slow: _Number = 1.0  # waves with fewer turns than this are stretched
     truncate: bool = True  # round the feature indices of beta_fast and beta_slow outwards
+
+
+Mixer = Literal["attention", "delta"]
+FeedForward = Literal["mlp", "experts"]
+
+
+class Form(NamedTuple):
+    """The modules of a layer, besides its norms: one that mixes tokens, and one that acts on single tokens."""
+
+    mixer: Mixer
+    feed_forward: FeedForward
 
 
 class Rotation(NamedTuple):
@@ -75,6 +107,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     rope_local_base_freq: _Number | None = None  # theta in layers with a window, without scaling: Gemma 3
     unrotated_layers: tuple[int, ...] = ()  # the 0s of no_rope_layers: SmolLM3
+    partial_rotary_factor: Fraction = 1.0  # the share of a head's features that is rotated: Qwen3.5
     rms_norm_eps: Fraction = 1e-6
     # Norms of attention and of the MLP: on their input, on their output (OLMo 2), or on both (Gemma 2 and 3).
     norms: Norms = "before"
@@ -87,6 +120,10 @@ class ModelConfig:
     mlp_bias: bool = False  # Llama
     qk_norm: bool = False  # RMS norm of each head's queries and keys: Qwen3, Gemma 3
     qk_norm_across_heads: bool = False  # one norm across all heads instead: OLMo 2
+    attention_sinks: bool = False  # a learned score for each head takes part in the softmax, and adds nothing: gpt-oss
+    gated_attention: bool = False  # attended values are multiplied by sigmoid(gate), from q_proj too: Qwen3.5
+    delta: DeltaConfig | None = None  # the delta net of delta_layers: Qwen3.5
+    delta_layers: tuple[int, ...] = ()  # layers with a delta net instead of attention
     query_pre_attn_scalar: _Number | None = None  # scores are q·k / √this; None: head_dim. Gemma
     attn_logit_softcapping: _Number | None = None  # c in c·tanh(s/c), of scores before their softmax: Gemma 2
     final_logit_softcapping: _Number | None = None  # c in c·tanh(s/c), of the logits: Gemma 2
@@ -95,6 +132,7 @@ class ModelConfig:
     max_position_embeddings: _Length | None = None  # the length of the longest training texts, in tokens
     initializer_range: Annotated[float, between(0, 100)] = 0.02
     experts: ExpertsConfig | None = None  # None: each layer has one MLP. Qwen3-MoE, Mixtral
+    dense_layers: tuple[int, ...] = ()  # layers with one MLP instead of experts: mlp_only_layers, decoder_sparse_step
     # The dtype of activations and matrix products. Norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
     # The part that the backward pass computes again. "none": norms, rotations and attention scores, but no projection.
@@ -125,19 +163,43 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.head_dim % 2:
-            raise UsageError(f"head_dim ({self.head_dim}) must be even: rotary positions turn pairs of features")
+        if self.rotated % 2:
+            raise UsageError(
+                f"{self.rotated} features of a head would be rotated: head_dim · partial_rotary_factor must be even"
+            )
+        if self.delta:
+            check_types(DeltaConfig, self.delta._asdict())
+            if self.delta.num_value_heads % self.delta.num_key_heads:
+                raise UsageError("linear_num_value_heads must be a multiple of linear_num_key_heads")
+        if self.delta_layers and (not self.delta or len(self.delta_layers) == self.num_hidden_layers):
+            raise UsageError("a decoder needs the sizes of its delta nets, and at least one layer with attention")
         if self.attention == "cudnn" and self.dtype != "bfloat16":
             raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
-        if self.attention in ("xla", "cudnn") and self.attn_logit_softcapping is not None:
-            raise UsageError(
-                f'attention "{self.attention}" does not compute attn_logit_softcapping: set it to "auto" or "shared"'
-            )
+        for name in ("attn_logit_softcapping", "attention_sinks"):
+            if self.attention in ("xla", "cudnn") and getattr(self, name):
+                raise UsageError(f'attention "{self.attention}" does not compute {name}: set it to "auto" or "shared"')
         if self.attention == "cudnn" and (self.head_dim % 8 or self.head_dim > 256):
             raise UsageError(
                 f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {self.head_dim}'
                 ': set it to "auto", "shared" or "xla"'
             )
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The modules of each layer."""
+        layers = range(self.num_hidden_layers)
+        return tuple(
+            Form(
+                "delta" if layer in self.delta_layers else "attention",
+                "experts" if self.experts and layer not in self.dense_layers else "mlp",
+            )
+            for layer in layers
+        )
+
+    @property
+    def rotated(self) -> int:
+        """The number of features of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -13,6 +13,7 @@ Letters: M tokens, X experts, J experts per token, D features, F features of an 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +42,7 @@ class Routing(NamedTuple):
 
 
 class Experts(nn.Module):
-    """The mixture of experts of a layer. It sows `Routing` into the collection "routing" if that is mutable."""
+    """The mixture of experts of a layer."""
 
     config: ExpertsConfig
     has_frozen_router: bool = False
@@ -49,33 +50,36 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        """Computes the mixture of x `[N, M, D]`, in the shape of x."""
+        """Computes the mixture of x `[N, M, D]`, in the shape of x, and the `Routing` of its tokens."""
         config, width = self.config, x.shape[-1]
+        activation, normalise = partial(gated, limit=config.swiglu_limit), config.norm_topk_prob
         shapes = {
             "gate_proj": (config.num_experts, width, config.moe_intermediate_size),
             "up_proj": (config.num_experts, width, config.moe_intermediate_size),
             "down_proj": (config.num_experts, config.moe_intermediate_size, width),
         }
-        router = Kernel((width, config.num_experts), self.is_decoding, name="router")(x, jnp.float32)["kernel"]
+        has_bias = config.swiglu_limit is not None
+        router = Kernel((width, config.num_experts), has_bias, self.is_decoding, name="router")(x, jnp.float32)
         router = jax.lax.stop_gradient(router) if self.has_frozen_router else router
-        kernels = {name: Kernel(shape, self.is_decoding, name=name)(x, x.dtype) for name, shape in shapes.items()}
+        kernels = {
+            name: Kernel(shape, has_bias, self.is_decoding, name=name)(x, x.dtype) for name, shape in shapes.items()
+        }
 
-        def mixed(x: jax.Array, router: jax.Array, kernels: Any) -> tuple[jax.Array, Routing]:
+        def mixed(x: jax.Array, router: Any, kernels: Any) -> tuple[jax.Array, Routing]:
             tokens = x.reshape(-1, width)
-            routing, weights = route(tokens, router, config.num_experts_per_tok, normalise=config.norm_topk_prob)
-            mixed_tokens = mixture(tokens, routing.experts, weights, kernels).reshape(x.shape)
+            routing, weights = route(tokens, **router, num_chosen=config.num_experts_per_tok, normalise=normalise)
+            mixed_tokens = mixture(tokens, routing.experts, weights, kernels, activation).reshape(x.shape)
             routing = jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), routing)
             return mixed_tokens, jax.lax.stop_gradient(routing)
 
-        y, routing = _shared_out(mixed, x, router, kernels, is_decoding=self.is_decoding)
-        self.sow("routing", "routing", routing, init_fn=lambda: None, reduce_fn=lambda _, new: new)
-        return y
+        return _shared_out(mixed, x, router, kernels, is_decoding=self.is_decoding)
 
 
 class Kernel(nn.Module):
-    """A parameter `kernel`, which may be `Quantised`, and `a` and `b` of its adapter if "lora" has them."""
+    """A parameter `kernel`, which may be `Quantised`, its `bias`, and `a` and `b` of its adapter if "lora" has them."""
 
     shape: tuple[int, ...]
+    has_bias: bool
     is_decoding: bool
 
     @nn.compact
@@ -89,13 +93,16 @@ class Kernel(nn.Module):
             arrays["kernel"] = dequantised(kernel, dtype)
         else:
             arrays["kernel"] = self.param("kernel", nn.initializers.zeros, self.shape).astype(dtype)
+        if self.has_bias:
+            shape = (*self.shape[:-2], self.shape[-1])
+            arrays["bias"] = self.param("bias", nn.initializers.zeros, shape).astype(dtype)
         if self.is_decoding:
             return arrays
         return {leaf: sharding.put_together(str(self.name), leaf, y) for leaf, y in arrays.items()}
 
 
 def _shared_out(
-    mixed: Callable[..., tuple[jax.Array, Routing]], x: jax.Array, router: jax.Array, kernels: Any, *, is_decoding: bool
+    mixed: Callable[..., tuple[jax.Array, Routing]], x: jax.Array, router: Any, kernels: Any, *, is_decoding: bool
 ) -> tuple[jax.Array, Routing]:
     """Computes `mixed(x, router, kernels)`. On a mesh each device uses its tokens and its features of all experts."""
     sizes = sharding.mesh_sizes()
@@ -105,14 +112,19 @@ def _shared_out(
     features = cuts["gate_proj"]["kernel"][-1]
     rows = PartitionSpec(sharding.fitting(x.shape[0], sizes, sharding.DATA if is_decoding else sharding.BATCH))
 
-    def on_device(x: jax.Array, router: jax.Array, kernels: Any) -> tuple[jax.Array, Routing]:
+    def on_device(x: jax.Array, router: Any, kernels: Any) -> tuple[jax.Array, Routing]:
+        if features and "bias" in kernels["down_proj"]:  # every device adds its part
+            down = kernels["down_proj"]
+            kernels = kernels | {"down_proj": down | {"bias": down["bias"] / jax.lax.axis_size(features)}}
         part, routing = mixed(x, router, kernels)
         return (jax.lax.psum(part, features) if features else part), routing
 
     return jax.shard_map(on_device, in_specs=(rows, PartitionSpec(), cuts), out_specs=rows)(x, router, kernels)
 
 
-def route(x: jax.Array, router: jax.Array, num_chosen: int, *, normalise: bool) -> tuple[Routing, jax.Array]:
+def route(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, *, num_chosen: int, normalise: bool
+) -> tuple[Routing, jax.Array]:
     """Returns the experts of each token and their weights.
 
     Scores are computed in float32 even for bfloat16 tokens: rounded scores could send a token to one expert in the
@@ -120,7 +132,7 @@ def route(x: jax.Array, router: jax.Array, num_chosen: int, *, normalise: bool) 
 
     Args:
       x: The tokens, `[M, D]`.
-      router: The kernel of the router, `[D, X]`.
+      kernel, bias: Those of the router, `[D, X]` and `[X]` or None.
       num_chosen: The number of experts per token, J.
       normalise: True if the weights of a token add up to 1.
 
@@ -128,7 +140,8 @@ def route(x: jax.Array, router: jax.Array, num_chosen: int, *, normalise: bool) 
       `Routing` `[M, J]`, the largest probability first, and weights, float32 `[M, J]`. The choice has no gradient, and
       the weights have one.
     """
-    scores = jnp.matmul(x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    scores = jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    scores = scores if bias is None else scores + bias.astype(jnp.float32)
     probabilities = jax.nn.softmax(scores)
     # Saved for the backward pass, which might round scores differently and choose other experts.
     experts = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(probabilities), num_chosen)[1], "routed")
@@ -138,14 +151,29 @@ def route(x: jax.Array, router: jax.Array, num_chosen: int, *, normalise: bool) 
     return Routing(experts, jnp.sum(jax.scipy.special.entr(probabilities), axis=-1)), weights
 
 
-def mixture(x: jax.Array, experts: jax.Array, weights: jax.Array, kernels: Mapping[str, Any]) -> jax.Array:
+def gated(gate: jax.Array, up: jax.Array, *, limit: float | None = None) -> jax.Array:
+    """silu(gate) · up; with a limit c (1 + clip(up, −c, c)) · g · sigmoid(1.702 g), where g = min(gate, c)."""
+    if limit is None:
+        return nn.silu(gate) * up
+    gate = jnp.minimum(gate, limit)
+    return (1 + jnp.clip(up, -limit, limit)) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+def mixture(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    kernels: Mapping[str, Any],
+    activation: Callable[[jax.Array, jax.Array], jax.Array] = gated,
+) -> jax.Array:
     """Σⱼ wⱼ · MLP_eⱼ(x).
 
     Args:
       x: The tokens, `[M, D]`.
       experts, weights: The experts of each token and their weights, `[M, J]`, from `route`.
       kernels: The arrays of each projection, by its name. Each has a `kernel`: gate_proj and up_proj `[X, D, F]`,
-        down_proj `[X, F, D]`. An adapted projection has `a` `[X, in, R]` and `b` `[X, R, out]` too.
+        down_proj `[X, F, D]`. There may be a `bias` `[X, out]`, and `a` `[X, in, R]` and `b` `[X, R, out]` of adapters.
+      activation: (gate, up) -> the input of down_proj.
 
     Returns:
       `[M, D]`, in the dtype of x.
@@ -160,12 +188,15 @@ def mixture(x: jax.Array, experts: jax.Array, weights: jax.Array, kernels: Mappi
         y = grouped_product(rows, adapted["kernel"], sizes)
         if "a" in adapted:
             y = y + grouped_product(grouped_product(rows, adapted["a"], sizes), adapted["b"], sizes)
+        if "bias" in adapted:  # the product with the experts as one-hot vectors: a gather has a slow gradient
+            is_expert = experts.ravel()[order][:, None] == jnp.arange(sizes.size)
+            y = y + is_expert.astype(y.dtype) @ adapted["bias"]
         return y
 
     repeated = jnp.broadcast_to(x[:, None], (num_tokens, num_chosen, x.shape[-1])).reshape(-1, x.shape[-1])
     rows = _permuted(repeated, order, place)
     gate, up = (checkpoint_name(project(name, rows), "gated") for name in ("gate_proj", "up_proj"))
-    rows = _permuted(project("down_proj", nn.silu(gate) * up), place, order)
+    rows = _permuted(project("down_proj", activation(gate, up)), place, order)
     rows = rows.reshape(num_tokens, num_chosen, -1).astype(jnp.float32)
     return jnp.einsum("mjd,mj->md", rows, weights).astype(x.dtype)
 

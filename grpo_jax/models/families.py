@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any, get_args, get_type_hints
 
 from grpo_jax.errors import UsageError, abbreviate
-from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling
+from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig, RopeScaling
 from grpo_jax.options import check_types
 
 File = dict[str, Any]  # the contents of a config.json
@@ -41,6 +41,19 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
     longest = {"max_position_embeddings": config.get("max_position_embeddings")}
     _, constants = FAMILIES[model_type]
     return ModelConfig(**_fields(_complete(config)) | longest | constants, **overrides)
+
+
+def text_part(config: File) -> File:
+    """Returns the config.json of the text model, if the file describes one with a tower for images, as Qwen3.5 does.
+
+    Args:
+      config: The contents of a config.json. It is returned unchanged if it has no text model of a supported family.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+        return config
+    outer = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id", "dtype") if name in config}
+    return outer | text | {"architectures": [f"{FAMILIES[text['model_type']][0]}ForCausalLM"]}
 
 
 def config_to_huggingface(config: ModelConfig) -> File:
@@ -121,6 +134,11 @@ def _fields(file: File) -> Fields:
     if file.get("sliding_window") and sliding:
         fields["sliding_window"] = file["sliding_window"]
         fields["sliding_layers"] = sliding if len(sliding) < layers else None
+    delta = tuple(layer for layer in range(layers) if kinds[layer] == "linear_attention")
+    if delta:
+        sizes = [file[f"linear_{name}"] for name in DeltaConfig._fields[:-1]]
+        fields["delta"] = DeltaConfig(*sizes)._replace(has_fused_tensors=file["model_type"] == "qwen3_next")
+        fields["delta_layers"] = delta
     if file["model_type"].startswith("gemma"):
         fields["embedding_multiplier"] = file["hidden_size"] ** 0.5
         fields["hidden_act"] = file.get("hidden_activation") or file["hidden_act"]
@@ -131,13 +149,25 @@ def _fields(file: File) -> Fields:
 
 def _experts(file: File) -> Fields:
     """Returns the field of the mixture of experts, if the model has one."""
-    if file.get("mlp_only_layers") or file.get("decoder_sparse_step", 1) != 1:
-        raise UsageError("mlp_only_layers and decoder_sparse_step are not supported: every layer must have experts")
-    if "num_local_experts" not in file:
+    if file.get("swiglu_alpha", 1.702) != 1.702:
+        raise UsageError(f"swiglu_alpha {abbreviate(file['swiglu_alpha'])} is not supported, only 1.702")
+    num_experts = file.get("num_local_experts", file.get("num_experts"))
+    if not num_experts:
         return {}
-    sizes = file["num_local_experts"], file["num_experts_per_tok"]
-    width: Any = file.get("moe_intermediate_size", file["intermediate_size"])
-    return {"experts": ExpertsConfig(*sizes, width, file.get("norm_topk_prob", True))}
+    sizes = num_experts, file["num_experts_per_tok"]
+    width: Any = file.get("moe_intermediate_size", file.get("intermediate_size"))
+    dense, step = file.get("mlp_only_layers") or (), file.get("decoder_sparse_step", 1)
+    layers = range(file["num_hidden_layers"])
+    return {
+        "experts": ExpertsConfig(
+            *sizes,
+            width,
+            file.get("norm_topk_prob", True),
+            file.get("shared_expert_intermediate_size"),
+            file.get("swiglu_limit"),
+        ),
+        "dense_layers": tuple(i for i in layers if i in dense or (i + 1) % step),
+    }
 
 
 def _file(model_type: str, config: ModelConfig) -> File:
@@ -150,10 +180,16 @@ def _file(model_type: str, config: ModelConfig) -> File:
         "hidden_activation": config.hidden_act,
         "attention_bias": config.o_bias,
         "use_sliding_window": config.sliding_window is not None,
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows],
+        "layer_types": [
+            "linear_attention" if form.mixer == "delta" else "sliding_attention" if window else "full_attention"
+            for form, window in zip(config.forms, config.windows, strict=True)
+        ],
         "no_rope_layers": [int(rotation is not None) for rotation in config.rotations],
         "max_position_embeddings": config.max_position_embeddings,
+        "mlp_only_layers": list(config.dense_layers),
     }
+    if config.delta:
+        written |= {f"linear_{name}": value for name, value in config.delta._asdict().items()}
     # Earlier versions of transformers read these names.
     always: File = {name: written[name] for name in ("head_dim", "num_experts") if name in written}
     written = {name: value for name, value in written.items() if name in known and value is not None}
@@ -169,13 +205,14 @@ def _file(model_type: str, config: ModelConfig) -> File:
 def _check(file: File) -> None:
     """Refuses a file that needs a feature which no family has, or whose sizes transformers could not read."""
     for unsupported in ("quantization_config", "use_bidirectional_attention"):
-        if file.get(unsupported):
+        is_mxfp4 = file.get("model_type") == "gpt_oss" and unsupported == "quantization_config"
+        if file.get(unsupported) and not is_mxfp4:
             raise UsageError(f"{unsupported} {abbreviate(file[unsupported])} is not supported")
-    if missing := [name for name in _SIZES if name not in file]:
+    optional = {"intermediate_size"} if "moe_intermediate_size" in file else set()
+    sizes = [name for name in _SIZES if name in file or name not in optional]
+    if missing := [name for name in sizes if name not in file]:
         raise UsageError(f"config.json lacks {', '.join(missing)}")
-    if file.get("partial_rotary_factor") not in (None, 1.0):
-        raise UsageError(f"partial_rotary_factor {abbreviate(file['partial_rotary_factor'])} is not supported")
-    check_types(ModelConfig, {name: file[name] for name in _SIZES})
+    check_types(ModelConfig, {name: file[name] for name in sizes})
 
 
 def _refused(file: File) -> str:
@@ -195,9 +232,11 @@ def _rope(file: File) -> Fields:
         rope, local = rope["full_attention"], rope["sliding_attention"]
         if _scaling(local, file):
             raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise UsageError(f"partial_rotary_factor {abbreviate(rope['partial_rotary_factor'])} is not supported")
     fields = {"rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, file)}
+    if (share := rope.get("partial_rotary_factor")) not in (None, 1.0):
+        if FAMILIES[file["model_type"]][1] is not _QWEN_NEXT:
+            raise UsageError(f"partial_rotary_factor {abbreviate(share)} is not supported in this family")
+        fields["partial_rotary_factor"] = share
     return fields if local is None else fields | {"rope_local_base_freq": local["rope_theta"]}
 
 
@@ -223,12 +262,15 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
         if scaling.rope_type == "linear":
             del fields["original_max_position_embeddings"]  # transformers does not know it for linear scaling
         rope |= fields
+    if config.partial_rotary_factor != 1:
+        rope["partial_rotary_factor"] = config.partial_rotary_factor
     return rope
 
 
 # ---- families
 
 
+_QWEN_NEXT: Fields = {"qk_norm": True, "zero_centered_norms": True, "gated_attention": True}
 _GEMMA: Fields = {"zero_centered_norms": True}
 # By model_type: the family's name in class names, such as LlamaForCausalLM, and the fields that all its models share.
 # A configuration that fits several families is written as the first of them.
@@ -244,4 +286,8 @@ FAMILIES: dict[str, tuple[str, Fields]] = {
     "gemma3_text": ("Gemma3", _GEMMA | {"norms": "around", "qk_norm": True}),
     "mixtral": ("Mixtral", {}),
     "qwen3_moe": ("Qwen3Moe", {"qk_norm": True}),
+    "qwen3_5_text": ("Qwen3_5", _QWEN_NEXT),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", _QWEN_NEXT),
+    "qwen3_next": ("Qwen3Next", _QWEN_NEXT),
+    "gpt_oss": ("GptOss", {"attention_sinks": True}),
 }

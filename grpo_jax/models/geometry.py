@@ -148,7 +148,21 @@ def _take(x: jax.Array, places: jax.Array) -> jax.Array:
 # ---- positions and masks
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["angles", "masks", "places"], meta_fields=["reaches"])
+@partial(jax.tree_util.register_dataclass, data_fields=["prompt_mask", "numbers"], meta_fields=["parts"])
+@dataclass(frozen=True)
+class Layout:
+    """The places of prompts and parts in rows, for delta nets."""
+
+    prompt_mask: jax.Array  # bool [N, P]
+    numbers: jax.Array | None  # `Rows.numbers` of the tokens that a pass computes
+    parts: tuple[int, int]  # (G, I)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["angles", "masks", "places", "layout", "is_token"],
+    meta_fields=["reaches"],
+)
 @dataclass(frozen=True)
 class Geometry:
     """The positions and masks of the tokens of a pass, once for each variant that some layer uses.
@@ -165,6 +179,9 @@ class Geometry:
     reaches: tuple[int | None, ...]
     # for each different window: the slots of the cache for the next tokens, as in `attention.attend_past`
     places: tuple[jax.Array, ...] | None = None
+    layout: Layout | None = None  # only for rows
+    # bool [N, G, W], for the next tokens: false on tokens that must not change the state of a completion. None: all do
+    is_token: jax.Array | None = None
 
     def of_layer(self, kind: "LayerKind") -> tuple[Angles, tuple[jax.Array, ...], Any]:
         """Returns the angles, masks and places for a layer of this kind."""
@@ -209,7 +226,7 @@ def _geometry(
     part."""
     masks = tuple(masks_of(window) for window in _different(config.windows))
     rotations = _different(config.rotations)
-    angles = tuple(rotary_angles(positions, x, config.head_dim) for x in rotations)
+    angles = tuple(rotary_angles(positions, x, config.rotated) for x in rotations)
     windows = [window for window in config.windows if window is not None]
     largest = max(windows) if len(windows) == len(config.windows) else None
     bounds = [x for x in (largest, reach) if x is not None]
@@ -250,7 +267,8 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
 
     of_parts = jnp.broadcast_to(number_in_prompt, (n, group_size, size)).reshape(n, -1)
     positions = jnp.concatenate([of_prompt, of_parts], axis=-1)
-    return _geometry(config, positions, masks_of, rows.longest)
+    geometry = _geometry(config, positions, masks_of, rows.longest)
+    return replace(geometry, layout=Layout(prompt_mask, numbers, (group_size, size)))
 
 
 # The maximum number of tokens appended to a completion at once. Their padding is written to the cache too. A layer with
@@ -316,17 +334,22 @@ def geometry_of_step(
         return of_prompt[:, None, None, None, None], of_cache[:, None, None, None, None]
 
     positions = jnp.broadcast_to(position, (position.shape[0], group_size))
-    return replace(_geometry(config, positions, masks_of), places=_places(config, slots, step, active))
+    is_token = None if active is None else active[..., None]
+    places = _places(config, slots, step, active)
+    return replace(_geometry(config, positions, masks_of), places=places, is_token=is_token)
 
 
-def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, width: int, slots: int) -> Geometry:
+def geometry_of_tokens(
+    config: ModelConfig, prefix: Prefix, lengths: jax.Array, counts: jax.Array, width: int, slots: int
+) -> Geometry:
     """Returns the geometry of the next tokens of each completion.
 
     Args:
       config: The configuration of the decoder, which has the rotations and windows.
       prefix: The cache of the prompts.
       lengths: The number of earlier tokens of each completion, int32 `[N, G]`.
-      width: The number of next tokens of each completion, W, at most `AT_ONCE`.
+      counts: The number of next tokens of each completion, int32 `[N, G]`; the others are padding.
+      width: The maximum of `counts`, W, at most `AT_ONCE`.
       slots: The number of tokens per completion that the cache has room for in layers without a window, C. Tokens
         beyond it are dropped.
 
@@ -346,7 +369,8 @@ def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, 
         return of_prompt[:, None, :, None], of_cache[:, None, :, None]
 
     positions = position.reshape(position.shape[0], -1)
-    return replace(_geometry(config, positions, masks_of), places=_places(config, slots, number))
+    is_token = jnp.arange(width) < counts[..., None]
+    return replace(_geometry(config, positions, masks_of), places=_places(config, slots, number), is_token=is_token)
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface
+from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface, text_part
 from grpo_jax.models.heads import Headed, without_vocabulary
 from grpo_jax.models.params import Adapted, Params, Quantize, holds_quantised
 from grpo_jax.models.weights import load_params, read_json, save_params, write_json
@@ -72,7 +72,7 @@ def load_pretrained(
     folder = model_folder(name)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise UsageError(f"{folder} is an adapter: load its base, and then the adapter with peft.load_adapter")
-    raw = read_json(folder / "config.json")
+    raw = text_part(read_json(folder / "config.json"))
     try:
         config, param_dtype = config_from_huggingface(raw, **overrides), jnp.dtype(param_dtype)
     except UsageError:
@@ -200,7 +200,8 @@ def save_pretrained(
         )
     source = None if source is None else Path(source)
     dtype = np.dtype(dtype or decoder["embedding"].dtype)
-    written = read_json(source / "config.json") if source else config_to_huggingface(config)
+    written = text_part(read_json(source / "config.json")) if source else config_to_huggingface(config)
+    written.pop("quantization_config", None)
     if isinstance(params, Headed):
         written = _of_classifier(written)
     written |= {"torch_dtype" if "torch_dtype" in written else "dtype": dtype.name}

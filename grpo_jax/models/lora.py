@@ -23,7 +23,10 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.params import Adapted, Params, holds_quantised
 from grpo_jax.models.quantised import split_shape
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Target = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+]  # fmt: skip
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 
@@ -37,7 +40,7 @@ def add_adapters(
       key: The random key; consumed.
       rank: The rank of the adapters, R.
       alpha: α in ΔW = (α/R)·A B.
-      targets: The projections that get adapters. Default all seven, which 2305.14314 needed.
+      targets: The projections that get adapters, if the model has them. Default all, which 2305.14314 needed.
 
     Returns:
       The adapted parameters. The base shares its arrays with `params`.
@@ -54,7 +57,7 @@ def add_adapters(
     if not 0 < alpha < math.inf:
         raise UsageError(f"the alpha of LoRA is {alpha}: it must be above 0")
     adapters: dict[str, Any] = {"layers": {}}
-    for number, (block, name) in enumerate(sites(targets)):
+    for number, (block, name) in enumerate(sites(params["layers"], targets)):
         kernel = params["layers"][block][name]["kernel"]
         stacked, inputs, outputs = split_shape(name, kernel.shape)
         bound = math.prod(inputs) ** -0.5
@@ -106,6 +109,6 @@ def fingerprint(params: Params) -> str:
     return digest.hexdigest()
 
 
-def sites(targets: Sequence[Target] = TARGETS) -> list[tuple[str, Target]]:
-    """Returns (block, projection) of each target: the place of its kernel and its adapter in the tree of a layer."""
-    return [("attention" if name in TARGETS[:4] else "mlp", name) for name in TARGETS if name in targets]
+def sites(layers: Params, targets: Sequence[Target] = TARGETS) -> list[tuple[str, Target]]:
+    """Returns (block, projection) of each target: the place of its kernel and its adapter in the tree of layers."""
+    return [(block, name) for name in TARGETS if name in targets for block, tree in layers.items() if name in tree]

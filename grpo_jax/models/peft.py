@@ -1,7 +1,7 @@
 """Loading and saving LoRA adapters as PEFT folders with adapter_config.json and adapter_model.safetensors."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.errors import UsageError, abbreviate, missing, user_path
+from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import complete_or_not_at_all
-from grpo_jax.models.lora import sites
+from grpo_jax.models.lora import TARGETS, Target, sites
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.quantised import split_shape
 from grpo_jax.models.transformer import Params
-from grpo_jax.models.weights import FLOAT_DTYPES, MIXTRAL_NAMES, find_tensors, read_json, read_tensor, write_json
+from grpo_jax.models.weights import (
+    FLOAT_DTYPES,
+    Tensor,
+    find_tensors,
+    read_json,
+    read_tensor,
+    tensor_layout,
+    write_json,
+)
 
 try:
     from safetensors.numpy import save_file
@@ -60,11 +69,35 @@ def adapter_config(*, rank: int, alpha: float, targets: Iterable[str], base: str
     }
 
 
-def save_adapter(folder: str | Path, params: Adapted, *, base: str) -> Path:
+def adaptable(config: ModelConfig) -> tuple[Target, ...]:
+    """Returns the projections of a family whose adapters PEFT can hold, because they are modules in transformers."""
+    layers = tensor_layout(config)["layers"]
+    fused = {name for block, name in sites(layers) if not _is_module(layers[block][name]["kernel"])}
+    return tuple(name for name in dict.fromkeys(name for _, name in sites(layers)) if name not in fused)
+
+
+def targets_of(config: ModelConfig, targets: Sequence[Target]) -> tuple[Target, ...]:
+    """Returns the projections of a model that get adapters: these targets, or if they are `TARGETS` all that can.
+
+    Raises:
+      UsageError: PEFT cannot hold the adapters of a target, or the model does not have it.
+    """
+    possible = adaptable(config)
+    if tuple(targets) != TARGETS and set(targets) - set(possible):
+        raise UsageError(f"lora_targets is {tuple(targets)}: choose among {possible} for this model")
+    return tuple(name for name in targets if name in possible)
+
+
+def _is_module(tensor: Tensor) -> bool:
+    return tensor.part is None and tensor.name.endswith(".weight")
+
+
+def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, base: str) -> Path:
     """Writes adapters to a folder that PEFT can load.
 
     Args:
       folder: The folder to write, which must not exist or must be empty.
+      config: The configuration of the decoder.
       params: The parameters with adapters.
       base: The folder or hub id of the base model, for adapter_config.json.
 
@@ -75,28 +108,28 @@ def save_adapter(folder: str | Path, params: Adapted, *, base: str) -> Path:
       UsageError: The folder is in use.
     """
     layers, tensors = params.adapters["layers"], {}
-    adapted = [(block, name) for block, name in sites() if name in layers.get(block, {})]
-    for block, name in adapted:
+    for block, name in sites(layers):
         a, b = (np.asarray(layers[block][name][matrix]) for matrix in "ab")
         stacked, rank = split_shape(name, params.base["layers"][block][name]["kernel"].shape)[0], a.shape[-1]
         a, b = a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1)
         for numbers in np.ndindex(stacked):
-            stem = _peft_name(params.base, block, name, *numbers)
+            stem = _peft_name(config, block, name, numbers)
             tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[numbers].T)
             tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[numbers].T)
     targets = {name.split(".")[-3] for name in tensors}
-    config = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
+    options = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
     with complete_or_not_at_all(folder) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", {"format": "pt"})
-        write_json(partial / "adapter_config.json", config)
+        write_json(partial / "adapter_config.json", options)
     return Path(folder).expanduser()
 
 
-def load_adapter(folder: str | Path, params: Params) -> Adapted:
+def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Adapted:
     """Loads LoRA adapters that PEFT or `save_adapter` wrote, and adds them to the parameters of their base.
 
     Args:
       folder: The folder with adapter_config.json and adapter_model.safetensors.
+      config: The configuration of the decoder.
       params: The parameters of the decoder, with layers stacked.
 
     Returns:
@@ -106,20 +139,20 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
       UsageError: Something is missing or not supported.
     """
     folder = user_path(folder)
-    config = read_json(folder / "adapter_config.json")
-    if config.get("peft_type") != "LORA":
-        raise UsageError(f"{folder} is an adapter of type {config.get('peft_type')!r}: only LORA is supported")
-    variants = {name for name in config if name.startswith("use_")} - {"use_rslora"}
+    options = read_json(folder / "adapter_config.json")
+    if options.get("peft_type") != "LORA":
+        raise UsageError(f"{folder} is an adapter of type {options.get('peft_type')!r}: only LORA is supported")
+    variants = {name for name in options if name.startswith("use_")} - {"use_rslora"}
     for option in (*_REFUSED_IN_ADAPTERS, *variants):
-        if config.get(option):
+        if options.get(option):
             raise UsageError(f"{option} in {folder}/adapter_config.json is not supported")
-    if config.get("init_lora_weights") not in _INITS_BESIDE_THE_BASE:
+    if options.get("init_lora_weights") not in _INITS_BESIDE_THE_BASE:
         raise UsageError(
-            f"init_lora_weights {config['init_lora_weights']!r} in {folder}/adapter_config.json changes the base: save "
-            "the adapter with PEFT's path_initial_model_for_weight_conversion first"
+            f"init_lora_weights {options['init_lora_weights']!r} in {folder}/adapter_config.json changes the base: "
+            "save the adapter with PEFT's path_initial_model_for_weight_conversion first"
         )
     by_name = find_tensors(folder, ["adapter_model.safetensors"])
-    rank, alpha, left = config.get("r", 8), config.get("lora_alpha", 8), set(by_name)  # 8 and 8 are PEFT's defaults
+    rank, alpha, left = options.get("r", 8), options.get("lora_alpha", 8), set(by_name)  # 8 and 8 are PEFT's defaults
     if type(alpha) not in (int, float) or not abs(alpha) < 1e30:  # also NaN
         raise UsageError(
             f"lora_alpha in {folder}/adapter_config.json is {abbreviate(alpha)}: it must be a finite number"
@@ -133,9 +166,9 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
         return read_tensor(by_name, name).astype(np.float32).T
 
     layers: dict[str, Any] = {}
-    for block, name in sites():
+    for block, name in sites(params["layers"]):
         stacked, inputs, outputs = split_shape(name, params["layers"][block][name]["kernel"].shape)
-        stems = [_peft_name(params, block, name, *numbers) for numbers in np.ndindex(stacked)]
+        stems = [_peft_name(config, block, name, place) for place in np.ndindex(stacked)]
         if f"{stems[0]}.lora_A.weight" in by_name:
             a = [take(f"{stem}.lora_A.weight", (rank, math.prod(inputs))) for stem in stems]
             b = [take(f"{stem}.lora_B.weight", (math.prod(outputs), rank)) for stem in stems]
@@ -145,15 +178,13 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
             }
     if left or not layers:
         raise UsageError(f"{folder} holds adapters that this decoder does not have: {sorted(left)[:3]}")
-    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    scale = alpha / (rank**0.5 if options.get("use_rslora") else rank)
     return Adapted(params, {"layers": layers}, jnp.float32(scale))
 
 
-def _peft_name(params: Params, block: str, name: str, layer: int, expert: int | None = None) -> str:
+def _peft_name(config: ModelConfig, block: str, name: str, place: tuple[int, ...]) -> str:
     """Returns the name of a projection in PEFT's files. Each expert has a module, as in transformers 4."""
-    module = "self_attn" if block == "attention" else block
-    if expert is not None:
-        is_mixtral = "q_norm" not in params["layers"]["attention"]
-        module, name = ("block_sparse_moe", MIXTRAL_NAMES[name]) if is_mixtral else (module, name)
-        module = f"{module}.experts.{expert}"
-    return f"base_model.model.model.layers.{layer}.{module}.{name}"
+    tensor = tensor_layout(config)["layers"][block][name]["kernel"]
+    if not _is_module(tensor):
+        raise UsageError(f"PEFT cannot hold adapters of {name} in this family: export merged weights instead")
+    return f"base_model.model.{tensor.name_at(place).removesuffix('.weight')}"

@@ -7,6 +7,7 @@ test. Letters: see `transformer`.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,16 @@ import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import traits_of_backend
-from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, select_completions, widen
+from grpo_jax.models.cache import (
+    DeltaState,
+    KeyValues,
+    Memory,
+    Prefix,
+    cache_keys,
+    key_values,
+    select_completions,
+    widen,
+)
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import (
     Rows,
@@ -25,13 +35,16 @@ from grpo_jax.models.geometry import (
     rows_of_prompts,
     slots_of,
 )
+from grpo_jax.models.layers import by_layer
 from grpo_jax.models.params import variables
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import (
     Params,
-    Transformer,
+    compute_next,
+    compute_rows,
     decoding_layout,
     initial_params,
+    param_shapes,
 )
 
 
@@ -55,11 +68,12 @@ class Policy(NamedTuple):
     # (cache, slots) -> cache with room for this many tokens of each completion. None: prefill makes room for all
     widen: Callable[[Any, int], Any] | None = None
     # params -> append, for a program that continues with the cache of another program:
-    # append(cache, ids [N, G, W], lengths [N, G]) -> (hidden [N, G, W, D], cache) puts W tokens of each completion
-    # after its first `lengths`, and drops tokens that the cache has no room for. None: completions have only one turn
+    # append(cache, ids [N, G, W], lengths [N, G], counts [N, G]) -> (hidden [N, G, W, D], cache) puts `counts` tokens
+    # of each completion after its first `lengths`. The others are padding, which later tokens overwrite; tokens that
+    # the cache has no room for are dropped. None: completions have only one turn
     decoder: Callable[[Params], Callable[..., Any]] | None = None
-    # true if the cache overwrites earlier tokens, which layers with a window do. `decode` then has a fourth argument
-    # active, bool [N, G]: inactive completions keep every key and value that their later tokens may see
+    # true if the cache overwrites earlier tokens, as layers with a window and delta nets do. `decode` then has a fourth
+    # argument active, bool [N, G]: inactive completions keep all that their later tokens may see
     forgets: bool = False
     # c in logits c·tanh(W h / c), where W is the unembedding; None: logits are W h
     softcap: float | None = None
@@ -92,12 +106,13 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
         return config
     computes = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128
     # The backend is queried last, since this initialises JAX, whose options can then no longer be set.
-    is_fused = computes and config.attn_logit_softcapping is None and traits_of_backend().has_flash_attention
+    is_plain = config.attn_logit_softcapping is None and not config.attention_sinks
+    is_fused = computes and is_plain and traits_of_backend().has_flash_attention
     return replace(config, attention="cudnn" if is_fused else "shared")
 
 
 def decoder_policy(config: ModelConfig) -> Policy:
-    """Makes the policy of a `Transformer`.
+    """Makes the policy of a decoder.
 
     Prompts must be padded on the left, so that the last column always holds a prompt's last token.
 
@@ -111,13 +126,9 @@ def decoder_policy(config: ModelConfig) -> Policy:
       UsageError: This machine does not support the kind of attention.
     """
     config = _attention_of_backend(config)
-    model = Transformer(config)
 
     def init(key: jax.Array) -> Params:
-        token = jnp.zeros((1, 1), jnp.int32)
-        seen = geometry_of_rows(config, rows_of_prompts(token, token > 0))
-        shapes = jax.eval_shape(lambda: model.init(key, token, seen))["params"]
-        return initial_params(key, shapes, config.initializer_range)
+        return initial_params(key, param_shapes(config), config.initializer_range)
 
     def unembedding(params: Params) -> jax.Array:
         matrix = variables(params)["params"]["embedding" if config.tie_word_embeddings else "unembedding"]
@@ -127,30 +138,26 @@ def decoder_policy(config: ModelConfig) -> Policy:
         init=init,
         unembedding=unembedding,
         softcap=config.final_logit_softcapping,
-        forgets=config.sliding_window is not None,
-        states=_states_of(config, Transformer(config, has_gradient=True)),
+        forgets=config.sliding_window is not None or bool(config.delta_layers),
+        states=partial(_states, config),
         num_experts=config.experts and config.experts.num_experts,
-        **_decoding(config, model),
+        **_decoding(config),
     )
 
 
-def _states_of(config: ModelConfig, model: Transformer) -> Callable[[Params, Rows], tuple[jax.Array, Any]]:
-    """Makes `Policy.states`."""
-
-    def states(params: Params, rows: Rows) -> tuple[jax.Array, Any]:
-        seen = geometry_of_rows(config, rows)
-        if config.experts is None:
-            return rows.predicting(model.apply(variables(params), rows.tokens, seen)[0]), None
-        (hidden, _), sown = model.apply(variables(params), rows.tokens, seen, mutable=["routing"])
-        routing = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), sown["routing"]["layers"]["mlp"]["routing"])
-        return jax.tree.map(rows.predicting, (hidden, routing))
-
-    return states
+def _states(config: ModelConfig, params: Params, rows: Rows) -> tuple[jax.Array, Any]:
+    """Computes `Policy.states`."""
+    seen = geometry_of_rows(config, rows)
+    hidden, results = compute_rows(config, variables(params), rows.tokens, seen, has_gradient=True)
+    routing = None
+    if config.experts:
+        routings = [routing for _, routing in by_layer(results) if routing is not None]
+        routing = jax.tree.map(lambda *x: jnp.stack(x, axis=2), *routings)
+    return jax.tree.map(rows.predicting, (hidden, routing))
 
 
-def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
+def _decoding(config: ModelConfig) -> dict[str, Any]:
     """Makes the functions of a `Policy` that compute completions token by token: prefill, decoder, select, widen."""
-    one_by_one = Transformer(config, scan_layers=False)
 
     def layout(params: Params) -> dict[str, Any]:
         """Converts parameters to the layout of decode steps, once per program instead of in every step of its loops."""
@@ -159,30 +166,33 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
     def slots_of_layers(room: int) -> list[int]:
         return [slots_of(window, room) for window in config.windows]
 
-    def room(completions: tuple[KeyValues, ...]) -> int:
+    def room(completions: tuple[Memory, ...]) -> int:
         """Returns the slots of a layer without a window. If all layers have one, the largest number works as well."""
-        return max(layer.values.shape[-2] for layer in completions)
+        return max(layer.values.shape[-2] for layer in key_values(completions))
 
     def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):
         seen = geometry_of_rows(config, rows_of_prompts(prompt_ids, prompt_mask))
-        hidden, stacked = model.apply(variables(params), prompt_ids, seen)
-        layers = range(config.num_hidden_layers)
+        hidden, results = compute_rows(config, variables(params), prompt_ids, seen)
         separate = layout(params)
-        prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
-        prefix = Prefix(prompts, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
+        memories = [memory for memory, _ in by_layer(results)]
+        layers = tuple(None if isinstance(memory, DeltaState) else memory for memory in memories)
+        prefix = Prefix(layers, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
         rows = [prompt_ids.shape[0], config.num_key_value_heads * group_size]
         rows = rows if mesh_sizes() else [math.prod(rows)]
 
-        def empty(slots: int) -> KeyValues:
+        def begin(memory: Memory, slots: int) -> Memory:
+            """Returns the memory of completions before their first token."""
+            if isinstance(memory, DeltaState):
+                return jax.tree.map(lambda x: jnp.repeat(x[:, None], group_size, axis=1), memory)
             values = spread(jnp.zeros((*rows, slots, config.head_dim), config.dtype), BATCH, TENSOR)
             return KeyValues(cache_keys(values), values)
 
-        cache = prefix, tuple(empty(slots) for slots in slots_of_layers(max_tokens))
+        cache = prefix, tuple(map(begin, memories, slots_of_layers(max_tokens)))
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array, active: jax.Array | None = None):
             prefix, completions = cache
             seen = geometry_of_step(config, prefix, ids.shape[1], room(completions), step, active)
-            hidden, completions = one_by_one.apply(separate, ids, seen, past=(prefix, completions))
+            hidden, completions, _ = compute_next(config, separate, ids, seen, prefix, completions)
             return hidden, (prefix, completions)
 
         return hidden[:, -1], decode, cache
@@ -190,10 +200,10 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
     def decoder(params: Params):
         separate = layout(params)
 
-        def append(cache: Any, ids: jax.Array, lengths: jax.Array):
+        def append(cache: Any, ids: jax.Array, lengths: jax.Array, counts: jax.Array):
             (prefix, completions), (n, group_size, width) = cache, ids.shape
-            seen = geometry_of_tokens(config, prefix, lengths, width, room(completions))
-            hidden, completions = one_by_one.apply(separate, ids.reshape(n, -1), seen, past=(prefix, completions))
+            seen = geometry_of_tokens(config, prefix, lengths, counts, width, room(completions))
+            hidden, completions, _ = compute_next(config, separate, ids.reshape(n, -1), seen, prefix, completions)
             return hidden.reshape(n, group_size, width, -1), (prefix, completions)
 
         return append

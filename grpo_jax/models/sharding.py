@@ -34,6 +34,8 @@ _PROJECTIONS: dict[str, tuple[tuple[Axes, ...], tuple[Axes, ...]]] = {
     "gate_proj": ((FSDP,), (TENSOR,)),
     "up_proj": ((FSDP,), (TENSOR,)),
     "down_proj": ((TENSOR,), (FSDP,)),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ((FSDP,), (None,))),
+    "out_proj": ((None,), (FSDP,)),
 }
 # The axes of parameters, by the last one to three names of their path. Others, such as norms, are whole on every
 # device, and so is the leading axis L of stacked layers. Embeddings are sharded only by features, so that slices of the

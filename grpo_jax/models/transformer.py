@@ -25,9 +25,10 @@ from grpo_jax.errors import missing
 from grpo_jax.functional.products import product, rms_norm, times_transposed, traits_of_backend
 from grpo_jax.models import sharding
 from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
-from grpo_jax.models.cache import KeyValues, Prefix
-from grpo_jax.models.config import Activation, ModelConfig
-from grpo_jax.models.geometry import Geometry, LayerKind, layer_kinds
+from grpo_jax.models.cache import KeyValues, Memory, Prefix
+from grpo_jax.models.config import Activation, Form, ModelConfig
+from grpo_jax.models.geometry import Geometry, LayerKind, geometry_of_rows, layer_kinds, rows_of_prompts
+from grpo_jax.models.layers import Results, layer_params, layers_with, scan_layers
 from grpo_jax.models.params import Params as Params, holds_quantised, is_quantised
 from grpo_jax.models.quantised import beside, dequantised
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
@@ -37,6 +38,8 @@ try:
 except ModuleNotFoundError as error:
     raise missing(error.name) from None
 
+
+Collections = Mapping[str, Params]  # the variables of linen: "params", and "lora" if there are adapters
 
 # Modules only declare shapes. The initial values come from `initial_params`.
 _declared = nn.initializers.zeros
@@ -73,68 +76,98 @@ def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> 
     return jax.tree.unflatten(tree, made)
 
 
-class Transformer(nn.Module):
-    """A decoder from token ids to hidden states after the last norm.
+def param_shapes(config: ModelConfig) -> Params:
+    """Returns the shapes of the decoder's parameters, as a tree of `jax.ShapeDtypeStruct`."""
+    token = jnp.zeros((1, 1), jnp.int32)
+    geometry = geometry_of_rows(config, rows_of_prompts(token, token == 0))
+    x = jnp.zeros((1, 1, config.hidden_size), config.dtype)
+    layers: Params = {}
+    for form, kind in dict(zip(config.forms, layer_kinds(config), strict=True)).items():
+        layers |= jax.eval_shape(Block(config, form).init, jax.random.key(0), x, geometry, kind)["params"]
+    for module, tree in layers.items():
+        count = len(layers_with(config, module))
+        layers[module] = jax.tree.map(lambda x, n=count: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), tree)
+    embedding = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), jnp.float32)
+    final_norm = jax.eval_shape(norm(config).init, jax.random.key(0), x)["params"]
+    shapes = {"embedding": embedding, "final_norm": final_norm, "layers": layers}
+    return shapes if config.tie_word_embeddings else shapes | {"unembedding": embedding}
 
-    With `scan_layers`, for training and prefill, the layers are one scanned block whose parameters have a leading axis
-    L, so that compile time does not depend on depth. Without it, for decoding, layers are separate: a scan inside the
-    decode loop would copy every layer's parameters and cache once per token. `decoding_layout` converts the parameters.
-    With `has_gradient` a scan may be unrolled: see `unrolls`.
 
-    The module reads the collection "params", and adapters of the same tree from "lora" if it exists.
+def embed(config: ModelConfig, params: Params, ids: jax.Array, rows: Any) -> jax.Array:
+    """Looks up the embeddings of tokens, `[N, M]` -> `[N, M, D]`. `rows` are the mesh axes of N."""
+    # On a mesh embeddings are sharded by features, so each device reads its features of all tokens.
+    x = spread(params["embedding"][spread(ids, DATA)], DATA, None, MODEL).astype(config.dtype)
+    x = spread(spread(x, DATA, None, FSDP), rows)  # two steps, since XLA would do one step by copying everything
+    if config.embedding_multiplier != 1:  # in the dtype of the activations, like transformers
+        x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
+    return x
+
+
+def compute_rows(
+    config: ModelConfig, variables: Collections, ids: jax.Array, geometry: Geometry, *, has_gradient: bool = False
+) -> tuple[jax.Array, Results]:
+    """Computes hidden states of prompts, or of groups, for training and prefill.
+
+    Args:
+      config: The configuration of the decoder.
+      variables: The parameters by collection: "params", and "lora" if there are adapters.
+      ids: The tokens, int `[N, M]`: prompts `[N, P]`, or groups, each a prompt and its completions in a row.
+      geometry: The positions and masks of the tokens.
+      has_gradient: True if layers may be compiled one by one: see `unrolls`.
+
+    Returns:
+      Hidden states after the last norm `[N, M, D]`, and the results of each layer: the `cache.Memory` of the prompts,
+      and the `experts.Routing` if the layer has experts, else None.
     """
+    params = variables["params"]
 
-    config: ModelConfig
-    scan_layers: bool = True
-    has_gradient: bool = False
+    def step(form: Form, x: jax.Array, layer: Collections, kind: LayerKind) -> tuple[jax.Array, Any]:
+        def block(x: jax.Array, layer: Collections, geometry: Geometry, kind: LayerKind) -> tuple[jax.Array, Any, Any]:
+            return Block(config, form).apply(layer, x, geometry, kind)  # type: ignore[return-value]
 
-    @nn.compact
-    def __call__(
-        self, ids: jax.Array, geometry: Geometry, past: tuple[Prefix, tuple[KeyValues, ...]] | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Computes hidden states of prompts, of groups, or, with `past`, of the next tokens of each completion.
+        x, past, routing = rematerialised(block, config)(x, layer, geometry, kind)
+        return x, (past, routing)
 
-        Args:
-          ids: The tokens, int `[N, M]`: prompts `[N, P]`; groups, each a prompt and its completions in a row; or W
-            tokens of each completion, `[N, G·W]`.
-          geometry: The positions and masks of the tokens.
-          past: The cache of the prompts, and the cache of each layer, to which keys and values of `ids` are written.
+    unroll = has_gradient and unrolls(config, quantised=holds_quantised(params))
+    layers = {name: tree["layers"] for name, tree in variables.items()}
+    x, results = scan_layers(config, step, embed(config, params, ids, BATCH), layers, unroll=unroll)
+    return spread(norm(config).apply({"params": params["final_norm"]}, x), BATCH), results
 
-        Returns:
-          Hidden states `[N, M, D]`, and the keys and values of all layers: of the prompts, or with `past` the cache.
-        """
-        config = self.config
-        embedding = self.param("embedding", _declared, (config.vocab_size, config.hidden_size))
-        if not config.tie_word_embeddings:
-            self.param("unembedding", _declared, (config.vocab_size, config.hidden_size))
-        rows = BATCH if past is None else DATA
-        # On a mesh embeddings are sharded by features, so each device reads its features of all tokens.
-        x = spread(embedding[spread(ids, DATA)], DATA, None, MODEL).astype(config.dtype)
-        x = spread(spread(x, DATA, None, FSDP), rows)  # two steps, since XLA would do one step by copying everything
-        if config.embedding_multiplier != 1:  # in the dtype of the activations, like transformers
-            x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
 
-        kinds = layer_kinds(config)
-        if self.scan_layers:
-            scanned = nn.scan(
-                rematerialised(Block, config),
-                variable_axes={"params": 0, "lora": 0, "routing": 0},
-                split_rngs={"params": True},
-                in_axes=(nn.broadcast, 0),
-                length=len(kinds),
-                unroll=self.has_gradient and unrolls(config, quantised=holds_quantised(self.variables["params"])),
-            )
-            # The indices of rotation and window are arrays only if layers differ.
-            of_layers = jax.tree.map(lambda *places: jnp.array(places, jnp.int32), *kinds)
-            x, key_values = scanned(config, name="layers")(x, geometry, of_layers)
-        else:
-            key_values = []
-            for layer, kind in enumerate(kinds):
-                own_past = None if past is None else (past[0].layers[layer], past[1][layer])
-                x, layer_keys = Block(config, name=f"layer_{layer}")(x, geometry, kind, past=own_past)
-                key_values.append(layer_keys)
-            key_values = tuple(key_values)
-        return spread(norm(config, "final_norm")(x), rows), key_values
+def compute_next(
+    config: ModelConfig,
+    variables: Collections,
+    ids: jax.Array,
+    geometry: Geometry,
+    prefix: Prefix,
+    cache: tuple[Memory, ...],
+) -> tuple[jax.Array, tuple[Memory, ...], list[Any]]:
+    """Computes hidden states of the next tokens of completions, which are added to the cache, for decoding.
+
+    Layers are separate: a scan inside the decode loop would copy every layer's parameters and cache once per token.
+
+    Args:
+      config: The configuration of the decoder.
+      variables: The parameters by collection, in the `decoding_layout`.
+      ids: W tokens of each completion, int `[N, G·W]`.
+      geometry: The positions and masks of the tokens.
+      prefix: The cache of the prompts.
+      cache: The cache of the completions, by layer.
+
+    Returns:
+      Hidden states after the last norm `[N, G·W, D]`, the cache with the tokens, and the `experts.Routing` of each
+      layer with experts.
+    """
+    params, caches, routings = variables["params"], [], []
+    x = embed(config, params, ids, DATA)
+    for number, (form, kind) in enumerate(zip(config.forms, layer_kinds(config), strict=True)):
+        layer = {name: tree[f"layer_{number}"] for name, tree in variables.items() if f"layer_{number}" in tree}
+        past = prefix.layers[number], cache[number]
+        x, layer_cache, routing = Block(config, form).apply(layer, x, geometry, kind, past)  # type: ignore[misc]
+        caches.append(layer_cache)
+        routings += [] if routing is None else [routing]
+    hidden = spread(norm(config).apply({"params": params["final_norm"]}, x), DATA)
+    return hidden, tuple(caches), routings
 
 
 # The values of a layer saved for the backward pass. From them it computes the rest with no product but the scores.
@@ -151,8 +184,8 @@ def unrolls(config: ModelConfig, *, quantised: bool) -> bool:
     return config.num_hidden_layers <= limit and config.remat == "none" and sharding.mesh_sizes() is None
 
 
-def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Module]:
-    """Wraps a block so that it saves less for the backward pass: see `ModelConfig.remat`.
+def rematerialised(block: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
+    """Wraps the function of a layer so that it saves less for the backward pass: see `ModelConfig.remat`.
 
     Even with remat "none", norms, rotations and softmax are computed again, which takes less time than storing them.
     Gathered parameters of a layer on a mesh are not saved either.
@@ -166,7 +199,7 @@ def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Modul
             offload_src="device",
             offload_dst="pinned_host",
         )
-    return nn.remat(block, prevent_cse=False, policy=policy)
+    return jax.checkpoint(block, prevent_cse=False, policy=policy)
 
 
 class Block(nn.Module):
@@ -176,10 +209,14 @@ class Block(nn.Module):
     """
 
     config: ModelConfig
+    form: Form
 
     @nn.compact
     def __call__(self, x, geometry: Geometry, kind: LayerKind, past=None):
-        """Computes x `[N, M, D]` after this layer, and its keys and values. For geometry and past see `Transformer`."""
+        """Computes x `[N, M, D]` after this layer, its `cache.Memory`, and the `experts.Routing` or None.
+
+        For decoding, `past` holds the cache of the prompts and that of the completions in this layer.
+        """
         config, rows = self.config, BATCH if past is None else DATA
 
         def before(name: str, x: jax.Array) -> jax.Array:
@@ -190,17 +227,26 @@ class Block(nn.Module):
 
         x = checkpoint_name(spread(x, rows), "input")
         normed = before("input_norm", x)
-        attended, key_values = Attention(config, name="attention")(normed, geometry, kind, past)
-        x = checkpoint_name(spread(x + after("attention_output_norm", attended), rows), "middle")
+        if self.form.mixer == "delta":
+            from grpo_jax.models.delta import DeltaNet
+
+            mixed, after_tokens = DeltaNet(config, name="delta")(normed, geometry, kind, past)
+        else:
+            mixed, after_tokens = Attention(config, name="attention")(normed, geometry, kind, past)
+        x = checkpoint_name(spread(x + after("attention_output_norm", mixed), rows), "middle")
         normed = before("post_attention_norm", x)  # norm of the residual stream after attention
-        if config.experts:
+        if self.form.feed_forward == "experts":
             from grpo_jax.models.experts import Experts
 
+            assert config.experts
             is_frozen, is_decoding = config.router == "frozen", past is not None
-            mlp: nn.Module = Experts(config.experts, is_frozen, is_decoding, name="mlp")
+            mixed, routing = Experts(config.experts, is_frozen, is_decoding, name="experts")(normed)
+            if width := config.experts.shared_expert_intermediate_size:
+                gate = Linear((1,), False, name="shared_expert_gate")(normed)
+                mixed += jax.nn.sigmoid(gate) * MLP(config, width, name="shared_expert")(normed)
         else:
-            mlp = MLP(config, name="mlp")
-        return spread(x + after("mlp_output_norm", mlp(normed)), rows), key_values
+            mixed, routing = MLP(config, config.intermediate_size, name="mlp")(normed), None
+        return spread(x + after("mlp_output_norm", mixed), rows), after_tokens, routing
 
 
 class Attention(nn.Module):
@@ -218,7 +264,8 @@ class Attention(nn.Module):
         heads, kv_heads, features = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         angles, masks, places = geometry.of_layer(kind)
 
-        shapes = {"q_proj": (heads, features), "k_proj": (kv_heads, features), "v_proj": (kv_heads, features)}
+        of_queries = 2 * features if config.gated_attention else features
+        shapes = {"q_proj": (heads, of_queries), "k_proj": (kv_heads, features), "v_proj": (kv_heads, features)}
         projected = [spread(y, BATCH, None, TENSOR) for y in linears(self, x, shapes, config.qkv_bias)]
         queries, keys, values = (checkpoint_name(y, "projected") for y in projected)  # [N, M, heads, E]
 
@@ -230,15 +277,18 @@ class Attention(nn.Module):
                 projected = norm(config, f"{name}_norm")(projected)
             return rotate(projected, angles)
 
+        queries, gate = jnp.split(queries, [features], axis=-1)
         queries, keys = rotated("q", queries), rotated("k", keys)
         queries = queries.reshape(*x.shape[:2], kv_heads, heads // kv_heads, features)
         scalar = config.query_pre_attn_scalar
-        scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping)
+        sinks = self.param("sinks", _declared, (heads,)) if config.attention_sinks else None
+        scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping, sinks)
         if past is None:
             attended, saved = attend_rows(queries, keys, values, masks, geometry.reaches, config.attention, scores)
         else:
             attended, saved = attend_past(queries, keys, values, masks, *past, places, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
+        attended = attended * jax.nn.sigmoid(gate) if config.gated_attention else attended
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
         return out(attended), saved
 
@@ -250,16 +300,17 @@ _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 class MLP(nn.Module):
-    """down(activation(gate(x)) · up(x))."""
+    """down(activation(gate(x)) · up(x)), with this number of features between."""
 
     config: ModelConfig
+    width: int
 
     @nn.compact
     def __call__(self, x):
         """Computes the MLP of x `[..., D]`, in the shape of x."""
         config, activation = self.config, _ACTIVATIONS[self.config.hidden_act]
 
-        sizes = {"gate_proj": (config.intermediate_size,), "up_proj": (config.intermediate_size,)}
+        sizes = {"gate_proj": (self.width,), "up_proj": (self.width,)}
         gate, up = (checkpoint_name(y, "gated") for y in linears(self, x, sizes, config.mlp_bias))
         return Linear((config.hidden_size,), config.mlp_bias, name="down_proj")(activation(gate) * up)
 
@@ -338,7 +389,7 @@ class Linear(nn.Module):
         return param if self._decodes() else put_together(str(self.name), leaf, param.astype(x.dtype))
 
 
-def norm(config: ModelConfig, name: str) -> "RMSNorm":
+def norm(config: ModelConfig, name: str | None = None) -> "RMSNorm":
     """Makes a norm of the decoder, with its name in the tree of parameters."""
     return RMSNorm(config.rms_norm_eps, config.zero_centered_norms, name=name)
 
@@ -358,7 +409,9 @@ class RMSNorm(nn.Module):
         return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # see `product`
 
 
-_OF_ONE_INPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # the input of attention, and that of the MLP
+# The projections of the input of attention, of a delta net, and of the MLP.
+_OF_ATTENTION, _OF_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_OF_ONE_INPUT = (*_OF_ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", *_OF_MLP)
 
 
 def decoding_layout(params: Params, config: ModelConfig) -> Params:
@@ -385,7 +438,9 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
         return kernel.astype(config.dtype).reshape(inputs, -1).T
 
     def part(tree: Params) -> Params:
-        """Converts the parameters of attention, MLP or experts."""
+        """Converts the parameters of attention, a delta net, MLP or experts."""
+        if "sinks" in tree:
+            return {"sinks": tree["sinks"]} | part({name: x for name, x in tree.items() if name != "sinks"})
         if "router" in tree:  # the kernels of experts are multiplied by group, and keep their layout
             return {
                 name: x if name == "router" else jax.tree.map(cast, x, is_leaf=is_quantised) for name, x in tree.items()
@@ -404,9 +459,9 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
             rest[name]["transposed"] = matrix
         return rest | ({"joined": jnp.concatenate(joined)} if joined else {})
 
-    def block(index: int) -> Params:
-        layer = jax.tree.map(lambda x: x[index], params["layers"])
-        return {name: part(tree) if name in ("attention", "mlp") else tree for name, tree in layer.items()}
+    def block(number: int) -> Params:
+        layer = layer_params(config, params["layers"], number)
+        return {name: tree if name.endswith(("_norm", "_gate")) else part(tree) for name, tree in layer.items()}
 
     rest = {name: value for name, value in params.items() if name != "layers"}
     return rest | {f"layer_{i}": block(i) for i in range(config.num_hidden_layers)}

@@ -6,8 +6,10 @@ Tensors are read and written one at a time, so that memory holds the parameters 
 import itertools
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +19,9 @@ import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
 from grpo_jax.errors import UsageError, missing
-from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
 from grpo_jax.models.heads import Headed, add_head
+from grpo_jax.models.layers import layers_with
 from grpo_jax.models.params import Params, Quantised, Quantize, is_quantised
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise, quantise_params
@@ -33,7 +36,7 @@ except ModuleNotFoundError as error:
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INDEX = "model.safetensors.index.json"
 # Mixtral's names of an expert's projections. Its mixture is named block_sparse_moe instead of mlp.
-MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LARGEST = 1e6  # the largest plausible weight: models have weights below a thousand, and float16 ends at 65504
 
 
@@ -46,19 +49,30 @@ class Tensor(NamedTuple):
     name: str  # the first "{}" stands for the layer, the second for the expert
     shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
     linear: bool  # true for a linear layer, whose leaf is transposed and has axes for heads, [*in, *out]
+    layers: tuple[int, ...] = ()  # the layers that have the tensor
+    # The part of the tensor that the leaf is, as an index, if the tensor holds several leaves
+    part: Any = None
 
     @property
     def stacked(self) -> int:
         """The number of leading axes of the leaf, layers and then experts, that are separate tensors in the folder."""
         return self.name.count("{}")
 
+    def name_at(self, place: Sequence[int]) -> str:
+        """Returns the name of the tensor at this place of the leaf's stacked axes."""
+        return self.name.format(self.layers[place[0]], *place[1:]) if place else self.name
+
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Converts a tensor of the folder to a part of its leaf, in the given shape."""
+        tensor = tensor if self.part is None else tensor[self.part]
         return (tensor.T if self.linear else tensor).reshape(shape)
 
-    def from_leaf(self, leaf: np.ndarray) -> np.ndarray:
-        """Inverts `to_leaf`."""
-        return np.ascontiguousarray(leaf.reshape(self.shape[::-1]).T if self.linear else leaf.reshape(self.shape))
+    def put_leaf(self, tensor: np.ndarray, leaf: np.ndarray) -> None:
+        """Inverts `to_leaf`: writes a part of the leaf to a tensor of the folder."""
+        shape = tensor.shape if self.part is None else tensor[self.part].shape
+        tensor[... if self.part is None else self.part] = (
+            leaf.reshape(shape[::-1]).T if self.linear else leaf.reshape(shape)
+        )
 
 
 def headed_layout(config: ModelConfig) -> Headed:
@@ -92,38 +106,112 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     def norm(name: str, size: int) -> dict[str, Tensor]:
         return {"offset" if config.zero_centered_norms else "scale": Tensor(f"{name}.weight", (size,), False)}
 
-    out_sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    attention = _linears(f"{layer}.self_attn", width, out_sizes, config.qkv_bias)
+    out_sizes = {"q_proj": queries * (1 + config.gated_attention), "k_proj": keys, "v_proj": keys}
+    attention: dict[str, Any] = _linears(f"{layer}.self_attn", width, out_sizes, config.qkv_bias)
     attention |= _linears(f"{layer}.self_attn", queries, {"o_proj": width}, config.o_bias)
+    if config.attention_sinks:
+        attention["sinks"] = Tensor(f"{layer}.self_attn.sinks", (config.num_attention_heads,), False)
     if config.qk_norm:
         sizes = {"q": queries, "k": keys} if config.qk_norm_across_heads else {"q": features, "k": features}
         attention |= {f"{x}_norm": norm(f"{layer}.self_attn.{x}_norm", size) for x, size in sizes.items()}
     out_sizes = {"gate_proj": inner, "up_proj": inner}
     mlp = _linears(f"{layer}.mlp", width, out_sizes, config.mlp_bias)
     mlp |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
+    modules: dict[str, Any] = {"attention": attention, "mlp": mlp}
+    if config.delta:
+        modules["delta"] = _delta_layout(config, config.delta)
+    modules |= {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in _NORMS[config.norms].items()}
     if config.experts:
-        mlp = _experts_layout(config, config.experts)
-    norms = {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in _NORMS[config.norms].items()}
+        modules["experts"] = _experts_layout(config, config.experts)
+        if shared := config.experts.shared_expert_intermediate_size:
+            out_sizes, module = {"gate_proj": shared, "up_proj": shared}, f"{layer}.mlp.shared_expert"
+            modules["shared_expert"] = _linears(module, width, out_sizes, False)
+            modules["shared_expert"] |= _linears(module, shared, {"down_proj": width}, False)
+            gate = Tensor(f"{module}_gate.weight", (1, width), True)
+            modules["shared_expert_gate"] = {"kernel": gate}
+    layers = {}
+    for module, tree in modules.items():
+        if numbers := tuple(layers_with(config, module)):
+            layers[module] = jax.tree.map(lambda x, n=numbers: x._replace(layers=n), tree, is_leaf=_is_tensor)
     layout = {
         "embedding": Tensor("model.embed_tokens.weight", (config.vocab_size, width), False),
         "final_norm": norm("model.norm", width),
-        "layers": {"attention": attention, "mlp": mlp, **norms},
+        "layers": layers,
     }
     if not config.tie_word_embeddings:
         layout["unembedding"] = Tensor("lm_head.weight", (config.vocab_size, width), False)
     return layout
 
 
+def _delta_layout(config: ModelConfig, delta: DeltaConfig) -> dict[str, Any]:
+    """Returns the part of `tensor_layout` for delta nets."""
+    module, heads = "model.layers.{}.linear_attn", delta.num_value_heads
+    values = heads * delta.value_head_dim
+    sizes = {"in_proj_qkv": delta.convolved, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    projections = _linears(module, config.hidden_size, sizes, False)
+    if delta.has_fused_tensors:
+        projections = _fused_delta_projections(config.hidden_size, delta)
+    projections |= _linears(module, values, {"out_proj": config.hidden_size}, False)
+    return projections | {
+        "conv": {"taps": Tensor(f"{module}.conv1d.weight", (delta.convolved, 1, delta.conv_kernel_dim), False)},
+        "decay": {
+            "log_rate": Tensor(f"{module}.A_log", (heads,), False),
+            "bias": Tensor(f"{module}.dt_bias", (heads,), False),
+        },
+        "norm": {"scale": Tensor(f"{module}.norm.weight", (delta.value_head_dim,), False)},
+    }
+
+
+def _fused_delta_projections(width: int, delta: DeltaConfig) -> dict[str, Any]:
+    """Returns the projections of Qwen3-Next. Two tensors hold those of one key head after those of another."""
+    values = delta.num_value_heads // delta.num_key_heads  # value heads of a key head
+    sizes = {"q": delta.key_head_dim, "k": delta.key_head_dim}
+    sizes |= dict.fromkeys("vz", values * delta.value_head_dim)
+
+    def tensor(name: str, sizes: dict[str, int], parts: str) -> Tensor:
+        """Returns the rows of these parts, each for all key heads."""
+        starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+        total = sum(sizes.values())
+        rows = [h * total + starts[part] + np.arange(sizes[part]) for part in parts for h in range(delta.num_key_heads)]
+        shape = total * delta.num_key_heads, width
+        return Tensor(f"model.layers.{{}}.linear_attn.{name}.weight", shape, True, part=np.concatenate(rows))
+
+    leaves = {"in_proj_qkv": tensor("in_proj_qkvz", sizes, "qkv"), "in_proj_z": tensor("in_proj_qkvz", sizes, "z")}
+    leaves |= {f"in_proj_{part}": tensor("in_proj_ba", {"b": values, "a": values}, part) for part in "ba"}
+    return {name: {"kernel": leaf} for name, leaf in leaves.items()}
+
+
 def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Any]:
     """Returns the part of `tensor_layout` for experts instead of an MLP. Mixtral uses different names."""
     width, inner = config.hidden_size, experts.moe_intermediate_size
+    if experts.swiglu_limit is not None:
+        return _fused_experts_layout(width, inner, experts.num_experts)
     shapes = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
-    names = {name: name for name in shapes} if config.qk_norm else MIXTRAL_NAMES
+    names = {name: name for name in shapes} if config.qk_norm else _MIXTRAL_NAMES
     stem = f"model.layers.{{}}.{'mlp' if config.qk_norm else 'block_sparse_moe'}"
     return {"router": {"kernel": Tensor(f"{stem}.gate.weight", (experts.num_experts, width), True)}} | {
         name: {"kernel": Tensor(f"{stem}.experts.{{}}.{names[name]}.weight", shape, True)}
         for name, shape in shapes.items()
     }
+
+
+def _fused_experts_layout(width: int, inner: int, num_experts: int) -> dict[str, Any]:
+    """Returns the experts of gpt-oss, whose gate_proj and up_proj take turns in one tensor."""
+    module = "model.layers.{}.mlp"
+    shape = num_experts, width, 2 * inner
+    parts = {"gate_proj": np.s_[..., ::2], "up_proj": np.s_[..., 1::2]}
+    layout: dict[str, Any] = {
+        name: {
+            "kernel": Tensor(f"{module}.experts.gate_up_proj", shape, False, part=part),
+            "bias": Tensor(f"{module}.experts.gate_up_proj_bias", shape[::2], False, part=part),
+        }
+        for name, part in parts.items()
+    }
+    layout["down_proj"] = {
+        "kernel": Tensor(f"{module}.experts.down_proj", (num_experts, inner, width), False),
+        "bias": Tensor(f"{module}.experts.down_proj_bias", (num_experts, width), False),
+    }
+    return layout | _linears(module, width, {"router": num_experts}, True)
 
 
 def _linears(module: str, inputs: int, out_sizes: dict[str, int], bias: bool) -> dict[str, dict[str, Tensor]]:
@@ -136,9 +224,13 @@ def _linears(module: str, inputs: int, out_sizes: dict[str, int], bias: bool) ->
     return layout
 
 
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
 def _tensors_of(layout: Any) -> list[Tensor]:
     """Lists tensors in the order of `jax.tree.leaves` of the parameters."""
-    return jax.tree.leaves(layout, is_leaf=lambda x: isinstance(x, Tensor))
+    return jax.tree.leaves(layout, is_leaf=_is_tensor)
 
 
 # ---- in
@@ -176,7 +268,7 @@ def load_params(
     """
     shapes = _shapes(config)
     layout: Any = tensor_layout(config)
-    tensors = find_tensors(folder)
+    tensors = text_tensors(find_tensors(folder))
     if head:
         shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
         layout = headed_layout(config)
@@ -190,13 +282,18 @@ def load_params(
     sharding = sharding(shapes) if callable(sharding) else sharding
     shardings = jax.tree.broadcast(default if sharding is None else sharding, shapes)
 
+    @lru_cache(maxsize=1)  # a tensor may hold the kernels of all experts, which are quantised one by one
+    def read(name: str) -> np.ndarray:
+        return read_tensor(tensors, name)
+
     def load(tensor: Tensor, leaf: Any, target: Any) -> Any:
         if is_quantised(leaf):
 
             def kernel(place: tuple[int, ...]) -> np.ndarray:
-                x = read_tensor(tensors, tensor.name.format(*place))
+                stacked = tensor.stacked
+                x = read(tensor.name_at(place[:stacked]))
                 x = x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype)
-                return tensor.to_leaf(x, leaf.shape[tensor.stacked :])
+                return tensor.to_leaf(x, leaf.shape[stacked:])[place[stacked:]]
 
             return _quantised(kernel, leaf, target)
 
@@ -207,7 +304,7 @@ def load_params(
             for place, numbers in zip(
                 np.ndindex(piece.shape[:stacked]), itertools.product(*places[:stacked]), strict=True
             ):
-                whole = tensor.to_leaf(read_tensor(tensors, tensor.name.format(*numbers)), leaf.shape[stacked:])
+                whole = tensor.to_leaf(read(tensor.name_at(numbers)), leaf.shape[stacked:])
                 piece[place] = whole[index[stacked:]]
             return piece
 
@@ -253,6 +350,7 @@ class Found(NamedTuple):
     """The place of a tensor, with the shape and dtype in its file."""
 
     file: Path
+    name: str  # in the file
     shape: tuple[int, ...]
     dtype: str  # its name in safetensors
 
@@ -278,8 +376,23 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
         with _opened(file) as opened:
             for name in opened.keys():  # noqa: SIM118, it is no dictionary
                 header = opened.get_slice(name)
-                tensors[name] = Found(file, tuple(header.get_shape()), header.get_dtype())
+                tensors[name] = Found(file, name, tuple(header.get_shape()), header.get_dtype())
     return tensors
+
+
+# The names of a text model that has a tower for images, and of what lies beside it, such as heads for several tokens.
+_TEXT_NAME = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.*)")
+_BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|embed_vision|multi_modal_projector)\.|mtp\.")
+
+
+def text_tensors(tensors: dict[str, Found]) -> dict[str, Found]:
+    """Returns the tensors of the text model, by their names in a folder that holds only the text model."""
+
+    def text_name(name: str) -> str:
+        match = _TEXT_NAME.fullmatch(name)
+        return name if match is None else match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
+
+    return {text_name(name): found for name, found in tensors.items() if not _BESIDE_TEXT.match(name)}
 
 
 def _is_weights_file(name: Any) -> bool:
@@ -289,12 +402,14 @@ def _is_weights_file(name: Any) -> bool:
 
 def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) -> None:
     """Checks that every needed tensor exists, with the right shape and a supported dtype, and that no other does."""
-    counts = config.num_hidden_layers, config.experts.num_experts if config.experts else 0
+    num_experts = config.experts.num_experts if config.experts else 0
     needed = {
-        tensor.name.format(*numbers): tensor.shape
+        tensor.name_at(place): tensor.shape
         for tensor in _tensors_of(layout)
-        for numbers in np.ndindex(counts[: tensor.stacked])
+        for place in np.ndindex((len(tensor.layers), num_experts)[: tensor.stacked])
     }
+    packed = {name for name in needed if name not in tensors and {f"{name}_blocks", f"{name}_scales"} <= tensors.keys()}
+    needed = {name: shape for name, shape in needed.items() if name not in packed}
     for name, shape in needed.items():
         if name not in tensors:
             raise UsageError(f"the model's safetensors files hold no tensor {name!r}")
@@ -306,7 +421,8 @@ def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) 
                 "convert the model first"
             )
     # Older files have rotary frequencies, which follow from the configuration. Some files repeat the tied matrix.
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    ignored = {f"{name}_{part}" for name in packed for part in ("blocks", "scales")}
+    ignored |= {"lm_head.weight"} if config.tie_word_embeddings else set()
     unknown = {name for name in tensors.keys() - needed.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}
     if unknown:
         raise UsageError(
@@ -334,9 +450,12 @@ def read_tensor(tensors: dict[str, Found], name: str) -> np.ndarray:
     Raises:
       UsageError: The file is damaged: a value is not finite, or larger than the weights of any model.
     """
+    if name not in tensors:
+        blocks, scales = (read_tensor(tensors, f"{name}_{part}") for part in ("blocks", "scales"))
+        return unpack_mxfp4(blocks, scales)
     # The file is opened for each tensor because everything read from an open file counts as memory in use.
     with _opened(tensors[name].file) as opened:
-        tensor = opened.get_tensor(name)
+        tensor = opened.get_tensor(tensors[name].name)
     largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN if any value is NaN
     if not largest <= _LARGEST:
         raise UsageError(
@@ -344,6 +463,24 @@ def read_tensor(tensors: dict[str, Found], name: str) -> np.ndarray:
             "training diverged"
         )
     return tensor
+
+
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Converts weights of gpt-oss in MXFP4: 32 numbers of 4 bits share an exponent (2310.10537).
+
+    Args:
+      blocks: Two numbers a byte, the first in the low half, uint8 `[X, out, in/32, 16]`.
+      scales: The exponents plus 127, uint8 `[X, out, in/32]`.
+
+    Returns:
+      The kernels `[X, in, out]` in bfloat16, which represents them exactly.
+    """
+    numbers = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1).reshape(*scales.shape, 32)
+    numbers = np.ldexp(numbers, scales.astype(np.int32)[..., None] - 127)
+    return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2).astype(jnp.bfloat16)
 
 
 def _opened(file: Path) -> Any:
@@ -408,12 +545,20 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
 
 def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and tensors in the layout of the folder, and fetches one leaf at a time."""
-    layout = headed_layout(config) if isinstance(params, Headed) else tensor_layout(config)
-    for tensor, leaf in zip(_tensors_of(layout), jax.tree.leaves(params), strict=True):
+    layout = _tensors_of(headed_layout(config) if isinstance(params, Headed) else tensor_layout(config))
+    counts = Counter(tensor.name for tensor in layout)
+    begun: dict[str, tuple[np.ndarray, int]] = {}  # tensors that lack some of their leaves, and how many they have
+    for tensor, leaf in zip(layout, jax.tree.leaves(params), strict=True):
         # Gathers the leaf from all devices; on CPU nothing is copied.
         whole = np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))
-        for numbers in np.ndindex(whole.shape[: tensor.stacked]):
-            yield tensor.name.format(*numbers), tensor.from_leaf(whole[numbers])
+        for place in np.ndindex(whole.shape[: tensor.stacked]):
+            name = tensor.name_at(place)
+            made, num_leaves = begun.pop(name, (np.empty(tensor.shape, whole.dtype), 0))
+            tensor.put_leaf(made, whole[place])
+            if num_leaves + 1 == counts[tensor.name]:
+                yield name, made
+            else:
+                begun[name] = made, num_leaves + 1
 
 
 def _shards(

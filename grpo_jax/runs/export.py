@@ -18,6 +18,7 @@ from rich.console import Console
 import grpo_jax
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models import huggingface, peft, weights
+from grpo_jax.models.families import text_part
 from grpo_jax.options import flattened
 from grpo_jax.runs.files import COMMAND, read_object, write_text
 from grpo_jax.runs.flags import program, read_flags, refusing
@@ -65,9 +66,9 @@ def export(options: Options) -> int:
     card = model_card(run, phase=phase_of(run, options.phase), step=trained.step, adapter=options.adapter)
     with huggingface.complete_or_not_at_all(out) as partial:
         if options.adapter and trained.lora:
-            peft.save_adapter(partial, trained.params, base=str(options.base or trained.lora.base))
+            peft.save_adapter(partial, trained.config, trained.params, base=str(options.base or trained.lora.base))
         else:
-            raw = weights.read_json(source / "config.json")
+            raw = text_part(weights.read_json(source / "config.json"))
             dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
             dtype = jnp.dtype(dtype if options.dtype == "model" else options.dtype)
             huggingface.save_pretrained(partial, trained.merged(), trained.config, source=source, dtype=dtype)

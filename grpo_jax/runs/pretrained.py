@@ -13,7 +13,7 @@ from grpo_jax.data.types import hash_files
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface, weights
 from grpo_jax.models.config import Dtype, ModelConfig
-from grpo_jax.models.families import config_from_huggingface
+from grpo_jax.models.families import config_from_huggingface, text_part
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Target, add_adapters, fingerprint, merge
 from grpo_jax.models.params import Adapted, Quantize, split
@@ -211,14 +211,20 @@ def restore(
     lora = LoraDescription.read(description)
     if lora is None and (adapter or base):
         raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
-    config = config_from_huggingface(weights.read_json(description / "config.json"), **overrides)
+    config = config_from_huggingface(text_part(weights.read_json(description / "config.json")), **overrides)
     like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
     with Checkpoints(run / "checkpoints" / phase, run=partial(run_digest, run, phase)) as checkpoints:
         if lora is None:
             params, step = checkpoints.restore_params(like, step)
         else:
+            from grpo_jax.models.peft import targets_of  # loaded only for runs with adapters
+
             base_params = like if adapter else _load_base(lora, config, base)
-            shape: Any = {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "targets": lora.lora_targets}
+            shape: Any = {
+                "rank": lora.lora_rank,
+                "alpha": lora.lora_alpha,
+                "targets": targets_of(config, lora.lora_targets),
+            }
             add = partial(add_adapters, key=jax.random.key(0), **shape)
             adapters, step = checkpoints.restore_params(split(jax.eval_shape(add, base_params))[0], step)
             params = Adapted(base_params, adapters, jnp.float32(lora.lora_alpha / lora.lora_rank))

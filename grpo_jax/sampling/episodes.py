@@ -112,7 +112,8 @@ def continue_episodes(
 
     def extend(state):
         cache, running, lengths = state
-        hidden, cache = append(cache, running.last_ids[..., None], lengths - 1)
+        counts = _is_in_turn(running, max_tokens).astype(jnp.int32)
+        hidden, cache = append(cache, running.last_ids[..., None], lengths - 1, counts)
         return cache, *add(running, hidden[:, :, 0], lengths)
 
     width = min(AT_ONCE, replies.shape[-1] + 1)
@@ -157,7 +158,8 @@ def _compute_replies(
 
     def compute(cache: Any, done: jax.Array) -> tuple[jax.Array, Any]:
         places = done[..., None] + jnp.arange(width)
-        return append(cache, jnp.take_along_axis(ids, places, axis=-1, mode="clip"), done)
+        counts = jnp.minimum(lengths - done, width)
+        return append(cache, jnp.take_along_axis(ids, places, axis=-1, mode="clip"), done, counts)
 
     def advance(state):
         done, last, cache = state

@@ -38,13 +38,13 @@ def says_three(examples, completions):
     return [text.count("3") / 3 for text in completions]
 
 
-def samples(sampler, load, base, draw, width):
+def samples(sampler, load, load_adapter, draw, width):
     """Returns a sampler as a server calls it.
 
     Args:
       sampler: Our sampler.
       load: folder -> the parameters in it, if it holds no adapters.
-      base: The parameters below adapters.
+      load_adapter: folder -> the parameters with the adapters in it.
       draw: the seed of a request -> the noise and the number of its completion.
       width: The width of prompts.
     """
@@ -52,7 +52,7 @@ def samples(sampler, load, base, draw, width):
     @cache
     def read(folder):
         is_adapter = (Path(folder) / "adapter_config.json").exists()
-        return peft.load_adapter(folder, base) if is_adapter else load(Path(folder))
+        return (load_adapter if is_adapter else load)(Path(folder))
 
     def sample(folder, body):
         prompt = pad_prompts([body["prompt"]], [{}], width=width, pad_id=PAD)
@@ -85,7 +85,8 @@ def numbered():
 @pytest.fixture
 def server(params, numbered):
     load = partial(load_params, config=SHAPE)
-    server = Server(samples(OWN, load, params, numbered.__getitem__, P), TASK.decode, (EOS,))
+    load_adapter = partial(peft.load_adapter, config=SHAPE, params=params)
+    server = Server(samples(OWN, load, load_adapter, numbered.__getitem__, P), TASK.decode, (EOS,))
     yield server
     server.stop()
 
@@ -162,7 +163,7 @@ def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path):
         sampler_at(server).complete(adapted, *inputs)
     finally:
         server.stop()
-    peft.save_adapter(tmp_path / "exported", adapted, base="")
+    peft.save_adapter(tmp_path / "exported", SHAPE, adapted, base="")
     exported = sorted(weights.find_tensors(tmp_path / "exported", ["adapter_model.safetensors"]))
     assert names[0] == exported
 
@@ -214,7 +215,8 @@ def test_the_command_trains_a_pretrained_model_through_a_server(tmp_path, method
     def load(folder):
         return huggingface.load_pretrained(folder).params
 
-    sample = samples(sampler, load, model.params, lambda seed: (noise_of(0, 0, 0), seed), width=16)
+    load_adapter = partial(peft.load_adapter, config=model.config, params=model.params)
+    sample = samples(sampler, load, load_adapter, lambda seed: (noise_of(0, 0, 0), seed), width=16)
     server = Server(sample, lambda ids: model.tokenizer.decode(ids, skip_special_tokens=True), model.eos_ids)
     command = ppo if "ppo" in method else grpo
     args = (

@@ -95,7 +95,7 @@ def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(fo
 
     moved = (folder / "base").rename(folder / "moved")
     export(Options(run, tmp_path / "adapter", adapter=True))
-    adapter = load_adapter(tmp_path / "adapter", params.base)
+    adapter = load_adapter(tmp_path / "adapter", loaded.config, params.base)
     assert "library_name: peft" in (tmp_path / "adapter/README.md").read_text()
     assert params_sha256(adapter.adapters) == params_sha256(params.adapters)
     assert adapter.scale == params.scale

@@ -48,6 +48,17 @@ YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embedd
 YARN_OPTIONS = {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3, "truncate": False}
 FOUR = {"num_hidden_layers": 4}
 EXPERTS = {"head_dim": 6, "moe_intermediate_size": 8}
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+}
 # Low enough to bend many scores.
 CAPS = {"query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -118,6 +129,30 @@ MODELS = {
         | {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ),
     "qwen3_moe_plain": ("qwen3_moe", EXPERTS | TIED | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe_dense": (
+        "qwen3_moe",
+        EXPERTS | {"num_hidden_layers": 5, "mlp_only_layers": [0, 3]} | {"num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        DELTA
+        | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12}
+        | {"num_experts": 5, "num_experts_per_tok": 3},
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        DELTA
+        | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12, "mlp_only_layers": [0]}
+        | {"num_experts": 5, "num_experts_per_tok": 3},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_hidden_layers": 3, "head_dim": 6, "intermediate_size": 12, "sliding_window": 7}
+        | {"num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": True}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}},
+    ),
     "mixtral": (
         "mixtral",
         {"intermediate_size": 8, "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -168,7 +203,11 @@ def randomise(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        centre = 0 if "Gemma" in type(model).__name__ else 1
+        is_offset = (
+            any(family in type(model).__name__ for family in ("Gemma", "Qwen3_5", "Qwen3Next"))
+            and "linear_attn" not in name
+        )
+        centre = 0 if is_offset else 1
         parameter.data = centre + 0.3 * noise if "norm" in name else 0.4 * noise
 
 

@@ -92,6 +92,10 @@ FIELDS = [
     (MOE | {"num_experts": 4, "num_experts_per_tok": 2}, experts(4, 2, 768)),
     (MOE | {"num_local_experts": 16, "norm_topk_prob": True}, experts(16, 8, 768, norm_topk_prob=True)),
     (MOE | {"mlp_only_layers": [], "decoder_sparse_step": 1}, experts(128, 8, 768)),
+    (
+        MOE | {"mlp_only_layers": [1], "decoder_sparse_step": 2},
+        experts(128, 8, 768) | {"dense_layers": (0, 1, 2)},
+    ),
     ({"model_type": "mixtral", "rope_theta": None}, experts(8, 2, 64, norm_topk_prob=True) | {"rope_theta": 1e6}),
     ({"model_type": "mixtral", "num_local_experts": 3}, experts(3, 2, 64, norm_topk_prob=True)),
 ]
@@ -123,8 +127,6 @@ BAD = {
 # Family, further fields, and what the sentence names.
 BAD_IN_FAMILIES = [
     ("llama", {"hidden_size": 63}, "attention heads"),
-    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
     ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok"),
     ("qwen3_moe", {"num_experts": "x"}, "num_experts"),
     ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob"),

@@ -69,7 +69,7 @@ def mixture_in_a_loop(x, router, kernels, *, normalise):
 
 
 def mixed(x, router, gate, up, down, *, normalise=True):
-    routing, weights = route(x, router, CHOSEN, normalise=normalise)
+    routing, weights = route(x, router, num_chosen=CHOSEN, normalise=normalise)
     kernels = {"gate_proj": {"kernel": gate}, "up_proj": {"kernel": up}, "down_proj": {"kernel": down}}
     return mixture(x, routing.experts, weights, kernels)
 
@@ -109,8 +109,8 @@ def test_what_accelerators_compute_is_the_same(monkeypatch):
 
 def test_choosing_is_of_float32_for_bfloat16_tokens():
     x, router = randoms((TOKENS, WIDTH), (WIDTH, EXPERTS), dtype=jnp.bfloat16)
-    _, exact = route(x.astype(jnp.float32), router.astype(jnp.float32), CHOSEN, normalise=True)
-    np.testing.assert_array_equal(route(x, router, CHOSEN, normalise=True)[1], exact)
+    _, exact = route(x.astype(jnp.float32), router.astype(jnp.float32), num_chosen=CHOSEN, normalise=True)
+    np.testing.assert_array_equal(route(x, router, num_chosen=CHOSEN, normalise=True)[1], exact)
 
 
 def test_in_bfloat16_a_mixture_is_close_to_the_exact_one():
@@ -177,13 +177,13 @@ def test_a_frozen_router_stays_as_it_is():
     @jax.jit
     def update(mlp):
         def loss(mlp):
-            states = states_of_texts(policy, params | {"layers": others | {"mlp": mlp}}, ids, np.ones_like(ids))
+            states = states_of_texts(policy, params | {"layers": others | {"experts": mlp}}, ids, np.ones_like(ids))
             return jnp.sum(jnp.sin(states))
 
         updates, _ = optimizer.update(jax.grad(loss)(mlp), optimizer.init(mlp), mlp)
         return jax.tree.map(jnp.add, mlp, updates)
 
-    before, after = others["mlp"], update(others["mlp"])
+    before, after = others["experts"], update(others["experts"])
     moved = {name: bool((before[name]["kernel"] != after[name]["kernel"]).any()) for name in before}
     assert moved == {"gate_proj": True, "up_proj": True, "down_proj": True, "router": False}
 

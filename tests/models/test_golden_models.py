@@ -12,7 +12,8 @@ from tiny import GOLDEN, decoded_states, load_golden, randomly_adapted, slow_unl
 from grpo_jax.functional import token_logprobs
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.peft import load_adapter, save_adapter
+from grpo_jax.models.layers import layers_with
+from grpo_jax.models.peft import adaptable, load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.planning.memory import num_params
 
@@ -48,16 +49,22 @@ def golden_of(name):
     """Returns configuration, parameters, and arrays of transformers."""
     folder, _, adapter = name.partition("/")
     config, params = load_golden(folder)
-    return config, load_adapter(GOLDEN / name, params) if adapter else params, np.load(GOLDEN / name / "golden.npz")
+    return (
+        config,
+        load_adapter(GOLDEN / name, config, params) if adapter else params,
+        np.load(GOLDEN / name / "golden.npz"),
+    )
 
 
 def with_fused_experts(name, tensors):
     """Returns tensors by names, with one for all experts of a layer, which is how transformers 5 holds them."""
     config, tensors = load_golden(name)[0], dict(tensors)
+    if config.experts.swiglu_limit:  # gpt-oss's folders hold them so too
+        return tensors
     module, *projections = ("mlp", "gate_proj", "up_proj", "down_proj")
     if name == "mixtral":
         module, *projections = ("block_sparse_moe", "w1", "w3", "w2")
-    for layer in range(config.num_hidden_layers):
+    for layer in layers_with(config, "experts"):
         stem, numbers = f"model.layers.{layer}", range(config.experts.num_experts)
         gate, up, down = (
             np.stack([tensors.pop(f"{stem}.{module}.experts.{i}.{projection}.weight") for i in numbers])
@@ -120,9 +127,10 @@ def test_peft_reads_a_saved_adapter(name, tmp_path):
     """PEFT reads an expert's adapter by the name of transformers 4, and makes one of all experts of it."""
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     config, params = load_golden(name)
-    adapted, ids = randomly_adapted(params, alpha=3.0), np.random.default_rng(1).integers(0, config.vocab_size, (2, 30))
+    adapted = randomly_adapted(params, alpha=3.0, targets=adaptable(config))
+    ids = np.random.default_rng(1).integers(0, config.vocab_size, (2, 30))
     base = str(GOLDEN / name)
-    folder = save_adapter(tmp_path / "out", adapted, base=base)
+    folder = save_adapter(tmp_path / "out", config, adapted, base=base)
     with torch.no_grad():  # only the eager attention has every kind of mask
         options = {"attn_implementation": "eager", "dtype": "float32"}
         model = peft.AutoPeftModelForCausalLM.from_pretrained(folder, **options).eval()

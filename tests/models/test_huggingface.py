@@ -1,6 +1,7 @@
 """Hugging Face folders: in and out bit by bit, what is refused, names of the hub, and a real model."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from safetensors.numpy import load_file, save_file
 from tiny import GOLDEN, change_json, load_golden, refused, row_numbers, sampler_of, write_tokenizer
 
 from grpo_jax.models import weights
+from grpo_jax.models.families import config_from_huggingface, text_part
 from grpo_jax.models.huggingface import load_pretrained, model_folder, save_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.models.quantised import dequantised
+from grpo_jax.models.weights import load_params, read_json, unpack_mxfp4
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.tasks.task import text_task
 
@@ -388,3 +391,62 @@ def test_greedy_ids_and_logprobs_equal_the_reference():
     assert out.completion_mask.all()
     assert out.truncated
     np.testing.assert_allclose(out.sampler_logprobs, reference["logprobs_of_next"], atol=1e-4)
+
+
+def test_a_text_model_is_read_from_files_that_also_hold_a_tower_for_images(tmp_path):
+    """The names are those of Qwen3.5 on the hub. What is saved holds only the text model."""
+    folder, source = tmp_path / "whole", GOLDEN / "qwen3_5"
+    folder.mkdir()
+    file = json.loads((source / "config.json").read_text())
+    whole = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "vision_config": {"depth": 1},
+    }
+    (folder / "config.json").write_text(json.dumps(whole | {"text_config": file}))
+    tensors = load_file(source / "model.safetensors")
+    nested = {name.replace("model.", "model.language_model."): x for name, x in tensors.items()}
+    nested |= {"model.visual.patch_embed.proj.weight": np.ones((2, 3)), "mtp.fc.weight": np.ones((2, 2))}
+    save_file(nested, folder / "model.safetensors")
+    config = config_from_huggingface(text_part(whole | {"text_config": file}))
+    params = load_params(folder, config)
+    saved = save_pretrained(tmp_path / "saved", params, config, source=folder)
+    assert json.loads((saved / "config.json").read_text())["architectures"] == ["Qwen3_5ForCausalLM"]
+    after = load_file(saved / "model.safetensors")
+    assert after.keys() == tensors.keys()
+    assert all(np.array_equal(after[name], tensors[name]) for name in tensors)
+
+
+def test_mxfp4_weights_of_gpt_oss_are_read():
+    """0.5 · 2^(126 − 127) and −6 · 2^(129 − 127), in a block of 32 numbers, the first in the low half of a byte."""
+    blocks, scales = np.zeros((1, 2, 1, 16), np.uint8), np.full((1, 2, 1), 126, np.uint8)
+    blocks[0, 0, 0, 0], blocks[0, 1, 0, 15], scales[0, 1] = 0x01, 0xF0, 129
+    kernels = unpack_mxfp4(blocks, scales).astype(np.float32)
+    assert kernels.shape == (1, 32, 2)
+    expected = np.zeros((1, 32, 2))
+    expected[0, 0, 0], expected[0, 31, 1] = 0.25, -24
+    np.testing.assert_array_equal(kernels, expected)
+
+
+def test_a_folder_in_mxfp4_is_read(tmp_path):
+    config = replace(load_golden("gpt_oss")[0], hidden_size=32, intermediate_size=32)
+    config = replace(config, experts=config.experts._replace(moe_intermediate_size=32))
+    params = jax.jit(decoder_policy(config).init)(jax.random.key(0))
+    folder, rng = save_pretrained(tmp_path / "packed", params, config), np.random.default_rng(0)
+    tensors, expected = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+        scales = rng.integers(120, 128, blocks.shape[:3], dtype=np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = unpack_mxfp4(blocks, scales).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    experts = load_params(folder, config)["layers"]["experts"]
+    for layer in range(config.num_hidden_layers):
+        joined = expected[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+        for name, part in (("gate_proj", joined[..., ::2]), ("up_proj", joined[..., 1::2])):
+            np.testing.assert_array_equal(experts[name]["kernel"][layer], part)
+        down = expected[f"model.layers.{layer}.mlp.experts.down_proj"]
+        np.testing.assert_array_equal(experts["down_proj"]["kernel"][layer], down)
+    codes = load_params(folder, config, quantize="int8")["layers"]["experts"]["up_proj"]["kernel"]
+    np.testing.assert_allclose(dequantised(codes, jnp.float32), experts["up_proj"]["kernel"], atol=0.05)

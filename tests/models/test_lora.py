@@ -63,7 +63,7 @@ def test_decoding_has_the_adapters_too():
 
 def test_merged_kernels_against_a_loop():
     merged = merge(ADAPTED)
-    for block, name in sites():
+    for block, name in sites(BASE["layers"]):
         before, after = (np.asarray(params["layers"][block][name]["kernel"]) for params in (BASE, merged))
         a, b = (np.asarray(ADAPTED.adapters["layers"][block][name][matrix]) for matrix in "ab")
         for layer in range(CONFIG.num_hidden_layers):
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_the_product():
     gradients = jax.jit(jax.grad(lambda trained: loss(join(trained, frozen))))(trained)
     assert jax.tree.structure(gradients) == jax.tree.structure(ADAPTED.adapters)
     of_kernels = jax.jit(jax.grad(loss))(merge(ADAPTED))
-    for block, name in sites():
+    for block, name in sites(BASE["layers"]):
         a, b = (np.asarray(trained["layers"][block][name][matrix]) for matrix in "ab")
         layers = a.shape[0]
         left, right = a.reshape(layers, -1, RANK), b.reshape(layers, RANK, -1)
@@ -104,7 +104,7 @@ def test_adapters_start_as_those_of_peft():
     assert new.base is BASE
     assert new.scale == 0.25
     seen = []
-    for block, name in sites():
+    for block, name in sites(BASE["layers"]):
         kernel, adapter = (jax.tree.map(np.asarray, tree["layers"][block][name]) for tree in (BASE, new.adapters))
         inputs = {"o_proj": 16, "down_proj": 20}.get(name, 16)
         assert not adapter["b"].any()
@@ -141,7 +141,7 @@ def test_adapters_that_cannot_be_are_refused(options, words):
 
 
 def test_files_of_peft_come_back_bit_by_bit(tmp_path):
-    save_adapter(tmp_path / "out", load_adapter(ADAPTER, BASE), base="llama")
+    save_adapter(tmp_path / "out", CONFIG, load_adapter(ADAPTER, CONFIG, BASE), base="llama")
     saved, original = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "out", ADAPTER))
     assert saved.keys() == original.keys()
     for name, tensor in saved.items():
@@ -155,11 +155,11 @@ def test_files_of_peft_come_back_bit_by_bit(tmp_path):
 @pytest.mark.parametrize("targets", [TARGETS, ("gate_proj", "o_proj")])
 def test_adapters_come_back_bit_by_bit(tmp_path, targets):
     layers = {}
-    for block, name in sites(targets):
+    for block, name in sites(BASE["layers"], targets):
         layers.setdefault(block, {})[name] = ADAPTED.adapters["layers"][block][name]
     params = Adapted(BASE, {"layers": layers}, jnp.float32(0.1))  # no float32 is a tenth
-    save_adapter(tmp_path / "out", params, base="llama")
-    loaded = load_adapter(tmp_path / "out", BASE)
+    save_adapter(tmp_path / "out", CONFIG, params, base="llama")
+    loaded = load_adapter(tmp_path / "out", CONFIG, BASE)
     assert loaded.base is BASE
     jax.tree.map(partial(np.testing.assert_array_equal, strict=True), loaded, params)
 
@@ -177,7 +177,7 @@ def configure(folder, **changes):
 @pytest.mark.parametrize(("use_rslora", "expected"), [(False, 12 / 3), (True, 12 / 3**0.5)])
 def test_scale(adapter, use_rslora, expected):
     configure(adapter, use_rslora=use_rslora)
-    assert load_adapter(adapter, BASE).scale == np.float32(expected)
+    assert load_adapter(adapter, CONFIG, BASE).scale == np.float32(expected)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_scale(adapter, use_rslora, expected):
 def test_options_of_peft_that_are_refused(adapter, changes, named):
     configure(adapter, **changes)
     with refused(named):
-        load_adapter(adapter, BASE)
+        load_adapter(adapter, CONFIG, BASE)
 
 
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
@@ -226,19 +226,19 @@ def test_tensors_that_do_not_fit_are_refused(adapter, name):
     change, words = BROKEN[name]
     change_tensors(adapter, change)
     with refused(words):
-        load_adapter(adapter, BASE)
+        load_adapter(adapter, CONFIG, BASE)
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_folder_that_lacks_a_file_is_refused(adapter, file):
     (adapter / file).unlink()
     with refused(file):
-        load_adapter(adapter, BASE)
+        load_adapter(adapter, CONFIG, BASE)
 
 
 def test_a_folder_in_use_is_kept(adapter):
     with refused("exists"):
-        save_adapter(adapter, ADAPTED, base="llama")
+        save_adapter(adapter, CONFIG, ADAPTED, base="llama")
     assert (adapter / "golden.npz").exists()
 
 
@@ -246,7 +246,7 @@ def test_other_sizes_than_the_bases_are_refused(adapter):
     wide = dataclasses.replace(CONFIG, hidden_size=32)
     shapes = jax.eval_shape(decoder_policy(wide).init, jax.random.key(0))
     with refused(r"\(3, 32\)"):
-        load_adapter(adapter, shapes)
+        load_adapter(adapter, CONFIG, shapes)
 
 
 def test_adapters_where_plain_parameters_are_needed_are_refused(tmp_path):

@@ -174,8 +174,8 @@ MIXTURE = ModelConfig(24, 16, 20, 2, 2, 1, 8, experts=ExpertsConfig(4, 2, 10, no
 
 def test_experts_are_quantised_one_by_one_and_routers_are_not():
     params = random_params(MIXTURE)
-    of = quantise_params(params, "nf4")["layers"]["mlp"]
-    plain = params["layers"]["mlp"]
+    of = quantise_params(params, "nf4")["layers"]["experts"]
+    plain = params["layers"]["experts"]
     np.testing.assert_array_equal(of["router"]["kernel"], plain["router"]["kernel"])
     assert of["down_proj"]["kernel"].codes.shape == (2, 4, 5, 16)  # two of 10 inputs in a byte
     for layer, expert in np.ndindex(2, 4):
@@ -231,11 +231,11 @@ def test_a_folder_is_quantised_onto_a_mesh(kind):
 def test_adapters_go_onto_the_original_base(kind, tmp_path):
     """And merged into it, they are as far from what was trained as the base is from its codes."""
     params = adapted(kind)
-    folder = save_adapter(tmp_path / "adapter", params, base="original")
-    back = load_adapter(folder, BASE)
+    folder = save_adapter(tmp_path / "adapter", CONFIG, params, base="original")
+    back = load_adapter(folder, CONFIG, BASE)
     jax.tree.map(np.testing.assert_array_equal, back.adapters, params.adapters)
     as_trained, merged = merge(on_plain_numbers(params)), merge(back)
-    for block, name in sites():
+    for block, name in sites(BASE["layers"]):
         one, other, plain, codes = (
             np.asarray(tree["layers"][block][name]["kernel"])
             for tree in (as_trained, merged, BASE, dequantise_params(params.base))

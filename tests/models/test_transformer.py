@@ -12,10 +12,24 @@ from tiny import ragged_prompts, random_params, refused
 
 from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
 from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, widen
-from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling, Rotation
-from grpo_jax.models.geometry import geometry_of_rows, geometry_of_step, rows_of_groups, rows_of_prompts, rows_of_texts
+from grpo_jax.models.config import (
+    ExpertsConfig,
+    ModelConfig,
+    RopeScaling,
+    Rotation,
+)
+from grpo_jax.models.geometry import (
+    geometry_of_rows,
+    geometry_of_step,
+    layer_kinds,
+    rows_of_groups,
+    rows_of_prompts,
+    rows_of_texts,
+)
+from grpo_jax.models.layers import by_layer, layer_params, repetition
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import RMSNorm, Transformer
+from grpo_jax.models.sharding import BATCH
+from grpo_jax.models.transformer import Block, RMSNorm, compute_rows, embed, norm, param_shapes
 
 LLAMA = ModelConfig(29, 32, 48, 2, 4, 2, 8)
 # Every option at once, more than any architecture has: one program to compile instead of one for each.
@@ -41,6 +55,8 @@ ALL = dataclasses.replace(
     sliding_layers=(1,),
 )
 MIXTURE = dataclasses.replace(LLAMA, qk_norm=True, experts=ExpertsConfig(5, 2, 12, norm_topk_prob=True))
+# Experts in every other layer behind two dense layers, which are not part of a period.
+SPARSE = dataclasses.replace(MIXTURE, num_hidden_layers=6, dense_layers=(0, 1, 3, 5))
 NAMES = ["llama", "all options", "experts"]
 MOST_OPTIONS = pytest.mark.parametrize(
     "config",
@@ -74,7 +90,7 @@ def repeated_hidden(config, params, prompt_ids, prompt_mask, completion_ids):
     width = prompt_ids.shape[-1]
     ids = jnp.concatenate([jnp.repeat(prompt_ids, g, axis=0), completion_ids.reshape(n * g, t)], axis=-1)
     mask = jnp.concatenate([jnp.repeat(prompt_mask, g, axis=0), jnp.ones((n * g, t), bool)], axis=-1)
-    hidden, _ = Transformer(config).apply({"params": params}, ids, geometry_of_rows(config, rows_of_prompts(ids, mask)))
+    hidden = compute_rows(config, {"params": params}, ids, geometry_of_rows(config, rows_of_prompts(ids, mask)))[0]
     return hidden[:, width - 1 : -1].reshape(n, g, t, -1)
 
 
@@ -159,6 +175,35 @@ def test_each_token_reaches_what_follows_it_and_nothing_else(hidden_fn):
 # ---- other forms of the same decoder
 
 
+@pytest.mark.parametrize(
+    ("modules", "expected"), [("aaaa", (0, 1)), ("abbb", (1, 1)), ("abab", (0, 2)), ("aabab", (1, 2)), ("aba", (2, 1))]
+)
+def test_layers_that_repeat_are_one_loop(modules, expected):
+    assert repetition(tuple(modules)) == expected
+
+
+@pytest.mark.parametrize("config", [ALL, MIXTURE, SPARSE], ids=[*NAMES[1:], "some experts"])
+def test_scanned_layers_equal_separate_layers(config):
+    params, (ids, mask, *_) = {"params": random_params(config, 0.1)}, ragged_batch()
+
+    @jax.jit
+    def one_by_one(params):
+        x, pasts = embed(config, params["params"], ids, BATCH), []
+        geometry = geometry_of_rows(config, rows_of_prompts(ids, mask))
+        for number, (form, kind) in enumerate(zip(config.forms, layer_kinds(config), strict=True)):
+            layer = {"params": layer_params(config, params["params"]["layers"], number)}
+            x, past, _ = Block(config, form).apply(layer, x, geometry, kind)
+            pasts.append(past)
+        return norm(config).apply({"params": params["params"]["final_norm"]}, x), pasts
+
+    @jax.jit
+    def scanned(params):
+        hidden, results = compute_rows(config, params, ids, geometry_of_rows(config, rows_of_prompts(ids, mask)))
+        return hidden, [past for past, _ in by_layer(results)]
+
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), scanned(params), one_by_one(params))
+
+
 @pytest.mark.parametrize("remat", ["layer", "none", pytest.param("offload", marks=pytest.mark.slow)])
 def test_a_loop_over_layers_and_remat_change_neither_values_nor_gradients(remat, assume):
     (expected_value, _), expected_grads = loss_and_grads(shared_hidden, ALL)
@@ -219,11 +264,10 @@ def num_equations(jaxpr):
 def test_more_layers_do_not_grow_the_program():
     def size(layers):
         config = dataclasses.replace(LLAMA, num_hidden_layers=layers)
-        model, ids = Transformer(config), jnp.zeros((1, 3), jnp.int32)
+        ids = jnp.zeros((1, 3), jnp.int32)
         inputs = ids, rows_seen(config, rows_of_prompts(ids, ids > 0))
-        params = jax.eval_shape(model.init, jax.random.key(0), *inputs)
-        gradient = jax.grad(lambda params: jnp.sum(model.apply(params, *inputs)[0]))
-        return num_equations(jax.make_jaxpr(gradient)(params).jaxpr)
+        gradient = jax.grad(lambda params: jnp.sum(compute_rows(config, {"params": params}, *inputs)[0]))
+        return num_equations(jax.make_jaxpr(gradient)(param_shapes(config)).jaxpr)
 
     assert size(8) == size(2)
 

@@ -1,0 +1,126 @@
+"""Stacks of layers. The parameters of a module are stacked over the layers that have the module.
+
+Most decoders have the same modules in every layer. Others repeat a period of layers, such as three delta nets and one
+attention, or begin with a few layers that differ. Layers that repeat are computed by one loop, so that compile time
+does not depend on depth.
+"""
+
+from collections.abc import Callable, Mapping
+from operator import itemgetter
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.config import FeedForward, Form, Mixer, ModelConfig
+from grpo_jax.models.geometry import LayerKind, layer_kinds
+from grpo_jax.models.params import Params
+
+
+class Results(NamedTuple):
+    """Results of layers, as `scan_layers` returns them."""
+
+    prefix: list[Any]  # the result of each layer of the prefix
+    period: list[Any]  # the results of each layer of a period, with a leading axis of periods
+    num_periods: int
+
+
+# (form of a layer, x, its parameters by collection, its kind) -> (x after the layer, any other result)
+Step = Callable[[Form, jax.Array, dict[str, Params], LayerKind], tuple[jax.Array, Any]]
+
+
+def layers_with(config: ModelConfig, module: str) -> list[int]:
+    """Returns the numbers of the layers that have a module, such as "attention", or a norm, which all layers have."""
+    module = "experts" if module.startswith("shared_expert") else module
+    is_norm = module not in (*get_args(Mixer), *get_args(FeedForward))
+    return [number for number, form in enumerate(config.forms) if is_norm or module in form]
+
+
+def layer_params(config: ModelConfig, layers: Params, number: int) -> Params:
+    """Returns the parameters of one layer, by module.
+
+    Args:
+      config: The configuration of the decoder.
+      layers: The stacked parameters of all modules, or of some.
+      number: The number of the layer, from 0.
+    """
+    return _select(layers, {module: layers_with(config, module) for module in layers}, number)
+
+
+def _select(stacks: Params, numbers: Mapping[str, list[int]], number: int) -> Params:
+    """Returns the parameters of layer `number` from stacks over these numbers of layers."""
+    return {
+        module: jax.tree.map(itemgetter(numbers[module].index(number)), tree)
+        for module, tree in stacks.items()
+        if number in numbers[module]
+    }
+
+
+def repetition(forms: tuple[Form, ...]) -> tuple[int, int]:
+    """Returns (prefix, period): behind the first `prefix` layers, forms repeat with this period."""
+
+    def repeats(prefix: int, period: int) -> bool:
+        return forms[prefix:-period] == forms[prefix + period :] and (len(forms) - prefix) % period == 0
+
+    sizes = range(1, len(forms) + 1)
+    return next((n - period, period) for n in sizes for period in range(1, n + 1) if repeats(n - period, period))
+
+
+def scan_layers(
+    config: ModelConfig, step: Step, x: jax.Array, collections: Mapping[str, Params], *, unroll: bool
+) -> tuple[jax.Array, Results]:
+    """Applies all layers, one after the other.
+
+    Args:
+      config: The configuration of the decoder.
+      step: Computes a layer.
+      x: The input of the first layer.
+      collections: The stacked parameters, and the adapters if there are any.
+      unroll: True if the loop is compiled layer by layer.
+
+    Returns:
+      The output of the last layer, and the other result of each layer, for `by_layer`.
+    """
+    forms, kinds, results = config.forms, layer_kinds(config), []
+    prefix, period = repetition(forms)
+    repeated = range(prefix, prefix + period)
+    for number in range(prefix):
+        params = {name: layer_params(config, layers, number) for name, layers in collections.items()}
+        x, result = step(forms[number], x, params, kinds[number])
+        results.append(result)
+
+    def by_period(layers: Params) -> Params:
+        """Splits stacks behind the prefix: [layers, ...] -> [periods, layers of a period, ...]."""
+        stacks = {}
+        for module, tree in layers.items():
+            numbers = layers_with(config, module)
+            first, count = (sum(i in part for i in numbers) for part in (range(prefix), repeated))
+            if count:
+                stacks[module] = jax.tree.map(lambda y, i=first, n=count: y[i:].reshape(-1, n, *y.shape[1:]), tree)
+        return stacks
+
+    def of_layer(stacks: Params, number: int) -> Params:
+        """Returns the parameters of one layer of a period."""
+        numbers = {module: [i for i in layers_with(config, module) if i in repeated] for module in stacks}
+        return _select(stacks, numbers, number)
+
+    def step_period(x: jax.Array, scanned: Any) -> tuple[jax.Array, list[Any]]:
+        stacks, kinds = scanned
+        results = []
+        for number, kind in zip(repeated, kinds, strict=True):
+            params = {name: of_layer(layers, number) for name, layers in stacks.items()}
+            x, result = step(forms[number], x, params, kind)
+            results.append(result)
+        return x, results
+
+    stacks = {name: by_period(layers) for name, layers in collections.items()}
+    # The indices of rotation and window are arrays only if layers differ in them.
+    of_periods = [jax.tree.map(lambda *i: jnp.array(i, jnp.int32), *kinds[number::period]) for number in repeated]
+    x, of_period = jax.lax.scan(step_period, x, (stacks, of_periods), unroll=unroll)
+    return x, Results(results, of_period, (len(forms) - prefix) // period)
+
+
+def by_layer(results: Results) -> list[Any]:
+    """Returns the result of each layer."""
+    numbers = range(results.num_periods)
+    return results.prefix + [jax.tree.map(itemgetter(i), y) for i in numbers for y in results.period]
