@@ -7,6 +7,7 @@ one question.
 import hashlib
 import platform
 import time
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from grpo_jax.errors import UsageError
 from grpo_jax.runs.files import read_object, write_json
 
 
-def measure(bench: Bench, question: Question) -> dict[str, Any]:
+def measure(bench: Bench | None, question: Question, runs: Mapping[str, Runs] | None = None) -> dict[str, Any]:
     """Returns the answer to a question as JSON has it.
 
     Args:
-      bench: of the runs.
+      bench: of the runs; None: they are given, and nothing else is computed.
       question: what is varied and compared.
+      runs: by row; None: the bench makes them, or reads them.
 
     Returns:
       "rows": row -> column -> a value a seed; "primary": id of a claim -> its values and how many runs behind them
@@ -41,7 +43,8 @@ def measure(bench: Bench, question: Question) -> dict[str, Any]:
         module, _, function = question.computed_by.partition(":")
         rows, note = getattr(import_module(module), function)(bench)
     else:
-        cases = _cases(bench, question)
+        runs = runs or bench.runs({row: make_setting(**options) for row, options in question.settings.items()})
+        cases = _cases(question, runs)
 
     def read(row: str, column: str) -> np.ndarray:
         if not cases:
@@ -72,9 +75,8 @@ def measure(bench: Bench, question: Question) -> dict[str, Any]:
     }
 
 
-def _cases(bench: Bench, question: Question) -> dict[str, Runs]:
+def _cases(question: Question, runs: Mapping[str, Runs]) -> dict[str, Runs]:
     """Returns runs by row; each start stands before the rows that it is the start of."""
-    runs = bench.runs({row: make_setting(**options) for row, options in question.settings.items()})
     cases = dict[str, Runs]()
     for start, setting in question.starts.items():
         cases[start] = start_of(runs[setting])

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.claims.bench import Size
-from experiments.claims.questions import CLAIMS, COIN, START
-from experiments.claims.verdicts import UNDECIDED, Decision, decide, needed
+from experiments.claims.questions import CLAIMS, COIN, RETESTS, START
+from experiments.claims.verdicts import UNDECIDED, Decision, decide, decide_once, needed
 from grpo_jax.errors import UsageError
-from grpo_jax.runs.files import read_object, write_text
+from grpo_jax.runs.files import finite, read_object, write_text
 from grpo_jax.statistics import Interval, interval_over_runs
 
 SCORES = ("accuracy", "score", "gold")  # columns that rise where something is learned
@@ -74,7 +74,24 @@ def write_numbers(file: Path, preset: str, size: Size, folder: Path, names: Sequ
       names: of the questions.
     """
     known = {"preset": preset, "steps": size.steps, "num_prompts": size.num_prompts, "source": ""}
-    text = json.dumps(known | {"answers": {name: read_object(folder / f"{name}.json") for name in names}})
+    _write(file, known | {"answers": {name: read_object(folder / f"{name}.json") for name in names}})
+
+
+def add_answer(file: Path, name: str, answer: Mapping[str, Any]) -> None:
+    """Adds the answer to a question to a file of numbers, or replaces it.
+
+    Raises:
+      UsageError: the file has no values of seeds.
+    """
+    known = read_object(file)
+    if "answers" not in known:
+        raise UsageError(f"{file} has no values of seeds: name a file of numbers as `reproduce` writes it")
+    _write(file, known | {"answers": known["answers"] | {name: answer}})
+
+
+def _write(file: Path, known: Mapping[str, Any]) -> None:
+    """Writes numbers with as many digits as they have."""
+    text = json.dumps(finite(known))
     rounded = json.loads(text, parse_float=lambda x: float(f"{float(x):.{DIGITS}g}"))
     write_text(file, json.dumps(rounded, ensure_ascii=False, separators=(",", ":")) + "\n")
 
@@ -126,7 +143,7 @@ def judge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Decision]:
             if decision.seeds and decision.verdict == "undecided":
                 decision = decision._replace(needed=needed(claim, values[claim.id], len(claims)))
             decisions[claim.id] = decision
-    return {claim.id: decisions[claim.id] for claim in CLAIMS}
+    return {claim.id: decisions[claim.id] for claim in CLAIMS} | decide_once(RETESTS, values)
 
 
 def _decision_of(known: Mapping[str, Any]) -> Decision:
