@@ -139,13 +139,15 @@ def file_of(config: Config, options: Mapping[str, Any], seed: int) -> Path:
 
 def answer_of(config: Config) -> dict[str, Any]:
     """Returns the answer to the question, of runs that are all on disk."""
-    runs, seeds = {}, range(config.num_seeds)
+    runs, seeds, seconds = {}, range(config.num_seeds), 0.0
     for row, options in QUESTION.settings.items():
         results = [read_run(file_of(config, options, seed)) for seed in seeds]
         stacked = {name: np.stack([run[name] for run in results]) for name in results[0]}
+        stacked["diverged"] = np.zeros(stacked["gold"].shape, bool)  # a run that diverges ends with an error
+        seconds += float(stacked.pop("seconds").sum())
         runs[row] = Runs(Setting(None, "grpo", options, {}), stacked, stacked.pop("scores"))
     return measure(None, QUESTION, runs) | {
-        "seconds": float(sum(it.metrics["seconds"].sum() for it in runs.values())),
+        "seconds": seconds,
         "seeds": list(seeds),
         "machine": hardware(),
         "code": f"checksum {code_checksum()}",
