@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments.claims.answers import hardware, measure
+from experiments.claims.answers import hardware, measure_runs
 from experiments.claims.bench import Runs, Setting, code_checksum, read_run
 from experiments.claims.numbers import add_answer
 from experiments.claims.questions import QUESTIONS
@@ -39,6 +39,7 @@ from grpo_jax.train import PHASES, evaluate_heldout, train_with_evaluation
 
 QUESTION = QUESTIONS["stories"]
 BASE = {"num_prompts": 8, "group_size": 8, "max_tokens": 64, "learning_rate": 1e-4, "eval_samples": 7}
+TESTBED: Any = None  # rewards are computed on the host, so there is none
 METRICS = ("entropy", "zero_spread_share", "ratio_deviation", "skipped")
 
 
@@ -54,6 +55,8 @@ class Config:
     """Training steps of a run."""
     run_dir: Path = Path("runs/stories_claims")
     """Folder of the runs. A run that is there is not repeated."""
+    only: tuple[str, ...] = ()
+    """Settings to run now, by name. None: all."""
     numbers: Path | None = None
     """File of numbers that the answer is added to. None: only the runs are made."""
 
@@ -66,8 +69,10 @@ def main(config: Config) -> None:
     """
     model = load_model(ModelOptions(model=config.model), seed=0)
     programs: dict[str, Programs] = {}  # a setting's programs serve all of its seeds
+    if unknown := set(config.only) - QUESTION.settings.keys():
+        raise UsageError(f"there is no setting {', '.join(unknown)}: name some of {', '.join(QUESTION.settings)}")
     for seed, (row, options) in product(range(config.num_seeds), QUESTION.settings.items()):
-        if not (file := file_of(config, options, seed)).exists():
+        if row in (config.only or QUESTION.settings) and not (file := file_of(config, options, seed)).exists():
             Console().print(f"seed {seed} of {row}", markup=False)
             make_run(file, model, options, config_of(options, seed, config.steps), programs, row)
     if config.numbers:
@@ -112,7 +117,9 @@ def make_run(
     models = {"policy": model.params}
     _, end = train_with_evaluation(models, task, config, run, programs[row], phase=PHASES[0], start=start)
     lines = [line for line in run.lines() if "reward" in line]
-    metrics = {name: [line[name] for line in lines] for name in METRICS} | {"gold": [line["reward"] for line in lines]}
+    metrics: dict[str, Any] = {name: [line[name] for line in lines] for name in METRICS} | {
+        "gold": [line["reward"] for line in lines]
+    }
     described = [describe(*held) for held in (start, end)]
     metrics |= {name: [it[name] for it in described] for name in ("kl", "repeated")}
     scores = [np.column_stack([held.evaluation.scores, held.evaluation.greedy]) for held in (start, end)]
@@ -138,15 +145,24 @@ def file_of(config: Config, options: Mapping[str, Any], seed: int) -> Path:
 
 
 def answer_of(config: Config) -> dict[str, Any]:
-    """Returns the answer to the question, of runs that are all on disk."""
-    runs, seeds, seconds = {}, range(config.num_seeds), 0.0
+    """Returns the answer to the question, of the settings whose runs are all on disk."""
+    runs, seeds, seconds = dict[str, Runs](), range(config.num_seeds), 0.0
     for row, options in QUESTION.settings.items():
-        results = [read_run(file_of(config, options, seed)) for seed in seeds]
-        stacked = {name: np.stack([run[name] for run in results]) for name in results[0]}
-        stacked["diverged"] = np.zeros(stacked["gold"].shape, bool)  # a run that diverges ends with an error
-        seconds += float(stacked.pop("seconds").sum())
-        runs[row] = Runs(Setting(None, "grpo", options, {}), stacked, stacked.pop("scores"))
-    return measure(None, QUESTION, runs) | {
+        files = [file_of(config, options, seed) for seed in seeds]
+        if all(file.exists() for file in files):
+            results = [read_run(file) for file in files]
+            stacked = {name: np.stack([run[name] for run in results]) for name in results[0]}
+            stacked["diverged"] = np.zeros(stacked["gold"].shape, bool)  # a run that diverges ends with an error
+            seconds += float(stacked.pop("seconds").sum())
+            runs[row] = Runs(Setting(TESTBED, "grpo", options, {}), stacked, stacked.pop("scores"))
+    known = runs.keys() | QUESTION.starts.keys()
+    question = replace(
+        QUESTION,
+        claims=[it for it in QUESTION.claims if known >= set(it.rows)],
+        also=[it for it in QUESTION.also if known >= set(it.rows)],
+        curves=[row for row in QUESTION.curves if row in known],
+    )
+    return measure_runs(question, runs) | {
         "seconds": seconds,
         "seeds": list(seeds),
         "machine": hardware(),
