@@ -28,6 +28,9 @@ WHY_UNLEARNED = "no setting's score rose above its start by more than chance, so
 MARKS = "¹²³⁴⁵⁶⁷⁸⁹"  # of the notes below the table
 PLACES = ("at the end", "on the way")  # of a score
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
+PRETRAINED = (
+    "Four claims were repeated in 200 steps of stories260K, a pretrained language model of 260,000 parameters. "
+)
 AS_CLAIMED = ", as claimed"
 FAR = 1.96  # standard errors between two means: by chance one claim in twenty
 
@@ -170,10 +173,11 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
     link, words = f"docs/{folder.name}/", Counter(numbers.claims[it.id].verdict for it in asked.CLAIMS)
     families = Counter(claim.family for claim in asked.CLAIMS)
     looks = sorted({it.seeds for it in numbers.claims.values() if it.seeds})
+    has_retests = "stories" in numbers.questions
     last, curves = max(looks, default=0), folder / "ppo_vs_grpo_curves.png"
     says = "GRPO or PPO: scores during training; a coin toss has random rewards"
     open_claims = [(it, of) for it in asked.CLAIMS if (of := numbers.claims[it.id]).verdict == "undecided"]
-    notes = [it.note for it in asked.HEADLINES if it.note]
+    notes = [cite(it.note, numbers) for it in asked.HEADLINES if it.note]
     again = [f"[Asked again]({link}replication.md) on another machine, {agreement(numbers, it)}." for it in others]
     return _fill(
         "results",
@@ -200,8 +204,8 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
             ],
         ),
         looks=", ".join(map(str, looks)),
-        retests=f"The claims on stories260K have a rule of their own, on [their page]({link}stories.md)."
-        * ("stories" in numbers.questions),
+        pretrained=PRETRAINED * has_retests,
+        retests=f"The claims on stories260K have a rule of their own, on [their page]({link}stories.md)." * has_retests,
         look=f" --look {last}" if last > SIZES[numbers.preset].seeds else "",
         machines=_machines(numbers),
         source=numbers.source,
@@ -290,6 +294,8 @@ def cite(text: str, numbers: Numbers) -> str:
         result = numbers.questions.get(name)
         if result is None:
             return "–"
+        if path == ["seeds"]:
+            return str(result.seeds)
         if len(path) == 2:
             return number(result.rows[path[0]][path[1]])
         return next(with_interval("difference", it.interval) for it in result.also if it.measure == path[0])

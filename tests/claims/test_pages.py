@@ -131,7 +131,8 @@ def test_every_number_on_the_page_follows_from_the_values_of_seeds():
     expected = set()
     for answer in known.values():
         for key, (values, _) in answer["primary"].items():
-            expected |= strings_of(values, BY_ID[key].scale)
+            for look in (10, 20, 40):  # the one that decided
+                expected |= strings_of(values[:look], BY_ID[key].scale)
         for it in answer["also"]:
             expected |= strings_of(it["values"])
         for columns in answer["rows"].values():
@@ -139,7 +140,7 @@ def test_every_number_on_the_page_follows_from_the_values_of_seeds():
                 expected |= strings_of(values)
     for headline in HEADLINES:
         for row in headline.evidence:
-            if row.rows:
+            if row.rows and row.question in known:
                 one, other = (known[row.question]["rows"][name] for name in row.rows)
                 for column in one:
                     expected |= strings_of(np.subtract(one[column], other[column]))
