@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from scipy import stats
@@ -16,6 +17,8 @@ from experiments.claims import answers, figures, numbers, pages, reproduce
 from experiments.claims.bench import Bench, Config
 from experiments.claims.numbers import Decision, Interval
 from experiments.claims.questions import BY_ID, CLAIMS, COIN, HEADLINES, PAGES, QUESTIONS, START
+from experiments.claims.testbeds import ADDITIONS, WORDS
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.files import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -151,9 +154,12 @@ def test_every_number_on_the_page_follows_from_the_values_of_seeds():
     assert set(numbers_on_page) - expected == set()
     for at_most in re.findall(r"a lead is at most (\d\.\d+)", page):
         assert any(f"−{at_most}, " in it or f"+{at_most}]" in it for it in expected)
+    for testbed in (ADDITIONS, WORDS):
+        shapes = jax.eval_shape(decoder_policy(testbed.model).init, jax.random.key(0))
+        assert f"{round(sum(leaf.size for leaf in jax.tree.leaves(shapes)), -3):,} parameters" in page
     # The sentences themselves have no measured numbers.
     written = "".join((*PAGES["findings"], PAGES["texts"]["results"], *(it.note for it in HEADLINES)))
-    assert set(re.findall(r"\d+\.\d+", written)) <= {"0.02", "0.01", "0.0017", "2504.13837"}
+    assert set(re.findall(r"\d+\.\d+", written)) <= {"0.01", "0.02", "0.0017", "0.8", "2504.13837"}
 
 
 def test_the_file_has_the_values_of_all_seeds_and_their_checksum(config, tmp_path):
