@@ -1,7 +1,7 @@
 """Four claims again on stories260K, a pretrained language model: the runs of `questions/stories.toml`.
 
 Each setting is run with each seed, and a run whose file is on disk is not repeated: after a stop the same command
-continues. When all runs are there, their numbers are added to a file of numbers, of which
+continues. `--numbers` then adds the settings whose runs are all there to a file of numbers, of which
 `experiments.claims.reproduce --numbers` makes the pages.
 
   python -m experiments.claims.pretrained --model DIR --numbers docs/results/numbers.json
@@ -67,14 +67,20 @@ def main(config: Config) -> None:
     Raises:
       UsageError: There is no model, or a run or the file of numbers cannot be used.
     """
-    model = load_model(ModelOptions(model=config.model), seed=0)
-    programs: dict[str, Programs] = {}  # a setting's programs serve all of its seeds
     if unknown := set(config.only) - QUESTION.settings.keys():
         raise UsageError(f"there is no setting {', '.join(unknown)}: name some of {', '.join(QUESTION.settings)}")
+    model = load_model(ModelOptions(model=config.model), seed=0)
+    programs: dict[str, Programs] = {}  # a setting's programs serve all of its seeds
     for seed, (row, options) in product(range(config.num_seeds), QUESTION.settings.items()):
-        if row in (config.only or QUESTION.settings) and not (file := file_of(config, options, seed)).exists():
+        file = file_of(config, options, seed)
+        if row in (config.only or QUESTION.settings) and not file.exists():
             Console().print(f"seed {seed} of {row}", markup=False)
-            make_run(file, model, options, config_of(options, seed, config.steps), programs, row)
+            run_config = config_of(options, seed, config.steps)
+            task = make_task(model, run_config)
+            if row not in programs:
+                advantages = options.get("advantages", run_config.loss.preset)
+                programs[row] = make_setting_programs(model, task, run_config, advantages)
+            make_run(file, model, task, run_config, programs[row])
     if config.numbers:
         add_answer(config.numbers, QUESTION.name, answer_of(config))
 
@@ -88,34 +94,32 @@ def config_of(options: Mapping[str, Any], seed: int, steps: int) -> GRPOConfig:
     return recipe(**BASE | changed, steps=steps, seed=seed, checkpoint_every=0, rollouts_every=0)
 
 
-def make_run(
-    file: Path, model: Loaded, options: Mapping[str, Any], config: GRPOConfig, programs: dict[str, Programs], row: str
-) -> None:
+def make_task(model: Loaded, config: GRPOConfig) -> Task:
+    """Returns the task of happy stories for a run."""
+    return stories_task(
+        model.pretrained.tokenizer,
+        model.pretrained.eos_ids,
+        vocab_size=model.pretrained.config.vocab_size,
+        num_prompts=config.sampling.num_prompts,
+        seed=config.seed,
+    )
+
+
+def make_run(file: Path, model: Loaded, task: Task, config: GRPOConfig, programs: Programs) -> None:
     """Trains a setting with one seed, and writes its metrics and held-out rewards.
 
     Args:
       file: The file to write. The run has a folder of the same name.
       model: The start.
-      options: The options of the setting.
+      task: The task with the seed of the run.
       config: The configuration of the run.
-      programs: The programs by row, to which those of a new row are added.
-      row: The name of the setting.
+      programs: The programs of the setting.
     """
-    started, pretrained = time.perf_counter(), model.pretrained
-    task = stories_task(
-        pretrained.tokenizer,
-        pretrained.eos_ids,
-        vocab_size=pretrained.config.vocab_size,
-        num_prompts=config.sampling.num_prompts,
-        seed=config.seed,
-    )
-    if row not in programs:
-        programs[row] = make_setting_programs(model, task, config, options.get("advantages", config.loss.preset))
-    run = RunFolder(file.with_suffix(""), options_of(config) | dict(options), console=Console(quiet=True))
+    started, models = time.perf_counter(), {"policy": model.params}
+    run = RunFolder(file.with_suffix(""), options_of(config), console=Console(quiet=True))
     describe = make_description(model.policy, model.params, config)
-    start = evaluate_heldout(programs[row], model.params, task, config, run)
-    models = {"policy": model.params}
-    _, end = train_with_evaluation(models, task, config, run, programs[row], phase=PHASES[0], start=start)
+    start = evaluate_heldout(programs, model.params, task, config, run)
+    _, end = train_with_evaluation(models, task, config, run, programs, phase=PHASES[0], start=start)
     lines = [line for line in run.lines() if "reward" in line]
     metrics: dict[str, Any] = {name: [line[name] for line in lines] for name in METRICS} | {
         "gold": [line["reward"] for line in lines]
