@@ -31,6 +31,7 @@ UNKNOWN = Interval(math.nan, math.nan, math.nan)
 PRETRAINED = (
     "Four claims were repeated in 200 steps of stories260K, a pretrained language model of 260,000 parameters. "
 )
+NOT_MEASURED = "–"
 AS_CLAIMED = ", as claimed"
 FAR = 1.96  # standard errors between two means: by chance one claim in twenty
 
@@ -94,7 +95,7 @@ def _draw(numbers: Numbers, folder: Path, before: Path) -> None:
 def with_interval(scale: Scale, interval: Interval) -> str:
     """Returns a claim's number with its bounds: "+0.012 [−0.003, +0.027]", or "× 1.03 [0.97, 1.10]" of a ratio."""
     if math.isnan(interval.mean):
-        return "–"
+        return NOT_MEASURED
     mean, *bounds = (f"{math.exp(x):.3g}" if scale == "ratio" else f"{x:+z.3f}".replace("-", "−") for x in interval)
     return ("× " if scale == "ratio" else "") + mean + ("" if math.isnan(interval.low) else f" [{', '.join(bounds)}]")
 
@@ -173,6 +174,7 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
     link, words = f"docs/{folder.name}/", Counter(numbers.claims[it.id].verdict for it in asked.CLAIMS)
     families = Counter(claim.family for claim in asked.CLAIMS)
     looks = sorted({it.seeds for it in numbers.claims.values() if it.seeds})
+    findings = [cite(text, numbers) for text in asked.PAGES["findings"]]
     has_retests = "stories" in numbers.questions
     last, curves = max(looks, default=0), folder / "ppo_vs_grpo_curves.png"
     says = "GRPO or PPO: scores during training; a coin toss has random rewards"
@@ -188,7 +190,7 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
         num_prompts=numbers.num_prompts,
         preset=numbers.preset,
         smoke="This is a test of whether it works: the numbers mean nothing." * (numbers.preset == "smoke"),
-        findings="\n".join(f"- {cite(text, numbers)}" for text in asked.PAGES["findings"]),
+        findings="\n".join(f"- {it}" for it in findings if NOT_MEASURED not in it),
         headlines=_headlines_table(numbers, link),
         notes=" ".join(f"{mark} {note}" for mark, note in zip(MARKS, notes, strict=False)),
         verdicts=", ".join(f"{words[word]} {word}" for word in (*VERDICTS[1:], VERDICTS[0], "undecided")),
@@ -293,12 +295,14 @@ def cite(text: str, numbers: Numbers) -> str:
             return _ours(asked.BY_ID[name], numbers.claims[name])
         result = numbers.questions.get(name)
         if result is None:
-            return "–"
+            return NOT_MEASURED
         if path == ["seeds"]:
             return str(result.seeds)
         if len(path) == 2:
             return number(result.rows[path[0]][path[1]])
-        return next(with_interval("difference", it.interval) for it in result.also if it.measure == path[0])
+        return next(
+            (with_interval("difference", it.interval) for it in result.also if it.measure == path[0]), NOT_MEASURED
+        )
 
     return re.sub(r"\{([^{}]+)\}", lookup, text)
 
