@@ -174,12 +174,11 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
     link, words = f"docs/{folder.name}/", Counter(numbers.claims[it.id].verdict for it in asked.CLAIMS)
     families = Counter(claim.family for claim in asked.CLAIMS)
     looks = sorted({it.seeds for it in numbers.claims.values() if it.seeds})
-    findings = [cite(text, numbers) for text in asked.PAGES["findings"]]
     has_retests = "stories" in numbers.questions
     last, curves = max(looks, default=0), folder / "ppo_vs_grpo_curves.png"
     says = "GRPO or PPO: scores during training; a coin toss has random rewards"
     open_claims = [(it, of) for it in asked.CLAIMS if (of := numbers.claims[it.id]).verdict == "undecided"]
-    notes = [cite(it.note, numbers) for it in asked.HEADLINES if it.note]
+    notes = [" ".join(_measured(it.note, numbers)) for it in asked.HEADLINES if it.note]
     again = [f"[Asked again]({link}replication.md) on another machine, {agreement(numbers, it)}." for it in others]
     return _fill(
         "results",
@@ -190,7 +189,7 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
         num_prompts=numbers.num_prompts,
         preset=numbers.preset,
         smoke="This is a test of whether it works: the numbers mean nothing." * (numbers.preset == "smoke"),
-        findings="\n".join(f"- {it}" for it in findings if NOT_MEASURED not in it),
+        findings="\n".join(f"- {it}" for it in _measured(asked.PAGES["findings"], numbers)),
         headlines=_headlines_table(numbers, link),
         notes=" ".join(f"{mark} {note}" for mark, note in zip(MARKS, notes, strict=False)),
         verdicts=", ".join(f"{words[word]} {word}" for word in (*VERDICTS[1:], VERDICTS[0], "undecided")),
@@ -284,6 +283,11 @@ def _ahead(sides: Sequence[str], differences: Mapping[str, Interval], verdicts: 
     if len(set(words.values())) == 1 and words.keys() == differences.keys():
         return next(iter(words.values()))
     return "; ".join(f"{word} {place}" for place, word in words.items())
+
+
+def _measured(texts: Sequence[str], numbers: Numbers) -> list[str]:
+    """Returns the sentences whose numbers are measured, with their numbers."""
+    return [it for it in (cite(text, numbers) for text in texts) if NOT_MEASURED not in it]
 
 
 def cite(text: str, numbers: Numbers) -> str:

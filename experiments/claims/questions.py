@@ -99,7 +99,7 @@ class Headline:
 
     question: str
     evidence: Sequence[Evidence]
-    note: str = ""  # what a reader must know to take the answer for no more than it is
+    note: Sequence[str] = ()  # sentences that a reader needs to take the answer for no more than it is
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def test_every_number_on_the_page_follows_from_the_values_of_seeds():
         shapes = jax.eval_shape(decoder_policy(testbed.model).init, jax.random.key(0))
         assert f"{round(sum(leaf.size for leaf in jax.tree.leaves(shapes)), -3):,} parameters" in page
     # The sentences themselves have no measured numbers.
-    written = "".join((*PAGES["findings"], PAGES["texts"]["results"], *(it.note for it in HEADLINES)))
+    written = "".join((*PAGES["findings"], PAGES["texts"]["results"], *("".join(it.note) for it in HEADLINES)))
     written = re.sub(r"\{[^{}]*\}", "", written)  # names of numbers
     assert set(re.findall(r"\d+\.\d+", written)) <= {"0.01", "0.02", "0.04", "0.0017", "0.8", "2504.13837"}
 
