@@ -143,8 +143,9 @@ def test_every_number_on_the_page_follows_from_the_values_of_seeds():
                 expected |= strings_of(values)
     for headline in HEADLINES:
         for row in headline.evidence:
-            if row.rows and row.question in known:
-                one, other = (known[row.question]["rows"][name] for name in row.rows)
+            rows = known[row.question]["rows"]
+            if row.rows and set(row.rows) <= rows.keys():  # measured so far
+                one, other = (rows[name] for name in row.rows)
                 for column in one:
                     expected |= strings_of(np.subtract(one[column], other[column]))
     text = (ROOT / "RESULTS.md").read_text()
