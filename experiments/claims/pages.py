@@ -250,7 +250,7 @@ def _evidence(row: Evidence, numbers: Numbers, link: str) -> tuple[str, ...]:
         row.model,
         _ahead(row.sides, differences, verdicts),
         *cells,
-        str(result.seeds),
+        str(result.seeds if differences else 0),
     )
 
 
