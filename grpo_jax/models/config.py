@@ -8,6 +8,7 @@ from grpo_jax.options import Fraction, above, between, check_types
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 Norms = Literal["before", "after", "around"]
+FileLayout = Literal["llama", "glm4"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layer", "offload"]
 Router = Literal["trained", "frozen"]
@@ -91,9 +92,8 @@ class Rotation(NamedTuple):
 class ModelConfig:
     """A decoder-only transformer: RMS norm, rotary positions, gated MLP, grouped-query attention.
 
-    It describes Llama (including SmolLM), Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2, Gemma, Gemma 2 and Gemma 3, and with
-    experts Mixtral and Qwen3-MoE. Names follow config.json. The model lacks a part whose field is None or empty, unless
-    the field says otherwise.
+    It describes the families of `families.FAMILIES`. Names follow config.json. The model lacks a part whose field is
+    None or empty, unless the field says otherwise.
     """
 
     vocab_size: Annotated[int, between(1, 10**8)]
@@ -105,15 +105,21 @@ class ModelConfig:
     head_dim: Annotated[int, between(1, 10**6)] = 16
     rope_theta: _Number = 10000.0
     rope_scaling: RopeScaling | None = None
-    rope_local_base_freq: _Number | None = None  # theta in layers with a window, without scaling: Gemma 3
+    rope_local_base_freq: _Number | None = None  # theta in layers with a window, without scaling: Gemma 3, OLMo 3
     unrotated_layers: tuple[int, ...] = ()  # the 0s of no_rope_layers: SmolLM3
-    partial_rotary_factor: Fraction = 1.0  # the share of a head's features that is rotated: Qwen3.5
+    partial_rotary_factor: Fraction = 1.0  # the share of a head's features that is rotated: Qwen3.5, GLM-4
     rms_norm_eps: Fraction = 1e-6
-    # Norms of attention and of the MLP: on their input, on their output (OLMo 2), or on both (Gemma 2 and 3).
+    # Norms of attention and of the MLP: on their input, on their output (OLMo), or on both (Gemma 2 and 3, GLM-4).
     norms: Norms = "before"
     zero_centered_norms: bool = False  # scales are 1 + w: Gemma
-    embedding_multiplier: _Number = 1.0  # √hidden_size: Gemma
+    embedding_multiplier: _Number = 1.0  # √hidden_size: Gemma; any number: Granite
+    residual_multiplier: _Number = 1.0  # of the outputs of attention and of the MLP, before they are added: Granite
+    attention_multiplier: _Number | None = None  # scores are q·k times this; None: see query_pre_attn_scalar. Granite
+    logits_scaling: _Number = 1.0  # the divisor of the last norm's output, and thus of the logits: Granite
     hidden_act: Activation = "silu"  # Gemma: gelu_pytorch_tanh
+    # The tensors in files. "glm4": the two features of a rotated pair lie side by side, gate_proj and up_proj are one
+    # tensor, and norms have other names.
+    file_layout: FileLayout = "llama"
     tie_word_embeddings: bool = True
     qkv_bias: bool = False  # Qwen2; Llama and Qwen3 with attention_bias
     o_bias: bool = False  # Llama and Qwen3 with attention_bias

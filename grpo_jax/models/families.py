@@ -89,6 +89,7 @@ def config_to_huggingface(config: ModelConfig) -> File:
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")  # Gemma's
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")  # Granite's
 _SAME = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range")
 
 
@@ -124,7 +125,7 @@ def _complete(file: File) -> File:
 def _fields(file: File) -> Fields:
     """Returns the fields that a complete file determines, without the constants of its family."""
     heads, layers = file["num_attention_heads"], file["num_hidden_layers"]
-    fields = {name: file[name] for name in (*_SIZES, *_SAME, *_CAPS) if file.get(name) is not None}
+    fields = {name: file[name] for name in (*_SIZES, *_SAME, *_CAPS, *_MULTIPLIERS) if file.get(name) is not None}
     fields = {"head_dim": file["hidden_size"] // heads} | fields | _rope(file) | _experts(file)
     fields |= dict.fromkeys(("qkv_bias", "o_bias"), bool(file.get("attention_bias")))
     fields |= {"mlp_bias": bool(file.get("mlp_bias"))}
@@ -174,11 +175,12 @@ def _file(model_type: str, config: ModelConfig) -> File:
     """Returns the entries of a config.json of this family, by the names of its class in transformers."""
     known = _config_class(model_type)().to_dict()
     rope: dict[str, Any] = _rope_parameters(config)
-    written = {name: getattr(config, name) for name in (*_SIZES, *_SAME, *_CAPS, "sliding_window", "mlp_bias")}
+    names = (*_SIZES, *_SAME, *_CAPS, *_MULTIPLIERS, "sliding_window", "mlp_bias")
+    written = {name: getattr(config, name) for name in names}
     written |= config.experts._asdict() | {"num_local_experts": config.experts.num_experts} if config.experts else {}
     written |= {
         "hidden_activation": config.hidden_act,
-        "attention_bias": config.o_bias,
+        "attention_bias": config.qkv_bias,
         "use_sliding_window": config.sliding_window is not None,
         "layer_types": [
             "linear_attention" if form.mixer == "delta" else "sliding_attention" if window else "full_attention"
@@ -198,7 +200,7 @@ def _file(model_type: str, config: ModelConfig) -> File:
     if "full_attention" in known["rope_parameters"]:
         local = config.rope_local_base_freq or config.rope_theta
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
-        always["rope_local_base_freq"] = local
+        always |= {"rope_local_base_freq": local} if model_type == "gemma3_text" else {}
     return written | always | {"rope_parameters": rope, "rope_theta": config.rope_theta}
 
 
@@ -226,7 +228,7 @@ def _refused(file: File) -> str:
 
 
 def _rope(file: File) -> Fields:
-    """Returns the base and the scaling. In Gemma 3, layers with a window have a different base and no scaling."""
+    """Returns the base and the scaling. In Gemma 3 and OLMo 3, layers with a window have their base and no scaling."""
     rope, local = file["rope_parameters"], None
     if "full_attention" in rope:
         rope, local = rope["full_attention"], rope["sliding_attention"]
@@ -234,7 +236,7 @@ def _rope(file: File) -> Fields:
             raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
     fields = {"rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, file)}
     if (share := rope.get("partial_rotary_factor")) not in (None, 1.0):
-        if FAMILIES[file["model_type"]][1] is not _QWEN_NEXT:
+        if file["model_type"] not in _PARTLY_ROTATED:
             raise UsageError(f"partial_rotary_factor {abbreviate(share)} is not supported in this family")
         fields["partial_rotary_factor"] = share
     return fields if local is None else fields | {"rope_local_base_freq": local["rope_theta"]}
@@ -251,6 +253,7 @@ def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
     return RopeScaling(**{"original_max_position_embeddings": file["max_position_embeddings"]} | fields)
 
 
+_PARTLY_ROTATED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4")
 _SCALINGS = get_args(get_type_hints(RopeScaling)["rope_type"])
 
 
@@ -271,6 +274,7 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 _QWEN_NEXT: Fields = {"qk_norm": True, "zero_centered_norms": True, "gated_attention": True}
+_OLMO: Fields = {"norms": "after", "qk_norm": True, "qk_norm_across_heads": True}
 _GEMMA: Fields = {"zero_centered_norms": True}
 # By model_type: the family's name in class names, such as LlamaForCausalLM, and the fields that all its models share.
 # A configuration that fits several families is written as the first of them.
@@ -280,7 +284,10 @@ FAMILIES: dict[str, tuple[str, Fields]] = {
     "qwen2": ("Qwen2", {"qkv_bias": True}),
     "qwen3": ("Qwen3", {"qk_norm": True}),
     "smollm3": ("SmolLM3", {}),
-    "olmo2": ("Olmo2", {"norms": "after", "qk_norm": True, "qk_norm_across_heads": True}),
+    "olmo2": ("Olmo2", _OLMO),
+    "olmo3": ("Olmo3", _OLMO),
+    "granite": ("Granite", {}),
+    "glm4": ("Glm4", {"norms": "around", "file_layout": "glm4", "o_bias": False}),
     "gemma": ("Gemma", _GEMMA),
     "gemma2": ("Gemma2", _GEMMA | {"norms": "around"}),
     "gemma3_text": ("Gemma3", _GEMMA | {"norms": "around", "qk_norm": True}),

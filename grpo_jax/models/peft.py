@@ -72,8 +72,11 @@ def adapter_config(*, rank: int, alpha: float, targets: Iterable[str], base: str
 def adaptable(config: ModelConfig) -> tuple[Target, ...]:
     """Returns the projections of a family whose adapters PEFT can hold, because they are modules in transformers."""
     layers = tensor_layout(config)["layers"]
-    fused = {name for block, name in sites(layers) if not _is_module(layers[block][name]["kernel"])}
-    return tuple(name for name in dict.fromkeys(name for _, name in sites(layers)) if name not in fused)
+    names = dict.fromkeys(name for _, name in sites(layers))
+    impossible = {name for block, name in sites(layers) if not layers[block][name]["kernel"].is_module}
+    if len(layers.keys() & {"mlp", "experts", "shared_expert"}) > 1:  # PEFT takes the names of experts only for experts
+        impossible |= layers["experts"].keys()
+    return tuple(name for name in names if name not in impossible)
 
 
 def targets_of(config: ModelConfig, targets: Sequence[Target]) -> tuple[Target, ...]:
@@ -86,10 +89,6 @@ def targets_of(config: ModelConfig, targets: Sequence[Target]) -> tuple[Target, 
     if tuple(targets) != TARGETS and set(targets) - set(possible):
         raise UsageError(f"lora_targets is {tuple(targets)}: choose among {possible} for this model")
     return tuple(name for name in targets if name in possible)
-
-
-def _is_module(tensor: Tensor) -> bool:
-    return tensor.part is None and tensor.name.endswith(".weight")
 
 
 def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, base: str) -> Path:
@@ -105,17 +104,21 @@ def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, ba
       The folder.
 
     Raises:
-      UsageError: The folder is in use.
+      UsageError: The folder is in use, or PEFT cannot hold an adapter.
     """
-    layers, tensors = params.adapters["layers"], {}
+    layers, tensors, layout = params.adapters["layers"], {}, tensor_layout(config)["layers"]
+    if impossible := {name for _, name in sites(layers)} - set(adaptable(config)):
+        raise UsageError(f"PEFT cannot hold adapters of {sorted(impossible)} in this family: export merged weights")
     for block, name in sites(layers):
         a, b = (np.asarray(layers[block][name][matrix]) for matrix in "ab")
         stacked, rank = split_shape(name, params.base["layers"][block][name]["kernel"].shape)[0], a.shape[-1]
         a, b = a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1)
+        tensor = layout[block][name]["kernel"]
         for numbers in np.ndindex(stacked):
-            stem = _peft_name(config, block, name, numbers)
+            stem = _peft_name(tensor, numbers)
             tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[numbers].T)
-            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[numbers].T)
+            tensors[f"{stem}.lora_B.weight"] = np.empty((b.shape[-1], rank), b.dtype)
+            tensor.put_leaf(tensors[f"{stem}.lora_B.weight"], b[numbers])
     targets = {name.split(".")[-3] for name in tensors}
     options = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
     with complete_or_not_at_all(folder) as partial:
@@ -163,15 +166,18 @@ def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Ada
             there = by_name[name]._asdict() if name in by_name else "missing"
             raise UsageError(f"{folder}: {name} must be floats of shape {shape}, but is {there}")
         left.discard(name)
-        return read_tensor(by_name, name).astype(np.float32).T
+        return read_tensor(by_name, name).astype(np.float32)
 
     layers: dict[str, Any] = {}
-    for block, name in sites(params["layers"]):
+    layout = tensor_layout(config)["layers"]
+    for block, name in sites(params["layers"], adaptable(config)):
         stacked, inputs, outputs = split_shape(name, params["layers"][block][name]["kernel"].shape)
-        stems = [_peft_name(config, block, name, place) for place in np.ndindex(stacked)]
+        tensor = layout[block][name]["kernel"]
+        stems = [_peft_name(tensor, place) for place in np.ndindex(stacked)]
         if f"{stems[0]}.lora_A.weight" in by_name:
-            a = [take(f"{stem}.lora_A.weight", (rank, math.prod(inputs))) for stem in stems]
-            b = [take(f"{stem}.lora_B.weight", (math.prod(outputs), rank)) for stem in stems]
+            a = [take(f"{stem}.lora_A.weight", (rank, math.prod(inputs))).T for stem in stems]
+            shape = math.prod(outputs), rank
+            b = [tensor.to_leaf(take(f"{stem}.lora_B.weight", shape), shape[::-1]) for stem in stems]
             layers.setdefault(block, {})[name] = {
                 "a": jnp.asarray(np.stack(a).reshape(*stacked, *inputs, rank)),
                 "b": jnp.asarray(np.stack(b).reshape(*stacked, rank, *outputs)),
@@ -182,9 +188,6 @@ def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Ada
     return Adapted(params, {"layers": layers}, jnp.float32(scale))
 
 
-def _peft_name(config: ModelConfig, block: str, name: str, place: tuple[int, ...]) -> str:
+def _peft_name(tensor: Tensor, place: tuple[int, ...]) -> str:
     """Returns the name of a projection in PEFT's files. Each expert has a module, as in transformers 4."""
-    tensor = tensor_layout(config)["layers"][block][name]["kernel"]
-    if not _is_module(tensor):
-        raise UsageError(f"PEFT cannot hold adapters of {name} in this family: export merged weights instead")
     return f"base_model.model.{tensor.name_at(place).removesuffix('.weight')}"

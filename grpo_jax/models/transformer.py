@@ -103,6 +103,12 @@ def embed(config: ModelConfig, params: Params, ids: jax.Array, rows: Any) -> jax
     return x
 
 
+def last_states(config: ModelConfig, params: Params, x: jax.Array, rows: Any) -> jax.Array:
+    """Normalises the output of the last layer, `[N, M, D]`, so that its products with the unembedding are logits."""
+    x = spread(norm(config).apply({"params": params["final_norm"]}, x), rows)
+    return x if config.logits_scaling == 1 else x / config.logits_scaling
+
+
 def compute_rows(
     config: ModelConfig, variables: Collections, ids: jax.Array, geometry: Geometry, *, has_gradient: bool = False
 ) -> tuple[jax.Array, Results]:
@@ -131,7 +137,7 @@ def compute_rows(
     unroll = has_gradient and unrolls(config, quantised=holds_quantised(params))
     layers = {name: tree["layers"] for name, tree in variables.items()}
     x, results = scan_layers(config, step, embed(config, params, ids, BATCH), layers, unroll=unroll)
-    return spread(norm(config).apply({"params": params["final_norm"]}, x), BATCH), results
+    return last_states(config, params, x, BATCH), results
 
 
 def compute_next(
@@ -166,8 +172,7 @@ def compute_next(
         x, layer_cache, routing = Block(config, form).apply(layer, x, geometry, kind, past)  # type: ignore[misc]
         caches.append(layer_cache)
         routings += [] if routing is None else [routing]
-    hidden = spread(norm(config).apply({"params": params["final_norm"]}, x), DATA)
-    return hidden, tuple(caches), routings
+    return last_states(config, params, x, DATA), tuple(caches), routings
 
 
 # The values of a layer saved for the backward pass. From them it computes the rest with no product but the scores.
@@ -223,7 +228,8 @@ class Block(nn.Module):
             return x if config.norms == "after" else norm(config, name)(x)
 
         def after(name: str, x: jax.Array) -> jax.Array:
-            return x if config.norms == "before" else norm(config, name)(checkpoint_name(x, "output"))
+            x = x if config.norms == "before" else norm(config, name)(checkpoint_name(x, "output"))
+            return x if config.residual_multiplier == 1 else x * config.residual_multiplier
 
         x = checkpoint_name(spread(x, rows), "input")
         normed = before("input_norm", x)
@@ -280,9 +286,11 @@ class Attention(nn.Module):
         queries, gate = jnp.split(queries, [features], axis=-1)
         queries, keys = rotated("q", queries), rotated("k", keys)
         queries = queries.reshape(*x.shape[:2], kv_heads, heads // kv_heads, features)
-        scalar = config.query_pre_attn_scalar
+        scale = config.attention_multiplier
+        if config.query_pre_attn_scalar is not None:
+            scale = config.query_pre_attn_scalar**-0.5
         sinks = self.param("sinks", _declared, (heads,)) if config.attention_sinks else None
-        scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping, sinks)
+        scores = Scores(scale, config.attn_logit_softcapping, sinks)
         if past is None:
             attended, saved = attend_rows(queries, keys, values, masks, geometry.reaches, config.attention, scores)
         else:

@@ -58,6 +58,12 @@ class Tensor(NamedTuple):
         """The number of leading axes of the leaf, layers and then experts, that are separate tensors in the folder."""
         return self.name.count("{}")
 
+    @property
+    def is_module(self) -> bool:
+        """True if transformers has a linear layer for the leaf, whose rows may be in another order."""
+        is_whole = self.part is None or (isinstance(self.part, np.ndarray) and len(self.part) == self.shape[0])
+        return is_whole and self.name.endswith(".weight")
+
     def name_at(self, place: Sequence[int]) -> str:
         """Returns the name of the tensor at this place of the leaf's stacked axes."""
         return self.name.format(self.layers[place[0]], *place[1:]) if place else self.name
@@ -82,7 +88,7 @@ def headed_layout(config: ModelConfig) -> Headed:
 
 # Names of norms in the parameters and in folders. In folders post_attention_layernorm is the norm before the MLP or, in
 # models with output norms, the norm after attention.
-_NORMS = {
+_NORMS: dict[str, dict[str, str]] = {
     "before": {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
     "after": {
         "attention_output_norm": "post_attention_layernorm",
@@ -93,6 +99,12 @@ _NORMS = {
         "attention_output_norm": "post_attention_layernorm",
         "post_attention_norm": "pre_feedforward_layernorm",
         "mlp_output_norm": "post_feedforward_layernorm",
+    },
+    "glm4": {
+        "input_norm": "input_layernorm",
+        "attention_output_norm": "post_self_attn_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "mlp_output_norm": "post_mlp_layernorm",
     },
 }
 
@@ -117,10 +129,16 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     out_sizes = {"gate_proj": inner, "up_proj": inner}
     mlp = _linears(f"{layer}.mlp", width, out_sizes, config.mlp_bias)
     mlp |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
+    if config.file_layout == "glm4":
+        attention |= {name: _from_adjacent_pairs(config, attention[name]) for name in ("q_proj", "k_proj")}
+        both = Tensor(f"{layer}.mlp.gate_up_proj.weight", (2 * inner, width), True)
+        parts = {"gate_proj": np.s_[:inner], "up_proj": np.s_[inner:]}
+        mlp |= {name: {"kernel": both._replace(part=part)} for name, part in parts.items()}
     modules: dict[str, Any] = {"attention": attention, "mlp": mlp}
     if config.delta:
         modules["delta"] = _delta_layout(config, config.delta)
-    modules |= {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in _NORMS[config.norms].items()}
+    norms = _NORMS["glm4" if config.file_layout == "glm4" else config.norms]
+    modules |= {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in norms.items()}
     if config.experts:
         modules["experts"] = _experts_layout(config, config.experts)
         if shared := config.experts.shared_expert_intermediate_size:
@@ -141,6 +159,23 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     if not config.tie_word_embeddings:
         layout["unembedding"] = Tensor("lm_head.weight", (config.vocab_size, width), False)
     return layout
+
+
+def _from_adjacent_pairs(config: ModelConfig, projection: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns q_proj or k_proj of files that rotate the features (2i, 2i + 1), for a decoder that rotates (i, i + E/2).
+
+    Queries and keys change places of features alike, so scores do not change.
+    """
+    features = np.arange(config.head_dim)
+    head = np.concatenate(
+        [features[: config.rotated : 2], features[1 : config.rotated : 2], features[config.rotated :]]
+    )
+
+    def reordered(tensor: Tensor) -> Tensor:
+        starts = np.arange(0, tensor.shape[0], config.head_dim)
+        return tensor._replace(part=(starts[:, None] + head).reshape(-1))
+
+    return {name: reordered(tensor) for name, tensor in projection.items()}
 
 
 def _delta_layout(config: ModelConfig, delta: DeltaConfig) -> dict[str, Any]:

@@ -84,6 +84,17 @@ MODELS = {
     "smollm3_window": ("smollm3", FOUR | BIASES | UNTIED | {"use_sliding_window": True, "sliding_window": 5}),
     "olmo2": ("olmo2", {}),
     "olmo2_biases": ("olmo2", {"rope_parameters": YARN, "attention_bias": True} | TIED),
+    "olmo3": (
+        "olmo3",
+        {"num_hidden_layers": 5, "sliding_window": 5, "attention_bias": True}
+        | {"rope_parameters": {"sliding_attention": LOCAL, "full_attention": YARN}},
+    ),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.7, "logits_scaling": 1.7}
+        | BIASES,
+    ),
+    "glm4": ("glm4", {"head_dim": 8, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}} | UNTIED),
     "gemma": ("gemma", {"head_dim": 6}),
     "gemma2": ("gemma2", {"head_dim": 6, "sliding_window": 5} | CAPS),
     "gemma2_untied": (

@@ -63,6 +63,8 @@ def experts(*fields, norm_topk_prob=False):
     return {"experts": ExpertsConfig(*fields, norm_topk_prob=norm_topk_prob)}
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+
 # Where a file does not say something, it means what transformers takes it to mean.
 FIELDS = [
     ({"model_type": "mistral"} | WINDOW, window(5)),
@@ -98,6 +100,15 @@ FIELDS = [
     ),
     ({"model_type": "mixtral", "rope_theta": None}, experts(8, 2, 64, norm_topk_prob=True) | {"rope_theta": 1e6}),
     ({"model_type": "mixtral", "num_local_experts": 3}, experts(3, 2, 64, norm_topk_prob=True)),
+    ({"model_type": "olmo3"}, window(4096)),
+    (
+        {"model_type": "olmo3", "rope_theta": 500000.0, "rope_scaling": YARN, "num_hidden_layers": 4},
+        window(4096, (0, 1, 2)) | {"rope_scaling": RopeScaling("yarn", 8.0, 8192), "rope_local_base_freq": 500000.0},
+    ),
+    ({"model_type": "granite", "attention_multiplier": 0.1}, {"attention_multiplier": 0.1, "logits_scaling": 1.0}),
+    ({"logits_scaling": 2.0}, {"logits_scaling": 1.0}),  # Llama has none
+    ({"model_type": "glm4"}, only("qkv_bias") | {"partial_rotary_factor": 0.5, "norms": "around"}),
+    ({"model_type": "glm4", "attention_bias": False}, only()),
 ]
 
 
@@ -136,6 +147,13 @@ BAD_IN_FAMILIES = [
     ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("gemma3_text", {"sliding_window_pattern": 0}, "transformers cannot read config.json"),
+    ("olmo3", {"rope_parameters": {"sliding_attention": YARN | {"rope_theta": 10.0}}}, "layers with a window"),
+    ("granite", {"logits_scaling": 0.0}, "logits_scaling"),
+    ("granite", {"residual_multiplier": "x"}, "residual_multiplier"),
+    ("granite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("glm4", {"head_dim": 10}, "head_dim"),
+    ("glm4", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ("glm4_moe", {}, "glm4_moe"),
     ("smollm3", {"no_rope_layers": [1]}, "transformers cannot read config.json"),
     ("smollm3", {"no_rope_layer_interval": 0}, "transformers cannot read config.json"),
     ("mistral", {"sliding_window": -1}, "sliding_window"),

@@ -17,7 +17,7 @@ from grpo_jax.models.heads import Headed
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge, sites
 from grpo_jax.models.params import Adapted, join, split
-from grpo_jax.models.peft import load_adapter, save_adapter
+from grpo_jax.models.peft import adaptable, load_adapter, save_adapter, targets_of
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.rl.optimizer import init_state
@@ -247,6 +247,25 @@ def test_other_sizes_than_the_bases_are_refused(adapter):
     shapes = jax.eval_shape(decoder_policy(wide).init, jax.random.key(0))
     with refused(r"\(3, 32\)"):
         load_adapter(adapter, CONFIG, shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("gpt_oss", ("q_proj", "k_proj", "v_proj", "o_proj")),  # an expert is no module
+        ("qwen3_moe_dense", ("q_proj", "k_proj", "v_proj", "o_proj")),  # an MLP is named like an expert
+        ("glm4", ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")),  # gate_proj and up_proj are one module
+        ("qwen3_moe", TARGETS[:7]),
+    ],
+)
+def test_adapters_that_peft_cannot_hold_are_not_targets(name, targets, tmp_path):
+    config, params = load_golden(name)
+    assert adaptable(config) == targets_of(config, TARGETS) == targets
+    if targets != TARGETS[:7]:
+        with refused("lora_targets"):
+            targets_of(config, ("q_proj", "up_proj"))
+        with refused("PEFT cannot hold adapters of .*'up_proj'"):
+            save_adapter(tmp_path / "out", config, randomly_adapted(params, RANK, ALPHA), base="base")
 
 
 def test_adapters_where_plain_parameters_are_needed_are_refused(tmp_path):
