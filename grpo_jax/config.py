@@ -66,7 +66,7 @@ class ModelOptions:
     """Attention's implementation. shared: plain JAX. xla, cudnn: those of jax.nn; cudnn needs bfloat16 and an NVIDIA
     GPU. auto: cudnn if possible, else shared."""
     router: Router = "trained"
-    """Training of the routers in models with experts (Mixtral, Qwen3-MoE). LoRA never trains them."""
+    """Training of the routers in models with experts. LoRA never trains them."""
     lora_rank: Annotated[int, at_least(0)] = 0
     """Rank of LoRA adapters, which are then all that is trained; 0: all parameters are trained."""
     lora_alpha: Bound = 16.0

@@ -125,7 +125,7 @@ class ModelConfig:
     o_bias: bool = False  # Llama and Qwen3 with attention_bias
     mlp_bias: bool = False  # Llama
     qk_norm: bool = False  # RMS norm of each head's queries and keys: Qwen3, Gemma 3
-    qk_norm_across_heads: bool = False  # one norm across all heads instead: OLMo 2
+    qk_norm_across_heads: bool = False  # one norm across all heads instead: OLMo
     attention_sinks: bool = False  # a learned score for each head takes part in the softmax, and adds nothing: gpt-oss
     gated_attention: bool = False  # attended values are multiplied by sigmoid(gate), from q_proj too: Qwen3.5
     delta: DeltaConfig | None = None  # the delta net of delta_layers: Qwen3.5
@@ -137,7 +137,7 @@ class ModelConfig:
     sliding_layers: tuple[int, ...] | None = None  # the layers that have the window; None: all
     max_position_embeddings: _Length | None = None  # the length of the longest training texts, in tokens
     initializer_range: Annotated[float, between(0, 100)] = 0.02
-    experts: ExpertsConfig | None = None  # None: each layer has one MLP. Qwen3-MoE, Mixtral
+    experts: ExpertsConfig | None = None  # None: each layer has one MLP
     dense_layers: tuple[int, ...] = ()  # layers with one MLP instead of experts: mlp_only_layers, decoder_sparse_step
     # The dtype of activations and matrix products. Norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
