@@ -228,7 +228,7 @@ def _refused(file: File) -> str:
 
 
 def _rope(file: File) -> Fields:
-    """Returns the base and the scaling. In Gemma 3 and OLMo 3, layers with a window have their base and no scaling."""
+    """Returns the base and the scaling. Layers with a window may have a different base, without scaling: Gemma 3."""
     rope, local = file["rope_parameters"], None
     if "full_attention" in rope:
         rope, local = rope["full_attention"], rope["sliding_attention"]
