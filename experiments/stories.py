@@ -11,6 +11,7 @@ the reference is never refreshed.
 """
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,10 @@ import numpy as np
 from experiments.tasks.stories import repeated_share, stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.devices import num_devices, place
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.transformer import Params
 from grpo_jax.prepare import load_model
+from grpo_jax.rl.evaluate import Evaluation, Samples
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.scorers import score_completion_tokens
@@ -73,28 +77,12 @@ def main(config: Config) -> None:
     width = task.heldout.ids.shape[1] + config.train.sampling.max_tokens
     run.warn(length_warning(width, model.pretrained.config.max_position_embeddings))
     stories: list[str] = []
-    score = jax.jit(partial(score_completion_tokens, model.policy))
+    describe = make_description(model.policy, start, config.train)
 
-    def examine(evaluation, calls) -> dict[str, float]:
-        """Summarises sampled stories: nats a token under the start and to it, and the share of repeated sentences."""
-        start_logprob = logprob = tokens = 0.0
-        for call in calls:
-            ids, mask = call.completions.completion_ids, call.completions.completion_mask
-            chosen = call.counted & ~call.greedy
-            sampled = mask & chosen[..., None]
-            # The sampler's log-probabilities have this temperature.
-            temperature = np.full(chosen.shape, config.train.sampling.temperature, np.float32)
-            scores = score(start, Batch(call.prompts.ids, call.prompts.mask, ids, mask, temperature))
-            start_logprob += float(np.asarray(scores.logprobs)[sampled].sum())
-            logprob += float(call.completions.sampler_logprobs[sampled].sum())
-            tokens += sampled.sum()
+    def examine(evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:
         prompts, completions = calls[0].prompts, calls[0].completions
         stories.append(task.decode([*prompts.ids[0][prompts.mask[0]], *completions.completion_ids[0, 0]]))
-        return {
-            "start_nll": -start_logprob / tokens,
-            "kl": (logprob - start_logprob) / tokens,
-            "repeated": float(np.mean([repeated_share(text) for group in evaluation.texts for text in group[:-1]])),
-        }
+        return describe(evaluation, calls)
 
     rows, checksum = train_with_control({"policy": start}, task, config.train, run, programs, examine)
     for title, story in zip(("before", "after"), stories, strict=False):
@@ -105,6 +93,42 @@ def main(config: Config) -> None:
     title = f"{len(task.heldout.examples)} held-out openings, with 95% intervals"
     report.print_table(run, title, ("reward", "greedy", "NLL at start", "KL", "repeated"), table)
     finish(run, rows, checksum, started)
+
+
+def make_description(
+    policy: Policy, start: Params, config: GRPOConfig
+) -> Callable[[Evaluation, Sequence[Samples]], dict[str, float]]:
+    """Returns a function of an evaluation and its samples that summarises the sampled stories.
+
+    Its result has nats a token under the start, the KL to the start in nats a token, and the share of repeated
+    sentences.
+
+    Args:
+      policy: The functions of the model.
+      start: The parameters of the start.
+      config: The configuration of the run.
+    """
+    score = jax.jit(partial(score_completion_tokens, policy))
+
+    def describe(evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:
+        start_logprob = logprob = tokens = 0.0
+        for call in calls:
+            ids, mask = call.completions.completion_ids, call.completions.completion_mask
+            chosen = call.counted & ~call.greedy
+            sampled = mask & chosen[..., None]
+            # The sampler's log-probabilities have this temperature.
+            temperature = np.full(chosen.shape, config.sampling.temperature, np.float32)
+            scores = score(start, Batch(call.prompts.ids, call.prompts.mask, ids, mask, temperature))
+            start_logprob += float(np.asarray(scores.logprobs)[sampled].sum())
+            logprob += float(call.completions.sampler_logprobs[sampled].sum())
+            tokens += sampled.sum()
+        return {
+            "start_nll": -start_logprob / tokens,
+            "kl": (logprob - start_logprob) / tokens,
+            "repeated": float(np.mean([repeated_share(text) for group in evaluation.texts for text in group[:-1]])),
+        }
+
+    return describe
 
 
 if __name__ == "__main__":

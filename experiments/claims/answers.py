@@ -7,15 +7,17 @@ one question.
 import hashlib
 import platform
 import time
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 
 from experiments.claims.bench import Bench, Runs, code_checksum, cores, make_setting
-from experiments.claims.columns import PAIRED, compare, learning_curve, read_column, start_of
+from experiments.claims.columns import PAIRED, Column, compare, learning_curve, read_column, start_of
 from experiments.claims.figures import save_curves, save_rows
 from experiments.claims.groups import SIGNAL, gradient_signal
 from experiments.claims.numbers import result_of, start_row, with_nan
@@ -25,31 +27,56 @@ from grpo_jax.runs.files import read_object, write_json
 
 
 def measure(bench: Bench, question: Question) -> dict[str, Any]:
-    """Returns the answer to a question as JSON has it.
+    """Returns the answer to a question as JSON has it, of runs that the bench makes or reads.
 
     Args:
       bench: of the runs.
       question: what is varied and compared.
 
     Returns:
+      As `measure_runs` does.
+    """
+    if question.computed_by:
+        module, _, function = question.computed_by.partition(":")
+        rows, note = getattr(import_module(module), function)(bench)
+        return measure_runs(question, {}, rows=rows, note=note)
+
+    def signal(runs: Runs) -> np.ndarray:
+        size = runs.setting.shape["group_size"]
+        return np.array([gradient_signal(bench, seed, size) for seed in bench.seeds])
+
+    runs = bench.runs({row: make_setting(**options) for row, options in question.settings.items()})
+    return measure_runs(question, runs, signal=signal)
+
+
+def measure_runs(
+    question: Question,
+    runs: Mapping[str, Runs],
+    *,
+    signal: Column | None = None,
+    rows: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    note: str = "",
+) -> dict[str, Any]:
+    """Returns the answer to a question as JSON has it, of runs or of rows that were computed without any.
+
+    Args:
+      question: what is varied and compared.
+      runs: by row.
+      signal: the column `groups.SIGNAL`, where it can be computed.
+      rows: row -> column -> a value a seed, where there are no runs.
+      note: a sentence for the page.
+
+    Returns:
       "rows": row -> column -> a value a seed; "primary": id of a claim -> its values and how many runs behind them
       diverged (their score is its floor, so that there is a value); "also": numbers without a verdict; "drawn":
       columns of the figure; "curves": row -> score in each part of a run, `[seeds, parts]`; "note".
     """
-    cases, rows, note = dict[str, Runs](), dict[str, dict[str, Any]](), ""
-    if question.computed_by:
-        module, _, function = question.computed_by.partition(":")
-        rows, note = getattr(import_module(module), function)(bench)
-    else:
-        cases = _cases(bench, question)
+    cases = _cases(question, runs) if runs else {}
 
     def read(row: str, column: str) -> np.ndarray:
         if not cases:
             return np.asarray(rows[row][column])
-        if column == SIGNAL:
-            size = cases[row].setting.shape["group_size"]
-            return np.array([gradient_signal(bench, seed, size) for seed in bench.seeds])
-        return read_column(column, cases[row])
+        return signal(cases[row]) if signal and column == SIGNAL else read_column(column, cases[row])
 
     def values(it: Comparison) -> list[float]:
         paired = PAIRED.get(str(it.column))
@@ -72,9 +99,8 @@ def measure(bench: Bench, question: Question) -> dict[str, Any]:
     }
 
 
-def _cases(bench: Bench, question: Question) -> dict[str, Runs]:
+def _cases(question: Question, runs: Mapping[str, Runs]) -> dict[str, Runs]:
     """Returns runs by row; each start stands before the rows that it is the start of."""
-    runs = bench.runs({row: make_setting(**options) for row, options in question.settings.items()})
     cases = dict[str, Runs]()
     for start, setting in question.starts.items():
         cases[start] = start_of(runs[setting])

@@ -69,6 +69,7 @@ COLUMNS: Mapping[str, Column] = {
     "on the way": score_on_the_way,
     "letters": partial(final_score, k=1),
     "repeated": partial(final_score, k=2),
+    "repeated sentences": partial(metric_mean, metric="repeated"),
     **dict.fromkeys(("with a carry", "carried"), partial(carry_score, carries=True)),
     "without": partial(carry_score, carries=False),
     "letters of wrong words": wrong_length,

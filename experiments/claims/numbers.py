@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.claims.bench import Size
-from experiments.claims.questions import CLAIMS, COIN, START
-from experiments.claims.verdicts import UNDECIDED, Decision, decide, needed
+from experiments.claims.questions import BY_ID, CLAIMS, COIN, PAGES, QUESTIONS, RETESTS, START
+from experiments.claims.verdicts import UNDECIDED, Decision, decide, decide_once, needed
 from grpo_jax.errors import UsageError
-from grpo_jax.runs.files import read_object, write_text
+from grpo_jax.runs.files import finite, read_object, write_text
 from grpo_jax.statistics import Interval, interval_over_runs
 
 SCORES = ("accuracy", "score", "gold")  # columns that rise where something is learned
+OTHERS = QUESTIONS.keys() - PAGES["questions"]  # questions that `reproduce` does not ask
 DIGITS = 7  # of a number in the file: what float32 has
 
 Values = Mapping[str, Mapping[str, Sequence[float]]]  # row -> column -> a value a seed
@@ -45,6 +46,7 @@ class Result(NamedTuple):
     code: str  # that computed it
     learned: bool  # whether a score rose above its start
     rows: Mapping[str, Mapping[str, Interval]]
+    values: Values  # of `rows`, a value a seed; empty: lost
     also: Sequence[Besides]
     drawn: Sequence[str]  # columns of the figure
     curves: Mapping[str, Sequence[Interval]]  # setting -> score in each part of a run; empty: none, or lost
@@ -74,7 +76,26 @@ def write_numbers(file: Path, preset: str, size: Size, folder: Path, names: Sequ
       names: of the questions.
     """
     known = {"preset": preset, "steps": size.steps, "num_prompts": size.num_prompts, "source": ""}
-    text = json.dumps(known | {"answers": {name: read_object(folder / f"{name}.json") for name in names}})
+    others = read_object(file).get("answers", {}) if file.exists() else {}  # of other commands
+    answers = {name: read_object(folder / f"{name}.json") for name in names}
+    _write(file, known | {"answers": answers | {name: it for name, it in others.items() if name in OTHERS}})
+
+
+def add_answer(file: Path, name: str, answer: Mapping[str, Any]) -> None:
+    """Adds the answer to a question to a file of numbers, or replaces it.
+
+    Raises:
+      UsageError: the file has no values of seeds.
+    """
+    known = read_object(file)
+    if "answers" not in known:
+        raise UsageError(f"{file} has no values of seeds: name a file of numbers as `reproduce` writes it")
+    _write(file, known | {"answers": known["answers"] | {name: answer}})
+
+
+def _write(file: Path, known: Mapping[str, Any]) -> None:
+    """Writes numbers with as many digits as they have."""
+    text = json.dumps(finite(known))
     rounded = json.loads(text, parse_float=lambda x: float(f"{float(x):.{DIGITS}g}"))
     write_text(file, json.dumps(rounded, ensure_ascii=False, separators=(",", ":")) + "\n")
 
@@ -98,7 +119,7 @@ def _numbers_of(raw: Mapping[str, Any]) -> Numbers:
         claims = judge(known["answers"])
         counted = [[it[key] for key in ("rows", "primary", "also", "curves")] for it in raw["answers"].values()]
     else:
-        claims = {claim.id: UNDECIDED for claim in CLAIMS}
+        claims = dict.fromkeys(BY_ID, UNDECIDED)
         claims |= {key: _decision_of(it) for key, it in known["claims"].items() if key in claims}
         counted = [raw["claims"], [[it[key] for key in ("rows", "also")] for it in raw["questions"].values()]]
     return Numbers(
@@ -126,7 +147,7 @@ def judge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Decision]:
             if decision.seeds and decision.verdict == "undecided":
                 decision = decision._replace(needed=needed(claim, values[claim.id], len(claims)))
             decisions[claim.id] = decision
-    return {claim.id: decisions[claim.id] for claim in CLAIMS}
+    return {claim.id: decisions[claim.id] for claim in CLAIMS} | decide_once(RETESTS, values)
 
 
 def _decision_of(known: Mapping[str, Any]) -> Decision:
@@ -144,6 +165,7 @@ def result_of(known: Mapping[str, Any]) -> Result:
         code=known["code"],
         learned=not has_values or has_learned(known["rows"]),
         rows={row: {column: read(it) for column, it in columns.items()} for row, columns in known["rows"].items()},
+        values=known["rows"] if has_values else {},
         also=[
             Besides(it["source"], it["words"], it["measure"], read(it["values" if has_values else "interval"]))
             for it in known["also"]

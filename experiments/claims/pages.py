@@ -8,20 +8,30 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from string import Template
+
+import numpy as np
 
 from experiments.claims import questions as asked
 from experiments.claims.bench import SIZES
 from experiments.claims.figures import save_curves, save_forest, save_rows
-from experiments.claims.numbers import Numbers, Result, read_numbers
-from experiments.claims.questions import Claim, Headline, Scale
+from experiments.claims.numbers import SCORES, Numbers, Result, read_numbers
+from experiments.claims.questions import Claim, Evidence, Scale
 from experiments.claims.verdicts import LOOKS, VERDICTS, Decision, standard_error
 from grpo_jax.runs.files import write_text
-from grpo_jax.statistics import Interval
+from grpo_jax.statistics import Interval, interval_over_runs
 
 UNLEARNED = "nothing learned"  # in place of a verdict
 WHY_UNLEARNED = "no setting's score rose above its start by more than chance, so there is no verdict; take more steps."
+MARKS = "¹²³⁴⁵⁶⁷⁸⁹"  # of the notes below the table
+PLACES = ("at the end", "on the way")  # of a score
+UNKNOWN = Interval(math.nan, math.nan, math.nan)
+PRETRAINED = (
+    "Four claims were repeated in 200 steps of stories260K, a pretrained language model of 260,000 parameters. "
+)
+NOT_MEASURED = "–"
 AS_CLAIMED = ", as claimed"
 FAR = 1.96  # standard errors between two means: by chance one claim in twenty
 
@@ -85,7 +95,7 @@ def _draw(numbers: Numbers, folder: Path, before: Path) -> None:
 def with_interval(scale: Scale, interval: Interval) -> str:
     """Returns a claim's number with its bounds: "+0.012 [−0.003, +0.027]", or "× 1.03 [0.97, 1.10]" of a ratio."""
     if math.isnan(interval.mean):
-        return "–"
+        return NOT_MEASURED
     mean, *bounds = (f"{math.exp(x):.3g}" if scale == "ratio" else f"{x:+z.3f}".replace("-", "−") for x in interval)
     return ("× " if scale == "ratio" else "") + mean + ("" if math.isnan(interval.low) else f" [{', '.join(bounds)}]")
 
@@ -161,14 +171,14 @@ def _claimed(claim: Claim) -> str:
 
 
 def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[str, str], folder: Path) -> str:
-    link, words = f"docs/{folder.name}/", Counter(it.verdict for it in numbers.claims.values())
+    link, words = f"docs/{folder.name}/", Counter(numbers.claims[it.id].verdict for it in asked.CLAIMS)
     families = Counter(claim.family for claim in asked.CLAIMS)
     looks = sorted({it.seeds for it in numbers.claims.values() if it.seeds})
+    has_retests = "stories" in numbers.questions
     last, curves = max(looks, default=0), folder / "ppo_vs_grpo_curves.png"
     says = "GRPO or PPO: scores during training; a coin toss has random rewards"
     open_claims = [(it, of) for it in asked.CLAIMS if (of := numbers.claims[it.id]).verdict == "undecided"]
-    left = "; ".join(f"{claim.label} ({_enough(it)})" for claim, it in open_claims)
-    undecided = f"Undecided, with the number of seeds that would decide: {left} ([why they were not run](#undecided))."
+    notes = [" ".join(_measured(it.note, numbers)) for it in asked.HEADLINES if it.note]
     again = [f"[Asked again]({link}replication.md) on another machine, {agreement(numbers, it)}." for it in others]
     return _fill(
         "results",
@@ -179,13 +189,12 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
         num_prompts=numbers.num_prompts,
         preset=numbers.preset,
         smoke="This is a test of whether it works: the numbers mean nothing." * (numbers.preset == "smoke"),
-        headlines=table(
-            ("question", "answer", "difference of scores, 95% interval, n seeds"),
-            [(it.question, _answered(it, numbers), _evidence(it, numbers, link)) for it in asked.HEADLINES],
-        ),
+        findings="\n".join(f"- {it}" for it in _measured(asked.PAGES["findings"], numbers)),
+        headlines=_headlines_table(numbers, link),
+        notes=" ".join(f"{mark} {note}" for mark, note in zip(MARKS, notes, strict=False)),
         verdicts=", ".join(f"{words[word]} {word}" for word in (*VERDICTS[1:], VERDICTS[0], "undecided")),
-        undecided=undecided if left else "",
         again="\n\n".join(again),
+        elsewhere=" ".join(map(partial(_elsewhere, numbers), others)),
         curves=f"![{says}]({link}{curves.name})" if curves.exists() else "",
         claims=_claims_table(asked.CLAIMS, numbers, link),
         open=table(
@@ -196,11 +205,11 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
             ],
         ),
         looks=", ".join(map(str, looks)),
+        pretrained=PRETRAINED * has_retests,
+        retests=f"The claims on stories260K have a rule of their own, on [their page]({link}stories.md)." * has_retests,
         look=f" --look {last}" if last > SIZES[numbers.preset].seeds else "",
         machines=_machines(numbers),
         source=numbers.source,
-        compared=len(asked.EARLIER),
-        earlier=_earlier(numbers),
         facts=table(
             ("source", "what it says", "", "what is so"),
             [(it.source, it.words, "holds" if it.holds else "does not hold", it.says) for it in asked.FACTS],
@@ -211,24 +220,95 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
     )
 
 
-def _answered(headline: Headline, numbers: Numbers) -> str:
-    decision = numbers.claims[headline.id]
-    words = {
-        "supported": headline.supported,
-        "contradicted": headline.contradicted,
-        "no difference that matters": headline.no_difference,
-        "undecided": f"Not settled; {headline.sides[decision.interval.mean < 0]}." if decision.seeds else "Not known.",
+def _headlines_table(numbers: Numbers, link: str) -> str:
+    """Returns the questions of a reader with a row for each difference."""
+    marks = dict(zip((it.question for it in asked.HEADLINES if it.note), MARKS, strict=False))
+    rows = [
+        (f"{it.question}{marks.get(it.question, '')}" * (place == 0), *_evidence(row, numbers, link))
+        for it in asked.HEADLINES
+        for place, row in enumerate(row for row in it.evidence if row.question in numbers.questions)
+    ]
+    return table(("question", "difference", "model", "who is ahead", *PLACES, "n"), rows)
+
+
+def _evidence(row: Evidence, numbers: Numbers, link: str) -> tuple[str, ...]:
+    result = numbers.questions[row.question]
+    differences = _differences(row, result)
+    verdicts = {
+        place: decision.verdict
+        for key in row.ids
+        if (decision := numbers.claims[key]).verdict != "undecided"
+        for place in PLACES
+        if place == PLACES[PLACES[1] in asked.BY_ID[key].measure]
     }
-    return words[decision.verdict]
+    cells = [
+        ("**{}**" if place in verdicts else "{}").format(with_interval("difference", differences.get(place, UNKNOWN)))
+        for place in PLACES
+    ]
+    return (
+        f"[{row.says}]({link}{row.question}.md)",
+        row.model,
+        _ahead(row.sides, differences, verdicts),
+        *cells,
+        str(result.seeds if differences else 0),
+    )
 
 
-def _evidence(headline: Headline, numbers: Numbers, link: str) -> str:
-    claim, decision = asked.BY_ID[headline.id], numbers.claims[headline.id]
-    result, (name, measure) = numbers.questions.get(claim.question), headline.beside
-    beside = [it for it in result.also if it.measure == measure] if result else []
-    way = ", on the way" if "on the way" in claim.measure else ""
-    says = f"[{claim.label}]({link}{claim.question}.md){way}: {_ours(claim, decision)}, n {decision.seeds}"
-    return says + "".join(f"; {name}: {with_interval('difference', it.interval)}, no verdict" for it in beside)
+def _differences(row: Evidence, result: Result) -> dict[str, Interval]:
+    """Returns the differences with their intervals, by place: at the end, on the way or both."""
+    if row.measure:
+        return {PLACES[0]: next(it.interval for it in result.also if it.measure == row.measure)}
+    one, other = (result.values.get(name, {}) for name in row.rows)
+    columns = (row.column or next((name for name in SCORES if name in one), ""), PLACES[1])
+    return {
+        place: interval_over_runs(np.subtract(one[column], other[column]))
+        for place, column in zip(PLACES, columns, strict=True)
+        if column in one
+    }
+
+
+def _ahead(sides: Sequence[str], differences: Mapping[str, Interval], verdicts: Mapping[str, str]) -> str:
+    """Returns who is ahead, and where: in bold by a verdict, else by the intervals alone."""
+    leaning = {place: it for place, it in differences.items() if it.low > 0 or it.high < 0}
+    words = {place: sides[it.mean < 0] for place, it in differences.items()}
+    if verdicts:
+        decided = ((place, it in VERDICTS[1:] and place in leaning, it) for place, it in verdicts.items())
+        words = {place: f"**{words[place] if has_side else it}**" for place, has_side, it in decided}
+    elif leaning:
+        words = {place: f"leans to {words[place]}" for place in leaning}
+    elif not differences or math.isnan(next(iter(differences.values())).low):
+        return "not known"
+    else:
+        return f"neither, a lead is at most {max(max(-it.low, it.high) for it in differences.values()):.3f}"
+    if len(set(words.values())) == 1 and words.keys() == differences.keys():
+        return next(iter(words.values()))
+    return "; ".join(f"{word} {place}" for place, word in words.items())
+
+
+def _measured(texts: Sequence[str], numbers: Numbers) -> list[str]:
+    """Returns the sentences whose numbers are measured, with their numbers."""
+    return [it for it in (cite(text, numbers) for text in texts) if NOT_MEASURED not in it]
+
+
+def cite(text: str, numbers: Numbers) -> str:
+    """Returns a sentence with the numbers that it names in braces, as `findings` of pages.toml does."""
+
+    def lookup(match: re.Match[str]) -> str:
+        name, *path = match[1].split(" | ")
+        if not path:
+            return _ours(asked.BY_ID[name], numbers.claims[name])
+        result = numbers.questions.get(name)
+        if result is None:
+            return NOT_MEASURED
+        if path == ["seeds"]:
+            return str(result.seeds)
+        if len(path) == 2:
+            return number(result.rows[path[0]][path[1]])
+        return next(
+            (with_interval("difference", it.interval) for it in result.also if it.measure == path[0]), NOT_MEASURED
+        )
+
+    return re.sub(r"\{([^{}]+)\}", lookup, text)
 
 
 def _enough(decision: Decision) -> str:
@@ -265,21 +345,6 @@ def _minutes(seconds: float) -> str:
     return "–" if math.isnan(seconds) else f"{seconds / 60:.0f}"
 
 
-def _earlier(numbers: Numbers) -> str:
-    """Returns the verdicts that differ from those of the earlier page."""
-    rows = [
-        (
-            asked.BY_ID[was.id].label,
-            f"{was.number}: {was.verdict}",
-            f"{_ours(asked.BY_ID[was.id], now)}: {now.verdict}",
-            was.differs or "the same measure, more seeds and samples",
-        )
-        for was in asked.EARLIER
-        if _verdict(asked.BY_ID[was.id], now := numbers.claims[was.id]) not in asked.PAGES["same_today"][was.verdict]
-    ]
-    return table(("claim", "then", "now", "measured otherwise"), rows)
-
-
 # ---- a question
 
 
@@ -294,6 +359,7 @@ def _question_page(name: str, numbers: Numbers, folder: Path) -> str:
     return _fill(
         "question",
         name=name,
+        command="reproduce --only " + name if question.module == "reproduce" else f"{question.module} --model DIR",
         title=question.title,
         text=question.text,
         unlearned="" if result.learned else f"{UNLEARNED.capitalize()}: {WHY_UNLEARNED}",
@@ -327,6 +393,17 @@ def agreement(first: Numbers, other: Numbers) -> str:
         f"standard errors apart. The largest distance is {max(distances):.1f}; by chance alone the largest of "
         f"{len(both)} is at least that in at most {by_chance(distances):.0%} of repetitions. Verdicts: "
         f"{', '.join(f'{count} {word}' for word, count in verdicts.items())}{other_way}"
+    )
+
+
+def _elsewhere(first: Numbers, other: Numbers) -> str:
+    """Returns what another machine decided, in a sentence."""
+    both = _both(first, other)
+    verdicts, seeds = Counter(relation(one, two) for _, one, two in both), max(two.seeds for _, _, two in both)
+    return (
+        f"Another machine, with up to {seeds} seeds of which the single values are lost, decided "
+        f"{verdicts['decided again only']} of the undecided claims, and {verdicts['different']} otherwise "
+        "([comparison](#again))."
     )
 
 

@@ -74,21 +74,32 @@ class Question:
     starts: Mapping[str, str] = field(default_factory=dict)  # row of a start -> the setting whose first step it is
     curves: Sequence[str] = ()  # rows whose curves of learning are drawn
     computed_by: str = ""  # module:function of a bench that returns rows and a note, where nothing is trained
+    module: str = "reproduce"  # of this package: its command answers the question
     claims: Sequence[Claim] = ()
     also: Sequence[Comparison] = ()  # what is measured besides: it has an interval and no verdict
 
 
 @dataclass(frozen=True)
+class Evidence:
+    """A row below a question of a reader: a difference at the end of runs and on the way, and who is ahead."""
+
+    says: str  # what minus what
+    question: str  # the name of the file that it is in
+    sides: Sequence[str]  # who is ahead where the difference is above 0, and below
+    rows: Sequence[str] = ()  # two: the first minus the second, in the score at the end and in that on the way
+    column: str = ""  # at the end, instead of the score
+    measure: str = ""  # instead of rows, a measure of the question, of the end and without a verdict
+    ids: Sequence[str] = ()  # claims whose verdicts answer, of the end and of the way
+    model: str = "additions"
+
+
+@dataclass(frozen=True)
 class Headline:
-    """A question of a reader, with the claim that answers it and what to say by its verdict."""
+    """A question of a reader, with the differences that answer it."""
 
     question: str
-    id: str
-    sides: Sequence[str]  # who is ahead in the seeds where nothing is settled: the number is above 0, or below
-    supported: str
-    contradicted: str
-    no_difference: str = "No difference that matters."
-    beside: Sequence[str] = ("", "")  # a name and the measure of a number without a verdict that is said with it
+    evidence: Sequence[Evidence]
+    note: Sequence[str] = ()  # sentences that a reader needs to take the answer for no more than it is
 
 
 @dataclass(frozen=True)
@@ -100,16 +111,6 @@ class Fact:
     words: str
     holds: bool
     says: str  # what is so instead, or why
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """The verdict of an earlier page, by a rule without a correction on 5 seeds with a sample a prompt."""
-
-    id: str
-    number: str  # mean ± half a 95% interval
-    verdict: str  # its word
-    differs: str  # what is measured otherwise today
 
 
 def read_question(file: Path) -> Question:
@@ -148,8 +149,12 @@ def _entries(kind: type[T], known: Sequence[Mapping[str, Any]]) -> tuple[T, ...]
 
 
 PAGES = tomllib.loads(FOLDER.with_name("pages.toml").read_text(encoding="utf-8"))
-HEADLINES, FACTS = _entries(Headline, PAGES["headlines"]), _entries(Fact, PAGES["facts"])
-EARLIER = _entries(Earlier, PAGES["earlier"])
+FACTS = _entries(Fact, PAGES["facts"])
+HEADLINES = tuple(
+    Headline(**it | {"evidence": _entries(Evidence, it["evidence"])})  # rows of a table
+    for it in PAGES["headlines"]
+)
 QUESTIONS = {file.stem: read_question(file) for file in sorted(FOLDER.glob("*.toml"))}
 CLAIMS = tuple(claim for name in PAGES["questions"] for claim in QUESTIONS[name].claims)
-BY_ID = {claim.id: claim for claim in CLAIMS}
+RETESTS = QUESTIONS["stories"].claims  # on a pretrained model, with a rule of their own
+BY_ID = {claim.id: claim for claim in (*CLAIMS, *RETESTS)}

@@ -54,8 +54,9 @@ def main(config: Config) -> None:
     Raises:
       UsageError: there is no such question, or the pages cannot be written.
     """
-    if unknown := set(config.only) - QUESTIONS.keys():
-        raise UsageError(f"there is no question {', '.join(sorted(unknown))}: name some of {', '.join(QUESTIONS)}")
+    names = [name for name, question in QUESTIONS.items() if question.module == "reproduce"]
+    if unknown := set(config.only) - set(names):
+        raise UsageError(f"there is no question {', '.join(sorted(unknown))}: name some of {', '.join(names)}")
     if config.only:
         bench = bench_of(config)
         for name, answer in answer_all(bench, config.only).items():
@@ -77,7 +78,8 @@ def ask(config: Config, out: Path) -> Path:
     for seeds in [*looks, len(bench.seeds)]:
         names = [name for name in PAGES["questions"] if name not in known or is_open(name, known)]
         known |= answer_all(bench_of(replace(config, look=None, num_seeds=seeds)), names)
-    counts = Counter(decision.verdict for decision in judge(known).values())
+    decisions = judge(known)
+    counts = Counter(decisions[claim.id].verdict for claim in CLAIMS)
     bench.run.console.print(", ".join(f"{count} {word}" for word, count in counts.items()))
     file = folder_of(out, config.preset) / "numbers.json"
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -81,6 +81,24 @@ def decide(
     return decisions
 
 
+def decide_once(claims: Sequence[Claim], values: Mapping[str, Sequence[float] | np.ndarray]) -> dict[str, Decision]:
+    """The verdicts of a family that is looked at once, after Bonferroni: some verdict is false in at most 5%.
+
+    A claim has two true null hypotheses at most, so that each test is at 5% / (2 · claims).
+
+    Args:
+      claims: all of the family, measured or not.
+      values: id of a claim -> one value a seed; a claim may have none.
+    """
+    decisions = {}
+    for claim in claims:
+        of_claim = values.get(claim.id, ())
+        rejected = np.array(p_values(claim, of_claim) if len(of_claim) > 1 else [1]) <= ALPHA / (2 * len(claims))
+        verdict: Verdict = VERDICTS[int(np.argmax(rejected))] if rejected.any() else "undecided"
+        decisions[claim.id] = Decision(verdict, len(of_claim), interval(claim, of_claim))
+    return decisions
+
+
 def p_values(claim: Claim, values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
     """The p of each of `VERDICTS`: small where the verdict is not by chance; 1 where a value is not finite."""
     if not np.isfinite(values).all():

@@ -32,7 +32,7 @@ class KeyValues(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What a delta net remembers of a prompt, `[N, ...]`, or of a prompt and a completion, `[N, G, ...]`."""
+    """The memory of a delta net after a prompt, `[N, ...]`, or after the tokens of a completion, `[N, G, ...]`."""
 
     tail: jax.Array  # float32 [..., J − 1, F], the inputs of the convolution for the last tokens
     state: jax.Array  # float32 [..., H, A, B]: see `delta`

@@ -44,7 +44,7 @@ def _zeros(key: jax.Array, shapes: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 class Tokens(NamedTuple):
-    """What the rule reads of each token. Leading axes are those of tokens, such as [R, S]."""
+    """The arrays of tokens that the rule reads. Leading axes are those of the tokens, such as [R, S]."""
 
     queries: jax.Array  # float32 [..., H, A]
     keys: jax.Array  # float32 [..., H, A]
@@ -62,7 +62,7 @@ class DeltaNet(nn.Module):
     def __call__(self, x, geometry: Geometry, kind: LayerKind, past: tuple[Any, DeltaState] | None = None):
         """Computes the delta net in the shape of x `[N, M, D]`, and the state after the prompts.
 
-        With `past`, x are the next tokens of completions, and the second result is the state after them.
+        With `past`, x holds the next tokens of completions, and the second result is the state after them.
         """
         delta, n = self.config.delta, x.shape[0]
         assert delta
@@ -91,23 +91,19 @@ def _compute_rows(
     delta: DeltaConfig, mixed: jax.Array, decay: jax.Array, rate: jax.Array, taps: jax.Array, geometry: Geometry
 ) -> tuple[jax.Array, DeltaState]:
     """Computes prompts, and then parts, which continue from the states of their prompts."""
-    assert geometry.layout
-    layout, (n, width) = geometry.layout, geometry.layout.prompt_mask.shape
-    group_size, size = layout.parts
-    prompt_mixed = jnp.where(layout.prompt_mask[..., None], mixed[:, :width], 0)  # padding adds nothing to a state
-    kept = taps.shape[-1] - 1
-    before = jnp.zeros_like(mixed, shape=(n, kept, mixed.shape[-1]))
-    state = jnp.zeros_like(
-        mixed, shape=(n, delta.num_value_heads, delta.key_head_dim, delta.value_head_dim), dtype=jnp.float32
-    )
-    tail = jnp.concatenate([before, prompt_mixed], axis=1)[:, -kept:]
+    assert geometry.prompt_mask is not None
+    (n, width), (group_size, size), numbers = geometry.prompt_mask.shape, geometry.parts, geometry.numbers
+    prompt_mixed = jnp.where(geometry.prompt_mask[..., None], mixed[:, :width], 0)  # padding adds nothing to a state
+    num_before = taps.shape[-1] - 1
+    before = jnp.zeros_like(mixed, shape=(n, num_before, mixed.shape[-1]))
+    state = jnp.zeros_like(mixed, shape=(n, delta.num_value_heads, delta.key_head_dim, delta.value_head_dim))
+    tail = jnp.concatenate([before, prompt_mixed], axis=1)[:, -num_before:]
     outputs = []
     if width:
         tokens = _tokens(delta, convolve(before, prompt_mixed, taps), decay[:, :width], rate[:, :width])
         states, state = apply_in_chunks(tokens, state)
         outputs.append(states)
     if size:
-        numbers = layout.numbers
 
         def by_part(x: jax.Array) -> jax.Array:
             return x.reshape(n * group_size, size, *x.shape[2:])

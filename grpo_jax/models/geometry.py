@@ -148,20 +148,10 @@ def _take(x: jax.Array, places: jax.Array) -> jax.Array:
 # ---- positions and masks
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["prompt_mask", "numbers"], meta_fields=["parts"])
-@dataclass(frozen=True)
-class Layout:
-    """The places of prompts and parts in rows, for delta nets."""
-
-    prompt_mask: jax.Array  # bool [N, P]
-    numbers: jax.Array | None  # `Rows.numbers` of the tokens that a pass computes
-    parts: tuple[int, int]  # (G, I)
-
-
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["angles", "masks", "places", "layout", "is_token"],
-    meta_fields=["reaches"],
+    data_fields=["angles", "masks", "places", "prompt_mask", "numbers", "is_token"],
+    meta_fields=["reaches", "parts"],
 )
 @dataclass(frozen=True)
 class Geometry:
@@ -179,7 +169,10 @@ class Geometry:
     reaches: tuple[int | None, ...]
     # for each different window: the slots of the cache for the next tokens, as in `attention.attend_past`
     places: tuple[jax.Array, ...] | None = None
-    layout: Layout | None = None  # only for rows
+    # ---- only for delta nets
+    prompt_mask: jax.Array | None = None  # of rows: bool [N, P]
+    numbers: jax.Array | None = None  # of rows: `Rows.numbers`
+    parts: tuple[int, int] = (0, 0)  # of rows: (G, I)
     # bool [N, G, W], for the next tokens: false on tokens that must not change the state of a completion. None: all do
     is_token: jax.Array | None = None
 
@@ -268,7 +261,7 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
     of_parts = jnp.broadcast_to(number_in_prompt, (n, group_size, size)).reshape(n, -1)
     positions = jnp.concatenate([of_prompt, of_parts], axis=-1)
     geometry = _geometry(config, positions, masks_of, rows.longest)
-    return replace(geometry, layout=Layout(prompt_mask, numbers, (group_size, size)))
+    return replace(geometry, prompt_mask=prompt_mask, numbers=numbers, parts=(group_size, size))
 
 
 # The maximum number of tokens appended to a completion at once. Their padding is written to the cache too. A layer with

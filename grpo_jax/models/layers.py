@@ -7,7 +7,7 @@ does not depend on depth.
 
 from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,9 @@ from grpo_jax.models.config import FeedForward, Form, Mixer, ModelConfig
 from grpo_jax.models.geometry import LayerKind, layer_kinds
 from grpo_jax.models.params import Params
 
-
-class Results(NamedTuple):
-    """Results of layers, as `scan_layers` returns them."""
-
-    prefix: list[Any]  # the result of each layer of the prefix
-    period: list[Any]  # the results of each layer of a period, with a leading axis of periods
-    num_periods: int
-
-
+# The result of each layer of the prefix; the results of each layer of a period, with a leading axis of periods; and the
+# number of periods
+Results = tuple[list[Any], list[Any], int]
 # (form of a layer, x, its parameters by collection, its kind) -> (x after the layer, any other result)
 Step = Callable[[Form, jax.Array, dict[str, Params], LayerKind], tuple[jax.Array, Any]]
 
@@ -117,10 +111,10 @@ def scan_layers(
     # The indices of rotation and window are arrays only if layers differ in them.
     of_periods = [jax.tree.map(lambda *i: jnp.array(i, jnp.int32), *kinds[number::period]) for number in repeated]
     x, of_period = jax.lax.scan(step_period, x, (stacks, of_periods), unroll=unroll)
-    return x, Results(results, of_period, (len(forms) - prefix) // period)
+    return x, (results, of_period, (len(forms) - prefix) // period)
 
 
 def by_layer(results: Results) -> list[Any]:
     """Returns the result of each layer."""
-    numbers = range(results.num_periods)
-    return results.prefix + [jax.tree.map(itemgetter(i), y) for i in numbers for y in results.period]
+    of_prefix, of_period, num_periods = results
+    return of_prefix + [jax.tree.map(itemgetter(i), y) for i in range(num_periods) for y in of_period]

@@ -392,7 +392,7 @@ def text_tensors(tensors: dict[str, Found]) -> dict[str, Found]:
         match = _TEXT_NAME.fullmatch(name)
         return name if match is None else match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
 
-    return {text_name(name): found for name, found in tensors.items() if not _BESIDE_TEXT.match(name)}
+    return {text_name(name): place for name, place in tensors.items() if not _BESIDE_TEXT.match(name)}
 
 
 def _is_weights_file(name: Any) -> bool:

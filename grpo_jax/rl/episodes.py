@@ -212,9 +212,9 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
 # ---- grading, metrics and checks
 
 
-def read_episode(task: Task, completions: Completions, place: tuple[int, int]) -> Completion:
+def read_episode(task: Task, completions: Completions, content: Any, place: tuple[int, int]) -> Completion:
     """Returns the text of an episode, without EOS tokens, with its turns and its ending."""
-    whole, turns = read_text(task, completions, place), turns_of(completions, place, task)
+    whole, turns = read_text(task, completions, content, place), turns_of(completions, place, task)
     return Completion(whole, whole.ids, whole.truncated, turns, ENDINGS[completions.ending[place]])
 
 

@@ -2,18 +2,23 @@
 
 import itertools
 import json
+import math
 import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from scipy import stats
 from tiny import refused
 
 from experiments.claims import answers, figures, numbers, pages, reproduce
 from experiments.claims.bench import Bench, Config
 from experiments.claims.numbers import Decision, Interval
-from experiments.claims.questions import CLAIMS, COIN, HEADLINES, START
+from experiments.claims.questions import BY_ID, CLAIMS, COIN, HEADLINES, PAGES, QUESTIONS, START
+from experiments.claims.testbeds import ADDITIONS, WORDS
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.files import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +27,12 @@ MEANS = {"grpo_ppo": 0.001, "kl_none": 0.2, "kl_high": 0.05, "clip_none": -0.05,
 
 def answer_of(name, seeds, spread=0.003):
     """An answer whose numbers have these means, all others a mean of 0.03 that varies too much to be decided."""
-    noise = np.resize([1, -1, 0.5, -0.5], seeds)
-    rows = {row: {"accuracy": 0.5 + 0.01 * noise, "nothing": np.full(seeds, np.nan)} for row in (START, COIN, "it")}
+    noise, question = np.resize([1, -1, 0.5, -0.5], seeds), QUESTIONS[name]
+    columns = dict.fromkeys(("accuracy", *question.columns), 0.5 + 0.01 * noise)
+    names = (START, COIN, *question.starts, *question.settings, "it")
+    rows = {row: columns | {"nothing": np.full(seeds, np.nan)} for row in names}
     rows["it"]["accuracy"] = rows["it"]["accuracy"] + 0.25
+    measures = [it.measure for it in question.also] + [f"also of {name}"]
     primary = {}
     for claim in CLAIMS:
         if claim.question == name:
@@ -33,7 +41,7 @@ def answer_of(name, seeds, spread=0.003):
     return {
         "rows": {row: {column: x.tolist() for column, x in columns.items()} for row, columns in rows.items()},
         "primary": primary,
-        "also": [{"source": "source", "words": "words", "measure": f"also of {name}", "values": noise.tolist()}],
+        "also": [{"source": "", "words": "words", "measure": it, "values": noise.tolist()} for it in measures],
         "drawn": ["accuracy"],
         "curves": {"it": (np.tile(np.linspace(0, 1, 5), (seeds, 1)) + noise[:, None] / 100).tolist()},
         "note": "",
@@ -70,14 +78,13 @@ def config(asked, tmp_path_factory):
 def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, asked):
     text = (config.out / "RESULTS-smoke.md").read_text()
     first = text[: text.index("![")]
-    for question, answer in (
-        ("GRPO or PPO, at equal samples", "No difference"),
-        ("a group's mean or a critic", "Not settled"),
-        ("0.01 or none", "0.01."),
-        ("eight updates a rollout", "No: "),
-    ):
-        assert re.search(rf"^\| [^|]*{question}\? \| {answer}", first, re.M), question
-    assert "[β 0.01 − none](docs/results-smoke/ablate_kl.md), on the way: +0.200 [" in first
+    for headline in HEADLINES:  # each has its rows, with a link
+        assert f"| {headline.question}" in first
+        for row in headline.evidence:
+            if row.question == "stories":  # not asked
+                continue
+            assert f"[{row.says}](docs/results-smoke/{row.question}.md) | {row.model} |" in first
+    assert "| additions | **no difference that matters** at the end |" in first
     for target in re.findall(r"\]\(#(\w+)\)", text):
         assert f'<a id="{target}"></a>' in text
     for target in re.findall(r"\]\((docs/[^)]+)\)", text):
@@ -110,10 +117,51 @@ def test_the_pages_of_the_repository_are_those_of_its_numbers(asked, tmp_path):
     reproduce.main(Config(numbers=tuple(files), out=tmp_path))
     for path in (Path("RESULTS.md"), *(file.relative_to(tmp_path) for file in tmp_path.glob("docs/results/*.md"))):
         assert (tmp_path / path).read_text() == (ROOT / path).read_text()
-    text = (tmp_path / "RESULTS.md").read_text()
-    for headline in HEADLINES:  # each has its row, with what is said beside it
-        (row,) = re.findall(rf"\| {re.escape(headline.question)} \|.*", text)
-        assert headline.beside[0] in row
+
+
+def strings_of(values, scale="difference"):
+    """A number as the pages may print it, computed without their code."""
+    values = np.array([np.nan if x is None else x for x in values], np.float64)
+    mean, half = values.mean(), stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    if scale == "ratio":
+        return {f"× {math.exp(mean):.3g} [{math.exp(mean - half):.3g}, {math.exp(mean + half):.3g}]"}
+    signed = [f"{x:+z.3f}".replace("-", "−") for x in (mean, mean - half, mean + half)]
+    return {f"{signed[0]} [{signed[1]}, {signed[2]}]", f"{mean:z.3f} ± {half:.3f}"}
+
+
+def test_every_number_on_the_page_follows_from_the_values_of_seeds():
+    known = json.loads((ROOT / "docs/results/numbers.json").read_text())["answers"]
+    expected = set()
+    for answer in known.values():
+        for key, (values, _) in answer["primary"].items():
+            for look in (10, 20, 40):  # the one that decided
+                expected |= strings_of(values[:look], BY_ID[key].scale)
+        for it in answer["also"]:
+            expected |= strings_of(it["values"])
+        for columns in answer["rows"].values():
+            for values in columns.values():
+                expected |= strings_of(values)
+    for headline in HEADLINES:
+        for row in headline.evidence:
+            rows = known[row.question]["rows"]
+            if row.rows and set(row.rows) <= rows.keys():  # measured so far
+                one, other = (rows[name] for name in row.rows)
+                for column in one:
+                    expected |= strings_of(np.subtract(one[column], other[column]))
+    text = (ROOT / "RESULTS.md").read_text()
+    page = text[: text.index('<a id="again"></a>')]  # below it stands another machine
+    numbers_on_page = re.findall(r"[+−]\d\.\d+ \[[^\]]+\]|× [\d.]+ \[[^\]]+\]|\d\.\d+ ± \d\.\d+", page)
+    assert len(numbers_on_page) > 80
+    assert set(numbers_on_page) - expected == set()
+    for at_most in re.findall(r"a lead is at most (\d\.\d+)", page):
+        assert any(f"−{at_most}, " in it or f"+{at_most}]" in it for it in expected)
+    for testbed in (ADDITIONS, WORDS):
+        shapes = jax.eval_shape(decoder_policy(testbed.model).init, jax.random.key(0))
+        assert f"{round(sum(leaf.size for leaf in jax.tree.leaves(shapes)), -3):,} parameters" in page
+    # The sentences themselves have no measured numbers.
+    written = "".join((*PAGES["findings"], PAGES["texts"]["results"], *("".join(it.note) for it in HEADLINES)))
+    written = re.sub(r"\{[^{}]*\}", "", written)  # names of numbers
+    assert set(re.findall(r"\d+\.\d+", written)) <= {"0.01", "0.02", "0.04", "0.0017", "0.8", "2504.13837"}
 
 
 def test_the_file_has_the_values_of_all_seeds_and_their_checksum(config, tmp_path):
@@ -165,7 +213,9 @@ def test_pages_are_made_of_the_file_of_numbers_also_if_it_lost_the_values_of_see
     assert not (tmp_path / "none").exists()
     first = (config.out / "RESULTS-smoke.md").read_text()
     again = (tmp_path / "RESULTS-smoke.md").read_text()
-    assert again.rpartition("SHA-256")[0] == first.rpartition("SHA-256")[0]
+    # Only the differences of the first table need the values.
+    evidence = [text[text.index('<a id="every">') : text.index("SHA-256")] for text in (first, again)]
+    assert evidence[0] == evidence[1]
     for path in (*before.glob("*.md"), *before.glob("*_curves.png")):  # these as they were
         assert (tmp_path / "docs/results-smoke" / path.name).read_bytes() == path.read_bytes()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.claims import simulated, verdicts
-from experiments.claims.questions import BY_ID, CLAIMS, HEADLINES, Claim
+from experiments.claims.questions import BY_ID, CLAIMS, HEADLINES, RETESTS, Claim
 from experiments.claims.verdicts import decide, needed, p_values
 
 
@@ -121,10 +121,36 @@ def test_intervals_are_not_narrower_than_the_floor_allows():
 
 
 def test_claims_are_told_apart():
-    assert len(BY_ID) == len(CLAIMS)
-    assert len({it.label for it in CLAIMS}) == len({it.measure for it in CLAIMS}) == len(CLAIMS)
-    assert all(it.low < it.high for it in CLAIMS)
-    assert all(headline.id in BY_ID for headline in HEADLINES)
+    for claims in (CLAIMS, RETESTS):
+        assert len({it.label for it in claims}) == len({it.measure for it in claims}) == len(claims)
+        assert all(it.low < it.high for it in claims)
+    assert len(BY_ID) == len(CLAIMS) + len(RETESTS)
+    for headline in HEADLINES:
+        for row in headline.evidence:
+            assert set(row.ids) <= BY_ID.keys()
+            assert all(BY_ID[key].question == row.question for key in row.ids)
+            assert len(row.sides) == 2
+
+
+def test_one_look_has_the_verdict_of_a_wider_interval():
+    claims = [claim(str(place)) for place in range(10)]
+    t = 4.773  # of a one-sided test at 5% / 20, with six seeds
+    error = 0.01
+    means = {"0": 1.01 * t * error, "1": 0.99 * t * error, "2": -1.01 * t * error}
+    values: dict[str, list[float]] = {key: around(mean, error * math.sqrt(6), 6) for key, mean in means.items()}
+    error = 0.001
+    for key, mean in {"3": 0.02 - 1.01 * t * error, "4": 0.02 - 0.99 * t * error}.items():
+        values[key] = around(mean, error * math.sqrt(6), 6)
+    decisions = verdicts.decide_once(claims, values | {"5": [0.5]})
+    assert [decisions[str(place)].verdict for place in range(7)] == [
+        "supported",
+        "undecided",
+        "contradicted",
+        "no difference that matters",
+        "supported",
+        "undecided",
+        "undecided",
+    ]
 
 
 @pytest.mark.parametrize("at", [simulated.no_difference, simulated.edge, simulated.bound])

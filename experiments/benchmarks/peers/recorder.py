@@ -1,4 +1,4 @@
-"""What a runner of a library reads and writes: its plan, its clock, and lines of JSON.
+"""The plan, the clock and the lines of JSON that the runners of all libraries share.
 
 This module imports neither a peer nor this library, so that all runners share it.
 """
