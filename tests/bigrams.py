@@ -2,15 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+from tiny import digit_task, says_three
 
-from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.models.policy import Policy
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 
 V, D = 8, 5  # tokens, width
-EOS, PAD = 6, 7
 
 
 def states(params, ids):
@@ -36,16 +34,7 @@ normal = jax.jit(jax.random.normal, static_argnums=1)
 PARAMS = {name: normal(jax.random.key(number), (V, D)) for number, name in enumerate(["before", "after"])}
 
 
-def prompts(step: int):
-    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
-
-
-def says_three(examples, completions):
-    return [text.count("3") / 3 for text in completions]
-
-
-TASK = Task(prompts, says_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+TASK = digit_task(says_three)
 
 
 def train_grpo(task, config, run, programs=None, *, params=PARAMS, policy=POLICY, **options):

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import jax.numpy as jnp
-from tiny import random_params, tiny_config
+from tiny import random_params
 
 from experiments.tasks.characters import Characters
+from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_pretrained
 
 TEXT = Characters("0123456789+= abcdefg")
@@ -58,13 +59,7 @@ def write_inputs(folder: Path) -> None:
 
 def write_model(folder: Path, *, hidden: int) -> None:
     """Writes a random model in Hugging Face's format, with a tokenizer of characters."""
-    sizes = {
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    config = tiny_config(TEXT.vocab_size, hidden_size=hidden, head_dim=hidden // 4, tie_word_embeddings=False, **sizes)
+    config = ModelConfig(TEXT.vocab_size, hidden, 2 * hidden, 2, 4, 2, hidden // 4, tie_word_embeddings=False)
     params = random_params(config, 0.2)
     # Feature 0 is nearly constant, and makes EOS likely, so that turns end.
     embedding = params["embedding"].at[:, 0].set(3)

@@ -14,38 +14,10 @@ import jax
 import pytest
 from tiny import refused
 
+from grpo_jax import config as configs, options as grpo_options
 from grpo_jax.checks import validate, validate_ppo
-from grpo_jax.config import (
-    RECIPES,
-    CriticConfig,
-    GRPOConfig,
-    ModelOptions,
-    PPOConfig,
-    Preset,
-    recipe,
-    run_of,
-    with_options,
-)
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
-from grpo_jax.options import (
-    FINITE,
-    Bound,
-    Count,
-    Fraction,
-    Positive,
-    Range,
-    Seed,
-    Share,
-    Size,
-    Weight,
-    at_least,
-    check_number,
-    check_ranges,
-    from_json,
-    option_types,
-    options_of,
-)
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import differing_options
 from grpo_jax.tasks.options import TaskOptions
@@ -55,8 +27,8 @@ from grpo_jax.tasks.options import TaskOptions
 class Experiment:
     """All groups that a command line has."""
 
-    train: GRPOConfig = recipe(steps=7, kl_coef=0.5)
-    model: ModelOptions = ModelOptions()
+    train: configs.GRPOConfig = configs.recipe(steps=7, kl_coef=0.5)
+    model: configs.ModelOptions = configs.ModelOptions()
     task: TaskOptions = TaskOptions()
     output: flags.RunConfig = flags.RunConfig(Path("runs/experiment"))
     number: int = 3
@@ -67,7 +39,7 @@ class Experiment:
 class WithCritic:
     """The groups of a command line of PPO."""
 
-    ppo: PPOConfig = PPOConfig()
+    ppo: configs.PPOConfig = configs.PPOConfig()
     output: flags.RunConfig = flags.RunConfig(Path("runs/experiment"))
 
 
@@ -90,37 +62,39 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_recipe_has_the_objective_of_the_preset_with_its_published_numbers(preset):
-    config = recipe(preset)
-    options, expected = options_of(config), USUAL | UNUSUAL.get(preset, {})
+    config = configs.recipe(preset)
+    options, expected = grpo_options.options_of(config), USUAL | UNUSUAL.get(preset, {})
     assert {name: options[name] for name in expected} == expected
     assert config.loss.objective == PRESETS[preset]
     validate(config)
 
 
 def test_the_presets_that_there_are_are_those_of_the_command_line():
-    assert set(get_args(Preset)) == PRESETS.keys()
-    assert RECIPES.keys() <= PRESETS.keys()
+    assert set(get_args(configs.Preset)) == PRESETS.keys()
+    assert configs.RECIPES.keys() <= PRESETS.keys()
 
 
 def test_the_objective_has_the_numbers_of_the_config():
-    objective = recipe("dapo", kl_coef=0.1, epsilon_high=0.3, entropy_coef=0.01, kl_in_reward=True).loss.objective
+    objective = configs.recipe(
+        "dapo", kl_coef=0.1, epsilon_high=0.3, entropy_coef=0.01, kl_in_reward=True
+    ).loss.objective
     assert (objective.kl_coef, objective.entropy_coef, objective.kl_in_reward) == (0.1, 0.01, True)
     assert objective.constants == {"epsilon_low": 0.2, "epsilon_high": 0.3}
 
 
 def test_defaults_are_the_recipe_of_grpo_and_ppo_has_its_own():
-    assert recipe() == GRPOConfig()
-    run = PPOConfig().run
+    assert configs.recipe() == configs.GRPOConfig()
+    run = configs.PPOConfig().run
     assert (run.loss.preset, run.loss.kl_coef, run.loss.kl_in_reward) == ("lite_ppo", 0.02, True)
     assert run.sampling.group_size == 1
-    validate_ppo(PPOConfig())
-    assert run_of(PPOConfig()) is run_of(run)
+    validate_ppo(configs.PPOConfig())
+    assert configs.run_of(configs.PPOConfig()) is configs.run_of(run)
 
 
 # ---- options by name
 
 
-@pytest.mark.parametrize("config", [Experiment(), WithCritic(), PPOConfig(), GRPOConfig()])
+@pytest.mark.parametrize("config", [Experiment(), WithCritic(), configs.PPOConfig(), configs.GRPOConfig()])
 def test_names_of_options_are_unique(config):
     def names(config):
         for field in dataclasses.fields(config):
@@ -129,45 +103,53 @@ def test_names_of_options_are_unique(config):
 
     counts = Counter(names(config))
     assert set(counts.values()) == {1}, counts.most_common(3)
-    assert counts.keys() == options_of(config).keys() == option_types(type(config)).keys()
+    assert counts.keys() == grpo_options.options_of(config).keys() == grpo_options.option_types(type(config)).keys()
 
 
 def test_options_are_replaced_in_whichever_group_they_are():
-    config = with_options(PPOConfig(), steps=3, top_k=5, kl_target=6.0, epochs=2, eval_every=1, critic="shared")
+    config = configs.with_options(
+        configs.PPOConfig(), steps=3, top_k=5, kl_target=6.0, epochs=2, eval_every=1, critic="shared"
+    )
     assert (config.run.steps, config.run.sampling.top_k, config.run.reference.kl_target) == (3, 5, 6.0)
     assert (config.run.optimizer.epochs, config.run.logging.eval_every) == (2, 1)
-    assert config.critic == CriticConfig(critic="shared")
-    assert with_options(config) == with_options(PPOConfig(), **options_of(config)) == config
-    assert PPOConfig().run.steps == 100  # the old one stays
+    assert config.critic == configs.CriticConfig(critic="shared")
+    assert (
+        configs.with_options(config)
+        == configs.with_options(configs.PPOConfig(), **grpo_options.options_of(config))
+        == config
+    )
+    assert configs.PPOConfig().run.steps == 100  # the old one stays
 
 
 def test_a_preset_brings_its_numbers_and_other_options_replace_them():
-    config = with_options(recipe(kl_coef=0.5, learning_rate=1e-3, top_k=2), preset="companion_post", epsilon_low=0.1)
+    config = configs.with_options(
+        configs.recipe(kl_coef=0.5, learning_rate=1e-3, top_k=2), preset="companion_post", epsilon_low=0.1
+    )
     assert (config.loss.preset, config.loss.kl_coef, config.loss.epsilon_low) == ("companion_post", 0.01, 0.1)
     assert (config.sampling.temperature, config.sampling.temperature_spread) == (0.7, 0.3)
     assert (config.optimizer.learning_rate, config.sampling.top_k) == (1e-3, 2)  # no numbers of a preset
-    assert with_options(config, epsilon_low=0.1, preset="companion_post") == config
-    assert with_options(PPOConfig(), preset="cispo").run.loss == recipe("cispo").loss
+    assert configs.with_options(config, epsilon_low=0.1, preset="companion_post") == config
+    assert configs.with_options(configs.PPOConfig(), preset="cispo").run.loss == configs.recipe("cispo").loss
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"epsilon": 0.1}, "no option epsilon: is it .*epsilon_low"),
-        ({"xyzzy": 1}, "no option xyzzy: they are steps, "),
-        ({"loss": None}, "no option loss"),
-        ({"preset": "dappo"}, "no preset dappo: is it .*dapo"),
-    ],
-)
+UNKNOWN_OPTIONS = [
+    ({"epsilon": 0.1}, "no option epsilon: is it .*epsilon_low"),
+    ({"xyzzy": 1}, "no option xyzzy: they are steps, "),
+    ({"loss": None}, "no option loss"),
+    ({"preset": "dappo"}, "no preset dappo: is it .*dapo"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), UNKNOWN_OPTIONS)
 def test_an_unknown_option_is_refused_in_a_sentence(options, words):
     with refused(words):
-        with_options(GRPOConfig(), **options)
+        configs.with_options(configs.GRPOConfig(), **options)
 
 
 def test_values_may_be_traced():
     @jax.jit
     def scaled(kl_coef, epsilon_high):
-        objective = recipe(kl_coef=kl_coef, epsilon_high=epsilon_high).loss.objective
+        objective = configs.recipe(kl_coef=kl_coef, epsilon_high=epsilon_high).loss.objective
         assert objective.has_reference
         return objective.kl_coef * objective.constants["epsilon_high"]
 
@@ -190,15 +172,15 @@ def test_flags_are_flat_and_reach_every_group(tmp_path):
 def test_a_preset_on_a_command_line_brings_its_numbers_in_any_order(tmp_path, named):
     where = ["--run-dir", tmp_path / "run"]
     config = parse(*named, *where)
-    assert config.train.loss == recipe("dapo").loss
+    assert config.train.loss == configs.recipe("dapo").loss
     assert config.train.steps == 7
     first, second = parse(*named, "--kl-coef", 0.1, *where), parse("--kl-coef", 0.1, *named, *where)
-    assert first == second == with_options(config, kl_coef=0.1)
+    assert first == second == configs.with_options(config, kl_coef=0.1)
 
 
 def test_a_preset_reaches_the_groups_of_ppo(tmp_path):
     config = parse("--preset", "cispo", "--critic", "shared", "--run-dir", tmp_path / "run", config=WithCritic)
-    assert config.ppo.run.loss == recipe("cispo").loss
+    assert config.ppo.run.loss == configs.recipe("cispo").loss
     assert config.ppo.critic.critic == "shared"
 
 
@@ -228,16 +210,16 @@ def test_help_that_is_read_in_part_ends_without_a_traceback(monkeypatch):
 
 @pytest.mark.parametrize("config", [Experiment(), WithCritic()])
 def test_json_round_trips(config):
-    changed = with_options(config, preset="sapo", seed=3)
+    changed = configs.with_options(config, preset="sapo", seed=3)
     saved = json.loads(json.dumps(dataclasses.asdict(changed), default=str))
     del saved["output"]["run_dir"]
-    assert from_json(config, saved) == changed
+    assert grpo_options.from_json(config, saved) == changed
     with refused("no option no_such_option"):
-        from_json(config, {"output": {"no_such_option": 1}})
+        grpo_options.from_json(config, {"output": {"no_such_option": 1}})
 
 
 def test_options_that_differ_from_a_run_are_named_without_their_groups():
-    one, other = recipe(), recipe("dapo", learning_rate=1e-3, keep_checkpoints=9)
+    one, other = configs.recipe(), configs.recipe("dapo", learning_rate=1e-3, keep_checkpoints=9)
     differing = differing_options(json.loads(json.dumps(dataclasses.asdict(one))), dataclasses.asdict(other))
     assert differing == ["epsilon_high", "kl_coef", "learning_rate", "preset"]
 
@@ -248,7 +230,7 @@ def test_a_run_is_resumed_with_the_options_that_it_had(tmp_path):
     saved = json.loads((folder / "config.json").read_text())
     assert saved["train"]["loss"]["kl_coef"] == 0.1
     again = parse("--resume", "--run-dir", tmp_path / "run")
-    assert with_options(again, resume=False) == config
+    assert configs.with_options(again, resume=False) == config
     flags.open_run(parse("--resume", "--preset", "dapo", "--run-dir", tmp_path / "run"))  # what it had
     with refused(r"began with other options \(kl_coef, preset\)"):
         flags.open_run(parse("--resume", "--preset", "grpo", "--kl-coef", 0.2, "--run-dir", tmp_path / "run"))
@@ -273,21 +255,21 @@ def test_options_come_from_a_file_and_flags_replace_them(tmp_path):
     assert other.train.steps == 7  # the experiment's own
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "sentence"),
-    [
-        ("a.json", '{"nubmer": 1}', "no option nubmer"),
-        ("a.json", '{"train": {"learning_rate": "1e-3"}}', "learning_rate is '1e-3'"),
-        ("a.json", '{"number": true}', "number is True"),
-        ("a.json", "[1]", "must be a mapping"),
-        ("a.json", "{", "cannot be read"),
-        ("none.json", None, "cannot be read"),
-        ("a.json", '{"seed": 1, "train": {"seed": 2}}', "seed is given twice"),
-        ("a.yaml", "number: 1\nother: {number: 2}", "number is given twice"),
-        ("a.json", '{"a":' * 200_000 + "1" + "}" * 200_000, "cannot be read"),
-        ("a.yaml", "[" * 400 + "]" * 400, "cannot be read"),
-    ],
-)
+UNFIT_FILES = [
+    ("a.json", '{"nubmer": 1}', "no option nubmer"),
+    ("a.json", '{"train": {"learning_rate": "1e-3"}}', "learning_rate is '1e-3'"),
+    ("a.json", '{"number": true}', "number is True"),
+    ("a.json", "[1]", "must be a mapping"),
+    ("a.json", "{", "cannot be read"),
+    ("none.json", None, "cannot be read"),
+    ("a.json", '{"seed": 1, "train": {"seed": 2}}', "seed is given twice"),
+    ("a.yaml", "number: 1\nother: {number: 2}", "number is given twice"),
+    ("a.json", '{"a":' * 200_000 + "1" + "}" * 200_000, "cannot be read"),
+    ("a.yaml", "[" * 400 + "]" * 400, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "sentence"), UNFIT_FILES)
 def test_a_file_of_options_that_does_not_fit_is_refused_in_one_sentence(tmp_path, capsys, name, text, sentence):
     if text is not None:
         (tmp_path / name).write_text(text)
@@ -299,16 +281,24 @@ def test_a_file_of_options_that_does_not_fit_is_refused_in_one_sentence(tmp_path
 # ---- ranges of options
 
 TYPES = {
-    "Count": (Count, [0, 3, 2**31 - 1], {-1: "at least 0", 2**31: r"below 2\^31", 10**30: r"below 2\^31"}),
-    "Size": (Size, [1, 2**31 - 1], {0: "at least 1", 2**31: r"below 2\^31"}),
-    "Seed": (Seed, [0, 2**32 - 1], {-1: r"between 0 and 2\^32 - 1", 2**32: "between 0 and"}),
-    "Weight": (Weight, [0.0, 1e30], {-0.1: "at least 0", math.inf: "finite", math.nan: "at least 0"}),
-    "Positive": (Positive, [1e-30, 10**400], {0.0: "above 0", math.inf: "finite", math.nan: "above 0"}),
-    "Bound": (Bound, [1e-30, math.inf], {0.0: "above 0", math.nan: "above 0"}),
-    "Fraction": (Fraction, [0, 0.5, 1.0], {-0.1: "between 0 and 1", 1.1: "between 0 and 1", math.nan: "between"}),
-    "Share": (Share, [0.1, 1], {0.0: "above 0", 1.1: "at most 1", math.nan: "above 0"}),
-    "optional": (Size | None, [None, 1], {0: "at least 1"}),
-    "several": (Annotated[float, at_least(-1), FINITE, Range(lambda x: x != 0, "not 0")], [-1.0, 1.0], {0.0: "not 0"}),
+    "Count": (grpo_options.Count, [0, 3, 2**31 - 1], {-1: "at least 0", 2**31: r"below 2\^31", 10**30: r"below 2\^31"}),
+    "Size": (grpo_options.Size, [1, 2**31 - 1], {0: "at least 1", 2**31: r"below 2\^31"}),
+    "Seed": (grpo_options.Seed, [0, 2**32 - 1], {-1: r"between 0 and 2\^32 - 1", 2**32: "between 0 and"}),
+    "Weight": (grpo_options.Weight, [0.0, 1e30], {-0.1: "at least 0", math.inf: "finite", math.nan: "at least 0"}),
+    "Positive": (grpo_options.Positive, [1e-30, 10**400], {0.0: "above 0", math.inf: "finite", math.nan: "above 0"}),
+    "Bound": (grpo_options.Bound, [1e-30, math.inf], {0.0: "above 0", math.nan: "above 0"}),
+    "Fraction": (
+        grpo_options.Fraction,
+        [0, 0.5, 1.0],
+        {-0.1: "between 0 and 1", 1.1: "between 0 and 1", math.nan: "between"},
+    ),
+    "Share": (grpo_options.Share, [0.1, 1], {0.0: "above 0", 1.1: "at most 1", math.nan: "above 0"}),
+    "optional": (grpo_options.Size | None, [None, 1], {0: "at least 1"}),
+    "several": (
+        Annotated[float, grpo_options.at_least(-1), grpo_options.FINITE, grpo_options.Range(lambda x: x != 0, "not 0")],
+        [-1.0, 1.0],
+        {0.0: "not 0"},
+    ),
 }
 
 
@@ -316,17 +306,17 @@ TYPES = {
 def test_a_number_is_in_all_ranges_of_its_type_or_refused_in_a_sentence(name):
     hint, good, bad = TYPES[name]
     for value in good:
-        check_number("some_option", value, hint)
+        grpo_options.check_number("some_option", value, hint)
     for value, words in bad.items():
         with refused(f"^some_option is {re.escape(str(value))}: it must be {words}"):
-            check_number("some_option", value, hint)
+            grpo_options.check_number("some_option", value, hint)
 
 
 @dataclass(frozen=True)
 class Inner:
     """A group."""
 
-    share: Share | None = None
+    share: grpo_options.Share | None = None
 
 
 @dataclass(frozen=True)
@@ -334,31 +324,31 @@ class Outer:
     """A command's options."""
 
     inner: Inner = Inner()
-    size: Size = 1
+    size: grpo_options.Size = 1
     name: str = ""
 
 
 def test_options_of_all_groups_are_checked():
-    check_ranges(Outer())
-    check_ranges(Outer(Inner(0.5)))
+    grpo_options.check_ranges(Outer())
+    grpo_options.check_ranges(Outer(Inner(0.5)))
     with refused("share is 2: it must be at most 1"):
-        check_ranges(Outer(Inner(2)))
+        grpo_options.check_ranges(Outer(Inner(2)))
     with refused("size is 0"):
-        check_ranges(Outer(size=0))
+        grpo_options.check_ranges(Outer(size=0))
 
 
-@pytest.mark.parametrize("config", [PPOConfig, SupervisedConfig, TaskOptions])
+@pytest.mark.parametrize("config", [configs.PPOConfig, SupervisedConfig, TaskOptions])
 def test_every_number_declares_a_range(config):
     """A spread of temperatures is checked together with the temperature."""
-    plain, annotated = option_types(config), option_types(config, include_extras=True)
+    plain, annotated = grpo_options.option_types(config), grpo_options.option_types(config, include_extras=True)
     numbers = {name for name, hint in plain.items() if {int, float} & {hint, *get_args(hint)}}
     assert len(numbers) >= 5
     assert {name for name in numbers if annotated[name] == plain[name]} <= {"temperature_spread"}
 
 
 def test_defaults_are_in_their_ranges():
-    for config in (GRPOConfig(), PPOConfig(), SupervisedConfig(), TaskOptions()):
-        check_ranges(config)
+    for config in (configs.GRPOConfig(), configs.PPOConfig(), SupervisedConfig(), TaskOptions()):
+        grpo_options.check_ranges(config)
 
 
 def test_a_phase_on_data_is_checked_by_the_same_ranges():
@@ -367,6 +357,6 @@ def test_a_phase_on_data_is_checked_by_the_same_ranges():
     check_supervised(config, seed=0, rows=8, name="num_rows")
     for option, value in {"steps": 0, "weight_decay": -1.0, "max_grad_norm": math.nan, "log_every": 0}.items():
         with refused(f"^{option} is {value}: it must be "):
-            check_supervised(with_options(config, **{option: value}), seed=0, rows=8, name="num_rows")
+            check_supervised(configs.with_options(config, **{option: value}), seed=0, rows=8, name="num_rows")
     with refused("seed is -1"):
         check_supervised(config, seed=-1, rows=8, name="num_rows")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import DATA, STORIES, needs_data
 
 from experiments.planning.models import MODELS
 from grpo_jax import functional as F
@@ -29,9 +30,6 @@ from grpo_jax.options import option_types
 from grpo_jax.planning.memory import GB, Shape, choose
 
 ROOT = Path(__file__).parents[1]
-DATA = ROOT.parent / "shared/data"
-MODEL = DATA / "stories260K-hf"
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the stories260K model and GSM8K")
 PAGES = {page.name: page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 GUIDES = ["training.md", "engines.md", "performance.md", "scaling.md", "gsm8k.md"]
 CELLS = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
@@ -76,18 +74,14 @@ def test_what_pages_and_the_notebook_import_is_there():
 
 
 # Without a compiler each operation is a program of its own.
-@pytest.mark.parametrize(
-    ("page", "number"),
-    [
-        ("examples.md", 2),
-        ("own_loop.md", 0),  # losses under jit, pmap and shard_map
-        *(
-            pytest.param("examples.md", i, marks=pytest.mark.slow)
-            for i in range(len(programs("examples.md")))
-            if i != 2
-        ),
-    ],
-)
+EXAMPLES = [
+    ("examples.md", 2),
+    ("own_loop.md", 0),  # losses under jit, pmap and shard_map
+    *(pytest.param("examples.md", i, marks=pytest.mark.slow) for i in range(len(programs("examples.md"))) if i != 2),
+]
+
+
+@pytest.mark.parametrize(("page", "number"), EXAMPLES)
 def test_an_example_runs(page, number):
     execute(programs(page)[number])
 
@@ -118,7 +112,7 @@ def test_the_programs_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(40)]
     Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    names = execute(*(code.replace("folder-or-hub/id", str(MODEL)) for code in programs(page)))
+    names = execute(*(code.replace("folder-or-hub/id", str(STORIES)) for code in programs(page)))
     if page == "own_loop.md":
         assert Path("trained-model/model.safetensors").exists()
         assert names["trained"].params.keys() == names["model"].params.keys()
@@ -186,7 +180,7 @@ def shell(script: str, folder: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(call)} "$@"\n')
     program.chmod(0o755)
     script = script.replace(".venv/bin/grpo-jax", "grpo-jax").replace(".venv/bin/python", sys.executable)
-    script = re.sub(r"(--model |model=\")(DIR|Qwen/\S+)", rf"\g<1>{MODEL}", script)
+    script = re.sub(r"(--model |model=\")(DIR|Qwen/\S+)", rf"\g<1>{STORIES}", script)
     paths = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{folder}"}
     subprocess.run(["bash", "-euxc", script], cwd=folder, env=os.environ | paths, check=True, timeout=900)
 

@@ -68,10 +68,10 @@ def test_lowers_for_tpu_and_cuda(program, args):
 # ---- memory and operations of devices
 
 
-@pytest.mark.parametrize(
-    ("kind", "peak"),
-    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12)],
-)
+PEAKS = [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12)]
+
+
+@pytest.mark.parametrize(("kind", "peak"), PEAKS)
 def test_the_peak_of_a_device_is_that_of_the_most_special_name(monkeypatch, kind, peak):
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(device_kind=kind)])
     assert peak_flops(2) == 2 * peak
@@ -91,14 +91,14 @@ def test_a_cpu_has_what_is_left_of_the_machine_and_no_more_than_its_group(monkey
     assert memory_limit() == 10**9 + ours
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "limit"),
-    [
-        ("memory.max", "max\n", 2**60),
-        ("memory.max", "1024\n", 1024),
-        ("other", "1", 2**60),
-    ],
-)
+LIMIT_FILES = [
+    ("memory.max", "max\n", 2**60),
+    ("memory.max", "1024\n", 1024),
+    ("other", "1", 2**60),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "limit"), LIMIT_FILES)
 def test_the_limit_of_a_group_is_read_from_its_file(tmp_path, file, text, limit):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)

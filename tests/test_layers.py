@@ -1,9 +1,10 @@
-"""A module imports only from its own layer and from lower layers."""
+"""A module imports only from its own layer and from lower layers. Each fault quotes a line that its module has."""
 
 import ast
 from pathlib import Path
 
 import pytest
+from faults import load_faults
 
 ROOT = Path(__file__).parents[1]
 # From the bottom layer up. A name is a folder or a module of grpo_jax, or the folder of experiments.
@@ -44,3 +45,11 @@ def test_imports_point_down(file):
 def test_every_module_has_a_layer():
     found = {layer(".".join(file.relative_to(ROOT).with_suffix("").parts)) for file in FILES} - {"__init__"}
     assert found == set(ORDER)
+
+
+@pytest.mark.parametrize("fault", load_faults(""), ids=lambda fault: fault["meaning"])
+def test_a_fault_quotes_its_module_once_and_its_tests_exist(fault):
+    assert (ROOT / fault["module"]).read_text().count(fault["before"]) == 1
+    for test in fault["tests"]:
+        file, _, name = test.partition("[")[0].partition("::")
+        assert f"def {name}" in (ROOT / file).read_text()

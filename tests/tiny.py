@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from grpo_jax.data.types import Prompts, pad_prompts, rng
@@ -18,6 +19,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.geometry import rows_of_texts
+from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.lora import TARGETS, add_adapters
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.policy import Policy, decoder_policy
@@ -168,9 +170,19 @@ def digit_task(reward: Any, prompts: Callable[[int], Prompts] = digit_prompts, v
     return Task(prompts, reward, prompts(999), digits, (6,), 7, vocab_size)
 
 
+def says_three(examples: Any, completions: Sequence[str]) -> list[float]:
+    """Rewards the share of threes among three characters."""
+    return [text.count("3") / 3 for text in completions]
+
+
 def task_of_tokens(eos_ids: tuple[int, ...], pad_id: int, vocab_size: int) -> Task:
     """Returns a task for samplers, which has only special tokens and a vocabulary size."""
     return Task(None, None, None, None, eos_ids, pad_id, vocab_size)  # type: ignore[arg-type]
+
+
+# A chat template of the names of tools and the contents of messages.
+TEMPLATE = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+TEMPLATE += "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 class Characters:
@@ -193,7 +205,46 @@ class Characters:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
 
+# ---- optimizers
+
+
+class Recorded(NamedTuple):
+    """The optimizer state of `recorder`: the gradients of all steps so far."""
+
+    count: jax.Array
+    gradients: optax.Params  # [U, ...]
+
+
+def recorder(updates: int, rate: float = 0.1, step=None) -> optax.GradientTransformation:
+    """Returns plain gradient descent that records every gradient.
+
+    Args:
+      updates: The largest number of gradients to record (U).
+      rate: The learning rate.
+      step: (number of the update, gradients) -> gradients for the step instead; None: no change.
+    """
+
+    def init(params):
+        return Recorded(jnp.int32(0), jax.tree.map(lambda x: jnp.zeros((updates, *x.shape), x.dtype), params))
+
+    def update(gradients, state, params=None):
+        del params
+        every = jax.tree.map(lambda all_, one: all_.at[state.count].set(one), state.gradients, gradients)
+        along = gradients if step is None else step(state.count, gradients)
+        return jax.tree.map(lambda x: -rate * x, along), Recorded(state.count + 1, every)
+
+    return optax.GradientTransformation(init, update)
+
+
 # ---- folders
+
+
+def save_tiny_model(folder: Path, text: Any, **changes: Any) -> Path:
+    """Saves a random model of one layer and a tokenizer of characters, and returns the folder. `changes` are fields."""
+    config = tiny_config(**{"vocab_size": text.vocab_size} | changes)
+    save_pretrained(folder, random_params(config), config)
+    text.save_tokenizer(folder)
+    return folder
 
 
 def write_tokenizer(folder: Path, size: int) -> None:

@@ -7,16 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.claims.testbeds import (
-    ADDITIONS,
-    ARITHMETIC,
-    UNSOLVABLE,
-    WORDS,
-    addition_reward,
-    coarse_sampler,
-    has_carry,
-    word_reward,
-)
+from experiments.claims import testbeds
 from experiments.tasks import arithmetic, letters
 from grpo_jax.data.types import rng
 from grpo_jax.models.config import ModelConfig
@@ -43,7 +34,7 @@ def texts_of(completions, characters):
 
 # ---- additions
 
-TASK = ARITHMETIC.task(num_prompts=40, seed=0, heldout=4)
+TASK = testbeds.ARITHMETIC.task(num_prompts=40, seed=0, heldout=4)
 SUMS = TASK.task.prompts(0).examples
 ANSWERS = TASK.targets(SUMS)
 
@@ -59,16 +50,16 @@ def answers():
 
 
 DRAWN = answers()
-compiled_reward = jax.jit(addition_reward)
+compiled_reward = jax.jit(testbeds.addition_reward)
 
 
 def reward_of(targets, drawn, key=KEY, **options):
-    return np.array(compiled_reward(targets, drawn, key, **{**ARITHMETIC.options, **options}))
+    return np.array(compiled_reward(targets, drawn, key, **{**testbeds.ARITHMETIC.options, **options}))
 
 
 @cache
 def is_right():
-    return np.array(jax.jit(addition_reward)(ANSWERS, DRAWN, KEY))
+    return np.array(jax.jit(testbeds.addition_reward)(ANSWERS, DRAWN, KEY))
 
 
 def test_an_addition_is_right_where_its_text_is():
@@ -119,26 +110,29 @@ def test_shift_and_scale_are_a_prompts_own():
 
 
 def test_some_additions_have_no_answer():
-    task = ADDITIONS.task(num_prompts=2, seed=0, heldout=1000)
+    task = testbeds.ADDITIONS.task(num_prompts=2, seed=0, heldout=1000)
     examples = task.task.heldout.examples
-    targets, exact = task.targets(examples), ARITHMETIC.task(num_prompts=2, seed=0, heldout=1).targets(examples)
+    targets, exact = (
+        task.targets(examples),
+        testbeds.ARITHMETIC.task(num_prompts=2, seed=0, heldout=1).targets(examples),
+    )
     unsolvable = (targets == -1).all(axis=1)
     np.testing.assert_array_equal(targets[~unsolvable], exact[~unsolvable])
-    assert unsolvable.mean() == pytest.approx(UNSOLVABLE, abs=0.03)
+    assert unsolvable.mean() == pytest.approx(testbeds.UNSOLVABLE, abs=0.03)
     assert task.targets(examples[:1])[0].tolist() == targets[0].tolist()  # whatever they stand beside
     drawn = Completions(exact[:, None], exact[:, None] >= 0, None, None, None)
-    np.testing.assert_array_equal(jax.jit(addition_reward)(targets, drawn, KEY)[:, 0], ~unsolvable)
+    np.testing.assert_array_equal(jax.jit(testbeds.addition_reward)(targets, drawn, KEY)[:, 0], ~unsolvable)
 
 
 def test_carries_are_of_the_last_digits():
     prompts = ["12+34=", "07+58=", "95+05=", "50+60="]
-    np.testing.assert_array_equal(has_carry([{"prompt": prompt} for prompt in prompts]), [0, 1, 1, 0])
+    np.testing.assert_array_equal(testbeds.has_carry([{"prompt": prompt} for prompt in prompts]), [0, 1, 1, 0])
 
 
 @pytest.mark.slow
 def test_a_coarse_sampler_has_other_probabilities_than_what_scores():
     model = ModelConfig(4, 8, 16, 1, 1, 1, 8, initializer_range=1.0)
-    exact, coarse = decoder_policy(model), coarse_sampler(model)
+    exact, coarse = decoder_policy(model), testbeds.coarse_sampler(model)
     params, ids = jax.jit(exact.init)(jax.random.key(0)), jnp.array([[0, 1]])
 
     def first_and_second(policy):
@@ -158,7 +152,7 @@ def test_a_coarse_sampler_has_other_probabilities_than_what_scores():
 
 
 def test_words_are_worth_what_their_text_is():
-    task = WORDS.task(num_prompts=6, seed=0, heldout=4)
+    task = testbeds.WORDS.task(num_prompts=6, seed=0, heldout=4)
     rows = task.task.prompts(0).examples
     ids = rng(2).integers(0, 10, (6, 40, letters.MAX_TOKENS))
     ids = np.where(rng(3).random(ids.shape) < 0.15, letters.TEXT.eos_id, ids)
@@ -177,10 +171,10 @@ def test_words_are_worth_what_their_text_is():
     np.testing.assert_allclose(scores[:, 1], [[1, 3, 0]] * 6)
     assert {0, 16} <= set(expected[..., 1].ravel())
 
-    compiled = jax.jit(word_reward)
+    compiled = jax.jit(testbeds.word_reward)
 
     def reward(**options):
-        return compiled(task.targets(rows), drawn, KEY, **{**WORDS.options, **options})
+        return compiled(task.targets(rows), drawn, KEY, **{**testbeds.WORDS.options, **options})
 
     gold, length, repeated = np.moveaxis(expected, -1, 0)
     np.testing.assert_allclose(reward(), gold, atol=1e-6)

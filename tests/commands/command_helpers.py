@@ -52,9 +52,6 @@ class Game:
 
 add = Game().add
 '''
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-)
 OF_PAIRS = ("reward-model", "dpo", "kto")
 
 

@@ -6,9 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from command_helpers import GAME, TEMPLATE, with_template
+from command_helpers import GAME, with_template
 from test_docs import ROOT, blocks, execute, programs, runnable, shell
-from tiny import DATA, needs_data, write_rows
+from tiny import DATA, TEMPLATE, needs_data, write_rows
 
 pytestmark = [pytest.mark.slow, needs_data]
 SHORT = "max_turns=2, steps=1, num_prompts=2, group_size=2, max_tokens=4"

@@ -5,9 +5,9 @@ import time
 
 import numpy as np
 import pytest
-from command_helpers import TEMPLATE, evaluation, refusal, run, with_template
+from command_helpers import evaluation, refusal, run, with_template
 from safetensors.numpy import load_file, save_file
-from tiny import read_lines, refused, write_rows
+from tiny import TEMPLATE, read_lines, refused, write_rows
 
 from grpo_jax.commands import evaluate
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from server import Server
-from tiny import STORIES, digit_prompts, digit_task, needs_data, read_lines, refused, write_rows
+from tiny import STORIES, digit_prompts, digit_task, needs_data, read_lines, refused, says_three, write_rows
 
 from grpo_jax.commands import grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
@@ -32,10 +32,6 @@ V, EOS, PAD, P = 8, 6, 7, 3
 SHAPE = ModelConfig(V, 8, 16, 1, 2, 1, 4, initializer_range=0.5)
 POLICY = decoder_policy(SHAPE)
 CONFIG = recipe(steps=4, num_prompts=4, group_size=4, max_tokens=3, learning_rate=5e-2, rollouts_every=1)
-
-
-def says_three(examples, completions):
-    return [text.count("3") / 3 for text in completions]
 
 
 def samples(sampler, load, load_adapter, draw, width):

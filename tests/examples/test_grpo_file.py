@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import recorder
 
 from grpo_jax.config import recipe
 from grpo_jax.models.params import split
@@ -64,24 +64,6 @@ def states(params, rows):
 POLICY = Policy(example.initial_state, lambda params: params["params"]["unembedding"]["kernel"].T, states, None)
 
 
-class Recorded(NamedTuple):
-    count: jax.Array
-    gradients: optax.Params  # [U, ...]
-
-
-def recorder(updates):
-    """Plain descent that keeps its gradients."""
-
-    def init(params):
-        return Recorded(jnp.int32(0), jax.tree.map(lambda x: jnp.zeros((updates, *x.shape)), params))
-
-    def update(gradients, state, params=None):
-        recorded = jax.tree.map(lambda all_, one: all_.at[state.count].set(one), state.gradients, gradients)
-        return jax.tree.map(lambda x: -RATE * x, gradients), Recorded(state.count + 1, recorded)
-
-    return optax.GradientTransformation(init, update)
-
-
 @pytest.fixture(scope="module")
 def rollout():
     """(parameters, a batch of the example) whose reference is not the policy."""
@@ -112,7 +94,7 @@ def gradients_of_example(params, batch, updates):
 def gradients_of_trainer(params, batch, rewards, updates):
     constants = {name: getattr(example, name) for name in ("group_size", "kl_coef", "epsilon_low", "epsilon_high")}
     config = recipe("grpo", num_prompts=N, max_tokens=T, epochs=updates, microbatches=1, **constants)
-    method = grpo_method(POLICY, config)._replace(optimizer=recorder(updates))
+    method = grpo_method(POLICY, config)._replace(optimizer=recorder(updates, RATE))
     trained, frozen = split({"policy": params})
     as_tokens = {name: batch[name] for name in ("completion_ids", "completion_mask", "old_logprobs", "ref_logprobs")}
     mine = Batch(batch["tokens"][:, 0, :P], np.ones((N, P), bool), **as_tokens, temperature=np.ones((N, G), np.float32))

@@ -6,28 +6,20 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, strategies as st
 
-from experiments.tasks.countdown import (
-    MAX_CHARACTERS,
-    MAX_DEPTH,
-    countdown_reward,
-    countdown_row,
-    countdown_rows,
-    evaluate,
-    expression,
-)
+from experiments.tasks import countdown
 
 EXAMPLE = {"numbers": [3, 4, 4, 50], "target": 28}
 
 
 def worth(completion, example=EXAMPLE):
-    return countdown_reward([example], [completion])[0]
+    return countdown.countdown_reward([example], [completion])[0]
 
 
 def test_every_problem_is_solved_by_its_own_solution():
-    rows = countdown_rows(1000, seed=3)
+    rows = countdown.countdown_rows(1000, seed=3)
     for row in rows:
         assert worth(f"<answer>{row['solution']}</answer>", row) == 1.0
-        assert sorted(evaluate(row["solution"])[1]) == row["numbers"]  # all of them
+        assert sorted(countdown.evaluate(row["solution"])[1]) == row["numbers"]  # all of them
         assert row["target"] not in row["numbers"]
         assert str(row["numbers"])[1:-1] in row["prompt"]
         assert f"equals {row['target']}." in row["prompt"]
@@ -37,10 +29,10 @@ def test_every_problem_is_solved_by_its_own_solution():
 
 
 def test_a_problem_is_a_function_of_seed_and_index():
-    assert countdown_row(0, 7) == countdown_row(0, 7)
-    assert countdown_row(0, 7) != countdown_row(0, 8)
-    assert countdown_row(0, 7) != countdown_row(1, 7)
-    assert countdown_rows(20) == countdown_rows(40)[:20]
+    assert countdown.countdown_row(0, 7) == countdown.countdown_row(0, 7)
+    assert countdown.countdown_row(0, 7) != countdown.countdown_row(0, 8)
+    assert countdown.countdown_row(0, 7) != countdown.countdown_row(1, 7)
+    assert countdown.countdown_rows(20) == countdown.countdown_rows(40)[:20]
 
 
 REWARDS = [
@@ -71,11 +63,11 @@ def test_reward_by_hand(completion, reward):
 
 
 def test_arithmetic_is_exact():
-    assert evaluate("1/3 + 1/3 + 1/3")[0] == 1
+    assert countdown.evaluate("1/3 + 1/3 + 1/3")[0] == 1
     assert worth("7 / 25 * 100", {"numbers": [7, 25, 100], "target": 28}) == 1.0  # 28.000000000000004 in floats
-    assert evaluate("2-3-4")[0] == -5
-    assert evaluate("8/4/2")[0] == 1
-    assert evaluate("2+3*4-(5-6)/7") == (Fraction(99, 7), [2, 3, 4, 5, 6, 7])
+    assert countdown.evaluate("2-3-4")[0] == -5
+    assert countdown.evaluate("8/4/2")[0] == 1
+    assert countdown.evaluate("2+3*4-(5-6)/7") == (Fraction(99, 7), [2, 3, 4, 5, 6, 7])
 
 
 @given(
@@ -86,7 +78,7 @@ def test_arithmetic_is_exact():
     )
 )
 def test_evaluation_agrees_with_python(text):
-    assert evaluate(text)[0] == eval(text)  # on what this test wrote itself
+    assert countdown.evaluate(text)[0] == eval(text)  # on what this test wrote itself
 
 
 PYTHON = ["__import__('os').system('true')", "4**4", "4//3", "4%3", "1e9", "0x1c", "2_8", "4.0*7", "4 if 4 else 4"]
@@ -120,11 +112,11 @@ def test_the_bounds_are_where_they_are_said_to_be():
     def nested(depth):
         return "(" * depth + "4" + ")" * depth
 
-    assert (worth(nested(MAX_DEPTH)), worth(nested(MAX_DEPTH + 1))) == (0.1, 0.0)
-    assert (worth("4".rjust(MAX_CHARACTERS)), worth("4".rjust(MAX_CHARACTERS + 1))) == (0.1, 0.0)
+    assert (worth(nested(countdown.MAX_DEPTH)), worth(nested(countdown.MAX_DEPTH + 1))) == (0.1, 0.0)
+    assert (worth("4".rjust(countdown.MAX_CHARACTERS)), worth("4".rjust(countdown.MAX_CHARACTERS + 1))) == (0.1, 0.0)
 
 
 @given(st.text("0123456789+-*/() =<>answer\n٤²４\x00é", max_size=80))
 def test_no_text_raises(text):
     assert worth(text) in (0.0, 0.1, 1.0)
-    assert isinstance(expression(text, 28), str)
+    assert isinstance(countdown.expression(text, 28), str)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
-from tiny import random_like, random_params, refused, tiny_config
+from tiny import random_like, refused, save_tiny_model
 
 from experiments import stories
 from experiments.common import keep_model
@@ -32,9 +32,7 @@ LORA += " --param-dtype bfloat16 --remat layer --attention xla"
 def folder(tmp_path_factory):
     """A tiny model in "base", and something else that is "full"."""
     folder = tmp_path_factory.mktemp("exports")
-    config = tiny_config(arithmetic.VOCAB_SIZE)
-    save_pretrained(folder / "base", random_params(config), config)
-    arithmetic.TEXT.save_tokenizer(folder / "base")
+    save_tiny_model(folder / "base", arithmetic.TEXT)
     (folder / "full").mkdir()
     (folder / "full/thesis.txt").write_text("mine")
     return folder

@@ -4,13 +4,12 @@ import dataclasses
 import json
 
 import pytest
-from tiny import random_params, refused, tiny_config
+from tiny import refused, save_tiny_model
 
 from experiments.benchmarks.peers.recorder import LINES, Moment, Plan, Recorder, snapshot_folder
 from experiments.benchmarks.race import __main__ as race, plans, results
 from experiments.benchmarks.race.races import ENTRANTS, RACES, Entrant
 from experiments.tasks.arithmetic import TEXT, arithmetic_task
-from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.runs.files import read_lines
 
 
@@ -73,7 +72,7 @@ def test_the_clock_stands_still_while_a_snapshot_is_saved(plan, tmp_path):
 
 
 def test_a_plan_has_the_prompts_of_the_task_and_whole_sizes(tmp_path):
-    folder = save_model(tmp_path / "model")
+    folder = save_tiny_model(tmp_path / "model", TEXT)
     entrant = Entrant("tunix", {"train_micro_batch_size": 0.25, "other": 3})
     plan = plans.make_plan("arithmetic", entrant, folder, tmp_path, steps=13, seed=1)
     prompts = [arithmetic_task(num_prompts=32, seed=1).prompts(step) for step in range(13)]
@@ -140,29 +139,23 @@ def test_entrants_with_a_warm_cache_follow_the_one_that_fills_it():
         assert not entrant.cache or entrant.is_cold != filled
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"race": "words"}, "--model is needed"),
-        ({"steps": 1}, "at least 2"),
-        ({"entrants": ("TRL",)}, "TRL"),
-    ],
-)
+UNFIT_OPTIONS = [
+    ({"race": "words"}, "--model is needed"),
+    ({"steps": 1}, "at least 2"),
+    ({"entrants": ("TRL",)}, "TRL"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), UNFIT_OPTIONS)
 def test_options_that_do_not_work_are_refused(tmp_path, options, words):
     with refused(words):
         race.main(race.Config(out=tmp_path, **options))
 
 
-def save_model(folder):
-    """Writes a model with random weights for additions."""
-    config = tiny_config(TEXT.vocab_size)
-    save_pretrained(folder, random_params(config), config)
-    TEXT.save_tokenizer(folder)
-    return folder
-
-
+@pytest.mark.slow
 def test_this_library_runs_a_plan(tmp_path):
-    model, folder, entrant = save_model(tmp_path / "model"), tmp_path / "run", ENTRANTS["grpo_jax, cold cache"]
+    model, folder = save_tiny_model(tmp_path / "model", TEXT), tmp_path / "run"
+    entrant = ENTRANTS["grpo_jax, cold cache"]
     plan = plans.make_plan("arithmetic", entrant, model, folder, steps=2, seed=0)
     race.run(plan, entrant, "cpu", race.Config())
     assert race.is_complete(folder, plan)

@@ -1,27 +1,16 @@
 """Runs every experiment in small from its start to its table and resumes it, and checks its refusals."""
 
+import importlib
 import json
 import shutil
 import string
 
 import pytest
-from tiny import STORIES, needs_data, random_params, read_lines, tiny_config, write_rows
+from tiny import STORIES, needs_data, read_lines, save_tiny_model, write_rows
 
-from experiments import (
-    arithmetic,
-    calculator,
-    constitutional,
-    distill,
-    guess,
-    hh_rlhf,
-    multi_objective,
-    online_preference,
-    ppo,
-    preferences,
-    stories,
-)
+from experiments import constitutional
 from experiments.tasks.characters import Characters
-from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.options import option_types
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
@@ -33,6 +22,10 @@ FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "resul
 FILES |= {"inputs.json", "lock", "tensorboard", "checkpoints", "model", "command.txt"}
 
 
+def load(experiment):
+    return importlib.import_module(f"experiments.{experiment}")
+
+
 def parse(experiment, args, folder):
     return flags.parse(experiment.Config, None, [*args.split(), "--run-dir", str(folder)])
 
@@ -41,9 +34,7 @@ def parse(experiment, args, folder):
 def inputs(tmp_path_factory):
     """A folder with a tiny "model", and made-up transcripts in "rows.jsonl", where the polite answer was chosen."""
     folder = tmp_path_factory.mktemp("inputs")
-    config = tiny_config(TEXT.vocab_size)
-    save_pretrained(folder / "model", random_params(config), config)
-    TEXT.save_tokenizer(folder / "model")
+    save_tiny_model(folder / "model", TEXT)
     first = "\n\nHuman: how tall is tower {}?\n\nAssistant:"
     rows = [
         {"chosen": f"{turn} please ask.", "rejected": f"{turn} go to {i}."}
@@ -140,44 +131,44 @@ LETTERS = "--warm-steps 2 --steps 2 --num-prompts 32 --num-seeds 1 --eval-every 
 PAIRS = "--steps 8 --num-pairs 32 --num-seeds 1 --warmup-steps 2 --eval-every 4"
 # experiment, options, rows of its results, and what else is true of its folder and results
 RUNS = {
-    "arithmetic": (arithmetic, WARM, "before, after, control", check_arithmetic),
-    "calculator": (calculator, WARM, "before, after, control", None),
-    "guess": (guess, f"{WARM} --group-size 2", "before, after, control, noise", None),
-    "ppo": (ppo, f"{WARM} --num-seeds 2", "ppo, grpo, control", check_ppo),
+    "arithmetic": ("arithmetic", WARM, "before, after, control", check_arithmetic),
+    "calculator": ("calculator", WARM, "before, after, control", None),
+    "guess": ("guess", f"{WARM} --group-size 2", "before, after, control, noise", None),
+    "ppo": ("ppo", f"{WARM} --num-seeds 2", "ppo, grpo, control", check_ppo),
     "distill": (
-        distill,
+        "distill",
         f"{WARM} --num-seeds 1 --grpo-steps 2 --grpo-eval-every 1 --eval-samples 1 --kinds reverse_kl",
         "reverse_kl, grpo, control, sft",
         check_distill,
     ),
     "constitutional": (
-        constitutional,
+        "constitutional",
         f"{LETTERS} --group-size 2 --warm-rows 8",
         "start, control, untrained, constitution, gold",
         check_constitutional,
     ),
     "online": (
-        online_preference,
+        "online_preference",
         f"{LETTERS} --group-size 4 --rounds 2 --labels 128",
         "start, frozen, online, coin, gold",
         None,
     ),
     "multi_objective": (
-        multi_objective,
+        "multi_objective",
         "--steps 1 --warm-steps 2 --max-tokens 4 --group-size 2 --weights 0.2 --num-seeds 1",
         "sum, scaled, gdpo, coin, start",
         check_multi_objective,
     ),
-    "dpo": (preferences, PAIRS, "start, dpo, control, closed form", check_preferences),
-    "kto": (preferences, f"{PAIRS} --loss kto", "start, kto, control, closed form", check_preferences),
+    "dpo": ("preferences", PAIRS, "start, dpo, control, closed form", check_preferences),
+    "kto": ("preferences", f"{PAIRS} --loss kto", "start, kto, control, closed form", check_preferences),
     "stories": (
-        stories,
+        "stories",
         f"--model {STORIES} --steps 1 --max-tokens 16 --num-prompts 64 --group-size 2 --max-prompt-tokens 40",
         "before, after, control",
         check_stories,
     ),
     "hh_rlhf": (
-        hh_rlhf,
+        "hh_rlhf",
         "--model INPUTS/model --data INPUTS/rows.jsonl --num-prompts 4 --group-size 2 --max-tokens 8 "
         "--max-prompt-tokens 24 --num-heldout 6 --steps 2 --sft-steps 2 --reward-model-steps 2 --num-pairs 4 "
         "--num-seeds 1 --lora-rank 2",
@@ -189,7 +180,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_option_has_a_text(name):
-    config = RUNS[name][0].Config
+    config = load(RUNS[name][0]).Config
     texts = flags.option_texts(config)
     assert texts.keys() == option_types(config).keys()
     assert all(len(text.split()) > 1 for text in texts.values())
@@ -199,6 +190,7 @@ def test_every_option_has_a_text(name):
 @pytest.mark.parametrize("name", [pytest.param(x, marks=needs_data if x == "stories" else ()) for x in RUNS])
 def test_an_experiment_ends_with_its_numbers_and_resumed_has_them_again(inputs, tmp_path, name):
     (experiment, args, rows, check), run = RUNS[name], tmp_path / "run"
+    experiment = load(experiment)
     experiment.main(parse(experiment, args.replace("INPUTS", str(inputs)), run))
     results, metrics = json.loads((run / "results.json").read_text()), (run / "metrics.jsonl").read_bytes()
     assert (run / "report.html").exists()
@@ -215,20 +207,21 @@ def test_an_experiment_ends_with_its_numbers_and_resumed_has_them_again(inputs, 
 
 
 BAD_STARTS = [
-    (hh_rlhf, "--model INPUTS/model", "--data"),
-    (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --num-seeds 0", "num_seeds"),
-    (hh_rlhf, "--model INPUTS/model --data INPUTS/rows.jsonl --microbatches 3", "sft_rows"),
-    (multi_objective, "--weights 1.5", "weights"),
-    (arithmetic, "--wrong-share 2", "wrong_share is 2"),
-    (multi_objective, "--max-tokens 16", "15 letters"),
-    (preferences, "--microbatches 3", "num_pairs is 512"),
-    (preferences, "--beta 0", "beta is 0"),
+    ("hh_rlhf", "--model INPUTS/model", "--data"),
+    ("hh_rlhf", "--model INPUTS/model --data INPUTS/rows.jsonl --num-seeds 0", "num_seeds"),
+    ("hh_rlhf", "--model INPUTS/model --data INPUTS/rows.jsonl --microbatches 3", "sft_rows"),
+    ("multi_objective", "--weights 1.5", "weights"),
+    ("arithmetic", "--wrong-share 2", "wrong_share is 2"),
+    ("multi_objective", "--max-tokens 16", "15 letters"),
+    ("preferences", "--microbatches 3", "num_pairs is 512"),
+    ("preferences", "--beta 0", "beta is 0"),
 ]
 
 
 @pytest.mark.parametrize(("experiment", "args", "words"), BAD_STARTS)
 def test_what_cannot_work_is_refused_before_there_is_a_folder(inputs, tmp_path, capsys, experiment, args, words):
     args = [*args.replace("INPUTS", str(inputs)).split(), "--run-dir", str(tmp_path / "run"), "--no-compilation-cache"]
+    experiment = load(experiment)
     with pytest.raises(SystemExit) as ended:
         flags.main(experiment.Config, experiment.main, None, args)
     assert ended.value.code == 2

@@ -365,13 +365,13 @@ def test_no_array_is_as_large_as_the_logits(name):
     assert max(np.prod(shape) for shape in shapes) <= np.prod(tokens) * vocabulary / 8
 
 
-@pytest.mark.parametrize(
-    ("name", "mebibytes", "loops"),
-    [
-        ("logprobs", 200, None),
-        ("kl", 300, 2),  # the temperature's gradient, which nobody asked for, would be a third loop
-    ],
-)
+MEMORY_LIMITS = [
+    ("logprobs", 200, None),
+    ("kl", 300, 2),  # the temperature's gradient, which nobody asked for, would be a third loop
+]
+
+
+@pytest.mark.parametrize(("name", "mebibytes", "loops"), MEMORY_LIMITS)
 def test_memory_of_a_large_vocabulary(name, mebibytes, loops):
     # The logits alone would be 8 · 512 · 151,936 · 4 bytes = 2,374 MiB.
     arrays = shapes_of((8, 512), 151_936, 512)

@@ -237,16 +237,16 @@ def test_k3_has_its_digits_near_zero():
 # --- expectations, by enumeration of a small vocabulary ---
 
 
-@pytest.mark.parametrize(
-    ("estimator", "is_unbiased", "divergence"),
-    [
-        (F.kl_k1, True, lambda logits, _: jnp.zeros(())),  # Σ π ∇ log π = ∇ Σ π = 0
-        (F.kl_k2, False, F.kl_full),  # Σ π x ∇ log π
-        (F.kl_k3, True, kl_reverse),  # Σ π (1 − π_ref/π) ∇ log π = −Σ π_ref ∇ log π
-        (F.kl_unbiased, True, F.kl_full),
-        (F.teacher_advantages, True, None),  # −A: E_π[−A ∇ log π] = ∇ KL(π ‖ π_T)
-    ],
-)
+ESTIMATORS = [
+    (F.kl_k1, True, lambda logits, _: jnp.zeros(())),  # Σ π ∇ log π = ∇ Σ π = 0
+    (F.kl_k2, False, F.kl_full),  # Σ π x ∇ log π
+    (F.kl_k3, True, kl_reverse),  # Σ π (1 − π_ref/π) ∇ log π = −Σ π_ref ∇ log π
+    (F.kl_unbiased, True, F.kl_full),
+    (F.teacher_advantages, True, None),  # −A: E_π[−A ∇ log π] = ∇ KL(π ‖ π_T)
+]
+
+
+@pytest.mark.parametrize(("estimator", "is_unbiased", "divergence"), ESTIMATORS)
 def test_expectations_of_estimators_and_of_their_gradients_on_policy(estimator, is_unbiased, divergence):
     logits, ref_logits = random_logits(6)
     sampler = jax.nn.softmax(logits)  # tokens are drawn from a policy that is held constant

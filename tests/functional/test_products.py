@@ -9,24 +9,9 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from grpo_jax.functional.products import (
-    CPU,
-    GPU,
-    accumulator_of,
-    assume_traits,
-    contract,
-    delayed_on_mesh,
-    delayed_until,
-    product,
-    rms_norm,
-    sum_over_queries,
-    times_transposed,
-    traits_of_backend,
-    transposed,
-    write_slice,
-)
+from grpo_jax.functional import products
 
-both_backends = pytest.mark.parametrize("traits", [CPU, GPU], ids=["cpu", "gpu"])
+both_backends = pytest.mark.parametrize("traits", [products.CPU, products.GPU], ids=["cpu", "gpu"])
 
 
 @pytest.fixture
@@ -38,25 +23,31 @@ def normal():
 # ---- traits
 
 
-@pytest.mark.parametrize(
-    ("backend", "capability", "flash"),
-    [("cpu", "", False), ("tpu", "", False), ("gpu", "9.0", True), ("gpu", "7.5", False), ("gpu", "gfx90a", False)],
-)
+BACKENDS = [
+    ("cpu", "", False),
+    ("tpu", "", False),
+    ("gpu", "9.0", True),
+    ("gpu", "7.5", False),
+    ("gpu", "gfx90a", False),
+]
+
+
+@pytest.mark.parametrize(("backend", "capability", "flash"), BACKENDS)
 def test_traits_follow_the_backend(monkeypatch, backend, capability, flash):
     class Device:
         compute_capability = capability
 
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    traits = traits_of_backend()
+    traits = products.traits_of_backend()
     assert (traits.backend, traits.has_flash_attention) == (backend, flash)
 
 
 def test_traits_are_assumed_only_inside():
-    before = traits_of_backend()
-    with assume_traits(piece_tokens=5), assume_traits(rooms=7):
-        assert traits_of_backend() == before._replace(piece_tokens=5, rooms=7)
-    assert traits_of_backend() == before
+    before = products.traits_of_backend()
+    with products.assume_traits(piece_tokens=5), products.assume_traits(rooms=7):
+        assert products.traits_of_backend() == before._replace(piece_tokens=5, rooms=7)
+    assert products.traits_of_backend() == before
 
 
 # ---- products
@@ -75,8 +66,8 @@ def test_a_product_and_its_gradients_are_those_of_einsum(traits, normal):
 
         return [jax.grad(total, (0, 1), has_aux=True)(*x) for x in arrays]
 
-    with assume_traits(**traits._asdict()):
-        written = evaluate(product, arrays)
+    with products.assume_traits(**traits._asdict()):
+        written = evaluate(products.product, arrays)
     expected = evaluate(lambda x, kernel, axes: jnp.tensordot(x, kernel, axes=axes), arrays)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), written, expected)
 
@@ -86,8 +77,8 @@ def test_a_product_in_bfloat16_is_accumulated_in_float32(traits):
     # 256 + 1 + ... + 1: bfloat16 has no 257, so a sum in bfloat16 would stay at 256.
     x = jnp.ones((2, 257), jnp.bfloat16).at[:, 0].set(256)
     kernel = jnp.ones((257, 1), jnp.bfloat16)
-    with assume_traits(**traits._asdict()):
-        result = product(x, kernel), contract(x, kernel.T, 1, 1, jnp.bfloat16)
+    with products.assume_traits(**traits._asdict()):
+        result = products.product(x, kernel), products.contract(x, kernel.T, 1, 1, jnp.bfloat16)
     for y in result:
         assert y.dtype == jnp.bfloat16
         np.testing.assert_array_equal(y.astype(jnp.float32), [[512], [512]])
@@ -100,8 +91,8 @@ def test_a_sum_over_queries_is_a_loop_over_them(traits, num_keys, normal):
     expected = np.zeros((2, 1, 2, num_keys, 5))
     for query in range(4):
         expected += weights[..., query, :, None] * queries[..., query, None, :]
-    with assume_traits(**traits._asdict()):
-        np.testing.assert_allclose(jax.jit(sum_over_queries)(weights, queries), expected, rtol=1e-5, atol=1e-5)
+    with products.assume_traits(**traits._asdict()):
+        np.testing.assert_allclose(jax.jit(products.sum_over_queries)(weights, queries), expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- norm
@@ -109,12 +100,12 @@ def test_a_sum_over_queries_is_a_loop_over_them(traits, num_keys, normal):
 
 def test_rms_norm_by_hand():
     # The mean square of (3, 4, 0, 0) is 25 / 4, so that its root is 2.5.
-    result = rms_norm(jnp.array([3.0, 4.0, 0.0, 0.0]), jnp.array([1.0, 2.0, 1.0, 1.0]), 0.0)
+    result = products.rms_norm(jnp.array([3.0, 4.0, 0.0, 0.0]), jnp.array([1.0, 2.0, 1.0, 1.0]), 0.0)
     np.testing.assert_allclose(result, [1.2, 3.2, 0, 0], rtol=1e-6)
 
 
 def test_gradients_of_rms_norm_are_finite_differences(normal):
-    normed = jax.jit(lambda x, scale: rms_norm(x, scale, 1e-5))
+    normed = jax.jit(lambda x, scale: products.rms_norm(x, scale, 1e-5))
     with jax.numpy_rank_promotion("allow"):
         check_grads(normed, (normal(3, 4, 5), normal(5)), 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
@@ -128,16 +119,18 @@ def test_a_slice_is_written_at_a_place_of_two_axes_and_clipped(traits, dtype):
     array, part = jnp.zeros((2, 5, 3), dtype), jnp.ones((1, 2, 2), dtype) * 7
     expected = np.zeros((2, 5, 3))
     expected[1, 3:, 1:] = 7  # a slice of 2 that would begin at 4 begins at 3
-    with assume_traits(**traits._asdict()):
-        result = jax.jit(lambda start: write_slice(array, part, {0: 1, 1: start, -1: 1}))(4)
+    with products.assume_traits(**traits._asdict()):
+        result = jax.jit(lambda start: products.write_slice(array, part, {0: 1, 1: start, -1: 1}))(4)
     assert result.dtype == dtype
     np.testing.assert_array_equal(result.astype(jnp.float32), expected)
 
 
-@pytest.mark.parametrize(("traits", "dtype"), [(CPU, jnp.float32), (GPU, jnp.bfloat16)], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("traits", "dtype"), [(products.CPU, jnp.float32), (products.GPU, jnp.bfloat16)], ids=["cpu", "gpu"]
+)
 def test_slices_are_added_in_a_type_that_the_backend_writes_in_place(traits, dtype):
-    with assume_traits(**traits._asdict()):
-        total = accumulator_of(jnp.ones((2, 3), jnp.bfloat16))
+    with products.assume_traits(**traits._asdict()):
+        total = products.accumulator_of(jnp.ones((2, 3), jnp.bfloat16))
     assert total.dtype == dtype
     assert not total.any()
 
@@ -145,8 +138,8 @@ def test_slices_are_added_in_a_type_that_the_backend_writes_in_place(traits, dty
 @pytest.mark.parametrize("x", [1.0, -np.inf, np.nan])
 def test_what_is_delayed_is_unchanged(x):
     codes, x = jnp.arange(-3, 3, dtype=jnp.int8), jnp.full((2, 2), x)
-    np.testing.assert_array_equal(jax.jit(delayed_until)(codes, x), codes)
-    np.testing.assert_array_equal(jax.jit(delayed_on_mesh)({"codes": codes}, x)["codes"], codes)
+    np.testing.assert_array_equal(jax.jit(products.delayed_until)(codes, x), codes)
+    np.testing.assert_array_equal(jax.jit(products.delayed_on_mesh)({"codes": codes}, x)["codes"], codes)
 
 
 # ---- products and writes without copies
@@ -156,7 +149,7 @@ def test_what_is_delayed_is_unchanged(x):
 def test_a_transposed_array_has_the_numbers_of_any_other(dtype):
     arrays = [jnp.arange(np.prod(x), dtype=dtype).reshape(x) for x in [(4, 3), (3, 4), (2, 1, 6, 5)]]
     expected = [jnp.asarray(np.swapaxes(np.asarray(x), -1, -2)) for x in arrays]
-    chex.assert_trees_all_equal(jax.jit(partial(jax.tree.map, transposed))(arrays), expected)
+    chex.assert_trees_all_equal(jax.jit(partial(jax.tree.map, products.transposed))(arrays), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -164,7 +157,7 @@ def test_a_transposed_array_has_the_numbers_of_any_other(dtype):
 def test_few_rows_times_a_transposed_matrix_are_the_product_of_numpy(by_columns, dtype):
     rng, rows = np.random.default_rng(0), [(1,), (3,), (8,), (2, 3), ()]
     xs, matrix = [rng.integers(-8, 9, (*n, 5)) for n in rows], rng.integers(-8, 9, (40, 5))  # exact in both types
-    multiply = partial(times_transposed, dtype=jnp.float32, by_columns=by_columns)
+    multiply = partial(products.times_transposed, dtype=jnp.float32, by_columns=by_columns)
     compiled = jax.jit(lambda xs, matrix: [multiply(x, matrix) for x in xs])
     for x, y in zip(xs, compiled([jnp.asarray(x, dtype) for x in xs], jnp.asarray(matrix, dtype)), strict=True):
         assert y.dtype == jnp.float32
@@ -173,5 +166,5 @@ def test_few_rows_times_a_transposed_matrix_are_the_product_of_numpy(by_columns,
 
 def test_no_copy_of_a_bfloat16_array_is_made_in_float32_to_write_a_slice_of_it():
     array, part = jnp.zeros((64, 32), jnp.bfloat16), jnp.ones((1, 32), jnp.bfloat16)
-    written = jax.jit(lambda array, part, start: write_slice(array, part, {0: start}), donate_argnums=0)
+    written = jax.jit(lambda array, part, start: products.write_slice(array, part, {0: start}), donate_argnums=0)
     assert "f32[64,32]" not in written.lower(array, part, 3).compile().as_text()

@@ -178,16 +178,8 @@ def make_config(family: str, changes: dict) -> AutoConfig:
 
 PROMPT = 9
 # Those without are variants of them, with fewer options.
-WITHOUT_GRADIENTS = {"llama", "llama3_rope", "llama_linear", "smollm", "mistral", "qwen2"} | {
-    "qwen2_yarn",
-    "qwen3",
-    "qwen3_yarn",
-    "smollm3",
-    "olmo2",
-    "gemma2",
-    "gemma3",
-    "adapter",
-}
+WITHOUT_GRADIENTS = "llama llama3_rope llama_linear smollm mistral qwen2 qwen2_yarn qwen3 qwen3_yarn smollm3 olmo2"
+WITHOUT_GRADIENTS = {*WITHOUT_GRADIENTS.split(), "gemma2", "gemma3", "adapter"}
 
 
 def random_ids() -> torch.Tensor:
@@ -214,11 +206,8 @@ def randomise(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        is_offset = (
-            any(family in type(model).__name__ for family in ("Gemma", "Qwen3_5", "Qwen3Next"))
-            and "linear_attn" not in name
-        )
-        centre = 0 if is_offset else 1
+        has_offsets = type(model).__name__.startswith(("Gemma", "Qwen3_5", "Qwen3Next"))
+        centre = 0 if has_offsets and "linear_attn" not in name else 1
         parameter.data = centre + 0.3 * noise if "norm" in name else 0.4 * noise
 
 

@@ -11,18 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from safetensors.numpy import load_file
-from tiny import (
-    GOLDEN,
-    load_golden,
-    ragged_prompts,
-    randomly_adapted,
-    refused,
-    row_numbers,
-    sampler_of,
-    slow_unless,
-    states_of_texts,
-)
 
 from grpo_jax.devices import Mesh, jit_on_devices, place, to_numpy
 from grpo_jax.models.families import FAMILIES, config_from_huggingface
@@ -60,25 +50,25 @@ FULLEST = {
 
 def each_family(*quick):
     """Returns a mark. Families that are not quick are slow."""
-    return pytest.mark.parametrize("family", slow_unless(quick, FAMILIES))
+    return pytest.mark.parametrize("family", tiny.slow_unless(quick, FAMILIES))
 
 
 def golden(family):
-    return load_golden(FULLEST[family])
+    return tiny.load_golden(FULLEST[family])
 
 
 @cache
 def adapted(family):
     """Returns parameters with adapters that change something."""
     config, params = golden(family)
-    return randomly_adapted(params, scale=0.1, targets=adaptable(config))
+    return tiny.randomly_adapted(params, scale=0.1, targets=adaptable(config))
 
 
 N, G, P, T = 4, 2, 5, 6
 
 
 def prompts():
-    return ragged_prompts([5, 3, 1, 4], 24)
+    return tiny.ragged_prompts([5, 3, 1, 4], 24)
 
 
 def a_batch(completion_ids):
@@ -113,8 +103,8 @@ def test_in_bfloat16_a_scoring_pass_is_close_to_the_sampler(family):
     """Completions of 32 tokens that end at random, of a random model: the table in docs/pretrained.md."""
     config, params = golden(family)
     policy = decoder_policy(replace(config, dtype="bfloat16"))
-    sample = sampler_of(policy, max_tokens=32, eos_ids=(5,))
-    sampled = jax.device_get(sample(params, *prompts(), row_numbers(N, 16), jax.random.key(0)))
+    sample = tiny.sampler_of(policy, max_tokens=32, eos_ids=(5,))
+    sampled = jax.device_get(sample(params, *prompts(), tiny.row_numbers(N, 16), jax.random.key(0)))
     batch = Batch(*prompts(), sampled.completion_ids, sampled.completion_mask, np.ones((N, 16), np.float32))
     logprobs = jax.jit(partial(score_completion_tokens, policy))(params, batch).logprobs
     difference = np.abs(logprobs - sampled.sampler_logprobs)[sampled.completion_mask]
@@ -136,12 +126,12 @@ def test_adapters_are_sampled_as_they_are_scored_merged_and_exported(family, kin
     config, params = golden(family)[0], adapted(family)
     policy, used, plain, other = decoder_policy(config), params, params, params.base
     if kind != "none":
-        used = params._replace(base=load_params(GOLDEN / FULLEST[family], config, quantize=kind))
+        used = params._replace(base=load_params(tiny.GOLDEN / FULLEST[family], config, quantize=kind))
         plain, other = used._replace(base=dequantise_params(used.base)), params
 
-    sample = sampler_of(policy, max_tokens=T, eos_ids=(99,))
+    sample = tiny.sampler_of(policy, max_tokens=T, eos_ids=(99,))
     score = jax.jit(lambda params, ids: score_completion_tokens(policy, params, a_batch(ids)).logprobs)
-    sampled = sample(used, *prompts(), row_numbers(N, G), jax.random.key(0), 0.7, Truncation(top_k=9))
+    sampled = sample(used, *prompts(), tiny.row_numbers(N, G), jax.random.key(0), 0.7, Truncation(top_k=9))
     scores = score(used, sampled.completion_ids)
     np.testing.assert_allclose(sampled.sampler_logprobs, scores, atol=1e-4)
     np.testing.assert_allclose(score(merge(plain), sampled.completion_ids), scores, atol=1e-4)
@@ -155,7 +145,7 @@ def test_adapters_are_sampled_as_they_are_scored_merged_and_exported(family, kin
 @each_family()
 def test_packed_texts_are_as_each_alone(family):
     config, params = golden(family)
-    packed = jax.jit(partial(states_of_texts, decoder_policy(config)))
+    packed = jax.jit(partial(tiny.states_of_texts, decoder_policy(config)))
     ids = np.random.default_rng(4).integers(0, config.vocab_size, (1, 16), dtype=np.int32)
     hidden = packed(params, ids, np.array([[1] * 9 + [2] * 6 + [0]]))
     for start, end in ((0, 9), (9, 15)):
@@ -210,7 +200,7 @@ def test_programs_are_made_for_accelerators(family, kind, platform, monkeypatch)
             return jnp.sum(score_completion_tokens(policy, join(trained, frozen), batch).logprobs)
 
         options = {"max_tokens": T, "temperature": 1.0, "eos_ids": (2,), "pad_id": 0}
-        sampled = sample_groups(policy, join(trained, frozen), ids, mask, row_numbers(N, G), key, **options)
+        sampled = sample_groups(policy, join(trained, frozen), ids, mask, tiny.row_numbers(N, G), key, **options)
         return jax.grad(loss)(trained), sampled
 
     arguments = *split(params), *prompts(), a_batch(np.zeros((N, G, T), np.int32)), jax.random.key(0)
@@ -238,8 +228,8 @@ def test_cudnns_attention_is_lowered_forward_and_backward(family, monkeypatch):
 
 
 def test_attentions_that_cannot_compute_a_family_are_refused_by_name():
-    file = read_json(GOLDEN / "gemma2" / "config.json")
+    file = read_json(tiny.GOLDEN / "gemma2" / "config.json")
     assert config_from_huggingface(file).attention == "auto"
     for kind in ("xla", "cudnn"):
-        with refused(f'"{kind}" does not compute attn_logit_softcapping'):
+        with tiny.refused(f'"{kind}" does not compute attn_logit_softcapping'):
             config_from_huggingface(file, attention=kind, dtype="bfloat16")

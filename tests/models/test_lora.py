@@ -122,16 +122,16 @@ def test_only_targets_have_adapters():
     assert names == [("attention", "v_proj"), ("mlp", "up_proj")]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"rank": 0}, "rank"),
-        ({"alpha": 0.0}, "alpha"),
-        ({"alpha": math.inf}, "alpha"),
-        ({"targets": ()}, "target"),
-        ({"targets": ("q_proj", "vproj")}, "target"),
-    ],
-)
+IMPOSSIBLE_ADAPTERS = [
+    ({"rank": 0}, "rank"),
+    ({"alpha": 0.0}, "alpha"),
+    ({"alpha": math.inf}, "alpha"),
+    ({"targets": ()}, "target"),
+    ({"targets": ("q_proj", "vproj")}, "target"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), IMPOSSIBLE_ADAPTERS)
 def test_adapters_that_cannot_be_are_refused(options, words):
     with refused(words):
         add_adapters(BASE, jax.random.key(0), **({"rank": 2, "alpha": 1.0} | options))
@@ -180,22 +180,22 @@ def test_scale(adapter, use_rslora, expected):
     assert load_adapter(adapter, CONFIG, BASE).scale == np.float32(expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"peft_type": "IA3"}, "IA3"),
-        ({"use_dora": True}, "use_dora"),
-        ({"lora_bias": True}, "lora_bias"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
-        # These take their start out of the base, so the base in the folder is not what was adapted.
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
-        ({"r": 4}, r"q_proj.lora_A.weight must be floats of shape \(4, 16\)"),
-        *(({"lora_alpha": x}, "lora_alpha") for x in (None, "x", True, [1], math.nan, math.inf, 10**400)),
-    ],
-)
+UNSUPPORTED_PEFT_OPTIONS = [
+    ({"peft_type": "IA3"}, "IA3"),
+    ({"use_dora": True}, "use_dora"),
+    ({"lora_bias": True}, "lora_bias"),
+    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
+    # These take their start out of the base, so the base in the folder is not what was adapted.
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+    ({"r": 4}, r"q_proj.lora_A.weight must be floats of shape \(4, 16\)"),
+    *(({"lora_alpha": x}, "lora_alpha") for x in (None, "x", True, [1], math.nan, math.inf, 10**400)),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), UNSUPPORTED_PEFT_OPTIONS)
 def test_options_of_peft_that_are_refused(adapter, changes, named):
     configure(adapter, **changes)
     with refused(named):

@@ -10,22 +10,10 @@ import numpy as np
 import pytest
 from tiny import ragged_prompts, random_params, refused
 
+from grpo_jax.models import geometry
 from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
 from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, widen
-from grpo_jax.models.config import (
-    ExpertsConfig,
-    ModelConfig,
-    RopeScaling,
-    Rotation,
-)
-from grpo_jax.models.geometry import (
-    geometry_of_rows,
-    geometry_of_step,
-    layer_kinds,
-    rows_of_groups,
-    rows_of_prompts,
-    rows_of_texts,
-)
+from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling, Rotation
 from grpo_jax.models.layers import by_layer, layer_params, repetition
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.sharding import BATCH
@@ -70,7 +58,11 @@ N, G, T = len(PROMPT_LENGTHS), 4, 5
 
 # One program in place of one for each operation.
 angles_of = jax.jit(rotary_angles, static_argnums=(1, 2))
-rows_seen = jax.jit(geometry_of_rows, static_argnums=0)
+rows_seen = jax.jit(geometry.geometry_of_rows, static_argnums=0)
+
+
+def geometry_of(config, ids, mask):
+    return geometry.geometry_of_rows(config, geometry.rows_of_prompts(ids, mask))
 
 
 def ragged_batch():
@@ -90,7 +82,7 @@ def repeated_hidden(config, params, prompt_ids, prompt_mask, completion_ids):
     width = prompt_ids.shape[-1]
     ids = jnp.concatenate([jnp.repeat(prompt_ids, g, axis=0), completion_ids.reshape(n * g, t)], axis=-1)
     mask = jnp.concatenate([jnp.repeat(prompt_mask, g, axis=0), jnp.ones((n * g, t), bool)], axis=-1)
-    hidden = compute_rows(config, {"params": params}, ids, geometry_of_rows(config, rows_of_prompts(ids, mask)))[0]
+    hidden = compute_rows(config, {"params": params}, ids, geometry_of(config, ids, mask))[0]
     return hidden[:, width - 1 : -1].reshape(n, g, t, -1)
 
 
@@ -175,9 +167,10 @@ def test_each_token_reaches_what_follows_it_and_nothing_else(hidden_fn):
 # ---- other forms of the same decoder
 
 
-@pytest.mark.parametrize(
-    ("modules", "expected"), [("aaaa", (0, 1)), ("abbb", (1, 1)), ("abab", (0, 2)), ("aabab", (1, 2)), ("aba", (2, 1))]
-)
+REPETITIONS = [("aaaa", (0, 1)), ("abbb", (1, 1)), ("abab", (0, 2)), ("aabab", (1, 2)), ("aba", (2, 1))]
+
+
+@pytest.mark.parametrize(("modules", "expected"), REPETITIONS)
 def test_layers_that_repeat_are_one_loop(modules, expected):
     assert repetition(tuple(modules)) == expected
 
@@ -189,16 +182,15 @@ def test_scanned_layers_equal_separate_layers(config):
     @jax.jit
     def one_by_one(params):
         x, pasts = embed(config, params["params"], ids, BATCH), []
-        geometry = geometry_of_rows(config, rows_of_prompts(ids, mask))
-        for number, (form, kind) in enumerate(zip(config.forms, layer_kinds(config), strict=True)):
+        for number, (form, kind) in enumerate(zip(config.forms, geometry.layer_kinds(config), strict=True)):
             layer = {"params": layer_params(config, params["params"]["layers"], number)}
-            x, past, _ = Block(config, form).apply(layer, x, geometry, kind)
+            x, past, _ = Block(config, form).apply(layer, x, geometry_of(config, ids, mask), kind)
             pasts.append(past)
         return norm(config).apply({"params": params["params"]["final_norm"]}, x), pasts
 
     @jax.jit
     def scanned(params):
-        hidden, results = compute_rows(config, params, ids, geometry_of_rows(config, rows_of_prompts(ids, mask)))
+        hidden, results = compute_rows(config, params, ids, geometry_of(config, ids, mask))
         return hidden, [past for past, _ in by_layer(results)]
 
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), scanned(params), one_by_one(params))
@@ -265,7 +257,7 @@ def test_more_layers_do_not_grow_the_program():
     def size(layers):
         config = dataclasses.replace(LLAMA, num_hidden_layers=layers)
         ids = jnp.zeros((1, 3), jnp.int32)
-        inputs = ids, rows_seen(config, rows_of_prompts(ids, ids > 0))
+        inputs = ids, rows_seen(config, geometry.rows_of_prompts(ids, ids > 0))
         gradient = jax.grad(lambda params: jnp.sum(compute_rows(config, {"params": params}, *inputs)[0]))
         return num_equations(jax.make_jaxpr(gradient)(param_shapes(config)).jaxpr)
 
@@ -291,7 +283,7 @@ def test_who_may_look_where_in_a_group(window):
 
     config = dataclasses.replace(LLAMA, sliding_window=window)
     # The last token of a completion is not computed.
-    rows = rows_of_groups(np.zeros((n, p), np.int32), prompt_mask, np.zeros((n, g, s + 1), np.int32))
+    rows = geometry.rows_of_groups(np.zeros((n, p), np.int32), prompt_mask, np.zeros((n, g, s + 1), np.int32))
     seen_rows = rows_seen(config, rows)
     ((of_prompt, of_completions),) = seen_rows.masks
     np.testing.assert_array_equal(of_prompt[:, 0, 0, 0], row[:, :p, :p])
@@ -301,7 +293,7 @@ def test_who_may_look_where_in_a_group(window):
 
     # One token after the other into a cache: each sees what its row says.
     prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(prompt_mask.sum(-1)))
-    of_step = jax.jit(lambda step: geometry_of_step(config, prefix, g, s, step))
+    of_step = jax.jit(lambda step: geometry.geometry_of_step(config, prefix, g, s, step))
     for step in range(s):
         ((of_prompt, of_cache),) = of_step(np.int32(step)).masks
         np.testing.assert_array_equal(of_prompt[:, 0, 0, 0, 0], row[:, p + step, :p])
@@ -318,7 +310,7 @@ def test_who_may_look_where_in_packed_texts(window):
             same = texts[0, query] == texts[0, key] > 0 and positions[0, query] - positions[0, key] < near
             expected[query, key] = same or key == query
     config = dataclasses.replace(LLAMA, sliding_window=window)
-    seen_rows = rows_seen(config, rows_of_texts(np.zeros((1, 7), np.int32), texts))
+    seen_rows = rows_seen(config, geometry.rows_of_texts(np.zeros((1, 7), np.int32), texts))
     seen = np.asarray(seen_rows.masks[0][1][0, 0, 0, 0])
     np.testing.assert_array_equal(seen[:5], expected[:5])
     assert seen.diagonal().all()  # nobody reads what padding computes, but it sees something
@@ -383,15 +375,15 @@ def mask_of_prefix(size, reach, prefix):
 
 
 # 300 queries are three blocks, the last one short; 2300 are blocks of three parts, the last one with a rest.
-@pytest.mark.parametrize(
-    ("size", "mask", "scores", "options"),
-    [
-        pytest.param(2300, partial(ragged_mask, window=700), CAPPED, {}, marks=pytest.mark.slow),
-        (300, ragged_mask, CAPPED, {}),
-        # Keys beyond its reach are left out.
-        (300, lambda size, _: mask_of_prefix(size, 100, 5), Scores(), {"prefix": 5, "reach": 100}),
-    ],
-)
+BLOCKWISE_CASES = [
+    pytest.param(2300, partial(ragged_mask, window=700), CAPPED, {}, marks=pytest.mark.slow),
+    (300, ragged_mask, CAPPED, {}),
+    # Keys beyond its reach are left out.
+    (300, lambda size, _: mask_of_prefix(size, 100, 5), Scores(), {"prefix": 5, "reach": 100}),
+]
+
+
+@pytest.mark.parametrize(("size", "mask", "scores", "options"), BLOCKWISE_CASES)
 def test_attention_in_blocks_is_that_of_all_scores_at_once(size, mask, scores, options):
     arguments = *attention_inputs(size, size + 5, (1, 2), 4), mask(size, size + 5)
     value, grads = gradient_program(partial(attend, scores=scores, **options))(*arguments)
@@ -449,18 +441,18 @@ def test_fused_attention_has_the_same_values_and_gradients():
 # ---- settings that cannot work
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"num_key_value_heads": 3}, "num_key_value_heads"),
-        ({"head_dim": 7}, "head_dim"),
-        ({"attention": "cudnn"}, "bfloat16"),
-        ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 12}, "256 features, in eights, and head_dim is 12"),
-        ({"attention": "xla", "attn_logit_softcapping": 5.0}, '"xla" does not compute attn_logit_softcapping'),
-        ({"norms": "between"}, "norms is 'between'"),
-        ({"router": "frozen"}, "router"),
-    ],
-)
+IMPOSSIBLE_SETTINGS = [
+    ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"head_dim": 7}, "head_dim"),
+    ({"attention": "cudnn"}, "bfloat16"),
+    ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 12}, "256 features, in eights, and head_dim is 12"),
+    ({"attention": "xla", "attn_logit_softcapping": 5.0}, '"xla" does not compute attn_logit_softcapping'),
+    ({"norms": "between"}, "norms is 'between'"),
+    ({"router": "frozen"}, "router"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), IMPOSSIBLE_SETTINGS)
 def test_settings_that_cannot_work(change, named):
     with refused(named):
         dataclasses.replace(LLAMA, **change)

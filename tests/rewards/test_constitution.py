@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import STORIES, needs_data, refused, tiny_config
+from tiny import STORIES, needs_data, refused, save_tiny_model, tiny_config
 
 from experiments.tasks import arithmetic
 from grpo_jax.data.types import Completion
-from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.constitution import NO, YES, constitution, model_judge, parse_principles, read_principles
 from grpo_jax.rewards.reward import score_completions
@@ -24,10 +24,7 @@ TEXTS = [Completion(text) for text in ("1", "12", "1", "", "2", "9" * 40)]  # th
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    save_pretrained(folder, jax.jit(POLICY.init)(jax.random.key(3)), CONFIG)
-    arithmetic.TEXT.save_tokenizer(folder)
-    return load_pretrained(folder)
+    return load_pretrained(save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", arithmetic.TEXT))
 
 
 def by_hand(model, text):

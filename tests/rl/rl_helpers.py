@@ -6,11 +6,10 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from bigrams import POLICY, TASK
+from tiny import recorder
 
 from grpo_jax.config import recipe
 from grpo_jax.data.preferences import EncodedPairs
@@ -56,11 +55,6 @@ def stopping(function, call: int):
 
 def open_run(path, config) -> RunFolder:
     return RunFolder(path, dataclasses.asdict(config))
-
-
-def says_three(examples, completions):
-    """Rewards the share of threes among three characters."""
-    return [text.count("3") / 3 for text in completions]
 
 
 def assert_same_files(one, other, names=LINES) -> None:
@@ -115,34 +109,6 @@ def rise_of(lines, name="reward", count=5) -> float:
 def compilations_of(run) -> list[int]:
     """Returns the number of programs compiled or read from the cache, up to each line of a run."""
     return [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]
-
-
-class Recorded(NamedTuple):
-    """The optimizer state of `recorder`: the gradients of all steps so far."""
-
-    count: jax.Array
-    gradients: optax.Params  # [U, ...]
-
-
-def recorder(updates: int, rate: float = 0.1, step=None) -> optax.GradientTransformation:
-    """Returns plain gradient descent that records every gradient.
-
-    Args:
-      updates: The largest number of gradients to record (U).
-      rate: The learning rate.
-      step: (number of the update, gradients) -> gradients for the step instead; None: no change.
-    """
-
-    def init(params):
-        return Recorded(jnp.int32(0), jax.tree.map(lambda x: jnp.zeros((updates, *x.shape), x.dtype), params))
-
-    def update(gradients, state, params=None):
-        del params
-        every = jax.tree.map(lambda all_, one: all_.at[state.count].set(one), state.gradients, gradients)
-        along = gradients if step is None else step(state.count, gradients)
-        return jax.tree.map(lambda x: -rate * x, along), Recorded(state.count + 1, every)
-
-    return optax.GradientTransformation(init, update)
 
 
 # ---- batches, and one iteration on them

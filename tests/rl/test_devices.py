@@ -14,20 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rl_helpers import (
-    Placed,
-    assert_same_runs,
-    compilations_of,
-    open_run,
-    phase_step,
-    placed,
-    ragged_batch,
-    ragged_rewards,
-    recorder,
-    says_three,
-    some_pairs,
-)
-from tiny import GOLDEN, digit_task, load_golden, slow_unless
+import rl_helpers
+from tiny import GOLDEN, digit_task, load_golden, recorder, says_three, slow_unless
 
 from grpo_jax.config import DistillationConfig, GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.data.packing import Packed
@@ -41,15 +29,7 @@ from grpo_jax.models.params import join
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.weights import load_params
-from grpo_jax.offline.pairs import (
-    kto_objective,
-    pad_pairs,
-    pair_logprobs,
-    pair_rewards,
-    preference_objective,
-    reward_model_objective,
-    score_pairs,
-)
+from grpo_jax.offline import pairs as offline_pairs
 from grpo_jax.offline.phase import Objective, SupervisedConfig
 from grpo_jax.offline.sft import DistillationTarget, distillation_objective, mean_divergence, sft_objective, text_nll
 from grpo_jax.rl import pieces
@@ -146,14 +126,14 @@ def case_of(name: str) -> Case:
 @cache
 def a_batch(tokens: int = T) -> Batch:
     """Prompts and completions of different lengths, which nothing has scored."""
-    batch = ragged_batch((N, G, P, tokens), MODEL.vocab_size, shortest=1)
+    batch = rl_helpers.ragged_batch((N, G, P, tokens), MODEL.vocab_size, shortest=1)
     sampled = batch.sampler_logprobs - 2  # about as likely as a token of a start is
     return batch._replace(
         sampler_logprobs=sampled, old_logprobs=None, ref_logprobs=None, old_entropy=None, old_values=None
     )
 
 
-def prepared(case: Case, devices: Devices, *, recording: bool = True) -> tuple[Programs, Placed, Any]:
+def prepared(case: Case, devices: Devices, *, recording: bool = True) -> tuple[Programs, rl_helpers.Placed, Any]:
     """The programs, what they take with a batch that is scored, and the reference."""
     config = on(devices, run_of(case.config))
     assert devices_of(config) == devices
@@ -162,7 +142,7 @@ def prepared(case: Case, devices: Devices, *, recording: bool = True) -> tuple[P
         method = method._replace(optimizer=recorder(config.optimizer.epochs * config.optimizer.minibatches))
     programs = make_method_programs(method, case.policy, TASK, config)
     batch = a_batch(config.sampling.max_tokens)
-    start = placed(programs, case.start, batch, ragged_rewards(N, G))
+    start = rl_helpers.placed(programs, case.start, batch, rl_helpers.ragged_rewards(N, G))
     reference = join(start.state.params, start.frozen)["policy"] if config.loss.objective.has_reference else None
     return programs, start.scored(programs, reference), reference
 
@@ -221,11 +201,18 @@ def sampled(devices: Devices, name: str = "decoder") -> Any:
     return sampler.complete(case_of(name).start["policy"], *inputs, noise_of(0, 0, 0))
 
 
+SAMPLERS = [
+    (FSDP, "decoder"),
+    (TENSOR, "decoder"),
+    (ALL, "decoder"),
+    (ALL, "nf4"),
+    (ALL, "experts"),
+    (ALL, "nf4 experts"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("devices", "name"),
-    [(FSDP, "decoder"), (TENSOR, "decoder"), (ALL, "decoder"), (ALL, "nf4"), (ALL, "experts"), (ALL, "nf4 experts")],
-)
+@pytest.mark.parametrize(("devices", "name"), SAMPLERS)
 def test_the_same_noise_gives_the_same_tokens(devices, name):
     one, other = sampled(1, name), sampled(devices, name)
     # Rounding may decide between two tokens, and all that follow then differ.
@@ -306,7 +293,7 @@ RUN_TASK = digit_task(says_three, vocab_size=MODEL.vocab_size)
 
 def run_on(devices: Devices, path: Any, name: str = "decoder", **options: Any) -> tuple[Any, RunFolder]:
     config, case = with_options(on(devices, RUN), **options), case_of(name)
-    run = open_run(path, config)
+    run = rl_helpers.open_run(path, config)
     programs = make_programs(case.policy, RUN_TASK, config)
     return train(case.start, RUN_TASK, config, run, programs, phase="grpo"), run
 
@@ -325,8 +312,8 @@ def test_a_run_of_a_mesh_goes_on_to_the_bit_and_on_other_devices_to_rounding(tmp
     for x, where in zip(*map(jax.tree.leaves, (state, shardings(state, devices))), strict=True):
         assert x.sharding.is_equivalent_to(where, x.ndim)
     if devices == ALL:
-        assert_same_runs((state, run), whole, ["metrics.jsonl"])
-        counts = compilations_of(whole[1])
+        rl_helpers.assert_same_runs((state, run), whole, ["metrics.jsonl"])
+        counts = rl_helpers.compilations_of(whole[1])
         assert (counts[1], counts[3]) == (counts[0], counts[2])  # in between a checkpoint is saved
     for line, expected in zip(run.lines(), whole[1].lines(), strict=True):
         assert line["reward"] == expected["reward"]
@@ -374,7 +361,7 @@ def packed_rows() -> Packed:
     return Packed(NOISE.integers(0, 64, (N, WIDTH)).astype(np.int32), texts.astype(np.int32), last)
 
 
-PAIRS, ROWS = some_pairs(N, 64)._replace(margins=[0.1 * i for i in range(N)]), packed_rows()
+PAIRS, ROWS = rl_helpers.some_pairs(N, 64)._replace(margins=[0.1 * i for i in range(N)]), packed_rows()
 REFERENCE = NOISE.normal(-8, 1, (N, 2)).astype(np.float32)
 TAUGHT = {"policy": start_of("decoder"), "teacher": jax.jit(TEACHER.init)(jax.random.key(5))}
 LESSON = DistillationTarget(TEACHER, DistillationConfig("forward_kl"), nll_coef=0.3)
@@ -389,16 +376,16 @@ class Phase(NamedTuple):
 
 
 def phase_named(name: str) -> Phase:
-    pairs = pad_pairs(PAIRS, np.arange(N), WIDTH, WIDTH)
+    pairs = offline_pairs.pad_pairs(PAIRS, np.arange(N), WIDTH, WIDTH)
     if name == "reward model":
-        return Phase(reward_model_objective(SCORER, center_coef=0.01), HEADED, pairs)
+        return Phase(offline_pairs.reward_model_objective(SCORER, center_coef=0.01), HEADED, pairs)
     if name == "dpo":
-        objective = preference_objective(DECODER, partial(dpo_loss, beta=0.5))
+        objective = offline_pairs.preference_objective(DECODER, partial(dpo_loss, beta=0.5))
         return Phase(objective, start_of("lora"), pairs._replace(ref_logprobs=REFERENCE))
     if name == "kto":  # z₀ is above 0, and pieces and devices have different parts of it
         reference = REFERENCE - np.array([0, 8], np.float32)
         rated = pairs._replace(desirable=np.arange(N) % 3 > 0, ref_logprobs=reference)
-        return Phase(kto_objective(DECODER), start_of("lora"), rated)
+        return Phase(offline_pairs.kto_objective(DECODER), start_of("lora"), rated)
     if name == "teacher":
         return Phase(distillation_objective(DECODER, LESSON), TAUGHT, ROWS)
     batch = ROWS if name == "packed" else a_batch()
@@ -408,7 +395,7 @@ def phase_named(name: str) -> Phase:
 @cache
 def gradients_of_phase(name: str, devices: Devices) -> Any:
     """Of a step in two pieces, and its metrics."""
-    return phase_step(*phase_named(name), on(devices, PHASE))
+    return rl_helpers.phase_step(*phase_named(name), on(devices, PHASE))
 
 
 PHASES = ("prompts", "packed", "teacher", "dpo", "kto", "reward model")
@@ -429,7 +416,11 @@ def test_evaluations_have_the_numbers_of_one_device(devices):
     for score in (
         lambda devices: text_nll(DECODER, place(start, devices), [ROWS], devices=devices),
         lambda devices: mean_divergence(DECODER, place(TAUGHT, devices), [ROWS], target=LESSON, devices=devices),
-        lambda devices: score_pairs(pair_logprobs, DECODER, place(start, devices), PAIRS, num_pairs=N, devices=devices),
-        lambda devices: score_pairs(pair_rewards, SCORER, place(HEADED, devices), PAIRS, num_pairs=N, devices=devices),
+        lambda devices: offline_pairs.score_pairs(
+            offline_pairs.pair_logprobs, DECODER, place(start, devices), PAIRS, num_pairs=N, devices=devices
+        ),
+        lambda devices: offline_pairs.score_pairs(
+            offline_pairs.pair_rewards, SCORER, place(HEADED, devices), PAIRS, num_pairs=N, devices=devices
+        ),
     ):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), score(devices), score(1))

@@ -9,14 +9,14 @@ import optax
 import pytest
 from bigrams import PARAMS, POLICY, V
 from rl_helpers import RUN, assert_close, loss_of, near, open_run, ragged_batch
-from tiny import digit_task, random_params, refused, slow_unless, tiny_config
+from tiny import digit_task, refused, save_tiny_model, slow_unless
 
 from experiments.tasks import arithmetic
 from grpo_jax import functional as F
 from grpo_jax.config import DistillationConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.packing import pack, packed_pieces
 from grpo_jax.data.types import pad_completions, pad_prompts
-from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.offline.sft import DistillationTarget, distillation_loss, mean_divergence
 from grpo_jax.prepare import load_teacher
 from grpo_jax.rl.distillation import distillation_method, make_distillation_programs
@@ -174,9 +174,7 @@ def test_top_entropy_masks_advantages_of_rewards_and_not_those_of_the_teacher():
 def test_a_teacher_without_all_tokens_of_the_tokenizer_is_refused(tmp_path):
     size = arithmetic.TEXT.vocab_size
     for name, vocab_size in {"small": size - 1, "whole": size, "padded": size + 3}.items():
-        config = tiny_config(vocab_size)
-        save_pretrained(tmp_path / name, random_params(config), config)
-        arithmetic.TEXT.save_tokenizer(tmp_path / name)
+        save_tiny_model(tmp_path / name, arithmetic.TEXT, vocab_size=vocab_size)
     whole, padded = (load_pretrained(tmp_path / name) for name in ("whole", "padded"))
     with refused(f"small lacks tokens from {size - 1} on"):
         load_teacher(tmp_path / "small", ModelOptions(), whole)

@@ -3,8 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from bigrams import TASK as THREES, prompts, train_grpo
+from bigrams import TASK as THREES, train_grpo
 from rl_helpers import RUN, Stop, assert_same_runs, open_run, run_programs, stopping
+from tiny import digit_prompts as prompts
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Prompts, Span
@@ -72,16 +73,16 @@ def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
 FLAT, SPREAD, NOTHING = [1, 1], [0, 1], [np.nan, np.nan]
 
 
-@pytest.mark.parametrize(
-    ("rollouts", "limit", "expected", "drawn"),
-    [
-        ([[SPREAD, SPREAD, SPREAD]], 3, [0, 1, 2], 1),  # nothing to replace: nothing more is sampled
-        ([[FLAT, SPREAD, FLAT]], 1, [0, 1, 2], 1),  # no dynamic sampling
-        ([[FLAT, SPREAD, FLAT], [SPREAD, SPREAD, SPREAD]], 3, [1, 10, 11], 2),  # the first with spread; 12 is left over
-        ([[FLAT, SPREAD, FLAT], [FLAT, FLAT, SPREAD]], 2, [0, 1, 12], 2),  # the cap: the first of the others fills up
-        ([[FLAT, NOTHING, FLAT], [SPREAD, FLAT, [np.nan, 1]], [SPREAD, FLAT, SPREAD]], 9, [10, 20, 22], 3),
-    ],
-)
+DRAWS = [
+    ([[SPREAD, SPREAD, SPREAD]], 3, [0, 1, 2], 1),  # nothing to replace: nothing more is sampled
+    ([[FLAT, SPREAD, FLAT]], 1, [0, 1, 2], 1),  # no dynamic sampling
+    ([[FLAT, SPREAD, FLAT], [SPREAD, SPREAD, SPREAD]], 3, [1, 10, 11], 2),  # the first with spread; 12 is left over
+    ([[FLAT, SPREAD, FLAT], [FLAT, FLAT, SPREAD]], 2, [0, 1, 12], 2),  # the cap: the first of the others fills up
+    ([[FLAT, NOTHING, FLAT], [SPREAD, FLAT, [np.nan, 1]], [SPREAD, FLAT, SPREAD]], 9, [10, 20, 22], 3),
+]
+
+
+@pytest.mark.parametrize(("rollouts", "limit", "expected", "drawn"), DRAWS)
 def test_the_first_groups_with_spread_are_taken(rollouts, limit, expected, drawn):
     calls = []
 

@@ -254,26 +254,26 @@ def fails(example, transcript, key):
     raise RuntimeError(f"no answer in turn {len(transcript)}")
 
 
-@pytest.mark.parametrize(
-    ("reply", "ending"),
-    [
-        (lambda *_: Reply(done=True), "done"),
-        (lambda *_: Reply("1"), "turns"),
-        (lambda *_: Reply("1234567"), "environment_tokens"),
-        (lambda *_: Reply("1" * 2**21), "environment_tokens"),
-        (lambda *_: Reply(ids=[0] * 7), "environment_tokens"),
-        (fails, "raised"),
-        (lambda *_: "1", "not_a_reply"),
-        (lambda *_: Reply(1), "not_a_reply"),
-        (lambda *_: Reply("1", reward=float("nan")), "not_a_reply"),
-        (lambda *_: Reply("1", reward="2"), "not_a_reply"),
-        (lambda *_: Reply("\ud800"), "not_a_reply"),
-        (lambda *_: Reply(ids=[V]), "not_a_reply"),
-        (lambda *_: Reply(ids=[-1]), "not_a_reply"),
-        (lambda *_: Reply(ids=["1"]), "not_a_reply"),
-        (lambda *_: Reply(failure="tired"), "not_a_reply"),
-    ],
-)
+ENDINGS = [
+    (lambda *_: Reply(done=True), "done"),
+    (lambda *_: Reply("1"), "turns"),
+    (lambda *_: Reply("1234567"), "environment_tokens"),
+    (lambda *_: Reply("1" * 2**21), "environment_tokens"),
+    (lambda *_: Reply(ids=[0] * 7), "environment_tokens"),
+    (fails, "raised"),
+    (lambda *_: "1", "not_a_reply"),
+    (lambda *_: Reply(1), "not_a_reply"),
+    (lambda *_: Reply("1", reward=float("nan")), "not_a_reply"),
+    (lambda *_: Reply("1", reward="2"), "not_a_reply"),
+    (lambda *_: Reply("\ud800"), "not_a_reply"),
+    (lambda *_: Reply(ids=[V]), "not_a_reply"),
+    (lambda *_: Reply(ids=[-1]), "not_a_reply"),
+    (lambda *_: Reply(ids=["1"]), "not_a_reply"),
+    (lambda *_: Reply(failure="tired"), "not_a_reply"),
+]
+
+
+@pytest.mark.parametrize(("reply", "ending"), ENDINGS)
 def test_what_ended_an_episode_is_counted(reply, ending):
     texts = [text for group in decode_groups(sample(reply, TWO_TURNS), PLAYED) for text in group]
     counts = Counter(text.ending.replace(" ", "_") for text in texts)
@@ -289,13 +289,13 @@ def test_an_environment_that_only_raises_ends_the_run(tmp_path):
         train_bigrams(tmp_path, reply=fails)
 
 
-@pytest.mark.parametrize(
-    ("failing", "ending", "words"),
-    [
-        (fails, "raised", "no answer in turn"),
-        (lambda *_: Reply(ids=[1, V]), "not_a_reply", f"a reply has the token {V}"),
-    ],
-)
+FAILING_REPLIES = [
+    (fails, "raised", "no answer in turn"),
+    (lambda *_: Reply(ids=[1, V]), "not_a_reply", f"a reply has the token {V}"),
+]
+
+
+@pytest.mark.parametrize(("failing", "ending", "words"), FAILING_REPLIES)
 def test_failures_are_counted_and_told_once(tmp_path, failing, ending, words):
     def sometimes(example, transcript, key):
         return (echo if key[3] % 4 else failing)(example, transcript, key)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY
 from numpy.testing import assert_allclose, assert_array_equal
-from rl_helpers import says_three
 from scipy import stats
-from tiny import digit_prompts, digit_task
+from tiny import digit_prompts, digit_task, says_three
 
 from experiments.tasks.arithmetic import arithmetic_task
 from grpo_jax import statistics
@@ -51,15 +50,15 @@ def test_majority_is_what_a_random_choice_among_the_most_frequent_expects():
         assert_allclose(majority(scores, [answers])[0], np.mean(means) if elected else scores.mean())
 
 
-@pytest.mark.parametrize(
-    ("vote", "same", "other"),
-    [
-        (number_vote, ["so 1,000", "#### 1000", "It is $1000.0."], "1001"),
-        (formula_vote, [r"\boxed{\dfrac12}", "The answer is 0.5.", "so $x = 1/2$", r"\boxed{1/2}"], r"\boxed{2}"),
-        (formula_vote, [r"\boxed{2\sqrt 3}", r"is $2\sqrt{3}$"], r"\boxed{3\sqrt{2}}"),
-        (arithmetic_task(num_prompts=1, seed=0).answer, ["56", Completion("56", (5, 6))], "65"),
-    ],
-)
+VOTES = [
+    (number_vote, ["so 1,000", "#### 1000", "It is $1000.0."], "1001"),
+    (formula_vote, [r"\boxed{\dfrac12}", "The answer is 0.5.", "so $x = 1/2$", r"\boxed{1/2}"], r"\boxed{2}"),
+    (formula_vote, [r"\boxed{2\sqrt 3}", r"is $2\sqrt{3}$"], r"\boxed{3\sqrt{2}}"),
+    (arithmetic_task(num_prompts=1, seed=0).answer, ["56", Completion("56", (5, 6))], "65"),
+]
+
+
+@pytest.mark.parametrize(("vote", "same", "other"), VOTES)
 def test_answers_that_are_the_same_are_one_vote(vote, same, other):
     votes = {vote({}, Completion(text)) for text in same}
     assert len(votes) == 1
@@ -111,20 +110,20 @@ def test_ten_thousand_prompts_need_no_square_of_memory(monkeypatch):
         assert peak < 2**25  # all indices of these resamples would be 20 MB, of ten thousand 400
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: bootstrap([]), "at least one prompt"),
-        (lambda: bootstrap(np.zeros((3, 2))), "one value for each"),
-        (lambda: paired_difference([0.0, 1.0], [0.0]), "cannot be paired"),
-        (lambda: best_of(np.zeros((2, 4)), 0), "k is 0, but there are 4 samples"),
-        (lambda: best_of(np.zeros((2, 4)), 5), "k is 5, but there are 4 samples"),
-        (lambda: evaluated(metric="x"), "no reward 'x' to evaluate: its rewards are threes, novel"),
-        (lambda: evaluated(eval_samples=0), "0 samples of each"),
-        (lambda: evaluated(eval_samples=4096), "4096 samples of each"),
-        (lambda: evaluated(TASK._replace(heldout=HELDOUT._replace(examples=[]))), "0 held-out prompts"),
-    ],
-)
+IMPOSSIBLE_ESTIMATES = [
+    (lambda: bootstrap([]), "at least one prompt"),
+    (lambda: bootstrap(np.zeros((3, 2))), "one value for each"),
+    (lambda: paired_difference([0.0, 1.0], [0.0]), "cannot be paired"),
+    (lambda: best_of(np.zeros((2, 4)), 0), "k is 0, but there are 4 samples"),
+    (lambda: best_of(np.zeros((2, 4)), 5), "k is 5, but there are 4 samples"),
+    (lambda: evaluated(metric="x"), "no reward 'x' to evaluate: its rewards are threes, novel"),
+    (lambda: evaluated(eval_samples=0), "0 samples of each"),
+    (lambda: evaluated(eval_samples=4096), "4096 samples of each"),
+    (lambda: evaluated(TASK._replace(heldout=HELDOUT._replace(examples=[]))), "0 held-out prompts"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), IMPOSSIBLE_ESTIMATES)
 def test_what_cannot_be_estimated_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

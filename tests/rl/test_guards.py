@@ -5,9 +5,9 @@ import warnings
 
 import numpy as np
 import pytest
-from bigrams import PARAMS, POLICY, TASK, prompts, train_grpo
+from bigrams import PARAMS, POLICY, TASK, train_grpo
 from rl_helpers import RUN, open_run, run_programs
-from tiny import refused
+from tiny import digit_prompts as prompts, refused
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.rewards.processes import Grader
@@ -70,15 +70,15 @@ def test_completions_that_never_end_are_warned_of_unless_they_are_meant_to_be_cu
 CLOSE = {"first_ratio_deviation": 0.3, "first_sampler_mismatch": 1.01}
 
 
-@pytest.mark.parametrize(
-    ("warning", "fine", "far", "words"),
-    [
-        (guards.ratio_warning, (CLOSE,), (CLOSE | {"first_ratio_deviation": 2.0},), "ratio is off 1"),
-        (guards.ratio_warning, (CLOSE,), (CLOSE | {"first_sampler_mismatch": 1.1},), "ratio is off 1"),
-        (guards.length_warning, (8, 8), (9, 8), "longer than the 8"),
-        (guards.length_warning, (9, None), (9, 8), "longer than the 8"),
-    ],
-)
+BOUNDS = [
+    (guards.ratio_warning, (CLOSE,), (CLOSE | {"first_ratio_deviation": 2.0},), "ratio is off 1"),
+    (guards.ratio_warning, (CLOSE,), (CLOSE | {"first_sampler_mismatch": 1.1},), "ratio is off 1"),
+    (guards.length_warning, (8, 8), (9, 8), "longer than the 8"),
+    (guards.length_warning, (9, None), (9, 8), "longer than the 8"),
+]
+
+
+@pytest.mark.parametrize(("warning", "fine", "far", "words"), BOUNDS)
 def test_what_is_beyond_a_bound_is_warned_of_once(tmp_path, capsys, warning, fine, far, words):
     run = open_run(tmp_path, RUN)
     run.warn(warning(*fine))
@@ -103,13 +103,13 @@ def right_padded(step):
     return prompts(step)._replace(mask=prompts(step).mask[:, ::-1])
 
 
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        (TASK._replace(reward=lambda examples, texts: [1.0]), "returned 1 rewards for 32 completions"),
-        (TASK._replace(prompts=right_padded), "padded on the left"),
-    ],
-)
+BAD_TASKS = [
+    (TASK._replace(reward=lambda examples, texts: [1.0]), "returned 1 rewards for 32 completions"),
+    (TASK._replace(prompts=right_padded), "padded on the left"),
+]
+
+
+@pytest.mark.parametrize(("task", "words"), BAD_TASKS)
 def test_a_task_that_gives_other_arrays_than_it_should_is_refused(tmp_path, task, words):
     with pytest.raises(ValueError, match=words):
         train_grpo(task, RUN, open_run(tmp_path, RUN), run_programs())

@@ -16,14 +16,11 @@ import numpy as np
 import on_hosts
 import pytest
 import test_devices as cases
+from command_runs import write_inputs
 from rl_helpers import assert_same_files
 
-from experiments.tasks import arithmetic
 from grpo_jax.commands import train
 from grpo_jax.config import with_options
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.policy import decoder_policy
 
 Processes = list[subprocess.Popen]
 WORKER = Path(__file__).with_name("on_hosts.py")
@@ -141,12 +138,7 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_phases_on_given_data_have_the_numbers_of_one_host(tmp_path, monkeypatch, method):
     """Cut off on two hosts of two devices, and resumed there; host 0 alone writes."""
-    config = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8)
-    save_pretrained(tmp_path / "model", jax.jit(decoder_policy(config).init)(jax.random.key(3)), config)
-    arithmetic.TEXT.save_tokenizer(tmp_path / "model")
-    sums = [(f"{i}+{j}=", str(i + j)) for i in range(8) for j in range(8)]
-    rows = [{"prompt": asked, "completion": total, "chosen": total, "rejected": total + "1"} for asked, total in sums]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_inputs(tmp_path)
     given = ["--method", method, "--model", "model", *METHODS[method], "--no-compilation-cache", "--log-every", "1"]
     given += ["--steps", "4", "--decay", "none", "--learning-rate", "1e-2", "--eval-every", "2"]
     for more in (["--devices", "0", "--steps", "2"], ["--resume", "--steps", "4"]):
@@ -251,16 +243,16 @@ def test_an_error_of_one_host_ends_all_with_its_sentence(tmp_path):
     assert "Traceback" in second[1]
 
 
+UNSHARED_OPTIONS = [
+    (("--devices", "1"), "uses all of their 2 devices: set devices to 0"),
+    (("--devices", "0", "--parallel", "pmap"), "pmap is of one host"),
+    (("--devices", "0", "--tensor", "2"), "lies on those of one host: set tensor"),
+    (("--devices", "0", "--learning-rate", "HOST"), "given another learning_rate"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("--devices", "1"), "uses all of their 2 devices: set devices to 0"),
-        (("--devices", "0", "--parallel", "pmap"), "pmap is of one host"),
-        (("--devices", "0", "--tensor", "2"), "lies on those of one host: set tensor"),
-        (("--devices", "0", "--learning-rate", "HOST"), "given another learning_rate"),
-    ],
-)
+@pytest.mark.parametrize(("args", "words"), UNSHARED_OPTIONS)
 def test_runs_that_hosts_cannot_share_are_refused(tmp_path, args, words):
     said = [error for _, error in finish(launch(tmp_path, *args, number=2), (2, 2))]
     assert all(error.count(words) == 1 for error in said)

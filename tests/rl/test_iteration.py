@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import EOS, PAD, POLICY, TASK, prompts, says_three, train_grpo
+from bigrams import POLICY, TASK, train_grpo
 from rl_helpers import RUN, open_run, recording, rise_of, run_programs
-from tiny import refused
+from tiny import digit_prompts as prompts, refused, says_three
 
 from grpo_jax.config import with_options
 from grpo_jax.data.types import Component, Span
@@ -97,10 +97,10 @@ def test_a_kl_in_the_reward_is_steered_to_a_target_and_lowers_advantages(tmp_pat
 # ---- resume
 
 
-@pytest.mark.parametrize(
-    ("saved", "steps", "word"),
-    [({}, 3, "more"), ({"decay": "linear"}, 12, "learning rate"), ({"max_rollouts": 4}, 12, "prompts")],
-)
+FIXED_LENGTHS = [({}, 3, "more"), ({"decay": "linear"}, 12, "learning rate"), ({"max_rollouts": 4}, 12, "prompts")]
+
+
+@pytest.mark.parametrize(("saved", "steps", "word"), FIXED_LENGTHS)
 def test_a_run_whose_steps_depend_on_their_number_is_not_extended(tmp_path, saved, steps, word):
     config = with_options(RUN, **saved)
     open_run(tmp_path, config)
@@ -143,16 +143,16 @@ def an_update(**logprobs):
     return Batch(None, None, None, mask, None, truncated=truncated, advantages=advantages, **logprobs)
 
 
-@pytest.mark.parametrize(
-    ("correction", "expected", "mean"),
-    [
-        ("none", [[2.0, -1.0]], None),
-        ("token", [[[4.0, 1.6], [-0.25, -1.0]]], 3.05 / 3),  # w = 4 and 0.8; ¼
-        ("sequence", [[[6.0, 6.0], [-0.25, -1.0]]], 6.25 / 3),  # 4 · 0.8 = 3.2
-        ("icepop", [[[8.0, 1.6], [0.0, -1.0]]], 4.8 / 3),  # ¼ is below 0.5
-        ("geometric", [[[0.0, 0.0], [0.0, -1.0]]], 0.0),
-    ],
-)
+CORRECTIONS = [
+    ("none", [[2.0, -1.0]], None),
+    ("token", [[[4.0, 1.6], [-0.25, -1.0]]], 3.05 / 3),  # w = 4 and 0.8; ¼
+    ("sequence", [[[6.0, 6.0], [-0.25, -1.0]]], 6.25 / 3),  # 4 · 0.8 = 3.2
+    ("icepop", [[[8.0, 1.6], [0.0, -1.0]]], 4.8 / 3),  # ¼ is below 0.5
+    ("geometric", [[[0.0, 0.0], [0.0, -1.0]]], 0.0),
+]
+
+
+@pytest.mark.parametrize(("correction", "expected", "mean"), CORRECTIONS)
 def test_corrections_by_hand(correction, expected, mean):
     old_logprobs = np.log(np.array([[[0.8, 0.2], [0.1, 0.9]]], np.float32))
     sampler_logprobs = np.log(np.array([[[0.2, 0.25], [0.4, 0.1]]], np.float32))
@@ -240,6 +240,7 @@ def test_a_component_that_is_nan_stops_the_run(tmp_path):
 
 # ---- rewards of spans
 
+EOS, PAD = 6, 7
 WIDTH = 4
 CONFIG = with_options(RUN, steps=30, kl_coef=0.0, advantages_of="spans")
 

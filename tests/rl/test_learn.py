@@ -7,19 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rl_helpers
 from bigrams import PARAMS, POLICY, D, V
-from rl_helpers import (
-    assert_close,
-    assert_same_gradient,
-    assert_same_means,
-    loss_of,
-    near,
-    placed,
-    ragged_batch,
-    ragged_rewards,
-    recorder,
-)
-from tiny import slow_unless
+from tiny import recorder, slow_unless
 
 from grpo_jax import functional as F
 from grpo_jax.config import PPOConfig, recipe, run_of, with_options
@@ -43,7 +33,7 @@ HEAD = jnp.linspace(-1, 1, D)
 @cache
 def a_batch(num_prompts: int = N) -> Batch:
     """Completions of a policy that is near; some of them are empty."""
-    return near(POLICY, PARAMS, ragged_batch((num_prompts, G, P, T), V))
+    return rl_helpers.near(POLICY, PARAMS, rl_helpers.ragged_batch((num_prompts, G, P, T), V))
 
 
 @cache
@@ -64,7 +54,7 @@ def learned(config, batch, rewards):
     programs, params = programs_of(config)
     if not run_of(config).loss.kl_coef:
         batch = batch._replace(ref_logprobs=None)
-    return placed(programs, params, batch, rewards).learned(programs)
+    return rl_helpers.placed(programs, params, batch, rewards).learned(programs)
 
 
 def gradient_of(config, batch, rewards):
@@ -76,23 +66,23 @@ def gradient_of(config, batch, rewards):
 # ---- scores
 
 
-@pytest.mark.parametrize(
-    ("options", "needs_old", "scored"),
-    [
-        ({"preset": "dapo"}, False, False),  # the only step takes its own numbers
-        ({"preset": "dapo", "minibatches": 2}, True, True),
-        ({"preset": "dapo", "epochs": 2}, True, True),
-        ({"preset": "dapo", "minibatches": 2, "old_logprobs": "sampler"}, False, False),
-        ({"preset": "dapo", "top_entropy": 0.5}, False, True),
-        ({"preset": "dppo", "minibatches": 2}, False, False),  # its ratio is to the sampler
-        ({"preset": "dppo", "kl_in_reward": True, "kl_coef": 0.1}, False, True),
-        ({"preset": "grpo"}, False, True),
-        ({"preset": "grpo", "divergence": "full"}, False, False),  # its reference runs in the loss
-        ({"preset": "grpo", "kl_in_reward": True, "kl_coef": 0.1}, True, True),
-        ({"preset": "dapo", "kl_in_reward": True, "kl_coef": 0.0}, False, False),
-        ({"preset": "rloo"}, True, True),
-    ],
-)
+PASSES = [
+    ({"preset": "dapo"}, False, False),  # the only step takes its own numbers
+    ({"preset": "dapo", "minibatches": 2}, True, True),
+    ({"preset": "dapo", "epochs": 2}, True, True),
+    ({"preset": "dapo", "minibatches": 2, "old_logprobs": "sampler"}, False, False),
+    ({"preset": "dapo", "top_entropy": 0.5}, False, True),
+    ({"preset": "dppo", "minibatches": 2}, False, False),  # its ratio is to the sampler
+    ({"preset": "dppo", "kl_in_reward": True, "kl_coef": 0.1}, False, True),
+    ({"preset": "grpo"}, False, True),
+    ({"preset": "grpo", "divergence": "full"}, False, False),  # its reference runs in the loss
+    ({"preset": "grpo", "kl_in_reward": True, "kl_coef": 0.1}, True, True),
+    ({"preset": "dapo", "kl_in_reward": True, "kl_coef": 0.0}, False, False),
+    ({"preset": "rloo"}, True, True),
+]
+
+
+@pytest.mark.parametrize(("options", "needs_old", "scored"), PASSES)
 def test_there_is_a_pass_for_what_an_update_needs(options, needs_old, scored):
     config = recipe(**options)
     assert needs_old_logprobs(config) == needs_old
@@ -103,7 +93,7 @@ def test_there_is_a_pass_for_what_an_update_needs(options, needs_old, scored):
 def test_a_ratio_to_the_sampler_is_against_what_it_reported(config):
     config = with_options(config, num_prompts=4, group_size=G)
     programs, params = programs_of(config)
-    start = placed(programs, params, a_batch(4)._replace(old_logprobs=None), ragged_rewards(4, G))
+    start = rl_helpers.placed(programs, params, a_batch(4)._replace(old_logprobs=None), rl_helpers.ragged_rewards(4, G))
     np.testing.assert_array_equal(start.scored(programs).batch.old_logprobs, a_batch(4).sampler_logprobs)
 
 
@@ -146,7 +136,7 @@ def gradient_by_hand(params, batch: Batch, mask, delta, off_policy_threshold, *,
 
 
 def by_hand(batch: Batch, *, top_entropy, mask_truncated, params=PARAMS, **constants) -> optax.Params:
-    mask, rewards = batch.completion_mask, ragged_rewards(N, G)
+    mask, rewards = batch.completion_mask, rl_helpers.ragged_rewards(N, G)
     # Of n tokens the 1 + ⌊share (n − 1)⌋ of the highest entropy.
     of_tokens = np.sort(np.asarray(batch.old_entropy)[mask])[::-1]
     has_advantage = batch.old_entropy >= of_tokens[int(top_entropy * (len(of_tokens) - 1))]
@@ -157,28 +147,28 @@ def by_hand(batch: Batch, *, top_entropy, mask_truncated, params=PARAMS, **const
 
 def test_options_have_the_gradient_of_their_functions_and_each_of_them_counts():
     batch = a_batch()
-    actual, metrics = gradient_of(with_options(GRPO, **OPTIONS), batch, ragged_rewards(N, G))
+    actual, metrics = gradient_of(with_options(GRPO, **OPTIONS), batch, rl_helpers.ragged_rewards(N, G))
     assert 0 < metrics["on_policy_share"] < 1
-    assert_close(actual, by_hand(batch, **OPTIONS), rtol=1e-4, atol=1e-7)
+    rl_helpers.assert_close(actual, by_hand(batch, **OPTIONS), rtol=1e-4, atol=1e-7)
     for name in OPTIONS:
         without = by_hand(batch, **OPTIONS | {name: OFF[name]})
         assert optax.global_norm(jax.tree.map(jnp.subtract, actual, without)) > 0.01 * optax.global_norm(without), name
 
 
 def test_a_second_epoch_has_the_gradient_at_the_parameters_that_the_first_one_left():
-    state, _ = learned(with_options(GRPO, epochs=2), a_batch(), ragged_rewards(N, G))
+    state, _ = learned(with_options(GRPO, epochs=2), a_batch(), rl_helpers.ragged_rewards(N, G))
     first, second = (jax.tree.map(lambda x, i=i: x[i], state.opt_state.gradients["policy"]) for i in (0, 1))
     moved = jax.tree.map(lambda x, gradient: x - 0.1 * gradient, PARAMS, first)
     for gradient, params in ((first, PARAMS), (second, moved)):
-        assert_close(gradient, by_hand(a_batch(), params=params, **OFF), rtol=1e-4, atol=1e-7)
+        rl_helpers.assert_close(gradient, by_hand(a_batch(), params=params, **OFF), rtol=1e-4, atol=1e-7)
     assert optax.global_norm(jax.tree.map(jnp.subtract, first, second)) > 0.01 * optax.global_norm(first)
 
 
 def test_an_iteration_of_ppo_has_the_gradient_of_its_loss_at_what_was_scored():
     programs, models = programs_of(with_options(PPOConfig(), num_prompts=4, group_size=G, kl_coef=0.1))
     unscored = a_batch(4)._replace(old_logprobs=None, ref_logprobs=None, old_entropy=None, old_values=None)
-    reference, rewards = jax.tree.map(lambda x: 1.1 * x, PARAMS), ragged_rewards(4, G)
-    start = placed(programs, models, unscored, rewards).scored(programs, reference)
+    reference, rewards = jax.tree.map(lambda x: 1.1 * x, PARAMS), rl_helpers.ragged_rewards(4, G)
+    start = rl_helpers.placed(programs, models, unscored, rewards).scored(programs, reference)
     score = jax.jit(partial(score_completion_tokens, POLICY))
     np.testing.assert_allclose(start.batch.old_logprobs, score(PARAMS, unscored).logprobs, atol=1e-5)
     np.testing.assert_allclose(start.batch.ref_logprobs, score(reference, unscored).logprobs, atol=1e-5)
@@ -187,9 +177,9 @@ def test_an_iteration_of_ppo_has_the_gradient_of_its_loss_at_what_was_scored():
     method = programs.method
     batch, advantages, _ = method.advantage(rewards, start.batch, 0.1)
     batch = batch._replace(weights=method.aggregation(batch.completion_mask, num_completions=4 * G))
-    expected = jax.jit(jax.grad(lambda models: loss_of(method)(models, batch)[0]))(models)
+    expected = jax.jit(jax.grad(lambda models: rl_helpers.loss_of(method)(models, batch)[0]))(models)
     state, actual = start.learned(programs)
-    assert_same_gradient(expected, jax.tree.map(lambda x: x[0], state.opt_state.gradients), 1e-5)
+    rl_helpers.assert_same_gradient(expected, jax.tree.map(lambda x: x[0], state.opt_state.gradients), 1e-5)
     np.testing.assert_allclose(actual.advantages, advantages, atol=1e-5)
 
 
@@ -204,7 +194,9 @@ def test_masked_tokens_change_no_gradient():
         completion_ids=np.where(batch.completion_mask, batch.completion_ids, 3),
         **{name: rubbish(getattr(batch, name)) for name in names},
     )
-    assert_same_gradient(*(gradient_of(config, each, ragged_rewards(N, G))[0] for each in (batch, spoiled)))
+    rl_helpers.assert_same_gradient(
+        *(gradient_of(config, each, rl_helpers.ragged_rewards(N, G))[0] for each in (batch, spoiled))
+    )
 
 
 def test_the_only_step_has_a_ratio_of_one_to_the_bit_and_a_length_without_room_for_an_environment():
@@ -214,8 +206,10 @@ def test_the_only_step_has_a_ratio_of_one_to_the_bit_and_a_length_without_room_f
     by_token = ("completion_ids", "completion_mask", "sampler_logprobs")
     room = {name: np.pad(getattr(batch, name), [(0, 0), (0, 0), (0, 5)]) for name in by_token}
     wide = batch._replace(**room, turn=room["completion_mask"].astype(np.int32))
-    (expected, metrics), (actual, _) = (gradient_of(config, each, ragged_rewards(4, G)) for each in (batch, wide))
-    assert_same_gradient(expected, actual, 1e-5)
+    (expected, metrics), (actual, _) = (
+        gradient_of(config, each, rl_helpers.ragged_rewards(4, G)) for each in (batch, wide)
+    )
+    rl_helpers.assert_same_gradient(expected, actual, 1e-5)
     assert metrics["ratio"] == 1
     assert metrics["clip_low"] == metrics["clip_high"] == 0
     assert metrics["ratio_deviation"] > 0.01  # that is against the sampler
@@ -224,7 +218,7 @@ def test_the_only_step_has_a_ratio_of_one_to_the_bit_and_a_length_without_room_f
 def test_the_reference_of_the_loss_is_the_one_that_moves():
     changes = {"critic": "shared", "divergence": "reverse", "kl_in_reward": False, "ref_mixup_alpha": 0.5}
     config = with_options(PPOConfig(), num_prompts=4, group_size=G, ref_sync_steps=1, **changes)
-    state, actual = learned(config, a_batch(4)._replace(ref_logprobs=None), ragged_rewards(4, G))
+    state, actual = learned(config, a_batch(4)._replace(ref_logprobs=None), rl_helpers.ragged_rewards(4, G))
     assert actual.metrics["kl"] == pytest.approx(0, abs=1e-6)  # it began as the policy, and nothing else was given
     assert state.extras["reference"].keys() == PARAMS.keys()  # of the policy only
     for name, start in PARAMS.items():
@@ -243,7 +237,7 @@ def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_lo
         weights=F.sequence_mean_weights(batch.completion_mask), advantages=np.ones((4, G), np.float32)
     )
     reference = jax.tree.map(lambda x: 1.2 * x, PARAMS)
-    loss, rest = (loss_of(grpo_method(POLICY, each)) for each in (config, with_options(GRPO, kl_coef=0.0)))
+    loss, rest = (rl_helpers.loss_of(grpo_method(POLICY, each)) for each in (config, with_options(GRPO, kl_coef=0.0)))
 
     def actual(params):
         value, logs = loss({"policy": params, "reference": reference}, batch)
@@ -262,8 +256,8 @@ def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_lo
     (values, one), (others, other) = (
         jax.jit(jax.value_and_grad(fn, has_aux=True))(PARAMS) for fn in (actual, expected)
     )
-    assert_close(values, others, rtol=1e-4)
-    assert_same_gradient(one, other, 1e-5)
+    rl_helpers.assert_close(values, others, rtol=1e-4)
+    rl_helpers.assert_same_gradient(one, other, 1e-5)
 
 
 # ---- pieces and devices
@@ -290,7 +284,7 @@ def test_a_split_batch_has_the_gradient_of_the_whole(name):
         programs, params = programs_of(each)
         reference = jax.tree.map(lambda x: 1.1 * x, PARAMS) if run_of(config).loss.objective.has_reference else None
         unscored = a_batch()._replace(old_logprobs=None, ref_logprobs=None, old_entropy=None, old_values=None)
-        start = placed(programs, params, unscored, ragged_rewards(N, G, components))
+        start = rl_helpers.placed(programs, params, unscored, rl_helpers.ragged_rewards(N, G, components))
         start = start.scored(programs, place(reference, programs.sampler.devices))
         scored.append(to_numpy(start.batch))
         updates.append(start.learned(programs))
@@ -302,8 +296,10 @@ def test_a_split_batch_has_the_gradient_of_the_whole(name):
     (one, by_one), (other, by_other) = updates
     for state in (one, other):
         assert all(x.any(axis=tuple(range(1, x.ndim))).all() for x in jax.tree.leaves(state.opt_state.gradients))
-    assert_same_gradient((one.opt_state.gradients, one.params), (other.opt_state.gradients, other.params), 1e-5)
-    assert_same_means(by_one.metrics, by_other.metrics)
+    rl_helpers.assert_same_gradient(
+        (one.opt_state.gradients, one.params), (other.opt_state.gradients, other.params), 1e-5
+    )
+    rl_helpers.assert_same_means(by_one.metrics, by_other.metrics)
     np.testing.assert_allclose(by_other.advantages, by_one.advantages, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(by_other.order, by_one.order)
     assert one.extras.keys() == other.extras.keys() == ({"kl_coef"} if run_of(config).reference.kl_target else set())
@@ -328,7 +324,7 @@ def test_every_epoch_has_all_prompts_once_in_an_order_of_seed_and_step():
 
 def test_the_minibatch_that_is_skipped_is_told_and_moves_nothing():
     config = recipe("dapo", num_prompts=N, group_size=G, minibatches=4, epochs=2)
-    rewards = ragged_rewards(N, G)
+    rewards = rl_helpers.ragged_rewards(N, G)
     rewards.rewards[6, 1] = np.nan
     rewards.applicable[6] = True
     state, actual = learned(config, a_batch(), rewards)

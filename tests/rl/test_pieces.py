@@ -8,30 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V
-from rl_helpers import assert_same_gradient, assert_same_means, loss_of, placed, ragged_batch, recorder
-from tiny import random_params, slow_unless, task_of_tokens, tiny_config
+from rl_helpers import assert_same_gradient, assert_same_means, loss_of, placed, ragged_batch
+from tiny import random_params, recorder, slow_unless, task_of_tokens, tiny_config
 
 from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.data.types import Prompts, choose_widths, useful_widths
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl import ppo
+from grpo_jax.rl import pieces as rl_pieces, ppo
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import make_method_programs
-from grpo_jax.rl.pieces import (
-    Piece,
-    PromptWidths,
-    by_prompts,
-    choose_microbatches,
-    choose_piece,
-    choose_pieces,
-    choose_rows,
-    computed_in_pieces,
-    lengths_of,
-    packed,
-    take,
-)
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Batch, RewardArrays, noise_of
@@ -60,44 +47,48 @@ def a_batch() -> Batch:
 
 def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
     for prompts in (1, 2, 6, 7, 12, 32):
-        pieces = [choose_microbatches(prompts, tokens, 1_024) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
+        pieces = [rl_pieces.choose_microbatches(prompts, tokens, 1_024) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
         assert all(prompts % count == 0 for count in pieces)
         assert pieces == sorted(pieces)  # longer texts, more pieces
         assert (pieces[0], pieces[-1]) == (1, prompts)  # all at once, and one by one
-    assert choose_microbatches(32, 256, 1_024) == 8
-    assert choose_microbatches(32, 257, 1_024) == 16
-    assert (choose_microbatches(32, 64, 1_024), choose_microbatches(32, 65, 1_024)) == (1, 4)  # 2,048 tokens stay whole
+    assert rl_pieces.choose_microbatches(32, 256, 1_024) == 8
+    assert rl_pieces.choose_microbatches(32, 257, 1_024) == 16
+    assert (rl_pieces.choose_microbatches(32, 64, 1_024), rl_pieces.choose_microbatches(32, 65, 1_024)) == (
+        1,
+        4,
+    )  # 2,048 tokens stay whole
 
 
-@pytest.mark.parametrize(
-    ("prompts", "expected"),
-    [
-        ((4, 16, 8, 128), (128, 4)),  # 1,040 tokens each. Rows of one completion are 8 · 144 = 1,152. 4 a piece
-        ((4, 32, 8, 128), (256, 2)),  # 1,056. Rows of one are 1,280, those of two 4 · 288 = 1,152. 2 a piece
-        ((4, 64, 16, 64), None),  # rows of eight would do, at 2 · 576 tokens for 1,088, but not those of two
-        ((4, 512, 8, 64), None),  # prompts that are long compared with their completions are computed once
-        ((4, 16, 8, 1_024), (1_024, 1)),  # long completions have a row each: 8 · 1,040 tokens for 8,208
-        ((2, 4, 4, 8), None),  # all fits in one piece
-    ],
-)
+ROW_SHAPES = [
+    ((4, 16, 8, 128), (128, 4)),  # 1,040 tokens each. Rows of one completion are 8 · 144 = 1,152. 4 a piece
+    ((4, 32, 8, 128), (256, 2)),  # 1,056. Rows of one are 1,280, those of two 4 · 288 = 1,152. 2 a piece
+    ((4, 64, 16, 64), None),  # rows of eight would do, at 2 · 576 tokens for 1,088, but not those of two
+    ((4, 512, 8, 64), None),  # prompts that are long compared with their completions are computed once
+    ((4, 16, 8, 1_024), (1_024, 1)),  # long completions have a row each: 8 · 1,040 tokens for 8,208
+    ((2, 4, 4, 8), None),  # all fits in one piece
+]
+
+
+@pytest.mark.parametrize(("prompts", "expected"), ROW_SHAPES)
 def test_the_shape_of_rows_by_hand(prompts, expected):
     """With pieces of about 768 tokens. Without padding, packing may cost 12% more tokens at most."""
-    assert choose_rows(*prompts, CPU.piece_tokens) == expected
+    assert rl_pieces.choose_rows(*prompts, CPU.piece_tokens) == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, Piece(8, 1, 128, True)),
-        ({"piece_tokens": 512}, Piece(4, 1, 128, True)),
-        ({"packs": False}, Piece(1, 8, 128)),
-        ({"microbatches": 2}, Piece(2, 8, 128)),
-        ({"piece_tokens": 5_000}, Piece(4, 8, 128)),
-    ],
-)
+PIECES = [
+    ({}, rl_pieces.Piece(8, 1, 128, True)),
+    ({"piece_tokens": 512}, rl_pieces.Piece(4, 1, 128, True)),
+    ({"packs": False}, rl_pieces.Piece(1, 8, 128)),
+    ({"microbatches": 2}, rl_pieces.Piece(2, 8, 128)),
+    ({"piece_tokens": 5_000}, rl_pieces.Piece(4, 8, 128)),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), PIECES)
 def test_pieces_are_packed_unless_their_number_is_an_option_or_the_method_does_not_pack(changes, expected):
     assert (
-        choose_piece(4, 16, 8, 128, **{"microbatches": 0, "piece_tokens": 1_024, "packs": True} | changes) == expected
+        rl_pieces.choose_piece(4, 16, 8, 128, **{"microbatches": 0, "piece_tokens": 1_024, "packs": True} | changes)
+        == expected
     )
 
 
@@ -120,17 +111,17 @@ def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out()
 def test_pieces_of_several_widths_by_hand():
     """Widths 16, 24 and 48 hold 4, 3 and 1 prompts. Pieces of 1, 2 and 4 prompts: the first has the prompt of 48
     tokens; two have those of 20, 24 and 17 and one shorter prompt; and the last has the other three."""
-    pieces = by_prompts(N, 8, PromptWidths(jnp.asarray(PROMPT_LENGTHS), WIDTHS, (4, 2, 1)))
+    pieces = rl_pieces.by_prompts(N, 8, rl_pieces.PromptWidths(jnp.asarray(PROMPT_LENGTHS), WIDTHS, (4, 2, 1)))
     assert [x.prompt_width for x in pieces] == [48, 24, 16]
     assert [int(x.num_used) for x in pieces] == [1, 2, 1]
     assert pieces[0].prompts[0].tolist() == [1]
     assert pieces[1].prompts[:2].tolist() == [[4, 6], [7, 0]]
     assert pieces[2].prompts[0, :3].tolist() == [2, 3, 5]
     assert pieces[2].members[0, :, 0].tolist() == [True, True, True, False]
-    assert take(a_batch(), pieces[1], 0).prompt_ids.shape == (2, 24)
+    assert rl_pieces.take(a_batch(), pieces[1], 0).prompt_ids.shape == (2, 24)
 
 
-compiled = jax.jit(packed, static_argnums=(1, 2))
+compiled = jax.jit(rl_pieces.packed, static_argnums=(1, 2))
 
 
 def rows_of(lengths, width, rows):
@@ -166,10 +157,10 @@ def test_each_completion_is_in_one_row_and_no_row_is_too_long(rows, width):
 
 def test_a_piece_masks_what_it_does_not_compute():
     batch = a_batch()._replace(weights=np.ones((N, G, T), np.float32))
-    lengths = lengths_of(batch.completion_mask)
+    lengths = rl_pieces.lengths_of(batch.completion_mask)
     assert lengths.tolist() == LENGTHS.tolist()  # up to the last token that is learned from
     pieces = rows_of(lengths, 8, 2)
-    piece_of = jax.jit(lambda number: take(jax.tree.map(jnp.asarray, batch), pieces, number))
+    piece_of = jax.jit(lambda number: rl_pieces.take(jax.tree.map(jnp.asarray, batch), pieces, number))
     taken = [jax.device_get(piece_of(number)) for number in range(int(pieces.num_used))]
     assert sum(piece.completion_mask.sum() for piece in taken) == batch.completion_mask.sum()
     piece = taken[0]
@@ -220,9 +211,9 @@ CASES = {
 
 def pieces_of(kind, method, batch):
     if kind == PACKED:
-        return packed(lengths_of(batch.completion_mask), 8, 2)
+        return rl_pieces.packed(rl_pieces.lengths_of(batch.completion_mask), 8, 2)
     config = recipe(piece_tokens=40 if kind == BOTH else 64)
-    return choose_pieces(method._replace(packs=kind == BOTH), config, batch, (24, P))
+    return rl_pieces.choose_pieces(method._replace(packs=kind == BOTH), config, batch, (24, P))
 
 
 @pytest.mark.parametrize("name", slow_unless(("both",), CASES))
@@ -237,7 +228,9 @@ def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
     def both(batch, in_pieces):
         pieces = pieces_of(kind, method, batch) if in_pieces else ()
         weighted = batch._replace(weights=method.aggregation(batch.completion_mask, num_completions=N * G))
-        return computed_in_pieces(score, batch, pieces), accumulate_grads(loss_of(method), models, weighted, pieces)
+        return rl_pieces.computed_in_pieces(score, batch, pieces), accumulate_grads(
+            loss_of(method), models, weighted, pieces
+        )
 
     scores, (gradient, loss, logs) = jax.device_get(both(batch, False))
     mask = batch.completion_mask

@@ -16,21 +16,7 @@ from grpo_jax.config import with_options
 from grpo_jax.data.preferences import EncodedPairs, Rating, read_ratings, with_mismatched
 from grpo_jax.functional import dpo_loss, ipo_loss, kto_loss, simpo_loss, token_logprobs
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.offline.pairs import (
-    PairBatch,
-    evaluate_terms,
-    kto_objective,
-    needs_reference,
-    pad_pairs,
-    pair_batches,
-    pair_logprobs,
-    pair_weights,
-    preference_objective,
-    preference_terms,
-    score_pairs,
-    whole_batch,
-    with_intervals,
-)
+from grpo_jax.offline import pairs as offline_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 
 # ---- gradients of TRL, whatever the batch is cut into
@@ -62,14 +48,14 @@ def table_batch():
     ids = np.broadcast_to(np.array([0, 1], np.int32)[:, None], (size, 2, width))
     ref_logprobs = np.sum(REF * MASK, axis=-1)
     extra = {"margin": np.zeros(size, np.float32), "ref_logprobs": ref_logprobs, "desirable": DESIRABLE}
-    return PairBatch(prompts, np.ones_like(prompts, bool), ids, MASK, **extra)
+    return offline_pairs.PairBatch(prompts, np.ones_like(prompts, bool), ids, MASK, **extra)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_of_two_pieces_on_each_of_eight_devices_are_trls(name):
     """In float32 as scores are; `tests/functional` compares in float64."""
     loss, estimates_kl = CASES[name]
-    objective, config = kto_objective(TABLE, loss, estimates_kl=estimates_kl), SupervisedConfig(1, 1e-2)
+    objective, config = offline_pairs.kto_objective(TABLE, loss, estimates_kl=estimates_kl), SupervisedConfig(1, 1e-2)
     start, config = jnp.asarray(TOKENS), with_options(config, devices=8, microbatches=2)
     (gradient,), metrics = phase_step(objective, start, table_batch(), config)
     np.testing.assert_allclose(metrics["loss"], GOLDEN[f"{name}.loss"], rtol=1e-6)
@@ -145,17 +131,17 @@ def test_ratings_are_read_from_labels_and_from_pairs(tmp_path):
     assert {"with an empty completion", "with equal answers"} < dropped.keys()
 
 
-@pytest.mark.parametrize(
-    ("row", "column"),
-    [
-        ({"prompt": "a", "completion": "b", "label": 1}, "line 1: column label"),
-        ({"prompt": "a", "label": True}, "no column completion"),
-        ({"completion": "a", "label": True}, "column prompt"),
-        ({"prompt": "a", "completion": "", "label": True}, "no completion"),
-        ({"prompt": "a", "completion": "b"}, "line 1 has no column label"),
-        ({"prompt": "a"}, "no column chosen"),
-    ],
-)
+BAD_RATINGS = [
+    ({"prompt": "a", "completion": "b", "label": 1}, "line 1: column label"),
+    ({"prompt": "a", "label": True}, "no column completion"),
+    ({"completion": "a", "label": True}, "column prompt"),
+    ({"prompt": "a", "completion": "", "label": True}, "no completion"),
+    ({"prompt": "a", "completion": "b"}, "line 1 has no column label"),
+    ({"prompt": "a"}, "no column chosen"),
+]
+
+
+@pytest.mark.parametrize(("row", "column"), BAD_RATINGS)
 def test_rows_that_are_no_ratings_are_refused(tmp_path, row, column):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with refused(column):
@@ -170,7 +156,7 @@ PARAMS = random_params(tiny_config(VOCAB))
 
 
 PAIRS = some_pairs(24, VOCAB)
-REFERENCE = score_pairs(pair_logprobs, POLICY, PARAMS, PAIRS, num_pairs=8)
+REFERENCE = offline_pairs.score_pairs(offline_pairs.pair_logprobs, POLICY, PARAMS, PAIRS, num_pairs=8)
 
 
 def test_a_pair_has_the_log_probabilities_of_its_texts_alone():
@@ -188,15 +174,17 @@ def test_a_pair_has_the_log_probabilities_of_its_texts_alone():
 
 def test_the_gradient_is_dpos():
     """∇ = −β σ(−β h) (∇ log π(c) − ∇ log π(r)), the mean over pairs; the row that fills up the batch counts nothing."""
-    batch = pad_pairs(PAIRS, np.array([0, 1, 2, 99]), 3, 4)
+    batch = offline_pairs.pad_pairs(PAIRS, np.array([0, 1, 2, 99]), 3, 4)
     reference = np.concatenate([REFERENCE[:3] + np.array([[1.0, -2.0]]), np.zeros((1, 2))]).astype(np.float32)
-    batch = batch._replace(ref_logprobs=reference, weights=pair_weights(batch.completion_mask))
+    batch = batch._replace(ref_logprobs=reference, weights=offline_pairs.pair_weights(batch.completion_mask))
     np.testing.assert_allclose(batch.weights, [1 / 3] * 3 + [0])
     loss = partial(dpo_loss, beta=0.5)
     (value, logs), gradient = jax.jit(
-        jax.value_and_grad(lambda params: preference_objective(POLICY, loss).loss_fn(params, batch), has_aux=True)
+        jax.value_and_grad(
+            lambda params: offline_pairs.preference_objective(POLICY, loss).loss_fn(params, batch), has_aux=True
+        )
     )(PARAMS)
-    _, pull = jax.vjp(jax.jit(lambda params: pair_logprobs(POLICY, params, batch)), PARAMS)
+    _, pull = jax.vjp(jax.jit(lambda params: offline_pairs.pair_logprobs(POLICY, params, batch)), PARAMS)
     # Under the policy the log-probabilities are REFERENCE, so that h = −1 − 2 for each pair.
     slopes = np.outer([1, 1, 1, 0], [1, -1]) * -0.5 * special.expit(1.5) / 3
     assert_close(gradient, pull(slopes.astype(np.float32))[0], rtol=1e-3, atol=1e-5)
@@ -210,42 +198,50 @@ def test_the_gradient_is_dpos():
 
 LOGPROBS = jnp.array([[-4.0, -6.0], [-9.0, -3.0]])
 # Two and three tokens, three and one.
-BATCH = whole_batch(EncodedPairs([[1], [1]], [([2] * 2, [3] * 3), ([2] * 3, [3])], [0.0, 0.0]))
+BATCH = offline_pairs.whole_batch(EncodedPairs([[1], [1]], [([2] * 2, [3] * 3), ([2] * 3, [3])], [0.0, 0.0]))
 BATCH = BATCH._replace(ref_logprobs=jnp.array([[-5.0, -6.0], [-3.0, -3.0]]))
 
 
-@pytest.mark.parametrize(
-    ("loss", "margin", "accuracy"),
-    [
-        (dpo_loss, [1, -6], [1, 0]),  # of log-ratios
-        (ipo_loss, [0.5, -2], [1, 0]),  # of log-ratios per token
-        (simpo_loss, [0, 0], [0.5, 0.5]),  # of log-probabilities per token: −2 and −2, −3 and −3
-    ],
-)
+MARGINS = [
+    (dpo_loss, [1, -6], [1, 0]),  # of log-ratios
+    (ipo_loss, [0.5, -2], [1, 0]),  # of log-ratios per token
+    (simpo_loss, [0, 0], [0.5, 0.5]),  # of log-probabilities per token: −2 and −2, −3 and −3
+]
+
+
+@pytest.mark.parametrize(("loss", "margin", "accuracy"), MARGINS)
 def test_margins_are_what_the_loss_compares(loss, margin, accuracy):
-    _, metrics = preference_terms(loss, LOGPROBS, BATCH)
+    _, metrics = offline_pairs.preference_terms(loss, LOGPROBS, BATCH)
     for name, expected in (("margin", margin), ("accuracy", accuracy)):
         values, counts = metrics[name]
         np.testing.assert_allclose(values, expected)
         assert counts.all()
-    assert ("log_ratio_chosen" in metrics) == needs_reference(loss) == needs_reference(partial(loss))
+    assert (
+        ("log_ratio_chosen" in metrics)
+        == offline_pairs.needs_reference(loss)
+        == offline_pairs.needs_reference(partial(loss))
+    )
     # An optional length is given: what IPO squares is the margin less 1/(2τ).
-    np.testing.assert_allclose(preference_terms(partial(ipo_loss, tau=0.5), LOGPROBS, BATCH)[0], [0.25, 9.0])
+    np.testing.assert_allclose(
+        offline_pairs.preference_terms(partial(ipo_loss, tau=0.5), LOGPROBS, BATCH)[0], [0.25, 9.0]
+    )
 
 
 def test_evaluation_is_the_mean_over_pairs_with_intervals():
-    values = evaluate_terms(partial(preference_terms, dpo_loss), np.asarray(LOGPROBS), BATCH)
+    values = offline_pairs.evaluate_terms(
+        partial(offline_pairs.preference_terms, dpo_loss), np.asarray(LOGPROBS), BATCH
+    )
     np.testing.assert_allclose(values["loss"], np.log1p(np.exp([-0.1, 0.6])), rtol=1e-5)
     many = {name: np.tile(x, 8) for name, x in values.items()}
-    numbers = with_intervals(many)
+    numbers = offline_pairs.with_intervals(many)
     assert numbers["accuracy"] == 0.5
     assert numbers["accuracy_low"] < 0.5 < numbers["accuracy_high"]
     assert numbers["margin"] == pytest.approx(-2.5)
 
 
 def test_a_batch_of_pairs_has_their_reference():
-    steps = [pair_batches(PAIRS, 8, 0, ref_logprobs=REFERENCE)(step) for step in range(3)]
+    steps = [offline_pairs.pair_batches(PAIRS, 8, 0, ref_logprobs=REFERENCE)(step) for step in range(3)]
     drawn = np.concatenate([batch.ref_logprobs for batch in steps])
     np.testing.assert_array_equal(sorted(drawn.tolist()), sorted(REFERENCE.tolist()))
-    actual = jax.jit(lambda batch: pair_logprobs(POLICY, PARAMS, batch))(steps[1])
+    actual = jax.jit(lambda batch: offline_pairs.pair_logprobs(POLICY, PARAMS, batch))(steps[1])
     np.testing.assert_allclose(actual, steps[1].ref_logprobs, rtol=1e-4)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import POLICY, TASK, prompts, says_three, train_grpo
+from bigrams import POLICY, TASK, train_grpo
 from rl_helpers import RUN, Stop, assert_same_runs, open_run, run_programs, stopping
-from tiny import slow_unless
+from tiny import digit_prompts as prompts, says_three, slow_unless
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component
@@ -48,17 +48,16 @@ def logged_compilations():
     jax.config.update("jax_log_compiles", False)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"staleness": 1, "ref_sync_steps": 2},
-        pytest.param({"max_rollouts": 2, "advantages_of": "spans"}, marks=pytest.mark.slow),
-        pytest.param({"devices": 2}, marks=pytest.mark.slow),
-        pytest.param({"devices": 4, "parallel": "mesh", "advantages_of": "components"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+RESUMED_RUNS = [
+    {},
+    {"staleness": 1, "ref_sync_steps": 2},
+    pytest.param({"max_rollouts": 2, "advantages_of": "spans"}, marks=pytest.mark.slow),
+    pytest.param({"devices": 2}, marks=pytest.mark.slow),
+    pytest.param({"devices": 4, "parallel": "mesh", "advantages_of": "components"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("changes", RESUMED_RUNS, ids=str)
 def test_a_run_that_is_resumed_compiles_each_program_once(tmp_path, caplog, logged_compilations, changes):
     config = with_options(CONFIG, **changes)
     by_component = {"threes": Component(TASK.reward), "twice": Component(TASK.reward, 2.0)}

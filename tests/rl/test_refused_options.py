@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from bigrams import POLICY, TASK, V, says_three
+from bigrams import POLICY, TASK, V
 from rl_helpers import RUN, some_pairs
-from tiny import refused
+from tiny import refused, says_three
 
 from grpo_jax.checks import validate, validate_ppo
 from grpo_jax.config import PPOConfig, with_options

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rl_helpers import assert_close, some_pairs
 from scipy import special
-from tiny import random_params, randomly_adapted, refused, slow_unless, tiny_config
+from tiny import random_params, randomly_adapted, refused, save_tiny_model, slow_unless, tiny_config
 
 from experiments.tasks import arithmetic
 from grpo_jax.data.preferences import (
@@ -238,10 +238,7 @@ def test_transformers_reads_a_saved_reward_model(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def policy_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    save_pretrained(folder, random_params(CONFIG), CONFIG)
-    arithmetic.TEXT.save_tokenizer(folder)
-    return folder
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", arithmetic.TEXT)
 
 
 @pytest.fixture(scope="module")
@@ -284,15 +281,15 @@ def test_a_fixed_size_is_compiled_once(reward_model):
     assert sum(programs_so_far()) == before + 1
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda model, folder: reward_function(model)([{"prompt": ""}], ["1"]), "empty"),
-        (lambda model, folder: load_reward_model(folder), "no tensor 'score.weight'"),
-        (lambda model, folder: load_pretrained(model.folder), "score.weight"),
-        (lambda model, folder: split_preferences([Preference("a", "b", "c")]), "of 1 rows"),
-    ],
-)
+BAD_CALLS = [
+    (lambda model, folder: reward_function(model)([{"prompt": ""}], ["1"]), "empty"),
+    (lambda model, folder: load_reward_model(folder), "no tensor 'score.weight'"),
+    (lambda model, folder: load_pretrained(model.folder), "score.weight"),
+    (lambda model, folder: split_preferences([Preference("a", "b", "c")]), "of 1 rows"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CALLS)
 def test_what_cannot_work_is_refused_in_a_sentence(reward_model, policy_folder, call, message):
     with refused(message):
         call(reward_model, policy_folder)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import PARAMS, POLICY, TASK, prompts, train_grpo
+from bigrams import PARAMS, POLICY, TASK, train_grpo
 from rl_helpers import RUN, Stop, assert_same_runs, open_run, recording, run_programs, stopping
+from tiny import digit_prompts as prompts
 
 from grpo_jax.config import with_options
 from grpo_jax.devices import to_numpy

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from bigrams import PARAMS, TASK, prompts, train_grpo
+from bigrams import PARAMS, TASK, train_grpo
 from rl_helpers import RUN, assert_same_files, open_run, run_programs
-from tiny import refused
+from tiny import digit_prompts as prompts, refused
 
 from grpo_jax import __version__
 from grpo_jax.config import with_options

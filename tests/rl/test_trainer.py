@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import random_params, refused, tiny_config
+from tiny import refused, save_tiny_model
 
 from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer
@@ -38,10 +38,7 @@ trainer.train(prompts)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny random model with a tokenizer of characters."""
-    config = tiny_config(arithmetic.VOCAB_SIZE)
-    folder = save_pretrained(tmp_path_factory.mktemp("model") / "tiny", random_params(config), config)
-    arithmetic.TEXT.save_tokenizer(folder)
-    return str(folder)
+    return str(save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", arithmetic.TEXT))
 
 
 class Threes:
@@ -198,36 +195,36 @@ def test_an_environment_as_for_trl_shows_its_tools_and_what_it_begins_with(folde
     assert {*group["rewards"]} == {0.0}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tools": [add], "prompts": PROMPTS}, "tools need a tokenizer with a chat template"),
-        ({"tools": [add], "environment": higher}, "give one of them"),
-        ({"environment_factory": Adder, "environment": higher}, "give one of them"),
-        ({"environment": higher, "max_turns": 2, "prompts": PROMPTS}, "environment_tokens is 0"),
-        ({"max_turns": 2, "prompts": PROMPTS}, "this one has none: leave them out"),
-        ({"model": "nowhere"}, "no folder nowhere"),
-        ({"clip_epsilon": 0.1, "epsilon_low": 0.2}, "give it or them"),
-        ({"learnin_rate": 1e-3}, "no option learnin_rate: is it learning_rate?"),
-        ({"zzz": 1}, "no option zzz: they are steps, "),
-        ({"steps": "2"}, "steps is '2'"),
-        ({"clip_epsilon": "0.2"}, "clip_epsilon is '0.2'"),
-        ({"lora_targets": "q_proj"}, "lora_targets is 'q_proj'"),
-        ({"preset": "gppo"}, "preset is 'gppo': choose among grpo"),
-        ({"reward_model": lambda completions: 0}, "reward_model takes completions first"),
-        ({"reward_model": {"a": lambda prompts, completions, **columns: 0}}, "the reward a takes prompts first"),
-        ({"teacher": 5}, "teacher is 5"),
-        ({"quantize": "nf4"}, "quantize nf4 .*lora_rank"),
-        ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
-        ({"prompts": "1+1="}, "prompts is one text"),
-        ({"prompts": []}, "prompts is empty"),
-        ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt"),
-        ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4"),
-        ({"prompts": PROMPTS, "minibatches": 4}, "3 prompts for 4 pieces"),
-        ({"prompts": "nowhere.jsonl"}, "no nowhere.jsonl"),
-        ({"prompts": [[{"role": "user", "content": "1+1"}]]}, "no chat template"),
-    ],
-)
+BAD_OPTIONS = [
+    ({"tools": [add], "prompts": PROMPTS}, "tools need a tokenizer with a chat template"),
+    ({"tools": [add], "environment": higher}, "give one of them"),
+    ({"environment_factory": Adder, "environment": higher}, "give one of them"),
+    ({"environment": higher, "max_turns": 2, "prompts": PROMPTS}, "environment_tokens is 0"),
+    ({"max_turns": 2, "prompts": PROMPTS}, "this one has none: leave them out"),
+    ({"model": "nowhere"}, "no folder nowhere"),
+    ({"clip_epsilon": 0.1, "epsilon_low": 0.2}, "give it or them"),
+    ({"learnin_rate": 1e-3}, "no option learnin_rate: is it learning_rate?"),
+    ({"zzz": 1}, "no option zzz: they are steps, "),
+    ({"steps": "2"}, "steps is '2'"),
+    ({"clip_epsilon": "0.2"}, "clip_epsilon is '0.2'"),
+    ({"lora_targets": "q_proj"}, "lora_targets is 'q_proj'"),
+    ({"preset": "gppo"}, "preset is 'gppo': choose among grpo"),
+    ({"reward_model": lambda completions: 0}, "reward_model takes completions first"),
+    ({"reward_model": {"a": lambda prompts, completions, **columns: 0}}, "the reward a takes prompts first"),
+    ({"teacher": 5}, "teacher is 5"),
+    ({"quantize": "nf4"}, "quantize nf4 .*lora_rank"),
+    ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
+    ({"prompts": "1+1="}, "prompts is one text"),
+    ({"prompts": []}, "prompts is empty"),
+    ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt"),
+    ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4"),
+    ({"prompts": PROMPTS, "minibatches": 4}, "3 prompts for 4 pieces"),
+    ({"prompts": "nowhere.jsonl"}, "no nowhere.jsonl"),
+    ({"prompts": [[{"role": "user", "content": "1+1"}]]}, "no chat template"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
 def test_what_cannot_work_is_refused_in_a_sentence(folder, tmp_path, options, message):
     given = {"model": folder, "reward_model": Threes(), "run_dir": tmp_path / "run"} | options
     prompts = given.pop("prompts", None)

@@ -57,14 +57,15 @@ def assert_same(left, right, temperature=1.0, atol=1e-6):
 MARKOV_ON_ACCELERATOR = ACCELERATOR | {"is_bound_by_memory": False}
 
 
+ENDS = [
+    ((3, 7, 11), LIMITS, MARKOV_ON_ACCELERATOR),
+    pytest.param(range(V), None, {}, marks=pytest.mark.slow),
+    pytest.param((), LIMITS, {}, marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize(
-    ("eos_ids", "limits", "traits"),
-    [
-        ((3, 7, 11), LIMITS, MARKOV_ON_ACCELERATOR),
-        pytest.param(range(V), None, {}, marks=pytest.mark.slow),
-        pytest.param((), LIMITS, {}, marks=pytest.mark.slow),
-    ],
-    ids=["most end", "all end at the first token", "none ends"],
+    ("eos_ids", "limits", "traits"), ENDS, ids=["most end", "all end at the first token", "none ends"]
 )
 def test_ended_completions_that_are_left_behind_change_nothing(eos_ids, limits, traits, assume):
     assume(**traits)
@@ -123,14 +124,17 @@ SHAPE = 8, 4  # few enough to compile soon
 GROWS = {"grows_from": 1, "rooms": 2}
 
 
+DECODERS = [
+    pytest.param(replace(CONFIG, sliding_window=9), 0, SHAPE, GROWS, marks=pytest.mark.slow),
+    (replace(CONFIG, sliding_window=5, sliding_layers=(1,)), 0, SHAPE, GROWS),
+    pytest.param(replace(CONFIG, num_key_value_heads=2), 2, SHAPE, GROWS, marks=pytest.mark.slow),
+    pytest.param(replace(CONFIG, num_hidden_layers=1), 0, ROWS.shape, ACCELERATOR, marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize(
     ("config", "rank", "shape", "traits"),
-    [
-        pytest.param(replace(CONFIG, sliding_window=9), 0, SHAPE, GROWS, marks=pytest.mark.slow),
-        (replace(CONFIG, sliding_window=5, sliding_layers=(1,)), 0, SHAPE, GROWS),
-        pytest.param(replace(CONFIG, num_key_value_heads=2), 2, SHAPE, GROWS, marks=pytest.mark.slow),
-        pytest.param(replace(CONFIG, num_hidden_layers=1), 0, ROWS.shape, ACCELERATOR, marks=pytest.mark.slow),
-    ],
+    DECODERS,
     ids=["window", "window in one layer", "LoRA, and more heads", "accelerator"],
 )
 def test_a_decoder_says_the_same_when_completions_leave_and_its_cache_grows(config, rank, shape, traits, assume):
@@ -159,14 +163,14 @@ def test_a_decoder_says_the_same_when_completions_leave_and_its_cache_grows(conf
     assert different <= 1, f"{different} of {3 * rows.size} completions differ"
 
 
-@pytest.mark.parametrize(
-    ("narrow", "traits", "expected"),
-    [
-        (True, {}, {128, 32, 8}),
-        (False, {}, {128}),
-        (True, ACCELERATOR, {128}),  # most of what is read is the table
-    ],
-)
+WIDTHS = [
+    (True, {}, {128, 32, 8}),
+    (False, {}, {128}),
+    (True, ACCELERATOR, {128}),  # most of what is read is the table
+]
+
+
+@pytest.mark.parametrize(("narrow", "traits", "expected"), WIDTHS)
 def test_decoding_continues_with_fewer_rows_if_it_may_and_if_that_reads_less(narrow, traits, expected, assume):
     assume(**traits)
     counts = []

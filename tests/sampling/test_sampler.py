@@ -307,17 +307,17 @@ MIXED = np.linspace(0.4, 1.6, 8 * GROUP, dtype=np.float32).reshape(8, GROUP)
 MIXED_K = np.resize(np.array([0, 1, 5, 20], np.int32), (8, GROUP))
 
 
-@pytest.mark.parametrize(
-    ("temperature", "limits"),
-    [
-        (0.7, None),
-        (MIXED, None),
-        (0.7, (5, 1.0, 0.0)),
-        (1.3, (0, 0.8, 0.0)),
-        (0.9, (0, 1.0, 0.1)),
-        (MIXED, (MIXED_K, 0.5 + MIXED / 4, MIXED / 20)),
-    ],
-)
+SCORED_LIMITS = [
+    (0.7, None),
+    (MIXED, None),
+    (0.7, (5, 1.0, 0.0)),
+    (1.3, (0, 0.8, 0.0)),
+    (0.9, (0, 1.0, 0.1)),
+    (MIXED, (MIXED_K, 0.5 + MIXED / 4, MIXED / 20)),
+]
+
+
+@pytest.mark.parametrize(("temperature", "limits"), SCORED_LIMITS)
 def test_a_scorer_finds_the_log_probabilities_of_the_sampler(params, prompts, sample, score, temperature, limits):
     temperature = np.broadcast_to(np.float32(temperature), MIXED.shape)
     if limits is not None:

@@ -11,15 +11,7 @@ from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Turn
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.processes import Grader
-from grpo_jax.tasks.adapters import (
-    gymnasium_environment,
-    gymnasium_rows,
-    load_factory,
-    trl_environment,
-    trl_reward,
-    trl_rows,
-    trl_tools,
-)
+from grpo_jax.tasks import adapters
 from grpo_jax.tasks.environments import environment_in_processes
 from grpo_jax.tasks.tools import schemas_of
 
@@ -51,24 +43,24 @@ class Countdown:
 
 def test_texts_of_an_environment_with_the_methods_of_gymnasium():
     before = Countdown.closed
-    rows = gymnasium_rows(Countdown, range(4))
-    assert rows == gymnasium_rows(Countdown, range(4))
+    rows = adapters.gymnasium_rows(Countdown, range(4))
+    assert rows == adapters.gymnasium_rows(Countdown, range(4))
     assert len({row["prompt"] for row in rows}) > 1
     for row in rows:
         left = int(row["prompt"].split()[0])
-        reply = gymnasium_environment(Countdown)
+        reply = adapters.gymnasium_environment(Countdown)
         assert reply(row, turns("1"), (0,)) == Reply(f"{left - 1} left", reward=1.0)
         assert reply(row, turns("1", "2"), (0,)) == Reply(f"{left - 3} left", done=left == 3, reward=0.0)
         assert reply(row, turns(*"1" * left), (0,)).done
     assert Countdown.closed == before + 2 + 3 * 4  # each that was made
-    (failed,) = asked(gymnasium_environment(Countdown), [({"seed": 0}, turns("one"), (0,))])
+    (failed,) = asked(adapters.gymnasium_environment(Countdown), [({"seed": 0}, turns("one"), (0,))])
     assert failed.failure == "raised"
 
 
 def test_an_environment_without_texts_is_refused():
     other = type("Other", (Countdown,), {"reset": lambda self, *, seed=None, options=None: (np.zeros(2), {})})
     with pytest.raises(UsageError, match="shows ndarray, not text"):
-        gymnasium_rows(other, [0])
+        adapters.gymnasium_rows(other, [0])
 
 
 # ---- TRL
@@ -105,11 +97,11 @@ def call(steps):
 
 
 def reply_to(*said, example=None):
-    return asked(trl_environment(Counter), [(example or {"target": 7}, turns(*said), (0,))])[0]
+    return asked(adapters.trl_environment(Counter), [(example or {"target": 7}, turns(*said), (0,))])[0]
 
 
 def test_methods_are_tools_that_remember():
-    (schema,) = schemas_of(trl_tools(Counter))
+    (schema,) = schemas_of(adapters.trl_tools(Counter))
     assert schema["function"]["name"] == "count_on"
     assert reply_to(call(3)).text == "3"
     assert reply_to(call(3), call(4)).text == "7"
@@ -122,7 +114,7 @@ def test_a_class_of_a_file_is_played_and_scored_in_processes(tmp_path):
     file = tmp_path / "counting.py"
     file.write_text("import random\n" + inspect.getsource(Counter))
     named, module = {"factory": f"{file}:Counter"}, "grpo_jax.tasks.adapters"
-    rows = trl_rows(Counter, [{"target": 7}])
+    rows = adapters.trl_rows(Counter, [{"target": 7}])
     said = turns(call(3), call(4), heard="3")
     with environment_in_processes(f"{module}:environment_of_factory", list, arguments=named, workers=1) as environment:
         (reply,) = environment.ask(rows, [said], [(0,)])
@@ -131,7 +123,7 @@ def test_a_class_of_a_file_is_played_and_scored_in_processes(tmp_path):
         assert reward(rows * 2, [Completion("", turns=said), Completion("", turns=said[:1])]) == [1.0, 0.0]
     for name in ("Nobody", "random"):
         with pytest.raises(UsageError, match="environment factory"):
-            load_factory(f"{file}:{name}")
+            adapters.load_factory(f"{file}:{name}")
     file.write_text(file.read_text().replace("def get_reward", "def scored"))
     with pytest.raises(UsageError, match="has no get_reward: give --reward"):
         Grader(f"{module}:reward_of_factory", arguments=named, workers=1).__enter__()
@@ -139,13 +131,13 @@ def test_a_class_of_a_file_is_played_and_scored_in_processes(tmp_path):
 
 def test_what_is_drawn_belongs_to_the_row_and_leaves_other_numbers_alone():
     state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
-    rows = trl_rows(Counter, [{"prompt": "", "number": number} for number in range(8)])
-    assert rows == trl_rows(Counter, [row["row"] for row in rows])
+    rows = adapters.trl_rows(Counter, [{"prompt": "", "number": number} for number in range(8)])
+    assert rows == adapters.trl_rows(Counter, [row["row"] for row in rows])
     targets = [int(row["prompt"].split()[-1].rstrip(".")) for row in rows]
     assert len({*targets}) > 4
     episodes = [Completion("", turns=turns(call(target), "done")) for target in targets]
-    assert asyncio.run(trl_reward(Counter)(rows, episodes)) == [1.0] * 8
-    assert asyncio.run(trl_reward(Counter)(rows, episodes[1:] + episodes[:1])).count(1.0) < 4
+    assert asyncio.run(adapters.trl_reward(Counter)(rows, episodes)) == [1.0] * 8
+    assert asyncio.run(adapters.trl_reward(Counter)(rows, episodes[1:] + episodes[:1])).count(1.0) < 4
     assert random.getstate() == state
     assert (np.random.get_state()[1] == numpy_state).all()
 
@@ -157,10 +149,10 @@ def test_rewards_of_trl_see_environments_messages_and_columns():
         seen.update(completions=completions, target=target, **others)
         return [environment.count for environment in environments]
 
-    rows = trl_rows(Counter, [{"prompt": [{"role": "user", "content": "Please. "}], "target": 5}])
+    rows = adapters.trl_rows(Counter, [{"prompt": [{"role": "user", "content": "Please. "}], "target": 5}])
     assert rows[0]["prompt"] == [{"role": "user", "content": "Please. Count to 5."}]
     episode = Completion("", turns=turns(call(2), call(1), "done", heard="2"))
-    assert asyncio.run(trl_reward(Counter, reward)(rows, [episode])) == [3]
+    assert asyncio.run(adapters.trl_reward(Counter, reward)(rows, [episode])) == [3]
     assert seen["target"] == [5]
     assert [message["role"] for message in seen["completions"][0]] == ["assistant", "tool"] * 2 + ["assistant"]
     assert seen["prompts"] == [rows[0]["prompt"]]
@@ -169,7 +161,7 @@ def test_rewards_of_trl_see_environments_messages_and_columns():
 @pytest.mark.parametrize("factory", [Counter(), dict, lambda: None, type("Bare", (), {"reset": lambda self: None})])
 def test_what_is_no_environment_of_trl_is_refused(factory):
     with pytest.raises(UsageError, match="must be a class"):
-        trl_tools(factory)
+        adapters.trl_tools(factory)
 
 
 def raising(error):
@@ -195,7 +187,7 @@ BAD_CLASSES = [
 def test_a_class_that_cannot_be_made_or_reset_is_refused(methods, prompt, words):
     factory = type("Odd", (Counter,), methods)
     with pytest.raises(UsageError, match=words):
-        trl_rows(trl_tools(factory) and factory, [{"prompt": prompt}])
+        adapters.trl_rows(adapters.trl_tools(factory) and factory, [{"prompt": prompt}])
 
 
 def test_async_methods_are_awaited():
@@ -213,8 +205,8 @@ def test_async_methods_are_awaited():
             return 0.5
 
     episodes = [({"target": 7}, turns(*map(call, range(1, k + 1))), (0,)) for k in (1, 2, 3)]
-    assert [reply.text for reply in asked(trl_environment(Slow), episodes)] == ["1", "3", "6"]
-    assert asyncio.run(trl_reward(Slow)([{"target": 7}], [Completion("", turns=turns("done"))])) == [0.5]
+    assert [reply.text for reply in asked(adapters.trl_environment(Slow), episodes)] == ["1", "3", "6"]
+    assert asyncio.run(adapters.trl_reward(Slow)([{"target": 7}], [Completion("", turns=turns("done"))])) == [0.5]
 
 
 class Slow:
@@ -234,7 +226,7 @@ DRAW = '<tool_call>{"name": "draw", "arguments": {}}</tool_call>'
 
 
 def test_episodes_that_wait_for_one_another_or_are_cancelled_draw_what_each_draws_by_itself():
-    environment = trl_environment(Slow)
+    environment = adapters.trl_environment(Slow)
 
     async def cancelled():
         async with asyncio.timeout(0.01):

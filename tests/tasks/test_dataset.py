@@ -182,17 +182,17 @@ VARIED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_heldout": 8},
-        {"num_heldout": 8, "max_prompt_tokens": 30},
-        {"num_heldout": 8, "max_prompt_tokens": 30, "overlong": "truncate"},
-        {"heldout_rows": VARIED[:9], "chat": True, "system": "Be"},
-        {"heldout_share": 0, "max_prompt_tokens": 20},
-        {"heldout_rows": VARIED[:9], "template": "{prompt}?", "rows": VARIED[:-1]},
-    ],
-)
+LATE_OPTIONS = [
+    {"num_heldout": 8},
+    {"num_heldout": 8, "max_prompt_tokens": 30},
+    {"num_heldout": 8, "max_prompt_tokens": 30, "overlong": "truncate"},
+    {"heldout_rows": VARIED[:9], "chat": True, "system": "Be"},
+    {"heldout_share": 0, "max_prompt_tokens": 20},
+    {"heldout_rows": VARIED[:9], "template": "{prompt}?", "rows": VARIED[:-1]},
+]
+
+
+@pytest.mark.parametrize("options", LATE_OPTIONS)
 def test_prompts_that_are_encoded_when_they_are_taken_are_the_same(options, few_in_advance, monkeypatch):
     options = {"rows": VARIED, "num_prompts": 16} | options
     tokenizer = Counting()

@@ -1,7 +1,7 @@
 """Checks rewards and tasks as a command line names them."""
 
 import pytest
-from tiny import refused, write_rows
+from tiny import TEMPLATE, refused, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax.data.types import Completion, hash_file
@@ -85,9 +85,6 @@ def add(a: int, b: int) -> int:
     """
     return a + b
 '''
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-)
 
 
 @pytest.fixture

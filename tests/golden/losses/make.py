@@ -9,7 +9,7 @@ differences and sums exactly: what the tests compare is formulas, not cancellati
 Made with torch 2.13.0 (CPU), trl 1.16.0, verl 0.9.1, rlax 0.1.9, numpy 2.4.6. Without a GPU, verl needs only what its
 import of core_algos asks for: pip install --no-deps verl, then ray, tensordict, orjson, hydra-core, codetiming.
 
-  python tests/golden/losses/make.py
+  PYTHONPATH=tests/golden python tests/golden/losses/make.py
 
 Peers that differ from this library, and what is compared then:
 - verl adds 1e-8 to lengths and takes 1/√(s² + 1e-8) where others divide by s + ε: below 1e-7.
@@ -23,6 +23,8 @@ Peers that differ from this library, and what is compared then:
 """
 
 from collections import defaultdict
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,8 +32,10 @@ import jax
 import numpy as np
 import rlax
 import torch
+from peers import Options, grid, loss_and_gradient, make_trainer, near
 from torch.distributions import Categorical, kl_divergence
 from trl.rewards import get_soft_overlong_punishment
+from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
@@ -48,13 +52,7 @@ INDEX = np.repeat(np.arange(N), G)
 def make_inputs() -> dict[str, np.ndarray]:
     """Random batches of N groups of G completions, at most T tokens long."""
     rng = np.random.default_rng(0)
-
-    def grid(x):
-        return (np.round(np.asarray(x) * 4096) / 4096).astype(np.float32)
-
-    def policy_near(logprobs, scale):
-        return np.minimum(grid(logprobs + scale * rng.normal(size=logprobs.shape)), np.float32(-1 / 4096))
-
+    policy_near = partial(near, rng)
     lengths = rng.integers(2, T, (N, G))
     lengths[0, 0], lengths[1, 1], lengths[2, 2] = 1, T, T
     mask = np.arange(T) < lengths[..., None]
@@ -128,26 +126,12 @@ def save(name: str, value) -> None:
 
 def save_loss(name: str, loss_of, variable: str = "logprobs") -> None:
     """A loss and its gradient in one input."""
-    x = tensor(variable).requires_grad_()
-    loss = loss_of(x)
-    (gradient,) = torch.autograd.grad(loss.sum(), x)
-    save(f"{name}.loss", loss)
-    save(f"{name}.gradient", gradient)
+    for part, value in loss_and_gradient(loss_of, tensor(variable)).items():
+        save(f"{name}.{part}", value)
 
 
 # --- TRL ---
 
-ACCELERATOR = SimpleNamespace(
-    device=torch.device("cpu"),
-    num_processes=1,
-    process_index=0,
-    is_main_process=True,
-    sync_gradients=True,
-    gather=lambda x: x,
-    gather_for_metrics=lambda x: x,
-    reduce=lambda x, reduction: x,
-    pad_across_processes=lambda x, **_: x,
-)
 EOS, PAD = 2, 0
 
 
@@ -159,7 +143,6 @@ def completion_ids() -> list[list[int]]:
 
 def trainer(cls, *, args=None, logprobs=None, old="old", **attributes):
     """A TRL trainer without its __init__: what its losses read, and our arrays in place of a model's."""
-    self = object.__new__(cls)
     model, ref_model = torch.nn.Identity(), torch.nn.Identity()
     model.is_gradient_checkpointing = False
     entropies = attributes.pop("entropies", tensor("entropies"))
@@ -175,59 +158,30 @@ def trainer(cls, *, args=None, logprobs=None, old="old", **attributes):
             return prompt_ids, completion_ids(), texts
         return prompt_ids, completion_ids(), None, texts, sampled, {}, None, None
 
-    defaults = {
+    logs = {key: defaultdict(list) for key in ("rewards", "extra")}
+    state = {
         "model": model,
         "ref_model": ref_model,
-        "accelerator": ACCELERATOR,
         "_get_per_token_logps_and_entropies": per_token_logps,
         "_generate": generate,
         "_metrics": {"train": defaultdict(list)},
-        "_logs": {
-            key: defaultdict(list) if key in ("rewards", "extra") else []
-            for key in ("prompt", "completion", "rewards", "advantages", "extra")
-        },
+        "_logs": logs | {key: [] for key in ("prompt", "completion", "advantages")},
         "_pending_extra_logs": {},
         "_pending_metrics": {},
         "_tokenizer": SimpleNamespace(pad_token_id=PAD),
         "eos_token_ids": [EOS],
-        "pad_to_multiple_of": None,
-        "mask_truncated_completions": False,
-        "environment_factories": None,
-        "environments": None,
-        "tools": None,
-        "aux_loss_enabled": False,
         "num_generations": G,
-        "num_iterations": 1,
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-        "importance_sampling_level": "token",
-        "beta": 0.0,
+        "current_gradient_accumulation_steps": 1,
+        "max_completion_length": 20,
+        "pad_to_multiple_of": None,
         "epsilon_low": 0.2,
         "epsilon_high": 0.2,
         "loss_type": "grpo",
-        "max_completion_length": 20,
-        "use_vllm": False,
-        "vllm_importance_sampling_correction": False,
-        "current_gradient_accumulation_steps": 1,
-        "_entropy_bonus_enabled": False,
-        "use_adaptive_entropy": False,
     }
-    arguments = {
-        "use_bias_correction_kl": False,
-        "delta": None,
-        "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.05,
-        "vespo_k_pos": 2.0,
-        "vespo_lambda_pos": 3.0,
-        "vespo_k_neg": 3.0,
-        "vespo_lambda_neg": 2.0,
-        "steps_per_generation": 1,
-        "gradient_accumulation_steps": 1,
-        "per_device_train_batch_size": N * G,
-        "gradient_checkpointing_kwargs": None,
-    }
-    vars(self).update(defaults | attributes | {"args": SimpleNamespace(**arguments | (args or {}))})
-    return self
+    arguments = {field.name: field.default for field in fields(GRPOConfig)}
+    arguments |= {"steps_per_generation": 1, "per_device_train_batch_size": N * G, "use_bias_correction_kl": False}
+    options = Options(**arguments | (args or {}))
+    return make_trainer(cls, **arguments | state | attributes, args=options)
 
 
 def batch_of(old: str = "old", **more) -> dict[str, torch.Tensor]:
@@ -328,14 +282,8 @@ def trl_batch(cls, rewards: np.ndarray, **options) -> dict[str, torch.Tensor]:
         "reward_weights": weights,
         "reward_funcs": [None] * len(rewards),
         "reward_func_names": [str(k) for k in range(len(rewards))],
-        "multi_objective_aggregation": "sum_then_normalize",
-        "scale_rewards": "group",
         "vllm_importance_sampling_mode": "token_truncate",
-        "vllm_importance_sampling_clip_min": None,
         "vllm_importance_sampling_clip_max": 1.5,
-        "normalize_advantages": False,
-        "reward_clip_range": None,
-        "log_multimodal": False,
     }
     self = trainer(cls, **defaults | options)
     return self._generate_and_score_completions([{"prompt": "x"}] * (N * G))

@@ -6,7 +6,7 @@ Inputs are float32, multiples of 2⁻¹², so that float32 holds their sums exac
 
 Made with torch 2.13.0 (CPU), trl 1.16.0, numpy 2.4.6. The tests that read the file need none of them.
 
-  python tests/golden/preferences/make.py
+  PYTHONPATH=tests/golden python tests/golden/preferences/make.py
 
 Where TRL differs from this library, and what is compared then:
 - TRL takes the NLL in CPO and ORPO over all tokens of the batch, ours is one of each pair: one pair at a time.
@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from peers import grid, loss_and_gradient, make_trainer, near
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -29,21 +30,11 @@ from trl.trainer.kto_trainer import KTOTrainer
 FILE = Path(__file__).with_name("golden.npz")
 N, T = 5, 9
 M = 16  # completions that were rated, each beside one of another prompt
-ACCELERATOR = SimpleNamespace(
-    device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda model: model
-)
 
 
 def make_inputs() -> dict[str, np.ndarray]:
     """N pairs of completions of at most T tokens, and N mismatched ones; M rated ones, each with a mismatched one."""
     rng = np.random.default_rng(0)
-
-    def grid(x):
-        return (np.round(np.asarray(x) * 4096) / 4096).astype(np.float32)
-
-    def near(logprobs, scale):
-        return np.minimum(grid(logprobs + scale * rng.normal(size=logprobs.shape)), np.float32(-1 / 4096))
-
     lengths = rng.integers(1, T + 1, (N, 2))
     lengths[0], lengths[1] = (1, T), (T, 2)
     logprobs = -grid(rng.exponential(1.5, (N, 2, T)) + 1 / 4096)
@@ -51,7 +42,7 @@ def make_inputs() -> dict[str, np.ndarray]:
     pairs = {
         "mask": np.arange(T) < lengths[..., None],
         "logprobs": logprobs,
-        "ref": near(logprobs, 1.0),
+        "ref": near(rng, logprobs, 1.0),
         "desirable": np.array([[True, False], [True, False], [True, True], [False, False], [True, False]]),
         "mismatched_mask": np.arange(T) < rng.integers(1, T + 1, N)[:, None],
         "mismatched": mismatched,
@@ -61,7 +52,7 @@ def make_inputs() -> dict[str, np.ndarray]:
     return pairs | {
         "rated_mask": np.arange(T) < rng.integers(1, T + 1, (M, 2))[..., None],
         "rated": rated,
-        "rated_ref": np.minimum(near(rated, 1.0) - grid([[0.0], [0.25]]), np.float32(-1 / 4096)),
+        "rated_ref": np.minimum(near(rng, rated, 1.0) - grid([[0.0], [0.25]]), np.float32(-1 / 4096)),
         "rated_desirable": rng.random(M) < 0.4,
     }
 
@@ -91,26 +82,14 @@ def sums(logprobs: torch.Tensor) -> torch.Tensor:
 
 def save(name: str, loss_of, *, of: str = "logprobs") -> None:
     """A loss, and its gradient in the log-probabilities of tokens."""
-    x = tensor(of).requires_grad_()
-    loss = loss_of(x)
-    (gradient,) = torch.autograd.grad(loss, x)
-    GOLDEN[f"{name}.loss"], GOLDEN[f"{name}.gradient"] = loss.detach().numpy(), gradient.numpy()
+    results = loss_and_gradient(loss_of, tensor(of))
+    GOLDEN.update({f"{name}.{part}": value.numpy() for part, value in results.items()})
 
 
 def trainer(cls, **attributes):
-    """A TRL trainer without its __init__."""
-    self = object.__new__(cls)
-    defaults = {
-        "model": SimpleNamespace(training=True),
-        "accelerator": ACCELERATOR,
-        "aux_loss_enabled": False,
-        "is_encoder_decoder": False,
-        "_metrics": {"train": defaultdict(list)},
-        "_total_train_tokens": 0,
-        "_tp_size": 1,
-    }
-    vars(self).update(defaults | attributes)
-    return self
+    """A TRL trainer that counts nothing yet."""
+    state = {"model": SimpleNamespace(training=True), "_metrics": {"train": defaultdict(list)}}
+    return make_trainer(cls, **state, _total_train_tokens=0, _tp_size=1, **attributes)
 
 
 def outputs(logprobs: torch.Tensor) -> SimpleNamespace:
