@@ -125,14 +125,14 @@ def test_replies_continue_the_state_of_their_completion():
             episodes = continue_episodes(POLICY, params, episodes, replies, counts, continues, **options)
         return episodes.running.out, scored(params, episodes.running.out)
 
-    out, logprobs = jax.device_get(three_turns(random_params(CONFIG, 0.3)))
+    out, logprobs = jax.device_get(three_turns(random_params(CONFIG, 0.15)))
     assert (out.turn.max(axis=-1) == 3).sum() > 5
-    np.testing.assert_allclose(out.sampler_logprobs[out.completion_mask], logprobs[out.completion_mask], atol=5e-5)
+    np.testing.assert_allclose(out.sampler_logprobs[out.completion_mask], logprobs[out.completion_mask], atol=2e-5)
 
 
 def test_completions_that_leave_the_batch_take_their_states_along(assume):
     numbers, options = row_numbers(3, 16), {"max_tokens": 40, "eos_ids": (7, 8, 9), "temperature": 1.3}
-    params, sample = random_params(CONFIG, 0.3), partial(sample_groups, **options)
+    params, sample = random_params(CONFIG, 0.15), partial(sample_groups, **options)
     inputs = params, *PROMPTS, numbers, jax.random.key(0)
     whole = jax.jit(partial(sample, POLICY._replace(select=None)))(*inputs)
     assume(narrows_from=1, grows_from=1)
@@ -140,7 +140,7 @@ def test_completions_that_leave_the_batch_take_their_states_along(assume):
     np.testing.assert_array_equal(narrow.completion_ids, whole.completion_ids)
     np.testing.assert_allclose(narrow.sampler_logprobs, whole.sampler_logprobs, atol=1e-5)
     logprobs = np.where(narrow.completion_mask, jax.jit(scored)(params, narrow), 0)
-    np.testing.assert_allclose(narrow.sampler_logprobs, logprobs, atol=5e-5)
+    np.testing.assert_allclose(narrow.sampler_logprobs, logprobs, atol=2e-5)
 
 
 def test_packed_completions_continue_from_their_prompt():
@@ -149,8 +149,8 @@ def test_packed_completions_continue_from_their_prompt():
     is_token = np.arange(6) < lengths[..., None]
     places = np.argsort(~is_token.reshape(3, -1), axis=-1, stable=True)[:, :14]
     places = np.where(np.arange(14) < lengths.sum(-1, keepdims=True), places, 24).astype(np.int32)
-    states, params = jax.jit(POLICY.states), random_params(CONFIG, 0.3)
+    states, params = jax.jit(POLICY.states), random_params(CONFIG, 0.15)
     whole, _ = states(params, rows_of_groups(*PROMPTS, ids))
     rows = rows_of_packed_groups(*PROMPTS, ids, places)
     packed = rows.unpack(states(params, rows)[0])
-    np.testing.assert_allclose(packed[is_token], np.asarray(whole)[is_token], atol=1e-4)
+    np.testing.assert_allclose(packed[is_token], np.asarray(whole)[is_token], atol=2e-5)
