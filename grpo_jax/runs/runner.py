@@ -77,6 +77,9 @@ def listening(say: Callable[[str], None], leave: Callable[[int], None]) -> Itera
       say: Tells the user that the run will stop.
       leave: (number of the signal) Ends the process.
     """
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
+        yield
+        return
     heard, wake = os.pipe()
     os.set_blocking(wake, False)
     before = {number: signal.signal(number, _ignore) for number in _SIGNALS}
