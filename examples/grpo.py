@@ -8,8 +8,8 @@ scored and compared with the other seven, and two updates make the better ones m
   python examples/grpo.py --reward random    # the control: nothing can be learned from random rewards
 
   step   0 reward 0.063 sorted 0.000         # of all completions, the share that is sorted
-  step  60 reward 0.728 sorted 0.238
-  step 160 reward 0.994 sorted 0.977         # in the control it is 0.000 throughout
+  step  60 reward 0.726 sorted 0.211
+  step 160 reward 0.981 sorted 0.922         # in the control it is 0.000 throughout
 
 A stopped run resumes with the same command from its last checkpoint. Its results are the same to the bit.
 Several devices share the prompts. XLA_FLAGS=--xla_force_host_platform_device_count=2 makes two devices of one CPU.
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         return nn.Dense(V, use_bias=False, name="unembedding")(nn.LayerNorm(name="last_norm")(x))
 
 
-model, optimizer = Transformer(), optax.adam(1e-3)
+model, optimizer = Transformer(), optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-3))
 
 
 class State(NamedTuple):
