@@ -27,6 +27,7 @@ from experiments.claims.questions import QUESTIONS
 from experiments.stories import make_description
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
+from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.options import Size, options_of
 from grpo_jax.prepare import Loaded, load_model
@@ -34,7 +35,7 @@ from grpo_jax.rl.grpo import grpo_method, make_group_advantage
 from grpo_jax.rl.iteration import Programs, make_method_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import PHASES, evaluate_heldout, train_with_evaluation
 
 QUESTION = QUESTIONS["stories"]
@@ -80,7 +81,8 @@ def main(config: Config) -> None:
             if row not in programs:
                 advantages = options.get("advantages", run_config.loss.preset)
                 programs[row] = make_setting_programs(model, task, run_config, advantages)
-            make_run(file, model, task, run_config, programs[row])
+            reward = make_coin(task, seed) if "coin" in options else task.reward
+            make_run(file, model, task, reward, run_config, programs[row])
     if config.numbers:
         add_answer(config.numbers, QUESTION.name, answer_of(config))
 
@@ -90,7 +92,7 @@ def main(config: Config) -> None:
 
 def config_of(options: Mapping[str, Any], seed: int, steps: int) -> GRPOConfig:
     """Returns the configuration of a setting's run."""
-    changed = {name: value for name, value in options.items() if name != "advantages"}
+    changed = {name: value for name, value in options.items() if name not in ("advantages", "coin")}
     return recipe(**BASE | changed, steps=steps, seed=seed, checkpoint_every=0, rollouts_every=0)
 
 
@@ -105,13 +107,21 @@ def make_task(model: Loaded, config: GRPOConfig) -> Task:
     )
 
 
-def make_run(file: Path, model: Loaded, task: Task, config: GRPOConfig, programs: Programs) -> None:
+def make_coin(task: Task, seed: int) -> Rewards:
+    """Returns rewards of which a coin toss is learned, and that of the task is only measured."""
+    return {"happy": Component(task.reward, weight=0.0), "coin": Component(random_reward(seed))}
+
+
+def make_run(
+    file: Path, model: Loaded, task: Task, reward: Reward | Rewards, config: GRPOConfig, programs: Programs
+) -> None:
     """Trains a setting with one seed, and writes its metrics and held-out rewards.
 
     Args:
       file: The file to write. The run has a folder of the same name.
       model: The start.
       task: The task with the seed of the run.
+      reward: The reward to learn from.
       config: The configuration of the run.
       programs: The programs of the setting.
     """
@@ -119,10 +129,10 @@ def make_run(file: Path, model: Loaded, task: Task, config: GRPOConfig, programs
     run = RunFolder(file.with_suffix(""), options_of(config), console=Console(quiet=True))
     describe = make_description(model.policy, model.params, config)
     start = evaluate_heldout(programs, model.params, task, config, run)
-    _, end = train_with_evaluation(models, task, config, run, programs, phase=PHASES[0], start=start)
+    _, end = train_with_evaluation(models, task, config, run, programs, phase=PHASES[0], reward=reward, start=start)
     lines = [line for line in run.lines() if "reward" in line]
     metrics: dict[str, Any] = {name: [line[name] for line in lines] for name in METRICS} | {
-        "gold": [line["reward"] for line in lines]
+        "gold": [line.get("reward_happy", line["reward"]) for line in lines]
     }
     described = [describe(*held) for held in (start, end)]
     metrics |= {name: [it[name] for it in described] for name in ("kl", "repeated")}

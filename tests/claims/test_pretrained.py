@@ -13,7 +13,7 @@ from experiments.claims.questions import QUESTIONS, RETESTS
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT.parent / "shared/data/stories260K-hf"
-SETTINGS = {name: QUESTIONS["stories"].settings[name] for name in ("β 0", "β 0, centred")}
+SETTINGS = {name: QUESTIONS["stories"].settings[name] for name in ("β 0", "β 0, centred", "coin toss")}
 
 
 def test_settings_differ_in_one_part():
@@ -57,8 +57,9 @@ def test_runs_are_kept_and_their_numbers_are_added(tmp_path, monkeypatch):
     for key, column in (("stories_std_end", "score"), ("stories_std_way", "on the way")):
         difference = rows["β 0, centred"][column][0] - rows["β 0"][column][0]
         assert primary[key] == [[pytest.approx(difference, abs=1e-6)], 0]
+    assert rows["coin toss"]["on the way"][0] < 0.35  # graded by the task's reward; the coin's mean is 0.5
     files = sorted((tmp_path / "runs").glob("*.npz"))
-    assert len(files) == 2
+    assert len(files) == 3
     before = {file: file.read_bytes() for file in files}
     shutil.rmtree(tmp_path / "runs" / files[0].stem)
     monkeypatch.setattr(pretrained, "make_run", None)  # none is repeated
