@@ -63,8 +63,8 @@ class ModelOptions:
     """Recomputation in the backward pass, to save memory. none: little. layer: whole layers. offload: layers, with
     inputs stored on the host. auto: as memory requires."""
     attention: AttentionKind = "auto"
-    """Attention's implementation. shared: plain JAX. xla, cudnn: those of jax.nn; cudnn needs bfloat16 and an NVIDIA
-    GPU. auto: cudnn if possible, else shared."""
+    """Attention's implementation. shared: plain JAX. xla, cudnn: those of jax.nn. tokamax: that package's kernels.
+    auto: cudnn if possible, else shared."""
     router: Router = "trained"
     """Training of the routers in models with experts. LoRA never trains them."""
     lora_rank: Annotated[int, at_least(0)] = 0

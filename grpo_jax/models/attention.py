@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from grpo_jax.errors import UsageError
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.functional.products import einsum, sum_over_queries
 from grpo_jax.models import cache as caches
 from grpo_jax.models.cache import KeyValues
 from grpo_jax.models.config import AttentionKind, RopeScaling, Rotation
+from grpo_jax.models.sharding import mesh_sizes
 
 Angles = tuple[jax.Array, jax.Array]  # from `rotary_angles`
 
@@ -162,7 +164,7 @@ def attend_rows(
     attended = []
 
     def core(*arrays: jax.Array, prefix: int, reach: int | None) -> jax.Array:
-        if kind in ("xla", "cudnn"):
+        if kind in ("xla", "cudnn", "tokamax"):
             return attend_fused(*arrays, implementation=kind, scores=scores)
         return attend(*arrays, prefix=prefix, reach=reach, scores=scores)
 
@@ -349,38 +351,50 @@ def attend_fused(
     values: jax.Array,
     mask: jax.Array,
     *,
-    implementation: Literal["xla", "cudnn"],
+    implementation: Literal["xla", "cudnn", "tokamax"],
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> jax.Array:
-    """Computes `attend` with `jax.nn.dot_product_attention`, which cannot cap scores: `ModelConfig` refuses a cap.
+    """Computes `attend` with a library's function. `ModelConfig` refuses scores that the function cannot compute.
 
     Args:
       queries, keys, values, mask, scores: See `attend`.
-      implementation: The implementation in `jax.nn.dot_product_attention`.
+      implementation: An implementation of `jax.nn.dot_product_attention`, or "tokamax", which has Pallas kernels for
+        TPUs and GPUs, and can cap scores.
 
     Returns:
       The attended values, with the shape of the queries.
+
+    Raises:
+      UsageError: tokamax would compute on a mesh, whose devices its kernels do not share.
     """
     n, k, g, q, s, e = queries.shape
+    if implementation == "tokamax":
+        if mesh_sizes():
+            raise UsageError('attention "tokamax" does not run on a mesh: set it to "auto", or mesh to "pmap"')
+        import tokamax
+
+        core, multiple = partial(tokamax.dot_product_attention, logits_soft_cap=scores.softcap), 128
+    else:
+        core, multiple = partial(jax.nn.dot_product_attention, implementation=implementation), 2
     mask = jnp.broadcast_to(mask, (n, 1, g, 1, *mask.shape[-2:]))
 
-    def even(x: jax.Array, axis: int) -> jax.Array:
-        """Pads to an even number of tokens for cuDNN. The extra query is cut off again, and the extra key is masked."""
+    def padded(x: jax.Array, axis: int) -> jax.Array:
+        """Pads tokens: cuDNN takes even numbers, and tokamax on a TPU blocks of 128. Further queries are cut off again,
+        and further keys are masked."""
         pad = [(0, 0)] * x.ndim
-        pad[axis] = (0, x.shape[axis] % 2)
+        pad[axis] = (0, -x.shape[axis] % multiple)
         return jnp.pad(x, pad)
 
     def rows(x: jax.Array) -> jax.Array:
-        """Rearranges `[N, K, G, C, E]` to `[N·G, C, K, E]`, with an even C."""
-        return even(x.transpose(0, 2, 3, 1, 4).reshape(n * g, -1, k, e), 1)
+        """Rearranges `[N, K, G, C, E]` to `[N·G, C, K, E]`, with a padded C."""
+        return padded(x.transpose(0, 2, 3, 1, 4).reshape(n * g, -1, k, e), 1)
 
-    attended = jax.nn.dot_product_attention(
-        even(queries.transpose(0, 2, 4, 1, 3, 5).reshape(n * g, s, k * q, e), 1),
+    attended = core(
+        padded(queries.transpose(0, 2, 4, 1, 3, 5).reshape(n * g, s, k * q, e), 1),
         rows(keys),
         rows(values),
-        mask=even(even(mask.reshape(n * g, 1, s, -1), 2), 3),
+        mask=padded(padded(mask.reshape(n * g, 1, s, -1), 2), 3),
         scale=scores.scale,
-        implementation=implementation,
     )
     attended = checkpoint_name(attended, "attended")
     return attended[:, :s].reshape(n, g, s, k, q, e).transpose(0, 3, 1, 4, 2, 5)

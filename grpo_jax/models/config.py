@@ -12,7 +12,13 @@ FileLayout = Literal["llama", "glm4"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layer", "offload"]
 Router = Literal["trained", "frozen"]
-AttentionKind = Literal["auto", "shared", "xla", "cudnn"]
+# Kinds of scores that an implementation of attention does not compute
+_NOT_COMPUTED = {
+    "xla": ("attn_logit_softcapping", "attention_sinks"),
+    "cudnn": ("attn_logit_softcapping", "attention_sinks"),
+    "tokamax": ("attention_sinks",),
+}
+AttentionKind = Literal["auto", "shared", "xla", "cudnn", "tokamax"]
 
 
 # These limits are above the numbers of any model, and low enough that no machine stalls.
@@ -145,8 +151,8 @@ class ModelConfig:
     # "layer": each whole layer, from its input. "offload": each whole layer, with its input kept in host memory.
     remat: Remat = "none"
     # Attention over prompt and completion in a row. "shared": two products with a softmax between them. "xla" and
-    # "cudnn": jax.nn.dot_product_attention; cudnn is flash attention for bfloat16 on NVIDIA GPUs. "auto": cudnn if it
-    # can be used, else shared.
+    # "cudnn": jax.nn.dot_product_attention; cudnn is flash attention for bfloat16 on NVIDIA GPUs. "tokamax": that
+    # of the package tokamax, with kernels for TPUs and GPUs. "auto": cudnn if it can be used, else shared.
     attention: AttentionKind = "auto"
     # Routers of experts. "frozen": they have no gradient.
     router: Router = "trained"
@@ -181,8 +187,8 @@ class ModelConfig:
             raise UsageError("a decoder needs the sizes of its delta nets, and at least one layer with attention")
         if self.attention == "cudnn" and self.dtype != "bfloat16":
             raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
-        for name in ("attn_logit_softcapping", "attention_sinks"):
-            if self.attention in ("xla", "cudnn") and getattr(self, name):
+        for name in _NOT_COMPUTED.get(self.attention, ()):
+            if getattr(self, name):
                 raise UsageError(f'attention "{self.attention}" does not compute {name}: set it to "auto" or "shared"')
         if self.attention == "cudnn" and (self.head_dim % 8 or self.head_dim > 256):
             raise UsageError(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -102,6 +103,11 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
     """Resolves attention "auto": "cudnn" for heads of at most 128 features if the backend has it, else "shared"."""
     if config.attention == "cudnn" and traits_of_backend().backend != "gpu":
         raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
+    if config.attention == "tokamax":
+        if find_spec("tokamax") is None:
+            raise UsageError('attention "tokamax" needs the package tokamax: pip install tokamax')
+        if config.attn_logit_softcapping and traits_of_backend().backend == "gpu":
+            raise UsageError('attention "tokamax" has no gradient of capped scores on a GPU: set it to "auto"')
     if config.attention != "auto":
         return config
     computes = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128

@@ -166,11 +166,14 @@ def a_gradient(policy, batch):
 
 
 @each_family()
-@pytest.mark.parametrize("kind", ["eight devices", "xla"])
+@pytest.mark.parametrize("kind", ["eight devices", "xla", "tokamax"])
 def test_eight_devices_and_another_attention_find_the_same_gradients(family, kind):
     config, params = golden(family)
-    if kind == "xla" and (config.attn_logit_softcapping is not None or config.attention_sinks):
-        pytest.skip("only one attention computes it")
+    if kind == "tokamax":
+        pytest.importorskip("tokamax")
+    has_sinks, is_capped = config.attention_sinks, config.attn_logit_softcapping is not None
+    if {"xla": has_sinks or is_capped, "tokamax": has_sinks}.get(kind):
+        pytest.skip("refused: this attention does not compute it")
     batch = a_batch(np.random.default_rng(5).integers(3, 24, (N, G, T)).astype(np.int32))
 
     def gradient_with(attention):
@@ -178,8 +181,8 @@ def test_eight_devices_and_another_attention_find_the_same_gradients(family, kin
 
     gradient = gradient_with("shared")
     expected, logprobs = jax.jit(gradient)(params)
-    if kind == "xla":
-        actual, actual_logprobs = jax.jit(gradient_with("xla"))(params)
+    if kind != "eight devices":
+        actual, actual_logprobs = jax.jit(gradient_with(kind))(params)
     else:
         devices = Mesh(2, 2, 2)
         actual, actual_logprobs = to_numpy(jit_on_devices(gradient, devices=devices)(place(params, devices)))
@@ -230,6 +233,20 @@ def test_cudnns_attention_is_lowered_forward_and_backward(family, monkeypatch):
     # Of prompts and of completions, there and back, in at least one layer.
     for name in ("__cudnn$fmhaScaleBiasSoftmax(", "__cudnn$fmhaScaleBiasSoftmaxBackward("):
         assert program.count(name) >= 2, name
+
+
+@pytest.mark.slow
+@each_family()
+def test_tokamax_is_lowered_for_a_tpu_forward_and_backward(family):
+    tokamax = pytest.importorskip("tokamax")
+    config = replace(golden(family)[0], dtype="bfloat16", head_dim=128, rope_scaling=None)
+    if config.attention_sinks:
+        pytest.skip("refused: it has no sinks")
+    policy, batch = decoder_policy(replace(config, attention="tokamax")), a_batch(np.zeros((N, G, T), np.int32))
+    params = jax.eval_shape(policy.init, jax.random.key(0))
+    with tokamax.config.cross_compile(True):
+        program = jax.jit(a_gradient(policy, batch)).trace(params).lower(lowering_platforms=("tpu",)).as_text()
+    assert program.count("tpu_custom_call") >= 6  # of prompts and of completions: forward, and two backward
 
 
 def test_attentions_that_cannot_compute_a_family_are_refused_by_name():
