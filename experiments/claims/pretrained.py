@@ -25,6 +25,7 @@ from experiments.claims.bench import Runs, Setting, code_checksum, read_run
 from experiments.claims.numbers import add_answer
 from experiments.claims.questions import QUESTIONS
 from experiments.stories import make_description
+from experiments.tasks.rewards import happy_sentences
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.types import Component, Reward, Rewards
@@ -81,7 +82,7 @@ def main(config: Config) -> None:
             if row not in programs:
                 advantages = options.get("advantages", run_config.loss.preset)
                 programs[row] = make_setting_programs(model, task, run_config, advantages)
-            reward = make_coin(task, seed) if "coin" in options else task.reward
+            reward = make_coin(seed) if "coin" in options else task.reward
             make_run(file, model, task, reward, run_config, programs[row])
     if config.numbers:
         add_answer(config.numbers, QUESTION.name, answer_of(config))
@@ -107,9 +108,9 @@ def make_task(model: Loaded, config: GRPOConfig) -> Task:
     )
 
 
-def make_coin(task: Task, seed: int) -> Rewards:
+def make_coin(seed: int) -> Rewards:
     """Returns rewards of which a coin toss is learned, and that of the task is only measured."""
-    return {"happy": Component(task.reward, weight=0.0), "coin": Component(random_reward(seed))}
+    return {"happy": Component(happy_sentences, weight=0.0), "coin": Component(random_reward(seed))}
 
 
 def make_run(
