@@ -29,7 +29,7 @@ MARKS = "¹²³⁴⁵⁶⁷⁸⁹"  # of the notes below the table
 PLACES = ("at the end", "on the way")  # of a score
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
 PRETRAINED = (
-    "Four claims were repeated in 200 steps of stories260K, a pretrained language model of 260,000 parameters. "
+    "Five claims were repeated in 200 steps of stories260K, a pretrained language model of 260,000 parameters. "
 )
 NOT_MEASURED = "–"
 AS_CLAIMED = ", as claimed"
@@ -192,6 +192,7 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
         findings="\n".join(f"- {it}" for it in _measured(asked.PAGES["findings"], numbers)),
         headlines=_headlines_table(numbers, link),
         notes=" ".join(f"{mark} {note}" for mark, note in zip(MARKS, notes, strict=False)),
+        early=sum(it.seeds < LOOKS[-1] for _, it in open_claims),
         verdicts=", ".join(f"{words[word]} {word}" for word in (*VERDICTS[1:], VERDICTS[0], "undecided")),
         again="\n\n".join(again),
         elsewhere=" ".join(map(partial(_elsewhere, numbers), others)),
@@ -206,7 +207,7 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
         ),
         looks=", ".join(map(str, looks)),
         pretrained=PRETRAINED * has_retests,
-        retests=f"The claims on stories260K have a rule of their own, on [their page]({link}stories.md)." * has_retests,
+        retests=f"Verdicts on stories260K follow [another rule]({link}stories.md)." * has_retests,
         look=f" --look {last}" if last > SIZES[numbers.preset].seeds else "",
         machines=_machines(numbers),
         source=numbers.source,
@@ -279,7 +280,7 @@ def _ahead(sides: Sequence[str], differences: Mapping[str, Interval], verdicts: 
     elif not differences or math.isnan(next(iter(differences.values())).low):
         return "not known"
     else:
-        return f"neither, a lead is at most {max(max(-it.low, it.high) for it in differences.values()):.3f}"
+        return f"unclear, a lead is at most {max(max(-it.low, it.high) for it in differences.values()):.3f}"
     if len(set(words.values())) == 1 and words.keys() == differences.keys():
         return next(iter(words.values()))
     return "; ".join(f"{word} {place}" for place, word in words.items())
@@ -401,9 +402,8 @@ def _elsewhere(first: Numbers, other: Numbers) -> str:
     both = _both(first, other)
     verdicts, seeds = Counter(relation(one, two) for _, one, two in both), max(two.seeds for _, _, two in both)
     return (
-        f"Another machine, with up to {seeds} seeds of which the single values are lost, decided "
-        f"{verdicts['decided again only']} of the undecided claims, and {verdicts['different']} otherwise "
-        "([comparison](#again))."
+        f"Another machine, with up to {seeds} seeds, decided {verdicts['decided again only']} of the undecided claims, "
+        f"and gave another verdict on {verdicts['different']} of the decided ones ([comparison](#again))."
     )
 
 

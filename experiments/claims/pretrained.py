@@ -1,4 +1,4 @@
-"""Four claims again on stories260K, a pretrained language model: the runs of `questions/stories.toml`.
+"""Five claims again on stories260K, a pretrained language model: the runs of `questions/stories.toml`.
 
 Each setting is run with each seed, and a run whose file is on disk is not repeated: after a stop the same command
 continues. `--numbers` then adds the settings whose runs are all there to a file of numbers, of which
