@@ -60,18 +60,20 @@ def in_tokens(
 
     Args:
       spans: Spans that passed `checked`, from one reward or several.
-      completion: The completion that the spans belong to.
+      completion: The completion that the spans belong to, or its final part, with all its ids.
       decode: Decodes token ids to text.
 
     Returns:
       The spans, ordered by their ends. A token may be in two spans.
     """
     if any(span.unit == "characters" for span in spans):
-        ends = np.cumsum([len(piece) for piece in token_pieces(completion.ids, completion, decode)])
+        whole = decode(completion.ids)
+        before = max(whole.rfind(completion), 0)  # the reward may have read only the final part of the text
+        ends = np.cumsum([len(piece) for piece in token_pieces(completion.ids, whole, decode)])
 
         def token(character: int) -> int:
             """Returns the token with a character: the first token whose piece of the text ends after it."""
-            return int(np.searchsorted(ends, character, side="right"))
+            return int(np.searchsorted(ends, before + character, side="right"))
 
         spans = [
             span if span.unit == "tokens" else Span(token(span.start), token(span.end - 1) + 1, span.reward, "tokens")

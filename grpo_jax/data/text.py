@@ -15,6 +15,10 @@ T = TypeVar("T")
 
 _BATCH = 1000  # texts in one call of a tokenizer
 _BAR_AFTER = 3.0  # seconds
+# Replaces the function of transformers in templates that write today's date: a run must see the same prompts when it
+# resumes on another day.
+_FIXED_DATE = "{% macro strftime_now(form) %}{{ form.replace('%Y', '2025').replace('%b', 'Jan').replace('%m', '01')"
+_FIXED_DATE += ".replace('%d', '01') }}{% endmacro %}"
 
 
 def progress(items: Iterable[T], words: str) -> Iterable[T]:
@@ -366,6 +370,8 @@ def fill_template(
 ) -> str:
     """Writes messages in the tokenizer's chat template, opened for the assistant's turn.
 
+    Templates that write today's date get 1 January 2025.
+
     Args:
       tokenizer: A transformers tokenizer.
       messages: The messages of a prompt.
@@ -382,6 +388,8 @@ def fill_template(
         )
     try:
         options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+        if "strftime_now" in str(tokenizer.chat_template):
+            options["chat_template"] = _FIXED_DATE + tokenizer.get_chat_template(tools=tools)
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
     except Exception as error:  # templates raise any type of error
         raise UsageError(f"the chat template refuses {place}: {reason_of(error)}") from error

@@ -13,7 +13,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.hosts import share_out
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import RewardScores, score_completions
-from grpo_jax.rl.grade import decode_groups, take_prompts
+from grpo_jax.rl.grade import decode_groups, final_texts, take_prompts
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import EVALUATION, noise_of
 from grpo_jax.sampling.sampler import Completions
@@ -148,13 +148,15 @@ def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: i
         truncated.append(call.completions.truncated[call.counted])
     width = len(flat) // total
     texts = [flat[start : start + width] for start in range(0, len(flat), width)]
-    earned = _scored(task, texts, block)
+    examples = task.heldout.examples
+    finals = [final_texts(task, [example] * width, group) for example, group in zip(examples, texts, strict=True)]
+    earned = _scored(task, finals, block)
     values = earned.components[metric] if metric else np.where(earned.applicable, earned.rewards, np.nan)
     graded = np.isfinite(values)
     scores = np.where(graded, values, 0).astype(np.float64)
     answer, answers = task.answer, None
     if answer is not None:
-        pairs = zip(task.heldout.examples, texts, strict=True)
+        pairs = zip(examples, finals, strict=True)
         answers = [[answer(example, text) for text in group[:-1]] for example, group in pairs]
     return Evaluation(
         scores=scores[:, :-1],

@@ -1,7 +1,7 @@
 """Decodes and grades completions on the host. Each host grades the completions on its own devices."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_jax.config import BY_PART, AdvantagesOf, GRPOConfig
 from grpo_jax.data.text import token_pieces
-from grpo_jax.data.types import Completion, Prompts, Reward, Rewards, Span
+from grpo_jax.data.types import Completion, Example, Prompts, Reward, Rewards, Span
 from grpo_jax.devices import Devices, gather_rows, local_numbers, local_rows
 from grpo_jax.hosts import gather
 from grpo_jax.rewards.reward import (
@@ -131,11 +131,12 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
     shape = completions.truncated.shape
     examples = [example for example in prompts.examples for _ in range(shape[1])]
     flat = [text for group in texts for text in group]
-    scores = score_completions(reward, examples, flat)
+    read = final_texts(task, examples, flat)
+    scores = score_completions(reward, examples, read)
     if any(scores.parts):
         from grpo_jax.data.spans import in_tokens  # loaded only for spans
 
-        for number, (parts, text) in enumerate(zip(scores.parts, flat, strict=True)):
+        for number, (parts, text) in enumerate(zip(scores.parts, read, strict=True)):
             scores.parts[number] = in_tokens(parts, text, task.decode)
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     return Graded(
@@ -148,6 +149,13 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         parts=scores.parts,
         episodes=of_episodes.episode_numbers(task, completions, texts) if of_episodes else {},
     )
+
+
+def final_texts(task: Task, examples: Sequence[Example], texts: Sequence[Completion]) -> list[Completion]:
+    """Returns the part of each completion that rewards and votes read: see `Task.extract_final`."""
+    if task.extract_final is None or task.environment is not None:
+        return list(texts)
+    return list(map(task.extract_final, examples, texts))
 
 
 def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:

@@ -17,6 +17,7 @@ from grpo_jax.data.rows import batches, check_messages, column, hash_of_prompt, 
 from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, fill_template, in_chat, progress
 from grpo_jax.data.types import (
     Answer,
+    Completion,
     Example,
     Prompts,
     Reward,
@@ -28,7 +29,7 @@ from grpo_jax.data.types import (
     pad_prompts,
     rng,
 )
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.options import Size, check_number
 from grpo_jax.rewards.reward import sources
 
@@ -57,6 +58,8 @@ class Task(NamedTuple):
     notes: tuple[str, ...] = ()  # facts about the prompts for the user, such as how many were dropped
     answer: Answer | None = None  # the answer that completions vote on (maj@n); None: they do not vote
     environment: "Environment | None" = None  # answers each turn; None: a completion has a single turn
+    # Extracts the text that rewards and votes read, of completions that are no episodes. None: they read all text
+    extract_final: Callable[[Example, Completion], Completion] | None = None
     # The widths that prompts are padded to, in pieces and by the longest prompts of steps: `data.types.choose_widths`.
     # Empty: all prompts have about the same length.
     prompt_widths: tuple[int, ...] = ()
@@ -80,6 +83,40 @@ def padding_id(tokenizer: Any, vocab_size: int) -> int:
     """Returns the tokenizer's padding token, or 0 if the model has no such token. Any id works, since masks decide."""
     padding = tokenizer.pad_token_id
     return padding if padding is not None and padding < vocab_size else 0
+
+
+def final_extractor(tokenizer: Any) -> Callable[[Example, Completion], Completion] | None:
+    """Returns the function that extracts the final text of a completion: see `Task.extract_final`.
+
+    Such a model writes its reasoning and its tool calls into other channels, or between tags. The `response_template`
+    of its tokenizer describes them to transformers, which calls the final text "content".
+
+    Args:
+      tokenizer: A transformers tokenizer.
+
+    Returns:
+      The function, or None if the tokenizer has no `response_template`. A completion without a final text, or with a
+      malformed tool call, becomes the empty text. It keeps its token ids.
+
+    Raises:
+      UsageError: transformers does not accept the `response_template`.
+    """
+    if getattr(tokenizer, "response_template", None) is None:
+        return None
+    try:
+        tokenizer.parse_response("", prefix="")
+    except Exception as error:  # broken templates raise several types of errors
+        raise UsageError(f"the response_template of the tokenizer cannot be used: {reason_of(error)}") from error
+
+    def extract(example: Example, completion: Completion) -> Completion:
+        try:
+            message = tokenizer.parse_response(tokenizer.decode(list(completion.ids)), prefix=example["prompt"])
+        except Exception:  # no text of a policy may end a run
+            message = {}
+        content = message.get("content")
+        return Completion(content if isinstance(content, str) else "", completion.ids, completion.truncated)
+
+    return extract
 
 
 def random_reward(seed: int) -> Reward:
@@ -139,6 +176,10 @@ def text_task(
     training, heldout, notes, width = encode_rows(tokenizer, eos_ids, rows, vocab_size=vocab_size, **encoding)
     size = len(training.rows)
     check_num_prompts(num_prompts, size)
+    prompt = encoding.get("prompt_column", "prompt")
+    in_messages = encoding.get("chat") or (
+        encoding.get("template") is None and not isinstance(training.rows[0][prompt], str)
+    )
     batch = batches(size, num_prompts, seed)
     lengths = np.array([len(ids) for _, ids in training.sample])
     longest = [lengths[batch(step) * len(lengths) // size].max() for step in range(_STEPS)]
@@ -163,6 +204,7 @@ def text_task(
         prompt_widths=choose_widths([*lengths, width]),
         batch_widths=choose_widths([*longest, width]),
         rows=hash_values(*(training.rows[i : i + _DIGESTED] for i in range(0, size, _DIGESTED))),
+        extract_final=final_extractor(tokenizer) if in_messages else None,
     )
 
 
