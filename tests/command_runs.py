@@ -1,10 +1,11 @@
 """Inputs and arguments of short runs of every method by the command line: models, rows, a reward, an environment."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
-from tiny import random_params
+from tiny import GOLDEN, random_params
 
 from experiments.tasks.characters import Characters
 from grpo_jax.models.config import ModelConfig
@@ -45,9 +46,11 @@ PMAP, MESH = "--parallel pmap --devices 4", "--parallel mesh --devices 8 --fsdp 
 
 
 def write_inputs(folder: Path) -> None:
-    """Writes two random models with tokenizers, rows that serve every method, a reward and an environment."""
+    """Writes three random models with tokenizers, rows that serve every method, a reward and an environment."""
     write_model(folder / "model", hidden=32)
     write_model(folder / "teacher", hidden=48)
+    shutil.copytree(GOLDEN / "qwen3_5", folder / "qwen3_5")
+    TEXT.save_tokenizer(folder / "qwen3_5")
     sums = [(f"{i}+{j}=", i + j) for i in range(6) for j in range(6)]
     rows = [
         {"prompt": prompt, "completion": str(total), "chosen": str(total), "rejected": f"{total + 1}a", "answer": total}

@@ -32,6 +32,7 @@ RUNS = {
     "staleness": (1, f"{LOW} --staleness 2 --correction token", "line line"),
     "dynamic_sampling": (1, f"{LOW} --preset dapo --max-rollouts 3", "line"),
     "environment": (1, f"{EPISODES} {LONG} --environment user.py:make", "line save"),
+    "delta_nets": (1, f"{LOW} --model qwen3_5", "line save"),
     "lora": (1, f"{LOW} --lora-rank 2", "line save"),
     "moving_reference": (1, f"{LOW} --ref-sync-steps 2 --ref-mixup-alpha 0.5 --kl-coef 0.1", "line"),
     "adaptive_kl": (1, f"{LOW} --preset rloo --kl-coef 0.1 --kl-target 0.01 --kl-horizon 16", "line"),
