@@ -38,14 +38,10 @@ def layer_params(config: ModelConfig, layers: Params, number: int) -> Params:
       layers: The stacked parameters of all modules, or of some.
       number: The number of the layer, from 0.
     """
-    return _select(layers, {module: layers_with(config, module) for module in layers}, number)
-
-
-def _select(stacks: Params, numbers: Mapping[str, list[int]], number: int) -> Params:
-    """Returns the parameters of layer `number` from stacks over these numbers of layers."""
+    numbers = {module: layers_with(config, module) for module in layers}
     return {
         module: jax.tree.map(itemgetter(numbers[module].index(number)), tree)
-        for module, tree in stacks.items()
+        for module, tree in layers.items()
         if number in numbers[module]
     }
 
@@ -90,13 +86,19 @@ def scan_layers(
             numbers = layers_with(config, module)
             first, count = (sum(i in part for i in numbers) for part in (range(prefix), repeated))
             if count:
-                stacks[module] = jax.tree.map(lambda y, i=first, n=count: y[i:].reshape(-1, n, *y.shape[1:]), tree)
+                # Without an axis of size 1, for which XLA on CPU would copy the parameters.
+                split = () if count == 1 else (count,)
+                stacks[module] = jax.tree.map(lambda y, i=first, n=split: y[i:].reshape(-1, *n, *y.shape[1:]), tree)
         return stacks
 
     def of_layer(stacks: Params, number: int) -> Params:
         """Returns the parameters of one layer of a period."""
         numbers = {module: [i for i in layers_with(config, module) if i in repeated] for module in stacks}
-        return _select(stacks, numbers, number)
+        return {
+            module: tree if len(numbers[module]) == 1 else jax.tree.map(itemgetter(numbers[module].index(number)), tree)
+            for module, tree in stacks.items()
+            if number in numbers[module]
+        }
 
     def step_period(x: jax.Array, scanned: Any) -> tuple[jax.Array, list[Any]]:
         stacks, kinds = scanned
