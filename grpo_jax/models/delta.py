@@ -34,7 +34,7 @@ try:
 except ModuleNotFoundError as error:
     raise missing(error.name) from None
 
-_CHUNK = 64  # tokens
+CHUNK = 64  # tokens
 
 einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # of float32 states
 
@@ -209,7 +209,7 @@ def apply_token(token: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def apply_in_chunks(
-    tokens: Tokens, state: jax.Array, numbers: jax.Array | None = None, *, chunk: int = _CHUNK
+    tokens: Tokens, state: jax.Array, numbers: jax.Array | None = None, *, chunk: int = CHUNK
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `apply_token` for all tokens of texts, a chunk at a time.
 

@@ -37,9 +37,11 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.functional.products import GPU, Traits, traits_of_backend
 from grpo_jax.models import sharding
-from grpo_jax.models.config import Dtype, ModelConfig, Remat
+from grpo_jax.models.config import Dtype, Form, ModelConfig, Remat
+from grpo_jax.models.delta import CHUNK
 from grpo_jax.models.geometry import slots_of
 from grpo_jax.models.heads import without_vocabulary
+from grpo_jax.models.layers import repetition
 from grpo_jax.models.lora import TARGETS, Target, add_adapters
 from grpo_jax.models.params import Quantize
 from grpo_jax.models.policy import decoder_policy
@@ -153,7 +155,11 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     """
     trained, scorer = bytes_on_device(trained_shapes(model, shape), shape.mesh), shape.scorer
     prompts, rows = shape.num_prompts * shape.prompt_tokens, shape.num_prompts * shape.group_size
-    prefill = prompts * (2 * model.num_hidden_layers * _keys(model, shape) + _projected(model, shape))
+    layers, forms = _attention_layers(model), set(model.forms)
+    prefill = 2 * layers * _keys(model, shape) + max(_projected(model, shape, form) for form in forms)
+    prefill = prompts * prefill * _bytes(model, shape)
+    if model.experts:  # the loop over layers copies the experts of a layer
+        prefill += _whole_layer(model, shape)
     return Estimate(
         params=trained + (bytes_on_device(frozen_shapes(model, shape), shape.mesh) if shape.lora_rank else 0),
         optimizer=2 * trained,
@@ -161,7 +167,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         scorer=_scorer(model, shape),
         decoding=_decoding(model, shape),
         cache=_cache(model, shape),
-        choosing=max(prefill * _bytes(model, shape), 3 * FLOAT32 * rows * model.vocab_size // shape.tensor),
+        choosing=max(prefill, 3 * FLOAT32 * rows * model.vocab_size // shape.tensor),
         scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
         gradients=trained * min(shape.num_pieces, 2),
         activations=_activations(model, shape),
@@ -251,17 +257,28 @@ def _keys(model: ModelConfig, shape: Shape) -> int:
     return model.num_key_value_heads * model.head_dim // shape.tensor
 
 
-def _projected(model: ModelConfig, shape: Shape) -> int:
-    """Counts the elements of a token's projections in one layer.
+def _attention_layers(model: ModelConfig) -> int:
+    """Counts the layers with attention instead of a delta net."""
+    return sum(form.mixer == "attention" for form in model.forms)
+
+
+def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
+    """Counts the elements of a token's projections in a layer with these modules.
 
     They are queries, keys, values, the output of attention, gate, up, and the residual input of the MLP. If norms
-    follow attention and MLP, their inputs count too.
+    follow attention and MLP, their inputs count too. A delta net also projects a gate, a decay and a rate, and a mesh
+    does not cut its projections.
     """
     heads, features = model.num_attention_heads * model.head_dim, model.intermediate_size
-    if model.experts:
+    if model.experts and form.feed_forward == "experts":
         features = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
+        features += model.experts.shared_expert_intermediate_size or 0
     streams = 1 if model.norms == "before" else 3
-    return 2 * _keys(model, shape) + (2 * heads + 2 * features) // shape.tensor + streams * model.hidden_size
+    mixed = 2 * _keys(model, shape) + (2 + model.gated_attention) * heads // shape.tensor
+    if model.delta and form.mixer == "delta":
+        of_values = model.delta.num_value_heads * model.delta.value_head_dim
+        mixed = model.delta.convolved + 2 * of_values + 2 * model.delta.num_value_heads
+    return mixed + 2 * features // shape.tensor + streams * model.hidden_size
 
 
 def _whole_layer(model: ModelConfig, shape: Shape) -> int:
@@ -280,22 +297,48 @@ def _decoding(model: ModelConfig, shape: Shape) -> int:
 
 
 def _cache(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of keys and values: of each prompt once, and of the slots that layers keep of completions."""
-    of_prompts = model.num_hidden_layers * shape.num_prompts * shape.prompt_tokens
-    slots = sum(slots_of(window, shape.max_tokens) for window in model.windows)
-    tokens = of_prompts + shape.num_prompts * shape.group_size * slots
+    """Returns the bytes of keys and values: of each prompt once, and of the slots that layers keep of completions.
+
+    A delta net has a state of each completion instead, and inputs of its convolution.
+    """
+    of_prompts = _attention_layers(model) * shape.num_prompts * shape.prompt_tokens
+    layers, completions = zip(model.windows, model.forms, strict=True), shape.num_prompts * shape.group_size
+    slots = sum(slots_of(window, shape.max_tokens) for window, form in layers if form.mixer == "attention")
+    tokens = of_prompts + completions * slots
     growing = _GROWING if shape.max_tokens >= shape.traits.grows_from else 1
-    return round(growing * 2 * _keys(model, shape) * tokens * BYTES[model.dtype])
+    states = completions * len(model.delta_layers) * FLOAT32 * _state(model)
+    return states + round(growing * 2 * _keys(model, shape) * tokens * BYTES[model.dtype])
+
+
+def _delta_elements(model: ModelConfig) -> int:
+    """Counts the elements of a token that the backward pass of a delta net holds: measured with XLA on a CPU.
+
+    About 9 are of each convolved feature, 8 of each key and value, and 8 are rows of the chunks' matrices.
+    """
+    if not model.delta:
+        return 0
+    sizes = model.delta.key_head_dim + model.delta.value_head_dim + CHUNK
+    return 9 * model.delta.convolved + 8 * model.delta.num_value_heads * sizes
+
+
+def _state(model: ModelConfig) -> int:
+    """Counts the elements of the state of a delta net, with the inputs of its convolution."""
+    if not model.delta:
+        return 0
+    heads, keys, values = model.delta.num_value_heads, model.delta.key_head_dim, model.delta.value_head_dim
+    return heads * keys * values + (model.delta.conv_kernel_dim - 1) * model.delta.convolved
 
 
 def _activations(model: ModelConfig, shape: Shape) -> int:
     """Returns the bytes of a piece: stored activations, and the larger of a layer's backward pass and the logits."""
-    piece, tokens, projected = shape.piece, tokens_of_piece(shape), _projected(model, shape)
+    piece, tokens, forms = shape.piece, tokens_of_piece(shape), model.forms
+    of_layers = [_projected(model, shape, form) for form in forms]
     inputs = 0 if model.remat == "offload" and shape.traits.offloads else model.hidden_size
     decoders = 2 if shape.critic == "own" else 1
-    stored = decoders * model.num_hidden_layers * (inputs + (projected if model.remat == "none" else 0)) * tokens
+    stored = model.num_hidden_layers * inputs + (sum(of_layers) if model.remat == "none" else 0)
+    stored = decoders * stored * tokens
     # Projections and their gradients; with remat the projections are computed again.
-    working = (2 if model.remat == "none" else 3) * projected * tokens
+    working = (2 if model.remat == "none" else 3) * max(of_layers) * tokens
     if model.experts:  # a token is copied to each of its experts
         working += 6 * model.experts.num_experts_per_tok * model.hidden_size * tokens
     # A prompt's keys and values are copied to each of its completions. Scores are in float32.
@@ -303,8 +346,14 @@ def _activations(model: ModelConfig, shape: Shape) -> int:
     working += 4 * _keys(model, shape) * pairs
     scores = 4 * FLOAT32 * piece.rows * piece.texts * (model.num_attention_heads // shape.tensor) * _scores(shape)
     whole_layers = (shape.fsdp > 1 or shape.quantize != "none") + (model.experts is not None)  # gradients of experts
-    layer = working * BYTES[model.dtype] + scores + whole_layers * _whole_layer(model, shape)
-    return stored * _bytes(model, shape) + max(layer, _logits(model, shape))
+    # XLA on a CPU computes delta nets ahead of the loop over layers again all at once, also with remat.
+    ahead = sum(form.mixer == "delta" for form in forms[: repetition(forms)[0]])
+    nets = max(ahead, min(len(model.delta_layers), 1))
+    scores = max(scores, FLOAT32 * nets * tokens * _delta_elements(model))
+    layer = working * BYTES[model.dtype] + whole_layers * _whole_layer(model, shape)
+    if model.experts:  # all layers of a period are in memory at once
+        layer *= repetition(forms)[1]
+    return stored * _bytes(model, shape) + max(layer + scores, _logits(model, shape))
 
 
 def _scores(shape: Shape) -> int:

@@ -13,7 +13,7 @@ from experiments.paper.memory_table import table
 from experiments.planning.models import MODELS
 from grpo_jax.config import DistillationConfig, PPOConfig, recipe, with_options
 from grpo_jax.functional.products import CPU
-from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
 from grpo_jax.models.params import split
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
@@ -21,6 +21,10 @@ from grpo_jax.rl.distillation import output_bytes
 
 README = Path(__file__).parents[2] / "README.md"
 MIXTURE = replace(TINY, experts=ExpertsConfig(8, 2, TINY.intermediate_size // 2, norm_topk_prob=True))
+DELTA = replace(TINY, delta=DeltaConfig(2, 4, 32, 32, 4), delta_layers=(0, 2), gated_attention=True)
+SHARED_EXPERT = replace(DELTA, experts=ExpertsConfig(8, 2, 256, True, shared_expert_intermediate_size=256))
+SINKS = replace(TINY, attention_sinks=True, qkv_bias=True, sliding_window=16, sliding_layers=(0, 2))
+SINKS = replace(SINKS, experts=ExpertsConfig(8, 2, 256, True, swiglu_limit=7.0))
 NARROW_LAYERS = ModelConfig(512, 64, 172, 5, 8, 4, 8)
 SMALL = ModelConfig(vocab_size=31, hidden_size=8, intermediate_size=12, head_dim=4)
 
@@ -74,6 +78,13 @@ ESTIMATED = {
     "experts, nf4": (MIXTURE, {"lora_rank": 8, "quantize": "nf4"}, ("learn",)),
     "ppo": (TINY, {"critic": "own"}, ("learn",)),
     "experts": (MIXTURE, {}, BOTH),
+    "delta": (DELTA, {}, BOTH),
+    "delta, layer": (replace(DELTA, remat="layer"), {}, ("learn",)),
+    "delta, long": (DELTA, {"max_tokens": 256}, BOTH),
+    "delta, shared expert": (SHARED_EXPERT, {}, BOTH),
+    "delta ahead": (replace(DELTA, delta_layers=(0, 1, 2)), {}, ("learn",)),
+    "delta ahead, layer": (replace(DELTA, delta_layers=(0, 1, 2), remat="layer"), {}, ("learn",)),
+    "sinks": (SINKS, {}, BOTH),
     "long": (TINY, {"max_tokens": 256}, BOTH),
     "one piece": (replace(NARROW_LAYERS, remat="layer"), {"max_tokens": 512, "num_prompts": 1}, ("learn",)),
     "longer": (TINY, {"max_tokens": 1024, "num_prompts": 4}, BOTH),

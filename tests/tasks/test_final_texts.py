@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 from tiny import refused
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -35,31 +34,24 @@ REPLIES = {
 }
 
 
-def make_task(folder, reward, **settings):
-    """Returns a tokenizer of characters and marks, and a task of chat messages."""
+def grade(folder, reward, **settings):
+    """Grades the replies, with a tokenizer of characters and marks in a task of chat messages."""
     vocabulary = [*map(chr, range(32, 127)), *MARKS]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=" "))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     tokenizer.add_special_tokens(MARKS)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|return|>", "chat_template": TEMPLATE} | settings
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | settings))
-    ends = [vocabulary.index("<|return|>"), vocabulary.index("<|call|>")]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|return|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [99, 100]}')
     tokenizer = load_tokenizer(folder)
-    ids, _ = eos_ids(folder, tokenizer, len(vocabulary))
-    assert ids == tuple(ends)
-    options = {"vocab_size": len(vocabulary), "num_prompts": 1, "seed": 0, "heldout_share": 0.0}
-    return tokenizer, text_task(tokenizer, ids, [{"prompt": "Hi"}], reward=reward, chat=True, **options)
-
-
-def grade(folder, reward, **settings):
-    tokenizer, task = make_task(folder, reward, **settings)
+    ends, _ = eos_ids(folder, tokenizer, len(vocabulary))
+    assert tokenizer.convert_ids_to_tokens(list(ends)) == ["<|return|>", "<|call|>"]
+    options = {"vocab_size": len(vocabulary), "num_prompts": 1, "seed": 0, "heldout_share": 0.0, "chat": True}
+    task = text_task(tokenizer, ends, [{"prompt": "Hi"}], reward=reward, **options)
     rows = [tokenizer.encode(reply, add_special_tokens=False) for reply in REPLIES]
-    ids = np.full((1, len(rows), max(map(len, rows))), -1)
-    for row, tokens in zip(ids[0], rows, strict=True):
-        row[: len(tokens)] = tokens
-    completions = Completions(ids, ids >= 0, None, None, ~np.isin(ids, task.eos_ids).any(-1))
+    ids = np.array([row + [-1] * (99 - len(row)) for row in rows])[None]
+    completions = Completions(ids, ids >= 0, None, None, ~np.isin(ids, ends).any(-1))
     return task, decode_groups(completions, task)[0], grade_completions(task.prompts(0), completions, task, reward)
 
 
@@ -83,8 +75,5 @@ def test_rewards_read_the_final_channel_and_their_spans_are_found(tmp_path):
 def test_without_a_response_template_rewards_read_all_text(tmp_path):
     _, texts, graded = grade(tmp_path, lambda examples, completions: list(map(len, completions)))
     np.testing.assert_array_equal(graded.rewards[0], list(map(len, texts)))
-
-
-def test_a_broken_response_template_is_refused(tmp_path):
     with refused("the response_template of the tokenizer cannot be used"):
-        make_task(tmp_path, pytest.fail, response_template={"fields": {}})
+        grade(tmp_path, None, response_template={"fields": {}})
