@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import reprlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
@@ -23,6 +24,8 @@ class UsageError(ValueError):
 
 
 _LONGEST = 1000  # characters of a sentence
+_BRIEF = reprlib.Repr()  # never writes a nested value out, which may have few objects and a long text
+_BRIEF.maxstring = _BRIEF.maxother = 60
 
 
 class Interruption(UsageError):
@@ -31,7 +34,7 @@ class Interruption(UsageError):
 
 def abbreviate(value: object) -> str:
     """Returns a value as text for an error message, at most 60 characters of its `repr`."""
-    text = repr(value)
+    text = repr(value) if isinstance(value, str) else _BRIEF.repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 

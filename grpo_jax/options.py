@@ -225,7 +225,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Returns a hint for an unknown name: the closest known names, or else all of them."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, 3)
+    close = difflib.get_close_matches(str(name), known, 3)  # YAML has names that are numbers
     return f"is it {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
 
 

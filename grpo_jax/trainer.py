@@ -219,6 +219,8 @@ def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward
     if not isinstance(reward, Mapping):
         check_takes_examples_first("reward_model", reward)
         return reward
+    if not reward:
+        raise UsageError("reward_model is empty: give at least one reward")
     components = {name: part if isinstance(part, Component) else Component(part) for name, part in reward.items()}
     for name, component in components.items():
         check_types(Component, component._asdict())

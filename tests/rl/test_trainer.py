@@ -214,6 +214,7 @@ BAD_OPTIONS = [
     ({"reward_model": lambda completions: 0}, "reward_model takes completions first"),
     ({"reward_model": {"a": lambda prompts, completions, **columns: 0}}, "the reward a takes prompts first"),
     ({"reward_model": 3}, "reward_model is 3: it must be a function"),
+    ({"reward_model": {}}, "reward_model is empty"),
     ({"reward_model": {"a": 3}}, "reward_model is .*: it must be a function"),
     ({"reward_model": {"a": Component(Threes(), "1")}}, "weight is '1': it must be a number"),
     ({"model": 3}, "model is 3"),
