@@ -24,8 +24,6 @@ class UsageError(ValueError):
 
 
 _LONGEST = 1000  # characters of a sentence
-_BRIEF = reprlib.Repr()  # never writes a nested value out, which may have few objects and a long text
-_BRIEF.maxstring = _BRIEF.maxother = 60
 
 
 class Interruption(UsageError):
@@ -34,7 +32,8 @@ class Interruption(UsageError):
 
 def abbreviate(value: object) -> str:
     """Returns a value as text for an error message, at most 60 characters of its `repr`."""
-    text = repr(value) if isinstance(value, str) else _BRIEF.repr(value)
+    # A value that holds itself many times over has an endless `repr`.
+    text = repr(value) if isinstance(value, str) else reprlib.repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 

@@ -111,26 +111,26 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     Args:
       name: The name of the option or field.
       value: The value, from JSON or Python.
-      hint: The type. A Sequence is one of functions.
+      hint: The type.
 
     Raises:
       UsageError: The type differs. The message names the option and valid values.
     """
     if fits(value, hint):
         return
-    origin, kinds = get_origin(hint), get_args(hint) or (hint,)
+    origin = get_origin(hint)
+    kinds = get_args(hint) if origin in (Literal, tuple, Union, UnionType) else (hint,)
     if origin is Literal:
         remedy = f"choose among {', '.join(kinds)}"
     elif origin is tuple:
         remedy = f"give a list of {', '.join(get_args(kinds[0])) or 'texts'}"
-    elif origin is Sequence:
-        remedy = "give a list of functions"
     else:
         remedy = f"it must be {_TYPES.get(get_origin(kinds[0]) or kinds[0], 'of its type')}"
     raise UsageError(f"{name} is {abbreviate(value)}: {remedy}")
 
 
-_TYPES = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", Callable: "a function"}
+_TYPES: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+_TYPES |= {Callable: "a function", Sequence: "a list of functions"}
 
 
 def _ranges_of(hint: Any) -> list[Range]:
