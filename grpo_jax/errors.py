@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import re
-import reprlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
@@ -32,8 +31,7 @@ class Interruption(UsageError):
 
 def abbreviate(value: object) -> str:
     """Returns a value as text for an error message, at most 60 characters of its `repr`."""
-    # A value that holds itself many times over has an endless `repr`.
-    text = repr(value) if isinstance(value, str) else reprlib.repr(value)
+    text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 

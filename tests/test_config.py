@@ -267,7 +267,7 @@ UNFIT_FILES = [
     ("a.json", '{"train": {"seed": 1, "seed": 2}}', "seed is given twice"),
     ("a.yaml", "number: 1\nnumber: 2", "number is given twice"),
     ("a.yaml", "1: 2", "no option 1"),
-    ("a.yaml", "lora_targets:\n- &a0 [x]\n" + "".join(f"- &a{i + 1} [{9 * f'*a{i},'}]\n" for i in range(30)), "a list"),
+    ("a.yaml", "lora_targets: &a [*a]", "write the value out"),
     ("a.json", '{"a":' * 200_000 + "1" + "}" * 200_000, "cannot be read"),
     ("a.yaml", "[" * 400 + "]" * 400, "cannot be read"),
 ]

@@ -262,6 +262,8 @@ def read_options(file: Path) -> dict[str, Any]:
     try:
         text, is_yaml = file.read_text(encoding="utf-8"), file.suffix in (".yaml", ".yml")
         saved = yaml.load(text, _UniqueLoader) if is_yaml else json.loads(text, object_pairs_hook=_unique)
+        if is_yaml and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise UsageError("it refers to a value by *name, which may never end: write the value out")
         if not isinstance(saved, dict):
             raise UsageError("it holds no options: it must be a mapping of names to values")
         return flattened(saved)
