@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, Protocol, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, NoReturn, Protocol, TypeVar, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -184,9 +184,12 @@ def read_flags(config_class: type[Options], **settings: Any) -> Options:
       settings: Further arguments of `tyro.cli`.
 
     Raises:
-      UsageError: A number is not in the range of its option.
+      UsageError: A number is not in the range of its option, or an option of several values is given twice.
     """
     prepare_terminal()
+    lists = {"__" + name for name, hint in option_types(config_class).items() if get_origin(hint) is tuple}
+    flags = [arg.partition("=")[0] for arg in settings.get("args") or sys.argv[1:]]
+    _unique([(flag, None) for flag in flags if flag.replace("-", "_") in lists])  # tyro would take the last
     options = tyro.cli(config_class, **settings)
     check_ranges(options)
     return options
@@ -275,7 +278,7 @@ def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
     """Makes a dict of pairs, which must have different names."""
     (twice, count), *_ = [*Counter(name for name, _ in pairs).most_common(1), ("", 0)]
     if count > 1:
-        raise UsageError(f"{twice} is given twice: leave one of them out")
+        raise UsageError(f"{twice} is given twice: give it once, with all its values")
     return dict(pairs)
 
 
