@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 
 class UsageError(ValueError):
@@ -55,6 +57,11 @@ def need(*packages: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             raise missing(package)
+
+
+def open_nowhere() -> TextIO:
+    """Opens a stream that forgets what is written to it, in place of one that is closed or full."""
+    return open(os.devnull, "w", encoding="utf-8")
 
 
 def user_path(name: str | Path) -> Path:

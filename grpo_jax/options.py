@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import UnionType
@@ -118,17 +118,19 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     """
     if fits(value, hint):
         return
-    origin, kinds = get_origin(hint), get_args(hint) or (hint,)
+    origin = get_origin(hint)
+    kinds = get_args(hint) if origin in (Literal, tuple, Union, UnionType) else (hint,)
     if origin is Literal:
         remedy = f"choose among {', '.join(kinds)}"
     elif origin is tuple:
         remedy = f"give a list of {', '.join(get_args(kinds[0])) or 'texts'}"
     else:
-        remedy = f"it must be {_TYPES.get(kinds[0], 'of its type')}"
+        remedy = f"it must be {_TYPES.get(get_origin(kinds[0]) or kinds[0], 'of its type')}"
     raise UsageError(f"{name} is {abbreviate(value)}: {remedy}")
 
 
-_TYPES = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+_TYPES: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+_TYPES |= {Callable: "a function", Sequence: "a list of functions"}
 
 
 def _ranges_of(hint: Any) -> list[Range]:
@@ -182,7 +184,7 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value from a JSON file matches a type hint."""
+    """Returns whether a value from JSON or Python matches a type hint. Arguments of functions are not compared."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -190,12 +192,14 @@ def fits(value: Any, hint: Any) -> bool:
         return value in args
     if origin in (Union, UnionType):
         return any(fits(value, arg) for arg in args)
-    if origin in (tuple, list) or hint is tuple:
+    if origin is Callable:
+        return callable(value)
+    if origin in (tuple, list, Sequence) or hint is tuple:
         return isinstance(value, list | tuple) and all(fits(x, args[0]) for x in value if args)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(x, args[1]) for x in value.values())
+    if origin in (dict, Mapping):
+        return isinstance(value, origin) and all(fits(x, args[1]) for x in value.values())
     if hint is Path:
-        return isinstance(value, str)
+        return isinstance(value, str | Path)
     if hint is float:
         return isinstance(value, float) or (fits(value, int) and abs(value) <= sys.float_info.max)
     if hint is int:
@@ -221,7 +225,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Returns a hint for an unknown name: the closest known names, or else all of them."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, 3)
+    close = difflib.get_close_matches(str(name), known, 3)  # YAML has names that are numbers
     return f"is it {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
 
 

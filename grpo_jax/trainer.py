@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
@@ -14,11 +14,11 @@ from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message, prompt_limit
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.devices import devices_of, parts
-from grpo_jax.errors import UsageError, user_path
+from grpo_jax.errors import UsageError, abbreviate, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, format_of, join, split
-from grpo_jax.options import check_known, check_type, option_types
+from grpo_jax.options import check_known, check_type, check_types, option_types
 from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs.checkpoint import params_sha256
@@ -77,11 +77,17 @@ class GRPOTrainer:
                 raise UsageError("clip_epsilon is epsilon_low and epsilon_high in one: give it or them")
             clip_epsilon = _checked("clip_epsilon", clip_epsilon, float)
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
-        options = _checked_options(options)
+        options, hints = _checked_options(options), get_type_hints(GRPOTrainer.__init__)
+        functions = {"environment": environment, "tools": tools, "environment_factory": environment_factory}
+        for name, value in {"model": model, "reward_model": reward_model, "run_dir": run_dir, **functions}.items():
+            check_type(name, value, hints[name])
+        names = [getattr(tool, "__name__", "") for tool in tools]
+        if "" in names or len({*names}) < len(names):
+            raise UsageError(f"tools are {names}: each must be a function with a name of its own, defined by def")
         if (environment is not None) + bool(tools) + (environment_factory is not None) > 1:
             raise UsageError("environment, tools and environment_factory all answer the policy: give one of them")
         self._reward, self._run_dir = _checked_reward(reward_model), user_path(run_dir)
-        self._factory, self._tools = environment_factory, {tool.__name__: tool for tool in tools}
+        self._factory, self._tools = environment_factory, dict(zip(names, tools, strict=True))
         self._reply = reply_with(self._tools) if tools else environment
         if environment_factory is not None:
             self._tools, self._reply = trl_tools(environment_factory), trl_environment(environment_factory)
@@ -213,8 +219,11 @@ def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward
     if not isinstance(reward, Mapping):
         check_takes_examples_first("reward_model", reward)
         return reward
+    if not reward:
+        raise UsageError("reward_model is empty: give at least one reward")
     components = {name: part if isinstance(part, Component) else Component(part) for name, part in reward.items()}
     for name, component in components.items():
+        check_types(Component, component._asdict())
         check_takes_examples_first(f"the reward {name}", component.reward)
     return components
 
@@ -223,6 +232,8 @@ def _rows(prompts: Any) -> list[Mapping[str, Any]]:
     """Converts prompts of any kind to rows."""
     if isinstance(prompts, str) and not prompts.endswith(SUFFIXES):
         raise UsageError(f"prompts is one text: put it into brackets, or name a file that ends in {SUFFIXES[0]}")
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable | Path):
+        raise UsageError(f"prompts is {abbreviate(prompts)}: give a list of texts, messages or rows, or a file of rows")
     if isinstance(prompts, str | Path):
         return list(read_rows(prompts))
     rows = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]

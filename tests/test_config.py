@@ -264,6 +264,10 @@ UNFIT_FILES = [
     ("none.json", None, "cannot be read"),
     ("a.json", '{"seed": 1, "train": {"seed": 2}}', "seed is given twice"),
     ("a.yaml", "number: 1\nother: {number: 2}", "number is given twice"),
+    ("a.json", '{"train": {"seed": 1, "seed": 2}}', "seed is given twice"),
+    ("a.yaml", "number: 1\nnumber: 2", "number is given twice"),
+    ("a.yaml", "1: 2", "no option 1"),
+    ("a.yaml", "lora_targets: &a [*a]", "write the value out"),
     ("a.json", '{"a":' * 200_000 + "1" + "}" * 200_000, "cannot be read"),
     ("a.yaml", "[" * 400 + "]" * 400, "cannot be read"),
 ]

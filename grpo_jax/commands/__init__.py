@@ -6,8 +6,9 @@ Their list is printed without JAX, which takes a second to import.
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
-from grpo_jax.errors import need
+from grpo_jax.errors import need, open_nowhere
 
 # name -> module with a function `command`, and a description
 COMMANDS = {
@@ -32,15 +33,15 @@ def main(args: list[str] | None = None) -> None:
     """
     program, (name, *rest) = Path(sys.argv[0]).name, (sys.argv[1:] if args is None else args) or ["--help"]
     if name in ("-h", "--help"):
-        print(_help(program))
+        _print(_help(program))
         return
     if name == "--version":
         from grpo_jax import __version__
 
-        print(__version__)
+        _print(__version__)
         return
     if name not in COMMANDS:
-        sys.exit(f"error: there is no command {name!r}: name one of {', '.join(COMMANDS)}")
+        _refuse(f"there is no command {name!r}: name one of {', '.join(COMMANDS)}")
     sys.argv = [f"{program} {name}", *rest]
     try:
         need("tyro", "rich")
@@ -48,6 +49,20 @@ def main(args: list[str] | None = None) -> None:
     except ImportError as error:
         sys.exit(f"error: {error}")
     module.command()
+
+
+def _print(text: str) -> None:
+    """Prints a text, or says why it cannot."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        sys.stdout = open_nowhere()  # the interpreter would try again as it ends
+        _refuse(f"the output cannot be written ({error.strerror}): mend stdout")
+
+
+def _refuse(sentence: str) -> NoReturn:
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _help(program: str) -> str:

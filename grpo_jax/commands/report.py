@@ -28,7 +28,7 @@ class Options:
 
 def command() -> None:
     """Runs the command."""
-    options = read_flags(Options, prog=program(), description=__doc__)
     with refusing():
+        options = read_flags(Options, prog=program(), description=__doc__)
         page = write_report(options.run)
-    say(Console(), f"report: {page}")
+        say(Console(), f"report: {page}")

@@ -46,7 +46,7 @@ def method_of(args: Sequence[str]) -> str:
     named, file = flags.value_of("--method", args), flags.value_of("--config", args)
     options = flags.read_options(user_path(file)) if file else {}
     if "--resume" in args:
-        folder = flags.value_of("--run-dir", args) or options.get("run_dir", RUN_DIR)
+        folder = flags.value_of("--run-dir", args) or str(options.get("run_dir", RUN_DIR))
         saved = _of_newest_run(user_path(folder))
         if named and saved and named != saved:
             raise UsageError(f"the run in {folder} is of method {saved}: leave out --method, or start a new run")

@@ -38,12 +38,14 @@ def pack(
       The rows. The assignment of texts to rows depends only on their lengths.
 
     Raises:
-      UsageError: A text has no token in the loss.
+      UsageError: A text has no token in the loss, or does not fit into a row.
     """
     lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
     for number, length in enumerate(lengths):
         if not len(completions[number]) or length < 2:
             raise UsageError(f"text {number} has no token to learn: drop it")
+        if length > width:
+            raise UsageError(f"text {number} has {length} tokens, but width is {width}: drop or cut it, or raise width")
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

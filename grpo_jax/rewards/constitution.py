@@ -26,7 +26,7 @@ import numpy as np
 
 from grpo_jax.data.text import check_ids, encode_continuations, encode_prompts
 from grpo_jax.data.types import Completion, Component, Example, Number, Rewards
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
@@ -59,9 +59,12 @@ def read_principles(file: str | Path) -> dict[str, str]:
     """Reads the principles in a text file with `parse_principles`.
 
     Raises:
-      UsageError: See `parse_principles`.
+      UsageError: The file cannot be read. See also `parse_principles`.
     """
-    return parse_principles(Path(file).read_text(encoding="utf-8-sig"))
+    try:
+        return parse_principles(user_path(file).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"{file} cannot be read ({reason_of(error)}): name a text file in UTF-8") from None
 
 
 def parse_principles(lines: Iterable[str]) -> dict[str, str]:

@@ -78,10 +78,10 @@ def export(options: Options) -> int:
 
 def command() -> None:
     """Runs the command."""
-    options = read_flags(Options, prog=program(), description=__doc__)
     with refusing():
+        options = read_flags(Options, prog=program(), description=__doc__)
         done = export(options)
-    say(Console(), f"step {done} of {options.run} is now in {options.out}")
+        say(Console(), f"step {done} of {options.run} is now in {options.out}")
 
 
 if __name__ == "__main__":

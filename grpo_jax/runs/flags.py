@@ -9,17 +9,19 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, Protocol, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, NoReturn, Protocol, TypeVar, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -29,7 +31,7 @@ from rich.markup import escape
 from grpo_jax import hosts
 from grpo_jax.config import with_options
 from grpo_jax.devices import COMPILING
-from grpo_jax.errors import Interruption, UsageError, lacking, user_path
+from grpo_jax.errors import Interruption, UsageError, lacking, open_nowhere, user_path
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.hosts import HostOptions
 from grpo_jax.options import between, check_ranges, flattened, from_json, option_types, options_of
@@ -74,6 +76,7 @@ FIRST_OPTIONS = (
     *("max_tokens", "temperature", "learning_rate", "kl_coef", "lora_rank", "dtype", "eval_every", "devices"),
     *("run_dir", "resume", "config"),
 )
+_NARROWEST = 40  # columns; with fewer than three, the layout of the help never ends
 Config = TypeVar("Config", bound=HasOutput)
 Options = TypeVar("Options")
 
@@ -83,13 +86,17 @@ def refusing() -> Iterator[None]:
     """Opens a block in which a UsageError or a lack of memory or disk ends the program with one sentence."""
     prepare_terminal()
     try:
-        yield
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # a full disk or a closed pipe is noticed here, not when the interpreter ends
     except UsageError as error:
         refuse(str(error))
     except Exception as error:
-        if sentence := lacking(error):
-            refuse(sentence)
-        raise
+        if not (sentence := lacking(error)):
+            raise
+        sys.stdout = open_nowhere()  # the interpreter would try to write the rest again, and fail
+        refuse(sentence)
 
 
 @refusing()
@@ -177,19 +184,27 @@ def read_flags(config_class: type[Options], **settings: Any) -> Options:
       settings: Further arguments of `tyro.cli`.
 
     Raises:
-      UsageError: A number is not in the range of its option.
+      UsageError: A number is not in the range of its option, or an option of several values is given twice.
     """
     prepare_terminal()
+    lists = {"__" + name for name, hint in option_types(config_class).items() if get_origin(hint) is tuple}
+    flags = [arg.partition("=")[0] for arg in settings.get("args") or sys.argv[1:]]
+    _unique([(flag, None) for flag in flags if flag.replace("-", "_") in lists])  # tyro would take the last
     options = tyro.cli(config_class, **settings)
     check_ranges(options)
     return options
 
 
 def prepare_terminal() -> None:
-    """Makes every text printable, even if stdout or stderr is not UTF-8."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    """Makes every text printable, even if stdout or stderr is closed, is not UTF-8, or has few columns."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open_nowhere())
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if shutil.get_terminal_size().columns < _NARROWEST:
+        os.environ["COLUMNS"] = str(_NARROWEST)
 
 
 def _with_preset(default: Config, args: list[str]) -> Config:
@@ -249,12 +264,30 @@ def read_options(file: Path) -> dict[str, Any]:
     """
     try:
         text, is_yaml = file.read_text(encoding="utf-8"), file.suffix in (".yaml", ".yml")
-        saved = yaml.safe_load(text) if is_yaml else json.loads(text)
+        saved = yaml.load(text, _UniqueLoader) if is_yaml else json.loads(text, object_pairs_hook=_unique)
+        if is_yaml and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise UsageError("it refers to a value by *name, which may never end: write the value out")
         if not isinstance(saved, dict):
             raise UsageError("it holds no options: it must be a mapping of names to values")
         return flattened(saved)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{file} cannot be read ({' '.join(str(error).split())})") from None
+
+
+def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Makes a dict of pairs, which must have different names."""
+    (twice, count), *_ = [*Counter(name for name, _ in pairs).most_common(1), ("", 0)]
+    if count > 1:
+        raise UsageError(f"{twice} is given twice: give it once, with all its values")
+    return dict(pairs)
+
+
+class _UniqueLoader(yaml.SafeLoader):
+    """The safe loader of YAML, which refuses a mapping that has a name twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        _unique([(name.value, None) for name, _ in node.value if isinstance(name, yaml.ScalarNode)])
+        return super().construct_mapping(node, deep)
 
 
 def main(

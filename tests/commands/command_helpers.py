@@ -68,6 +68,7 @@ def write_inputs(folder: Path) -> Path:
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "numbers.jsonl", [{"prompt": "1+1=", "completion": text} for text in ("2", 2)])
     (folder / "rewards.py").write_text(LOW)
+    (folder / "numbers.json").write_text('{"run_dir": 3}')
     (folder / "game.py").write_text(GAME)
     return folder
 

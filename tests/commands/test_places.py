@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from command_helpers import refusal, run
+from command_helpers import exit_status, refusal, run
 from tiny import change_json
 
 from grpo_jax import commands, hosts
@@ -81,6 +81,24 @@ def test_help_is_written_to_any_terminal(monkeypatch, encoding):
     assert not ended.value.code
     terminal.flush()
     assert b"--learning-rate" in terminal.buffer.getvalue()
+
+
+class Full(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("args", [["train", "--help"], ["report", "--help"], ["report", "run"], ["--help"]])
+@pytest.mark.parametrize("output", [None, Full()], ids=["closed", "full"])
+def test_output_that_is_closed_or_full_is_no_traceback(place, monkeypatch, args, output):
+    monkeypatch.setattr(sys, "stdout", output)
+    assert exit_status(lambda: commands.main(args)) == (2 if output else 0)
+
+
+def test_help_has_room_in_a_terminal_of_one_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1")
+    flags.prepare_terminal()
+    assert shutil.get_terminal_size().columns == 40
 
 
 def run_command(place: Path, *args: str, before: str = "") -> subprocess.CompletedProcess:

@@ -41,6 +41,8 @@ REFUSED = [
     ("task", "--task ''", "--task is needed"),
     ("task", "", "--reward is needed for rows.jsonl"),
     ("task", "--reward 'lenght(maximum=1)'", "no built-in reward 'lenght'"),
+    ("grpo", "--reward exact_answer", "--reward is given twice"),
+    ("", "train --resume --config numbers.json", "run_dir is 3"),
     ("grpo", "--data x", "--data belongs to"),
     ("task", "--task gsm8k --prompt-column question", "--prompt-column is for rows of your own"),
     ("task", "--task math", "--data is needed for math"),

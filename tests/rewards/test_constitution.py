@@ -118,6 +118,7 @@ def test_any_function_is_a_judge_and_weights_default_to_a_mean():
 
 
 BAD_CALLS = [
+    (lambda model: read_principles("nowhere.txt"), "nowhere.txt cannot be read"),
     (lambda model: parse_principles(["", "# none"]), "no principle"),
     (lambda model: parse_principles(["a: Be kind.", "be kind."]), "'be kind.' is there twice"),
     (lambda model: parse_principles(["a: Be kind.", "a: Be brief."]), "two principles are called a"),

@@ -158,6 +158,7 @@ CALLS = [
     ),
     # Packed rows: width 5.
     (lambda: pack([[1], [1]], [[2], []], width=5), "text 1 has no token to learn"),
+    (lambda: pack([[1] * 3], [[2] * 3], width=5), "text 0 has 6 tokens, but width is 5"),
     (lambda: pack([[]], [[2]], width=5), "text 0 has no token to learn"),
     (lambda: packed_batches(pack([[1]], [[2]], width=5), 99, seed=0), "a step of 99 rows"),
     # Phases on data.

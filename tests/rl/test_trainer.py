@@ -1,5 +1,6 @@
 """The trainer in five lines: as the post that announced GRPO writes them, and what it refuses."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from tiny import refused, save_tiny_model
 from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer
 from grpo_jax.data.episodes import Reply, episode_return
+from grpo_jax.data.types import Component
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.options import flattened
 from grpo_jax.runs.checkpoint import params_sha256
@@ -211,11 +213,23 @@ BAD_OPTIONS = [
     ({"preset": "gppo"}, "preset is 'gppo': choose among grpo"),
     ({"reward_model": lambda completions: 0}, "reward_model takes completions first"),
     ({"reward_model": {"a": lambda prompts, completions, **columns: 0}}, "the reward a takes prompts first"),
+    ({"reward_model": 3}, "reward_model is 3: it must be a function"),
+    ({"reward_model": {}}, "reward_model is empty"),
+    ({"reward_model": {"a": 3}}, "reward_model is .*: it must be a function"),
+    ({"reward_model": {"a": Component(Threes(), "1")}}, "weight is '1': it must be a number"),
+    ({"model": 3}, "model is 3"),
+    ({"run_dir": None}, "run_dir is None"),
+    ({"environment": "game"}, "environment is 'game': it must be a function"),
+    ({"environment_factory": 3}, "environment_factory is 3: it must be a function"),
+    ({"tools": add}, "tools is .*: it must be a list of functions"),
+    ({"tools": [add, add, functools.partial(add, 1)]}, "each must be a function with a name of its own"),
     ({"teacher": 5}, "teacher is 5"),
     ({"quantize": "nf4"}, "quantize nf4 .*lora_rank"),
     ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
     ({"prompts": "1+1="}, "prompts is one text"),
     ({"prompts": []}, "prompts is empty"),
+    ({"prompts": 3}, "prompts is 3: give a list"),
+    ({"prompts": {"prompt": PROMPTS}}, "prompts is {'prompt': .*: give a list"),
     ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt"),
     ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4"),
     ({"prompts": PROMPTS, "minibatches": 4}, "3 prompts for 4 pieces"),

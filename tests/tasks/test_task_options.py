@@ -113,3 +113,11 @@ def test_the_source_of_tools_of_a_package_is_known_as_that_of_a_file(tmp_path, m
         with opened(tmp_path, pretrained, ["1+1=", "1+2="], **options) as task:
             sources.append(task.environment.source)
     assert sources == [hash_file(tmp_path / "my_tools/sums.py")] * 2
+
+
+def test_messages_with_an_environment_are_refused_without_the_template_of_its_replies(tmp_path, pretrained):
+    (tmp_path / "game.py").write_text("def make(): pass\n")
+    options = {"environment": f"{tmp_path}/game.py:make", "chat": False}
+    messages = [[{"role": "user", "content": f"1+{i}="}] for i in range(2)]
+    with refused("--chat False gives replies no chat template"), opened(tmp_path, pretrained, messages, **options):
+        pass
