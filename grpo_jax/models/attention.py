@@ -31,7 +31,7 @@ def rotary_angles(positions: jax.Array, rotation: Rotation | None, features: int
     Args:
       positions: The positions of the tokens, int `[N, M]`.
       rotation: The rotation of a layer, θ and scaling; None: no rotation.
-      features: The number of features of a head, E.
+      features: The number of features of a head, E, unless the rotation has other heads.
 
     Returns:
       (cos, cos) and (−sin, sin), float32 `[N, M, 1, E]`.
@@ -48,7 +48,12 @@ def _frequencies(rotation: Rotation | None, features: int) -> tuple[jax.Array, f
     """Returns the frequencies `[E/2]`, and a factor for queries and keys."""
     if rotation is None:
         return jnp.zeros(features // 2), 1.0
+    turning = 1.0
+    if rotation.heads:
+        features, turning = rotation.heads.head_dim, rotation.heads.turning
     frequencies = rotation.theta ** (-jnp.arange(0, features, 2, dtype=jnp.float32) / features)
+    if turning < 1:
+        frequencies = jnp.where(jnp.arange(features // 2) < int(turning * features // 2), frequencies, 0)
     scaling = rotation.scaling
     if scaling is None:
         return frequencies, 1.0
@@ -138,7 +143,7 @@ def attend_rows(
     reaches: tuple[int | None, ...],
     kind: AttentionKind,
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
-) -> tuple[jax.Array, KeyValues]:
+) -> jax.Array:
     """Computes attention over `geometry.Rows`: of prompts over themselves, and of parts over their prompt and
     themselves.
 
@@ -154,7 +159,7 @@ def attend_rows(
       scores: The scale and the cap of the scores.
 
     Returns:
-      The attended values `[N, M, K, Q, E]`, and the keys and values of the prompts.
+      The attended values `[N, M, K, Q, E]`.
     """
     n, m, k, q, e = queries.shape
     width, size = masks[0].shape[-1], masks[1].shape[-2]
@@ -180,8 +185,7 @@ def attend_rows(
         part_queries = part_queries.reshape(n, -1, size, k, q, e).transpose(0, 3, 1, 4, 2, 5)
         states = core(part_queries, *map(behind_prompt, shared, of_parts), masks[1], prefix=width, reach=reaches[1])
         attended.append(states.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e))
-    prompt = KeyValues(caches.prompt_keys(shared[0][:, :, 0]), shared[1][:, :, 0])
-    return jnp.concatenate(attended, axis=1), prompt
+    return jnp.concatenate(attended, axis=1)
 
 
 # The fewest queries in a block, and the most blocks, since each block is compiled separately.
@@ -402,8 +406,8 @@ def attend_fused(
 
 def attend_past(
     queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    keys: jax.Array | None,
+    values: jax.Array | None,
     masks: tuple[jax.Array, ...],
     prompt: KeyValues,
     cache: KeyValues,
@@ -417,7 +421,8 @@ def attend_past(
 
     Args:
       queries: The queries of W tokens per completion, `[N, G·W, K, Q, E]`.
-      keys, values: The keys and values of these tokens, `[N, G·W, K, E]`, which are written to the cache.
+      keys, values: The keys and values of these tokens, `[N, G·W, K, E]`, which are written to the cache; None: the
+        cache has them already.
       masks: The mask over the prompt and the mask over the cache.
       prompt: The keys and values of the prompts in this layer.
       cache: The keys and values of the completions in this layer. On a mesh the first axis is two, `[N, K·G, ...]`.
@@ -436,7 +441,8 @@ def attend_past(
         """Rearranges `[N, G·W, K, ..., E]` to `[N, K, G, ..., W, E]`."""
         return jnp.moveaxis(x.reshape(n, g, w, *x.shape[2:]), (3, 2), (1, -2))
 
-    cache = caches.write_tokens(cache, by_heads(keys), by_heads(values), places)
+    if keys is not None and values is not None:
+        cache = caches.write_tokens(cache, by_heads(keys), by_heads(values), places)
     queries = by_heads(scores.scaled(queries)).reshape(n, k, g, q * w, e)
     if w > 1:
         masks = tuple(jnp.repeat(mask, q, axis=3).reshape(*mask.shape[:3], 1, q * w, -1) for mask in masks)
@@ -453,7 +459,7 @@ def attend_past(
     total = total if scores.sinks is None else total + jnp.exp(sinks - maximum)
     of_prompt, suffix = (x.astype(queries.dtype) for x in (of_prompt, suffix))
     attended = (caches.sum_prompt(of_prompt, prompt) + caches.sum_cache(suffix, cache)) / total[..., None]
-    attended = attended.astype(values.dtype).reshape(n, k, g, q, w, e).transpose(0, 2, 4, 1, 3, 5)
+    attended = attended.astype(queries.dtype).reshape(n, k, g, q, w, e).transpose(0, 2, 4, 1, 3, 5)
     return attended.reshape(n, m, k, q, e), cache
 
 

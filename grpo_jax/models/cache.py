@@ -25,7 +25,10 @@ _BLOCKS = 64, 32  # sizes of a block; the first that divides the slots of a cach
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of one layer, or of all layers with a leading axis L, as a decode step reads them."""
+    """Keys and values of one layer, or of all layers with a leading axis L, as a decode step reads them.
+
+    A pass over rows has both as `[N, M, K, E]`: see `of_prompts`.
+    """
 
     keys: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions; on a CPU [N, K, E, P], [N·K·G·C/B, E, B]
     values: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions
@@ -38,7 +41,7 @@ class DeltaState(NamedTuple):
     state: jax.Array  # float32 [..., H, A, B]: see `delta`
 
 
-Memory = KeyValues | DeltaState  # of a layer
+Memory = KeyValues | DeltaState | None  # of a layer; None: it reads that of another layer
 
 
 class Prefix(NamedTuple):
@@ -50,9 +53,10 @@ class Prefix(NamedTuple):
     length: jax.Array  # int32 [N], number of tokens of the prompt, which is the position of the first completion token
 
 
-def prompt_keys(keys: jax.Array) -> jax.Array:
-    """Rearranges keys of prompts, `[..., P, E]`, to the layout of `KeyValues`."""
-    return keys.swapaxes(-1, -2) if _features_first() else keys
+def of_prompts(rows: KeyValues) -> KeyValues:
+    """Rearranges keys and values of prompts, `[N, P, K, E]`, for decode steps."""
+    keys, values = (x.swapaxes(1, 2) for x in rows)
+    return KeyValues(keys.swapaxes(-1, -2) if _features_first() else keys, values)
 
 
 def cache_keys(keys: jax.Array) -> jax.Array:
@@ -168,7 +172,7 @@ def _write_slots(own_keys, own_values, keys, values, places):
 # ---- sizes and rows
 
 
-def key_values(layers: Sequence[Memory | None]) -> list[KeyValues]:
+def key_values(layers: Sequence[Memory]) -> list[KeyValues]:
     """Returns the keys and values of the layers with attention."""
     return [layer for layer in layers if isinstance(layer, KeyValues)]
 
@@ -180,7 +184,7 @@ def widen(layers: tuple[Memory, ...], slots: Sequence[int]) -> tuple[Memory, ...
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, slots - x.shape[-2]), (0, 0)])
 
     def wider(layer: Memory, slots: int) -> Memory:
-        if isinstance(layer, DeltaState):
+        if not isinstance(layer, KeyValues):
             return layer
         keys = layer.keys.swapaxes(-1, -2).reshape(layer.values.shape) if _features_first() else layer.keys
         return KeyValues(cache_keys(pad(keys, slots)), pad(layer.values, slots))
@@ -189,7 +193,7 @@ def widen(layers: tuple[Memory, ...], slots: Sequence[int]) -> tuple[Memory, ...
 
 
 def select_completions(
-    prefix: Prefix, layers: tuple[Memory, ...], chosen: jax.Array, num_heads: int
+    prefix: Prefix, layers: tuple[Memory, ...], chosen: jax.Array
 ) -> tuple[Prefix, tuple[Memory, ...]]:
     """Copies the cache of some of N·G completions, as the cache of R prompts with one completion each.
 
@@ -197,22 +201,25 @@ def select_completions(
       prefix: The cache of the N prompts.
       layers: The cache of all completions, by layer.
       chosen: The indices of the completions to copy, int `[R]`, from 0 to N·G − 1.
-      num_heads: The number of key-value heads, K.
 
     Returns:
       A prefix with one copy of the prompt for each chosen completion, and the cache of these completions.
     """
     num_prompts = prefix.mask.shape[0]
-    group_size = key_values(layers)[0].values.shape[0] // (num_prompts * num_heads)
+    of_prompts, of_completions = key_values(prefix.layers)[0], key_values(layers)[0]
+    group_size = of_completions.values.shape[0] // math.prod(of_prompts.values.shape[:2])
     prompt, member = jnp.divmod(chosen, group_size)
 
-    def take(x: jax.Array) -> jax.Array:
-        taken = x.reshape(num_prompts, num_heads, group_size, -1, *x.shape[1:])[prompt, :, member]  # [R, K, …]
-        return taken.reshape(-1, *x.shape[1:])
-
-    def take_layer(layer: Memory) -> Memory:
-        if isinstance(layer, DeltaState):
+    def take_layer(layer: Memory, of_prompts: KeyValues | None) -> Memory:
+        if of_prompts is None:
             return jax.tree.map(lambda x: x[prompt, member][:, None], layer)
+
+        def take(x: jax.Array) -> jax.Array:
+            heads = of_prompts.values.shape[1]
+            taken = x.reshape(num_prompts, heads, group_size, -1, *x.shape[1:])[prompt, :, member]  # [R, K, …]
+            return taken.reshape(-1, *x.shape[1:])
+
         return jax.tree.map(take, layer)
 
-    return jax.tree.map(lambda x: x[prompt], prefix), tuple(map(take_layer, layers))
+    selected = tuple(map(take_layer, layers, prefix.layers))
+    return jax.tree.map(lambda x: x[prompt], prefix), selected

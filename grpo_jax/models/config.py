@@ -1,5 +1,6 @@
 """The configuration of a decoder. `families` converts it from and to a Hugging Face config.json."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -76,8 +77,12 @@ class RopeScaling(NamedTuple):
     truncate: bool = True  # round the feature indices of beta_fast and beta_slow outwards
 
 
-Mixer = Literal["attention", "delta"]
-FeedForward = Literal["mlp", "experts"]
+# "global_attention" has the heads of `ModelConfig.global_heads`. Readers have only queries, and attend to the keys and
+# values of an earlier layer: see READ.
+Mixer = Literal["attention", "global_attention", "reader", "global_reader", "delta"]
+FeedForward = Literal["mlp", "wide_mlp", "experts"]
+READ: dict[Mixer, Mixer] = {"reader": "attention", "global_reader": "global_attention"}
+_READERS = {source: reader for reader, source in READ.items()}
 
 
 class Form(NamedTuple):
@@ -87,11 +92,21 @@ class Form(NamedTuple):
     feed_forward: FeedForward
 
 
+class Heads(NamedTuple):
+    """The keys and values of a layer."""
+
+    num_key_value_heads: Annotated[int, between(1, 10**5)]
+    head_dim: Annotated[int, between(1, 10**6)]
+    turning: Fraction = 1.0  # the share of the pairs of features that turn; the other pairs have the frequency 0
+    keys_are_values: bool = False  # values are the keys before their norm and rotation, without a projection
+
+
 class Rotation(NamedTuple):
     """The rotation of a layer's queries and keys by their positions."""
 
     theta: float
     scaling: RopeScaling | None = None
+    heads: Heads | None = None  # None: those of most layers
 
 
 @dataclass(frozen=True)
@@ -134,6 +149,11 @@ class ModelConfig:
     qk_norm_across_heads: bool = False  # one norm across all heads instead: OLMo
     attention_sinks: bool = False  # a learned score for each head takes part in the softmax, and adds nothing: gpt-oss
     gated_attention: bool = False  # attended values are multiplied by sigmoid(gate), from q_proj too: Qwen3.5
+    value_norm: bool = False  # RMS norm of each head's values, without scales: Gemma 4
+    global_heads: Heads | None = None  # heads of the layers without a window, if they differ: Gemma 4
+    num_kv_shared_layers: int = 0  # the last layers, which read keys and values of the last layer before them: Gemma 4
+    use_double_wide_mlp: bool = False  # the MLPs of these layers have twice the features
+    layer_scales: bool = False  # the output of each layer is multiplied by a number, which is not trained: Gemma 4
     delta: DeltaConfig | None = None  # the delta net of delta_layers: Qwen3.5
     delta_layers: tuple[int, ...] = ()  # layers with a delta net instead of attention
     query_pre_attn_scalar: _Number | None = None  # scores are q·k / √this; None: head_dim. Gemma
@@ -183,6 +203,16 @@ class ModelConfig:
             check_types(DeltaConfig, self.delta._asdict())
             if self.delta.num_value_heads % self.delta.num_key_heads:
                 raise UsageError("linear_num_value_heads must be a multiple of linear_num_key_heads")
+        if self.global_heads:
+            check_types(Heads, self.global_heads._asdict())
+            if self.num_attention_heads % self.global_heads.num_key_value_heads or self.global_heads.head_dim % 2:
+                raise UsageError(
+                    f"num_attention_heads must be a multiple of {self.global_heads}, with an even head_dim"
+                )
+        if {READ.get(mixer, mixer) for mixer, _ in self.forms} - {mixer for mixer, _ in self.forms}:
+            raise UsageError(
+                "num_kv_shared_layers: each of the last layers needs an earlier layer with the same window"
+            )
         if self.delta_layers and (not self.delta or len(self.delta_layers) == self.num_hidden_layers):
             raise UsageError("a decoder needs the sizes of its delta nets, and at least one layer with attention")
         if self.attention == "cudnn" and self.dtype != "bfloat16":
@@ -190,23 +220,41 @@ class ModelConfig:
         for name in _NOT_COMPUTED.get(self.attention, ()):
             if getattr(self, name):
                 raise UsageError(f'attention "{self.attention}" does not compute {name}: set it to "auto" or "shared"')
-        if self.attention == "cudnn" and (self.head_dim % 8 or self.head_dim > 256):
+        if self.attention == "cudnn" and (any(size % 8 for size in self.head_dims) or max(self.head_dims) > 256):
             raise UsageError(
-                f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {self.head_dim}'
+                f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {self.head_dims}'
                 ': set it to "auto", "shared" or "xla"'
             )
 
     @property
     def forms(self) -> tuple[Form, ...]:
         """The modules of each layer."""
-        layers = range(self.num_hidden_layers)
-        return tuple(
-            Form(
-                "delta" if layer in self.delta_layers else "attention",
-                "experts" if self.experts and layer not in self.dense_layers else "mlp",
-            )
-            for layer in layers
-        )
+        mlp_of_readers: FeedForward = "wide_mlp" if self.use_double_wide_mlp else "mlp"
+        first_reader = self.num_hidden_layers - self.num_kv_shared_layers
+
+        def form(layer: int, window: int | None) -> Form:
+            mixer: Mixer = "global_attention" if self.global_heads and window is None else "attention"
+            mixer, mlp = (_READERS[mixer], mlp_of_readers) if layer >= first_reader else (mixer, "mlp")
+            has_experts = self.experts and layer not in self.dense_layers
+            return Form("delta" if layer in self.delta_layers else mixer, "experts" if has_experts else mlp)
+
+        return tuple(itertools.starmap(form, enumerate(self.windows)))
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The layer whose keys and values each layer attends to: itself, or for a reader an earlier one."""
+        last = {mixer: layer for layer, (mixer, _) in enumerate(self.forms)}
+        return tuple(last[READ[mixer]] if mixer in READ else layer for layer, (mixer, _) in enumerate(self.forms))
+
+    def heads_of(self, mixer: Mixer) -> Heads:
+        """Returns the heads of a kind of attention."""
+        heads = self.global_heads if mixer in ("global_attention", "global_reader") else None
+        return heads or Heads(self.num_key_value_heads, self.head_dim)
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """The different numbers of features of a head."""
+        return tuple({self.heads_of(form.mixer).head_dim for form in self.forms})
 
     @property
     def rotated(self) -> int:
@@ -223,7 +271,7 @@ class ModelConfig:
     @property
     def rotations(self) -> tuple[Rotation | None, ...]:
         """The rotation of each layer; None for a layer without rotation."""
-        everywhere = Rotation(self.rope_theta, self.rope_scaling)
+        everywhere = Rotation(self.rope_theta, self.rope_scaling, self.global_heads)
         local = everywhere if self.rope_local_base_freq is None else Rotation(self.rope_local_base_freq)
         return tuple(
             None if layer in self.unrotated_layers else everywhere if window is None else local

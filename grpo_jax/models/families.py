@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any, get_args, get_type_hints
 
 from grpo_jax.errors import UsageError, abbreviate
-from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig, RopeScaling
+from grpo_jax.models.config import DeltaConfig, ExpertsConfig, Heads, ModelConfig, RopeScaling
 from grpo_jax.options import check_types
 
 File = dict[str, Any]  # the contents of a config.json
@@ -90,6 +90,7 @@ def config_to_huggingface(config: ModelConfig) -> File:
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")  # Gemma's
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")  # Granite's
+_SHARING = ("num_kv_shared_layers", "use_double_wide_mlp")  # Gemma 4's
 _SAME = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range")
 
 
@@ -135,6 +136,8 @@ def _fields(file: File) -> Fields:
     if file.get("sliding_window") and sliding:
         fields["sliding_window"] = file["sliding_window"]
         fields["sliding_layers"] = sliding if len(sliding) < layers else None
+    if unknown := set(kinds) - {"sliding_attention", "full_attention", "linear_attention"}:
+        raise UsageError(f"layer_types {abbreviate(sorted(unknown))} are not supported")
     delta = tuple(layer for layer in range(layers) if kinds[layer] == "linear_attention")
     if delta:
         sizes = [file[f"linear_{name}"] for name in DeltaConfig._fields[:-1]]
@@ -143,9 +146,29 @@ def _fields(file: File) -> Fields:
     if file["model_type"].startswith("gemma"):
         fields["embedding_multiplier"] = file["hidden_size"] ** 0.5
         fields["hidden_act"] = file.get("hidden_activation") or file["hidden_act"]
+    if file["model_type"] == "gemma4_text":
+        fields |= _gemma4(file)
     if file["model_type"] == "gemma3_text" and file["attn_logit_softcapping"] is not None:
         raise UsageError("attn_logit_softcapping is not supported in Gemma 3")  # transformers does not compute it
     return fields
+
+
+def _gemma4(file: File) -> Fields:
+    """Returns the fields that only Gemma 4 has."""
+    layers = range(file["num_hidden_layers"])
+    is_global = [kind == "full_attention" for kind in file["layer_types"]]
+    per_layer = {int(layer): heads for layer, heads in file["per_layer_config"].items()}
+    changed = per_layer.get(is_global.index(True), {})
+    if [per_layer.get(i, {}) for i in layers] != [changed if x else {} for x in is_global] or changed.keys() - set(
+        Heads._fields
+    ):
+        raise UsageError("per_layer_config is supported only for the heads of all layers without a window")
+    heads = {name: changed.get(name, file[name]) for name in Heads._fields[:2]}
+    rope = file["rope_parameters"]["full_attention"]
+    if rope["rope_type"] == "proportional":
+        heads["turning"] = rope.get("partial_rotary_factor", 1.0)
+    fields = {name: file[name] for name in _SHARING}
+    return fields | {"global_heads": Heads(**heads, keys_are_values=file["attention_k_eq_v"])}
 
 
 def _experts(file: File) -> Fields:
@@ -175,7 +198,7 @@ def _file(model_type: str, config: ModelConfig) -> File:
     """Returns the entries of a config.json of this family, by the names of its class in transformers."""
     known = _config_class(model_type)().to_dict()
     rope: dict[str, Any] = _rope_parameters(config)
-    names = (*_SIZES, *_SAME, *_CAPS, *_MULTIPLIERS, "sliding_window", "mlp_bias")
+    names = (*_SIZES, *_SAME, *_CAPS, *_MULTIPLIERS, *_SHARING, "sliding_window", "mlp_bias")
     written = {name: getattr(config, name) for name in names}
     written |= config.experts._asdict() | {"num_local_experts": config.experts.num_experts} if config.experts else {}
     written |= {
@@ -190,6 +213,11 @@ def _file(model_type: str, config: ModelConfig) -> File:
         "max_position_embeddings": config.max_position_embeddings,
         "mlp_only_layers": list(config.dense_layers),
     }
+    if heads := config.global_heads:
+        shape = {name: getattr(heads, name) for name in Heads._fields[:2]}
+        written["per_layer_config"] = {str(i): shape for i, window in enumerate(config.windows) if window is None}
+        written["attention_k_eq_v"] = heads.keys_are_values
+        rope |= {"rope_type": "proportional", "partial_rotary_factor": heads.turning}
     if config.delta:
         written |= {f"linear_{name}": value for name, value in config.delta._asdict().items()}
     # Earlier versions of transformers read these names.
@@ -208,7 +236,8 @@ def _check(file: File) -> None:
     """Refuses a file that needs a feature which no family has, or whose sizes transformers could not read."""
     for unsupported in ("quantization_config", "use_bidirectional_attention"):
         is_mxfp4 = file.get("model_type") == "gpt_oss" and unsupported == "quantization_config"
-        if file.get(unsupported) and not is_mxfp4:
+        # Gemma 4 has "vision": tokens of images see each other, and those of texts do not.
+        if file.get(unsupported) not in (None, False, "vision") and not is_mxfp4:
             raise UsageError(f"{unsupported} {abbreviate(file[unsupported])} is not supported")
     optional = {"intermediate_size"} if "moe_intermediate_size" in file else set()
     sizes = [name for name in _SIZES if name in file or name not in optional]
@@ -232,6 +261,10 @@ def _rope(file: File) -> Fields:
     rope, local = file["rope_parameters"], None
     if "full_attention" in rope:
         rope, local = rope["full_attention"], rope["sliding_attention"]
+        if file["model_type"] == "gemma4_text":  # `_gemma4` reads the share of features that turn
+            if rope["rope_type"] not in ("default", "proportional") or rope.get("factor", 1.0) != 1:
+                raise UsageError(f"rope scaling {abbreviate(rope)} is not supported in Gemma 4")
+            rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         if _scaling(local, file):
             raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
     fields = {"rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, file)}
@@ -276,6 +309,7 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 _QWEN_NEXT: Fields = {"qk_norm": True, "zero_centered_norms": True, "gated_attention": True}
 _OLMO: Fields = {"norms": "after", "qk_norm": True, "qk_norm_across_heads": True}
 _GEMMA: Fields = {"zero_centered_norms": True}
+_GEMMA4: Fields = {"norms": "around", "qk_norm": True, "value_norm": True, "layer_scales": True}
 # By model_type: the family's name in class names, such as LlamaForCausalLM, and the fields that all its models share.
 # A configuration that fits several families is written as the first of them.
 FAMILIES: dict[str, tuple[str, Fields]] = {
@@ -297,4 +331,5 @@ FAMILIES: dict[str, tuple[str, Fields]] = {
     "qwen3_5_moe_text": ("Qwen3_5Moe", _QWEN_NEXT),
     "qwen3_next": ("Qwen3Next", _QWEN_NEXT),
     "gpt_oss": ("GptOss", {"attention_sinks": True}),
+    "gemma4_text": ("Gemma4", _GEMMA4 | {"attention_multiplier": 1.0}),
 }

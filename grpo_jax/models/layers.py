@@ -19,8 +19,11 @@ from grpo_jax.models.params import Params
 # The result of each layer of the prefix; the results of each layer of a period, with a leading axis of periods; and the
 # number of periods
 Results = tuple[list[Any], list[Any], int]
-# (form of a layer, x, its parameters by collection, its kind) -> (x after the layer, any other result)
-Step = Callable[[Form, jax.Array, dict[str, Params], LayerKind], tuple[jax.Array, Any]]
+# What layers share with later layers
+Shared = dict[str, Any]
+# (form of a layer, x, what earlier layers share, its parameters by collection, its kind)
+# -> (x after the layer, what layers share, any other result)
+Step = Callable[[Form, jax.Array, Shared, dict[str, Params], LayerKind], tuple[jax.Array, Shared, Any]]
 
 
 def layers_with(config: ModelConfig, module: str) -> list[int]:
@@ -61,6 +64,8 @@ def scan_layers(
 ) -> tuple[jax.Array, Results]:
     """Applies all layers, one after the other.
 
+    A layer sees what earlier layers of its period share, and the layers before the loop.
+
     Args:
       config: The configuration of the decoder.
       step: Computes a layer.
@@ -73,10 +78,11 @@ def scan_layers(
     """
     forms, kinds, results = config.forms, layer_kinds(config), []
     prefix, period = repetition(forms)
+    shared: Shared = {}
     repeated = range(prefix, prefix + period)
     for number in range(prefix):
         params = {name: layer_params(config, layers, number) for name, layers in collections.items()}
-        x, result = step(forms[number], x, params, kinds[number])
+        x, shared, result = step(forms[number], x, shared, params, kinds[number])
         results.append(result)
 
     def by_period(layers: Params) -> Params:
@@ -101,17 +107,20 @@ def scan_layers(
         }
 
     def step_period(x: jax.Array, scanned: Any) -> tuple[jax.Array, list[Any]]:
-        stacks, kinds = scanned
-        results = []
-        for number, kind in zip(repeated, kinds, strict=True):
+        stacks, of_period = scanned
+        results, seen = [], shared
+        for number, kind in zip(repeated, of_period, strict=True):
             params = {name: of_layer(layers, number) for name, layers in stacks.items()}
-            x, result = step(forms[number], x, params, kind)
+            x, seen, result = step(forms[number], x, seen, params, kind or kinds[number])
             results.append(result)
         return x, results
 
     stacks = {name: by_period(layers) for name, layers in collections.items()}
-    # The indices of rotation and window are arrays only if layers differ in them.
-    of_periods = [jax.tree.map(lambda *i: jnp.array(i, jnp.int32), *kinds[number::period]) for number in repeated]
+    # The indices of rotation and window are arrays only if they differ between periods.
+    of_periods = [
+        jax.tree.map(lambda *i: jnp.array(i, jnp.int32), *set_of) if len(set(set_of)) > 1 else None
+        for set_of in (kinds[number::period] for number in repeated)
+    ]
     x, of_period = jax.lax.scan(step_period, x, (stacks, of_periods), unroll=unroll)
     return x, (results, of_period, (len(forms) - prefix) // period)
 

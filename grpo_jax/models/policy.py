@@ -4,7 +4,6 @@ Any model that provides them can be trained: the decoder here, an nnx model thro
 test. Letters: see `transformer`.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,12 +16,12 @@ import jax.numpy as jnp
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.cache import (
-    DeltaState,
     KeyValues,
     Memory,
     Prefix,
     cache_keys,
     key_values,
+    of_prompts,
     select_completions,
     widen,
 )
@@ -110,7 +109,7 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
             raise UsageError('attention "tokamax" has no gradient of capped scores on a GPU: set it to "auto"')
     if config.attention != "auto":
         return config
-    computes = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128
+    computes = config.dtype == "bfloat16" and all(size % 8 == 0 and size <= 128 for size in config.head_dims)
     # The backend is queried last, since this initialises JAX, whose options can then no longer be set.
     is_plain = config.attn_logit_softcapping is None and not config.attention_sinks
     is_fused = computes and is_plain and traits_of_backend().has_flash_attention
@@ -181,16 +180,16 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
         hidden, results = compute_rows(config, variables(params), prompt_ids, seen)
         separate = layout(params)
         memories = [memory for memory, _ in by_layer(results)]
-        layers = tuple(None if isinstance(memory, DeltaState) else memory for memory in memories)
+        layers = tuple(of_prompts(memory) if isinstance(memory, KeyValues) else None for memory in memories)
         prefix = Prefix(layers, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
-        rows = [prompt_ids.shape[0], config.num_key_value_heads * group_size]
-        rows = rows if mesh_sizes() else [math.prod(rows)]
 
         def begin(memory: Memory, slots: int) -> Memory:
             """Returns the memory of completions before their first token."""
-            if isinstance(memory, DeltaState):
+            if not isinstance(memory, KeyValues):
                 return jax.tree.map(lambda x: jnp.repeat(x[:, None], group_size, axis=1), memory)
-            values = spread(jnp.zeros((*rows, slots, config.head_dim), config.dtype), BATCH, TENSOR)
+            n, _, heads, features = memory.values.shape
+            rows = [n, heads * group_size] if mesh_sizes() else [n * heads * group_size]
+            values = spread(jnp.zeros((*rows, slots, features), config.dtype), BATCH, TENSOR)
             return KeyValues(cache_keys(values), values)
 
         cache = prefix, tuple(map(begin, memories, slots_of_layers(max_tokens)))
@@ -216,7 +215,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
     def select(cache: Any, chosen: jax.Array) -> Any:
         prefix, completions = cache
-        return select_completions(prefix, completions, chosen, config.num_key_value_heads)
+        return select_completions(prefix, completions, chosen)
 
     def wider(cache: Any, slots: int) -> Any:
         prefix, completions = cache

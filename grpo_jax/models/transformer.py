@@ -26,9 +26,9 @@ from grpo_jax.functional.products import product, rms_norm, times_transposed, tr
 from grpo_jax.models import sharding
 from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
 from grpo_jax.models.cache import KeyValues, Memory, Prefix
-from grpo_jax.models.config import Activation, Form, ModelConfig
+from grpo_jax.models.config import READ, Activation, Form, Mixer, ModelConfig
 from grpo_jax.models.geometry import Geometry, LayerKind, geometry_of_rows, layer_kinds, rows_of_prompts
-from grpo_jax.models.layers import Results, layer_params, layers_with, scan_layers
+from grpo_jax.models.layers import Results, Shared, layer_params, layers_with, scan_layers
 from grpo_jax.models.params import Params as Params, holds_quantised, is_quantised
 from grpo_jax.models.quantised import beside, dequantised
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
@@ -83,7 +83,10 @@ def param_shapes(config: ModelConfig) -> Params:
     x = jnp.zeros((1, 1, config.hidden_size), config.dtype)
     layers: Params = {}
     for form, kind in dict(zip(config.forms, layer_kinds(config), strict=True)).items():
-        layers |= jax.eval_shape(Block(config, form).init, jax.random.key(0), x, geometry, kind)["params"]
+        kv_heads, features, *_ = config.heads_of(form.mixer)
+        read = KeyValues(*[jnp.zeros((1, 1, kv_heads, features), config.dtype)] * 2)
+        init = partial(Block(config, form).init, kind=kind)
+        layers |= jax.eval_shape(init, jax.random.key(0), x, geometry, read=read)["params"]
     for module, tree in layers.items():
         count = len(layers_with(config, module))
         layers[module] = jax.tree.map(lambda x, n=count: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), tree)
@@ -127,12 +130,16 @@ def compute_rows(
     """
     params = variables["params"]
 
-    def step(form: Form, x: jax.Array, layer: Collections, kind: LayerKind) -> tuple[jax.Array, Any]:
-        def block(x: jax.Array, layer: Collections, geometry: Geometry, kind: LayerKind) -> tuple[jax.Array, Any, Any]:
-            return Block(config, form).apply(layer, x, geometry, kind)  # type: ignore[return-value]
+    def step(form: Form, x: jax.Array, shared: Shared, layer: Collections, kind: LayerKind) -> tuple[Any, Shared, Any]:
+        def block(x: jax.Array, read: Any, layer: Collections, geometry: Geometry) -> Any:
+            # The kind is no argument, since that would make an array of it.
+            return Block(config, form).apply(layer, x, geometry, kind, None, read)
 
-        x, past, routing = rematerialised(block, config)(x, layer, geometry, kind)
-        return x, (past, routing)
+        read = shared.get(READ.get(form.mixer, ""))
+        x, memory, routing = rematerialised(block, config)(x, read, layer, geometry)
+        if config.num_kv_shared_layers and memory is not None:
+            shared = shared | {form.mixer: memory}
+        return x, shared, (memory, routing)
 
     unroll = has_gradient and unrolls(config, quantised=holds_quantised(params))
     layers = {name: tree["layers"] for name, tree in variables.items()}
@@ -164,11 +171,13 @@ def compute_next(
       Hidden states after the last norm `[N, G·W, D]`, the cache with the tokens, and the `experts.Routing` of each
       layer with experts.
     """
-    params, caches, routings = variables["params"], [], []
+    params, routings = variables["params"], []
+    caches: list[Memory] = []
     x = embed(config, params, ids, DATA)
     for number, (form, kind) in enumerate(zip(config.forms, layer_kinds(config), strict=True)):
         layer = {name: tree[f"layer_{number}"] for name, tree in variables.items() if f"layer_{number}" in tree}
-        past = prefix.layers[number], cache[number]
+        source = config.sources[number]
+        past = prefix.layers[source], cache[number] if source == number else caches[source]
         x, layer_cache, routing = Block(config, form).apply(layer, x, geometry, kind, past)  # type: ignore[misc]
         caches.append(layer_cache)
         routings += [] if routing is None else [routing]
@@ -217,10 +226,11 @@ class Block(nn.Module):
     form: Form
 
     @nn.compact
-    def __call__(self, x, geometry: Geometry, kind: LayerKind, past=None):
+    def __call__(self, x, geometry: Geometry, kind: LayerKind, past=None, read=None):
         """Computes x `[N, M, D]` after this layer, its `cache.Memory`, and the `experts.Routing` or None.
 
-        For decoding, `past` holds the cache of the prompts and that of the completions in this layer.
+        For decoding, `past` holds the cache of the prompts and that of the completions in this layer, or in the layer
+        that it reads. In a pass over rows, `read` is the memory of that layer.
         """
         config, rows = self.config, BATCH if past is None else DATA
 
@@ -238,7 +248,8 @@ class Block(nn.Module):
 
             mixed, after_tokens = DeltaNet(config, name="delta")(normed, geometry, kind, past)
         else:
-            mixed, after_tokens = Attention(config, name="attention")(normed, geometry, kind, past)
+            attention = Attention(config, self.form.mixer, name=self.form.mixer)
+            mixed, after_tokens = attention(normed, geometry, kind, past, read)
         x = checkpoint_name(spread(x + after("attention_output_norm", mixed), rows), "middle")
         normed = before("post_attention_norm", x)  # norm of the residual stream after attention
         if self.form.feed_forward == "experts":
@@ -251,29 +262,44 @@ class Block(nn.Module):
                 gate = Linear((1,), False, name="shared_expert_gate")(normed)
                 mixed += jax.nn.sigmoid(gate) * MLP(config, width, name="shared_expert")(normed)
         else:
-            mixed, routing = MLP(config, config.intermediate_size, name="mlp")(normed), None
-        return spread(x + after("mlp_output_norm", mixed), rows), after_tokens, routing
+            width = config.intermediate_size * (2 if self.form.feed_forward == "wide_mlp" else 1)
+            mixed, routing = MLP(config, width, name=self.form.feed_forward)(normed), None
+        x = x + after("mlp_output_norm", mixed)
+        if config.layer_scales:
+            scale = self.param("layer_scale", lambda _: {"scale": jnp.ones(1)})["scale"]
+            x = x * jax.lax.stop_gradient(scale).astype(x.dtype)
+        return spread(x, rows), after_tokens, routing
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     config: ModelConfig
+    mixer: Mixer = "attention"
 
     @nn.compact
-    def __call__(self, x, geometry: Geometry, kind: LayerKind, past: tuple[KeyValues, KeyValues] | None = None):
-        """Computes attention in the shape of x `[N, M, D]`, and the keys and values of the prompt, or the cache.
+    def __call__(
+        self,
+        x: jax.Array,
+        geometry: Geometry,
+        kind: LayerKind,
+        past: tuple[KeyValues, KeyValues] | None = None,
+        read: KeyValues | None = None,
+    ) -> tuple[jax.Array, KeyValues | None]:
+        """Computes attention in the shape of x `[N, M, D]`, and the keys and values of its tokens, or the cache.
 
-        With `past`, the keys and values of prompt and cache, tokens attend to these and are written to the cache.
+        With `past`, the `KeyValues` of prompt and cache, tokens attend to these and are written to the cache. A reader
+        attends to `read`, or to what another layer has written to the cache, and has no memory.
         """
-        config = self.config
-        heads, kv_heads, features = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        config, is_reader = self.config, self.mixer in READ
+        heads, (kv_heads, features, *_, keys_are_values) = config.num_attention_heads, config.heads_of(self.mixer)
         angles, masks, places = geometry.of_layer(kind)
 
         of_queries = 2 * features if config.gated_attention else features
-        shapes = {"q_proj": (heads, of_queries), "k_proj": (kv_heads, features), "v_proj": (kv_heads, features)}
+        others = [] if is_reader else ["k_proj"] if keys_are_values else ["k_proj", "v_proj"]
+        shapes = {"q_proj": (heads, of_queries)} | dict.fromkeys(others, (kv_heads, features))
         projected = [spread(y, BATCH, None, TENSOR) for y in linears(self, x, shapes, config.qkv_bias)]
-        queries, keys, values = (checkpoint_name(y, "projected") for y in projected)  # [N, M, heads, E]
+        queries, *written = (checkpoint_name(y, "projected") for y in projected)  # [N, M, heads, E]
 
         def rotated(name: str, projected: jax.Array) -> jax.Array:
             if config.qk_norm_across_heads:
@@ -284,7 +310,12 @@ class Attention(nn.Module):
             return rotate(projected, angles)
 
         queries, gate = jnp.split(queries, [features], axis=-1)
-        queries, keys = rotated("q", queries), rotated("k", keys)
+        queries = rotated("q", queries)
+        if not is_reader:
+            values = written[-1]
+            if config.value_norm:
+                values = rms_norm(values, jnp.ones_like(values, jnp.float32, (features,)), config.rms_norm_eps)
+            read = KeyValues(rotated("k", written[0]), values)
         queries = queries.reshape(*x.shape[:2], kv_heads, heads // kv_heads, features)
         scale = config.attention_multiplier
         if config.query_pre_attn_scalar is not None:
@@ -292,13 +323,15 @@ class Attention(nn.Module):
         sinks = self.param("sinks", _declared, (heads,)) if config.attention_sinks else None
         scores = Scores(scale, config.attn_logit_softcapping, sinks)
         if past is None:
-            attended, saved = attend_rows(queries, keys, values, masks, geometry.reaches, config.attention, scores)
+            assert read is not None
+            attended, memory = attend_rows(queries, *read, masks, geometry.reaches, config.attention, scores), read
         else:
-            attended, saved = attend_past(queries, keys, values, masks, *past, places, scores)
+            keys, values = read or (None, None)
+            attended, memory = attend_past(queries, keys, values, masks, *past, places, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
         attended = attended * jax.nn.sigmoid(gate) if config.gated_attention else attended
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
-        return out(attended), saved
+        return out(attended), None if is_reader else memory
 
 
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
@@ -469,7 +502,9 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
 
     def block(number: int) -> Params:
         layer = layer_params(config, params["layers"], number)
-        return {name: tree if name.endswith(("_norm", "_gate")) else part(tree) for name, tree in layer.items()}
+        return {
+            name: tree if name.endswith(("_norm", "_gate", "_scale")) else part(tree) for name, tree in layer.items()
+        }
 
     rest = {name: value for name, value in params.items() if name != "layers"}
     return rest | {f"layer_{i}": block(i) for i in range(config.num_hidden_layers)}

@@ -19,7 +19,7 @@ import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
 from grpo_jax.errors import UsageError, missing
-from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
+from grpo_jax.models.config import READ, DeltaConfig, ExpertsConfig, Mixer, ModelConfig
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.layers import layers_with
 from grpo_jax.models.params import Params, Quantised, Quantize, is_quantised
@@ -111,30 +111,41 @@ _NORMS: dict[str, dict[str, str]] = {
 
 def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     """Returns a `Tensor` for every leaf of the scanned decoder's parameters, in the same tree."""
-    width, inner, features = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_attention_heads * features, config.num_key_value_heads * features
-    layer = "model.layers.{}"
+    width, layer = config.hidden_size, "model.layers.{}"
 
     def norm(name: str, size: int) -> dict[str, Tensor]:
         return {"offset" if config.zero_centered_norms else "scale": Tensor(f"{name}.weight", (size,), False)}
 
-    out_sizes = {"q_proj": queries * (1 + config.gated_attention), "k_proj": keys, "v_proj": keys}
-    attention: dict[str, Any] = _linears(f"{layer}.self_attn", width, out_sizes, config.qkv_bias)
-    attention |= _linears(f"{layer}.self_attn", queries, {"o_proj": width}, config.o_bias)
-    if config.attention_sinks:
-        attention["sinks"] = Tensor(f"{layer}.self_attn.sinks", (config.num_attention_heads,), False)
-    if config.qk_norm:
-        sizes = {"q": queries, "k": keys} if config.qk_norm_across_heads else {"q": features, "k": features}
-        attention |= {f"{x}_norm": norm(f"{layer}.self_attn.{x}_norm", size) for x, size in sizes.items()}
-    out_sizes = {"gate_proj": inner, "up_proj": inner}
-    mlp = _linears(f"{layer}.mlp", width, out_sizes, config.mlp_bias)
-    mlp |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
-    if config.file_layout == "glm4":
-        attention |= {name: _from_adjacent_pairs(config, attention[name]) for name in ("q_proj", "k_proj")}
-        both = Tensor(f"{layer}.mlp.gate_up_proj.weight", (2 * inner, width), True)
-        parts = {"gate_proj": np.s_[:inner], "up_proj": np.s_[inner:]}
-        mlp |= {name: {"kernel": both._replace(part=part)} for name, part in parts.items()}
-    modules: dict[str, Any] = {"attention": attention, "mlp": mlp}
+    def attention(mixer: Mixer) -> dict[str, Any]:
+        heads = config.heads_of(mixer)
+        queries, keys = (heads.head_dim * n for n in (config.num_attention_heads, heads.num_key_value_heads))
+        out_sizes = {"q_proj": queries * (1 + config.gated_attention), "k_proj": keys, "v_proj": keys}
+        sizes = {"q": queries, "k": keys} if config.qk_norm_across_heads else dict.fromkeys("qk", heads.head_dim)
+        absent = ("k_proj", "v_proj", "k") if mixer in READ else ("v_proj",) if heads.keys_are_values else ()
+        out_sizes, sizes = ({x: y for x, y in named.items() if x not in absent} for named in (out_sizes, sizes))
+        module: dict[str, Any] = _linears(f"{layer}.self_attn", width, out_sizes, config.qkv_bias)
+        module |= _linears(f"{layer}.self_attn", queries, {"o_proj": width}, config.o_bias)
+        if config.attention_sinks:
+            module["sinks"] = Tensor(f"{layer}.self_attn.sinks", (config.num_attention_heads,), False)
+        if config.qk_norm:
+            module |= {f"{x}_norm": norm(f"{layer}.self_attn.{x}_norm", size) for x, size in sizes.items()}
+        if config.file_layout == "glm4":
+            module |= {name: _from_adjacent_pairs(config, module[name]) for name in ("q_proj", "k_proj")}
+        return module
+
+    def mlp(inner: int) -> dict[str, Any]:
+        module = _linears(f"{layer}.mlp", width, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
+        module |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
+        if config.file_layout == "glm4":
+            both = Tensor(f"{layer}.mlp.gate_up_proj.weight", (2 * inner, width), True)
+            parts = {"gate_proj": np.s_[:inner], "up_proj": np.s_[inner:]}
+            module |= {name: {"kernel": both._replace(part=part)} for name, part in parts.items()}
+        return module
+
+    modules: dict[str, Any] = {mixer: attention(mixer) for mixer, _ in config.forms if mixer != "delta"}
+    modules |= {"mlp": mlp(config.intermediate_size), "wide_mlp": mlp(2 * config.intermediate_size)}
+    if config.layer_scales:
+        modules["layer_scale"] = {"scale": Tensor(f"{layer}.layer_scalar", (1,), False)}
     if config.delta:
         modules["delta"] = _delta_layout(config, config.delta)
     norms = _NORMS["glm4" if config.file_layout == "glm4" else config.norms]
@@ -417,7 +428,7 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
 
 # The names of a text model that has a tower for images, and of what lies beside it, such as heads for several tokens.
 _TEXT_NAME = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.*)")
-_BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|embed_vision|multi_modal_projector)\.|mtp\.")
+_BESIDE_TEXT = re.compile(r"(model\.)?(visual|(vision|audio)_tower|embed_(vision|audio)|multi_modal_projector)\.|mtp\.")
 
 
 def text_tensors(tensors: dict[str, Found]) -> dict[str, Found]:
@@ -458,6 +469,10 @@ def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) 
     # Older files have rotary frequencies, which follow from the configuration. Some files repeat the tied matrix.
     ignored = {f"{name}_{part}" for name in packed for part in ("blocks", "scales")}
     ignored |= {"lm_head.weight"} if config.tie_word_embeddings else set()
+    # Files of Gemma 4 also hold keys and values for layers that read those of another layer.
+    readers = [layer for layer, source in enumerate(config.sources) if source != layer]
+    unused = ("k_proj", "v_proj", "k_norm", "v_norm")
+    ignored |= {f"model.layers.{layer}.self_attn.{name}.weight" for layer in readers for name in unused}
     unknown = {name for name in tensors.keys() - needed.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}
     if unknown:
         raise UsageError(
@@ -581,7 +596,7 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
 def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and tensors in the layout of the folder, and fetches one leaf at a time."""
     layout = _tensors_of(headed_layout(config) if isinstance(params, Headed) else tensor_layout(config))
-    counts = Counter(tensor.name for tensor in layout)
+    counts = Counter((tensor.name, tensor.layers) for tensor in layout)
     begun: dict[str, tuple[np.ndarray, int]] = {}  # tensors that lack some of their leaves, and how many they have
     for tensor, leaf in zip(layout, jax.tree.leaves(params), strict=True):
         # Gathers the leaf from all devices; on CPU nothing is copied.
@@ -590,7 +605,7 @@ def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndar
             name = tensor.name_at(place)
             made, num_leaves = begun.pop(name, (np.empty(tensor.shape, whole.dtype), 0))
             tensor.put_leaf(made, whole[place])
-            if num_leaves + 1 == counts[tensor.name]:
+            if num_leaves + 1 == counts[tensor.name, tensor.layers]:
                 yield name, made
             else:
                 begun[name] = made, num_leaves + 1

@@ -64,6 +64,18 @@ CAPS = {"query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0, "final_logit_
 BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 LOCAL = ROPE | {"rope_theta": 10.0}
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 6,
+    "global_head_dim": 8,
+    "sliding_window": 5,
+    "attention_bias": True,
+    "rope_parameters": {
+        "sliding_attention": LOCAL,
+        "full_attention": ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+    },
+}
 # Name of a folder -> family, and fields that differ from SHAPE and from plain rotations.
 MODELS = {
     "llama": ("llama", UNTIED),
@@ -164,6 +176,13 @@ MODELS = {
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}},
     ),
+    "gemma4": (
+        "gemma4_text",
+        GEMMA4
+        | UNTIED
+        | {"num_key_value_heads": 4, "num_global_key_value_heads": 2}
+        | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 4.0},
+    ),
     "mixtral": (
         "mixtral",
         {"intermediate_size": 8, "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -197,21 +216,28 @@ def save_golden(folder: Path, model: torch.nn.Module) -> None:
     loss = torch.nn.functional.cross_entropy(logits[:, PROMPT - 1 : -1].flatten(0, 1), ids[:, PROMPT:].flatten())
     parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
     gradients = torch.autograd.grad(loss, list(parameters.values()))
-    named = {name: x.numpy() for name, x in zip(parameters, gradients, strict=True)}
+    named = {name: torch.zeros_like(x).numpy() for name, x in model.named_buffers() if "layer_scalar" in name}
+    named |= {name: x.numpy() for name, x in zip(parameters, gradients, strict=True)}
     np.savez_compressed(folder / "gradients.npz", loss=loss.detach().numpy(), **named)
 
 
 def randomise(model: torch.nn.Module) -> None:
     """Every leaf random: initial biases of 0 and norms of 1 would hide mistakes."""
     generator = torch.Generator().manual_seed(0)
-    has_offsets = type(model).__name__.startswith(("Gemma", "Qwen3_5", "Qwen3Next"))
+    is_gemma4 = type(model).__name__.startswith("Gemma4")
+    has_offsets = type(model).__name__.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) and not is_gemma4
     # Delta nets divide by the lengths of queries, keys and outputs. With larger weights, gradients are 5 times larger,
     # and so is their rounding.
     scale = 0.2 if any("linear_attn" in name for name, _ in model.named_parameters()) else 0.4
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         centre = 0 if has_offsets and "linear_attn" not in name else 1
-        parameter.data = centre + 0.3 * noise if "norm" in name else scale * noise
+        centre = 0.5 if is_gemma4 else centre  # with scores q·k, larger norms would make rounding errors grow by layer
+        is_scale = "norm" in name or name.endswith("scale")
+        parameter.data = centre + 0.3 * noise if is_scale else scale * noise
+    for name, buffer in model.named_buffers():
+        if "layer_scalar" in name:
+            buffer.copy_(0.7 + 0.1 * torch.rand(buffer.shape, generator=generator))
 
 
 def main() -> None:

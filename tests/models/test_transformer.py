@@ -12,7 +12,7 @@ from tiny import ragged_prompts, random_params, refused
 
 from grpo_jax.models import geometry
 from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
-from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, widen
+from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, of_prompts, widen
 from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling, Rotation
 from grpo_jax.models.layers import by_layer, layer_params, repetition
 from grpo_jax.models.policy import decoder_policy
@@ -409,7 +409,8 @@ def test_attention_of_long_texts_needs_a_sixteenth_of_the_memory():
 def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, scores, assume):
     assume(features_first=features_first)
     (queries, keys, values), masks = group_inputs()
-    expected, prompt = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(queries, keys, values, masks)
+    expected = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(queries, keys, values, masks)
+    prompt = of_prompts(KeyValues(keys[:, :P_A], values[:, :P_A]))
     attend_next = jax.jit(partial(attend_past, scores=scores))  # traced anew for each case
     expected = np.asarray(expected)
     empty = jnp.zeros((N_A * G_A * K_A, S_A - 1, E_A))
@@ -430,7 +431,7 @@ def test_fused_attention_has_the_same_values_and_gradients():
 
     def value_and_grads(kind):
         def total(inputs):
-            attended, _ = attend_rows(*inputs, masks, (None, None), kind, scores)
+            attended = attend_rows(*inputs, masks, (None, None), kind, scores)
             return jnp.sum(weights * attended), attended
 
         return jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)
