@@ -153,6 +153,7 @@ class ModelConfig:
     global_heads: Heads | None = None  # heads of the layers without a window, if they differ: Gemma 4
     num_kv_shared_layers: int = 0  # the last layers, which read keys and values of the last layer before them: Gemma 4
     use_double_wide_mlp: bool = False  # the MLPs of these layers have twice the features
+    hidden_size_per_layer_input: Annotated[int, between(0, 10**6)] = 0  # features of a token's input to each layer
     layer_scales: bool = False  # the output of each layer is multiplied by a number, which is not trained: Gemma 4
     delta: DeltaConfig | None = None  # the delta net of delta_layers: Qwen3.5
     delta_layers: tuple[int, ...] = ()  # layers with a delta net instead of attention
@@ -220,9 +221,10 @@ class ModelConfig:
         for name in _NOT_COMPUTED.get(self.attention, ()):
             if getattr(self, name):
                 raise UsageError(f'attention "{self.attention}" does not compute {name}: set it to "auto" or "shared"')
-        if self.attention == "cudnn" and (any(size % 8 for size in self.head_dims) or max(self.head_dims) > 256):
+        unfit = [size for size in self.head_dims if size % 8 or size > 256]
+        if self.attention == "cudnn" and unfit:
             raise UsageError(
-                f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {self.head_dims}'
+                f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {unfit[0]}'
                 ': set it to "auto", "shared" or "xla"'
             )
 

@@ -90,7 +90,7 @@ def config_to_huggingface(config: ModelConfig) -> File:
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")  # Gemma's
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")  # Granite's
-_SHARING = ("num_kv_shared_layers", "use_double_wide_mlp")  # Gemma 4's
+_SMALL = ("num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input")  # Gemma 4's
 _SAME = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range")
 
 
@@ -167,7 +167,9 @@ def _gemma4(file: File) -> Fields:
     rope = file["rope_parameters"]["full_attention"]
     if rope["rope_type"] == "proportional":
         heads["turning"] = rope.get("partial_rotary_factor", 1.0)
-    fields = {name: file[name] for name in _SHARING}
+    if file["hidden_size_per_layer_input"] and file["vocab_size_per_layer_input"] != file["vocab_size"]:
+        raise UsageError("vocab_size_per_layer_input must be vocab_size")
+    fields = {name: file[name] for name in _SMALL}
     return fields | {"global_heads": Heads(**heads, keys_are_values=file["attention_k_eq_v"])}
 
 
@@ -198,11 +200,12 @@ def _file(model_type: str, config: ModelConfig) -> File:
     """Returns the entries of a config.json of this family, by the names of its class in transformers."""
     known = _config_class(model_type)().to_dict()
     rope: dict[str, Any] = _rope_parameters(config)
-    names = (*_SIZES, *_SAME, *_CAPS, *_MULTIPLIERS, *_SHARING, "sliding_window", "mlp_bias")
+    names = (*_SIZES, *_SAME, *_CAPS, *_MULTIPLIERS, *_SMALL, "sliding_window", "mlp_bias")
     written = {name: getattr(config, name) for name in names}
     written |= config.experts._asdict() | {"num_local_experts": config.experts.num_experts} if config.experts else {}
     written |= {
         "hidden_activation": config.hidden_act,
+        "vocab_size_per_layer_input": config.vocab_size,
         "attention_bias": config.qkv_bias,
         "use_sliding_window": config.sliding_window is not None,
         "layer_types": [

@@ -36,6 +36,8 @@ _PROJECTIONS: dict[str, tuple[tuple[Axes, ...], tuple[Axes, ...]]] = {
     "down_proj": ((TENSOR,), (FSDP,)),
     **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ((FSDP,), (None,))),
     "out_proj": ((None,), (FSDP,)),
+    "per_layer_input_gate": ((FSDP,), (None,)),
+    "per_layer_projection": ((None,), (FSDP,)),
 }
 # The axes of parameters, by the last one to three names of their path. Others, such as norms, are whole on every
 # device, and so is the leading axis L of stacked layers. Embeddings are sharded only by features, so that slices of the

@@ -93,17 +93,53 @@ def param_shapes(config: ModelConfig) -> Params:
     embedding = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), jnp.float32)
     final_norm = jax.eval_shape(norm(config).init, jax.random.key(0), x)["params"]
     shapes = {"embedding": embedding, "final_norm": final_norm, "layers": layers}
+    if size := config.hidden_size_per_layer_input:
+        count = config.num_hidden_layers * size
+        shapes["per_layer"] = {
+            "embedding": jax.ShapeDtypeStruct((config.vocab_size, count), jnp.float32),
+            "projection": {"kernel": jax.ShapeDtypeStruct((config.hidden_size, count), jnp.float32)},
+            "norm": jax.eval_shape(norm(config).init, jax.random.key(0), jnp.zeros(size))["params"],
+        }
     return shapes if config.tie_word_embeddings else shapes | {"unembedding": embedding}
 
 
 def embed(config: ModelConfig, params: Params, ids: jax.Array, rows: Any) -> jax.Array:
     """Looks up the embeddings of tokens, `[N, M]` -> `[N, M, D]`. `rows` are the mesh axes of N."""
-    # On a mesh embeddings are sharded by features, so each device reads its features of all tokens.
-    x = spread(params["embedding"][spread(ids, DATA)], DATA, None, MODEL).astype(config.dtype)
-    x = spread(spread(x, DATA, None, FSDP), rows)  # two steps, since XLA would do one step by copying everything
+    x = _look_up(params["embedding"], ids, rows).astype(config.dtype)
     if config.embedding_multiplier != 1:  # in the dtype of the activations, like transformers
         x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
     return x
+
+
+def _look_up(embedding: jax.Array, ids: jax.Array, rows: Any) -> jax.Array:
+    # On a mesh embeddings are sharded by features, so each device reads its features of all tokens.
+    x = spread(embedding[spread(ids, DATA)], DATA, None, MODEL)
+    return spread(spread(x, DATA, None, FSDP), rows)  # two steps, since XLA would do one step by copying everything
+
+
+def layer_inputs(config: ModelConfig, params: Params, ids: jax.Array, x: jax.Array, rows: Any) -> Collections:
+    """(norm(x P / √D) + √d · embedding) / √2, of d features for each layer: the per-layer embeddings of Gemma 4.
+
+    Args:
+      config: The configuration of the decoder, which has d.
+      params: The parameters of the decoder.
+      ids: The tokens, int `[N, M]`.
+      x: The embeddings of these tokens, `[N, M, D]`.
+      rows: The mesh axes of N.
+
+    Returns:
+      A collection with `features` `[L, N, M, d]`; without per-layer embeddings, no collection.
+    """
+    size = config.hidden_size_per_layer_input
+    if not size:
+        return {}
+    of_tokens = _look_up(params["per_layer"]["embedding"], ids, rows).astype(x.dtype) * jnp.asarray(size**0.5, x.dtype)
+    kernel = params["per_layer"]["projection"]["kernel"].astype(x.dtype)
+    projected = product(x, kernel) * jnp.asarray(config.hidden_size**-0.5, x.dtype)
+    of_tokens, projected = (y.reshape(*ids.shape, config.num_hidden_layers, size) for y in (of_tokens, projected))
+    projected = norm(config).apply({"params": params["per_layer"]["norm"]}, projected)
+    features = (projected + of_tokens) * jnp.asarray(2**-0.5, x.dtype)
+    return {"inputs": {"features": spread(jnp.moveaxis(features, 2, 0), None, rows)}}
 
 
 def last_states(config: ModelConfig, params: Params, x: jax.Array, rows: Any) -> jax.Array:
@@ -142,8 +178,10 @@ def compute_rows(
         return x, shared, (memory, routing)
 
     unroll = has_gradient and unrolls(config, quantised=holds_quantised(params))
+    x = embed(config, params, ids, BATCH)
     layers = {name: tree["layers"] for name, tree in variables.items()}
-    x, results = scan_layers(config, step, embed(config, params, ids, BATCH), layers, unroll=unroll)
+    layers |= layer_inputs(config, params, ids, x, BATCH)
+    x, results = scan_layers(config, step, x, layers, unroll=unroll)
     return last_states(config, params, x, BATCH), results
 
 
@@ -174,8 +212,10 @@ def compute_next(
     params, routings = variables["params"], []
     caches: list[Memory] = []
     x = embed(config, params, ids, DATA)
+    inputs = layer_inputs(config, params, ids, x, DATA)
     for number, (form, kind) in enumerate(zip(config.forms, layer_kinds(config), strict=True)):
         layer = {name: tree[f"layer_{number}"] for name, tree in variables.items() if f"layer_{number}" in tree}
+        layer |= {name: layer_params(config, stacks, number) for name, stacks in inputs.items()}
         source = config.sources[number]
         past = prefix.layers[source], cache[number] if source == number else caches[source]
         x, layer_cache, routing = Block(config, form).apply(layer, x, geometry, kind, past)  # type: ignore[misc]
@@ -265,6 +305,9 @@ class Block(nn.Module):
             width = config.intermediate_size * (2 if self.form.feed_forward == "wide_mlp" else 1)
             mixed, routing = MLP(config, width, name=self.form.feed_forward)(normed), None
         x = x + after("mlp_output_norm", mixed)
+        if size := config.hidden_size_per_layer_input:
+            features = self.get_variable("inputs", "features", jnp.zeros((*x.shape[:2], size), x.dtype))
+            x = x + norm(config, "per_layer_norm")(PerLayerInput(config, name="per_layer")(x, features))
         if config.layer_scales:
             scale = self.param("layer_scale", lambda _: {"scale": jnp.ones(1)})["scale"]
             x = x * jax.lax.stop_gradient(scale).astype(x.dtype)
@@ -354,6 +397,19 @@ class MLP(nn.Module):
         sizes = {"gate_proj": (self.width,), "up_proj": (self.width,)}
         gate, up = (checkpoint_name(y, "gated") for y in linears(self, x, sizes, config.mlp_bias))
         return Linear((config.hidden_size,), config.mlp_bias, name="down_proj")(activation(gate) * up)
+
+
+class PerLayerInput(nn.Module):
+    """projection(activation(gate(x)) · features), with the features of the tokens that only this layer reads."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x, features):
+        """Computes the change of x `[N, M, D]` from features `[N, M, d]`, in the shape of x."""
+        gate = Linear((features.shape[-1],), False, name="per_layer_input_gate")(x)
+        gated = _ACTIVATIONS[self.config.hidden_act](gate) * features
+        return Linear((self.config.hidden_size,), False, name="per_layer_projection")(gated)
 
 
 def linears(

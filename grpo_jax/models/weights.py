@@ -158,6 +158,10 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
             modules["shared_expert"] |= _linears(module, shared, {"down_proj": width}, False)
             gate = Tensor(f"{module}_gate.weight", (1, width), True)
             modules["shared_expert_gate"] = {"kernel": gate}
+    if size := config.hidden_size_per_layer_input:
+        modules["per_layer"] = _linears(layer, width, {"per_layer_input_gate": size}, False)
+        modules["per_layer"] |= _linears(layer, size, {"per_layer_projection": width}, False)
+        modules["per_layer_norm"] = norm(f"{layer}.post_per_layer_input_norm", width)
     layers = {}
     for module, tree in modules.items():
         if numbers := tuple(layers_with(config, module)):
@@ -167,6 +171,13 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
         "final_norm": norm("model.norm", width),
         "layers": layers,
     }
+    if size:
+        count = config.num_hidden_layers * size
+        layout["per_layer"] = {
+            "embedding": Tensor("model.embed_tokens_per_layer.weight", (config.vocab_size, count), False),
+            "projection": {"kernel": Tensor("model.per_layer_model_projection.weight", (count, width), True)},
+            "norm": norm("model.per_layer_projection_norm", size),
+        }
     if not config.tie_word_embeddings:
         layout["unembedding"] = Tensor("lm_head.weight", (config.vocab_size, width), False)
     return layout

@@ -183,6 +183,14 @@ MODELS = {
         | {"num_key_value_heads": 4, "num_global_key_value_heads": 2}
         | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 4.0},
     ),
+    "gemma4_small": (
+        "gemma4_text",
+        GEMMA4
+        | TIED
+        | {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
+        | {"num_kv_shared_layers": 4, "use_double_wide_mlp": True, "attention_bias": False}
+        | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": SHAPE["vocab_size"]},
+    ),
     "mixtral": (
         "mixtral",
         {"intermediate_size": 8, "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2},

@@ -46,6 +46,7 @@ FULLEST = {
     "qwen3_next": "qwen3_next",
     "gpt_oss": "gpt_oss",
     "gemma4_text": "gemma4",
+    "gemma4_text with inputs of layers": "gemma4_small",
 }
 
 
