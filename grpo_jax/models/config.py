@@ -39,6 +39,9 @@ class ExpertsConfig(NamedTuple):
     # c in (1 + clip(up, −c, c)) · g · sigmoid(1.702 g), g = min(gate, c), with biases: gpt-oss. None: silu(gate) · up,
     # without biases
     swiglu_limit: _Number | None = None
+    # The mixture is added to the shared MLP, which has no gate. Router, mixture and MLP have norms, and the router
+    # scales its input and the output of each expert: Gemma 4
+    has_norms: bool = False
 
 
 class DeltaConfig(NamedTuple):
@@ -210,6 +213,8 @@ class ModelConfig:
                 raise UsageError(
                     f"num_attention_heads must be a multiple of {self.global_heads}, with an even head_dim"
                 )
+        if self.experts and self.use_double_wide_mlp and self.num_kv_shared_layers:
+            raise UsageError("use_double_wide_mlp is not supported in models with experts")
         if {READ.get(mixer, mixer) for mixer, _ in self.forms} - {mixer for mixer, _ in self.forms}:
             raise UsageError(
                 "num_kv_shared_layers: each of the last layers needs an earlier layer with the same window"
@@ -282,7 +287,7 @@ class ModelConfig:
 
 
 def _check_experts(experts: ExpertsConfig, activation: Activation) -> None:
-    if activation != "silu":
+    if activation != "silu" and not experts.has_norms:
         raise UsageError(f"experts with hidden_act {activation} are not supported, only with silu")
     if experts.num_experts_per_tok > experts.num_experts:
         raise UsageError(

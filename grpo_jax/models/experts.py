@@ -45,34 +45,39 @@ class Experts(nn.Module):
     """The mixture of experts of a layer."""
 
     config: ExpertsConfig
+    activation: Callable[[jax.Array], jax.Array] = nn.silu
     has_frozen_router: bool = False
     is_decoding: bool = False  # computes the next tokens of completions; on a mesh kernels then stay sharded
 
     @nn.compact
-    def __call__(self, x):
-        """Computes the mixture of x `[N, M, D]`, in the shape of x, and the `Routing` of its tokens."""
-        config, width = self.config, x.shape[-1]
-        activation, normalise = partial(gated, limit=config.swiglu_limit), config.norm_topk_prob
+    def __call__(self, x, routed=None):
+        """Computes the mixture of x `[N, M, D]`, in the shape of x, and the `Routing` of its tokens.
+
+        The router reads `routed`, in the shape of x; None: it reads x.
+        """
+        config, width, normalise = self.config, x.shape[-1], self.config.norm_topk_prob
+        activation = partial(gated, limit=config.swiglu_limit, activation=self.activation)
         shapes = {
             "gate_proj": (config.num_experts, width, config.moe_intermediate_size),
             "up_proj": (config.num_experts, width, config.moe_intermediate_size),
             "down_proj": (config.num_experts, config.moe_intermediate_size, width),
         }
         has_bias = config.swiglu_limit is not None
-        router = Kernel((width, config.num_experts), has_bias, self.is_decoding, name="router")(x, jnp.float32)
+        shape = width, config.num_experts
+        router = Kernel(shape, has_bias, self.is_decoding, config.has_norms, name="router")(x, jnp.float32)
         router = jax.lax.stop_gradient(router) if self.has_frozen_router else router
         kernels = {
             name: Kernel(shape, has_bias, self.is_decoding, name=name)(x, x.dtype) for name, shape in shapes.items()
         }
 
-        def mixed(x: jax.Array, router: Any, kernels: Any) -> tuple[jax.Array, Routing]:
-            tokens = x.reshape(-1, width)
-            routing, weights = route(tokens, **router, num_chosen=config.num_experts_per_tok, normalise=normalise)
+        def mixed(x: jax.Array, routed: jax.Array, router: Any, kernels: Any) -> tuple[jax.Array, Routing]:
+            tokens, num_chosen = x.reshape(-1, width), config.num_experts_per_tok
+            routing, weights = route(routed.reshape(-1, width), **router, num_chosen=num_chosen, normalise=normalise)
             mixed_tokens = mixture(tokens, routing.experts, weights, kernels, activation).reshape(x.shape)
             routing = jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), routing)
             return mixed_tokens, jax.lax.stop_gradient(routing)
 
-        return _shared_out(mixed, x, router, kernels, is_decoding=self.is_decoding)
+        return _shared_out(mixed, x, x if routed is None else routed, router, kernels, is_decoding=self.is_decoding)
 
 
 class Kernel(nn.Module):
@@ -81,6 +86,7 @@ class Kernel(nn.Module):
     shape: tuple[int, ...]
     has_bias: bool
     is_decoding: bool
+    has_scales: bool = False  # of a router: `scale` of its input, and `expert_scale` of its weights
 
     @nn.compact
     def __call__(self, x, dtype):
@@ -96,34 +102,51 @@ class Kernel(nn.Module):
         if self.has_bias:
             shape = (*self.shape[:-2], self.shape[-1])
             arrays["bias"] = self.param("bias", nn.initializers.zeros, shape).astype(dtype)
+        if self.has_scales:
+            sizes = zip(("scale", "expert_scale"), self.shape, strict=True)
+            arrays |= {leaf: self.param(leaf, nn.initializers.ones, (size,)).astype(dtype) for leaf, size in sizes}
         if self.is_decoding:
             return arrays
         return {leaf: sharding.put_together(str(self.name), leaf, y) for leaf, y in arrays.items()}
 
 
 def _shared_out(
-    mixed: Callable[..., tuple[jax.Array, Routing]], x: jax.Array, router: Any, kernels: Any, *, is_decoding: bool
+    mixed: Callable[..., tuple[jax.Array, Routing]],
+    x: jax.Array,
+    routed: jax.Array,
+    router: Any,
+    kernels: Any,
+    *,
+    is_decoding: bool,
 ) -> tuple[jax.Array, Routing]:
-    """Computes `mixed(x, router, kernels)`. On a mesh each device uses its tokens and its features of all experts."""
+    """Computes `mixed(x, routed, router, kernels)`. On a mesh a device uses its tokens and features of all experts."""
     sizes = sharding.mesh_sizes()
     if sizes is None:
-        return mixed(x, router, kernels)
+        return mixed(x, routed, router, kernels)
     cuts = sharding.specs(kernels, sizes, sharding.decoding if is_decoding else sharding.gathered)
     features = cuts["gate_proj"]["kernel"][-1]
     rows = PartitionSpec(sharding.fitting(x.shape[0], sizes, sharding.DATA if is_decoding else sharding.BATCH))
 
-    def on_device(x: jax.Array, router: Any, kernels: Any) -> tuple[jax.Array, Routing]:
+    def on_device(x: jax.Array, routed: jax.Array, router: Any, kernels: Any) -> tuple[jax.Array, Routing]:
         if features and "bias" in kernels["down_proj"]:  # every device adds its part
             down = kernels["down_proj"]
             kernels = kernels | {"down_proj": down | {"bias": down["bias"] / jax.lax.axis_size(features)}}
-        part, routing = mixed(x, router, kernels)
+        part, routing = mixed(x, routed, router, kernels)
         return (jax.lax.psum(part, features) if features else part), routing
 
-    return jax.shard_map(on_device, in_specs=(rows, PartitionSpec(), cuts), out_specs=rows)(x, router, kernels)
+    in_specs = rows, rows, PartitionSpec(), cuts
+    return jax.shard_map(on_device, in_specs=in_specs, out_specs=rows)(x, routed, router, kernels)
 
 
 def route(
-    x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, *, num_chosen: int, normalise: bool
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
+    *,
+    num_chosen: int,
+    normalise: bool,
 ) -> tuple[Routing, jax.Array]:
     """Returns the experts of each token and their weights.
 
@@ -133,13 +156,16 @@ def route(
     Args:
       x: The tokens, `[M, D]`.
       kernel, bias: Those of the router, `[D, X]` and `[X]` or None.
+      scale: The factors of the features of x, `[D]`. None: none.
+      expert_scale: The factors of the weights of each expert, `[X]`. None: none.
       num_chosen: The number of experts per token, J.
-      normalise: True if the weights of a token add up to 1.
+      normalise: True if the weights of a token add up to 1, before they are scaled.
 
     Returns:
       `Routing` `[M, J]`, the largest probability first, and weights, float32 `[M, J]`. The choice has no gradient, and
       the weights have one.
     """
+    kernel = kernel if scale is None else scale[:, None] * kernel
     scores = jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     scores = scores if bias is None else scores + bias.astype(jnp.float32)
     probabilities = jax.nn.softmax(scores)
@@ -148,13 +174,21 @@ def route(
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if normalise:
         weights /= jnp.sum(weights, axis=-1, keepdims=True)
+    if expert_scale is not None:
+        weights *= jax.nn.one_hot(experts, expert_scale.size) @ expert_scale
     return Routing(experts, jnp.sum(jax.scipy.special.entr(probabilities), axis=-1)), weights
 
 
-def gated(gate: jax.Array, up: jax.Array, *, limit: float | None = None) -> jax.Array:
-    """silu(gate) · up; with a limit c (1 + clip(up, −c, c)) · g · sigmoid(1.702 g), where g = min(gate, c)."""
+def gated(
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    limit: float | None = None,
+    activation: Callable[[jax.Array], jax.Array] = nn.silu,
+) -> jax.Array:
+    """activation(gate) · up; with a limit c (1 + clip(up, −c, c)) · g · sigmoid(1.702 g), where g = min(gate, c)."""
     if limit is None:
-        return nn.silu(gate) * up
+        return activation(gate) * up
     gate = jnp.minimum(gate, limit)
     return (1 + jnp.clip(up, -limit, limit)) * gate * jax.nn.sigmoid(1.702 * gate)
 

@@ -173,10 +173,21 @@ def _gemma4(file: File) -> Fields:
     return fields | {"global_heads": Heads(**heads, keys_are_values=file["attention_k_eq_v"])}
 
 
+def _gemma4_experts(file: File) -> Fields:
+    names = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not file["enable_moe_block"]:
+        return {}
+    if lacking := [name for name in names if file[name] is None]:
+        raise UsageError(f"enable_moe_block needs {', '.join(lacking)}")
+    return {"experts": ExpertsConfig(*(file[name] for name in names), True, file["intermediate_size"], has_norms=True)}
+
+
 def _experts(file: File) -> Fields:
     """Returns the field of the mixture of experts, if the model has one."""
     if file.get("swiglu_alpha", 1.702) != 1.702:
         raise UsageError(f"swiglu_alpha {abbreviate(file['swiglu_alpha'])} is not supported, only 1.702")
+    if "enable_moe_block" in file:
+        return _gemma4_experts(file)
     num_experts = file.get("num_local_experts", file.get("num_experts"))
     if not num_experts:
         return {}
@@ -221,6 +232,8 @@ def _file(model_type: str, config: ModelConfig) -> File:
         written["per_layer_config"] = {str(i): shape for i, window in enumerate(config.windows) if window is None}
         written["attention_k_eq_v"] = heads.keys_are_values
         rope |= {"rope_type": "proportional", "partial_rotary_factor": heads.turning}
+    if config.experts and config.experts.has_norms:
+        written |= {"enable_moe_block": True, "top_k_experts": config.experts.num_experts_per_tok}
     if config.delta:
         written |= {f"linear_{name}": value for name, value in config.delta._asdict().items()}
     # Earlier versions of transformers read these names.

@@ -58,7 +58,7 @@ def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> 
     Returns:
       The parameters of a new model.
     """
-    constants = {"bias": jnp.zeros, "scale": jnp.ones, "offset": jnp.zeros}
+    constants = {"bias": jnp.zeros, "scale": jnp.ones, "expert_scale": jnp.ones, "offset": jnp.zeros}
 
     def name(path: Any) -> str:
         return path[-1].key
@@ -297,8 +297,18 @@ class Block(nn.Module):
 
             assert config.experts
             is_frozen, is_decoding = config.router == "frozen", past is not None
-            mixed, routing = Experts(config.experts, is_frozen, is_decoding, name="experts")(normed)
-            if width := config.experts.shared_expert_intermediate_size:
+            width, activation = config.experts.shared_expert_intermediate_size, _ACTIVATIONS[config.hidden_act]
+            experts = Experts(config.experts, activation, is_frozen, is_decoding, name="experts")
+            if config.experts.has_norms:
+                scale = jnp.full_like(x, x.shape[-1] ** -0.5, jnp.float32, x.shape[-1:])
+                normed_for_experts = norm(config, "experts_input_norm")(x)
+                mixed, routing = experts(normed_for_experts, rms_norm(x, scale, config.rms_norm_eps))
+                mixed = norm(config, "experts_output_norm")(mixed)
+                shared = MLP(config, width, name="shared_expert")(normed)
+                mixed += norm(config, "shared_expert_norm")(shared)
+            else:
+                mixed, routing = experts(normed)
+            if width and not config.experts.has_norms:
                 gate = Linear((1,), False, name="shared_expert_gate")(normed)
                 mixed += jax.nn.sigmoid(gate) * MLP(config, width, name="shared_expert")(normed)
         else:

@@ -48,7 +48,7 @@ class Tensor(NamedTuple):
 
     name: str  # the first "{}" stands for the layer, the second for the expert
     shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
-    linear: bool  # true for a linear layer, whose leaf is transposed and has axes for heads, [*in, *out]
+    linear: bool  # true for linear layers, whose leaves are transposed and may have axes for heads, [*in, *out]
     layers: tuple[int, ...] = ()  # the layers that have the tensor
     # The part of the tensor that the leaf is, as an index, if the tensor holds several leaves
     part: Any = None
@@ -71,14 +71,14 @@ class Tensor(NamedTuple):
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Converts a tensor of the folder to a part of its leaf, in the given shape."""
         tensor = tensor if self.part is None else tensor[self.part]
-        return (tensor.T if self.linear else tensor).reshape(shape)
+        return (tensor.swapaxes(-1, -2) if self.linear else tensor).reshape(shape)
 
     def put_leaf(self, tensor: np.ndarray, leaf: np.ndarray) -> None:
         """Inverts `to_leaf`: writes a part of the leaf to a tensor of the folder."""
         shape = tensor.shape if self.part is None else tensor[self.part].shape
-        tensor[... if self.part is None else self.part] = (
-            leaf.reshape(shape[::-1]).T if self.linear else leaf.reshape(shape)
-        )
+        if self.linear:
+            leaf = leaf.reshape(*shape[:-2], shape[-1], shape[-2]).swapaxes(-1, -2)
+        tensor[... if self.part is None else self.part] = leaf.reshape(shape)
 
 
 def headed_layout(config: ModelConfig) -> Headed:
@@ -99,6 +99,11 @@ _NORMS: dict[str, dict[str, str]] = {
         "attention_output_norm": "post_attention_layernorm",
         "post_attention_norm": "pre_feedforward_layernorm",
         "mlp_output_norm": "post_feedforward_layernorm",
+    },
+    "experts": {
+        "shared_expert_norm": "post_feedforward_layernorm_1",
+        "experts_input_norm": "pre_feedforward_layernorm_2",
+        "experts_output_norm": "post_feedforward_layernorm_2",
     },
     "glm4": {
         "input_norm": "input_layernorm",
@@ -148,16 +153,18 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
         modules["layer_scale"] = {"scale": Tensor(f"{layer}.layer_scalar", (1,), False)}
     if config.delta:
         modules["delta"] = _delta_layout(config, config.delta)
-    norms = _NORMS["glm4" if config.file_layout == "glm4" else config.norms]
+    norms = dict(_NORMS["glm4" if config.file_layout == "glm4" else config.norms])
+    if config.experts and config.experts.has_norms:
+        norms |= _NORMS["experts"]
     modules |= {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in norms.items()}
     if config.experts:
         modules["experts"] = _experts_layout(config, config.experts)
         if shared := config.experts.shared_expert_intermediate_size:
-            out_sizes, module = {"gate_proj": shared, "up_proj": shared}, f"{layer}.mlp.shared_expert"
-            modules["shared_expert"] = _linears(module, width, out_sizes, False)
+            module = f"{layer}.mlp" if config.experts.has_norms else f"{layer}.mlp.shared_expert"
+            modules["shared_expert"] = _linears(module, width, {"gate_proj": shared, "up_proj": shared}, False)
             modules["shared_expert"] |= _linears(module, shared, {"down_proj": width}, False)
-            gate = Tensor(f"{module}_gate.weight", (1, width), True)
-            modules["shared_expert_gate"] = {"kernel": gate}
+            if not config.experts.has_norms:
+                modules["shared_expert_gate"] = {"kernel": Tensor(f"{module}_gate.weight", (1, width), True)}
     if size := config.hidden_size_per_layer_input:
         modules["per_layer"] = _linears(layer, width, {"per_layer_input_gate": size}, False)
         modules["per_layer"] |= _linears(layer, size, {"per_layer_projection": width}, False)
@@ -241,6 +248,8 @@ def _fused_delta_projections(width: int, delta: DeltaConfig) -> dict[str, Any]:
 def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Any]:
     """Returns the part of `tensor_layout` for experts instead of an MLP. Mixtral uses different names."""
     width, inner = config.hidden_size, experts.moe_intermediate_size
+    if experts.has_norms:
+        return _normed_experts_layout(width, inner, experts.num_experts)
     if experts.swiglu_limit is not None:
         return _fused_experts_layout(width, inner, experts.num_experts)
     shapes = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
@@ -249,6 +258,22 @@ def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, An
     return {"router": {"kernel": Tensor(f"{stem}.gate.weight", (experts.num_experts, width), True)}} | {
         name: {"kernel": Tensor(f"{stem}.experts.{{}}.{names[name]}.weight", shape, True)}
         for name, shape in shapes.items()
+    }
+
+
+def _normed_experts_layout(width: int, inner: int, num_experts: int) -> dict[str, Any]:
+    """Returns the experts of Gemma 4, whose gate_proj and up_proj lie one behind the other in one tensor."""
+    layer = "model.layers.{}"
+    both = Tensor(f"{layer}.experts.gate_up_proj", (num_experts, 2 * inner, width), True)
+    return {
+        "gate_proj": {"kernel": both._replace(part=np.s_[:, :inner])},
+        "up_proj": {"kernel": both._replace(part=np.s_[:, inner:])},
+        "down_proj": {"kernel": Tensor(f"{layer}.experts.down_proj", (num_experts, width, inner), True)},
+        "router": {
+            "kernel": Tensor(f"{layer}.router.proj.weight", (num_experts, width), True),
+            "scale": Tensor(f"{layer}.router.scale", (width,), False),
+            "expert_scale": Tensor(f"{layer}.router.per_expert_scale", (num_experts,), False),
+        },
     }
 
 

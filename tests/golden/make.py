@@ -189,7 +189,14 @@ MODELS = {
         | TIED
         | {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
         | {"num_kv_shared_layers": 4, "use_double_wide_mlp": True, "attention_bias": False}
-        | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": SHAPE["vocab_size"]},
+        | {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": SHAPE["vocab_size"]},
+    ),
+    "gemma4_moe": (
+        "gemma4_text",
+        GEMMA4
+        | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+        | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 8},
     ),
     "mixtral": (
         "mixtral",

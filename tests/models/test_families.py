@@ -47,6 +47,7 @@ FULLEST = {
     "gpt_oss": "gpt_oss",
     "gemma4_text": "gemma4",
     "gemma4_text with inputs of layers": "gemma4_small",
+    "gemma4_text with experts": "gemma4_moe",
 }
 
 

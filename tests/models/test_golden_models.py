@@ -59,7 +59,7 @@ def golden_of(name):
 def with_fused_experts(name, tensors):
     """Returns tensors by names, with one for all experts of a layer, which is how transformers 5 holds them."""
     config, tensors = load_golden(name)[0], dict(tensors)
-    if config.experts.swiglu_limit:  # gpt-oss's folders hold them so too
+    if config.experts.swiglu_limit or config.experts.has_norms:  # the folders hold them so too
         return tensors
     module, *projections = ("mlp", "gate_proj", "up_proj", "down_proj")
     if name == "mixtral":
