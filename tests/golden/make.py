@@ -65,6 +65,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 LOCAL = ROPE | {"rope_theta": 10.0}
 GEMMA4 = {
+    "vocab_size_per_layer_input": SHAPE["vocab_size"],
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "head_dim": 6,
@@ -189,7 +190,7 @@ MODELS = {
         | TIED
         | {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
         | {"num_kv_shared_layers": 4, "use_double_wide_mlp": True, "attention_bias": False}
-        | {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": SHAPE["vocab_size"]},
+        | {"hidden_size_per_layer_input": 10},
     ),
     "gemma4_moe": (
         "gemma4_text",

@@ -186,6 +186,28 @@ def test_a_file_that_is_not_supported_is_refused(change, words):
         config_from_huggingface(CONFIG_JSON | change)
 
 
+FULL = {"rope_type": "proportional", "rope_theta": 10.0, "factor": 2.0}
+BAD_GEMMA4 = [
+    ({"vocab_size_per_layer_input": 4}, "vocab_size_per_layer_input"),
+    ({"per_layer_config": {"1": {"intermediate_size": 8}}}, "per_layer_config"),
+    ({"layer_types": ["sliding_attention"] * 4 + ["full_attention"] * 4}, "per_layer_config"),
+    ({"layer_types": ["chunked_attention", "full_attention"] * 4}, "layer_types"),
+    ({"num_kv_shared_layers": 7}, "num_kv_shared_layers"),
+    ({"num_kv_shared_layers": 8}, "num_kv_shared_layers"),
+    ({"enable_moe_block": True, "num_experts": 4}, "enable_moe_block needs top_k_experts, moe_intermediate_size"),
+    ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}, "use_double_wide"),
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ({"rope_parameters": {"full_attention": FULL, "sliding_attention": FULL | {"rope_type": "default"}}}, "scaling"),
+    ({"per_layer_config": {str(i): {"head_dim": 7} for i in range(1, 8, 2)}}, "even head_dim"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD_GEMMA4)
+def test_a_gemma4_that_is_not_supported_is_refused(change, words):
+    with refused(words):
+        config_from_huggingface(read_json(GOLDEN / "gemma4_small" / "config.json") | change)
+
+
 def test_a_file_that_lacks_fields_is_refused():
     with refused("lacks vocab_size, hidden_size"):
         config_from_huggingface({"model_type": "llama", "intermediate_size": 1})

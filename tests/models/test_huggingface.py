@@ -417,6 +417,15 @@ def test_a_text_model_is_read_from_files_that_also_hold_a_tower_for_images(tmp_p
     assert all(np.array_equal(after[name], tensors[name]) for name in tensors)
 
 
+def test_keys_and_values_that_no_layer_reads_are_left_out(tmp_path):
+    """Folders of Gemma 4 on the hub hold keys and values also for layers that read those of another layer."""
+    config, params = load_golden("gemma4_small")
+    unused = {f"model.layers.5.self_attn.{name}.weight": np.ones(3, np.float32) for name in ("k_proj", "v_norm")}
+    towers = {f"model.{name}.weight": np.ones(2, np.float32) for name in ("audio_tower.x", "embed_audio.y")}
+    save_file(original_tensors("gemma4_small") | unused | towers, tmp_path / "model.safetensors")
+    bit_for_bit(load_params(tmp_path, config), params)
+
+
 def test_mxfp4_weights_of_gpt_oss_are_read():
     """0.5 · 2^(126 − 127) and −6 · 2^(129 − 127), in a block of 32 numbers, the first in the low half of a byte."""
     blocks, scales = np.zeros((1, 2, 1, 16), np.uint8), np.full((1, 2, 1), 126, np.uint8)
