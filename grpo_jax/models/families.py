@@ -179,7 +179,9 @@ def _gemma4_experts(file: File) -> Fields:
         return {}
     if lacking := [name for name in names if file[name] is None]:
         raise UsageError(f"enable_moe_block needs {', '.join(lacking)}")
-    return {"experts": ExpertsConfig(*(file[name] for name in names), True, file["intermediate_size"], has_norms=True)}
+    num_experts, num_chosen, width = (file[name] for name in names)
+    experts = ExpertsConfig(num_experts, num_chosen, width, True, file["intermediate_size"], has_norms=True)
+    return {"experts": experts}
 
 
 def _experts(file: File) -> Fields:

@@ -137,8 +137,8 @@ def layer_inputs(config: ModelConfig, params: Params, ids: jax.Array, x: jax.Arr
     kernel = params["per_layer"]["projection"]["kernel"].astype(x.dtype)
     projected = product(x, kernel) * jnp.asarray(config.hidden_size**-0.5, x.dtype)
     of_tokens, projected = (y.reshape(*ids.shape, config.num_hidden_layers, size) for y in (of_tokens, projected))
-    projected = norm(config).apply({"params": params["per_layer"]["norm"]}, projected)
-    features = (projected + of_tokens) * jnp.asarray(2**-0.5, x.dtype)
+    normed: Any = norm(config).apply({"params": params["per_layer"]["norm"]}, projected)
+    features = (normed + of_tokens) * jnp.asarray(2**-0.5, x.dtype)
     return {"inputs": {"features": spread(jnp.moveaxis(features, 2, 0), None, rows)}}
 
 
@@ -299,18 +299,18 @@ class Block(nn.Module):
             is_frozen, is_decoding = config.router == "frozen", past is not None
             width, activation = config.experts.shared_expert_intermediate_size, _ACTIVATIONS[config.hidden_act]
             experts = Experts(config.experts, activation, is_frozen, is_decoding, name="experts")
+            experts_input, routed = normed, None
             if config.experts.has_norms:
                 scale = jnp.full_like(x, x.shape[-1] ** -0.5, jnp.float32, x.shape[-1:])
-                normed_for_experts = norm(config, "experts_input_norm")(x)
-                mixed, routing = experts(normed_for_experts, rms_norm(x, scale, config.rms_norm_eps))
-                mixed = norm(config, "experts_output_norm")(mixed)
+                experts_input, routed = norm(config, "experts_input_norm")(x), rms_norm(x, scale, config.rms_norm_eps)
+            mixed, routing = experts(experts_input, routed)
+            if width:
                 shared = MLP(config, width, name="shared_expert")(normed)
-                mixed += norm(config, "shared_expert_norm")(shared)
-            else:
-                mixed, routing = experts(normed)
-            if width and not config.experts.has_norms:
-                gate = Linear((1,), False, name="shared_expert_gate")(normed)
-                mixed += jax.nn.sigmoid(gate) * MLP(config, width, name="shared_expert")(normed)
+                if config.experts.has_norms:
+                    mixed = norm(config, "experts_output_norm")(mixed)
+                    mixed += norm(config, "shared_expert_norm")(shared)
+                else:
+                    mixed += jax.nn.sigmoid(Linear((1,), False, name="shared_expert_gate")(normed)) * shared
         else:
             width = config.intermediate_size * (2 if self.form.feed_forward == "wide_mlp" else 1)
             mixed, routing = MLP(config, width, name=self.form.feed_forward)(normed), None

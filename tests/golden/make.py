@@ -64,19 +64,15 @@ CAPS = {"query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0, "final_logit_
 BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 LOCAL = ROPE | {"rope_theta": 10.0}
-GEMMA4 = {
-    "vocab_size_per_layer_input": SHAPE["vocab_size"],
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "head_dim": 6,
-    "global_head_dim": 8,
-    "sliding_window": 5,
-    "attention_bias": True,
-    "rope_parameters": {
-        "sliding_attention": LOCAL,
-        "full_attention": ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5},
-    },
+PROPORTIONAL = ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5}
+KINDS = ["sliding_attention", "full_attention"]
+GEMMA4 = {"head_dim": 6, "global_head_dim": 8, "sliding_window": 5, "hidden_size_per_layer_input": 0}
+GEMMA4 |= {"vocab_size_per_layer_input": SHAPE["vocab_size"], "num_hidden_layers": 6}
+GEMMA4 |= {
+    "layer_types": [*KINDS[:1], *KINDS] * 2,
+    "rope_parameters": dict(zip(KINDS, (LOCAL, PROPORTIONAL), strict=True)),
 }
+K_EQ_V = {"attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
 # Name of a folder -> family, and fields that differ from SHAPE and from plain rotations.
 MODELS = {
     "llama": ("llama", UNTIED),
@@ -177,27 +173,19 @@ MODELS = {
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}},
     ),
-    "gemma4": (
-        "gemma4_text",
-        GEMMA4
-        | UNTIED
-        | {"num_key_value_heads": 4, "num_global_key_value_heads": 2}
-        | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 4.0},
-    ),
+    "gemma4": ("gemma4_text", GEMMA4 | K_EQ_V | UNTIED | {"attention_bias": True, "final_logit_softcapping": 4.0}),
     "gemma4_small": (
         "gemma4_text",
         GEMMA4
-        | TIED
-        | {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
-        | {"num_kv_shared_layers": 4, "use_double_wide_mlp": True, "attention_bias": False}
-        | {"hidden_size_per_layer_input": 10},
+        | {"num_hidden_layers": 8, "layer_types": KINDS * 4, "num_kv_shared_layers": 4}
+        | {"hidden_size_per_layer_input": 10, "use_double_wide_mlp": True},
     ),
     "gemma4_moe": (
         "gemma4_text",
         GEMMA4
-        | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
-        | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
-        | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 8},
+        | K_EQ_V
+        | {"num_hidden_layers": 3, "layer_types": [*KINDS[:1], *KINDS], "enable_moe_block": True}
+        | {"num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 8},
     ),
     "mixtral": (
         "mixtral",

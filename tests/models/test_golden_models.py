@@ -115,6 +115,26 @@ def test_logits_one_token_after_the_other(name):
     np.testing.assert_allclose(logits, golden["logits"][:, 8:], atol=1e-4)
 
 
+@pytest.mark.parametrize("name", slow_unless(("gemma4_small",), [name for name in NAMES if "gemma4" in name]))
+def test_logits_after_a_reply_when_another_completion_has_left(name):
+    """Five tokens are decoded and eight are appended at once. Then eight are appended to the second text only."""
+    config, params, golden = golden_of(name)
+    policy, (ids, mask, completions) = decoder_policy(config), padded(golden["ids"], 9)
+
+    @jax.jit
+    def logits(params):
+        _, decode, cache = policy.prefill(params, ids, mask, 1, 13)
+        for step in range(5):
+            _, cache = decode(cache, completions[:, :, step], jnp.int32(step))
+        lengths, append = jnp.full((2, 1), 5), policy.decoder(params)
+        first, cache = append(cache, completions[:, :, 5:13], lengths, lengths + 3)
+        cache = policy.widen(policy.select(cache, jnp.array([1])), 21)
+        rest, _ = append(cache, completions[1:, :, 13:], lengths[1:] + 8, lengths[1:] + 3)
+        return softcapped(jnp.concatenate([first[1, 0], rest[0, 0]]) @ policy.unembedding(params).T, policy.softcap)
+
+    np.testing.assert_allclose(logits(params), golden["logits"][1, 14:], atol=1e-4)
+
+
 @pytest.mark.slow
 def test_parameters_are_counted():
     for name in NAMES:
