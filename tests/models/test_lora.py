@@ -253,6 +253,7 @@ def test_other_sizes_than_the_bases_are_refused(adapter):
     ("name", "targets"),
     [
         ("gpt_oss", ("q_proj", "k_proj", "v_proj", "o_proj")),  # an expert is no module
+        ("gemma4_moe", ("q_proj", "k_proj", "v_proj", "o_proj")),
         ("qwen3_moe_dense", ("q_proj", "k_proj", "v_proj", "o_proj")),  # an MLP is named like an expert
         ("glm4", ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")),  # gate_proj and up_proj are one module
         ("qwen3_moe", TARGETS[:7]),
