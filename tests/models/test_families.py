@@ -244,6 +244,7 @@ def test_cudnns_attention_is_lowered_forward_and_backward(family, monkeypatch):
 def test_tokamax_is_lowered_for_a_tpu_forward_and_backward(family):
     tokamax = pytest.importorskip("tokamax")
     config = replace(golden(family)[0], dtype="bfloat16", head_dim=128, rope_scaling=None)
+    config = replace(config, global_heads=config.global_heads and config.global_heads._replace(head_dim=128))
     if config.attention_sinks:
         pytest.skip("refused: it has no sinks")
     policy, batch = decoder_policy(replace(config, attention="tokamax")), a_batch(np.zeros((N, G, T), np.int32))
