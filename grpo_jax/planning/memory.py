@@ -37,7 +37,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.functional.products import GPU, Traits, traits_of_backend
 from grpo_jax.models import sharding
-from grpo_jax.models.config import Dtype, Form, ModelConfig, Remat
+from grpo_jax.models.config import READ, Dtype, Form, ModelConfig, Remat
 from grpo_jax.models.delta import CHUNK
 from grpo_jax.models.geometry import slots_of
 from grpo_jax.models.heads import without_vocabulary
@@ -253,13 +253,14 @@ def _bytes(model: ModelConfig, shape: Shape) -> int:
 
 
 def _keys(model: ModelConfig, shape: Shape) -> int:
-    """Counts the elements of a token's keys in one layer."""
-    return model.num_key_value_heads * model.head_dim // shape.tensor
+    """Counts the elements of a token's keys in the layer with the largest."""
+    heads = [model.heads_of(form.mixer) for form in model.forms]
+    return max(x.num_key_value_heads * x.head_dim for x in heads) // shape.tensor
 
 
 def _attention_layers(model: ModelConfig) -> int:
-    """Counts the layers with attention instead of a delta net."""
-    return sum(form.mixer == "attention" for form in model.forms)
+    """Counts the layers that compute keys and values."""
+    return sum(form.mixer in READ.values() for form in model.forms)
 
 
 def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
@@ -269,7 +270,8 @@ def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
     follow attention and MLP, their inputs count too. A delta net also projects a gate, a decay and a rate, and a mesh
     does not cut its projections.
     """
-    heads, features = model.num_attention_heads * model.head_dim, model.intermediate_size
+    heads = model.num_attention_heads * model.heads_of(form.mixer).head_dim
+    features = model.intermediate_size * (2 if form.feed_forward == "wide_mlp" else 1)
     if model.experts and form.feed_forward == "experts":
         features = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
         features += model.experts.shared_expert_intermediate_size or 0
@@ -303,7 +305,7 @@ def _cache(model: ModelConfig, shape: Shape) -> int:
     """
     of_prompts = _attention_layers(model) * shape.num_prompts * shape.prompt_tokens
     layers, completions = zip(model.windows, model.forms, strict=True), shape.num_prompts * shape.group_size
-    slots = sum(slots_of(window, shape.max_tokens) for window, form in layers if form.mixer == "attention")
+    slots = sum(slots_of(window, shape.max_tokens) for window, form in layers if form.mixer in READ.values())
     tokens = of_prompts + completions * slots
     growing = _GROWING if shape.max_tokens >= shape.traits.grows_from else 1
     states = completions * len(model.delta_layers) * FLOAT32 * _state(model)
