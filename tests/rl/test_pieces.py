@@ -14,7 +14,7 @@ from tiny import random_params, recorder, slow_unless, task_of_tokens, tiny_conf
 from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.data.types import Prompts, choose_widths, useful_widths
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.functional.products import CPU
+from grpo_jax.functional.products import CPU, assume_traits
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl import pieces as rl_pieces, ppo
 from grpo_jax.rl.grpo import grpo_method
@@ -277,15 +277,20 @@ def test_pieces_on_two_devices_have_the_gradient_of_the_whole(options):
 
 
 def test_tokens_are_those_of_the_full_width():
-    """Three draws, of which the last one has only short prompts and is sampled at a width of 24."""
+    """Three draws, of which the last one has only short prompts and is sampled at a width of 24.
+
+    At each width the prompts are computed in pieces of this width and narrower ones.
+    """
     sampling = recipe(num_prompts=2, group_size=G, max_tokens=T).sampling
     policy, params, noise = decoder_policy(MODEL), random_params(MODEL), np.random.default_rng(0)
-    whole, narrow = (make_sampler(policy, TASK._replace(batch_widths=x), sampling) for x in ((), WIDTHS))
+    tasks = TASK, TASK._replace(batch_widths=WIDTHS, prompt_widths=WIDTHS)
+    whole, narrow = (make_sampler(policy, task, sampling) for task in tasks)
     for longest in (48, 30, 20):
         mask = np.arange(P) >= P - np.array([[longest], [5]])
         prompts = Prompts(noise.integers(0, V, (2, P)).astype(np.int32), mask, [])
         inputs = completion_numbers(sampling), group_temperatures(sampling), noise_of(0, SAMPLING, longest)
-        one, other = (sampler.complete(params, prompts, *inputs) for sampler in (whole, narrow))
+        with assume_traits(piece_tokens=16):
+            one, other = (sampler.complete(params, prompts, *inputs) for sampler in (whole, narrow))
         assert (one.completion_ids == other.completion_ids).all()
         np.testing.assert_allclose(one.sampler_logprobs, other.sampler_logprobs, atol=1e-5)
     assert narrow.program._cache_size() == 2
