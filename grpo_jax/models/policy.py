@@ -180,6 +180,7 @@ def _compute_at_widths(
     # On a mesh a piece would not be spread evenly.
     if len(widths) < 2 or ids.size <= 2 * tokens or mesh_sizes() is not None:
         return compute(ids, mask)
+    ids, mask = jnp.asarray(ids), jnp.asarray(mask)
     number = jnp.searchsorted(jnp.asarray(widths), jnp.sum(mask, axis=-1, dtype=jnp.int32))
     order = jnp.argsort(-number, stable=True)
     total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, ids, mask))

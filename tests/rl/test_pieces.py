@@ -98,10 +98,13 @@ def test_a_method_that_reads_the_value_after_a_completion_does_not_pack():
 
 
 def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out():
-    assert choose_widths([16, 16, 64, 16]) == (16, 64)  # with only 64 there would be 3 · 48 tokens of padding
-    assert choose_widths([32, 16, 32, 64, 16]) == (16, 32, 64)
-    assert choose_widths([7]) == (7,)
-    assert choose_widths([12, 12, 20]) == (16, 20)  # 16 is the narrowest
+    choose = partial(choose_widths, most=3)
+    assert choose([16, 16, 64, 16]) == (16, 64)  # with only 64 there would be 3 · 48 tokens of padding
+    assert choose([32, 16, 32, 64, 16]) == (16, 32, 64)
+    assert choose([7]) == (7,)
+    assert choose([12, 12, 20]) == (16, 20)  # 16 is the narrowest
+    lengths = [16, 32, 32, 48, 64]
+    assert [choose_widths(lengths, most=most) for most in (2, 4)] == [(32, 64), (16, 32, 48, 64)]
     # With 100 tokens of completions 48 instead of 64 saves 10%, and 60 saves 2%.
     assert useful_widths((60, 64), 64, 100) == (64,)
     assert useful_widths((48, 64), 64, 100) == (48, 64)
