@@ -86,7 +86,7 @@ def main(config: Config) -> None:
     task = Task(prompts, reward, prompts(0), lambda ids: " ".join(map(str, ids)), ends, 0, vocab_size)
     lengths = prompt_lengths(shape)
     longest = lengths.reshape(-1, shape.num_prompts).max(axis=-1)
-    task = task._replace(prompt_widths=choose_widths(lengths), batch_widths=choose_widths(longest))
+    task = task._replace(prompt_widths=choose_widths(lengths, most=4), batch_widths=choose_widths(longest, most=3))
     params = jax.block_until_ready(jax.jit(policy.init)(jax.random.key(0)))
     ready = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

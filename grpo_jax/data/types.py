@@ -131,18 +131,18 @@ def pad_prompts(
     return Prompts(ids, mask, list(examples))
 
 
-_MOST_WIDTHS = 3  # each width is compiled into the programs
 _NARROWEST = 16  # tokens
 
 
-def choose_widths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:
+def choose_widths(lengths: Sequence[int] | np.ndarray, *, most: int) -> tuple[int, ...]:
     """Chooses the widths that prompts are padded to, with the least padding.
 
     Args:
       lengths: The number of tokens of each prompt; not empty.
+      most: The largest number of widths. Each width is compiled.
 
     Returns:
-      At most three widths, ascending. The last width is the length of the longest prompt.
+      At most `most` widths, ascending. The last width is the length of the longest prompt.
     """
     sorted_lengths, longest = np.sort(np.asarray(lengths)), int(max(lengths))
     # Candidates are 1, 3/4, 1/2, 3/8, … of the longest prompt, as multiples of 8.
@@ -150,7 +150,7 @@ def choose_widths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:
     rounded = {-(-int(longest * scale) // 8) * 8 for scale in scales}
     narrower = sorted(width for width in rounded if _NARROWEST <= width < longest)
     # Choices with fewer widths come first, since `min` returns the first of equals.
-    counts = range(_MOST_WIDTHS)
+    counts = range(most)
     choices = [(*chosen, longest) for count in counts for chosen in itertools.combinations(narrower, count)]
 
     def padded_tokens(widths: tuple[int, ...]) -> int:

@@ -60,8 +60,9 @@ class Policy(NamedTuple):
     states: Callable[[Params, Rows], tuple[jax.Array, Any]]
     # (params, prompt_ids [N, P], prompt_mask [N, P], group_size, max_tokens)
     # -> (hidden [N, D] that predicts the first completion token, decode, cache),
-    # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache)
-    prefill: Callable[[Params, jax.Array, jax.Array, int, int], tuple[jax.Array, Callable[..., Any], Any]]
+    # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache). A sampler of prompts of unequal lengths also passes
+    # `widths`, ascending, to which prompts may be cut
+    prefill: Callable[..., tuple[jax.Array, Callable[..., Any], Any]]
     # (cache, chosen int [R], indices among the N·G completions) -> cache of R prompts with one completion each.
     # None: ended completions are decoded too until the last completion of the batch ends
     select: Callable[[Any, jax.Array], Any] | None = None
@@ -161,6 +162,49 @@ def _states(config: ModelConfig, params: Params, rows: Rows) -> tuple[jax.Array,
     return jax.tree.map(rows.predicting, (hidden, routing))
 
 
+def _compute_at_widths(
+    compute: Callable[[jax.Array, jax.Array], Any], ids: jax.Array, mask: jax.Array, widths: tuple[int, ...]
+) -> Any:
+    """Computes prompts in pieces of similar length, the longest first, so that little padding is computed.
+
+    Args:
+      compute: A function of tokens and mask, `[n, w]`, to arrays `[n, ...]`, in which some axes may have size w.
+      ids: The tokens of the prompts, int `[N, P]`, padded on the left.
+      mask: True on tokens of the prompt, bool `[N, P]`.
+      widths: Widths of pieces, ascending; the last is P. With fewer than two, all prompts are computed at once.
+
+    Returns:
+      The arrays of all prompts, in which these axes have size P. They are padded on the left with zeros.
+    """
+    num_prompts, tokens = len(ids), traits_of_backend().piece_tokens
+    # On a mesh a piece would not be spread evenly.
+    if len(widths) < 2 or ids.size <= 2 * tokens or mesh_sizes() is not None:
+        return compute(ids, mask)
+    ids, mask = jnp.asarray(ids), jnp.asarray(mask)
+    number = jnp.searchsorted(jnp.asarray(widths), jnp.sum(mask, axis=-1, dtype=jnp.int32))
+    order = jnp.argsort(-number, stable=True)
+    total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, ids, mask))
+
+    def put(width: int, places: jax.Array, begin: Any, piece: jax.Array, total: Any) -> Any:
+        # The last piece may compute the last prompt several times.
+        prompts = order[jnp.minimum(begin + piece * places.size + places, num_prompts - 1)]
+
+        def put_array(total: jax.Array, x: jax.Array) -> jax.Array:
+            ends = (slice(whole - part, None) for whole, part in zip(total.shape[1:], x.shape[1:], strict=True))
+            return total.at[(prompts, *ends)].set(x)
+
+        return jax.tree.map(put_array, total, compute(ids[prompts, -width:], mask[prompts, -width:]))
+
+    begin: Any = 0
+    for place, width in reversed([*enumerate(widths)]):
+        size = min(max(1, tokens // width), num_prompts)
+        # Prompts that fill up the pieces of a wider width are not computed again.
+        num_pieces = -(-jnp.maximum(jnp.sum(number >= place) - begin, 0) // size)
+        total = jax.lax.fori_loop(0, num_pieces, partial(put, width, jnp.arange(size), begin), total)
+        begin += num_pieces * size
+    return total
+
+
 def _decoding(config: ModelConfig) -> dict[str, Any]:
     """Makes the functions of a `Policy` that compute completions token by token: prefill, decoder, select, widen."""
 
@@ -175,11 +219,21 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
         """Returns the slots of a layer without a window. If all layers have one, the largest number works as well."""
         return max(layer.values.shape[-2] for layer in key_values(completions))
 
-    def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):
-        seen = geometry_of_rows(config, rows_of_prompts(prompt_ids, prompt_mask))
-        hidden, results = compute_rows(config, variables(params), prompt_ids, seen)
+    def prefill(
+        params: Params,
+        prompt_ids: jax.Array,
+        prompt_mask: jax.Array,
+        group_size: int,
+        max_tokens: int,
+        widths: tuple[int, ...] = (),
+    ):
+        def compute(ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, list[Memory]]:
+            seen = geometry_of_rows(config, rows_of_prompts(ids, mask))
+            hidden, results = compute_rows(config, variables(params), ids, seen)
+            return hidden[:, -1], [memory for memory, _ in by_layer(results)]
+
+        hidden, memories = _compute_at_widths(compute, prompt_ids, prompt_mask, widths)
         separate = layout(params)
-        memories = [memory for memory, _ in by_layer(results)]
         layers = tuple(of_prompts(memory) if isinstance(memory, KeyValues) else None for memory in memories)
         prefix = Prefix(layers, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
 
@@ -200,7 +254,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
             hidden, completions, _ = compute_next(config, separate, ids, seen, prefix, completions)
             return hidden, (prefix, completions)
 
-        return hidden[:, -1], decode, cache
+        return hidden, decode, cache
 
     def decoder(params: Params):
         separate = layout(params)

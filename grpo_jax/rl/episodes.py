@@ -16,7 +16,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import place_and_reason
 from grpo_jax.rl.grade import read_text
-from grpo_jax.rl.source import truncation_of
+from grpo_jax.rl.source import at_widths, truncation_of
 from grpo_jax.rl.types import Batch, Graded, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import Completions
@@ -58,7 +58,7 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
     def begin_rows(shared, prompt_ids, prompt_mask, numbers, temperature) -> Episodes:
         params, noise = shared
         return begin_episodes(
-            policy,
+            at_widths(policy, task, prompt_ids.shape[-1]),
             params,
             prompt_ids,
             prompt_mask,

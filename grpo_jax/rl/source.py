@@ -132,8 +132,9 @@ def sample_completions(
       temperature: The temperature of each completion, `[N, G]`.
       key: The key of the noise, consumed.
     """
+    policy = policy if sampling.narrow_decoding else policy._replace(select=None)
     return sample_groups(
-        policy if sampling.narrow_decoding else policy._replace(select=None),
+        at_widths(policy, task, prompts[0].shape[-1]),
         params,
         *prompts,
         numbers,
@@ -144,6 +145,12 @@ def sample_completions(
         truncation=truncation_of(sampling),
         pad_id=task.pad_id,
     )
+
+
+def at_widths(policy: Policy, task: Task, prompt: int) -> Policy:
+    """Returns the policy that computes prompts of up to `prompt` tokens at the task's widths, if they save work."""
+    widths = useful_widths(task.prompt_widths, prompt, 0)
+    return policy._replace(prefill=partial(policy.prefill, widths=widths)) if len(widths) > 1 else policy
 
 
 def truncation_of(sampling: SamplingConfig) -> Truncation:

@@ -201,8 +201,8 @@ def text_task(
         vocab_size=vocab_size,
         notes=notes,
         answer=answer,
-        prompt_widths=choose_widths([*lengths, width]),
-        batch_widths=choose_widths([*longest, width]),
+        prompt_widths=choose_widths([*lengths, width], most=4),
+        batch_widths=choose_widths([*longest, width], most=3),
         rows=hash_values(*(training.rows[i : i + _DIGESTED] for i in range(0, size, _DIGESTED))),
         extract_final=final_extractor(tokenizer) if in_messages else None,
     )

@@ -8,8 +8,9 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import ragged_prompts, random_params, refused
+from tiny import decoded_states, load_golden, ragged_prompts, random_params, refused, slow_unless
 
+from grpo_jax.functional.products import assume_traits
 from grpo_jax.models import geometry
 from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
 from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, of_prompts, widen
@@ -150,6 +151,22 @@ def test_width_and_ids_of_padding_do_not_matter(hidden_fn):
     hidden = hidden_fn(ids, mask, completions)
     np.testing.assert_allclose(hidden, loss_and_grads(shared_hidden, ALL)[0][1], atol=1e-5)
     np.testing.assert_array_equal(hidden_fn(np.where(mask, ids, 17), mask, completions), hidden)
+
+
+@pytest.mark.parametrize(
+    ("name", "piece_tokens"), slow_unless([("all options", 4)], [("all options", 4), ("all options", 8), ("delta", 8)])
+)
+def test_prompts_may_be_computed_at_several_widths(name, piece_tokens):
+    """Prompts of 6, 4 and 1 tokens. Pieces of 4 tokens have one prompt each, and the last has it twice; a piece of 8
+    tokens has the prompts of 4 and 1."""
+    config = ALL if name == "all options" else load_golden("qwen3_next")[0]
+    policy, params, (*inputs, _) = decoder_policy(config), random_params(config, 0.1), ragged_batch()
+    inputs[0], inputs[2] = (x % config.vocab_size for x in (inputs[0], inputs[2]))
+    at_widths = policy._replace(prefill=partial(policy.prefill, widths=(2, 4, 6)))
+    with assume_traits(piece_tokens=piece_tokens):
+        states = jax.jit(partial(decoded_states, at_widths))(params, *inputs)
+    expected = jax.jit(partial(shared_hidden, config))(params, *inputs)
+    np.testing.assert_allclose(states[:, :, :-1], expected, atol=1e-5)
 
 
 def test_each_token_reaches_what_follows_it_and_nothing_else(hidden_fn):

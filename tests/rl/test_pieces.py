@@ -14,7 +14,7 @@ from tiny import random_params, recorder, slow_unless, task_of_tokens, tiny_conf
 from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.data.types import Prompts, choose_widths, useful_widths
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.functional.products import CPU
+from grpo_jax.functional.products import CPU, assume_traits
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl import pieces as rl_pieces, ppo
 from grpo_jax.rl.grpo import grpo_method
@@ -98,10 +98,13 @@ def test_a_method_that_reads_the_value_after_a_completion_does_not_pack():
 
 
 def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out():
-    assert choose_widths([16, 16, 64, 16]) == (16, 64)  # with only 64 there would be 3 · 48 tokens of padding
-    assert choose_widths([32, 16, 32, 64, 16]) == (16, 32, 64)
-    assert choose_widths([7]) == (7,)
-    assert choose_widths([12, 12, 20]) == (16, 20)  # 16 is the narrowest
+    choose = partial(choose_widths, most=3)
+    assert choose([16, 16, 64, 16]) == (16, 64)  # with only 64 there would be 3 · 48 tokens of padding
+    assert choose([32, 16, 32, 64, 16]) == (16, 32, 64)
+    assert choose([7]) == (7,)
+    assert choose([12, 12, 20]) == (16, 20)  # 16 is the narrowest
+    lengths = [16, 32, 32, 48, 64]
+    assert [choose_widths(lengths, most=most) for most in (2, 4)] == [(32, 64), (16, 32, 48, 64)]
     # With 100 tokens of completions 48 instead of 64 saves 10%, and 60 saves 2%.
     assert useful_widths((60, 64), 64, 100) == (64,)
     assert useful_widths((48, 64), 64, 100) == (48, 64)
@@ -277,15 +280,20 @@ def test_pieces_on_two_devices_have_the_gradient_of_the_whole(options):
 
 
 def test_tokens_are_those_of_the_full_width():
-    """Three draws, of which the last one has only short prompts and is sampled at a width of 24."""
+    """Three draws, of which the last one has only short prompts and is sampled at a width of 24.
+
+    At each width the prompts are computed in pieces of this width and narrower ones.
+    """
     sampling = recipe(num_prompts=2, group_size=G, max_tokens=T).sampling
     policy, params, noise = decoder_policy(MODEL), random_params(MODEL), np.random.default_rng(0)
-    whole, narrow = (make_sampler(policy, TASK._replace(batch_widths=x), sampling) for x in ((), WIDTHS))
+    tasks = TASK, TASK._replace(batch_widths=WIDTHS, prompt_widths=WIDTHS)
+    whole, narrow = (make_sampler(policy, task, sampling) for task in tasks)
     for longest in (48, 30, 20):
         mask = np.arange(P) >= P - np.array([[longest], [5]])
         prompts = Prompts(noise.integers(0, V, (2, P)).astype(np.int32), mask, [])
         inputs = completion_numbers(sampling), group_temperatures(sampling), noise_of(0, SAMPLING, longest)
-        one, other = (sampler.complete(params, prompts, *inputs) for sampler in (whole, narrow))
+        with assume_traits(piece_tokens=16):
+            one, other = (sampler.complete(params, prompts, *inputs) for sampler in (whole, narrow))
         assert (one.completion_ids == other.completion_ids).all()
         np.testing.assert_allclose(one.sampler_logprobs, other.sampler_logprobs, atol=1e-5)
     assert narrow.program._cache_size() == 2
