@@ -44,6 +44,9 @@ class ExpertsConfig(NamedTuple):
     has_norms: bool = False
 
 
+DELTA_CHUNK = 64  # tokens of a row that a delta net computes at once
+
+
 class DeltaConfig(NamedTuple):
     """The gated delta net that replaces attention in some layers."""
 

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.errors import missing
 from grpo_jax.models.cache import DeltaState
-from grpo_jax.models.config import DeltaConfig, ModelConfig
+from grpo_jax.models.config import DELTA_CHUNK, DeltaConfig, ModelConfig
 from grpo_jax.models.geometry import Geometry, LayerKind, positions_in_texts
 from grpo_jax.models.sharding import BATCH, spread
 from grpo_jax.models.transformer import Linear, RMSNorm, linears
@@ -33,8 +33,6 @@ try:
     from flax import linen as nn
 except ModuleNotFoundError as error:
     raise missing(error.name) from None
-
-CHUNK = 64  # tokens
 
 einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # of float32 states
 
@@ -209,7 +207,7 @@ def apply_token(token: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def apply_in_chunks(
-    tokens: Tokens, state: jax.Array, numbers: jax.Array | None = None, *, chunk: int = CHUNK
+    tokens: Tokens, state: jax.Array, numbers: jax.Array | None = None, *, chunk: int = DELTA_CHUNK
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `apply_token` for all tokens of texts, a chunk at a time.
 

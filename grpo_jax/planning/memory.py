@@ -37,8 +37,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.functional.products import GPU, Traits, traits_of_backend
 from grpo_jax.models import sharding
-from grpo_jax.models.config import READ, Dtype, Form, ModelConfig, Remat
-from grpo_jax.models.delta import CHUNK
+from grpo_jax.models.config import DELTA_CHUNK, READ, Dtype, Form, ModelConfig, Remat
 from grpo_jax.models.geometry import slots_of
 from grpo_jax.models.heads import without_vocabulary
 from grpo_jax.models.layers import repetition
@@ -319,7 +318,7 @@ def _delta_elements(model: ModelConfig) -> int:
     """
     if not model.delta:
         return 0
-    sizes = model.delta.key_head_dim + model.delta.value_head_dim + CHUNK
+    sizes = model.delta.key_head_dim + model.delta.value_head_dim + DELTA_CHUNK
     return 9 * model.delta.convolved + 8 * model.delta.num_value_heads * sizes
 
 

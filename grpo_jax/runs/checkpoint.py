@@ -159,8 +159,10 @@ class Checkpoints:
           UsageError: There is no such checkpoint.
         """
         steps = sorted(saved_steps(self._folder))
-        if step not in (None, *steps) or not steps:
-            raise UsageError(f"there is no checkpoint of step {step or 0} in {self._folder}, only of {steps}")
+        if not steps:
+            raise UsageError(f"there is no checkpoint in {self._folder} yet: continue the run with --resume")
+        if step not in (None, *steps):
+            raise UsageError(f"there is no checkpoint of step {step} in {self._folder}, only of {steps}")
         chosen, passed = self._newest([step] if step else steps, "params/")
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; step {chosen} is taken")

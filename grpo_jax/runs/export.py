@@ -22,6 +22,7 @@ from grpo_jax.models.families import text_part
 from grpo_jax.options import flattened
 from grpo_jax.runs.files import COMMAND, read_object, write_text
 from grpo_jax.runs.flags import program, read_flags, refusing
+from grpo_jax.runs.folder import numbered_runs
 from grpo_jax.runs.pretrained import phase_of, restore
 from grpo_jax.runs.progress import say
 
@@ -82,6 +83,9 @@ def command() -> None:
         options = read_flags(Options, prog=program(), description=__doc__)
         done = export(options)
         say(Console(), f"step {done} of {options.run} is now in {options.out}")
+        runs = numbered_runs(user_path(options.run))
+        if len(runs) > 1:
+            say(Console(), f"{runs[max(runs)]} is a newer run")
 
 
 if __name__ == "__main__":

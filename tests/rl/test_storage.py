@@ -340,6 +340,8 @@ def test_parameters_are_read_from_what_verifies_and_stray_things_stay(finished, 
     flip(next((tmp_path / "other").glob("4/rest/d/*")), random.Random(0))  # of the optimizer, which is not read
     with Checkpoints(tmp_path / "other", warn=pytest.fail) as checkpoints:
         assert checkpoints.restore_params(PARAMS)[1] == 4
+    with Checkpoints(tmp_path / "empty") as checkpoints, refused("no checkpoint in .* yet: .* --resume"):
+        checkpoints.restore_params(PARAMS)
     said: list[str] = []
     with Checkpoints(folder, warn=said.append) as checkpoints:
         params, step = checkpoints.restore_params(PARAMS)
