@@ -314,12 +314,14 @@ def _cache(model: ModelConfig, shape: Shape) -> int:
 def _delta_elements(model: ModelConfig) -> int:
     """Counts the elements of a token that the backward pass of a delta net holds: measured with XLA on a CPU.
 
-    About 9 are of each convolved feature, 8 of each key and value, and 8 are rows of the chunks' matrices.
+    About 9 are of each convolved feature, 8 of each key and value, and 8 are rows of the chunks' matrices. Each chunk
+    also holds about 20 states.
     """
     if not model.delta:
         return 0
-    sizes = model.delta.key_head_dim + model.delta.value_head_dim + DELTA_CHUNK
-    return 9 * model.delta.convolved + 8 * model.delta.num_value_heads * sizes
+    keys, values = model.delta.key_head_dim, model.delta.value_head_dim
+    sizes = 8 * (keys + values + DELTA_CHUNK) + 20 * keys * values // DELTA_CHUNK
+    return 9 * model.delta.convolved + model.delta.num_value_heads * sizes
 
 
 def _state(model: ModelConfig) -> int:
