@@ -374,7 +374,7 @@ def attend_fused(
     n, k, g, q, s, e = queries.shape
     if implementation == "tokamax":
         if mesh_sizes():
-            raise UsageError('attention "tokamax" does not run on a mesh: set it to "auto", or mesh to "pmap"')
+            raise UsageError('attention "tokamax" does not run on a mesh: set it to "auto", or parallel to "pmap"')
         import tokamax
 
         core, multiple = partial(tokamax.dot_product_attention, logits_soft_cap=scores.softcap), 128

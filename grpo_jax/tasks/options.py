@@ -196,8 +196,9 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
         number = 200 if most is None and training else most
         return partial(problem_task, "gsm8k", rows=training_rows, heldout_rows=test_rows, num_heldout=number)
     rows: Sequence[Mapping[str, Any]] = math_rows(options.data) if options.task == "math" else read_rows(options.task)
-    has_messages = options.template is None and any(isinstance(row.get(options.prompt_column), list) for row in rows)
-    if options.environment and options.chat is False and has_messages:
+    has_bare_replies = options.environment and options.chat is False and options.template is None
+    # There may be a million rows, so only runs that may be refused read them here.
+    if has_bare_replies and any(isinstance(row.get(options.prompt_column), list) for row in rows):
         raise UsageError("--chat False gives replies no chat template, but the rows hold messages: leave it out")
     if options.environment_factory:
         from grpo_jax.tasks.adapters import load_factory, trl_rows
