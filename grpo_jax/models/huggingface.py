@@ -16,6 +16,7 @@ import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
 from grpo_jax.errors import UsageError, reason_of, user_path
+from grpo_jax.models.chat import Chat, turn_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface, text_part
 from grpo_jax.models.heads import Headed, without_vocabulary
@@ -34,7 +35,7 @@ class Pretrained(NamedTuple):
     config: ModelConfig
     params: Params  # or `Headed`
     tokenizer: Any  # a tokenizer of transformers
-    eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json and tokenizer
+    eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json, tokenizer and chat template
     folder: Path
     notes: tuple[str, ...] = ()  # messages about the model for the user
 
@@ -133,7 +134,9 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the tokens that end a text: the union of config.json, generation_config.json and tokenizer.
+    """Returns the tokens that end a text: the union of config.json, generation_config.json, tokenizer and template.
+
+    The files of a base model often do not name the token with which its chat template ends a turn.
 
     Args:
       folder: The folder of the model.
@@ -144,6 +147,10 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
       The ids, and notes that name the ids left out.
     """
     candidates = {tokenizer.eos_token_id}
+    end = turn_end(Chat(tokenizer)) if tokenizer.chat_template else None
+    if end and end.learned:
+        last = tokenizer(end.learned, add_special_tokens=False)["input_ids"][-1]
+        candidates |= {last} & {*tokenizer.added_tokens_decoder}
     for file in (folder / "config.json", folder / "generation_config.json"):
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         ids = ids if isinstance(ids, list) else [ids]
@@ -223,12 +230,17 @@ def _of_classifier(written: dict[str, Any]) -> dict[str, Any]:
     name = FAMILIES[model_type][0] + ("Text" if model_type.endswith("_text") else "")
     architectures = [f"{name}ForSequenceClassification"]
     one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    # transformers reads the score at the last token that is not padding, and refuses batches without a padding token.
-    # Scored texts do not end with an ending token, so it can be the padding token.
-    end = written.get("eos_token_id")
-    padding = written.get("pad_token_id")
-    padding = (end[0] if isinstance(end, list) else end) if padding is None else padding
-    return written | {"architectures": architectures, **one_label, "pad_token_id": padding}
+    return written | {"architectures": architectures, **one_label, "pad_token_id": scoring_padding(written)}
+
+
+def scoring_padding(written: dict[str, Any]) -> int | None:
+    """Returns the padding token of a classifier made from the config.json of a decoder.
+
+    transformers reads the score at the last token that is not padding, and refuses batches without a padding token. If
+    the decoder has none, it is the token that ends a text.
+    """
+    end, padding = written.get("eos_token_id"), written.get("pad_token_id")
+    return (end[0] if isinstance(end, list) else end) if padding is None else padding
 
 
 @contextmanager

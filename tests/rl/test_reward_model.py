@@ -22,6 +22,7 @@ from grpo_jax.data.preferences import (
 )
 from grpo_jax.data.types import Completion
 from grpo_jax.models import heads
+from grpo_jax.models.chat import Chat
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pretrained
@@ -118,8 +119,9 @@ def test_rows_are_read_split_and_counted(tmp_path):
     assert split_preferences(preferences[::-1], 0.3)[1] == heldout[::-1]  # by the prompt alone
 
     arithmetic.TEXT.save_tokenizer(tmp_path)
-    tokenizer, eos_ids = load_tokenizer(tmp_path), (arithmetic.EOS_ID,)
-    pairs = encode_preferences(tokenizer, preferences, eos_ids=eos_ids, max_prompt_tokens=3, max_tokens=1)
+    tokenizer = load_tokenizer(tmp_path)
+    chat = Chat(tokenizer, (arithmetic.EOS_ID,))
+    pairs = encode_preferences(chat, preferences, max_prompt_tokens=3, max_tokens=1, scored=True)
     assert "".join(tokenizer.convert_ids_to_tokens(pairs.prompts[-1])) == "+1="
     assert {len(ids) for answers in pairs.answers for ids in answers} == {1}
     assert pairs.notes == ("40 of 40 prompts lost their beginning", "31 of 40 pairs have an answer that lost its end")
