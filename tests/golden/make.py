@@ -202,9 +202,7 @@ def make_config(family: str, changes: dict) -> AutoConfig:
 
 PROMPT = 9
 # Those without are variants of them, with fewer options.
-WITHOUT_GRADIENTS = (
-    "llama llama3_rope llama_linear smollm mistral qwen2 qwen2_yarn qwen3 qwen3_yarn smollm3 olmo2"
-)
+WITHOUT_GRADIENTS = "llama llama3_rope llama_linear smollm mistral qwen2 qwen2_yarn qwen3 qwen3_yarn smollm3 olmo2"
 WITHOUT_GRADIENTS = {*WITHOUT_GRADIENTS.split(), "gemma2", "gemma3", "adapter", "qwen2_mscale"}
 
 
