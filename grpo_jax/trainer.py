@@ -1,6 +1,7 @@
 """GRPO in five lines: a model, a reward and prompts. Use `train.train` for everything else."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -211,9 +212,10 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Checks a value against its type hint. Converts NumPy scalars to numbers, lists to tuples and paths to texts."""
+    """Checks a value against its type hint. Converts NumPy scalars, lists, paths and dicts, which become JSON."""
     value = value.item() if isinstance(value, np.generic) else tuple(value) if isinstance(value, list) else value
     value = str(value) if isinstance(value, Path) and hint is str else value
+    value = json.dumps(value) if isinstance(value, Mapping) and hint is str else value  # chat_template_kwargs
     check_type(name, value, hint)
     return value
 

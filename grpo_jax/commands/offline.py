@@ -22,7 +22,7 @@ from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
-from grpo_jax.models.chat import make_chat
+from grpo_jax.models.chat import Chat, make_chat, turn_end
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer, model_folder, scoring_padding
 from grpo_jax.models.params import join, split
 from grpo_jax.models.weights import read_json
@@ -139,6 +139,10 @@ def open_run(job: Job) -> RunFolder:
     keep_description(run, job.model.pretrained, job.config.model, job.config.chat)
     for role, model in job.others.items():
         keep_files(run, role, model.pretrained)
+    tokenizer = job.model.pretrained.tokenizer
+    end = turn_end(Chat(tokenizer)) if uses_chat(job.config.chat, tokenizer) else None
+    if end and not end.learned:
+        run.say("plan: the chat template writes no end of a turn, so none is trained")
     for note in job.notes:
         run.say(note)
     run.warn(job.warnings)

@@ -154,23 +154,31 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
     Returns:
       The ids, and notes that name the ids left out.
     """
-    candidates = {tokenizer.eos_token_id}
-    end = turn_end(Chat(tokenizer)) if tokenizer.chat_template else None
-    if end and end.learned:
-        last = tokenizer(end.learned, add_special_tokens=False)["input_ids"][-1]
-        candidates |= {last} & {*tokenizer.added_tokens_decoder}
+    candidates = {tokenizer.eos_token_id, _turn_end_id(tokenizer)}
     for file in (folder / "config.json", folder / "generation_config.json"):
-        ids = read_json(file).get("eos_token_id") if file.exists() else None
-        ids = ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(x, int | None) and not isinstance(x, bool) and (x or 0) >= 0 for x in ids):
-            raise UsageError(f"eos_token_id in {file} is {ids}: it must be a token's number, or a list of them")
-        candidates |= set(ids)
+        candidates |= _eos_ids_in(file)
     ids = tuple(sorted(candidates - {None}))
     usable = tuple(eos_id for eos_id in ids if eos_id < vocab_size)
     if not usable or usable == ids:
         return ids, ()
     unusable = ", ".join(map(str, ids[len(usable) :]))
     return usable, (f"EOS {unusable} is left out, since the model has the tokens 0 to {vocab_size - 1}",)
+
+
+def _eos_ids_in(file: Path) -> set[int | None]:
+    """Returns the tokens that a config.json or generation_config.json names as eos_token_id."""
+    ids = read_json(file).get("eos_token_id") if file.exists() else None
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(x, int | None) and not isinstance(x, bool) and (x or 0) >= 0 for x in ids):
+        raise UsageError(f"eos_token_id in {file} is {ids}: it must be a token's number, or a list of them")
+    return set(ids)
+
+
+def _turn_end_id(tokenizer: Any) -> int | None:
+    """Returns the last token with which the chat template ends a turn, or None if no token of its own does."""
+    end = turn_end(Chat(tokenizer)) if tokenizer.chat_template else None
+    last = tokenizer(end.learned, add_special_tokens=False)["input_ids"][-1] if end and end.learned else None
+    return last if last in tokenizer.added_tokens_decoder else None
 
 
 # ---- out
@@ -230,8 +238,21 @@ def save_pretrained(
         if source:
             copy_text_files(source, partial)
         write_json(partial / "config.json", written)
+        if source:
+            _name_turn_end(partial)
         save_params(partial, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return Path(folder).expanduser()
+
+
+def _name_turn_end(folder: Path) -> None:
+    """Adds the end of a turn of the chat template to generation_config.json, so that other programs stop there too."""
+    if not any("chat_template" in file.name or b'"chat_template"' in file.read_bytes() for file in folder.glob("*.j*")):
+        return
+    file, end = folder / "generation_config.json", _turn_end_id(load_tokenizer(folder))
+    named = _eos_ids_in(file) if file.exists() else _eos_ids_in(folder / "config.json")
+    if end is not None and end not in named:
+        ids = sorted({end, *named} - {None}, key=int)  # type: ignore[arg-type]
+        write_json(file, (read_json(file) if file.exists() else {}) | {"eos_token_id": ids})
 
 
 def classifier_class(model_type: str) -> str:

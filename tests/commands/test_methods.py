@@ -17,6 +17,7 @@ from grpo_jax.commands import kto, sft, train
 from grpo_jax.commands.dpo import CONSTANTS
 from grpo_jax.commands.offline import encoding
 from grpo_jax.data.preferences import encode_preferences, read_preferences
+from grpo_jax.models.chat import Chat
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.offline.sft import text_nll
 from grpo_jax.rewards.learned import load_reward_model
@@ -229,7 +230,7 @@ def test_completions_of_pairs_end_with_eos_and_count_it(folder):
     def encoded(*more):
         config = flags.parse(dpo.Config, None, [*args, *more])
         options = encoding(pretrained, config.model, config.max_tokens)
-        return encode_preferences(pretrained.tokenizer, preferences, **options)
+        return encode_preferences(Chat(pretrained.tokenizer, pretrained.eos_ids), preferences, **options)
 
     whole = encoded()
     assert {(len(ids), ids[-1]) for pair in whole.answers for ids in pair} == {(2, eos_id)}

@@ -3,6 +3,7 @@
 `golden/templates.py` repeats the comparison with the published templates.
 """
 
+import pickle
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.data.text import answer_prompts, encode_answers, encode_prompts
 from grpo_jax.models.chat import Chat, decode, make_chat, opened_text, prompt_writer, render, turn_end
+from grpo_jax.tasks.task import text_task
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<bos>", "<answer>", "</answer>", "<|user|>", "<|assistant|>"]
 TOOLS = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -145,6 +147,22 @@ def test_other_variables_are_refused(tokenizer, kwargs):
     tokenizer.chat_template = SWITCH + "{{ tools }}"
     with refused("chat_template_kwargs"):
         make_chat(tokenizer, (), kwargs=kwargs)
+
+
+def test_a_task_records_messages_and_variables_of_its_rows(tokenizer):
+    tokenizer.chat_template = SWITCH
+    rows = [{"prompt": f"{i}+1"} | ({"chat_template_kwargs": {"thinks": True}} if i % 2 else {}) for i in range(40)]
+    options = {"vocab_size": 300, "num_prompts": 40, "seed": 0, "reward": None, "heldout_share": 0.0}
+    task = text_task(tokenizer, (), rows, chat=True, chat_template_kwargs={"thinks": False}, **options)
+    for example in task.prompts(0).examples:
+        prompt = pickle.loads(pickle.dumps(example["prompt"]))
+        ((_, role), (_, content)) = prompt.messages[0].items()
+        assert prompt.startswith(f"<|im_start|>{role}\n{content}<|im_end|>")
+        assert prompt.endswith("assistant\n" if int(content[:-2]) % 2 else "</think>\n\n")
+    with refused("sets thinkz, but the chat template has no such variable"):
+        text_task(tokenizer, (), [rows[0] | {"chat_template_kwargs": {"thinkz": 1}}], chat=True, **options)
+    with refused("chat_template_kwargs need chat messages"):
+        text_task(tokenizer, (), rows, chat_template_kwargs={"thinks": False}, **options)
 
 
 # ---- texts that are written in a template already
