@@ -152,8 +152,7 @@ class GRPOTrainer:
         pretrained = self._models["policy"].pretrained
         if self._tools and not self._uses_chat:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
-        tools, kwargs = schemas_of(self._tools) if self._tools else None, model.chat_template_kwargs
-        chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, tools=tools, kwargs=kwargs)
+        chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=model.chat_template_kwargs)
         environment = self._reply and _environment(self._reply, bool(self._tools), chat)
         longest = pretrained.config.max_position_embeddings
         task = text_task(
@@ -168,8 +167,8 @@ class GRPOTrainer:
             max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, run.sampling.completion_width),
             overlong=model.overlong,
             chat=self._uses_chat,
-            tools=tools,
-            chat_template_kwargs=kwargs,
+            tools=schemas_of(self._tools) if self._tools else None,
+            chat_template_kwargs=model.chat_template_kwargs,
         )
         return task._replace(environment=environment)
 

@@ -221,8 +221,8 @@ def encode_texts(
         answers = answer_prompts(chat, encoded, [(example[config.completion_column],) for example in examples])
         max_tokens = longest if config.max_tokens is None else config.max_tokens
         limits: Any = {"max_tokens": max_tokens, "overlong": overlong, "vocab_size": shape.vocab_size}
-        fitted, _, about = fit_answers(answers, noun=f"completions ({name})", **limits)
-        notes += about
+        fitted, _, about = fit_answers(answers, noun="completions", **limits)
+        notes += [f"{name}: {note}" for note in about]
         sides.append(([row.prompt for row in fitted], [row.answers[0] for row in fitted]))
     width = max(len(ids) + len(more) for side in sides for ids, more in zip(*side, strict=True))
     training, heldout = (pack(*side, width=width) for side in sides)

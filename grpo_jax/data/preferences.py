@@ -151,7 +151,7 @@ def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Pref
     if not chat:
         return _checked(Preference(prompt, chosen[end:], rejected[end:]))
     _, *spoken = TURN.split(prompt.removesuffix(ASSISTANT))
-    messages = [
+    messages: list[Message] = [
         {"role": _ROLES[who], "content": text.strip()} for who, text in zip(spoken[::2], spoken[1::2], strict=True)
     ]
     return _checked(Preference(messages, chosen[end:].strip(), rejected[end:].strip()))

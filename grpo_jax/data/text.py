@@ -365,17 +365,17 @@ def fit_answers(
     check_number("max_tokens", max_tokens, Size)
     fitted, dropped, cut = dict[int, Answers](), Counter[str](), 0
     for number, (prompt, answers) in enumerate(rows):
-        short = tuple(ids[:max_tokens] for ids in answers)
+        short, is_pair = tuple(ids[:max_tokens] for ids in answers), len(answers) > 1
         if not all(answers) or len(set(map(tuple, short))) < len(short):
-            dropped["whose answers are empty or equal as tokens" if len(short) > 1 else "that are empty as tokens"] += 1
+            dropped["whose answers are empty or equal as tokens" if is_pair else "that are empty as tokens"] += 1
         elif short != answers and overlong == "drop":
-            dropped[f"with an answer longer than {max_tokens} tokens"] += 1
+            dropped[f"{'with an answer' if is_pair else 'that are'} longer than {max_tokens} tokens"] += 1
         else:
             cut += short != answers
             fitted[number] = Answers(prompt, short)
     notes = [f"dropped {count} {noun} {reason}" for reason, count in dropped.items()]
     if not fitted:
-        why = f"; {', '.join(notes)}" if notes else ""
+        why = f" ({', '.join(notes)})" if notes else ""
         raise UsageError(f"no {noun.rstrip('s')} is left of {len(rows)}{why}: raise max_tokens, or give other rows")
     notes += [f"{cut} of {len(rows)} {noun} have an answer that lost its end"] if cut else []
     if vocab_size is not None:

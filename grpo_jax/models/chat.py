@@ -280,6 +280,7 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
     Raises:
       UsageError: The chat template knows none of the roles.
     """
+    chat = chat._replace(tools=None)  # they are at the beginning of a conversation
     tokenizer, control = chat.tokenizer, control_tokens(chat.tokenizer)
 
     def tokens(text: str, **options: bool) -> list[int]:

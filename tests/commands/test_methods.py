@@ -178,7 +178,7 @@ def test_a_run_is_extended_by_its_folder_alone(folder, tmp_path, method, options
 def test_prompts_are_not_learned_and_completions_end_with_eos(folder):
     config = flags.parse(sft.Config, None, ["--model", "model", "--task", "rows.jsonl", "--max-tokens", "2"])
     packed, _, _, notes = sft.encode_texts(config, sft.read_completions(config), load_pretrained(folder / "model"))
-    assert "dropped of 58 completions" in notes[0]  # of two digits and EOS
+    assert "training: dropped 13 completions that are longer than 2 tokens" in notes[0]  # of two digits and EOS
     for ids, numbers, learned in zip(packed.ids, packed.texts, packed.completion_mask, strict=True):
         for number in range(1, numbers.max() + 1):
             answer = ids[(numbers == number) & learned].tolist()

@@ -170,7 +170,7 @@ def test_completions_end_with_one_eos_and_are_dropped_or_cut_and_counted(digits)
     assert notes == ("dropped 1 completions that are empty as tokens",)
     short, notes = answers(digits, texts, max_tokens=3, overlong="drop")
     assert len(short) == 2
-    assert notes[1] == "dropped 1 pairs with an answer longer than 3 tokens"
+    assert notes[1] == "dropped 1 pairs that are longer than 3 tokens"
     cut, notes = answers(digits, texts, max_tokens=3)
     assert cut[-1] == arithmetic.TEXT.encode("123")  # nothing says that it ended there
     assert notes[1] == "1 of 4 pairs have an answer that lost its end"
