@@ -457,24 +457,7 @@ def test_math500_solutions_are_right_and_others_wrong(reward):
 # ---- texts that could take for ever
 
 PIECES = [" ", "1", "1,", "1,111", r"1\,111", "1{,}", ".", "-", "/", "$", r"\$", "{", "(", r"\text{", r"\frac1"]
-    " ",
-    "1",
-    "1,",
-    "1,111",
-    r"1\,111",
-    "1{,}",
-    ".",
-    "-",
-    "/",
-    "$",
-    r"\$",
-    "{",
-    "(",
-    r"\text{",
-    r"\frac1",
-    "#### ",
-]
-PIECES += [r"\boxed{", "answer is ", " or ", "1 or ", "e9", "*", "**", "_", "\\", "x=", "1 1/", "½", "²", "\n"]
+PIECES += ["#### ", r"\boxed{", "answer is ", " or ", "1 or ", "e9", "*", "**", "_", "\\", "x=", "1 1/", "½", "²", "\n"]
 
 
 @pytest.mark.parametrize("reward", REWARDS)
