@@ -262,22 +262,12 @@ _UNIT = re.compile(
     r"|(?<=[\d}])\s*(?P<bare>[a-zA-Z][a-zA-Z ./]*)(?P<bare_power>\^\{?[23]\}?)?)",
     re.DOTALL,
 )
-# Names of one unit; plurals with an s need no name. A single letter is a unit only in \text{...}: 5x is no quantity.
-_UNITS = {
-    name: names.split()[0]
-    for names in (
-        *("deg degree", "% percent", "$ dollar", "in inch inche", "ft feet foot", "yd yard", "mi mile", "s sec second"),
-        *(
-            "m meter metre",
-            "mm millimeter millimetre",
-            "cm centimeter centimetre",
-            "km kilometer kilometre",
-            "h hr hour",
-        ),
-        *("g gram", "kg kilogram", "mg milligram", "l liter litre", "ml milliliter millilitre", "min minute"),
-    )
-    for name in names.split()
-}
+# The names of each unit. Plurals with an s need no name.
+_NAMES = """
+    deg degree|% percent|$ dollar|in inch inche|ft feet foot|yd yard|mi mile|m meter metre|mm millimeter millimetre
+    |cm centimeter centimetre|km kilometer kilometre|s sec second|min minute|h hr hour|g gram|kg kilogram|mg milligram
+    |l liter litre|ml milliliter millilitre"""
+_UNITS = {name: names.split()[0] for names in _NAMES.split("|") for name in names.split()}
 _NO_UNITS = {"squared", "cubed", "factorial", "plus", "minus", "times", "over", "point"}
 
 
@@ -313,7 +303,8 @@ def _split_unit(text: str) -> tuple[str, str, int]:
             names.remove(name)
             power = exponent
     shortest = 4 if match["bare"] else 2  # 5ab is a product
-    if not names or {*words} & _NO_UNITS or (names[0] not in _UNITS and len(names[0]) < shortest) or words == ["x"]:
+    is_known = bool(names) and names[0] in _UNITS and len(match["bare"] or "text") > 1  # 5m is a product, too
+    if not is_known and (not names or len(names[0]) < shortest or {*words} & _NO_UNITS):
         return text, unit, 1
     if names[0] in _SCALES:
         return match["body"], unit or " ".join(names[1:]), _SCALES[names[0]]
@@ -346,10 +337,8 @@ def _read_value(text: str, nested: int) -> Hashable:
     labels = [_LABEL.match(item) for item in items]
     if len({label and label[1] for label in labels}) == 1:  # x=1, x=2
         items = [item[label.end() :] if label else item for item, label in zip(items, labels, strict=True)]
-    pairs = [(item, _split(item, r"\pm")) for item in items]
-    items = [
-        x for item, ends in pairs for x in ([f"{ends[0]}+{ends[1]}", "-".join(ends)] if len(ends) == 2 else [item])
-    ]
+    ends = [_split(item, r"\pm") for item in items]
+    items = [sign.join(pair) for pair in ends for sign in ("+-" if len(pair) == 2 else [r"\pm"])]
     if len(items) > 1:
         return "set", tuple(sorted(map(read, items), key=repr))
     if group and items:
