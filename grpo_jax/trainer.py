@@ -15,6 +15,7 @@ from grpo_jax.data.text import Message, prompt_limit
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, abbreviate, user_path
+from grpo_jax.models.families import NOT_IN_FILES
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, format_of, join, split
@@ -178,7 +179,7 @@ def _environment(reply: ReplyFn, tools: Mapping[str, Any], pretrained: Pretraine
 
 def _settings_of(pretrained: Pretrained) -> dict[str, Any]:
     """Returns the fields of `ModelOptions` that a loaded model determines."""
-    settings = {name: getattr(pretrained.config, name) for name in ("dtype", "remat", "attention", "router")}
+    settings = {name: getattr(pretrained.config, name) for name in NOT_IN_FILES}
     dtype = str(pretrained.params["embedding"].dtype)
     return settings | {"param_dtype": dtype, "quantize": format_of(pretrained.params)}
 
