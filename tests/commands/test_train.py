@@ -76,7 +76,7 @@ def test_rows_and_rewards_of_files_then_the_checkpoint_evaluated_alone(folder, t
 def test_a_run_in_bfloat16_is_exported_as_it_was_evaluated(folder, tmp_path):
     options = ("--dtype", "bfloat16", "--learning-rate", 1e-5, *LOW)
     lines, results = run(folder, tmp_path / "run", "grpo", *SMALL, *options)
-    assert 0 < lines[1]["changed_share"] < 0.1
+    assert 0 < lines[1]["changed_share"] < 0.5
     numbers = evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED)
     for name in ("avg", "greedy", "length"):
         assert numbers[name] == pytest.approx(results["after"][name], abs=1e-6)
