@@ -251,9 +251,7 @@ def _name_turn_end(folder: Path) -> None:
     """Adds the end of a turn of the chat template to generation_config.json, so that other programs stop there too."""
     if not any("chat_template" in file.name or b'"chat_template"' in file.read_bytes() for file in folder.glob("*.j*")):
         return
-    file, end = folder / "generation_config.json", None
-    with suppress(UsageError):  # a tokenizer that transformers cannot load
-        end = _turn_end_id(load_tokenizer(folder))
+    file, end = folder / "generation_config.json", _turn_end_id(load_tokenizer(folder))
     named = _eos_ids_in(file) if file.exists() else _eos_ids_in(folder / "config.json")
     if end is not None and end not in named:
         ids = sorted({end, *named} - {None}, key=int)  # type: ignore[arg-type]
