@@ -37,13 +37,14 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.functional.products import GPU, Traits, traits_of_backend
 from grpo_jax.models import sharding
+from grpo_jax.models.attention import num_blocks
 from grpo_jax.models.config import DELTA_CHUNK, READ, Dtype, Form, ModelConfig, Remat
 from grpo_jax.models.geometry import slots_of
 from grpo_jax.models.heads import without_vocabulary
 from grpo_jax.models.layers import repetition
 from grpo_jax.models.lora import TARGETS, Target, add_adapters
 from grpo_jax.models.params import Quantize
-from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.policy import decoder_policy, suits_cudnn
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.pieces import Piece, choose_piece
@@ -282,6 +283,32 @@ def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
     return mixed + 2 * features // shape.tensor + streams * model.hidden_size
 
 
+def _unrolled(model: ModelConfig, shape: Shape) -> int:
+    """Returns the bytes that unrolled layers keep for the backward pass in addition; 0 if they are not unrolled.
+
+    XLA on a GPU computes once what forward and backward pass both compute, and keeps it: normed inputs, rotated
+    queries, the product of gate and up, and attended values and the keys and values that queries see, in the layout of
+    attention. Without cuDNN's attention, each block of queries has its own.
+    """
+    limit = shape.traits.unrolled_layers if shape.quantize == "none" else shape.traits.unrolled_quantised_layers
+    if shape.traits.backend == "cpu" or model.num_hidden_layers > limit or model.remat != "none":
+        return 0
+    if shape.fsdp * shape.tensor > 1:
+        return 0
+    piece, is_auto = shape.piece, model.attention == "auto" and suits_cudnn(model)
+    is_fused = model.attention == "cudnn" or (is_auto and shape.traits.has_flash_attention)
+    blocks = 1 if is_fused else num_blocks(piece.width)
+    streams = 1 if model.norms == "before" else 3
+    elements = 0
+    for form in model.forms:
+        heads = model.num_attention_heads * model.heads_of(form.mixer).head_dim
+        projected = _projected(model, shape, form) - streams * model.hidden_size
+        elements += projected // 2 + (1 if is_fused else 2) * heads + 2 * model.hidden_size
+    seen = piece.rows * piece.texts * (blocks * shape.prompt_tokens + (blocks + 1) * piece.width // 2)
+    elements = elements * tokens_of_piece(shape) + 2 * _keys(model, shape) * _attention_layers(model) * seen
+    return elements * BYTES[model.dtype]
+
+
 def _whole_layer(model: ModelConfig, shape: Shape) -> int:
     """Returns the bytes of a layer's parameters after a mesh has gathered them, or after they are dequantised."""
     size = size_on_device(decoder_shapes(model)["layers"], {**shape.mesh, sharding.FSDP: 1})
@@ -356,7 +383,7 @@ def _activations(model: ModelConfig, shape: Shape) -> int:
     layer = working * BYTES[model.dtype] + whole_layers * _whole_layer(model, shape)
     if model.experts:  # all layers of a period are in memory at once
         layer *= repetition(forms)[1]
-    return stored * _bytes(model, shape) + max(layer + scores, _logits(model, shape))
+    return stored * _bytes(model, shape) + _unrolled(model, shape) + max(layer + scores, _logits(model, shape))
 
 
 def _scores(shape: Shape) -> int:
