@@ -35,7 +35,7 @@ from experiments.planning.models import MODELS
 from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
 from grpo_jax.config import GRPOConfig, PlannedRemat, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.products import CPU
+from grpo_jax.functional.products import CPU, GPU, Traits
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
@@ -87,7 +87,7 @@ class Config:
     """Options of the plan."""
 
     model: str = "Qwen2.5-7B"
-    """A name of experiments/planning/models.py, such as Qwen2.5-7B or Gemma-3-270M; or the folder or hub id of a model."""
+    """A model of experiments/planning/models.py, such as Qwen2.5-7B; or the folder or hub id of a model."""
     devices: Count = 0
     """Devices of the run; 0: those of the topology, or 8."""
     fsdp: Count = 0
@@ -125,7 +125,7 @@ class Config:
     compile: bool = False
     """Compile the programs for virtual CPU devices, and compare."""
     topology: str = ""
-    """Compile them for these TPUs (kind and torus, such as v5p:2x2x2) or GPUs (kind and number, such as h100:1) instead."""
+    """Compile them for these TPUs or GPUs instead: kind and torus or number, such as v5p:2x2x2 or h100:1."""
     programs: tuple[Program, ...] = ("learn", "score", "sample")
     """Which to compile. A decoder of 80 layers takes long to compile for sampling."""
 
@@ -224,6 +224,7 @@ def data_of(config: Config) -> int:
 def shape_of(config: Config) -> Shape:
     """Returns the sizes that determine the run's memory on one device."""
     return Shape(
+        traits=GPU if config.device in GPUS else Traits("tpu"),
         num_prompts=config.prompts_per_device,
         group_size=config.group_size,
         prompt_tokens=config.prompt_tokens,
@@ -355,7 +356,10 @@ def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig | PPOConfig
 
 
 def compiled_table(config: Config, plan: Plan, data: int) -> Table:
-    """Compares memory and exchanges of the plan and the compiled programs. For a CPU the plan is in float32."""
+    """Compares memory and exchanges of the plan and the compiled programs. For a CPU the plan is in float32.
+
+    For GPUs, the row "step" compares the bytes that the last decode step moves with those that it must read.
+    """
     ours, traffic = plan.estimate, traffic_of(plan, data)
     if not config.topology:
         in_float32 = plan._replace(model=replace(plan.model, dtype="float32"))
@@ -383,7 +387,7 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
         if config.devices > 1:
             rows += _traffic_rows(traffic[program], text, turns)
         if program == "sample" and config.device in GPUS:
-            rows.append(("moved in last step", last_step_bytes(plan), max(map(total, moved_in_loops(text)))))
+            rows.append(("step", last_step_bytes(plan), max(map(total, moved_in_loops(text)))))
         for name, planned, results in rows:
             share = f"{results / planned:.2f}" if planned else ""
             table.add_row(program, name, f"{planned / GB:.2f}", f"{results / GB:.2f}", share, took)

@@ -32,8 +32,8 @@ class Traits(NamedTuple):
     multiplies_by_columns: bool = False
     # Sums with many more rows than columns are computed as their transposes: see `product` and `sum_over_queries`.
     transposes_tall_sums: bool = False
-    # Sums are computed as products with ones. XLA on CPU needs nine times as long for sums. On a GPU products need their
-    # factors in memory, and XLA joined the factors of all layers into one array of 3 GB.
+    # Sums are computed as products with ones. XLA on CPU needs nine times as long for sums. On a GPU the factors of a
+    # product are in memory, and XLA joined those of all norms of a decoder into one array of 3 GB.
     sums_by_products: bool = False
     # Keys of the cache have features before tokens. On an H100 the product with such keys took 1.6 times as long.
     features_first: bool = False

@@ -43,7 +43,7 @@ HloModule step
   %step = s32[] get-tuple-element(%state), index=0
   %cache = bf16[8,16]{1,0} get-tuple-element(%state), index=1
   %new = f32[1,16]{1,0} get-tuple-element(%state), index=2
-  %written = bf16[8,16]{1,0} fusion(%cache, %new, %step), kind=kLoop, calls=%fused_write, metadata={op_name="jit(f)/write"}
+  %written = bf16[8,16]{1,0} fusion(%cache, %new, %step), kind=kLoop, calls=%fused_write, metadata={op_name="f/write"}
   %read = f32[2,16]{1,0} fusion(%written, %step), kind=kLoop, calls=%fused_read
   %sums = f32[2]{0} fusion(%read), kind=kInput, calls=%fused_sum
   %greedy = f32[2]{0} conditional(%step, %read, %sums), branch_computations={%likeliest, %neither}
@@ -70,7 +70,7 @@ PRODUCT = 16 * 4 + 2 * 16 * 4 + 2 * 4  # without its workspace
 def test_a_step_moves_slices_and_no_whole_cache():
     (step,) = moved_in_loops(TEXT)
     assert [one.size for one in step] == [WRITE, READ, SUMS, PRODUCT]
-    assert (step[0].kind, step[0].source) == ("fusion", "jit(f)/write")
+    assert (step[0].kind, step[0].source) == ("fusion", "f/write")
 
 
 def test_a_loop_counts_as_often_as_it_turns():
