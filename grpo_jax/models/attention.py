@@ -345,12 +345,14 @@ def _attend_block_backward(softcap, residuals, gradient):
 
     A cap s = c·tanh(x/c) has ∂s/∂x = 1 − (s/c)². A sink has v = 0.
     """
-    # Where layers are unrolled, XLA would otherwise keep the scores of the forward pass.
-    queries, keys, values, mask, sinks, attended, maximum, total = jax.lax.optimization_barrier(residuals)
+    traits = traits_of_backend()
+    if traits.backend == "gpu":  # XLA would keep the scores of the forward pass, because layers are unrolled
+        residuals = jax.lax.optimization_barrier(residuals)
+    queries, keys, values, mask, sinks, attended, maximum, total = residuals
     scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap)
     weights = jnp.exp(scores + _bias(mask) - maximum) / total
     mean = (gradient * attended).astype(jnp.float32)
-    if traits_of_backend().sums_by_products:
+    if traits.sums_by_products:
         mean = mean @ jnp.ones((attended.shape[-1], 1), jnp.float32)
     else:
         mean = jnp.sum(mean, axis=-1, keepdims=True)
