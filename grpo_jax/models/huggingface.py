@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,7 +62,8 @@ def load_pretrained(
       quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.quantised`.
       sharding: A `jax.sharding.Sharding` for all parameters, a tree of shardings that is a prefix of the parameters, or
         a function from the parameters' shapes to either; None: the default device.
-      **overrides: The fields of ModelConfig that config.json does not determine (dtype, remat, attention, router).
+      **overrides: The fields of ModelConfig that config.json does not determine (dtype, remat, attention, router,
+        longest_text).
 
     Returns:
       The model with its tokenizer.
@@ -86,6 +88,27 @@ def load_pretrained(
     config = without_vocabulary(config) if head else config
     params = load_params(folder, config, head=head, dtype=param_dtype, quantize=quantize, sharding=sharding)
     return Pretrained(config, params, tokenizer, ends, folder, notes)
+
+
+def for_texts(pretrained: Pretrained, longest: int) -> Pretrained:
+    """Chooses the factors of longrope, if the model has this scaling, by the longest text of a program.
+
+    Args:
+      pretrained: The model. A larger `longest_text` in its configuration stays.
+      longest: The largest possible length of a text in tokens, prompt included.
+
+    Returns:
+      The model with `ModelConfig.longest_text`, and with a note if the texts are long.
+    """
+    config, scaling = pretrained.config, pretrained.config.rope_scaling
+    if not scaling or scaling.rope_type != "longrope":
+        return pretrained
+    config = replace(config, longest_text=max(longest, config.longest_text or 0))
+    note = (
+        f"texts may have {config.longest_text} tokens, more than the original {scaling.original_max_position_embeddings}"
+        ": all texts, short ones too, use the long factors of longrope"
+    )
+    return pretrained._replace(config=config, notes=(*pretrained.notes, *[note] * config.has_long_texts))
 
 
 def model_folder(name: str | Path) -> Path:

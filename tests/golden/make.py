@@ -46,6 +46,10 @@ LLAMA3 = ROPE | {
 LINEAR = ROPE | {"rope_type": "linear", "factor": 3.0}
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 YARN_OPTIONS = {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3, "truncate": False}
+LONGROPE = ROPE | {"rope_type": "longrope"}
+# Lists for eight and for six rotated features. Texts of 30 tokens are longer than 16, and not longer than 32.
+LONGROPE_8 = LONGROPE | {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.5, 2.5, 4.0, 6.0]}
+LONGROPE_6 = LONGROPE | {"short_factor": [1.1, 1.3, 1.9], "long_factor": [1.5, 3.0, 5.0]}
 FOUR = {"num_hidden_layers": 4}
 EXPERTS = {"head_dim": 6, "moe_intermediate_size": 8}
 DELTA = {
@@ -97,6 +101,23 @@ MODELS = {
         "olmo3",
         {"num_hidden_layers": 5, "sliding_window": 5, "attention_bias": True}
         | {"rope_parameters": {"sliding_attention": LOCAL, "full_attention": YARN}},
+    ),
+    "phi3": ("phi3", {"sliding_window": 7, "num_key_value_heads": 4}),
+    "phi3_short": (
+        "phi3",
+        {"hidden_size": 32, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE_8},
+    ),
+    "phi3_long": (
+        "phi3",
+        {"hidden_size": 32, "original_max_position_embeddings": 16, "sliding_window": 9}
+        | {"rope_parameters": LONGROPE_8 | {"attention_factor": 1.3}},
+    ),
+    # Phi-4-mini
+    "phi4_mini": (
+        "phi3",
+        TIED
+        | {"hidden_size": 32, "original_max_position_embeddings": 16}
+        | {"rope_parameters": LONGROPE_6 | {"partial_rotary_factor": 0.75}},
     ),
     "granite": (
         "granite",
@@ -202,7 +223,7 @@ def make_config(family: str, changes: dict) -> AutoConfig:
 PROMPT = 9
 # Those without are variants of them, with fewer options.
 WITHOUT_GRADIENTS = "llama llama3_rope llama_linear smollm mistral qwen2 qwen2_yarn qwen3 qwen3_yarn smollm3 olmo2"
-WITHOUT_GRADIENTS = {*WITHOUT_GRADIENTS.split(), "gemma2", "gemma3", "adapter"}
+WITHOUT_GRADIENTS = {*WITHOUT_GRADIENTS.split(), "gemma2", "gemma3", "phi3_short", "phi3_long", "adapter"}
 
 
 def random_ids() -> torch.Tensor:

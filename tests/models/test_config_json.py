@@ -121,7 +121,7 @@ def test_fields(change, fields):
 
 # Field -> values that no model has.
 BAD = {
-    "model_type": ["gpt2", "phi3", None],
+    "model_type": ["gpt2", "phimoe", None],
     "num_hidden_layers": [10**9, -1],
     "hidden_size": ["x", 10**30],
     "num_attention_heads": [0],
