@@ -50,10 +50,11 @@ def text_part(config: File) -> File:
     Args:
       config: The contents of a config.json. It is returned unchanged if it has no text model of a supported family.
     """
-    text = config.get("text_config")
+    text, tie = config.get("text_config"), "tie_word_embeddings"
     if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
         return config
-    outer = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id", "dtype") if name in config}
+    outer = {name: config[name] for name in ("eos_token_id", "dtype") if name in config}
+    text = text | {tie: config[tie]} if tie in config else text  # the class of the whole model reads the outer value
     return outer | text | {"architectures": [f"{FAMILIES[text['model_type']][0]}ForCausalLM"]}
 
 
@@ -310,12 +311,13 @@ def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
         raise UsageError(
             f"rope scaling {abbreviate(rope)} is not supported, only {_SCALINGS}: choose a model with one of these"
         )
+    longest = file["max_position_embeddings"]
     fields = {name: rope[name] for name in RopeScaling._fields if rope.get(name) is not None}
-    fields = {"original_max_position_embeddings": file["max_position_embeddings"]} | fields
+    fields = {"original_max_position_embeddings": longest} | fields
+    if rope["rope_type"] in ("yarn", "longrope") and rope.get("factor") is None:
+        fields["factor"] = longest / fields["original_max_position_embeddings"]
     if rope["rope_type"] == "longrope":
-        fields |= {name: tuple(fields[name]) for name in ("short_factor", "long_factor")}
-        growth = file["max_position_embeddings"] / fields["original_max_position_embeddings"]
-        fields = {"factor": growth} | fields
+        fields |= {name: tuple(fields[name]) for name in ("short_factor", "long_factor") if name in fields}
     return RopeScaling(**fields)
 
 

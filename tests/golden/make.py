@@ -1,12 +1,12 @@
 """Makes the folders beside this file: one random tiny model per family and option, and what transformers computes.
 
 Each holds what `save_pretrained` of transformers wrote, and golden.npz: ids [B, S] and logits [B, S, V] in float32 by
-the installed transformers. `llama/adapter` is a LoRA adapter as peft wrote it, and its logits; `llama/classifier` has
-one label, and logits [B, 1] of texts that are padded on the right. This script needs torch, transformers and peft; the
-tests that read the folders do not.
+the installed transformers. `llama/adapter` and `phi4_mini/adapter` are LoRA adapters as peft wrote them, and their
+logits; `llama/classifier` has one label, and logits [B, 1] of texts that are padded on the right. This script needs
+torch, transformers and peft; the tests that read the folders do not.
 
   python tests/golden/make.py          # all
-  python tests/golden/make.py NAME ... # some; "adapter" and "classifier" are those of llama
+  python tests/golden/make.py NAME ... # some; "adapter" and "classifier" are those in other folders
 """
 
 import json
@@ -90,6 +90,7 @@ MODELS = {
     "qwen2": ("qwen2", TIED),
     "qwen2_mixed": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen2_yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen2_mscale": ("qwen2", {"rope_parameters": YARN | {"mscale": 1.5, "mscale_all_dim": 0.5}}),
     "qwen3": ("qwen3", {"head_dim": 6} | TIED),
     "qwen3_yarn": ("qwen3", {"rope_parameters": YARN | YARN_OPTIONS, "head_dim": 16}),
     "qwen3_biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
@@ -223,7 +224,7 @@ def make_config(family: str, changes: dict) -> AutoConfig:
 PROMPT = 9
 # Those without are variants of them, with fewer options.
 WITHOUT_GRADIENTS = "llama llama3_rope llama_linear smollm mistral qwen2 qwen2_yarn qwen3 qwen3_yarn smollm3 olmo2"
-WITHOUT_GRADIENTS = {*WITHOUT_GRADIENTS.split(), "gemma2", "gemma3", "phi3_short", "phi3_long", "adapter"}
+WITHOUT_GRADIENTS += " gemma2 gemma3 adapter qwen2_mscale phi3_short phi3_long"
 
 
 def random_ids() -> torch.Tensor:
@@ -236,7 +237,7 @@ def save_golden(folder: Path, model: torch.nn.Module) -> None:
     ids = random_ids()
     logits = model.eval()(ids).logits
     np.savez_compressed(folder / "golden.npz", ids=ids.numpy().astype(np.int32), logits=logits.detach().numpy())
-    if folder.name in WITHOUT_GRADIENTS:
+    if folder.name in WITHOUT_GRADIENTS.split():
         return
     loss = torch.nn.functional.cross_entropy(logits[:, PROMPT - 1 : -1].flatten(0, 1), ids[:, PROMPT:].flatten())
     parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
@@ -279,25 +280,27 @@ def main() -> None:
         model.save_pretrained(folder)
         save_golden(folder, model)
     if "adapter" in asked:
-        save_adapter()
+        save_adapter("llama", "q_proj", "v_proj", "o_proj", "down_proj")
+        save_adapter("phi4_mini", "qkv_proj", "gate_up_proj", "down_proj")
     if "classifier" in asked:
         save_classifier(HERE / "llama" / "classifier")
 
 
-def save_adapter() -> None:
+def save_adapter(name: str, *targets: str) -> None:
     """LoRA as peft has it."""
-    base = AutoModelForCausalLM.from_pretrained(HERE / "llama", attn_implementation="eager")
-    lora = LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])
+    folder = HERE / name / "adapter"
+    base = AutoModelForCausalLM.from_pretrained(HERE / name, attn_implementation="eager")
+    lora = LoraConfig(r=3, lora_alpha=12, target_modules=list(targets))
     adapted = get_peft_model(base, lora)
     generator = torch.Generator().manual_seed(1)
     for parameter_name, parameter in adapted.named_parameters():
         if "lora_" in parameter_name:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-    adapted.save_pretrained(HERE / "llama" / "adapter")
-    save_golden(HERE / "llama" / "adapter", adapted)
-    file = HERE / "llama" / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "llama"}, indent=2) + "\n")
-    (HERE / "llama" / "adapter" / "README.md").unlink(missing_ok=True)
+    adapted.save_pretrained(folder)
+    save_golden(folder, adapted)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": name}, indent=2) + "\n")
+    (folder / "README.md").unlink(missing_ok=True)
 
 
 def save_classifier(folder: Path) -> None:
