@@ -1,7 +1,8 @@
 """The configuration of a decoder. `families` converts it from and to a Hugging Face config.json."""
 
 import itertools
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from grpo_jax.errors import UsageError
@@ -193,7 +194,7 @@ class ModelConfig:
     # of the package tokamax, with kernels for TPUs and GPUs. "auto": cudnn if it can be used, else shared.
     attention: AttentionKind = "auto"
     # The longest text, prompt included, in tokens. It chooses one list of longrope's factors for all texts, so that the
-    # sampler and the trainer rotate alike. None: the short list, and longer passes than the original context are refused.
+    # sampler and the trainer rotate alike. None: the short list, and passes beyond the original context are refused.
     longest_text: _Length | None = None
     # Routers of experts. "frozen": they have no gradient.
     router: Router = "trained"
@@ -216,8 +217,8 @@ class ModelConfig:
                 factors = getattr(self.rope_scaling, name) or ()
                 if len(factors) != self.rotated // 2:
                     raise UsageError(
-                        f"the rope scaling longrope has {len(factors)} numbers in {name}: it needs one for each rotated "
-                        f"pair of features, {self.rotated // 2}"
+                        f"the rope scaling longrope has {len(factors)} numbers in {name}: it needs "
+                        f"{self.rotated // 2}, one for each rotated pair of features"
                     )
         if self.num_attention_heads % self.num_key_value_heads:
             raise UsageError(
@@ -301,19 +302,23 @@ class ModelConfig:
         return tuple(self.sliding_window if layer in sliding else None for layer in layers)
 
     @property
-    def has_long_texts(self) -> bool:
-        """True if texts may be longer than the original context of longrope."""
+    def longest_short_text(self) -> int | None:
+        """The original context of longrope, in tokens; None for a model without longrope."""
         scaling = self.rope_scaling
-        original = scaling.original_max_position_embeddings if scaling and scaling.rope_type == "longrope" else None
-        return original is not None and (self.longest_text or 0) > original
+        return scaling.original_max_position_embeddings if scaling and scaling.rope_type == "longrope" else None
+
+    @property
+    def has_long_texts(self) -> bool:
+        """True if texts use the long factors of longrope."""
+        return (self.longest_text or 0) > (self.longest_short_text or math.inf)
 
     def check_width(self, width: int) -> None:
-        """Raises if texts of this many tokens may need other factors of longrope than this configuration has.
+        """Checks that the factors of longrope are chosen, if texts of this many tokens may need the long ones.
 
         Raises:
-          UsageError: The width exceeds the original context, and `longest_text` is unknown.
+          UsageError: The width exceeds the original context, and `longest_text` is None.
         """
-        if self.longest_text is None and replace(self, longest_text=width).has_long_texts:
+        if self.longest_text is None and width > (self.longest_short_text or math.inf):
             raise UsageError(
                 f"texts of up to {width} tokens may need the long factors of longrope, which all texts then share: set "
                 "longest_text to the length of the longest, as in load_pretrained(folder, longest_text=…)"

@@ -71,8 +71,8 @@ def config_to_huggingface(config: ModelConfig) -> File:
     Raises:
       UsageError: No supported family has this combination of fields.
     """
-    not_in_the_file = ("dtype", "remat", "attention", "router", "longest_text")
-    not_in_the_file = {name: getattr(config, name) for name in not_in_the_file}
+    names = ("dtype", "remat", "attention", "router", "longest_text")
+    not_in_the_file: Fields = {name: getattr(config, name) for name in names}
 
     def reads_back(written: File) -> bool:
         try:

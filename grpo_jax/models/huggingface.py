@@ -108,13 +108,13 @@ def for_texts(pretrained: Pretrained, longest: int) -> Pretrained:
     Returns:
       The model with `ModelConfig.longest_text`, and with a note if the texts are long.
     """
-    config, scaling = pretrained.config, pretrained.config.rope_scaling
-    if not scaling or scaling.rope_type != "longrope":
+    config = pretrained.config
+    if config.longest_short_text is None:
         return pretrained
     config = replace(config, longest_text=max(longest, config.longest_text or 0))
     note = (
-        f"texts may have {config.longest_text} tokens, more than the original {scaling.original_max_position_embeddings}"
-        ": all texts, short ones too, use the long factors of longrope"
+        f"texts may have {config.longest_text} tokens, more than the original {config.longest_short_text}: all texts, "
+        "short ones too, use the long factors of longrope"
     )
     return pretrained._replace(config=config, notes=(*pretrained.notes, *[note] * config.has_long_texts))
 

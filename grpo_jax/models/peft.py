@@ -110,10 +110,11 @@ def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, ba
     Raises:
       UsageError: The folder is in use, or PEFT cannot hold an adapter.
     """
-    layers, tensors, layout = params.adapters["layers"], {}, tensor_layout(config)["layers"]
+    layers, layout = params.adapters["layers"], tensor_layout(config)["layers"]
     if impossible := {name for _, name in sites(layers)} - set(adaptable(config)):
         raise UsageError(f"PEFT cannot hold adapters of {sorted(impossible)} in this family: export merged weights")
-    modules: dict[Any, int] = {}  # the sum of the ranks in a module
+    tensors: dict[str, np.ndarray] = {}
+    modules: dict[Tensor, int] = {}  # the sum of the ranks in a module
     places = []  # block, projection, and the ranks before it in its module
     for block, name in sites(layers):
         module = layout[block][name]["kernel"]._replace(part=None)
