@@ -12,6 +12,7 @@ from grpo_jax.data.rows import read_rows
 from grpo_jax.data.text import Overlong, uses_chat
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
+from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import Bound, Size
 from grpo_jax.rewards.reward import open_rewards, parse_reward
@@ -19,8 +20,9 @@ from grpo_jax.tasks.problems import GSM8K, gsm8k_rows, math_rows, problem_task
 from grpo_jax.tasks.task import Task, text_task
 
 # Strict and lenient grading are both logged: a model that learns only the format raises just the strict reward.
+# Published scores of GSM8K are those of its own pattern.
 _REWARDS = {
-    "gsm8k": ("strict=gsm8k_answer", "lenient=0*gsm8k_answer(lenient=True)"),
+    "gsm8k": ("strict=gsm8k_answer", "lenient=0*gsm8k_answer(lenient=True)", "official=0*gsm8k_official"),
     "math": ("strict=math_answer", "lenient=0*math_answer(lenient=True)"),
 }
 
@@ -86,6 +88,7 @@ def open_task(
     seed: int,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
+    chat_template_kwargs: str = "",
     training: bool = True,
 ) -> Iterator[Task]:
     """Opens the task that the options name. Its rewards run in child processes that end with the block.
@@ -97,6 +100,7 @@ def open_task(
       group_size: The number of completions of a prompt in training, G.
       seed: The seed of the order of prompts.
       max_prompt_tokens, overlong: See `encode_prompts`.
+      chat_template_kwargs: Variables of the chat template, as JSON.
       training: False if the task is only evaluated, so that all rows may be held out.
 
     Yields:
@@ -113,7 +117,8 @@ def open_task(
         from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
         tools = environments.schemas_of(environments.tools_of(options)) or None
-        environment_of = environments.open_environment(options, pretrained, chat)
+        writer = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=chat_template_kwargs)
+        environment_of = environments.open_environment(options, writer, chat)
     if tools and not chat:
         flag = "--tools" if options.tools else "--environment-factory"
         raise UsageError(f"{flag} needs a model with a chat template, which tells it of the tools, and --chat")
@@ -140,6 +145,7 @@ def open_task(
             template=options.template,
             system=options.system,
             tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
         )
         yield task._replace(environment=environment)
 
