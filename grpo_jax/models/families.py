@@ -23,8 +23,7 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
 
     Args:
       config: The contents of config.json.
-      **overrides: The fields of ModelConfig that the file does not determine (dtype, remat, attention, router,
-        longest_text).
+      **overrides: The fields of ModelConfig that the file does not determine, NOT_IN_FILES and longest_text.
 
     Returns:
       The configuration of the decoder.
@@ -71,8 +70,7 @@ def config_to_huggingface(config: ModelConfig) -> File:
     Raises:
       UsageError: No supported family has this combination of fields.
     """
-    names = ("dtype", "remat", "attention", "router", "longest_text")
-    not_in_the_file: Fields = {name: getattr(config, name) for name in names}
+    not_in_the_file: Fields = {name: getattr(config, name) for name in (*NOT_IN_FILES, "longest_text")}
 
     def reads_back(written: File) -> bool:
         try:
@@ -89,6 +87,8 @@ def config_to_huggingface(config: ModelConfig) -> File:
 
 # ---- fields of all files
 
+# Fields of `ModelConfig` that no config.json determines
+NOT_IN_FILES = ("dtype", "rounding", "remat", "attention", "router")
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")  # Gemma's
