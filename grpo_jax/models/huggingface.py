@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -263,7 +263,8 @@ def save_pretrained(
             copy_text_files(source, partial)
         write_json(partial / "config.json", written)
         if source:
-            _name_turn_end(partial)
+            with suppress(UsageError):  # a tokenizer that cannot be loaded is copied as it is
+                _name_turn_end(partial)
         save_params(partial, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return Path(folder).expanduser()
 
