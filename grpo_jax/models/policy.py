@@ -255,6 +255,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
             hidden, results = compute_rows(config, _variables(config, params), ids, seen)
             return hidden[:, -1], [memory for memory, _ in by_layer(results)]
 
+        config.check_width(prompt_ids.shape[-1] + max_tokens)
         hidden, memories = _compute_at_widths(compute, prompt_ids, prompt_mask, widths)
         separate = layout(params)
         layers = tuple(of_prompts(memory) if isinstance(memory, KeyValues) else None for memory in memories)
@@ -296,6 +297,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
     def wider(cache: Any, slots: int) -> Any:
         prefix, completions = cache
+        config.check_width(prefix.mask.shape[-1] + slots)
         return prefix, widen(completions, slots_of_layers(slots))
 
     return {"prefill": prefill, "decoder": decoder, "select": select, "widen": wider}
