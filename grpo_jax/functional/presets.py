@@ -7,7 +7,7 @@ A preset is data. `PRESETS["dapo"].loss(...)` is its loss on arrays. A variant i
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp  # noqa: F401, read by the examples
@@ -99,7 +99,9 @@ class Objective(NamedTuple):
           >>> PRESETS["grpo"].with_constants(kl_coef=0.0).has_reference
           False
         """
-        coefficients = {name: constants.pop(name) for name in ("kl_coef", "entropy_coef") if name in constants}
+        coefficients: dict[str, Any] = {
+            name: constants.pop(name) for name in ("kl_coef", "entropy_coef") if name in constants
+        }
         return self._replace(constants=MappingProxyType({**self.constants, **constants}), **coefficients)
 
     def loss(

@@ -8,6 +8,7 @@ With several hosts only the first host writes and holds the lock. On every other
 nothing. All hosts read the same folder.
 """
 
+import errno
 import glob
 import json
 import re
@@ -29,6 +30,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.options import flattened
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
+    TEMPORARY,
     Tracker,
     complete_lines,
     finite,
@@ -226,9 +228,23 @@ class RunFolder:
     def _append(self, name: str, record: dict[str, Any]) -> None:
         if not self.writes:
             return
+        self._check_present()
         line = json.dumps(finite(record), allow_nan=False)
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def _check_present(self) -> None:
+        if self.writes and not (self.path / OPTIONS_FILE).exists():
+            raise OSError(errno.ESTALE, "it was removed, renamed or replaced during the run", str(self.path))
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Opens a block whose errors name the folder as the reason if it is no longer there."""
+        try:
+            yield
+        except Exception:
+            self._check_present()
+            raise
 
     # ---- checkpoints, times, messages
 
@@ -294,7 +310,7 @@ FREE_OPTIONS |= {"engine_timeout", "engine_folder"}
 ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
-_UNBEGUN = {"lock", f"{OPTIONS_FILE}.tmp"}  # left by a run that was killed before it had written its options
+_UNBEGUN = ("lock", f"{OPTIONS_FILE}*{TEMPORARY}")  # left by a run that was killed before it had written its options
 
 
 def read_inputs(folder: Path) -> dict[str, dict[str, str]]:
@@ -332,7 +348,8 @@ def fresh_folder(folder: Path) -> Path:
       UsageError: `folder` holds other files, and no run.
     """
     runs = numbered_runs(folder)
-    if not runs and folder.exists() and (not folder.is_dir() or {file.name for file in folder.iterdir()} - _UNBEGUN):
+    is_unbegun = folder.is_dir() and all(any(map(file.match, _UNBEGUN)) for file in folder.iterdir())
+    if not runs and folder.exists() and not is_unbegun:
         raise UsageError(f"{folder} exists and is no run: name another run_dir")
     return folder.with_name(f"{folder.name}-{max(runs) + 1}") if runs else folder
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import random
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import checkpoint as seal
 from grpo_jax.runs.checkpoint import Checkpoints, check_seal, params_sha256
-from grpo_jax.runs.files import hold
+from grpo_jax.runs.files import hold, write_text
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.train import train
 
@@ -317,6 +318,38 @@ def test_a_full_disk_is_told_from_a_defect(tmp_path):
     assert lacking(error.value) == "the disk is full: free some space"
     assert lacking(KeyError("x")) == ""
     assert lacking(FileNotFoundError(2, "No such file", "x")) == ""
+
+
+def test_a_folder_that_goes_away_during_a_run_is_named(tmp_path):
+    def vanish(state: TrainState, step: int) -> dict[str, float]:
+        if step:
+            (tmp_path / "run").rename(tmp_path / "moved")
+            (tmp_path / "run/checkpoints").mkdir(parents=True)  # a save that goes on makes folders again
+        return {}
+
+    config = with_options(CONFIG, eval_every=2)
+    run = open_run(tmp_path / "run", config)
+    with pytest.raises(OSError, match="was removed, renamed or replaced during the run") as error:
+        train_grpo(TASK, config, run, run_programs(), evaluate=vanish)
+    assert str(tmp_path / "run") in lacking(error.value)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileNotFoundError) as error:
+        write_text(tmp_path / "b/c.json", "")
+    assert lacking(error.value) == f"the folder {tmp_path / 'b'} is gone: put it back"
+
+
+def test_processes_that_write_a_file_at_once_do_not_meet(tmp_path, monkeypatch):
+    replace, file = os.replace, tmp_path / "report.html"
+
+    def after_another(source: str, target: str) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        write_text(file, "another")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", after_another)
+    write_text(file, "mine")
+    assert file.read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_where_a_checkpoint_has_no_room_nothing_is_trained(tmp_path, monkeypatch):
