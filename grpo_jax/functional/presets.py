@@ -99,10 +99,8 @@ class Objective(NamedTuple):
           >>> PRESETS["grpo"].with_constants(kl_coef=0.0).has_reference
           False
         """
-        coefficients: dict[str, Any] = {
-            name: constants.pop(name) for name in ("kl_coef", "entropy_coef") if name in constants
-        }
-        return self._replace(constants=MappingProxyType({**self.constants, **constants}), **coefficients)
+        numbers: dict[str, Any] = {name: constants.pop(name) for name in {"kl_coef", "entropy_coef"} & constants.keys()}
+        return self._replace(constants=MappingProxyType({**self.constants, **constants}), **numbers)
 
     def loss(
         self,

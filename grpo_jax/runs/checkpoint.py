@@ -178,7 +178,10 @@ class Checkpoints:
     def _read(self, step: int, items: Mapping[str, Any]) -> Any:
         """Reads the items of a checkpoint, each with its orbax arguments."""
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(dict(restored))):
+                raise LookupError("a partial restore leaves out what is not there")
+            return restored
         except (ValueError, TypeError, LookupError) as error:
             if lacking(error):
                 raise
