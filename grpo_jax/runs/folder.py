@@ -13,13 +13,14 @@ import glob
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
@@ -256,6 +257,30 @@ class RunFolder:
             run=partial(run_digest, self.path, phase),
             warn=partial(self.warn_once, f"checkpoints of {phase}"),
         )
+
+    def remember(self, phase: str, compute: Callable[[], Any]) -> Any:
+        """Returns a value of a phase that is computed once. A resumed run reads it.
+
+        Args:
+          phase: The name of the phase, whose inputs have been recorded.
+          compute: Computes the value, of JSON and NumPy arrays. All hosts must call it.
+        """
+        file = self.path / "checkpoints" / f"{phase}.json"
+        text = hosts.first_says("what the run remembers", self._remembered(file, phase) if self.writes else None)
+        if text is None:
+            text = json.dumps(compute(), default=lambda x: {"dtype": str(x.dtype), "values": x.tolist()})
+            if self.writes:
+                file.parent.mkdir(exist_ok=True)
+                write_json(file, {"text": text, "digest": hash_values(text, run_digest(self.path, phase))})
+        return json.loads(text, object_hook=lambda x: np.array(x["values"], x["dtype"]) if "dtype" in x else x)
+
+    def _remembered(self, file: Path, phase: str) -> str | None:
+        """Returns the text of a file of `remember`; None if there is none, or it does not verify."""
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            if saved["digest"] == hash_values(saved["text"], run_digest(self.path, phase)):
+                return saved["text"]
+        return None
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from bigrams import PARAMS, TASK, train_grpo
 from rl_helpers import RUN, assert_same_files, open_run, run_programs
@@ -299,6 +300,35 @@ def test_a_checkpoint_of_another_structure_is_a_sentence(tmp_path, harm):
             pytest.raises(UsageError, match=r"checkpoint 1 in .* has other parameters than the model"),
         ):
             read(checkpoints)
+
+
+def test_what_a_run_computes_once_is_read_if_it_verifies(tmp_path):
+    calls = []
+
+    def compute() -> dict:
+        calls.append(None)
+        return {"means": np.float32([0.1, math.nan]), "row": {"avg": 0.1, "many": 3, "none": math.inf}}
+
+    run = open_run(tmp_path, CONFIG)
+    run.keep_inputs("grpo", {"rows": "a"})
+    first, file = run.remember("grpo", compute), tmp_path / "checkpoints/grpo.json"
+    again = run.remember("grpo", compute)
+    assert len(calls) == 1
+    for value in (first, again):
+        assert value["means"].dtype == np.float32
+        np.testing.assert_array_equal(value["means"], compute()["means"])
+        assert value["row"] == compute()["row"]
+    calls.clear()
+    content = file.read_text()
+    forged = content.replace('"digest": "', '"digest": "f')
+    harms = [content.replace("0.1", "0.2"), content[:40], "[]", "\udce9", forged]
+    for number, harm in enumerate(harms, 1):
+        file.write_text(harm, errors="surrogateescape")
+        assert run.remember("grpo", compute)["row"]["avg"] == 0.1
+        assert len(calls) == number
+    (tmp_path / "inputs.json").write_text('{"grpo": {"rows": "b"}}')
+    run.remember("grpo", compute)
+    assert len(calls) == len(harms) + 1
 
 
 # ---- the disk
