@@ -77,7 +77,10 @@ class RopeScaling(NamedTuple):
     low_freq_factor: _Number | None = None  # waves longer than the original context / this are stretched
     high_freq_factor: _Number | None = None  # waves shorter than the original context / this stay
     # ---- only for yarn
-    attention_factor: _Number | None = None  # multiplies queries and keys; None: 1 + ln(factor)/10
+    attention_factor: _Number | None = None  # multiplies queries and keys; None: m(mscale) / m(mscale_all_dim)
+    # m(a) = 1 + a·ln(factor)/10. If one of the two is missing or 0, they count as 1 and 0.
+    mscale: Annotated[float, between(0, 1e6)] | None = None
+    mscale_all_dim: Annotated[float, between(0, 1e6)] | None = None
     beta_fast: _Number = 32.0  # waves with more turns than this in the original context stay
     beta_slow: _Number = 1.0  # waves with fewer turns than this are stretched
     truncate: bool = True  # round the feature indices of beta_fast and beta_slow outwards
@@ -157,7 +160,8 @@ class ModelConfig:
     gated_attention: bool = False  # attended values are multiplied by sigmoid(gate), from q_proj too: Qwen3.5
     value_norm: bool = False  # RMS norm of each head's values, without scales: Gemma 4
     global_heads: Heads | None = None  # heads of the layers without a window, if they differ: Gemma 4
-    num_kv_shared_layers: int = 0  # the last layers, which read keys and values of the last layer before them: Gemma 4
+    # The number of last layers, which read keys and values of the last layer before them: Gemma 4
+    num_kv_shared_layers: Annotated[int, between(0, 10**4)] = 0
     use_double_wide_mlp: bool = False  # the MLPs of these layers have twice the features
     hidden_size_per_layer_input: Annotated[int, between(0, 10**6)] = 0  # features of a token's input to each layer
     layer_scales: bool = False  # the output of each layer is multiplied by a number, which is not trained: Gemma 4

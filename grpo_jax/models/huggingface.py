@@ -16,11 +16,19 @@ import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
 from grpo_jax.errors import UsageError, make_folder, reason_of, user_path
+from grpo_jax.models.chat import Chat, turn_end
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface, text_part
+from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
 from grpo_jax.models.heads import Headed, without_vocabulary
 from grpo_jax.models.params import Adapted, Params, Quantize, holds_quantised
-from grpo_jax.models.weights import load_params, read_json, save_params, write_json
+from grpo_jax.models.weights import (
+    ignored_index,
+    load_params,
+    read_json,
+    save_params,
+    untie_if_different,
+    write_json,
+)
 
 # Files of a folder besides weights, and those of them that a run and an export copy. None of them is a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
@@ -34,7 +42,7 @@ class Pretrained(NamedTuple):
     config: ModelConfig
     params: Params  # or `Headed`
     tokenizer: Any  # a tokenizer of transformers
-    eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json and tokenizer
+    eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json, tokenizer and chat template
     folder: Path
     notes: tuple[str, ...] = ()  # messages about the model for the user
 
@@ -83,7 +91,8 @@ def load_pretrained(
         raise UsageError(f"param_dtype is {param_dtype}: it must be float32, bfloat16 or float16")
     tokenizer = load_tokenizer(folder)  # before the weights, which take longest
     ends, notes = eos_ids(folder, tokenizer, config.vocab_size)
-    config = without_vocabulary(config) if head else config
+    config, untied = (without_vocabulary(config), ()) if head else untie_if_different(folder, config)
+    notes = (*notes, *ignored_index(folder), *untied)
     params = load_params(folder, config, head=head, dtype=param_dtype, quantize=quantize, sharding=sharding)
     return Pretrained(config, params, tokenizer, ends, folder, notes)
 
@@ -133,7 +142,9 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the tokens that end a text: the union of config.json, generation_config.json and tokenizer.
+    """Returns the tokens that end a text: the union of config.json, generation_config.json, tokenizer and template.
+
+    The files of a base model often do not name the token with which its chat template ends a turn.
 
     Args:
       folder: The folder of the model.
@@ -143,19 +154,31 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
     Returns:
       The ids, and notes that name the ids left out.
     """
-    candidates = {tokenizer.eos_token_id}
+    candidates = {tokenizer.eos_token_id, _turn_end_id(tokenizer)}
     for file in (folder / "config.json", folder / "generation_config.json"):
-        ids = read_json(file).get("eos_token_id") if file.exists() else None
-        ids = ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(x, int | None) and not isinstance(x, bool) and (x or 0) >= 0 for x in ids):
-            raise UsageError(f"eos_token_id in {file} is {ids}: it must be a token's number, or a list of them")
-        candidates |= set(ids)
+        candidates |= _eos_ids_in(file)
     ids = tuple(sorted(candidates - {None}))
     usable = tuple(eos_id for eos_id in ids if eos_id < vocab_size)
     if not usable or usable == ids:
         return ids, ()
     unusable = ", ".join(map(str, ids[len(usable) :]))
     return usable, (f"EOS {unusable} is left out, since the model has the tokens 0 to {vocab_size - 1}",)
+
+
+def _eos_ids_in(file: Path) -> set[int | None]:
+    """Returns the tokens that a config.json or generation_config.json names as eos_token_id."""
+    ids = read_json(file).get("eos_token_id") if file.exists() else None
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(x, int | None) and not isinstance(x, bool) and (x or 0) >= 0 for x in ids):
+        raise UsageError(f"eos_token_id in {file} is {ids}: it must be a token's number, or a list of them")
+    return set(ids)
+
+
+def _turn_end_id(tokenizer: Any) -> int | None:
+    """Returns the last token with which the chat template ends a turn, or None if no token of its own does."""
+    end = turn_end(Chat(tokenizer)) if tokenizer.chat_template else None
+    last = tokenizer(end.learned, add_special_tokens=False)["input_ids"][-1] if end and end.learned else None
+    return last if last in tokenizer.added_tokens_decoder else None
 
 
 # ---- out
@@ -204,6 +227,8 @@ def save_pretrained(
     written.pop("quantization_config", None)
     if isinstance(params, Headed):
         written = _of_classifier(written)
+    else:
+        written["tie_word_embeddings"] = config.tie_word_embeddings  # the files of the source may have differed from it
     written |= {"torch_dtype" if "torch_dtype" in written else "dtype": dtype.name}
     if max_shard_bytes is None:
         total = sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize
@@ -213,22 +238,51 @@ def save_pretrained(
         if source:
             copy_text_files(source, partial)
         write_json(partial / "config.json", written)
+        if source:
+            _name_turn_end(partial)
         save_params(partial, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return Path(folder).expanduser()
 
 
+def _name_turn_end(folder: Path) -> None:
+    """Adds the end of a turn of the chat template to generation_config.json, so that other programs stop there too."""
+    if not any("chat_template" in file.name or b'"chat_template"' in file.read_bytes() for file in folder.glob("*.j*")):
+        return
+    file, end = folder / "generation_config.json", _turn_end_id(load_tokenizer(folder))
+    named = _eos_ids_in(file) if file.exists() else _eos_ids_in(folder / "config.json")
+    if end is not None and end not in named:
+        ids = sorted({end, *named} - {None}, key=int)  # type: ignore[arg-type]
+        write_json(file, (read_json(file) if file.exists() else {}) | {"eos_token_id": ids})
+
+
+def classifier_class(model_type: str) -> str:
+    """Returns the name of the class in transformers for classifiers of a family.
+
+    Raises:
+      UsageError: The installed transformers has no such class, so no program could load the model.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as names
+
+    if model_type not in names:
+        raise UsageError(f"transformers has no class for reward models of {model_type}: start from another family")
+    return names[model_type]
+
+
 def _of_classifier(written: dict[str, Any]) -> dict[str, Any]:
     """Changes the config.json of a decoder to that of a classifier with one label."""
-    model_type = written["model_type"]
-    name = FAMILIES[model_type][0] + ("Text" if model_type.endswith("_text") else "")
-    architectures = [f"{name}ForSequenceClassification"]
+    architectures = [classifier_class(written["model_type"])]
     one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    # transformers reads the score at the last token that is not padding, and refuses batches without a padding token.
-    # Scored texts do not end with an ending token, so it can be the padding token.
-    end = written.get("eos_token_id")
-    padding = written.get("pad_token_id")
-    padding = (end[0] if isinstance(end, list) else end) if padding is None else padding
-    return written | {"architectures": architectures, **one_label, "pad_token_id": padding}
+    return written | {"architectures": architectures, **one_label, "pad_token_id": scoring_padding(written)}
+
+
+def scoring_padding(written: dict[str, Any]) -> int | None:
+    """Returns the padding token of a classifier made from the config.json of a decoder.
+
+    transformers reads the score at the last token that is not padding, and refuses batches without a padding token. If
+    the decoder has none, it is the token that ends a text.
+    """
+    end, padding = written.get("eos_token_id"), written.get("pad_token_id")
+    return (end[0] if isinstance(end, list) else end) if padding is None else padding
 
 
 @contextmanager
@@ -274,7 +328,14 @@ def save_description(folder: Path, config: ModelConfig, *, source: Path | None =
 def files_of(folder: Path) -> list[str]:
     """Lists the files of a model's folder that a run depends on: weights, configurations, tokenizer, chat template."""
     patterns = [pattern for pattern in (*_TEXT_FILES, "*.safetensors") if not pattern.startswith("LICENSE")]
-    return sorted({file.name for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+    return sorted(name for name in _names(folder) if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def _names(folder: Path) -> list[str]:
+    """Lists the files of a model's folder, and those chat templates that tokenizers read from a folder inside it."""
+    files = [file for file in folder.iterdir() if file.is_file()]
+    files += [file for file in (folder / "additional_chat_templates").glob("*.jinja") if file.is_file()]
+    return [file.relative_to(folder).as_posix() for file in files]
 
 
 def copy_text_files(source: Path, target: Path) -> None:
@@ -284,11 +345,13 @@ def copy_text_files(source: Path, target: Path) -> None:
       UsageError: A file is a link out of the folder. Its target may be private, and the copy may be published.
     """
     home = source.parents[1] if source.parent.name == "snapshots" else source  # links in the hub's cache stay inside
-    for file in (file for file in source.iterdir() if is_copied(file.name) and file.is_file()):
+    for name in filter(is_copied, _names(source)):
+        file = source / name
         # Links are allowed for these two files: loading has read them, and refuses files that do not belong to a model.
-        if file.name not in ("config.json", "tokenizer.json") and not file.resolve().is_relative_to(home.resolve()):
+        if name not in ("config.json", "tokenizer.json") and not file.resolve().is_relative_to(home.resolve()):
             raise UsageError(f"{file} is a link to a file outside of the model's folder: put a copy in its place")
-        shutil.copyfile(file, target / file.name)
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target / name)
 
 
 def is_copied(name: str) -> bool:

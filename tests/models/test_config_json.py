@@ -107,6 +107,14 @@ FIELDS = [
     ),
     ({"model_type": "granite", "attention_multiplier": 0.1}, {"attention_multiplier": 0.1, "logits_scaling": 1.0}),
     ({"logits_scaling": 2.0}, {"logits_scaling": 1.0}),  # Llama has none
+    (
+        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+        {"rope_scaling": RopeScaling("yarn", 8.0, 8192, mscale=1.0, mscale_all_dim=0.7)},
+    ),
+    (
+        {"rope_scaling": YARN | {"factor": None}, "max_position_embeddings": 16384},
+        {"rope_scaling": RopeScaling("yarn", 2.0, 8192)},
+    ),
     ({"model_type": "glm4"}, only("qkv_bias") | {"partial_rotary_factor": 0.5, "norms": "around"}),
     ({"model_type": "glm4", "attention_bias": False}, only()),
 ]
@@ -148,6 +156,7 @@ BAD_IN_FAMILIES = [
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("gemma3_text", {"sliding_window_pattern": 0}, "transformers cannot read config.json"),
     ("olmo3", {"rope_parameters": {"sliding_attention": YARN | {"rope_theta": 10.0}}}, "layers with a window"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("granite", {"logits_scaling": 0.0}, "logits_scaling"),
     ("granite", {"residual_multiplier": "x"}, "residual_multiplier"),
     ("granite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -194,6 +203,7 @@ BAD_GEMMA4 = [
     ({"layer_types": ["chunked_attention", "full_attention"] * 4}, "layer_types"),
     ({"num_kv_shared_layers": 7}, "num_kv_shared_layers"),
     ({"num_kv_shared_layers": 8}, "num_kv_shared_layers"),
+    ({"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1"),
     ({"enable_moe_block": True, "num_experts": 4}, "enable_moe_block needs top_k_experts, moe_intermediate_size"),
     ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}, "use_double_wide"),
     ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
