@@ -19,6 +19,7 @@ from grpo_jax.hosts import gather
 from grpo_jax.models.huggingface import Pretrained, load_pretrained
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.rounding import resolve_dtype
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
 from grpo_jax.planning.memory import Plan, choose, shape_of
@@ -102,7 +103,8 @@ def load_model(
             options.model,
             param_dtype=options.param_dtype,
             quantize=options.quantize,
-            dtype=options.dtype,
+            dtype=resolve_dtype(options.dtype),
+            rounding=options.rounding,
             remat="none" if options.remat == "auto" else options.remat,  # auto is planned later
             attention=options.attention,
             router=options.router,
@@ -131,9 +133,8 @@ def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *
     Raises:
       UsageError: There is no such model, or its tokens differ from the student's.
     """
-    teacher = load_pretrained(
-        name, param_dtype=options.dtype, dtype=options.dtype, attention=options.attention, sharding=sharding
-    )
+    dtype = resolve_dtype(options.dtype)
+    teacher = load_pretrained(name, param_dtype=dtype, dtype=dtype, attention=options.attention, sharding=sharding)
     tokens = student.tokenizer.get_vocab()
     check_vocabulary(teacher.tokenizer.get_vocab(), tokens, name)
     needed = min(student.config.vocab_size, 1 + max(tokens.values()))
@@ -246,8 +247,8 @@ def prepare(
 def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Options, Models, Plan]:
     """Chooses pieces and remat by the memory of a device.
 
-    The choice becomes part of the options in the run's config.json. So a resumed run uses it too, even on a machine
-    with different memory.
+    The choice, with the dtype, becomes part of the options in the run's config.json. So a resumed run uses it too, even
+    on a machine with different memory.
 
     Args:
       options: The options of the run.
@@ -272,7 +273,8 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     plan = choose(policy.pretrained.config, shape, min(limits), remat=options.model.remat)
     pretrained = policy.pretrained._replace(config=plan.model)
     planned = policy._replace(policy=decoder_policy(plan.model), pretrained=pretrained)
-    return with_options(options, **plan.options), {**models, "policy": planned}, plan
+    options = with_options(options, dtype=pretrained.config.dtype, **plan.options)
+    return options, {**models, "policy": planned}, plan
 
 
 def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) -> None:

@@ -102,7 +102,9 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     """
     started = time.perf_counter()
     job = prepare(config)
-    config, run = job.config, open_run(job)
+    # A resumed run keeps the dtype, even on another kind of device.
+    config = with_options(job.config, dtype=job.model.pretrained.config.dtype)
+    run = open_run(job._replace(config=config))
     params = place(job.params, devices_of(config.train))
     reference: Reference = {}
     if job.reference:

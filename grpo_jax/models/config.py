@@ -11,6 +11,7 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 Norms = Literal["before", "after", "around"]
 FileLayout = Literal["llama", "glm4"]
 Dtype = Literal["float32", "bfloat16"]
+Rounding = Literal["nearest", "stochastic"]
 Remat = Literal["none", "layer", "offload"]
 Router = Literal["trained", "frozen"]
 # Kinds of scores that an implementation of attention does not compute
@@ -178,6 +179,8 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()  # layers with one MLP instead of experts: mlp_only_layers, decoder_sparse_step
     # The dtype of activations and matrix products. Norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
+    # Rounding of parameters to bfloat16, for products in bfloat16: see `rounding`.
+    rounding: Rounding = "nearest"
     # The part that the backward pass computes again. "none": norms, rotations and attention scores, but no projection.
     # "layer": each whole layer, from its input. "offload": each whole layer, with its input kept in host memory.
     remat: Remat = "none"

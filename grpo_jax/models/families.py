@@ -23,7 +23,7 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
 
     Args:
       config: The contents of config.json.
-      **overrides: The fields of ModelConfig that the file does not determine (dtype, remat, attention, router).
+      **overrides: The fields of ModelConfig that the file does not determine, NOT_IN_FILES.
 
     Returns:
       The configuration of the decoder.
@@ -70,7 +70,7 @@ def config_to_huggingface(config: ModelConfig) -> File:
     Raises:
       UsageError: No supported family has this combination of fields.
     """
-    not_in_the_file = {name: getattr(config, name) for name in ("dtype", "remat", "attention", "router")}
+    not_in_the_file = {name: getattr(config, name) for name in NOT_IN_FILES}
 
     def reads_back(written: File) -> bool:
         try:
@@ -87,6 +87,8 @@ def config_to_huggingface(config: ModelConfig) -> File:
 
 # ---- fields of all files
 
+# Fields of `ModelConfig` that no config.json determines
+NOT_IN_FILES = ("dtype", "rounding", "remat", "attention", "router")
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")  # Gemma's

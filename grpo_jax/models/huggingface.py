@@ -69,7 +69,8 @@ def load_pretrained(
       quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.quantised`.
       sharding: A `jax.sharding.Sharding` for all parameters, a tree of shardings that is a prefix of the parameters, or
         a function from the parameters' shapes to either; None: the default device.
-      **overrides: The fields of ModelConfig that config.json does not determine (dtype, remat, attention, router).
+      **overrides: The fields of ModelConfig that config.json does not determine: dtype, rounding, remat, attention,
+        router.
 
     Returns:
       The model with its tokenizer.
@@ -202,7 +203,8 @@ def save_pretrained(
       config: The configuration of the decoder.
       source: The folder whose config.json, tokenizer, chat template and generation config are copied; None: a
         config.json is made, and no tokenizer is written.
-      dtype: The dtype of the tensors; None: the dtype of the parameters.
+      dtype: The dtype of the tensors; None: the dtype of the parameters. In bfloat16 matrices are rounded
+        stochastically: see `rounding`.
       max_shard_bytes: The size above which weights are split into several files; None: a sixteenth of all weights,
         within 64 MiB and 4 GiB. The tensors of a file are in memory while it is written, with some of the previous
         file's.

@@ -26,6 +26,7 @@ from grpo_jax.models.layers import layers_with
 from grpo_jax.models.params import Params, Quantised, Quantize, is_quantised
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise, quantise_params
+from grpo_jax.models.rounding import round_leaf
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -688,14 +689,16 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
     write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(params: Params, config: ModelConfig, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and tensors in the layout of the folder, and fetches one leaf at a time."""
+    # Rounded to the nearest, weights would lose updates that are small beside them.
+    rounded = jax.jit(round_leaf, static_argnums=0) if dtype == jnp.bfloat16 else lambda path, leaf: leaf
     layout = _tensors_of(headed_layout(config) if isinstance(params, Headed) else tensor_layout(config))
     counts = Counter((tensor.name, tensor.layers) for tensor in layout)
     begun: dict[str, tuple[np.ndarray, int]] = {}  # tensors that lack some of their leaves, and how many they have
-    for tensor, leaf in zip(layout, jax.tree.leaves(params), strict=True):
+    for tensor, (path, leaf) in zip(layout, jax.tree_util.tree_leaves_with_path(params), strict=True):
         # Gathers the leaf from all devices; on CPU nothing is copied.
-        whole = np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))
+        whole = np.asarray(rounded(path, jax.device_put(leaf, jax.devices("cpu")[0])))
         for place in np.ndindex(whole.shape[: tensor.stacked]):
             name = tensor.name_at(place)
             made, num_leaves = begun.pop(name, (np.empty(tensor.shape, whole.dtype), 0))
@@ -712,7 +715,7 @@ def _shards(
     """Yields tensors in groups of at most max_shard_bytes. A larger tensor is a group by itself."""
     shard: dict[str, np.ndarray] = {}
     size = 0
-    for name, tensor in _tensors(params, config):
+    for name, tensor in _tensors(params, config, dtype):
         tensor = tensor.astype(dtype, copy=False)
         if shard and size + tensor.nbytes > max_shard_bytes:
             yield shard
