@@ -16,7 +16,7 @@ from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, 
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
-from grpo_jax.models.huggingface import Pretrained, load_pretrained
+from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.rounding import resolve_dtype
@@ -143,6 +143,14 @@ def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *
     return Loaded(decoder_policy(teacher.config), teacher.params, teacher)
 
 
+def loaded_for_texts(model: Loaded, longest: int) -> Loaded:
+    """Applies `for_texts`, and makes the policy again if that changes the configuration."""
+    pretrained = for_texts(model.pretrained, longest)
+    if pretrained is model.pretrained:
+        return model
+    return model._replace(policy=decoder_policy(pretrained.config), pretrained=pretrained)
+
+
 def check_vocabulary(teacher: Mapping[str, int], student: Mapping[str, int], name: str | Path) -> None:
     """Raises if teacher and student have different tokens.
 
@@ -245,7 +253,7 @@ def prepare(
 
 
 def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Options, Models, Plan]:
-    """Chooses pieces and remat by the memory of a device.
+    """Chooses pieces and remat by the memory of a device, and rotations by the longest text.
 
     The choice, with the dtype, becomes part of the options in the run's config.json. So a resumed run uses it too, even
     on a machine with different memory.
@@ -261,9 +269,11 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     Raises:
       UsageError: Nothing fits. The message names options that would.
     """
-    policy, config = models["policy"], run_of(options.train)
-    devices = devices_of(config)
-    shape = shape_of(options.train, options.model, task.prompts(0).ids.shape[-1], parts=parts(devices))
+    config, width = run_of(options.train), task.prompts(0).ids.shape[-1]
+    longest = width + config.sampling.completion_width
+    models = {role: loaded_for_texts(model, longest) for role, model in models.items()}
+    policy, devices = models["policy"], devices_of(config)
+    shape = shape_of(options.train, options.model, width, parts=parts(devices))
     if "teacher" in models:
         from grpo_jax.rl.distillation import output_bytes  # loaded only with a teacher
 

@@ -31,7 +31,7 @@ from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.data.types import hash_prompts
 from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.config import Dtype
-from grpo_jax.models.huggingface import Pretrained, load_pretrained
+from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.rounding import resolve_dtype
 from grpo_jax.models.weights import read_json
@@ -162,6 +162,7 @@ def main(options: Options) -> None:
     with task_of as task:
         check_tokens(task)
         check_episodes(config.sampling, has_environment=task.environment is not None)
+        pretrained = for_texts(pretrained, task.heldout.ids.shape[1] + config.sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")

@@ -61,12 +61,6 @@ class Tensor(NamedTuple):
         """The number of leading axes of the leaf, layers and then experts, that are separate tensors in the folder."""
         return self.name.count("{}")
 
-    @property
-    def is_module(self) -> bool:
-        """True if transformers has a linear layer for the leaf, whose rows may be in another order."""
-        is_whole = self.part is None or (isinstance(self.part, np.ndarray) and len(self.part) == self.shape[0])
-        return is_whole and self.name.endswith(".weight")
-
     def name_at(self, place: Sequence[int]) -> str:
         """Returns the name of the tensor at this place of the leaf's stacked axes."""
         return self.name.format(self.layers[place[0]], *place[1:]) if place else self.name
@@ -139,15 +133,15 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
             module |= {f"{x}_norm": norm(f"{layer}.self_attn.{x}_norm", size) for x, size in sizes.items()}
         if config.file_layout == "glm4":
             module |= {name: _from_adjacent_pairs(config, module[name]) for name in ("q_proj", "k_proj")}
+        if config.file_layout == "phi3":
+            module |= _fused(f"{layer}.self_attn.qkv_proj.weight", width, out_sizes)
         return module
 
     def mlp(inner: int) -> dict[str, Any]:
         module = _linears(f"{layer}.mlp", width, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
         module |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
-        if config.file_layout == "glm4":
-            both = Tensor(f"{layer}.mlp.gate_up_proj.weight", (2 * inner, width), True)
-            parts = {"gate_proj": np.s_[:inner], "up_proj": np.s_[inner:]}
-            module |= {name: {"kernel": both._replace(part=part)} for name, part in parts.items()}
+        if config.file_layout in ("glm4", "phi3"):
+            module |= _fused(f"{layer}.mlp.gate_up_proj.weight", width, {"gate_proj": inner, "up_proj": inner})
         return module
 
     modules: dict[str, Any] = {mixer: attention(mixer) for mixer, _ in config.forms if mixer != "delta"}
@@ -191,6 +185,16 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     if not config.tie_word_embeddings:
         layout["unembedding"] = Tensor(_HEAD, (config.vocab_size, width), False)
     return layout
+
+
+def _fused(name: str, inputs: int, out_sizes: dict[str, int]) -> dict[str, dict[str, Tensor]]:
+    """Returns linear maps with the same input, by name, whose rows lie one behind the other in one tensor."""
+    ends = itertools.accumulate(out_sizes.values())
+    whole = Tensor(name, (sum(out_sizes.values()), inputs), True)
+    return {
+        name: {"kernel": whole._replace(part=np.s_[end - size : end])}
+        for (name, size), end in zip(out_sizes.items(), ends, strict=True)
+    }
 
 
 def _from_adjacent_pairs(config: ModelConfig, projection: dict[str, Tensor]) -> dict[str, Tensor]:
