@@ -385,7 +385,8 @@ def _check(
         prompt = prompt_of(row, where)
         place, messages, kwargs = hash_of_prompt(prompt, where), write(prompt), row_kwargs(chat, row)
         parts = [{"role": "", "content": messages}] if isinstance(messages, str) else messages
-        text, kind = "".join(part["content"] for part in parts), (repr(kwargs), *(part["role"] for part in parts))
+        contents = (f"{part.get('content') or ''}{part.get('tool_calls', '')}" for part in parts)
+        text, kind = "".join(contents), (repr(kwargs), *(part["role"] for part in parts))
         size = len(text.encode(errors="replace"))
         if kind not in added:
             whole = messages if isinstance(messages, str) else render(with_kwargs(chat, kwargs), messages, where)
