@@ -77,7 +77,11 @@ def _compare_answer(
     """Compares prompt and answer, and the learned part with the marks of a template that has them."""
     tokenizer = chat.tokenizer
     whole = [*messages, {"role": "assistant", "content": answer}]
-    ids = expected(whole, tools=chat.tools)
+    try:
+        ids = expected(whole, tools=chat.tools)
+    except Exception as error:
+        yield "answers", f"skipped: refused by the template ({type(error).__name__})"
+        return
     ((prompt, (learned,)),) = answer_prompts(chat, prompts, [(answer,)])
     squeezed = "".join(answer.removeprefix("<think>").split())  # the prompt may hold the tag
     if squeezed not in "".join(tokenizer.decode(learned).split()):
