@@ -146,6 +146,7 @@ def main(options: Options) -> None:
         seed=0,
         max_prompt_tokens=prompt_limit(limit, longest, config.sampling.completion_width),
         overlong=options.overlong,
+        stop=options.stop,
         training=of_run,
     )
     with task_of as task:

@@ -83,6 +83,7 @@ def open_task(
     seed: int,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
+    stop: Sequence[str] = (),
     training: bool = True,
 ) -> Iterator[Task]:
     """Opens the task that the options name. Its rewards run in child processes that end with the block.
@@ -94,6 +95,7 @@ def open_task(
       group_size: The number of completions of a prompt in training, G.
       seed: The seed of the order of prompts.
       max_prompt_tokens, overlong: See `encode_prompts`.
+      stop: Texts that end a completion: see the option `stop`.
       training: False if the task is only evaluated, so that all rows may be held out.
 
     Yields:
@@ -134,6 +136,7 @@ def open_task(
             seed=seed,
             max_prompt_tokens=max_prompt_tokens,
             overlong=overlong,
+            stop=stop,
             template=options.template,
             system=options.system,
             tools=tools,

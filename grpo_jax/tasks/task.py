@@ -30,8 +30,9 @@ from grpo_jax.data.types import (
     rng,
 )
 from grpo_jax.errors import UsageError, reason_of
-from grpo_jax.options import Size, check_number
+from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
+from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_pieces
 
 if TYPE_CHECKING:  # imported only by tasks with an environment
     from grpo_jax.data.episodes import Environment
@@ -54,6 +55,7 @@ class Task(NamedTuple):
     eos_ids: tuple[int, ...]
     pad_id: int
     vocab_size: int
+    stop: Stop | None = None  # ends completions whose text contains a stop text; `config.sampling.stop` names the texts
     open_ended: bool = False  # completions are meant to be cut at max_tokens
     notes: tuple[str, ...] = ()  # facts about the prompts for the user, such as how many were dropped
     answer: Answer | None = None  # the answer that completions vote on (maj@n); None: they do not vote
@@ -85,7 +87,7 @@ def padding_id(tokenizer: Any, vocab_size: int) -> int:
     return padding if padding is not None and padding < vocab_size else 0
 
 
-def final_extractor(tokenizer: Any) -> Callable[[Example, Completion], Completion] | None:
+def final_extractor(tokenizer: Any, stop: Stop | None = None) -> Callable[[Example, Completion], Completion] | None:
     """Returns the function that extracts the final text of a completion: see `Task.extract_final`.
 
     Such a model writes its reasoning and its tool calls into other channels, or between tags. The `response_template`
@@ -93,6 +95,7 @@ def final_extractor(tokenizer: Any) -> Callable[[Example, Completion], Completio
 
     Args:
       tokenizer: A transformers tokenizer.
+      stop: The stop texts of the completions.
 
     Returns:
       The function, or None if the tokenizer has no `response_template`. A completion without a final text, or with a
@@ -110,11 +113,13 @@ def final_extractor(tokenizer: Any) -> Callable[[Example, Completion], Completio
 
     def extract(example: Example, completion: Completion) -> Completion:
         try:
-            message = tokenizer.parse_response(tokenizer.decode(list(completion.ids)), prefix=example["prompt"])
+            text = before_stop(tokenizer.decode(list(completion.ids)), stop)
+            message = tokenizer.parse_response(text, prefix=example["prompt"])
         except Exception:  # no text of a policy may end a run
             message = {}
         content = message.get("content")
-        return Completion(content if isinstance(content, str) else "", completion.ids, completion.truncated)
+        content = content if isinstance(content, str) else ""
+        return Completion(content, completion.ids, completion.truncated, stopped=completion.stopped)
 
     return extract
 
@@ -145,6 +150,7 @@ def text_task(
     seed: int,
     reward: Reward | Rewards,
     answer: Answer | None = None,
+    stop: Sequence[str] = (),
     **encoding: Any,
 ) -> Task:
     """Makes a task from rows. Every epoch has each training prompt once, in an order that depends on the seed.
@@ -163,6 +169,7 @@ def text_task(
         "prompt" (which replaces a column of that name).
       answer: Extracts the answer that completions of a prompt vote on, such as `rewards.builtin.number_vote`. None:
         there is no vote.
+      stop: Texts that end a completion: see the option `stop`. Pass the same texts to `config.recipe`.
       encoding: Further options of `encode_rows`.
 
     Returns:
@@ -172,6 +179,7 @@ def text_task(
       UsageError: Rows, columns, template or split are invalid. The message is one sentence that says where.
     """
     check_number("num_prompts", num_prompts, Size)
+    check_type("stop", stop, tuple[str, ...])
     encoding = {"all_in_advance": _ALL_IN_ADVANCE} | encoding
     training, heldout, notes, width = encode_rows(tokenizer, eos_ids, rows, vocab_size=vocab_size, **encoding)
     size = len(training.rows)
@@ -191,6 +199,7 @@ def text_task(
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
+    ends = make_stop(stop, partial(read_pieces, tokenizer, decode, vocab_size))
     return Task(
         prompts=lambda step: padded(training, batch(step)),
         reward=reward,
@@ -199,12 +208,13 @@ def text_task(
         eos_ids=eos_ids,
         pad_id=pad_id,
         vocab_size=vocab_size,
+        stop=ends,
         notes=notes,
         answer=answer,
         prompt_widths=choose_widths([*lengths, width], most=4),
         batch_widths=choose_widths([*longest, width], most=3),
         rows=hash_values(*(training.rows[i : i + _DIGESTED] for i in range(0, size, _DIGESTED))),
-        extract_final=final_extractor(tokenizer) if in_messages else None,
+        extract_final=final_extractor(tokenizer, ends) if in_messages else None,
     )
 
 
