@@ -296,6 +296,6 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
     keep_description(run, pretrained, prepared.options.model, chat)
     for role, model in prepared.models.items():
         if role != "policy":
-            keep_files(run, role, model.pretrained.folder)
+            keep_files(run, role, model.pretrained)
     width = prepared.task.heldout.ids.shape[1] + prepared.programs.config.sampling.completion_width
     run.warn(length_warning(width, pretrained.config.max_position_embeddings))

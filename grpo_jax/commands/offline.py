@@ -136,7 +136,7 @@ def open_run(job: Job) -> RunFolder:
     run = flags.open_run(job.config)
     keep_description(run, job.model.pretrained, job.config.model, job.config.chat)
     for role, model in job.others.items():
-        keep_files(run, role, model.pretrained.folder)
+        keep_files(run, role, model.pretrained)
     for note in job.notes:
         run.say(note)
     run.warn(job.warnings)

@@ -95,9 +95,17 @@ def _yarn(frequencies: jax.Array, scaling: RopeScaling, theta: float, features: 
     last = last + 0.001 if first == last else last  # avoids a division by 0 in the same way as transformers
     stretched = jnp.clip((jnp.arange(features // 2, dtype=jnp.float32) - first) / (last - first), 0.0, 1.0)
     mixed = frequencies * (stretched / scaling.factor + 1 - stretched)
+    return mixed, _yarn_factor(scaling)
+
+
+def _yarn_factor(scaling: RopeScaling) -> float:
+    """Returns the factor of queries and keys: m(mscale) / m(mscale_all_dim), m(a) = 1 + a·ln(factor)/10."""
     if scaling.attention_factor is not None:
-        return mixed, scaling.attention_factor
-    return mixed, 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+        return scaling.attention_factor
+    above, below = scaling.mscale or 0.0, scaling.mscale_all_dim or 0.0
+    above, below = (above, below) if above and below else (1.0, 0.0)
+    slope = 0.1 * math.log(max(scaling.factor, 1))
+    return (1 + slope * above) / (1 + slope * below)
 
 
 def rotate(x: jax.Array, angles: Angles) -> jax.Array:

@@ -77,7 +77,10 @@ class RopeScaling(NamedTuple):
     low_freq_factor: _Number | None = None  # waves longer than the original context / this are stretched
     high_freq_factor: _Number | None = None  # waves shorter than the original context / this stay
     # ---- only for yarn
-    attention_factor: _Number | None = None  # multiplies queries and keys; None: 1 + ln(factor)/10
+    attention_factor: _Number | None = None  # multiplies queries and keys; None: m(mscale) / m(mscale_all_dim)
+    # m(a) = 1 + a·ln(factor)/10. If one of the two is missing or 0, they count as 1 and 0.
+    mscale: Annotated[float, between(0, 1e6)] | None = None
+    mscale_all_dim: Annotated[float, between(0, 1e6)] | None = None
     beta_fast: _Number = 32.0  # waves with more turns than this in the original context stay
     beta_slow: _Number = 1.0  # waves with fewer turns than this are stretched
     truncate: bool = True  # round the feature indices of beta_fast and beta_slow outwards

@@ -49,10 +49,11 @@ def text_part(config: File) -> File:
     Args:
       config: The contents of a config.json. It is returned unchanged if it has no text model of a supported family.
     """
-    text = config.get("text_config")
+    text, tie = config.get("text_config"), "tie_word_embeddings"
     if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
         return config
-    outer = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id", "dtype") if name in config}
+    outer = {name: config[name] for name in ("eos_token_id", "dtype") if name in config}
+    text = text | {tie: config[tie]} if tie in config else text  # the class of the whole model reads the outer value
     return outer | text | {"architectures": [f"{FAMILIES[text['model_type']][0]}ForCausalLM"]}
 
 
@@ -300,8 +301,12 @@ def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
         raise UsageError(
             f"rope scaling {abbreviate(rope)} is not supported, only {_SCALINGS}: choose a model with one of these"
         )
+    longest = file["max_position_embeddings"]
     fields = {name: rope[name] for name in RopeScaling._fields if rope.get(name) is not None}
-    return RopeScaling(**{"original_max_position_embeddings": file["max_position_embeddings"]} | fields)
+    fields = {"original_max_position_embeddings": longest} | fields
+    if rope["rope_type"] == "yarn" and rope.get("factor", ...) is None:  # null
+        fields["factor"] = longest / fields["original_max_position_embeddings"]
+    return RopeScaling(**fields)
 
 
 _PARTLY_ROTATED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4")

@@ -20,7 +20,14 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface, text_part
 from grpo_jax.models.heads import Headed, without_vocabulary
 from grpo_jax.models.params import Adapted, Params, Quantize, holds_quantised
-from grpo_jax.models.weights import load_params, read_json, save_params, write_json
+from grpo_jax.models.weights import (
+    ignored_index,
+    load_params,
+    read_json,
+    save_params,
+    untie_if_different,
+    write_json,
+)
 
 # Files of a folder besides weights, and those of them that a run and an export copy. None of them is a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
@@ -83,7 +90,8 @@ def load_pretrained(
         raise UsageError(f"param_dtype is {param_dtype}: it must be float32, bfloat16 or float16")
     tokenizer = load_tokenizer(folder)  # before the weights, which take longest
     ends, notes = eos_ids(folder, tokenizer, config.vocab_size)
-    config = without_vocabulary(config) if head else config
+    config, untied = (without_vocabulary(config), ()) if head else untie_if_different(folder, config)
+    notes = (*notes, *ignored_index(folder), *untied)
     params = load_params(folder, config, head=head, dtype=param_dtype, quantize=quantize, sharding=sharding)
     return Pretrained(config, params, tokenizer, ends, folder, notes)
 
@@ -204,6 +212,8 @@ def save_pretrained(
     written.pop("quantization_config", None)
     if isinstance(params, Headed):
         written = _of_classifier(written)
+    else:
+        written["tie_word_embeddings"] = config.tie_word_embeddings  # the files of the source may have differed from it
     written |= {"torch_dtype" if "torch_dtype" in written else "dtype": dtype.name}
     if max_shard_bytes is None:
         total = sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize

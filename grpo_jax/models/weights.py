@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,8 @@ except ModuleNotFoundError as error:
 
 # Dtypes by their names in safetensors.
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_INDEX = "model.safetensors.index.json"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Mixtral's names of an expert's projections. Its mixture is named block_sparse_moe instead of mlp.
 _MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LARGEST = 1e6  # the largest plausible weight: models have weights below a thousand, and float16 ends at 65504
@@ -174,7 +176,7 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
         if numbers := tuple(layers_with(config, module)):
             layers[module] = jax.tree.map(lambda x, n=numbers: x._replace(layers=n), tree, is_leaf=_is_tensor)
     layout = {
-        "embedding": Tensor("model.embed_tokens.weight", (config.vocab_size, width), False),
+        "embedding": Tensor(_EMBEDDING, (config.vocab_size, width), False),
         "final_norm": norm("model.norm", width),
         "layers": layers,
     }
@@ -186,7 +188,7 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
             "norm": norm("model.per_layer_projection_norm", size),
         }
     if not config.tie_word_embeddings:
-        layout["unembedding"] = Tensor("lm_head.weight", (config.vocab_size, width), False)
+        layout["unembedding"] = Tensor(_HEAD, (config.vocab_size, width), False)
     return layout
 
 
@@ -351,6 +353,8 @@ def load_params(
     shapes = _shapes(config)
     layout: Any = tensor_layout(config)
     tensors = text_tensors(find_tensors(folder))
+    if config.tie_word_embeddings and not head and _HEAD in tensors:
+        tensors.setdefault(_EMBEDDING, tensors[_HEAD])  # files may hold a shared matrix under either name
     if head:
         shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
         layout = headed_layout(config)
@@ -440,13 +444,13 @@ class Found(NamedTuple):
 def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
     """Finds all tensors of a folder, by name. Only the headers of files are read."""
     if names is None:
-        if (folder / _INDEX).exists():
+        if (folder / _SINGLE).exists():  # transformers too ignores an index beside it
+            names = [_SINGLE]
+        elif (folder / _INDEX).exists():
             weight_map = read_json(folder / _INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not all(map(_is_weights_file, weight_map.values())):
                 raise UsageError(f"{folder / _INDEX} has no weight_map of names of files: download it again")
             names = sorted(set(weight_map.values()))
-        elif (folder / "model.safetensors").exists():
-            names = ["model.safetensors"]
         else:
             names = sorted(file.name for file in folder.glob("*.safetensors"))
     if not names:
@@ -477,6 +481,42 @@ def text_tensors(tensors: dict[str, Found]) -> dict[str, Found]:
     return {text_name(name): place for name, place in tensors.items() if not _BESIDE_TEXT.match(name)}
 
 
+def untie_if_different(folder: Path, config: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
+    """Unties the output matrix from the embedding if the files hold a different one, as transformers does.
+
+    Args:
+      folder: The folder of the model.
+      config: The configuration according to config.json.
+
+    Returns:
+      The configuration of the weights, and a note for the user if it differs.
+    """
+    tensors = text_tensors(find_tensors(folder))
+    if not config.tie_word_embeddings or not {_EMBEDDING, _HEAD} <= tensors.keys() or _are_equal(tensors):
+        return config, ()
+    note = f"config.json ties the output matrix to the embedding, but the files hold a different {_HEAD}, which is used"
+    return replace(config, tie_word_embeddings=False), (note,)
+
+
+def ignored_index(folder: Path) -> tuple[str, ...]:
+    """Returns a note for the user if the folder holds a single file of weights and the index of others."""
+    if not (folder / _SINGLE).exists() or not (folder / _INDEX).exists():
+        return ()
+    return (f"weights are read from {_SINGLE}, as transformers does, and not from the files in {_INDEX}",)
+
+
+def _are_equal(tensors: dict[str, Found]) -> bool:
+    """Returns whether the output matrix equals the embedding, of which only a part is in memory at a time."""
+    places = tensors[_EMBEDDING], tensors[_HEAD]
+    (rows, *_), other = (place.shape for place in places)
+    if places[0].shape != other:
+        return False
+    with _opened(places[0].file) as first, _opened(places[1].file) as second:
+        embedding, head = first.get_slice(places[0].name), second.get_slice(places[1].name)
+        parts = (slice(start, min(start + 4096, rows)) for start in range(0, rows, 4096))
+        return all(np.array_equal(embedding[part], head[part]) for part in parts)
+
+
 def _is_weights_file(name: Any) -> bool:
     """Returns whether this is the name of a file of weights in the folder itself."""
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
@@ -504,7 +544,7 @@ def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) 
             )
     # Older files have rotary frequencies, which follow from the configuration. Some files repeat the tied matrix.
     ignored = {f"{name}_{part}" for name in packed for part in ("blocks", "scales")}
-    ignored |= {"lm_head.weight"} if config.tie_word_embeddings else set()
+    ignored |= {_HEAD} if config.tie_word_embeddings else set()
     # Files of Gemma 4 also hold keys and values for layers that read those of another layer.
     readers = [layer for layer, source in enumerate(config.sources) if source != layer]
     unused = ("k_proj", "v_proj", "k_norm", "v_norm")

@@ -145,11 +145,11 @@ class Checkpoints:
             f"{self._folder}: {_in_words(passed)}, and there is no other: put its files back, or start a new run"
         )
 
-    def restore_params(self, like: Params, step: int | None = None) -> tuple[Params, int]:
+    def restore_params(self, like: Callable[[Any], Params], step: int | None = None) -> tuple[Params, int]:
         """Restores only the policy's trained parameters, without reading the optimizer's state or a critic.
 
         Args:
-          like: The shapes and dtypes of the parameters.
+          like: A function from the tree of the stored parameters to the shapes and dtypes of the parameters.
           step: The step of the checkpoint; None: the newest.
 
         Returns:
@@ -168,8 +168,9 @@ class Checkpoints:
             self._warn(f"{self._folder}: {_in_words(passed)}; step {chosen} is taken")
         # Methods that learn from rollouts name parameters by the role of their model.
         stored = self._folder / str(chosen) / "params"
-        has_roles = "policy" in ocp.PyTreeCheckpointHandler().metadata(stored).tree
-        target = _placed({"policy": like} if has_roles else like)
+        tree = ocp.PyTreeCheckpointHandler().metadata(stored).tree
+        has_roles = "policy" in tree
+        target = _placed({"policy": like(tree["policy"])} if has_roles else like(tree))
         how = ocp.checkpoint_utils.construct_restore_args(target)
         args = ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=has_roles)
         params = self._read(chosen, {"params": args})["params"]

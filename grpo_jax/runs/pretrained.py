@@ -1,5 +1,6 @@
 """Describes the model of a run in its folder, and loads it from its checkpoints."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -74,9 +75,7 @@ def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptio
     in_chat = uses_chat(chat, pretrained.tokenizer)
     how = "are user messages of the chat template" if in_chat else "are encoded without a chat template"
     run.say(f"plan: prompts that are text {how}")
-    for note in pretrained.notes:
-        run.warn_once(note, note)
-    keep_files(run, "model", pretrained.folder)
+    keep_files(run, "model", pretrained)
     lora = _describe_lora(pretrained, options) if options.lora_rank else None  # on all hosts: weights may be sharded
     if not run.writes:
         return
@@ -93,17 +92,20 @@ def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescrip
     return LoraDescription(base, fingerprint(pretrained.params), **saved)
 
 
-def keep_files(run: RunFolder, part: str, folder: Path) -> None:
-    """Records the digests of a model's files in the run, which can resume only with the same files.
+def keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
+    """Prints a model's notes, and records the digests of its files in the run, which can resume only with the same.
 
     Args:
       run: The folder of the run.
       part: The role of the model, such as "model" or "teacher".
-      folder: The folder of the model.
+      pretrained: The model.
 
     Raises:
       UsageError: The files have changed since the run began.
     """
+    folder = pretrained.folder
+    for note in pretrained.notes:
+        run.warn_once(f"{part}: {note}", note if part == "model" else f"{part}: {note}")
     files = hash_files(folder, huggingface.files_of(folder))
     run.keep_inputs(part, {f"{name} of the {part}": digest for name, digest in files.items()})
 
@@ -212,29 +214,39 @@ def restore(
     if lora is None and (adapter or base):
         raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
     config = config_from_huggingface(text_part(weights.read_json(description / "config.json")), **overrides)
-    like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
+
+    def untied_if_stored(params: Any) -> ModelConfig:
+        return replace(config, tie_word_embeddings=config.tie_word_embeddings and "unembedding" not in params)
+
+    def shapes(config: ModelConfig) -> Params:
+        return jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
+
     with Checkpoints(run / "checkpoints" / phase, run=partial(run_digest, run, phase)) as checkpoints:
         if lora is None:
-            params, step = checkpoints.restore_params(like, step)
+            # The model's files may hold an output matrix although config.json ties it.
+            params, step = checkpoints.restore_params(lambda stored: shapes(untied_if_stored(stored)), step)
+            config = untied_if_stored(params)
         else:
             from grpo_jax.models.peft import targets_of  # loaded only for runs with adapters
 
-            base_params = like if adapter else _load_base(lora, config, base)
+            config, base_params = (config, shapes(config)) if adapter else _load_base(lora, config, base)
             shape: Any = {
                 "rank": lora.lora_rank,
                 "alpha": lora.lora_alpha,
                 "targets": targets_of(config, lora.lora_targets),
             }
             add = partial(add_adapters, key=jax.random.key(0), **shape)
-            adapters, step = checkpoints.restore_params(split(jax.eval_shape(add, base_params))[0], step)
+            like = split(jax.eval_shape(add, base_params))[0]
+            adapters, step = checkpoints.restore_params(lambda _: like, step)
             params = Adapted(base_params, adapters, jnp.float32(lora.lora_alpha / lora.lora_rank))
     return Trained(config, params, lora, step)
 
 
-def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -> Params:
+def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -> tuple[ModelConfig, Params]:
     """Loads the weights that the adapters were trained on, in the dtype that they had in the run."""
     try:
         folder = huggingface.model_folder(moved or lora.base)
+        config, _ = weights.untie_if_different(folder, config)
         base = weights.load_params(folder, config, dtype=lora.param_dtype)
     except UsageError as error:
         raise UsageError(
@@ -246,4 +258,4 @@ def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -
         raise UsageError(
             f"the weights in {folder} are not those that the adapters were trained on: name theirs (--base)"
         )
-    return base
+    return config, base

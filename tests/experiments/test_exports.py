@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
-from tiny import random_like, refused, save_tiny_model
+from tiny import change_json, random_like, read_lines, refused, save_tiny_model
 
 from experiments import stories
 from experiments.common import keep_model
@@ -38,9 +38,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def saved_run(folder, name, options="", describe=keep_description):
+def saved_run(folder, name, options="", describe=keep_description, base="base"):
     """Returns a run, its model, and the policy in its checkpoint of step 2."""
-    args = f"--model {folder}/base --num-prompts 4 --group-size 2 {options} --run-dir {folder / name}"
+    args = f"--model {folder / base} --num-prompts 4 --group-size 2 {options} --run-dir {folder / name}"
     config = flags.parse(stories.Config, None, args.split())
     loaded = load_model(config.model, seed=0)
     run = flags.open_run(config)
@@ -111,6 +111,22 @@ def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(fo
 def test_a_run_of_a_loop_of_its_own_is_exported_without_notes_of_its_model(folder, tmp_path):
     saved_run(folder, "own", describe=lambda run, model, options: keep_model(run, model.config, arithmetic.TEXT))
     assert export(Options(folder / "own", tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize("options", ["", LORA], ids=["whole", "lora"])
+def test_a_head_that_config_json_calls_tied_is_exported(folder, options, tmp_path):
+    base = save_tiny_model(tmp_path / "untied", arithmetic.TEXT, tie_word_embeddings=False)
+    change_json(base / "config.json", tie_word_embeddings=True)
+    run, model, params, _ = saved_run(tmp_path, "run", options, base=base)
+    assert any("lm_head" in warning["message"] for warning in read_lines(run.path / "warnings.jsonl"))
+    keep_description(run, model, ModelOptions(str(base)))  # as a resumed run does
+    trained = merge(params) if options else params
+    assert params_sha256(load_run(run.path)[0].params) == params_sha256(trained)
+    export(Options(run.path, tmp_path / "out", dtype="float32"))
+    saved = load_pretrained(tmp_path / "out")
+    assert "unembedding" in saved.params
+    assert not saved.notes
+    assert params_sha256(saved.params) == params_sha256(jax.tree.map(lambda x: x.astype(jnp.float32), trained))
 
 
 BAD_EXPORTS = [

@@ -86,6 +86,7 @@ MODELS = {
     "qwen2": ("qwen2", TIED),
     "qwen2_mixed": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen2_yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen2_mscale": ("qwen2", {"rope_parameters": YARN | {"mscale": 1.5, "mscale_all_dim": 0.5}}),
     "qwen3": ("qwen3", {"head_dim": 6} | TIED),
     "qwen3_yarn": ("qwen3", {"rope_parameters": YARN | YARN_OPTIONS, "head_dim": 16}),
     "qwen3_biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
@@ -202,7 +203,7 @@ def make_config(family: str, changes: dict) -> AutoConfig:
 PROMPT = 9
 # Those without are variants of them, with fewer options.
 WITHOUT_GRADIENTS = "llama llama3_rope llama_linear smollm mistral qwen2 qwen2_yarn qwen3 qwen3_yarn smollm3 olmo2"
-WITHOUT_GRADIENTS = {*WITHOUT_GRADIENTS.split(), "gemma2", "gemma3", "adapter"}
+WITHOUT_GRADIENTS = {*WITHOUT_GRADIENTS.split(), "gemma2", "gemma3", "adapter", "qwen2_mscale"}
 
 
 def random_ids() -> torch.Tensor:

@@ -107,6 +107,14 @@ FIELDS = [
     ),
     ({"model_type": "granite", "attention_multiplier": 0.1}, {"attention_multiplier": 0.1, "logits_scaling": 1.0}),
     ({"logits_scaling": 2.0}, {"logits_scaling": 1.0}),  # Llama has none
+    (
+        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+        {"rope_scaling": RopeScaling("yarn", 8.0, 8192, mscale=1.0, mscale_all_dim=0.7)},
+    ),
+    (
+        {"rope_scaling": YARN | {"factor": None}, "max_position_embeddings": 16384},
+        {"rope_scaling": RopeScaling("yarn", 2.0, 8192)},
+    ),
     ({"model_type": "glm4"}, only("qkv_bias") | {"partial_rotary_factor": 0.5, "norms": "around"}),
     ({"model_type": "glm4", "attention_bias": False}, only()),
 ]

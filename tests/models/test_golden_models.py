@@ -21,7 +21,7 @@ NAMES = sorted(file.parent.name for file in GOLDEN.glob("*/config.json"))
 WITH_GRADIENTS = sorted(file.parent.name for file in GOLDEN.glob("*/gradients.npz"))
 # Together the quick ones have every kind of norm, bias, window, cap and rotation.
 QUICK_GRADIENTS = ("gemma3_capped",)
-QUICK = ("llama/adapter", "llama3_rope", "llama_linear", "qwen3_yarn", "mixtral", "smollm3_window")
+QUICK = ("llama/adapter", "llama3_rope", "llama_linear", "qwen3_yarn", "qwen2_mscale", "mixtral", "smollm3_window")
 QUICK_DECODED = ("gemma2_untied", "olmo2_biases")
 DECODED = (*WITH_GRADIENTS, "gemma3", "qwen3")
 

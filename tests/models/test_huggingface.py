@@ -17,10 +17,11 @@ from tiny import GOLDEN, change_json, load_golden, refused, row_numbers, sampler
 
 from grpo_jax.models import weights
 from grpo_jax.models.families import config_from_huggingface, text_part
+from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_pretrained, model_folder, save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import dequantised
-from grpo_jax.models.weights import load_params, read_json, unpack_mxfp4
+from grpo_jax.models.weights import load_params, read_json, unpack_mxfp4, untie_if_different
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.tasks.task import text_task
 
@@ -108,6 +109,53 @@ def test_tensors_that_are_not_needed(name, repeated, tmp_path):
     tensors = original_tensors(name)
     save_file(tensors | {repeated: tensors["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
     bit_for_bit(load_params(tmp_path, config), params)
+    assert untie_if_different(tmp_path, config) == (config, ())
+
+
+def test_a_head_that_differs_from_the_tied_embedding(folder, tmp_path):
+    """transformers unties them: what the files hold counts."""
+    configure(folder, tie_word_embeddings=True)
+    loaded = load_pretrained(folder)
+    bit_for_bit(loaded.params, load_golden("llama")[1])
+    assert not loaded.config.tie_word_embeddings
+    (note,) = loaded.notes
+    assert "lm_head.weight" in note
+    saved = save_pretrained(tmp_path / "saved", loaded.params, loaded.config, source=folder)
+    bit_for_bit(load_file(saved / "model.safetensors"), original_tensors("llama"))
+    again = load_pretrained(write_tokenizer(saved, 20) or saved)
+    assert (again.config, again.notes) == (loaded.config, ())
+    classifier = save_pretrained(tmp_path / "scores", *reversed(add_head(loaded.config, loaded.params)), source=folder)
+    assert load_pretrained(write_tokenizer(classifier, 20) or classifier, head=True).notes == ()
+
+
+def test_a_tied_matrix_that_only_the_head_names(tmp_path):
+    config, params = load_golden("smollm")
+    tensors = original_tensors("smollm")
+    save_file(tensors | {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}, tmp_path / "model.safetensors")
+    bit_for_bit(load_params(tmp_path, config), params)
+
+
+@pytest.mark.parametrize(("outer", "inner", "tied"), [(False, True, False), (True, False, True), (None, True, True)])
+def test_the_outer_config_says_whether_matrices_are_tied(outer, inner, tied):
+    text = read_json(GOLDEN / "gemma3" / "config.json") | {"tie_word_embeddings": inner}
+    whole = {"model_type": "gemma3", "text_config": text} | ({} if outer is None else {"tie_word_embeddings": outer})
+    assert config_from_huggingface(text_part(whole)).tie_word_embeddings == tied
+
+
+def test_a_single_file_counts_and_not_an_old_index(folder):
+    """`save_pretrained` of transformers leaves older shards where they are."""
+    _, params = load_golden("llama")
+    new = {name: tensor + 1 for name, tensor in original_tensors("llama").items()}
+    save_file(new, folder / "model.safetensors")
+    expected = jax.tree.map(lambda x: x + 1, params)
+    for _ in range(2):
+        loaded = load_pretrained(folder)
+        bit_for_bit(loaded.params, expected)
+        (note,) = loaded.notes
+        assert "model.safetensors.index.json" in note
+        remove(folder, "model-*.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    assert load_pretrained(folder).notes == ()
 
 
 def test_text_files_are_taken_over(tmp_path):

@@ -41,7 +41,7 @@ def params_after(run, step):
     if step <= 0:
         return PARAMS
     with run.checkpoints("grpo", keep=STEPS) as checkpoints:
-        return checkpoints.restore_params(PARAMS, step)[0]
+        return checkpoints.restore_params(lambda _: PARAMS, step)[0]
 
 
 def sampled_by(programs, params, index):

@@ -291,7 +291,7 @@ def test_a_checkpoint_of_another_structure_is_a_sentence(tmp_path, harm):
         checkpoints.save(Other(stored[harm], jnp.ones(3)), 1)
     for read in (
         lambda checkpoints: checkpoints.restore(lambda: Other(PARAMS, jnp.ones(3))),
-        lambda checkpoints: checkpoints.restore_params(PARAMS),
+        lambda checkpoints: checkpoints.restore_params(lambda _: PARAMS),
     ):
         with (
             Checkpoints(tmp_path) as checkpoints,
@@ -339,16 +339,16 @@ def test_parameters_are_read_from_what_verifies_and_stray_things_stay(finished, 
     shutil.copytree(folder / "4", tmp_path / "other/4")
     flip(next((tmp_path / "other").glob("4/rest/d/*")), random.Random(0))  # of the optimizer, which is not read
     with Checkpoints(tmp_path / "other", warn=pytest.fail) as checkpoints:
-        assert checkpoints.restore_params(PARAMS)[1] == 4
+        assert checkpoints.restore_params(lambda _: PARAMS)[1] == 4
     with Checkpoints(tmp_path / "empty") as checkpoints, refused("no checkpoint in .* yet: .* --resume"):
-        checkpoints.restore_params(PARAMS)
+        checkpoints.restore_params(lambda _: PARAMS)
     said: list[str] = []
     with Checkpoints(folder, warn=said.append) as checkpoints:
-        params, step = checkpoints.restore_params(PARAMS)
-        assert checkpoints.restore_params(PARAMS, 4)[1] == 4
+        params, step = checkpoints.restore_params(lambda _: PARAMS)
+        assert checkpoints.restore_params(lambda _: PARAMS, 4)[1] == 4
         for number, words in ((6, "checkpoint 6 is not used"), (5, r"no checkpoint of step 5 .*\[4, 6, 98, 99\]")):
             with refused(words):
-                checkpoints.restore_params(PARAMS, number)
+                checkpoints.restore_params(lambda _: PARAMS, number)
     assert step == 4
     assert params.keys() == PARAMS.keys()
     (sentence,) = said
