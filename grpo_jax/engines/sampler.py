@@ -109,8 +109,8 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
     sampling = config.sampling
     if task.stop and task.stop.strips and any(text.startswith(" ") for text in sampling.stop):
         raise UsageError(
-            "a stop text begins with a space, which the model's tokenizer drops at the beginning of a text, and a server "
-            "does not: leave out the space, or leave out engine"
+            "a stop text begins with a space, which the model's tokenizer drops at the beginning of a text and servers "
+            "keep: leave out the space, or leave out engine"
         )
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         raise UsageError(

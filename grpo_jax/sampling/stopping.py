@@ -161,9 +161,10 @@ def make_stop(texts: Sequence[str], pieces: Callable[[], Pieces]) -> Stop | None
     for text in texts:
         if not text or "\ufffd" in text.encode(errors="surrogatepass").decode(errors="replace"):
             raise UsageError(f"a stop text is {text!r}: it must be text that tokens can write, and not empty")
-    next_node, count = _next_nodes([text.encode() for text in texts])
-    if count > _MOST_BYTES:
-        raise UsageError(f"stop has texts of {count} bytes: give fewer or shorter ones, of at most {_MOST_BYTES}")
+    encoded = [text.encode() for text in texts]
+    if (size := sum(map(len, encoded))) > _MOST_BYTES:
+        raise UsageError(f"stop has texts of {size} bytes: give fewer or shorter ones, of at most {_MOST_BYTES}")
+    next_node, count = _next_nodes(encoded)
     first, later, is_byte, removed = pieces()
     initial, flat = _advance(next_node, _flatten(first), 0), _flatten(later)
     after_pieces = cache(partial(_advance, next_node, flat))
