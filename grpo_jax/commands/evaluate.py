@@ -128,6 +128,8 @@ def main(options: Options) -> None:
     of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
     if of_run and options.num_heldout != saved.get("num_heldout"):
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
+    if options.heldout and not of_run:
+        raise UsageError("--heldout is for training: name the rows to evaluate with --task")
     config = config_of(options)
     validate(config)
     check_task_options(options)

@@ -23,7 +23,10 @@ from grpo_jax.commands.train import Method
 from grpo_jax.config import ModelOptions
 from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences
 from grpo_jax.devices import devices_of, to_numpy
+from grpo_jax.models.families import text_part
 from grpo_jax.models.heads import Headed, add_head
+from grpo_jax.models.huggingface import classifier_class
+from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import PairEvaluation, evaluate_pairs, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Fraction, Size, Weight
@@ -69,6 +72,7 @@ def prepare(config: Config) -> Job:
 
     def make(model: Loaded, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
         loaded = model.pretrained
+        classifier_class(text_part(read_json(loaded.folder / "config.json"))["model_type"])  # the export needs it
         shape, params = add_head(loaded.config, model.params)
         score = partial(score_pairs, pair_rewards, shape)
 

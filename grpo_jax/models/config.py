@@ -160,7 +160,8 @@ class ModelConfig:
     gated_attention: bool = False  # attended values are multiplied by sigmoid(gate), from q_proj too: Qwen3.5
     value_norm: bool = False  # RMS norm of each head's values, without scales: Gemma 4
     global_heads: Heads | None = None  # heads of the layers without a window, if they differ: Gemma 4
-    num_kv_shared_layers: int = 0  # the last layers, which read keys and values of the last layer before them: Gemma 4
+    # The number of last layers, which read keys and values of the last layer before them: Gemma 4
+    num_kv_shared_layers: Annotated[int, between(0, 10**4)] = 0
     use_double_wide_mlp: bool = False  # the MLPs of these layers have twice the features
     hidden_size_per_layer_input: Annotated[int, between(0, 10**6)] = 0  # features of a token's input to each layer
     layer_scales: bool = False  # the output of each layer is multiplied by a number, which is not trained: Gemma 4

@@ -52,7 +52,7 @@ def text_part(config: File) -> File:
     text, tie = config.get("text_config"), "tie_word_embeddings"
     if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
         return config
-    outer = {name: config[name] for name in ("eos_token_id", "dtype") if name in config}
+    outer = {name: config[name] for name in ("eos_token_id", "dtype", "quantization_config") if name in config}
     text = text | {tie: config[tie]} if tie in config else text  # the class of the whole model reads the outer value
     return outer | text | {"architectures": [f"{FAMILIES[text['model_type']][0]}ForCausalLM"]}
 
@@ -158,7 +158,7 @@ def _gemma4(file: File) -> Fields:
     """Returns the fields that only Gemma 4 has."""
     layers = range(file["num_hidden_layers"])
     is_global = [kind == "full_attention" for kind in file["layer_types"]]
-    per_layer = {int(layer): heads for layer, heads in file["per_layer_config"].items()}
+    per_layer = {int(layer): heads for layer, heads in (file.get("per_layer_config") or {}).items()}
     changed = per_layer.get(is_global.index(True), {})
     if [per_layer.get(i, {}) for i in layers] != [changed if x else {} for x in is_global] or changed.keys() - set(
         Heads._fields
@@ -254,7 +254,7 @@ def _file(model_type: str, config: ModelConfig) -> File:
 def _check(file: File) -> None:
     """Refuses a file that needs a feature which no family has, or whose sizes transformers could not read."""
     for unsupported in ("quantization_config", "use_bidirectional_attention"):
-        is_mxfp4 = file.get("model_type") == "gpt_oss" and unsupported == "quantization_config"
+        is_mxfp4 = file["model_type"] == "gpt_oss" and "'mxfp4'" in str(file.get(unsupported))
         # Gemma 4 has "vision": tokens of images see each other, and those of texts do not.
         if file.get(unsupported) not in (None, False, "vision") and not is_mxfp4:
             raise UsageError(f"{unsupported} {abbreviate(file[unsupported])} is not supported")

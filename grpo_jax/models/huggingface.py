@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface, text_part
+from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
 from grpo_jax.models.heads import Headed, without_vocabulary
 from grpo_jax.models.params import Adapted, Params, Quantize, holds_quantised
 from grpo_jax.models.weights import (
@@ -227,11 +227,22 @@ def save_pretrained(
     return Path(folder).expanduser()
 
 
+def classifier_class(model_type: str) -> str:
+    """Returns the name of the class in transformers for classifiers of a family.
+
+    Raises:
+      UsageError: The installed transformers has no such class, so no program could load the model.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as names
+
+    if model_type not in names:
+        raise UsageError(f"transformers has no class for reward models of {model_type}: start from another family")
+    return names[model_type]
+
+
 def _of_classifier(written: dict[str, Any]) -> dict[str, Any]:
     """Changes the config.json of a decoder to that of a classifier with one label."""
-    model_type = written["model_type"]
-    name = FAMILIES[model_type][0] + ("Text" if model_type.endswith("_text") else "")
-    architectures = [f"{name}ForSequenceClassification"]
+    architectures = [classifier_class(written["model_type"])]
     one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     # transformers reads the score at the last token that is not padding, and refuses batches without a padding token.
     # Scored texts do not end with an ending token, so it can be the padding token.
@@ -284,7 +295,14 @@ def save_description(folder: Path, config: ModelConfig, *, source: Path | None =
 def files_of(folder: Path) -> list[str]:
     """Lists the files of a model's folder that a run depends on: weights, configurations, tokenizer, chat template."""
     patterns = [pattern for pattern in (*_TEXT_FILES, "*.safetensors") if not pattern.startswith("LICENSE")]
-    return sorted({file.name for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+    return sorted(name for name in _names(folder) if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def _names(folder: Path) -> list[str]:
+    """Lists the files of a model's folder, and those chat templates that tokenizers read from a folder inside it."""
+    files = [file for file in folder.iterdir() if file.is_file()]
+    files += [file for file in (folder / "additional_chat_templates").glob("*.jinja") if file.is_file()]
+    return [file.relative_to(folder).as_posix() for file in files]
 
 
 def copy_text_files(source: Path, target: Path) -> None:
@@ -294,11 +312,13 @@ def copy_text_files(source: Path, target: Path) -> None:
       UsageError: A file is a link out of the folder. Its target may be private, and the copy may be published.
     """
     home = source.parents[1] if source.parent.name == "snapshots" else source  # links in the hub's cache stay inside
-    for file in (file for file in source.iterdir() if is_copied(file.name) and file.is_file()):
+    for name in filter(is_copied, _names(source)):
+        file = source / name
         # Links are allowed for these two files: loading has read them, and refuses files that do not belong to a model.
-        if file.name not in ("config.json", "tokenizer.json") and not file.resolve().is_relative_to(home.resolve()):
+        if name not in ("config.json", "tokenizer.json") and not file.resolve().is_relative_to(home.resolve()):
             raise UsageError(f"{file} is a link to a file outside of the model's folder: put a copy in its place")
-        shutil.copyfile(file, target / file.name)
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target / name)
 
 
 def is_copied(name: str) -> bool:

@@ -531,6 +531,8 @@ def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) 
         for place in np.ndindex((len(tensor.layers), num_experts)[: tensor.stacked])
     }
     packed = {name for name in needed if name not in tensors and {f"{name}_blocks", f"{name}_scales"} <= tensors.keys()}
+    for name in packed:
+        _check_mxfp4(tensors, name, needed[name])
     needed = {name: shape for name, shape in needed.items() if name not in packed}
     for name, shape in needed.items():
         if name not in tensors:
@@ -556,6 +558,19 @@ def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) 
         )
 
 
+def _check_mxfp4(tensors: dict[str, Found], name: str, shape: tuple[int, ...]) -> None:
+    """Checks the two tensors that hold a kernel in MXFP4: see `unpack_mxfp4`."""
+    experts, inputs, outputs = shape
+    blocks = experts, outputs, inputs // 32
+    for part, needed in (("blocks", (*blocks, 16)), ("scales", blocks)):
+        packed = tensors[f"{name}_{part}"]
+        if (packed.shape, packed.dtype) != (needed, "U8") or inputs % 32:
+            raise UsageError(
+                f"tensor {packed.name!r} has shape {packed.shape} and dtype {packed.dtype}, but config.json asks for "
+                f"{needed} and U8, 32 inputs a block"
+            )
+
+
 def _check_memory(folder: Path, shapes: Any, dtype: Any) -> None:
     """Refuses parameters that are larger than the memory of a device, before loading any."""
     device = jax.local_devices()[0]
@@ -577,15 +592,18 @@ def read_tensor(tensors: dict[str, Found], name: str) -> np.ndarray:
       UsageError: The file is damaged: a value is not finite, or larger than the weights of any model.
     """
     if name not in tensors:
-        blocks, scales = (read_tensor(tensors, f"{name}_{part}") for part in ("blocks", "scales"))
-        return unpack_mxfp4(blocks, scales)
-    # The file is opened for each tensor because everything read from an open file counts as memory in use.
-    with _opened(tensors[name].file) as opened:
-        tensor = opened.get_tensor(tensors[name].name)
-    largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN if any value is NaN
+        place = tensors[f"{name}_blocks"]
+        tensor = unpack_mxfp4(*(read_tensor(tensors, f"{name}_{part}") for part in ("blocks", "scales")))
+    else:
+        place = tensors[name]
+        # The file is opened for each tensor because everything read from an open file counts as memory in use.
+        with _opened(place.file) as opened:
+            tensor = opened.get_tensor(place.name)
+    with np.errstate(invalid="ignore"):
+        largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN if any value is NaN
     if not largest <= _LARGEST:
         raise UsageError(
-            f"tensor {name!r} in {tensors[name].file} holds {largest:.3g}, which no model has: it is damaged, or its "
+            f"tensor {place.name!r} in {place.file} holds {largest:.3g}, which no model has: it is damaged, or its "
             "training diverged"
         )
     return tensor
@@ -602,10 +620,11 @@ def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
       scales: The exponents plus 127, uint8 `[X, out, in/32]`.
 
     Returns:
-      The kernels `[X, in, out]` in bfloat16, which represents them exactly.
+      The kernels `[X, in, out]` in bfloat16, which represents them exactly. A scale of 255 makes them NaN or infinite.
     """
     numbers = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1).reshape(*scales.shape, 32)
-    numbers = np.ldexp(numbers, scales.astype(np.int32)[..., None] - 127)
+    with np.errstate(over="ignore", invalid="ignore"):
+        numbers = numbers * np.ldexp(np.float32(1), scales.astype(np.int32)[..., None] - 127)
     return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2).astype(jnp.bfloat16)
 
 

@@ -54,6 +54,9 @@ class TaskOptions:
     """Put prompts that are text into the chat template, as the user's message. None: if the tokenizer has one."""
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
+    heldout: str = ""
+    """Rows that are only evaluated, in the format of `task`: a file, folder or hub id. Empty: part of your rows is held
+    out."""
     num_heldout: Size | None = None
     """Largest number of held-out prompts. None: 200 in training, at most a tenth of your own rows; all in
     evaluations."""
@@ -162,6 +165,8 @@ def check_task_options(options: TaskOptions) -> tuple[str, ...]:
         raise UsageError("--data belongs to the tasks gsm8k and math: give your own rows as --task")
     if options.task == "math" and not options.data:
         raise UsageError("--data is needed for math: a file or folder with its problems, or an id on the hub")
+    if options.heldout and options.task == "gsm8k":
+        raise UsageError("--heldout is not for gsm8k, which has test rows of its own: leave it out")
     if options.prompt_column != "prompt" and not has_rows:
         raise UsageError(f"--prompt-column is for rows of your own, not for {options.task}: leave it out")
     if bool(options.environment) + bool(options.tools) + bool(options.environment_factory) > 1:
@@ -198,7 +203,9 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
         training_rows, test_rows = (gsm8k_rows(options.data or GSM8K, split=split) for split in ("train", "test"))
         number = 200 if most is None and training else most
         return partial(problem_task, "gsm8k", rows=training_rows, heldout_rows=test_rows, num_heldout=number)
-    rows: Sequence[Mapping[str, Any]] = math_rows(options.data) if options.task == "math" else read_rows(options.task)
+    read, source = (math_rows, options.data) if options.task == "math" else (read_rows, options.task)
+    rows: Sequence[Mapping[str, Any]] = read(source)
+    heldout_rows: Sequence[Mapping[str, Any]] | None = read(options.heldout) if options.heldout else None
     has_bare_replies = options.environment and options.chat is False and options.template is None
     # There may be a million rows, so only runs that may be refused read them here.
     if has_bare_replies and any(isinstance(row.get(options.prompt_column), list) for row in rows):
@@ -206,12 +213,14 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
     if options.environment_factory:
         from grpo_jax.tasks.adapters import load_factory, trl_rows
 
-        rows = trl_rows(load_factory(options.environment_factory), rows)
+        factory = load_factory(options.environment_factory)
+        rows, heldout_rows = trl_rows(factory, rows), heldout_rows and trl_rows(factory, heldout_rows)
     if not training and most is not None:
         rows = [rows[i] for i in np.sort(rng(0).permutation(len(rows))[:most])]
-    if training:
-        held: dict[str, Any] = {"num_heldout": usual_num_heldout(len(rows)) if most is None else most}
-    else:
+    held: dict[str, Any] = {"heldout_rows": heldout_rows, "num_heldout": most}
+    if heldout_rows is None and training:
+        held = {"num_heldout": usual_num_heldout(len(rows)) if most is None else most}
+    elif heldout_rows is None:
         held = {"heldout_share": 0.0}
     if options.task == "math":
         return partial(problem_task, "math", rows=rows, **held)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import pytest
-from tiny import read_lines, write_rows
+from tiny import GOLDEN, read_lines, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax import commands, hosts
@@ -60,6 +60,8 @@ def write_inputs(folder: Path) -> Path:
     for name, config in (("model", CONFIG), ("teacher", replace(CONFIG, initializer_range=0.3))):
         save_pretrained(folder / name, jax.jit(decoder_policy(config).init)(jax.random.key(3)), config)
         arithmetic.TEXT.save_tokenizer(folder / name)
+    shutil.copytree(GOLDEN / "granite", folder / "granite")
+    arithmetic.TEXT.save_tokenizer(folder / "granite")
     rows = [
         {"prompt": f"{i}+{j}=", "completion": str(i + j), "chosen": str(i + j), "rejected": str(i + j + 1)}
         for i in range(8)

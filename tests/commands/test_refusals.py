@@ -84,6 +84,7 @@ REFUSED = [
     ("kto", "--desirable-weight 0 --undesirable-weight 0", "so nothing is learned"),
     ("kto", "--num-completions 999", "num_completions is 999, but there are"),
     ("reward-model", "--bins 0", "bins is 0"),
+    ("reward-model", "--model granite", "no class for reward models of granite"),
 ]
 
 

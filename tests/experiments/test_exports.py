@@ -12,7 +12,7 @@ from experiments import stories
 from experiments.common import keep_model
 from experiments.tasks import arithmetic
 from grpo_jax.config import ModelOptions
-from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, split
 from grpo_jax.models.peft import load_adapter
@@ -127,6 +127,24 @@ def test_a_head_that_config_json_calls_tied_is_exported(folder, options, tmp_pat
     assert "unembedding" in saved.params
     assert not saved.notes
     assert params_sha256(saved.params) == params_sha256(jax.tree.map(lambda x: x.astype(jnp.float32), trained))
+
+
+def test_added_chat_templates_belong_to_the_model(folder, tmp_path):
+    base, name = save_tiny_model(tmp_path / "base", arithmetic.TEXT), "additional_chat_templates/tool_use.jinja"
+    (base / name).parent.mkdir()
+    (base / name).write_text("tools")
+    run, model, _, _ = saved_run(tmp_path, "run", base=base)
+    export(Options(run.path, tmp_path / "out"))
+    for place in (run.path / "model", tmp_path / "out"):
+        assert (place / name).read_text() == "tools"
+        assert load_tokenizer(place).get_chat_template(tools=[{}]) == "tools"
+    for changed in (run.path / "model", base):
+        (changed / name).write_text("others")
+        with refused(f"not what they were when the run .* began: {name} of the model"):
+            if changed == base:
+                keep_description(run, model, ModelOptions(str(base)))
+            else:
+                export(Options(run.path, tmp_path / "again"))
 
 
 BAD_EXPORTS = [

@@ -18,7 +18,7 @@ from tiny import GOLDEN, change_json, load_golden, refused, row_numbers, sampler
 from grpo_jax.models import weights
 from grpo_jax.models.families import config_from_huggingface, text_part
 from grpo_jax.models.heads import add_head
-from grpo_jax.models.huggingface import load_pretrained, model_folder, save_pretrained
+from grpo_jax.models.huggingface import files_of, load_pretrained, model_folder, save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import dequantised
 from grpo_jax.models.weights import load_params, read_json, unpack_mxfp4, untie_if_different
@@ -162,12 +162,15 @@ def test_text_files_are_taken_over(tmp_path):
     config, params = load_golden("llama")
     source = save_pretrained(tmp_path / "in", params, config, source=GOLDEN / "llama", max_shard_bytes=4000)
     texts = ("tokenizer.json", "chat_template.jinja", "LICENSE", "tokenizer.model")
+    texts += ("additional_chat_templates/tool_use.jinja",)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/notes.md").write_text("no template")
     for name in texts:
         (source / name).write_text(f"of {name}")
     (source / "pytorch_model.bin").write_text("a pickle")
     (source / "adapter_config.json").write_text("{}")  # with one, the copy would be taken for an adapter
     folder = save_pretrained(tmp_path / "out", params, config, source=source)
-    assert {file.name for file in folder.iterdir()} == {
+    assert {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()} == {
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -175,6 +178,7 @@ def test_text_files_are_taken_over(tmp_path):
     }
     for name in texts:
         assert (folder / name).read_text() == f"of {name}"
+    assert set(texts) - {"LICENSE"} < set(files_of(folder))
     assert read_json(folder / "config.json") == read_json(GOLDEN / "llama/config.json")
 
 
@@ -416,6 +420,7 @@ def test_a_name_of_the_hub_is_fetched_without_pickles(folder, monkeypatch):
     assert model_folder("someone/model") == folder
     assert asked["name"] == "someone/model"
     needed = [*(file.name for file in folder.iterdir()), "LICENSE", "chat_template.jinja"]
+    needed += ["additional_chat_templates/tool_use.jinja"]
     offered = [*needed, "pytorch_model.bin", "model.pt", "modeling.py", "model.gguf"]
     matching = huggingface_hub.utils.filter_repo_objects(offered, allow_patterns=asked["allow_patterns"])
     assert list(matching) == needed
@@ -485,7 +490,9 @@ def test_mxfp4_weights_of_gpt_oss_are_read():
     np.testing.assert_array_equal(kernels, expected)
 
 
-def test_a_folder_in_mxfp4_is_read(tmp_path):
+@pytest.fixture
+def packed(tmp_path):
+    """A gpt-oss with the experts of its layers in MXFP4: the folder, its configuration, and the kernels."""
     config = replace(load_golden("gpt_oss")[0], hidden_size=32, intermediate_size=32)
     config = replace(config, experts=config.experts._replace(moe_intermediate_size=32))
     params = jax.jit(decoder_policy(config).init)(jax.random.key(0))
@@ -498,6 +505,11 @@ def test_a_folder_in_mxfp4_is_read(tmp_path):
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         expected[name] = unpack_mxfp4(blocks, scales).astype(np.float32)
     save_file(tensors, folder / "model.safetensors")
+    return folder, config, expected
+
+
+def test_a_folder_in_mxfp4_is_read(packed):
+    folder, config, expected = packed
     experts = load_params(folder, config)["layers"]["experts"]
     for layer in range(config.num_hidden_layers):
         joined = expected[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
@@ -507,3 +519,49 @@ def test_a_folder_in_mxfp4_is_read(tmp_path):
         np.testing.assert_array_equal(experts["down_proj"]["kernel"][layer], down)
     codes = load_params(folder, config, quantize="int8")["layers"]["experts"]["up_proj"]["kernel"]
     np.testing.assert_allclose(dequantised(codes, jnp.float32), experts["up_proj"]["kernel"], atol=0.05)
+
+
+def flipped(scales):
+    """Returns scales in which one differs."""
+    scales = scales.copy()
+    scales.flat[0] = 255
+    return scales
+
+
+# A part of a kernel in MXFP4, how it is damaged, and what the sentence names.
+BAD_MXFP4 = {
+    "transposed blocks": ("blocks", lambda x: x.swapaxes(1, 2), r"down_proj_blocks' has shape \(5, 1, 32, 16\)"),
+    "blocks cut off": ("blocks", lambda x: x[:, :-1], "down_proj_blocks' has shape"),
+    "blocks of fewer experts": ("blocks", lambda x: x[:-1], "down_proj_blocks' has shape"),
+    "blocks of floats": ("blocks", lambda x: x.astype(np.float32), "down_proj_blocks' .* dtype F32"),
+    "signed blocks": ("blocks", lambda x: x.astype(np.int8), "down_proj_blocks' .* dtype I8"),
+    "flat scales": ("scales", lambda x: x.reshape(-1), "down_proj_scales' has shape"),
+    "transposed scales": ("scales", lambda x: x.swapaxes(1, 2), "down_proj_scales' has shape"),
+    "scales of floats": ("scales", lambda x: x.astype(np.float32), "down_proj_scales' .* dtype F32"),
+    "a flipped bit": ("scales", lambda x: np.full_like(x, 160), "down_proj_blocks' in .* holds"),
+    "one scale of 255": ("scales", flipped, "down_proj_blocks' in .* holds"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MXFP4)
+def test_damaged_mxfp4_is_refused(packed, name):
+    part, damage, words = BAD_MXFP4[name]
+    folder, config, _ = packed
+    tensors = load_file(folder / "model.safetensors")
+    tensor = f"model.layers.1.mlp.experts.down_proj_{part}"
+    save_file(tensors | {tensor: np.ascontiguousarray(damage(tensors[tensor]))}, folder / "model.safetensors")
+    with refused(words):
+        load_params(folder, config)
+
+
+def test_mxfp4_needs_32_inputs_a_block(tmp_path):
+    config = load_golden("gpt_oss")[0]
+    folder = save_pretrained(tmp_path / "model", load_golden("gpt_oss")[1], config)
+    tensors = load_file(folder / "model.safetensors")
+    experts, inputs, outputs = tensors.pop("model.layers.0.mlp.experts.down_proj").shape
+    blocks = {"blocks": np.zeros((experts, outputs, inputs // 32, 16), np.uint8)}
+    parts = blocks | {"scales": np.zeros((experts, outputs, inputs // 32), np.uint8)}
+    tensors |= {f"model.layers.0.mlp.experts.down_proj_{part}": x for part, x in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+    with refused("32 inputs a block"):
+        load_params(folder, config)

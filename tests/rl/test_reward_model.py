@@ -233,6 +233,16 @@ def test_transformers_reads_a_saved_reward_model(name, tmp_path):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+# Families without a classifier in transformers
+@pytest.mark.parametrize("name", ["granite", "gemma4", "qwen3_5_moe"])
+def test_reward_models_that_nothing_loads_are_refused(name, tmp_path):
+    source = GOLDEN.parent / name
+    config = config_from_huggingface(read_json(source / "config.json"))
+    with refused(f"no class for reward models of {read_json(source / 'config.json')['model_type']}"):
+        save_pretrained(tmp_path / "out", add_head(config, load_params(source, config))[1], config, source=source)
+    assert not (tmp_path / "out").exists()
+
+
 # ---- as a reward
 
 
