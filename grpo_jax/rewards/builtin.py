@@ -22,6 +22,7 @@ import numpy as np
 
 from grpo_jax.data.types import Completion, Example, Reward
 from grpo_jax.errors import UsageError
+from grpo_jax.models.chat import opened_text
 from grpo_jax.rewards.worker import is_worker
 
 Extract = Callable[[str], str | None]  # a completion -> its answer, or None without one
@@ -42,6 +43,13 @@ _LONGEST_FORMULA = 500
 def last_action(completion: str) -> str:
     """Returns the policy's last action: the last turn of an episode, or the whole completion."""
     return completion.actions[-1] if isinstance(completion, Completion) else completion
+
+
+def _opened(example: Example, completion: str) -> str:
+    """Returns the beginning of the policy's last turn that the chat template wrote, such as <think>."""
+    turns = completion.turns if isinstance(completion, Completion) else ()
+    before = turns[-2].observation if len(turns) > 1 else example.get("prompt")
+    return opened_text(before) if isinstance(before, str) else ""
 
 
 def last_number(text: str) -> str | None:
@@ -271,6 +279,8 @@ def formula_vote(example: Example, completion: Completion) -> Hashable | None:
 def matches(pattern: str) -> Reward:
     r"""Makes a reward: 1 if the policy's whole last turn matches a regular expression, else 0.
 
+    If the chat template opens the turn with a tag such as <think>, the turn begins with this tag.
+
     Some patterns, such as (a+)+b, never finish on some texts and block the interpreter. Only a `Grader` can stop them.
 
     Args:
@@ -282,7 +292,8 @@ def matches(pattern: str) -> Reward:
     compiled = re.compile(pattern, re.DOTALL)
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        return [float(compiled.fullmatch(last_action(completion)) is not None) for completion in completions]
+        turns = zip(examples, completions, strict=True)
+        return [float(compiled.fullmatch(_opened(*turn) + last_action(turn[1])) is not None) for turn in turns]
 
     return reward
 

@@ -74,13 +74,16 @@ _BYTE_TOKEN = re.compile(b"<0x[0-9A-Fa-f]{2}>")
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
-def read_pieces(tokenizer: Any, decode: Callable[[Sequence[int]], str], vocab_size: int) -> Pieces:
+def read_pieces(
+    tokenizer: Any, decode: Callable[[Sequence[int]], str], vocab_size: int, special_ids: Sequence[int] = ()
+) -> Pieces:
     """Reads the bytes of all tokens from the decoder of a tokenizer, and checks them against `decode`.
 
     Args:
       tokenizer: A transformers tokenizer.
-      decode: Decodes token ids to the text of a completion. It may leave out some special tokens.
+      decode: Decodes token ids to the text of a completion. It may leave out added tokens and `special_ids`.
       vocab_size: The size of the model's vocabulary, V. Tokens that the tokenizer lacks write nothing.
+      special_ids: Tokens that `decode` may leave out although the tokenizer has not added them, such as EOS.
 
     Raises:
       UsageError: The text of some tokens depends on other tokens in a way that is not known here.
@@ -118,7 +121,7 @@ def read_pieces(tokenizer: Any, decode: Callable[[Sequence[int]], str], vocab_si
                 raise refusal
     removed = np.array([token is None for token in tokens])
     letter = [i for i, piece in enumerate(later) if piece.isalpha()][:1]
-    for i in {*tokenizer.added_tokens_decoder} & {*range(vocab_size)}:
+    for i in {*tokenizer.added_tokens_decoder, *special_ids} & {*range(vocab_size)}:
         removed[i] = decode([*letter, i]) == decode(letter)
     pieces, written = Pieces(first, later, is_byte, removed), np.flatnonzero(~removed).tolist()
     if any(decode(ids) != pieces.text(ids) for ids in (written, written[::-1])):

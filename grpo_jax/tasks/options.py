@@ -12,6 +12,7 @@ from grpo_jax.data.rows import read_rows
 from grpo_jax.data.text import Overlong, uses_chat
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
+from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import Bound, Size
 from grpo_jax.rewards.reward import open_rewards, parse_reward
@@ -87,6 +88,7 @@ def open_task(
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
     stop: Sequence[str] = (),
+    chat_template_kwargs: str = "",
     training: bool = True,
 ) -> Iterator[Task]:
     """Opens the task that the options name. Its rewards run in child processes that end with the block.
@@ -99,6 +101,7 @@ def open_task(
       seed: The seed of the order of prompts.
       max_prompt_tokens, overlong: See `encode_prompts`.
       stop: Texts that end a completion: see the option `stop`.
+      chat_template_kwargs: Variables of the chat template, as JSON.
       training: False if the task is only evaluated, so that all rows may be held out.
 
     Yields:
@@ -115,7 +118,8 @@ def open_task(
         from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
         tools = environments.schemas_of(environments.tools_of(options)) or None
-        environment_of = environments.open_environment(options, pretrained, chat)
+        writer = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=chat_template_kwargs)
+        environment_of = environments.open_environment(options, writer, chat)
     if tools and not chat:
         flag = "--tools" if options.tools else "--environment-factory"
         raise UsageError(f"{flag} needs a model with a chat template, which tells it of the tools, and --chat")
@@ -143,6 +147,7 @@ def open_task(
             template=options.template,
             system=options.system,
             tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
         )
         yield task._replace(environment=environment)
 

@@ -213,6 +213,19 @@ def test_a_catastrophic_pattern_ends_in_a_process():
 # ---- formats and lengths
 
 
+OPENED = ["<|assistant|><think>\n", "<|im_start|>assistant\n<think>", "[THINK]", "<think>\n\n</think>\n\n"]
+
+
+@pytest.mark.parametrize("prompt", OPENED)
+def test_matches_counts_the_tag_that_a_template_opened(prompt):
+    reward = builtin.matches(r"(<think>|\[THINK\]).*</think>.*")
+    examples = [{"prompt": f"so <think> {prompt}"}] * 3
+    assert reward(examples, texts("1</think>2", "1", "<think>1</think>")) == [1, float("</" in prompt), 1]
+    assert reward([{"prompt": "<think> so"}], texts("1</think>2")) == [0]
+    turns = [Turn(Completion("1</think>2"), Completion(f"so{prompt}")), Turn(Completion("3</think>"))]
+    assert reward([{"prompt": ""}], [Completion("", turns=turns)]) == [1]
+
+
 def test_matches_is_of_the_whole_text_and_over_lines():
     reward = builtin.matches(r"<think>.*</think>\s*\d+")
     written = texts("<think>a\nb</think>\n12", "<think>a</think>", "x<think></think>1", "<think></think>1 x")
