@@ -17,6 +17,7 @@ from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, abbreviate, user_path
 from grpo_jax.models.chat import Chat, make_chat, reply_encoder
+from grpo_jax.models.families import NOT_IN_FILES
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, format_of, join, split
@@ -183,7 +184,7 @@ def _environment(reply: ReplyFn, has_tools: bool, chat: Chat) -> Environment:
 
 def _settings_of(pretrained: Pretrained) -> dict[str, Any]:
     """Returns the fields of `ModelOptions` that a loaded model determines."""
-    settings = {name: getattr(pretrained.config, name) for name in ("dtype", "remat", "attention", "router")}
+    settings = {name: getattr(pretrained.config, name) for name in NOT_IN_FILES}
     dtype = str(pretrained.params["embedding"].dtype)
     return settings | {"param_dtype": dtype, "quantize": format_of(pretrained.params)}
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -31,8 +31,9 @@ from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.data.types import hash_prompts
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.config import Dtype
-from grpo_jax.models.huggingface import Pretrained, load_pretrained
+from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rounding import resolve_dtype
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
@@ -72,8 +73,9 @@ class Options(TaskOptions, DecodingConfig):
     """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'. Empty: its defaults."""
     num_prompts: int = 16
     """Number of prompts sampled at once. Results do not depend on it."""
-    dtype: Dtype = "float32"
-    """Dtype of activations and matrix products. A run keeps the dtype that it was trained with."""
+    dtype: Literal[Dtype, "auto"] = "auto"
+    """Dtype of activations and matrix products. auto: float32 on a CPU, else bfloat16. A run keeps the
+    dtype that it was trained with."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
     phase: str | None = None
@@ -158,6 +160,7 @@ def main(options: Options) -> None:
     with task_of as task:
         check_tokens(task)
         check_episodes(config.sampling, has_environment=task.environment is not None)
+        pretrained = for_texts(pretrained, task.heldout.ids.shape[1] + config.sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
@@ -222,9 +225,10 @@ def changed(run: Path, phase: str | None, task: Task) -> bool:
 
 def load(options: Options) -> tuple[Pretrained, int | None]:
     """Loads a model, or the model of a run. Also returns the step of the run's checkpoint, or None."""
-    if saved_options(options.model):
-        return load_run(Path(options.model), phase=options.phase, step=options.step)
-    return load_pretrained(options.model, dtype=options.dtype), None
+    if saved := saved_options(options.model):
+        dtype = resolve_dtype(saved.get("dtype", "float32"))
+        return load_run(Path(options.model), phase=options.phase, step=options.step, dtype=dtype)
+    return load_pretrained(options.model, dtype=resolve_dtype(options.dtype)), None
 
 
 def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: Evaluation, task: Task) -> None:

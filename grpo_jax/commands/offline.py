@@ -29,7 +29,7 @@ from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import Objective, SupervisedConfig, check_supervised
 from grpo_jax.options import Fraction, Seed, Size
-from grpo_jax.prepare import Loaded, load_model
+from grpo_jax.prepare import Loaded, load_model, loaded_for_texts
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.checkpoint import params_sha256
@@ -101,7 +101,9 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     """
     started = time.perf_counter()
     job = prepare(config)
-    config, run = job.config, open_run(job)
+    # A resumed run keeps the dtype, even on another kind of device.
+    config = with_options(job.config, dtype=job.model.pretrained.config.dtype)
+    run = open_run(job._replace(config=config))
     params = place(job.params, devices_of(config.train))
     reference: Reference = {}
     if job.reference:
@@ -208,6 +210,8 @@ def pair_job(
     count, noun = len(training.prompts), number.removeprefix("num_")
     if size > count:
         raise UsageError(f"{number} is {size}, but there are {count} {noun}: set it to at most that")
+    width = max(sum(pair_widths(part)) for part in (training, heldout))
+    model = loaded_for_texts(model, width)
     fields = make(model, training, heldout)
     score, evaluate = partial(fields.pop("score"), num_pairs=size, devices=devices), fields.pop("evaluate")
     longest = pretrained.config.max_position_embeddings
@@ -230,7 +234,7 @@ def pair_job(
         inputs=dict(zip(("training rows", f"held-out {noun}"), digests, strict=True)),
         title=f"{len(heldout.prompts)} held-out {noun} of {len(rows)}, with 95% intervals",
         notes=[*(f"dropped {many} rows {why}" for why, many in dropped.items()), *training.notes],
-        warnings=fields.pop("warnings", {}) | length_warning(sum(pair_widths(training)), longest),
+        warnings=fields.pop("warnings", {}) | length_warning(width, longest),
         reference=scored if has_reference else None,
         **fields,
     )

@@ -57,6 +57,8 @@ def _frequencies(rotation: Rotation | None, features: int) -> tuple[jax.Array, f
     scaling = rotation.scaling
     if scaling is None:
         return frequencies, 1.0
+    if scaling.rope_type == "longrope":
+        return _longrope(frequencies, scaling, is_long=rotation.is_long)
     if scaling.rope_type == "yarn":
         return _yarn(frequencies, scaling, rotation.theta, features)
     return _llama3(frequencies, scaling) if scaling.rope_type == "llama3" else frequencies / scaling.factor, 1.0
@@ -106,6 +108,16 @@ def _yarn_factor(scaling: RopeScaling) -> float:
     above, below = (above, below) if above and below else (1.0, 0.0)
     slope = 0.1 * math.log(max(scaling.factor, 1))
     return (1 + slope * above) / (1 + slope * below)
+
+
+def _longrope(frequencies: jax.Array, scaling: RopeScaling, *, is_long: bool) -> tuple[jax.Array, float]:
+    """Divides each frequency by its own factor for short or for long texts (2402.13753)."""
+    frequencies = frequencies / jnp.array(scaling.long_factor if is_long else scaling.short_factor, jnp.float32)
+    if scaling.attention_factor is not None:
+        return frequencies, scaling.attention_factor
+    if scaling.factor <= 1:
+        return frequencies, 1.0
+    return frequencies, math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
 
 
 def rotate(x: jax.Array, angles: Angles) -> jax.Array:

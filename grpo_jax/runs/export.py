@@ -40,7 +40,8 @@ class Options:
     step: int | None = None
     """Step of the checkpoint; None: the newest. A run keeps the newest few (--keep-checkpoints)."""
     dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
-    """Dtype of the tensors; model: that of the trained model. float32 loses nothing."""
+    """Dtype of the tensors; model: that of the initial model's files. bfloat16 rounds weights stochastically, to keep
+    small updates. float32 loses nothing."""
     base: Path | None = None
     """Folder of the base of a LoRA run, if it has moved."""
     adapter: bool = False
@@ -69,12 +70,24 @@ def export(options: Options) -> int:
         if options.adapter and trained.lora:
             peft.save_adapter(partial, trained.config, trained.params, base=str(options.base or trained.lora.base))
         else:
-            raw = text_part(weights.read_json(source / "config.json"))
-            dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-            dtype = jnp.dtype(dtype if options.dtype == "model" else options.dtype)
+            dtype = dtype_of(options)
+            card += f"\n{rounding_sentence(dtype)}\n" if dtype != jnp.float32 else ""
             huggingface.save_pretrained(partial, trained.merged(), trained.config, source=source, dtype=dtype)
         write_text(partial / "README.md", card)
     return trained.step
+
+
+def dtype_of(options: Options) -> jnp.dtype:
+    """Returns the dtype of the exported tensors."""
+    raw = text_part(weights.read_json(user_path(options.run) / "model" / "config.json"))
+    from_model = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    return jnp.dtype(from_model if options.dtype == "model" else options.dtype)
+
+
+def rounding_sentence(dtype: jnp.dtype) -> str:
+    """Returns a sentence that says how the exported tensors are rounded."""
+    how = "stochastically, so that small updates are kept" if dtype == jnp.bfloat16 else "to the nearest"
+    return f"The trained weights, which are float32, are rounded to {dtype} {how}."
 
 
 def command() -> None:
@@ -83,6 +96,8 @@ def command() -> None:
         options = read_flags(Options, prog=program(), description=__doc__)
         done = export(options)
         say(Console(), f"step {done} of {options.run} is now in {options.out}")
+        if not options.adapter and (dtype := dtype_of(options)) != jnp.float32:
+            say(Console(), rounding_sentence(dtype))
         runs = numbered_runs(user_path(options.run))
         if len(runs) > 1:
             say(Console(), f"{runs[max(runs)]} is a newer run")

@@ -301,11 +301,27 @@ def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 class _UniqueLoader(yaml.SafeLoader):
-    """The safe loader of YAML, which refuses a mapping that has a name twice."""
+    """The safe loader of YAML, which refuses a mapping that has a name twice.
+
+    Numbers are those of YAML 1.2. In 1.1, which PyYAML reads, 1:30 is 90, 010 is 8, and 1e-4 is a text.
+    """
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float", ":timestamp"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         _unique([(name.value, None) for name, _ in node.value if isinstance(name, yaml.ScalarNode)])
         return super().construct_mapping(node, deep)
+
+
+_UniqueLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), [*"-+0123456789"])
+_UniqueLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|\.(?:inf|nan))$"),
+    [*"-+.0123456789"],
+)
 
 
 def main(

@@ -20,8 +20,9 @@ from grpo_jax.tasks.problems import GSM8K, gsm8k_rows, math_rows, problem_task
 from grpo_jax.tasks.task import Task, text_task
 
 # Strict and lenient grading are both logged: a model that learns only the format raises just the strict reward.
+# Published scores of GSM8K are those of its own pattern.
 _REWARDS = {
-    "gsm8k": ("strict=gsm8k_answer", "lenient=0*gsm8k_answer(lenient=True)"),
+    "gsm8k": ("strict=gsm8k_answer", "lenient=0*gsm8k_answer(lenient=True)", "official=0*gsm8k_official"),
     "math": ("strict=math_answer", "lenient=0*math_answer(lenient=True)"),
 }
 
