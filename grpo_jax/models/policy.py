@@ -102,8 +102,14 @@ class Policy(NamedTuple):
         return self.unembedding(params), self.softcap
 
 
+def suits_cudnn(config: ModelConfig) -> bool:
+    """Returns whether attention "auto" is cuDNN's where it is available: plain scores of small heads in bfloat16."""
+    computes = config.dtype == "bfloat16" and all(size % 8 == 0 and size <= 128 for size in config.head_dims)
+    return computes and config.attn_logit_softcapping is None and not config.attention_sinks
+
+
 def _attention_of_backend(config: ModelConfig) -> ModelConfig:
-    """Resolves attention "auto": "cudnn" for heads of at most 128 features if the backend has it, else "shared"."""
+    """Resolves attention "auto": "cudnn" if it suits and the backend has it, else "shared"."""
     if config.attention == "cudnn" and traits_of_backend().backend != "gpu":
         raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
     if config.attention == "tokamax":
@@ -113,10 +119,8 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
             raise UsageError('attention "tokamax" has no gradient of capped scores on a GPU: set it to "auto"')
     if config.attention != "auto":
         return config
-    computes = config.dtype == "bfloat16" and all(size % 8 == 0 and size <= 128 for size in config.head_dims)
     # The backend is queried last, since this initialises JAX, whose options can then no longer be set.
-    is_plain = config.attn_logit_softcapping is None and not config.attention_sinks
-    is_fused = computes and is_plain and traits_of_backend().has_flash_attention
+    is_fused = suits_cudnn(config) and traits_of_backend().has_flash_attention
     return replace(config, attention="cudnn" if is_fused else "shared")
 
 
