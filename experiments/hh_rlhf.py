@@ -81,6 +81,7 @@ from grpo_jax.data.types import Component, Reward
 from grpo_jax.devices import num_devices, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
+from grpo_jax.models.chat import Chat
 from grpo_jax.models.heads import add_head
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
@@ -232,7 +233,7 @@ def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: C
     """Splits the data into thirds and encodes them. For SFT, an answer that is not cut at T ends with EOS."""
     loaded, parts, max_tokens = model.pretrained, split_by_dialogue(preferences, 3), config.ppo.run.sampling.max_tokens
     options = encoding(loaded, config.model, max_tokens, has_end=False)
-    pairs = [encode_preferences(loaded.tokenizer, part, **options) for part in parts]
+    pairs = [encode_preferences(Chat(loaded.tokenizer, loaded.eos_ids), part, **options) for part in parts]
     return Thirds(parts, pairs, [pack_chosen(part, loaded.eos_ids[-1], max_tokens) for part in pairs])
 
 

@@ -33,6 +33,7 @@ from grpo_jax.data.text import check_ids, encode_prompts
 from grpo_jax.data.types import Completion, Example, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import Objective
+from grpo_jax.models.chat import Chat
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params import split
@@ -247,7 +248,7 @@ def updates(
 def task_of(config: Config, pretrained: Pretrained) -> Task:
     """Makes a task that has all prompts in every step."""
     tokenizer, eos_ids = pretrained.tokenizer, pretrained.eos_ids
-    encoded = encode_prompts(tokenizer, config.prompts, eos_ids=eos_ids)
+    encoded = encode_prompts(Chat(tokenizer, eos_ids), config.prompts)
     examples = [{"prompt": config.prompts[i], "answer": config.answers[i]} for i in encoded.numbers]
     prompts = pad_prompts(encoded.token_ids, examples, width=max(map(len, encoded.token_ids)), pad_id=0)
     vocab_size = pretrained.config.vocab_size

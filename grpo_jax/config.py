@@ -76,7 +76,9 @@ class ModelOptions:
     max_prompt_tokens: Size | None = None
     """Longest prompt, in tokens (P). None: the longest text that the model was trained on, less max_tokens."""
     overlong: Overlong = "drop"
-    """Treatment of longer prompts: drop leaves them out, truncate cuts their beginning. The run reports how many."""
+    """Treatment of longer prompts: drop leaves them out, truncate cuts their text. The run reports how many."""
+    chat_template_kwargs: str = ""
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'. Empty: its defaults."""
 
 
 @dataclass(frozen=True)

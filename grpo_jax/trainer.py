@@ -1,6 +1,7 @@
 """GRPO in five lines: a model, a reward and prompts. Use `train.train` for everything else."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, ModelOptions, run_of, with_options
-from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of, reply_encoder
+from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message, prompt_limit
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, abbreviate, user_path
+from grpo_jax.models.chat import Chat, make_chat, reply_encoder
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, format_of, join, split
@@ -150,7 +152,8 @@ class GRPOTrainer:
         pretrained = self._models["policy"].pretrained
         if self._tools and not self._uses_chat:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
-        environment = self._reply and _environment(self._reply, self._tools, pretrained)
+        chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=model.chat_template_kwargs)
+        environment = self._reply and _environment(self._reply, bool(self._tools), chat)
         longest = pretrained.config.max_position_embeddings
         task = text_task(
             pretrained.tokenizer,
@@ -165,15 +168,16 @@ class GRPOTrainer:
             overlong=model.overlong,
             chat=self._uses_chat,
             tools=schemas_of(self._tools) if self._tools else None,
+            chat_template_kwargs=model.chat_template_kwargs,
         )
         return task._replace(environment=environment)
 
 
-def _environment(reply: ReplyFn, tools: Mapping[str, Any], pretrained: Pretrained) -> Environment:
+def _environment(reply: ReplyFn, has_tools: bool, chat: Chat) -> Environment:
     """Makes an environment from a function. With tools, its replies may have the role "tool"."""
-    roles = ("tool", "user") if tools else ("user",)
-    environment = environment_of(reply, reply_encoder(pretrained.tokenizer, pretrained.eos_ids, roles=roles))
-    return environment._replace(measure=count_calls if tools else None)
+    roles = ("tool", "user") if has_tools else ("user",)
+    environment = environment_of(reply, reply_encoder(chat, roles=roles))
+    return environment._replace(measure=count_calls if has_tools else None)
 
 
 def _settings_of(pretrained: Pretrained) -> dict[str, Any]:
@@ -207,9 +211,10 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Checks a value against its type hint. Converts NumPy scalars to numbers, lists to tuples and paths to texts."""
+    """Checks a value against its type hint. Converts NumPy scalars, lists, paths and dicts, which become JSON."""
     value = value.item() if isinstance(value, np.generic) else tuple(value) if isinstance(value, list) else value
     value = str(value) if isinstance(value, Path) and hint is str else value
+    value = json.dumps(value) if isinstance(value, Mapping) and hint is str else value  # chat_template_kwargs
     check_type(name, value, hint)
     return value
 

@@ -198,7 +198,7 @@ class Characters:
     def __call__(self, texts: list[str], add_special_tokens: bool, **_: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         return "".join(map(chr, ids))
 
     def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool, tokenize: bool) -> str:

@@ -5,6 +5,7 @@ prompts have other animals and other names.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from experiments.tasks.rewards import happy_sentences, sentences
 from grpo_jax.data.text import Encoded, Overlong, check_ids, encode_prompts
 from grpo_jax.data.types import Prompts, check_num_prompts, pad_prompts, rng
+from grpo_jax.models.chat import Chat, decode
 from grpo_jax.tasks.task import Task, padding_id
 
 OPENING = "Once upon a time, there was a {adjective} {animal} named {name}."
@@ -45,7 +47,7 @@ def stories_task(
     """
 
     def encoded(texts: list[str]) -> Encoded:
-        return encode_prompts(tokenizer, texts, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong)
+        return encode_prompts(Chat(tokenizer, eos_ids), texts, max_prompt_tokens=max_prompt_tokens, overlong=overlong)
 
     openings, heldout = encoded(_openings(ANIMALS, NAMES)), encoded(_openings(HELDOUT_ANIMALS, HELDOUT_NAMES))
     check_num_prompts(num_prompts, len(openings.numbers))
@@ -60,14 +62,11 @@ def stories_task(
     def prompts(step: int) -> Prompts:
         return padded(openings, rng(seed, 0, step).choice(len(openings.numbers), num_prompts, replace=False))
 
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
     return Task(
         prompts=prompts,
         reward=happy_sentences,
         heldout=padded(heldout, range(len(heldout.numbers))),
-        decode=decode,
+        decode=partial(decode, Chat(tokenizer, eos_ids)),
         eos_ids=eos_ids,
         pad_id=pad_id,
         vocab_size=vocab_size,

@@ -67,7 +67,9 @@ class Options(TaskOptions, DecodingConfig):
     max_prompt_tokens: int | None = None
     """Longest prompt, in tokens; None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"
-    """Treatment of longer prompts: drop leaves them out, truncate cuts their beginning."""
+    """Treatment of longer prompts: drop leaves them out, truncate cuts their text."""
+    chat_template_kwargs: str = ""
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'. Empty: its defaults."""
     num_prompts: int = 16
     """Number of prompts sampled at once. Results do not depend on it."""
     dtype: Dtype = "float32"
@@ -90,7 +92,8 @@ def parse(args: list[str] | None = None) -> Options:
     options = read()
     saved, names = saved_options(options.model), {*_DECODING}
     if options.task in ("", saved.get("task")):
-        names |= {field.name for field in dataclasses.fields(TaskOptions)} | {"max_prompt_tokens", "overlong"}
+        names |= {field.name for field in dataclasses.fields(TaskOptions)}
+        names |= {"max_prompt_tokens", "overlong", "chat_template_kwargs"}
     if saved.get("max_tokens", 0) is None:  # the run did not limit completions
         names.remove("max_tokens")
     default = from_json(Options(model=options.model), {name: saved[name] for name in names & saved.keys()})
@@ -128,6 +131,8 @@ def main(options: Options) -> None:
     of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
     if of_run and options.num_heldout != saved.get("num_heldout"):
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
+    if options.heldout and not of_run:
+        raise UsageError("--heldout is for training: name the rows to evaluate with --task")
     config = config_of(options)
     validate(config)
     check_task_options(options)
@@ -146,6 +151,7 @@ def main(options: Options) -> None:
         seed=0,
         max_prompt_tokens=prompt_limit(limit, longest, config.sampling.completion_width),
         overlong=options.overlong,
+        chat_template_kwargs=options.chat_template_kwargs,
         training=of_run,
     )
     with task_of as task:

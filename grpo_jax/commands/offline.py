@@ -17,13 +17,15 @@ import numpy as np
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
-from grpo_jax.data.text import ending_id, prompt_limit, uses_chat
+from grpo_jax.data.text import prompt_limit, uses_chat
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
-from grpo_jax.models.huggingface import Pretrained, load_tokenizer, model_folder
+from grpo_jax.models.chat import Chat, make_chat, turn_end
+from grpo_jax.models.huggingface import Pretrained, load_tokenizer, model_folder, scoring_padding
 from grpo_jax.models.params import join, split
+from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import Objective, SupervisedConfig, check_supervised
 from grpo_jax.options import Fraction, Seed, Size
@@ -137,6 +139,10 @@ def open_run(job: Job) -> RunFolder:
     keep_description(run, job.model.pretrained, job.config.model, job.config.chat)
     for role, model in job.others.items():
         keep_files(run, role, model.pretrained)
+    tokenizer = job.model.pretrained.tokenizer
+    end = turn_end(Chat(tokenizer)) if uses_chat(job.config.chat, tokenizer) else None
+    if end and not end.learned:
+        run.say("plan: the chat template writes no end of a turn, so none is trained")
     for note in job.notes:
         run.say(note)
     run.warn(job.warnings)
@@ -180,9 +186,9 @@ def pair_job(
         evaluation.
       number: The name of the option for the number of pairs or completions in a step.
       read: (source, chat=...) -> rows, and the numbers of dropped rows by reason.
-      encode: (tokenizer, rows, options of `encode_answers`) -> encoded rows.
+      encode: (chat, rows, options of `encode_answers`) -> encoded rows.
       has_reference: True if the loss uses the scores of the initial model.
-      has_end: True if completions end with EOS, as in `encoding`.
+      has_end: True if the end of completions is learned, as in `encoding`.
 
     Raises:
       UsageError: One sentence that says what to change.
@@ -196,8 +202,9 @@ def pair_job(
     parts = split_preferences(rows, config.heldout_share)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     pretrained = model.pretrained
-    options = encoding(pretrained, config.model, config.max_tokens, chat=bool(config.chat), has_end=has_end)
-    training, heldout = (encode(pretrained.tokenizer, part, **options) for part in parts)
+    chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=config.model.chat_template_kwargs)
+    options = encoding(pretrained, config.model, config.max_tokens, in_chat=bool(config.chat), has_end=has_end)
+    training, heldout = (encode(chat, part, **options) for part in parts)
     count, noun = len(training.prompts), number.removeprefix("num_")
     if size > count:
         raise UsageError(f"{number} is {size}, but there are {count} {noun}: set it to at most that")
@@ -230,7 +237,12 @@ def pair_job(
 
 
 def encoding(
-    pretrained: Pretrained, options: ModelOptions, max_tokens: int | None, *, chat: bool = False, has_end: bool = True
+    pretrained: Pretrained,
+    options: ModelOptions,
+    max_tokens: int | None,
+    *,
+    in_chat: bool = False,
+    has_end: bool = True,
 ) -> dict[str, Any]:
     """Returns the options of `encode_answers` for a model.
 
@@ -238,19 +250,19 @@ def encoding(
       pretrained: The model.
       options: The options of the model, which limit prompts.
       max_tokens: The longest completion, in tokens; None: the length that the model was trained on.
-      chat: Use the chat template, as in `encode_answers`.
-      has_end: True if completions end with EOS, for a policy. A reward model scores the last token without an EOS.
+      in_chat: Use the chat template, as in `encode_answers`.
+      has_end: True if the end of completions is learned, by a policy. A reward model scores the last token.
 
     Raises:
-      UsageError: Completions leave no room for a prompt, or the tokenizer has no EOS.
+      UsageError: Completions leave no room for a prompt.
     """
     longest = pretrained.config.max_position_embeddings
     return {
-        "eos_ids": pretrained.eos_ids,
         "max_prompt_tokens": prompt_limit(options.max_prompt_tokens, longest, max_tokens or 1),
         "max_tokens": longest if max_tokens is None else max_tokens,
         "overlong": options.overlong,
         "vocab_size": pretrained.config.vocab_size,
-        "chat": chat,
-        "end_id": ending_id(pretrained.tokenizer, pretrained.eos_ids) if has_end else None,
+        "in_chat": in_chat,
+        "scored": not has_end,
+        "pad_id": None if has_end else scoring_padding(read_json(pretrained.folder / "config.json")),
     }

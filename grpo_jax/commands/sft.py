@@ -24,11 +24,12 @@ from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.rows import read_rows, text_column
-from grpo_jax.data.text import check_ids, encode_completions, prompt_limit, uses_chat
+from grpo_jax.data.text import Encoded, answer_prompts, fit_answers, prompt_limit, uses_chat
 from grpo_jax.data.types import Prompts, hash_prompts, hash_values, pad_prompts
 from grpo_jax.devices import devices_of, load_shardings
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
+from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.offline.sft import (
@@ -61,7 +62,7 @@ class Config:
     task: str = ""
     """Rows with prompts and completions: a .jsonl or .json file, a folder with train.jsonl, an id on the hub."""
     completion_column: str = "completion"
-    """Column with the completion, a text. EOS is put at its end."""
+    """Column with the completion, a text. The end of a turn, or EOS, is put at its end."""
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     template: str | None = None
@@ -200,14 +201,14 @@ def encode_texts(
     """
     tokenizer, shape = pretrained.tokenizer, pretrained.config
     longest, overlong = shape.max_position_embeddings, config.model.overlong
+    chat = make_chat(tokenizer, pretrained.eos_ids, kwargs=config.model.chat_template_kwargs)
     training_rows, heldout_rows, row_notes, prompt_width = encode_rows(
-        tokenizer,
-        pretrained.eos_ids,
+        chat,
         rows,
         vocab_size=shape.vocab_size,
         prompt_column=config.prompt_column,
         template=config.template,
-        chat=uses_chat(config.chat, tokenizer),
+        in_chat=uses_chat(config.chat, tokenizer),
         system=config.system,
         num_heldout=usual_num_heldout(len(rows)) if config.num_heldout is None else config.num_heldout,
         max_prompt_tokens=prompt_limit(config.model.max_prompt_tokens, longest, config.max_tokens or 1),
@@ -216,18 +217,13 @@ def encode_texts(
     notes, sides = list(row_notes), []
     for name, side in (("training", training_rows), ("held out", heldout_rows)):
         prompts, examples = side.take()
-        texts = [example[config.completion_column] for example in examples]
+        encoded = Encoded(prompts, [example["prompt"] for example in examples], [], "")
+        answers = answer_prompts(chat, encoded, [(example[config.completion_column],) for example in examples])
         max_tokens = longest if config.max_tokens is None else config.max_tokens
-        completions = encode_completions(
-            tokenizer, texts, eos_ids=pretrained.eos_ids, max_tokens=max_tokens, overlong=overlong
-        )
-        if completions.summary:
-            notes.append(f"{name}: {completions.summary}")
-        if not completions.token_ids:
-            why = completions.summary or "every prompt is held out"
-            raise UsageError(f"no completion is left ({name}: {why}): raise max_tokens, or give other rows")
-        check_ids(completions.token_ids, shape.vocab_size)
-        sides.append(([prompts[i] for i in completions.numbers], completions.token_ids))
+        limits: Any = {"max_tokens": max_tokens, "overlong": overlong, "vocab_size": shape.vocab_size}
+        fitted, _, about = fit_answers(answers, noun="completions", **limits)
+        notes += [f"{name}: {note}" for note in about]
+        sides.append(([row.prompt for row in fitted], [row.answers[0] for row in fitted]))
     width = max(len(ids) + len(more) for side in sides for ids, more in zip(*side, strict=True))
     training, heldout = (pack(*side, width=width) for side in sides)
     count, size = len(sides[0][0]), len(training.ids)

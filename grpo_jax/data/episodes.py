@@ -15,7 +15,6 @@ import numpy as np
 
 from grpo_jax.data.coroutines import run_to_end
 from grpo_jax.data.types import LARGEST_REWARD, MESSAGE_CHARACTERS, Completion, Example, Number, Turn
-from grpo_jax.errors import UsageError
 
 Transcript = Sequence[Turn]  # all turns so far; the last turn has no observation yet
 Key = tuple[int, ...]  # (seed, stream, step, number of the completion, number of the turn), for `data.types.rng`
@@ -50,8 +49,9 @@ class Environment(NamedTuple):
     """The side of an episode that answers the policy. `environment` makes one from a function."""
 
     ask: Ask
-    # text of a reply -> ids for the policy, with the delimiters of turns. Text never becomes a control token
-    encode: Callable[[str], Sequence[int]]
+    # text of a reply -> ids for the policy, with the delimiters of turns. Text never becomes a control token. Rows with
+    # variables of the chat template pass them as `kwargs`.
+    encode: Callable[..., Sequence[int]]
     messages: dict[str, str]  # failure -> the last message about it
     # an episode -> its metrics by name; their means are logged with the prefix "environment_"
     measure: Callable[[Completion], Mapping[str, float]] | None = None
@@ -159,71 +159,3 @@ def episode_return(examples: Sequence[Example], completions: Sequence[Completion
 def _return(completion: Completion) -> Number:
     rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
     return sum(rewards) if rewards and completion.ending not in FAILURES else None
-
-
-# ---- replies as tokens: plain text between the delimiters of the chat template
-
-_SAID, _HEARD = "said-by-the-policy", "heard-by-the-policy"
-
-
-def reply_encoder(
-    tokenizer: Any, eos_ids: tuple[int, ...], *, roles: Sequence[str] = ("user",)
-) -> Callable[[str], list[int]]:
-    """Makes the function that encodes replies for a model.
-
-    Args:
-      tokenizer: A transformers tokenizer. Without a chat template replies have no delimiters.
-      eos_ids: The ids of the tokens that end a turn of the policy.
-      roles: Roles for the reply. The first role that the chat template knows is used. Without roles, replies have no
-        delimiters.
-
-    Returns:
-      text -> ids. Special tokens spelled out in the text are encoded as plain characters.
-
-    Raises:
-      UsageError: The chat template knows none of the roles.
-    """
-    has_delimiters = tokenizer.chat_template and roles
-    before, after = delimiters(tokenizer, eos_ids, roles) if has_delimiters else ([], [])
-
-    def encode(text: str) -> list[int]:
-        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else []
-        return [*before, *ids, *after]
-
-    return encode
-
-
-def delimiters(tokenizer: Any, eos_ids: tuple[int, ...], roles: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Finds the delimiters that a chat template writes around a reply.
-
-    Templates render earlier turns again, and some omit parts of them. So the template is filled in only once, for a
-    short conversation, and sampled turns are never rendered.
-
-    Args:
-      tokenizer, eos_ids, roles: See `reply_encoder`.
-
-    Returns:
-      The tokens between the end of the policy's turn and the reply, and the tokens between the reply and the policy's
-      next turn.
-
-    Raises:
-      UsageError: The chat template knows none of the roles.
-    """
-    for role in roles:
-        messages = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": _SAID},
-            {"role": role, "content": _HEARD},
-        ]
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception:  # templates raise any type of error for an unknown role
-            continue
-        behind = text.rpartition(_SAID)[2]
-        before, marker, after = behind.partition(_HEARD)
-        if marker:
-            ids, rest = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
-            # The policy has already written the end of its turn.
-            ends = next((place for place, token in enumerate(ids) if token in eos_ids), -1)
-            return ids[ends + 1 :], rest
-    raise UsageError(f"the chat template has no turn of the role {' or '.join(roles)}: take another model or template")

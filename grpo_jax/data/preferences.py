@@ -15,6 +15,7 @@ from grpo_jax.data.rows import check_messages, hash_of_prompt, kind_of, read_row
 from grpo_jax.data.text import Message, encode_answers
 from grpo_jax.data.types import LARGEST_REWARD, rng
 from grpo_jax.errors import UsageError
+from grpo_jax.models.chat import Chat, template_kwargs
 
 # Markers in transcripts of Anthropic's HH-RLHF (2204.05862).
 ASSISTANT = "\n\nAssistant:"
@@ -30,6 +31,7 @@ class Preference(NamedTuple):
     chosen: str
     rejected: str
     margin: float = 0.0  # how much better the chosen answer was rated
+    kwargs: Mapping[str, Any] | None = None  # variables of the chat template
 
 
 class Rating(NamedTuple):
@@ -38,6 +40,7 @@ class Rating(NamedTuple):
     prompt: str | list[Message]
     completion: str
     desirable: bool
+    kwargs: Mapping[str, Any] | None = None  # variables of the chat template
 
 
 Kind = TypeVar("Kind", Preference, Rating)
@@ -46,7 +49,7 @@ Kind = TypeVar("Kind", Preference, Rating)
 class EncodedPairs(NamedTuple):
     """M prompts with two answers each, as token ids.
 
-    Answers for a policy end with EOS, which is learned. Answers for a reward model do not: it scores the last token.
+    Answers for a policy end with the end of a turn or EOS, which is learned.
     """
 
     prompts: list[list[int]]  # [M], each of at least one token
@@ -107,7 +110,8 @@ def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference |
         raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number of float32")
     if prompt is None:
         return NO_PROMPT
-    return _checked(Preference(prompt, text_column(row, "chosen"), text_column(row, "rejected"), float(margin)))
+    kwargs = row.get("chat_template_kwargs")
+    return _checked(Preference(prompt, text_column(row, "chosen"), text_column(row, "rejected"), float(margin), kwargs))
 
 
 def prompt_of(row: Mapping[str, Any]) -> str | list[Message] | None:
@@ -147,7 +151,7 @@ def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Pref
     if not chat:
         return _checked(Preference(prompt, chosen[end:], rejected[end:]))
     _, *spoken = TURN.split(prompt.removesuffix(ASSISTANT))
-    messages = [
+    messages: list[Message] = [
         {"role": _ROLES[who], "content": text.strip()} for who, text in zip(spoken[::2], spoken[1::2], strict=True)
     ]
     return _checked(Preference(messages, chosen[end:].strip(), rejected[end:].strip()))
@@ -185,11 +189,11 @@ def split_preferences(preferences: Sequence[Kind], heldout_share: float = 0.2) -
     return training, heldout
 
 
-def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **options: Any) -> EncodedPairs:
+def encode_preferences(chat: Chat, preferences: Sequence[Preference], **options: Any) -> EncodedPairs:
     """Encodes preferences as token ids.
 
     Args:
-      tokenizer: A transformers tokenizer.
+      chat: The tokenizer and its chat template.
       preferences: The preferences to encode.
       **options: Options of `encode_answers`.
 
@@ -200,11 +204,15 @@ def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **opti
       UsageError: See `encode_answers`.
     """
     texts = [(pair.chosen, pair.rejected) for pair in preferences]
-    prompts, answers, numbers, notes = encode_answers(
-        tokenizer, [pair.prompt for pair in preferences], texts, **options
-    )
+    rows, numbers, notes = _encoded(chat, preferences, texts, **options)
     margins = [preferences[number].margin for number in numbers]
-    return EncodedPairs(prompts, [(chosen, rejected) for chosen, rejected in answers], margins, notes)
+    answers = [(chosen, rejected) for _, (chosen, rejected) in rows]
+    return EncodedPairs([row.prompt for row in rows], answers, margins, notes)
+
+
+def _encoded(chat: Chat, records: Sequence[Kind], texts: Sequence[Sequence[str]], **options: Any) -> Any:
+    kwargs = [template_kwargs(chat, record.kwargs, "a row's column chat_template_kwargs") for record in records]
+    return encode_answers(chat, [record.prompt for record in records], texts, kwargs=kwargs, **options)
 
 
 _ORDER = 1  # the stream of random numbers; stream 0 orders batches
@@ -238,20 +246,22 @@ def _ratings_of(row: Mapping[str, Any], *, chat: bool) -> list[Rating] | str:
         pair = preference_of(row, chat=chat)
         if isinstance(pair, str):
             return pair
-        return [Rating(pair.prompt, pair.chosen, True), Rating(pair.prompt, pair.rejected, False)]
+        answers = {pair.chosen: True, pair.rejected: False}
+        return [Rating(pair.prompt, text, is_good, pair.kwargs) for text, is_good in answers.items()]
     prompt, completion = prompt_of(row), text_column(row, "completion")
     if not isinstance(row["label"], bool):
         raise UsageError(f"{where}: column label holds {kind_of(row['label'])}, and should hold true or false")
     if prompt is None:
         return NO_PROMPT
-    return [Rating(prompt, completion, row["label"])] if completion.strip() else "with an empty completion"
+    rating = Rating(prompt, completion, row["label"], row.get("chat_template_kwargs"))
+    return [rating] if completion.strip() else "with an empty completion"
 
 
-def encode_ratings(tokenizer: Any, ratings: Sequence[Rating], **options: Any) -> EncodedPairs:
+def encode_ratings(chat: Chat, ratings: Sequence[Rating], **options: Any) -> EncodedPairs:
     """Encodes ratings as pairs whose second completion is empty, for a loss without an estimate of the KL.
 
     Args:
-      tokenizer: A transformers tokenizer.
+      chat: The tokenizer and its chat template.
       ratings: The ratings to encode.
       options: Options of `encode_answers`.
 
@@ -259,12 +269,10 @@ def encode_ratings(tokenizer: Any, ratings: Sequence[Rating], **options: Any) ->
       UsageError: See `encode_answers`.
     """
     texts = [(rating.completion,) for rating in ratings]
-    prompts, completions, numbers, notes = encode_answers(
-        tokenizer, [rating.prompt for rating in ratings], texts, rows="completions", **options
-    )
+    rows, numbers, notes = _encoded(chat, ratings, texts, noun="completions", **options)
     desirable = [ratings[number].desirable for number in numbers]
-    answers = [(ids, list[int]()) for (ids,) in completions]
-    return EncodedPairs(prompts, answers, [0.0] * len(answers), notes, desirable)
+    answers = [(ids, list[int]()) for _, (ids,) in rows]
+    return EncodedPairs([row.prompt for row in rows], answers, [0.0] * len(answers), notes, desirable)
 
 
 def with_mismatched(ratings: EncodedPairs, seed: int) -> EncodedPairs:

@@ -1,24 +1,31 @@
 """Encoding of texts and chat messages as token ids. Texts that do not fit are dropped or cut, and counted."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from grpo_jax.errors import UsageError, abbreviate, reason_of
+from grpo_jax.data.types import Prompt
+from grpo_jax.errors import UsageError, abbreviate
+from grpo_jax.models.chat import (
+    Chat,
+    Message as Message,
+    digest_of_template,
+    prompt_writer,
+    render,
+    render_answer,
+    turn_end,
+    without_end,
+)
 from grpo_jax.options import Size, check_number
 
-Message = dict[str, str]  # {"role": "user", "content": "…"}
 Overlong = Literal["drop", "truncate"]
 T = TypeVar("T")
 
 _BATCH = 1000  # texts in one call of a tokenizer
 _BAR_AFTER = 3.0  # seconds
-# Replaces the function of transformers in templates that write today's date: a run must see the same prompts when it
-# resumes on another day.
-_FIXED_DATE = "{% macro strftime_now(form) %}{{ form.replace('%Y', '2025').replace('%b', 'Jan').replace('%m', '01')"
-_FIXED_DATE += ".replace('%d', '01') }}{% endmacro %}"
 
 
 def progress(items: Iterable[T], words: str) -> Iterable[T]:
@@ -29,89 +36,42 @@ def progress(items: Iterable[T], words: str) -> Iterable[T]:
     return bar
 
 
-class Encoded(NamedTuple):
-    """The texts that were not dropped, as token ids."""
-
-    token_ids: list[np.ndarray]  # int32
-    texts: list[str]  # the encoded texts; for messages, the filled-in chat template
-    numbers: list[int]  # the positions of these texts among all texts
-    summary: str  # a sentence with the numbers of dropped and cut texts; empty if there are none
-
-
-def _fitting(
-    all_ids: Sequence[np.ndarray],
-    texts: Sequence[str],
-    limit: int | None,
-    overlong: Overlong,
-    *,
-    kind: Literal["prompts", "completions"],
-    others: int = 0,
-) -> Encoded:
-    """Drops texts without tokens, and drops or cuts texts of more than `limit` tokens.
-
-    A prompt loses its beginning, a completion its end. `others` counts further texts, which fit and are not encoded.
-    """
-    fitted, dropped, truncated = dict[int, np.ndarray](), Counter[str](), 0
-    for number, ids in enumerate(all_ids):
-        is_long = limit is not None and len(ids) > limit
-        if not len(ids):
-            dropped["empty"] += 1
-        elif is_long and overlong == "drop":
-            dropped[f"longer than {limit} tokens"] += 1
-        else:
-            truncated += is_long
-            fitted[number] = ids if limit is None else ids[-limit:] if kind == "prompts" else ids[:limit]
-    total, lost = len(all_ids) + others, "beginning" if kind == "prompts" else "end"
-    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-    sentences = [f"dropped of {total} {kind}: {reasons}"] if dropped else []
-    sentences += [f"{truncated} of {total} {kind} lost their {lost}"] if truncated else []
-    return Encoded(list(fitted.values()), [texts[number] for number in fitted], list(fitted), "; ".join(sentences))
-
-
 def uses_chat(chat: bool | None, tokenizer: Any) -> bool:
     """Returns whether prompts that are text become user messages. By default they do if there is a chat template."""
     return bool(tokenizer.chat_template) if chat is None else chat
 
 
-def in_chat(prompt: str | list[Message], tokenizer: Any, chat: bool, system: str | None = None) -> str | list[Message]:
-    """Returns a prompt ready to encode: as messages if `chat` is set, and with the system message first.
+# ---- prompts
 
-    Raises:
-      UsageError: `chat` is set without a chat template, or a system message is given for text without `chat`.
-    """
-    if isinstance(prompt, str):
-        if not chat and system is None:
-            return prompt
-        if not chat:
-            raise UsageError("a system message needs chat messages: turn chat on, or put it into the template")
-        if not tokenizer.chat_template:
-            raise UsageError("chat is on, but the tokenizer has no chat template: turn it off")
-        prompt = [{"role": "user", "content": prompt}]
-    if system is None or prompt[0]["role"] == "system":
-        return prompt
-    return [{"role": "system", "content": system}, *prompt]
+
+class Encoded(NamedTuple):
+    """The prompts that were not dropped, as token ids."""
+
+    token_ids: list[np.ndarray]  # int32
+    texts: list[Prompt]  # the encoded texts; for messages, the filled-in chat template
+    numbers: list[int]  # the positions of these prompts among all prompts
+    summary: str  # a sentence with the numbers of dropped and cut prompts; empty if there are none
 
 
 def encode_prompts(
-    tokenizer: Any,
+    chat: Chat,
     prompts: Sequence[str | Sequence[Message]],
     *,
-    eos_ids: tuple[int, ...],
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    kwargs: Sequence[Mapping[str, Any]] | None = None,
     others: int = 0,
 ) -> Encoded:
     """Encodes prompts as token ids. Completions are sampled and trained as ids, so they are never encoded again.
 
     Args:
-      tokenizer: A transformers tokenizer.
-      prompts: Texts, or lists of chat messages. Messages are written in the tokenizer's chat template, which is opened
-        for the assistant's turn.
-      eos_ids: The ids of the tokens that end a text. They are dropped at the end of a prompt, which is to be continued.
+      chat: The tokenizer and its chat template.
+      prompts: Texts, or lists of chat messages. Messages are written in the chat template, which is opened for the
+        assistant's turn.
       max_prompt_tokens: The most tokens of a prompt, P. None: no limit.
-      overlong: "drop" to drop longer prompts, "truncate" to keep their last P tokens.
-      tools: JSON schemas of functions that the chat template describes to the model. None: there are no tools.
+      overlong: "drop" to drop longer prompts, "truncate" to cut the beginning of their text, or the beginnings of their
+        messages except those of the system.
+      kwargs: Variables of the chat template for each prompt, which replace those of `chat`. None: there are none.
       others: The number of further prompts, which fit and are not encoded now.
 
     Returns:
@@ -121,23 +81,82 @@ def encode_prompts(
       UsageError: There are messages but no chat template, P is invalid, or no prompt is left.
     """
     check_number("max_prompt_tokens", max_prompt_tokens, Size)
-    all_texts = [
-        prompt if isinstance(prompt, str) else fill_template(tokenizer, prompt, f"prompt {number}", tools)
-        for number, prompt in enumerate(prompts)
-    ]
+    template, each = digest_of_template(chat.tokenizer), kwargs or [{}] * len(prompts)
+
+    def written(prompt: str | Sequence[Message], number: int) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt(prompt, template=template)
+        text = render(chat, prompt, f"prompt {number}", kwargs=each[number])
+        return Prompt(text, prompt, each[number], template)
+
+    all_texts = [written(prompt, number) for number, prompt in enumerate(prompts)]
     all_ids = [np.zeros(0, np.int32)] * len(prompts)
+    before, after = _added_tokens(chat.tokenizer)
     for is_plain in (True, False):
-        chosen = [i for i, p in enumerate(prompts) if isinstance(p, str) == is_plain and all_texts[i].strip()]
+        chosen = [i for i, text in enumerate(all_texts) if bool(text.messages) != is_plain and text.strip()]
         # A template already contains the special tokens.
-        encoded_texts = encode_texts(tokenizer, [all_texts[i] for i in chosen], special_tokens=is_plain)
+        encoded_texts = encode_texts(chat.tokenizer, [all_texts[i] for i in chosen], special_tokens=is_plain)
         for i, ids in zip(chosen, encoded_texts, strict=True):
-            has_two = len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None)  # one in the text
-            all_ids[i] = _without_end(ids[int(has_two) :], eos_ids)
-    encoded = _fitting(all_ids, all_texts, max_prompt_tokens, overlong, kind="prompts", others=others)
-    if not encoded.numbers and not others:
+            has_two = is_plain and before > 0 and len(ids) > 1 and ids[0] == ids[1]  # one is in the text
+            all_ids[i] = ids[int(has_two) : len(ids) - after * is_plain]
+    token_ids, dropped, cut = dict[int, np.ndarray](), Counter[str](), 0
+    for number, ids in enumerate(all_ids):
+        is_long = max_prompt_tokens is not None and len(ids) > max_prompt_tokens
+        if is_long and overlong == "truncate":
+            assert max_prompt_tokens is not None
+            shorten = _shorten_chat if all_texts[number].messages else _shorten_text
+            all_texts[number], ids = shorten(chat, all_texts[number], ids, max_prompt_tokens, before)
+            is_long = len(ids) > max_prompt_tokens
+            cut += not is_long
+        if not len(ids):
+            dropped["empty"] += 1
+        elif is_long:
+            dropped[f"longer than {max_prompt_tokens} tokens"] += 1
+        else:
+            token_ids[number] = ids
+    total, reasons = len(prompts) + others, ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+    sentences = [f"dropped of {total} prompts: {reasons}"] if dropped else []
+    sentences += [f"{cut} of {total} prompts lost their beginning"] if cut else []
+    summary = "; ".join(sentences)
+    if not token_ids and not others:
         advice = "raise max_prompt_tokens" if any(map(len, all_ids)) else "give prompts with text"
-        raise UsageError(f"no prompt is left ({encoded.summary or 'there was none'}): {advice}")
-    return encoded
+        raise UsageError(f"no prompt is left ({summary or 'there was none'}): {advice}")
+    return Encoded(list(token_ids.values()), [all_texts[number] for number in token_ids], list(token_ids), summary)
+
+
+def _added_tokens(tokenizer: Any) -> tuple[int, int]:
+    """Returns how many special tokens a tokenizer puts before and after every text."""
+    whole, text = (encode_texts(tokenizer, ["a"], special_tokens=special)[0].tolist() for special in (True, False))
+    before = next((i for i in range(len(whole)) if text and whole[i : i + len(text)] == text), None)
+    return (0, 0) if before is None else (before, len(whole) - before - len(text))
+
+
+def _shorten_text(chat: Chat, prompt: Prompt, ids: np.ndarray, limit: int, before: int) -> tuple[Prompt, np.ndarray]:
+    """Cuts the beginning of a text, except the special tokens that the tokenizer puts before it."""
+    before = before if before < limit else 0
+    kept = ids[len(ids) - limit + before :]
+    text = chat.tokenizer.decode(kept.tolist(), skip_special_tokens=False)
+    return Prompt(text, template=prompt.template), np.concatenate([ids[:before], kept])
+
+
+def _shorten_chat(chat: Chat, prompt: Prompt, ids: np.ndarray, limit: int, before: int) -> tuple[Prompt, np.ndarray]:
+    """Cuts the beginnings of messages, the first message first, until the filled-in template fits.
+
+    The messages of the system and all that the template writes stay whole. If they do not fit, nothing is cut.
+    """
+    messages = [dict(message) for message in prompt.messages]
+    for message in messages:
+        while message["role"] != "system" and message["content"]:
+            content = message["content"]
+            content_ids = encode_texts(chat.tokenizer, [content], special_tokens=False)[0]
+            shorter = chat.tokenizer.decode(content_ids[len(ids) - limit :].tolist(), skip_special_tokens=False)
+            shorter = shorter.lstrip("\ufffd")  # a part of a character
+            message["content"] = shorter if len(shorter) < len(content) else content[1:]
+            text = render(chat, messages, kwargs=prompt.kwargs)
+            ids = encode_texts(chat.tokenizer, [text], special_tokens=False)[0]
+            if len(ids) <= limit and messages[-1]["content"]:
+                return Prompt(text, messages, prompt.kwargs, prompt.template), ids
+    return prompt, ids
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) -> list[np.ndarray]:
@@ -154,12 +173,6 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], *, special_tokens: bool) 
         encoded = tokenizer(batch, add_special_tokens=special_tokens, return_attention_mask=False)
         token_ids += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
     return token_ids
-
-
-def _without_end(ids: np.ndarray, eos_ids: tuple[int, ...]) -> np.ndarray:
-    while len(ids) and ids[-1] in eos_ids:
-        ids = ids[:-1]
-    return ids
 
 
 def prompt_limit(asked: int | None, longest: int | None, max_tokens: int) -> int | None:
@@ -186,7 +199,10 @@ def prompt_limit(asked: int | None, longest: int | None, max_tokens: int) -> int
     return longest - max_tokens
 
 
-def encode_continuations(tokenizer: Any, texts: Sequence[str], *, eos_ids: tuple[int, ...] = ()) -> list[np.ndarray]:
+# ---- completions
+
+
+def encode_continuations(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
     """Encodes texts that continue other texts as token ids, int32.
 
     If the tokenizer itself puts a space before every text, the space at the beginning of a text is removed.
@@ -194,14 +210,11 @@ def encode_continuations(tokenizer: Any, texts: Sequence[str], *, eos_ids: tuple
     Args:
       tokenizer: A transformers tokenizer.
       texts: The completions.
-      eos_ids: The ids of the tokens that end a text. They are dropped at the end of a completion.
     """
-    for text in texts:
-        check_text(text)
     pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
     if pieces and pieces[0].startswith("▁"):
         texts = [text.removeprefix(" ") for text in texts]
-    return [_without_end(ids, eos_ids) for ids in encode_texts(tokenizer, texts, special_tokens=False)]
+    return encode_texts(tokenizer, texts, special_tokens=False)
 
 
 def check_text(text: str, where: str = "a text") -> None:
@@ -236,114 +249,180 @@ def ending_id(tokenizer: Any, eos_ids: tuple[int, ...]) -> int:
     return tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else eos_ids[-1]
 
 
-def encode_completions(
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    eos_ids: tuple[int, ...],
-    max_tokens: int | None = None,
-    overlong: Overlong = "drop",
-) -> Encoded:
-    """Encodes completions as token ids, each ended by `ending_id`.
+class Answers(NamedTuple):
+    """A prompt and its answers, as token ids."""
+
+    prompt: list[int]
+    answers: tuple[list[int], ...]  # with their ends
+
+
+def answer_prompts(
+    chat: Chat, prompts: Encoded, answers: Sequence[Sequence[str]], *, scored: bool = False, pad_id: int | None = None
+) -> list[Answers]:
+    """Encodes the answers to prompts as token ids.
+
+    In a chat, prompt and answer are the tokens that `apply_chat_template` of transformers gives for all messages. The
+    prompt is then the beginning that they share with the encoded prompt, which the template may have opened further.
+    An answer ends with the end of a turn in a chat, and with `ending_id` otherwise, also if its text has an end.
 
     Args:
-      tokenizer: A transformers tokenizer.
-      texts: The completions. Completions without tokens are dropped.
-      eos_ids: The ids of the tokens that end a completion. If the tokenizer's EOS is not one of them, the last is used.
-      max_tokens: The most tokens of a completion, T, EOS included. None: no limit.
-      overlong: "drop" to drop longer completions, "truncate" to keep their first T tokens.
+      chat: The tokenizer and its chat template.
+      prompts: The M prompts, from `encode_prompts`.
+      answers: The answers to each of the M prompts. Empty answers have no tokens, unless they are scored in a chat.
+      scored: True for a reward model, which scores the last token. In a chat it reads all that the template writes
+        after the answer, and otherwise no end.
+      pad_id: The padding token of a reward model, which skips it at the end. None: there is none.
 
     Returns:
-      The completions that were not dropped.
+      M prompts with their answers.
 
     Raises:
-      UsageError: There is no EOS token, or T is invalid.
+      UsageError: An answer is no text, or needs an EOS token that the tokenizer does not have.
     """
-    eos_id = ending_id(tokenizer, eos_ids)
+    kinds = {repr(text.kwargs): text.kwargs for text in prompts.texts if text.messages}
+    known = {name: turn_end(chat, kwargs) for name, kwargs in kinds.items()}
+    ends = [known[repr(text.kwargs)] if text.messages else None for text in prompts.texts]
+
+    def written(number: int, answer: str) -> str:
+        check_text(answer)
+        end, prompt = ends[number], prompts.texts[number]
+        answer = without_end(chat, end, answer)
+        if end is None:
+            return answer
+        if not answer.strip() and not scored:
+            return prompt
+        whole = render_answer(chat, prompt, prompt.messages, answer, end, prompt.kwargs)
+        return whole + (end.tail if scored else end.learned)
+
+    rows = [Answers([], ())] * len(ends)
+    for in_chat in (True, False):
+        chosen = [number for number, end in enumerate(ends) if (end is not None) == in_chat]
+        texts = [written(number, answer) for number in chosen for answer in answers[number]]
+        if in_chat:
+            encoded = iter(encode_texts(chat.tokenizer, texts, special_tokens=False))
+        else:
+            encoded = iter(encode_continuations(chat.tokenizer, texts))
+        eos = [ending_id(chat.tokenizer, chat.eos_ids)] if chosen and not (in_chat or scored) else []
+        rest = iter(texts)
+        for number in chosen:
+            prompt = prompts.token_ids[number].tolist()
+            wholes = [next(encoded).tolist() for _ in answers[number]]
+            if not in_chat:
+                wholes = [[*prompt, *ids, *(eos if ids else [])] for ids in wholes]
+            starts = [_shared_tokens(chat, prompts.texts[number], prompt, next(rest), ids) for ids in wholes]
+            shared = os.path.commonprefix([ids[:start] for ids, start in zip(wholes, starts, strict=True)])  # noqa: RUF071
+            behind = tuple(_without_padding(ids[len(shared) :], pad_id) for ids in wholes)
+            rows[number] = Answers(shared, behind)
+    return rows
+
+
+def _shared_tokens(chat: Chat, prompt: str, prompt_ids: list[int], whole: str, ids: list[int]) -> int:
+    """Returns the number of tokens of a chat that its prompt holds already.
+
+    Args:
+      chat: The tokenizer and its chat template.
+      prompt: The text of the prompt, and `prompt_ids` its tokens.
+      whole: The text of prompt and answer, and `ids` its tokens.
+    """
+    size = len(os.path.commonprefix([prompt_ids, ids]))  # noqa: RUF071, of lists
+    if size == len(prompt_ids) or not getattr(chat.tokenizer, "is_fast", False):
+        return size
+    # Tokens at the end of the prompt may differ, since they depend on the answer's first characters.
+    common = len(os.path.commonprefix([prompt, whole]))  # noqa: RUF071, of texts
+    places = chat.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return next((number for number, (_, end) in enumerate(places) if end > common), len(ids))
+
+
+def _without_padding(ids: list[int], pad_id: int | None) -> list[int]:
+    while ids and ids[-1] == pad_id:
+        ids = ids[:-1]
+    return ids
+
+
+def fit_answers(
+    rows: Sequence[Answers],
+    *,
+    max_tokens: int | None = None,
+    overlong: Overlong = "drop",
+    vocab_size: int | None = None,
+    noun: str = "pairs",
+) -> tuple[list[Answers], list[int], tuple[str, ...]]:
+    """Drops a prompt if an answer has no tokens or two answers are equal, and drops or cuts long answers.
+
+    Args:
+      rows: The prompts with their answers.
+      max_tokens: The most tokens of an answer, T, with its end. None: no limit.
+      overlong: "drop" to drop longer answers, "truncate" to keep their first T tokens.
+      vocab_size: The size of the model's vocabulary. None: tokens outside of it are not looked for.
+      noun: The plural noun for rows in notes.
+
+    Returns:
+      The rows that were not dropped, their positions, and notes on dropped and cut answers.
+
+    Raises:
+      UsageError: T is invalid, nothing is left, or a token is outside the vocabulary.
+    """
     check_number("max_tokens", max_tokens, Size)
-    all_ids = encode_continuations(tokenizer, texts, eos_ids=eos_ids)
-    ended = [np.append(ids, np.int32(eos_id)) if len(ids) else ids for ids in all_ids]
-    return _fitting(ended, texts, max_tokens, overlong, kind="completions")
+    fitted, dropped, cut = dict[int, Answers](), Counter[str](), 0
+    for number, (prompt, answers) in enumerate(rows):
+        short, is_pair = tuple(ids[:max_tokens] for ids in answers), len(answers) > 1
+        if not all(answers) or len(set(map(tuple, short))) < len(short):
+            dropped["whose answers are empty or equal as tokens" if is_pair else "that are empty as tokens"] += 1
+        elif short != answers and overlong == "drop":
+            dropped[f"{'with an answer' if is_pair else 'that are'} longer than {max_tokens} tokens"] += 1
+        else:
+            cut += short != answers
+            fitted[number] = Answers(prompt, short)
+    notes = [f"dropped {count} {noun} {reason}" for reason, count in dropped.items()]
+    if not fitted:
+        why = f" ({', '.join(notes)})" if notes else ""
+        raise UsageError(f"no {noun.rstrip('s')} is left of {len(rows)}{why}: raise max_tokens, or give other rows")
+    notes += [f"{cut} of {len(rows)} {noun} have an answer that lost its end"] if cut else []
+    if vocab_size is not None:
+        check_ids([ids for prompt, several in fitted.values() for ids in (prompt, *several)], vocab_size)
+    return list(fitted.values()), list(fitted), tuple(notes)
 
 
 def encode_answers(
-    tokenizer: Any,
+    chat: Chat,
     prompts: Sequence[str | list[Message]],
-    answers: Sequence[tuple[str, ...]],
+    answers: Sequence[Sequence[str]],
     *,
-    eos_ids: tuple[int, ...],
+    in_chat: bool = False,
+    kwargs: Sequence[Mapping[str, Any]] | None = None,
     max_prompt_tokens: int | None = None,
-    max_tokens: int | None = None,
     overlong: Overlong = "truncate",
-    vocab_size: int | None = None,
-    end_id: int | None = None,
-    chat: bool = False,
-    rows: str = "pairs",
-) -> tuple[list[list[int]], list[tuple[list[int], ...]], list[int], tuple[str, ...]]:
-    """Encodes prompts and answers as token ids. Drops a prompt if an answer has no tokens or two answers are equal.
+    scored: bool = False,
+    pad_id: int | None = None,
+    **limits: Any,
+) -> tuple[list[Answers], list[int], tuple[str, ...]]:
+    """Encodes prompts and answers as token ids.
 
     Args:
-      tokenizer: A transformers tokenizer.
+      chat: The tokenizer and its chat template.
       prompts: Texts, or lists of chat messages.
       answers: The answers to each prompt.
-      eos_ids: The ids of the tokens that end a text. They are dropped at the end of prompts and answers.
-      max_prompt_tokens: The most tokens of a prompt, P. None: no limit.
-      max_tokens: The most tokens of an answer, T. None: no limit.
+      in_chat: True to make each prompt that is text a user's message.
+      kwargs, max_prompt_tokens: See `encode_prompts`.
       overlong: "drop" to drop longer texts, "truncate" to cut the beginning of a prompt or the end of an answer.
-      vocab_size: The size of the model's vocabulary. None: tokens outside of it are not looked for.
-      end_id: The token appended to every answer, which counts in its length. None: nothing is appended.
-      chat: True to make each prompt that is text a user's message in the tokenizer's chat template.
-      rows: The plural noun for records in notes.
+      scored, pad_id: See `answer_prompts`.
+      **limits: Further options of `fit_answers`.
 
     Returns:
-      M prompts, the answers to each, the positions of these prompts among all prompts, and notes on dropped and cut
-      texts.
+      The prompts and answers, the positions of these prompts among all prompts, and notes on dropped and cut texts.
 
     Raises:
-      UsageError: See `encode_prompts`; or nothing is left, or a token is outside the vocabulary.
+      UsageError: See `encode_prompts` and `fit_answers`.
     """
-    check_number("max_tokens", max_tokens, Size)
-    messages = [in_chat(prompt, tokenizer, chat) for prompt in prompts]
+    write = prompt_writer(chat, in_chat)
     encoded = encode_prompts(
-        tokenizer, messages, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong
+        chat, list(map(write, prompts)), max_prompt_tokens=max_prompt_tokens, overlong=overlong, kwargs=kwargs
     )
-    fitted_rows: list[tuple[list[int], tuple[list[int], ...], int]] = []
-    dropped, cut = Counter[str](), 0
-    texts = [text for number in encoded.numbers for text in answers[number]]
-    all_ids = iter(encode_continuations(tokenizer, texts, eos_ids=eos_ids))
-    for prompt, number in zip(encoded.token_ids, encoded.numbers, strict=True):
-        ids = [next(all_ids).tolist() for _ in answers[number]]
-        fitted = _fitted(ids, max_tokens=max_tokens, overlong=overlong, end_id=end_id)
-        if isinstance(fitted, str):
-            dropped[fitted] += 1
-            continue
-        cut += sum(map(len, fitted)) < sum(map(len, ids)) + (end_id is not None) * len(ids)
-        fitted_rows.append((prompt.tolist(), fitted, number))
-    if not fitted_rows:
-        raise UsageError(f"no {rows.rstrip('s')} is left of {len(prompts)} ({dict(dropped)}): raise max_tokens")
-    notes = (
-        encoded.summary,
-        "; ".join(f"dropped {count} {rows} {reason}" for reason, count in dropped.items()),
-        f"{cut} of {len(encoded.numbers)} {rows} have an answer that lost its end" if cut else "",
-    )
-    if vocab_size is not None:
-        check_ids([ids for prompt, several, _ in fitted_rows for ids in (prompt, *several)], vocab_size)
-    token_ids, fitting, numbers = (list(part) for part in zip(*fitted_rows, strict=True))
-    return token_ids, fitting, numbers, tuple(filter(None, notes))
-
-
-def _fitted(
-    answers: Sequence[list[int]], *, max_tokens: int | None, overlong: Overlong, end_id: int | None
-) -> tuple[list[int], ...] | str:
-    """Returns the answers to one prompt with `end_id`, cut to `max_tokens`, or the reason why they are dropped."""
-    unfit = "whose answers are empty or equal as tokens" if len(answers) > 1 else "that are empty as tokens"
-    if not all(answers):
-        return unfit
-    ended = [[*ids, *([] if end_id is None else [end_id])] for ids in answers]
-    if max_tokens is not None and overlong == "drop" and max(map(len, ended)) > max_tokens:
-        return f"with an answer longer than {max_tokens} tokens"
-    fitted = tuple(ids[:max_tokens] for ids in ended)
-    return unfit if len(set(map(tuple, fitted))) < len(fitted) else fitted
+    several = [answers[number] for number in encoded.numbers]
+    rows = answer_prompts(chat, encoded, several, scored=scored, pad_id=pad_id)
+    fitted, numbers, notes = fit_answers(rows, overlong=overlong, **limits)
+    notes = tuple(filter(None, (encoded.summary, *notes)))
+    return fitted, [encoded.numbers[number] for number in numbers], notes
 
 
 def check_ids(token_ids: Iterable[Sequence[int] | np.ndarray], vocab_size: int, where: str = "") -> None:
@@ -363,42 +442,6 @@ def check_ids(token_ids: Iterable[Sequence[int] | np.ndarray], vocab_size: int, 
             f"{where}{where and ': '}the tokenizer writes token {largest}, but the model has the tokens 0 to "
             f"{vocab_size - 1}: take the model's own tokenizer, or leave out the text that needs this token"
         )
-
-
-def fill_template(
-    tokenizer: Any, messages: Sequence[Message], place: str, tools: Sequence[Mapping[str, Any]] | None
-) -> str:
-    """Writes messages in the tokenizer's chat template, opened for the assistant's turn.
-
-    Templates that write today's date get 1 January 2025.
-
-    Args:
-      tokenizer: A transformers tokenizer.
-      messages: The messages of a prompt.
-      place: The place of the prompt, for errors.
-      tools: See `encode_prompts`.
-
-    Raises:
-      UsageError: There is no template, or it does not accept the messages or the tools.
-    """
-    if not tokenizer.chat_template:
-        raise UsageError(
-            "the prompts are chat messages, but the tokenizer has no chat template: give prompts as text, or put a "
-            "chat_template.jinja into the model's folder"
-        )
-    try:
-        options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
-        if "strftime_now" in str(tokenizer.chat_template):
-            options["chat_template"] = _FIXED_DATE + tokenizer.get_chat_template(tools=tools)
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
-    except Exception as error:  # templates raise any type of error
-        raise UsageError(f"the chat template refuses {place}: {reason_of(error)}") from error
-    if tools and not all(tool["function"]["name"] in text for tool in tools):
-        raise UsageError(
-            "the chat template writes no tools into the prompt, so the model would never hear of them: take a model "
-            "whose template does"
-        )
-    return text
 
 
 def token_pieces(ids: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]) -> list[str]:

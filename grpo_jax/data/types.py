@@ -77,6 +77,25 @@ class Completion(str):
         return str(self), self.ids, self.truncated, self._turns, self.ending
 
 
+class Prompt(str):
+    """The text of a prompt as the model reads it, with the chat messages that it was made from."""
+
+    messages: tuple[Mapping[str, Any], ...]  # empty: the prompt is no chat
+    kwargs: Mapping[str, Any]  # the row's own variables of the chat template
+    template: str  # digest of the chat template of the policy's tokenizer; "" without one
+
+    def __new__(
+        cls, text: str, messages: Sequence[Mapping[str, Any]] = (), kwargs: Mapping[str, Any] = {}, template: str = ""
+    ) -> "Prompt":
+        self = super().__new__(cls, text)
+        self.messages, self.kwargs, self.template = tuple(messages), kwargs, template
+        return self
+
+    def __getnewargs__(self):
+        # Lets pickle send prompts to another process.
+        return str(self), self.messages, self.kwargs, self.template
+
+
 Checked = Number | tuple[Span, ...]  # a reward whose type and spans are checked
 Earned = Number | Sequence[Span]  # spans are in order and do not overlap; the reward of the completion is their sum
 

@@ -16,6 +16,7 @@ import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
 from grpo_jax.errors import UsageError, reason_of, user_path
+from grpo_jax.models.chat import Chat, turn_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
 from grpo_jax.models.heads import Headed, without_vocabulary
@@ -41,7 +42,7 @@ class Pretrained(NamedTuple):
     config: ModelConfig
     params: Params  # or `Headed`
     tokenizer: Any  # a tokenizer of transformers
-    eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json and tokenizer
+    eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json, tokenizer and chat template
     folder: Path
     notes: tuple[str, ...] = ()  # messages about the model for the user
 
@@ -141,7 +142,9 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the tokens that end a text: the union of config.json, generation_config.json and tokenizer.
+    """Returns the tokens that end a text: the union of config.json, generation_config.json, tokenizer and template.
+
+    The files of a base model often do not name the token with which its chat template ends a turn.
 
     Args:
       folder: The folder of the model.
@@ -151,19 +154,31 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
     Returns:
       The ids, and notes that name the ids left out.
     """
-    candidates = {tokenizer.eos_token_id}
+    candidates = {tokenizer.eos_token_id, _turn_end_id(tokenizer)}
     for file in (folder / "config.json", folder / "generation_config.json"):
-        ids = read_json(file).get("eos_token_id") if file.exists() else None
-        ids = ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(x, int | None) and not isinstance(x, bool) and (x or 0) >= 0 for x in ids):
-            raise UsageError(f"eos_token_id in {file} is {ids}: it must be a token's number, or a list of them")
-        candidates |= set(ids)
+        candidates |= _eos_ids_in(file)
     ids = tuple(sorted(candidates - {None}))
     usable = tuple(eos_id for eos_id in ids if eos_id < vocab_size)
     if not usable or usable == ids:
         return ids, ()
     unusable = ", ".join(map(str, ids[len(usable) :]))
     return usable, (f"EOS {unusable} is left out, since the model has the tokens 0 to {vocab_size - 1}",)
+
+
+def _eos_ids_in(file: Path) -> set[int | None]:
+    """Returns the tokens that a config.json or generation_config.json names as eos_token_id."""
+    ids = read_json(file).get("eos_token_id") if file.exists() else None
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(x, int | None) and not isinstance(x, bool) and (x or 0) >= 0 for x in ids):
+        raise UsageError(f"eos_token_id in {file} is {ids}: it must be a token's number, or a list of them")
+    return set(ids)
+
+
+def _turn_end_id(tokenizer: Any) -> int | None:
+    """Returns the last token with which the chat template ends a turn, or None if no token of its own does."""
+    end = turn_end(Chat(tokenizer)) if tokenizer.chat_template else None
+    last = tokenizer(end.learned, add_special_tokens=False)["input_ids"][-1] if end and end.learned else None
+    return last if last in tokenizer.added_tokens_decoder else None
 
 
 # ---- out
@@ -223,8 +238,21 @@ def save_pretrained(
         if source:
             copy_text_files(source, partial)
         write_json(partial / "config.json", written)
+        if source:
+            _name_turn_end(partial)
         save_params(partial, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return Path(folder).expanduser()
+
+
+def _name_turn_end(folder: Path) -> None:
+    """Adds the end of a turn of the chat template to generation_config.json, so that other programs stop there too."""
+    if not any("chat_template" in file.name or b'"chat_template"' in file.read_bytes() for file in folder.glob("*.j*")):
+        return
+    file, end = folder / "generation_config.json", _turn_end_id(load_tokenizer(folder))
+    named = _eos_ids_in(file) if file.exists() else _eos_ids_in(folder / "config.json")
+    if end is not None and end not in named:
+        ids = sorted({end, *named} - {None}, key=int)  # type: ignore[arg-type]
+        write_json(file, (read_json(file) if file.exists() else {}) | {"eos_token_id": ids})
 
 
 def classifier_class(model_type: str) -> str:
@@ -244,12 +272,17 @@ def _of_classifier(written: dict[str, Any]) -> dict[str, Any]:
     """Changes the config.json of a decoder to that of a classifier with one label."""
     architectures = [classifier_class(written["model_type"])]
     one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    # transformers reads the score at the last token that is not padding, and refuses batches without a padding token.
-    # Scored texts do not end with an ending token, so it can be the padding token.
-    end = written.get("eos_token_id")
-    padding = written.get("pad_token_id")
-    padding = (end[0] if isinstance(end, list) else end) if padding is None else padding
-    return written | {"architectures": architectures, **one_label, "pad_token_id": padding}
+    return written | {"architectures": architectures, **one_label, "pad_token_id": scoring_padding(written)}
+
+
+def scoring_padding(written: dict[str, Any]) -> int | None:
+    """Returns the padding token of a classifier made from the config.json of a decoder.
+
+    transformers reads the score at the last token that is not padding, and refuses batches without a padding token. If
+    the decoder has none, it is the token that ends a text.
+    """
+    end, padding = written.get("eos_token_id"), written.get("pad_token_id")
+    return (end[0] if isinstance(end, list) else end) if padding is None else padding
 
 
 @contextmanager

@@ -7,36 +7,37 @@ deadline, use `Grader("grpo_jax.rewards.builtin:math_answer", arguments={"lenien
 In an episode these rewards read only the policy's turns. Answers and formats are read from its last turn. Lengths and
 repetitions count its tokens in all turns.
 
-No text is ever evaluated as code: a pattern reads numbers, and a LaTeX parser reads formulas.
+The functions in `answers` find and compare answers. No text is ever evaluated as code.
 """
 
-import contextlib
 import importlib.util
 import logging
+import operator
 import re
 from collections.abc import Callable, Hashable, Sequence
-from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from grpo_jax.data.types import Completion, Example, Reward
 from grpo_jax.errors import UsageError
+from grpo_jax.models.chat import opened_text
+from grpo_jax.rewards.answers import (
+    Extract,
+    boxed_answer,
+    hash_number,
+    parse_number,
+    read_formula,
+    same_formula,
+    same_text,
+    stated_answer,
+    stated_number,
+)
 from grpo_jax.rewards.worker import is_worker
 
-Extract = Callable[[str], str | None]  # a completion -> its answer, or None without one
-
-# Groups of thousands or plain digits, decimals, and an exponent of at most three digits.
-_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"
-_NUMBER = re.compile(rf"\$?([-−+]?)\$?({_DIGITS})(?:/(\d+))?")
-# In running text a sign does not follow a digit or a letter, as in 10-5, and a number does not begin inside a word.
-_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}.])[-−]\$?|(?<![\w.])){_DIGITS}(?:/\d+)?")
-_FORMULA = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?", re.DOTALL)  # \$ does not end it
-_LONGEST_NUMBER = 64  # in characters; a longer number is treated as text
-_LONGEST_FORMULA = 500
-
-
-# ---- extraction of answers
+# The pattern of GSM8K's own code (openai/grade-school-math), which takes the first match and compares texts.
+_GSM8K = re.compile(r"#### (\-?[0-9\.\,]+)")
 
 
 def last_action(completion: str) -> str:
@@ -44,108 +45,22 @@ def last_action(completion: str) -> str:
     return completion.actions[-1] if isinstance(completion, Completion) else completion
 
 
-def last_number(text: str) -> str | None:
-    """Returns the last number in a text."""
-    matches = _IN_TEXT.findall(text)
-    return matches[-1] if matches else None
+def _opened(example: Example, completion: str) -> str:
+    """Returns the beginning of the policy's last turn that the chat template wrote, such as <think>."""
+    turns = completion.turns if isinstance(completion, Completion) else ()
+    before = turns[-2].observation if len(turns) > 1 else example.get("prompt")
+    return opened_text(before) if isinstance(before, str) else ""
 
 
-def hash_answer(text: str) -> str | None:
-    """Returns the text after the last "####" on its line."""
-    _, mark, after = text.rpartition("####")
-    lines = after.strip().splitlines()
-    return lines[0].strip() if mark and lines else None
-
-
-def boxed_answer(text: str) -> str | None:
-    r"""Returns the contents of the last \boxed{...}; None also if its braces do not close."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if start < 0:
-        return None
-    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox")
-    if not rest.startswith("{"):
-        single = re.match(r"\s+([-\d.,]+|\w)", rest)  # \boxed 5
-        return single.group(1) if single else None
-    depth = 0
-    for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \{ and \} are not braces
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0 and brace.group() == "}":
-            return rest[1 : brace.start()].strip()
-    return None
-
-
-def stated_answer(text: str) -> str | None:
-    r"""Returns the last \boxed{...}, else the text after "answer is", else the last $...$, else the last number."""
-    boxed = boxed_answer(text)
-    if boxed is not None:
-        return boxed
-    stated = re.split(r"answer is:?|answer:", text, flags=re.IGNORECASE)
-    if len(stated) > 1 and stated[-1].strip():
-        line = stated[-1].strip().splitlines()[0]
-        # The answer ends at a full stop or, if a dollar sign opens it, at the next dollar sign.
-        formula = _FORMULA.match(line)
-        return formula.group(1).strip() if formula else re.split(r"\.(?:\s|$)", line)[0].strip()
-    formulas = _FORMULA.findall(text)
-    return formulas[-1].strip() if formulas else last_number(text)
-
-
-# ---- comparison of answers
-
-
-def same_number(stated: str, expected: str) -> bool:
-    """Returns whether both are equal numbers: "1,000" and "1000.0", "$18" and "18", "50%" and "50", "1/2" and "0.5"."""
-    first, second = _number(stated), _number(expected)
-    return first is not None and first == second
-
-
-def _number(text: str) -> Fraction | None:
-    text = text.strip().rstrip(".").replace("\\$", "$").replace("\\%", "%").removesuffix("%").strip()
-    match = _NUMBER.fullmatch(text) if len(text) <= _LONGEST_NUMBER else None
-    if match is None:
-        return None
-    sign, digits, divisor = match.groups()
-    with contextlib.suppress(ZeroDivisionError):
-        number = Fraction(digits.replace(",", "")) / Fraction(divisor or 1)
-        return -number if sign in ("-", "−") else number
-    return None
-
-
-def same_text(stated: str, expected: str) -> bool:
-    """Returns whether both are the same number or the same text."""
-    return stated.strip() == expected.strip() or same_number(stated, expected)
-
-
-_LEFT_OUT = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\\displaystyle|\\mathrm(?![a-z])|\\mbox(?![a-z])|\^\{?\\circ\}?"
-    r"|\\degree|\\\$|\\%|%|~|\\quad|\\qquad"
-)
-_UNIT = re.compile(r"(?<=[\d}])\s*\\(?:text|mbox|textbf)\{[^{}]*\}(?:\^\d)?$")  # 5\text{ cm}
-_TEXT = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|operatorname)\{([^{}]*)\}")
-_SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)")
-_PLAIN_FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}")
-_ASSIGNED = re.compile(r"^[a-zA-Z](?:\([a-zA-Z]\))?\s*=(?!.*=)")  # x = 5
-
-
-def normal_formula(text: str) -> str:
-    """Normalises a formula: removes spaces, sizes and units, and writes fractions in one way."""
-    text = text.strip().strip("$").strip().rstrip(".")
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
-    text = _TEXT.sub(r"\1", _UNIT.sub("", _LEFT_OUT.sub("", text)))
-    text = "".join(text.split())
-    text = _ASSIGNED.sub("", text)
-    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)
-    return _PLAIN_FRACTION.sub(r"\1\2/\3", text) if _PLAIN_FRACTION.fullmatch(text) else text
-
-
-def same_formula(stated: str, expected: str) -> bool:
-    """Returns whether both are the same number, or have the same `normal_formula`."""
-    first, second = normal_formula(stated), normal_formula(expected)
-    return (first == second and bool(first)) or same_number(first, second)
+# ---- answers
 
 
 def _same_by_sympy(stated: str, expected: str) -> bool:
-    """Returns whether math-verify considers both equal. It may never finish."""
+    """Returns whether math-verify considers both equal. It may never finish.
+
+    It reads words as products of letters, ignores bases, and takes letters behind a number for a unit. So formulas
+    with words or a base are different, and so are a number and a formula with variables.
+    """
     import math_verify
 
     # It warns that its own deadlines are off. The deadline of the process replaces them.
@@ -156,12 +71,13 @@ def _same_by_sympy(stated: str, expected: str) -> bool:
     def parsed(formula: str):
         return math_verify.parse(f"${formula}$", latex, fallback_mode="no_fallback", parsing_timeout=None)
 
-    if len(stated) > _LONGEST_FORMULA or "$" in stated:
+    formulas = [re.sub(r"\\[a-zA-Z]+", "", formula) for formula in (stated, expected)]
+    if any("$" in formula or re.search(r"[a-zA-Z]{4}|\d\s*_", formula) for formula in formulas):
+        return False
+    has_variable = [re.search("[a-df-hj-zA-Z]", formula) is not None for formula in formulas]
+    if any(has_variable) and any(parse_number(formula) is not None for formula in (stated, expected)):
         return False
     return bool(math_verify.verify(parsed(expected), parsed(stated), timeout_seconds=None))
-
-
-# ---- answers
 
 
 def exact_answer(column: str = "answer", extract: Extract = str.strip) -> Reward:
@@ -178,20 +94,44 @@ def exact_answer(column: str = "answer", extract: Extract = str.strip) -> Reward
 
 
 def gsm8k_answer(column: str = "answer", lenient: bool = False) -> Reward:
-    """Makes a reward: 1 if the completion's number equals the example's, else 0.
+    r"""Makes a reward: 1 if the completion's number equals the example's, else 0.
 
     Args:
       column: The column of the example with a solution that ends with "#### 18", or with only the number.
-      lenient: True to read the last number of the text. Otherwise the number must follow the last "####".
+      lenient: True to read the number in \boxed{}, after "answer is" or at the end of a text without "####" and a
+        number. Otherwise the number must follow the last "####", without a second number on its line.
 
     Returns:
       The reward.
     """
 
-    def expected(text: str) -> str:
-        return hash_answer(text) or text
+    def expected(text: str) -> Any:
+        return hash_number(text if "####" in text else f"#### {text}")
 
-    return partial(_graded, column, last_number if lenient else hash_answer, expected, same_number)
+    return partial(_graded, column, stated_number if lenient else hash_number, expected, operator.eq)
+
+
+def gsm8k_official(column: str = "answer") -> Reward:
+    """Makes a reward: 1 if the completion passes the check in GSM8K's own code, else 0.
+
+    The check takes the number directly after the first "#### ", removes commas, and compares texts. It rejects
+    "#### $18" and "#### 18.00". Published scores use it, so report it next to `gsm8k_answer`.
+
+    Args:
+      column: As for `gsm8k_answer`.
+
+    Returns:
+      The reward.
+    """
+
+    def number(text: str) -> str | None:
+        match = _GSM8K.search(text)
+        return match and match[1].replace(",", "")
+
+    def expected(text: str) -> str | None:
+        return number(text if "####" in text else f"#### {text}")
+
+    return partial(_graded, column, number, expected, operator.eq)
 
 
 def math_answer(column: str = "answer", lenient: bool = False, sympy: bool | None = None) -> Reward:
@@ -219,8 +159,7 @@ def math_answer(column: str = "answer", lenient: bool = False, sympy: bool | Non
     if by_sympy:
         _same_by_sympy("x+1", "1+x")  # loads sympy now, outside of any deadline
 
-    def same(stated: str, expected: str) -> bool:
-        return same_formula(stated, expected) or (by_sympy and _same_by_sympy(stated, expected))
+    same = partial(same_formula, same_leaf=_same_by_sympy if by_sympy else None)
 
     def expected(text: str) -> str:
         boxed = boxed_answer(text)
@@ -231,9 +170,9 @@ def math_answer(column: str = "answer", lenient: bool = False, sympy: bool | Non
 
 def _graded(
     column: str,
-    extract: Extract,
-    expected: Callable[[str], str],
-    same: Callable[[str, str], bool],
+    extract: Callable[[str], Any],
+    expected: Callable[[str], Any],
+    same: Callable[[Any, Any], bool],
     examples: Sequence[Example],
     completions: Sequence[Completion],
 ) -> list[float]:
@@ -250,19 +189,17 @@ def _graded(
 
 
 def number_vote(example: Example, completion: Completion) -> Hashable | None:
-    """Returns the last number of a completion, or None without one. 18, 18.0 and $18 are equal votes."""
-    answer = last_number(last_action(completion))
-    return None if answer is None else _number(answer)
+    """Returns the number that a completion states, or None without one. 18, 18.0 and $18 are equal votes."""
+    return stated_number(last_action(completion))
 
 
 def formula_vote(example: Example, completion: Completion) -> Hashable | None:
-    r"""Returns the `stated_answer` of a completion, as a number or a normalised formula, or None without one.
+    r"""Returns the `stated_answer` of a completion as a value, or None without one.
 
     1/2, 0.5 and \dfrac12 are equal votes. Formulas that only sympy considers equal are different votes.
     """
-    formula = normal_formula(stated_answer(last_action(completion)) or "")
-    number = _number(formula)
-    return number if number is not None else formula or None
+    value = read_formula(stated_answer(last_action(completion)) or "").value
+    return None if value == "" else value
 
 
 # ---- formats and lengths
@@ -270,6 +207,8 @@ def formula_vote(example: Example, completion: Completion) -> Hashable | None:
 
 def matches(pattern: str) -> Reward:
     r"""Makes a reward: 1 if the policy's whole last turn matches a regular expression, else 0.
+
+    If the chat template opens the turn with a tag such as <think>, the turn begins with this tag.
 
     Some patterns, such as (a+)+b, never finish on some texts and block the interpreter. Only a `Grader` can stop them.
 
@@ -282,7 +221,8 @@ def matches(pattern: str) -> Reward:
     compiled = re.compile(pattern, re.DOTALL)
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        return [float(compiled.fullmatch(last_action(completion)) is not None) for completion in completions]
+        turns = zip(examples, completions, strict=True)
+        return [float(compiled.fullmatch(_opened(*turn) + last_action(turn[1])) is not None) for turn in turns]
 
     return reward
 

@@ -28,11 +28,12 @@ from grpo_jax.data.text import check_ids, encode_continuations, encode_prompts
 from grpo_jax.data.types import Completion, Component, Example, Number, Rewards
 from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.functional.numerics import softcapped
+from grpo_jax.models.chat import Chat, control_tokens
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.learned import common_group_size, score_batches
+from grpo_jax.rewards.learned import check_template, common_group_size, score_batches
 
 # (principle, examples, completions) -> a number for each completion, which is higher the better the completion follows
 # the principle; may be async
@@ -148,8 +149,8 @@ def model_judge(
       The judge.
 
     Raises:
-      UsageError: Yes or no is no single token, or the template lacks a field. In a call: an example
-        lacks a column, or a text is longer than the texts that the model was trained on.
+      UsageError: Yes or no is no single token, or the template lacks a field. In a call: an example lacks a column, a
+        prompt is text for a policy with another chat template, or a text is longer than those of the model's training.
     """
     tokenizer = model.tokenizer
     fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
@@ -157,7 +158,7 @@ def model_judge(
         if name not in fields:
             raise UsageError(f"the judge's template has no {{{name}}}: put it where the {name} belongs")
     yes_ids, no_ids = (_single_tokens(tokenizer, spellings, model.config.vocab_size) for spellings in (yes, no))
-    control = _control_tokens(tokenizer)
+    control = control_tokens(tokenizer)
 
     def score(*arrays: Any) -> jax.Array:
         odds = log_odds(model.config, model.params, np.array(yes_ids), np.array(no_ids), *arrays)
@@ -167,6 +168,7 @@ def model_judge(
         if not completions:
             return []
         texts = []
+        check_template(tokenizer, [example.get("prompt") for example in examples if "prompt" in fields], quotes=True)
         for example, completion in zip(examples, completions, strict=True):
             columns = {**example, "completion": completion}
             if missing := fields - columns.keys() - {"principle"}:
@@ -217,12 +219,6 @@ def _single_tokens(tokenizer: Any, spellings: Sequence[str], vocab_size: int) ->
     return sorted(match)
 
 
-def _control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Returns a pattern for texts that a tokenizer reads as special tokens, such as the end of a turn."""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
-
-
 def _without(pattern: re.Pattern[str] | None, text: str) -> str:
     """Removes all matches of a pattern from a text, including matches that appear by the removal."""
     while pattern and (shorter := pattern.sub("", text)) != text:
@@ -231,7 +227,10 @@ def _without(pattern: re.Pattern[str] | None, text: str) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Returns the value of a column as text, with one line for each chat message."""
+    """Returns the value of a column as text, with one line for each chat message. A single message is its content."""
+    value = list(getattr(value, "messages", ())) or value  # the prompt without the policy's chat template
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
+        return str(value[0]["content"])
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         return "\n".join(f"{message['role']}: {message['content']}" for message in value)
     return str(value)
@@ -240,7 +239,7 @@ def _plain(value: Any) -> str:
 def _encoded(model: Pretrained, texts: Sequence[str]) -> list[list[int]]:
     chat = bool(model.tokenizer.chat_template)
     prompts = [[{"role": "user", "content": text}] if chat else text for text in texts]
-    encoded = encode_prompts(model.tokenizer, prompts, eos_ids=model.eos_ids)
+    encoded = encode_prompts(Chat(model.tokenizer, model.eos_ids), prompts)
     if len(encoded.numbers) < len(prompts):
         raise UsageError("a text for the judge is empty for its tokenizer: look at the template")
     ids = [prompt.tolist() for prompt in encoded.token_ids]

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.data.text import check_ids, encode_continuations, encode_prompts
-from grpo_jax.data.types import Completion, Example, Reward, pad_completions, pad_prompts
+from grpo_jax.data.text import Answers, answer_prompts, check_ids, encode_prompts
+from grpo_jax.data.types import Completion, Example, Prompt, Reward, pad_completions, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
+from grpo_jax.models.chat import Chat, decode, digest_of_template
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import Headed, score_groups
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.weights import read_json
 
 _SHORTEST = 32  # tokens; the smallest width that is chosen automatically
 
@@ -81,9 +83,11 @@ def reward_function(
 ) -> Reward:
     """Makes a reward from a reward model.
 
-    A prompt is computed once for consecutive completions, such as those of a group. If the reward model's tokenizer
-    decodes a completion's token ids to the same text, as when it shares its tokenizer with the policy, these ids are
-    used. Otherwise the text is encoded.
+    The model reads chat messages and the completion in its own chat template. As in transformers, the score is taken at
+    the last token that is not padding. A prompt is computed once for consecutive completions, such as those of a group.
+
+    Prompts without messages stay text. If the reward model's tokenizer then decodes a completion's token ids to the
+    same text, as when it shares its tokenizer with the policy, these ids are used. Otherwise the text is encoded.
 
     Args:
       model: The reward model.
@@ -97,24 +101,64 @@ def reward_function(
       The reward, one score for each completion.
 
     Raises:
-      UsageError: In a call: a prompt is empty.
+      UsageError: In a call: a prompt is empty, or it is text for a policy with another chat template.
     """
+    chat = Chat(model.tokenizer, model.eos_ids)
+    pad_id = read_json(model.folder / "config.json").get("pad_token_id")
+
+    def encode(prompts: Sequence[Any], groups: Sequence[Sequence[Completion]]) -> list[Answers]:
+        check_template(model.tokenizer, prompts)
+        readable = [list(getattr(prompt, "messages", ())) or prompt for prompt in prompts]
+        encoded = encode_prompts(chat, readable, max_prompt_tokens=max_prompt_tokens, overlong="truncate")
+        if len(encoded.numbers) < len(prompts):
+            raise UsageError("a prompt is empty for the tokenizer of the reward model, or does not fit: leave it out")
+        rows = answer_prompts(chat, encoded, groups, scored=True, pad_id=pad_id)
+        return [
+            row if text.messages else Answers(row.prompt, tuple(map(sampled, group, row.answers)))
+            for text, row, group in zip(encoded.texts, rows, groups, strict=True)
+        ]
+
+    def sampled(completion: Completion, encoded: list[int]) -> list[int]:
+        ids = list(getattr(completion, "ids", ()))
+        known = all(0 <= i < model.config.vocab_size for i in ids)
+        return ids if known and decode(chat, ids) == completion else encoded
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         if not completions:
             return []
         group_size = common_group_size([example["prompt"] for example in examples])
-        firsts = [example["prompt"] for example in examples[::group_size]]
-        prompts = _prompt_ids(model, firsts, max_prompt_tokens)
-        answers = [_ids(model, completion)[:max_tokens] for completion in completions]
-        check_ids([*prompts, *answers], model.config.vocab_size)
-        groups = [answers[start : start + group_size] for start in range(0, len(answers), group_size)]
+        starts = range(0, len(completions), group_size)
+        rows = encode(
+            [examples[start]["prompt"] for start in starts],
+            [completions[start : start + group_size] for start in starts],
+        )
+        prompts, groups = [row.prompt for row in rows], [[ids[:max_tokens] for ids in row.answers] for row in rows]
+        check_ids([ids for row in rows for ids in (row.prompt, *row.answers)], model.config.vocab_size)
         score = partial(score_groups, model.config, model.params)
         return score_batches(
             score, prompts, groups, batch_size=batch_size, prompt_width=max_prompt_tokens, width=max_tokens
         )
 
     return reward
+
+
+def check_template(tokenizer: Any, prompts: Sequence[Any], *, quotes: bool = False) -> None:
+    """Raises if prompts are text that a policy with another chat template reads: the text may be written in it.
+
+    Args:
+      tokenizer: The tokenizer of a reward model or judge.
+      prompts: The prompts of examples. Only those that a task made know the policy's template.
+      quotes: True if the model's own template quotes the prompts, which may then come from a policy without a template.
+
+    Raises:
+      UsageError: The templates differ.
+    """
+    same = {digest_of_template(tokenizer), *([""] if quotes else [])}
+    if any(isinstance(prompt, Prompt) and not prompt.messages and prompt.template not in same for prompt in prompts):
+        raise UsageError(
+            "prompts are text, and the model that scores has another chat template than the policy: give prompts as "
+            "chat messages (--chat), or take a model with the policy's template"
+        )
 
 
 def common_group_size(prompts: Sequence[Any]) -> int:
@@ -157,23 +201,6 @@ def score_batches(
         arrays = pad_completions([groups[i] for i in chosen], width)
         scores.append(np.asarray(score(padded.ids, padded.mask, *arrays)).reshape(-1))
     return np.concatenate(scores)[: len(groups) * len(groups[0])].tolist()
-
-
-def _prompt_ids(model: RewardModel, prompts: Sequence[Any], longest: int | None) -> list[list[int]]:
-    encoded = encode_prompts(
-        model.tokenizer, prompts, eos_ids=model.eos_ids, max_prompt_tokens=longest, overlong="truncate"
-    )
-    if len(encoded.numbers) < len(prompts):
-        raise UsageError("a prompt is empty for the tokenizer of the reward model: leave it out")
-    return [ids.tolist() for ids in encoded.token_ids]
-
-
-def _ids(model: RewardModel, completion: str) -> list[int]:
-    ids = list(getattr(completion, "ids", ()))
-    known = all(0 <= i < model.config.vocab_size for i in ids)
-    if known and model.tokenizer.decode(ids, skip_special_tokens=True) == completion:
-        return ids
-    return encode_continuations(model.tokenizer, [str(completion)], eos_ids=model.eos_ids)[0].tolist()
 
 
 def _width(texts: Sequence[Sequence[int]]) -> int:

@@ -189,7 +189,10 @@ _SPEC = re.compile(
     r"(?P<function>[^()*=]+?)\s*(?:\((?P<arguments>.*)\))?",
     re.DOTALL,
 )
-_BUILTIN = ("exact_answer", "gsm8k_answer", "math_answer", "matches", "length", "overlong_penalty", "repetition")
+_BUILTIN = (
+    *("exact_answer", "gsm8k_answer", "gsm8k_official", "math_answer"),
+    *("matches", "length", "overlong_penalty", "repetition"),
+)
 
 
 # A reward named by a text: its name, its weight, its function for `Grader`, and its arguments.

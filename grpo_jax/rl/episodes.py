@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,8 @@ def play(
         for place, reply in zip(places, replies, strict=True):
             if reply.reward is not None:
                 rewards[(*place, number)] = reply.reward
-            end, ids = _outcome(reply, sampled, place, number, task, sampling)
+            prompt = examples[place[0]]["prompt"]
+            end, ids = _outcome(reply, prompt, sampled, place, number, task, sampling)
             ending[place] = ENDINGS.index(end) if end else -1
             reply_ids[place][: len(ids)], counts[place] = ids, len(ids)
         if (ending >= 0).all():
@@ -152,7 +154,13 @@ def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
 
 
 def _outcome(
-    reply: Reply, sampled: Completions, place: tuple[int, int], number: int, task: Task, sampling: SamplingConfig
+    reply: Reply,
+    prompt: str,
+    sampled: Completions,
+    place: tuple[int, int],
+    number: int,
+    task: Task,
+    sampling: SamplingConfig,
 ) -> tuple[str, Sequence[int]]:
     """Returns how a reply ends its episode ("" if it continues), and the tokens of the reply for the policy."""
     is_policy = sampled.completion_mask[place]
@@ -166,7 +174,9 @@ def _outcome(
     room = sampling.environment_tokens - int(((sampled.turn[place] > 0) & ~is_policy).sum())
     if len(reply.text) > MAX_CHARACTERS:
         return "environment tokens", ()
-    ids = task.environment.encode(reply.text) if reply.ids is None else reply.ids
+    kwargs = getattr(prompt, "kwargs", None)  # the row's own variables of the chat template
+    encode = partial(task.environment.encode, kwargs=kwargs) if kwargs else task.environment.encode
+    ids = encode(reply.text) if reply.ids is None else reply.ids
     if len(ids) > room:
         return "environment tokens", ()
     unknown = [i for i in ids if not 0 <= i < task.vocab_size]

@@ -1,6 +1,7 @@
 """Checks of tasks, and warnings and metrics of rollouts."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from grpo_jax.tasks.task import Task
 # In float32 ratios of tokens are within 1e-5 of 1. In bfloat16 we saw a ratio off by 0.33, and the mean by 0.013.
 RATIO_TOLERANCE = 1.0
 MISMATCH_TOLERANCE = 1.05
+FAR_FROM_START = 1.0  # nats a token
 
 
 def check_task(task: Task, config: GRPOConfig, *, bootstraps: bool = False) -> None:
@@ -176,6 +178,42 @@ def ratio_warning(metrics: Mapping[str, float]) -> dict[str, str]:
         f"{deviation:.2g}, and the mean of exp |difference of log-probabilities| is {mismatch:.3f}; check that "
         "temperature, dtype and model code are the same"
     }
+
+
+def make_damage_check(learning_rate: float) -> Callable[[Mapping[str, Any]], dict[str, str]]:
+    """Makes a check for updates that destroy the policy. It remembers the reward of the first step that it sees.
+
+    The policy counts as destroyed if it is far from its start and has lost half of the first step's reward. The
+    distance is `kl`, the KL to the reference. Without a reference it is the movement within an iteration, which is
+    visible from the second optimizer step on: `sampler_mismatch`, the mean of exp |Δ log-probability|.
+
+    Args:
+      learning_rate: The peak learning rate of the run.
+
+    Returns:
+      metrics of a step -> a warning, or nothing.
+    """
+    first: list[float] = []
+
+    def check(metrics: Mapping[str, Any]) -> dict[str, str]:
+        reward, kl = metrics["reward"], metrics.get("kl")
+        if reward is None:
+            return {}
+        first.append(reward) if not first else None
+        is_far = kl > FAR_FROM_START if kl is not None else metrics["sampler_mismatch"] > math.exp(FAR_FROM_START)
+        if not is_far or reward >= first[0] - abs(first[0]) / 2 or first[0] == 0:
+            return {}
+        distance = (
+            f"its KL to the start is {kl:.2g} nats a token"
+            if kl is not None
+            else (f"one iteration moves log-probabilities by {math.log(metrics['sampler_mismatch']):.2g} nats a token")
+        )
+        return {
+            "damage": f"the updates destroy the policy: {distance}, and its reward fell from {first[0]:.3g} to "
+            f"{reward:.3g}: start again with a lower learning rate, such as {learning_rate / 10:.0e}"
+        }
+
+    return check
 
 
 # ---- metrics of a rollout

@@ -42,7 +42,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl import source as sources, update
 from grpo_jax.rl.grade import empty_rewards, grading, read_completions, readable, reporting, reward_arrays
-from grpo_jax.rl.guards import ratio_warning
+from grpo_jax.rl.guards import make_damage_check, ratio_warning
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.source import Sampler, make_sampler
@@ -235,6 +235,7 @@ def make_iteration(
     """
     devices = programs.sampler.devices
     reference = fixed_reference(config, trained, frozen)
+    flops, damage = update_flops(trained, _computed(frozen), 1), make_damage_check(config.optimizer.learning_rate)
     grade, report = grading(task, reward, config, devices), reporting(task, reward, config)
 
     def timed_grade(rollout: Rollout) -> Rollout:
@@ -278,7 +279,7 @@ def make_iteration(
         score=score,
         grade=lambda rollout, step: rollout if rollout.graded else report(timed_grade(rollout), step),
         learn=learn,
-        line=partial(read_line, phase, config, task, devices, update_flops(trained, _computed(frozen), 1), timed),
+        line=partial(read_line, phase, config, task, devices, flops, damage, timed),
     )
 
 
@@ -288,6 +289,7 @@ def read_line(
     task: Task,
     devices: Devices,
     flops: float,
+    damage: Callable[[Mapping[str, Any]], dict[str, str]],
     timed: Callable[[str], AbstractContextManager],
     step: int,
     rollout: Rollout,
@@ -302,6 +304,7 @@ def read_line(
       task: Decodes completions.
       devices: The devices that share the rows.
       flops: Floating-point operations of an update per token.
+      damage: Warns about updates that destroy the policy; see `make_damage_check`.
       timed: Adds the seconds of a block to the time of the named part of the iteration.
       step: The number of the iteration, from 0.
       rollout: The graded rollout, with its metrics.
@@ -332,11 +335,13 @@ def read_line(
         return to_numpy(arrays | {"advantages": learned.advantages, "prompts": learned.order[first_skipped]})
 
     name, most = f"{phase}_{step:06d}_{first_skipped + 1}", config.optimizer.max_skipped
-    reward = rollout.metrics["reward"]
+    reward, warnings = rollout.metrics["reward"], dict(rollout.warnings)
+    if damaged := damage(rollout.metrics | metrics):
+        warnings.pop("spread", None)  # equal rewards are then not the fault of the prompts
     return Line(
         metrics=rollout.metrics | metrics,
         words="no reward" if reward is None else f"reward {reward:.3f}",
-        warnings=rollout.warnings | ({} if config.sampling.staleness else ratio_warning(metrics)),
+        warnings=warnings | damaged | ({} if config.sampling.staleness else ratio_warning(metrics)),
         groups=groups,
         times=times,
         skipped=Skipped(name, metrics["skipped"], most, skipped_arrays) if metrics["skipped"] else None,

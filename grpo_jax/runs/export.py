@@ -116,6 +116,8 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
         f"# {run.absolute().name}",
         f"Step {step} of phase `{phase}`, {started} with grpo_jax {grpo_jax.__version__}.",
     ]
+    if kwargs := options.get("chat_template_kwargs"):
+        sections.append(f"Prompts were written with the variables `{kwargs}` of the chat template.")
     for title, name in {"Results": "results.json", "Command": COMMAND, "Options": "config.json"}.items():
         if (run / name).exists():
             text = (run / name).read_text(encoding="utf-8", errors="replace").strip()

@@ -13,10 +13,9 @@ from grpo_jax.data.episodes import (
     checked_reply,
     episode_return as episode_return,
     messages_of,
-    reply_encoder,
 )
 from grpo_jax.data.types import BadReward, Example
-from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.chat import Chat, reply_encoder
 from grpo_jax.rewards.processes import Processes, ProcessOptions
 from grpo_jax.rewards.worker import digest_of_source
 from grpo_jax.tasks.adapters import load_factory, trl_tools
@@ -25,7 +24,7 @@ from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of as schemas_
 
 
 @contextmanager
-def open_environment(options: TaskOptions, pretrained: Pretrained, chat: bool) -> Iterator[Environment]:
+def open_environment(options: TaskOptions, chat: Chat, in_chat: bool) -> Iterator[Environment]:
     """Opens the environment that the options name, in child processes that end with the block."""
     spec, arguments = options.environment, dict[str, str]()
     named = options.tools or options.environment_factory
@@ -33,10 +32,10 @@ def open_environment(options: TaskOptions, pretrained: Pretrained, chat: bool) -
         spec, arguments = "grpo_jax.tasks.tools:environment_of_tools", {"tools": named}
     elif options.environment_factory:
         spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": named}
-    roles: tuple[str, ...] = ("user",) if chat else ()
+    roles: tuple[str, ...] = ("user",) if in_chat else ()
     with environment_in_processes(
         spec,
-        reply_encoder(pretrained.tokenizer, pretrained.eos_ids, roles=("tool", "user") if named else roles),
+        reply_encoder(chat, roles=("tool", "user") if named else roles),
         arguments=arguments,
         deadline=options.reply_deadline,
         budget=options.reply_budget,

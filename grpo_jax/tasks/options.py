@@ -12,6 +12,7 @@ from grpo_jax.data.rows import read_rows
 from grpo_jax.data.text import Overlong, uses_chat
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
+from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import Bound, Size
 from grpo_jax.rewards.reward import open_rewards, parse_reward
@@ -19,8 +20,9 @@ from grpo_jax.tasks.problems import GSM8K, gsm8k_rows, math_rows, problem_task
 from grpo_jax.tasks.task import Task, text_task
 
 # Strict and lenient grading are both logged: a model that learns only the format raises just the strict reward.
+# Published scores of GSM8K are those of its own pattern.
 _REWARDS = {
-    "gsm8k": ("strict=gsm8k_answer", "lenient=0*gsm8k_answer(lenient=True)"),
+    "gsm8k": ("strict=gsm8k_answer", "lenient=0*gsm8k_answer(lenient=True)", "official=0*gsm8k_official"),
     "math": ("strict=math_answer", "lenient=0*math_answer(lenient=True)"),
 }
 
@@ -54,6 +56,9 @@ class TaskOptions:
     """Put prompts that are text into the chat template, as the user's message. None: if the tokenizer has one."""
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
+    heldout: str = ""
+    """Rows that are only evaluated, in the format of `task`: a file, folder or hub id. Empty: part of your rows is held
+    out."""
     num_heldout: Size | None = None
     """Largest number of held-out prompts. None: 200 in training, at most a tenth of your own rows; all in
     evaluations."""
@@ -83,6 +88,7 @@ def open_task(
     seed: int,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
+    chat_template_kwargs: str = "",
     training: bool = True,
 ) -> Iterator[Task]:
     """Opens the task that the options name. Its rewards run in child processes that end with the block.
@@ -94,6 +100,7 @@ def open_task(
       group_size: The number of completions of a prompt in training, G.
       seed: The seed of the order of prompts.
       max_prompt_tokens, overlong: See `encode_prompts`.
+      chat_template_kwargs: Variables of the chat template, as JSON.
       training: False if the task is only evaluated, so that all rows may be held out.
 
     Yields:
@@ -110,7 +117,8 @@ def open_task(
         from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
         tools = environments.schemas_of(environments.tools_of(options)) or None
-        environment_of = environments.open_environment(options, pretrained, chat)
+        writer = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=chat_template_kwargs)
+        environment_of = environments.open_environment(options, writer, chat)
     if tools and not chat:
         flag = "--tools" if options.tools else "--environment-factory"
         raise UsageError(f"{flag} needs a model with a chat template, which tells it of the tools, and --chat")
@@ -137,6 +145,7 @@ def open_task(
             template=options.template,
             system=options.system,
             tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
         )
         yield task._replace(environment=environment)
 
@@ -159,6 +168,8 @@ def check_task_options(options: TaskOptions) -> tuple[str, ...]:
         raise UsageError("--data belongs to the tasks gsm8k and math: give your own rows as --task")
     if options.task == "math" and not options.data:
         raise UsageError("--data is needed for math: a file or folder with its problems, or an id on the hub")
+    if options.heldout and options.task == "gsm8k":
+        raise UsageError("--heldout is not for gsm8k, which has test rows of its own: leave it out")
     if options.prompt_column != "prompt" and not has_rows:
         raise UsageError(f"--prompt-column is for rows of your own, not for {options.task}: leave it out")
     if bool(options.environment) + bool(options.tools) + bool(options.environment_factory) > 1:
@@ -195,7 +206,9 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
         training_rows, test_rows = (gsm8k_rows(options.data or GSM8K, split=split) for split in ("train", "test"))
         number = 200 if most is None and training else most
         return partial(problem_task, "gsm8k", rows=training_rows, heldout_rows=test_rows, num_heldout=number)
-    rows: Sequence[Mapping[str, Any]] = math_rows(options.data) if options.task == "math" else read_rows(options.task)
+    read, source = (math_rows, options.data) if options.task == "math" else (read_rows, options.task)
+    rows: Sequence[Mapping[str, Any]] = read(source)
+    heldout_rows: Sequence[Mapping[str, Any]] | None = read(options.heldout) if options.heldout else None
     has_bare_replies = options.environment and options.chat is False and options.template is None
     # There may be a million rows, so only runs that may be refused read them here.
     if has_bare_replies and any(isinstance(row.get(options.prompt_column), list) for row in rows):
@@ -203,12 +216,14 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
     if options.environment_factory:
         from grpo_jax.tasks.adapters import load_factory, trl_rows
 
-        rows = trl_rows(load_factory(options.environment_factory), rows)
+        factory = load_factory(options.environment_factory)
+        rows, heldout_rows = trl_rows(factory, rows), heldout_rows and trl_rows(factory, heldout_rows)
     if not training and most is not None:
         rows = [rows[i] for i in np.sort(rng(0).permutation(len(rows))[:most])]
-    if training:
-        held: dict[str, Any] = {"num_heldout": usual_num_heldout(len(rows)) if most is None else most}
-    else:
+    held: dict[str, Any] = {"heldout_rows": heldout_rows, "num_heldout": most}
+    if heldout_rows is None and training:
+        held = {"num_heldout": usual_num_heldout(len(rows)) if most is None else most}
+    elif heldout_rows is None:
         held = {"heldout_share": 0.0}
     if options.task == "math":
         return partial(problem_task, "math", rows=rows, **held)

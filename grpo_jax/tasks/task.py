@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from grpo_jax.data.rows import batches, check_messages, column, hash_of_prompt, kind_of
-from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, fill_template, in_chat, progress
+from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, progress
 from grpo_jax.data.types import (
     Answer,
     Completion,
     Example,
+    Prompt,
     Prompts,
     Reward,
     Rewards,
@@ -30,6 +31,7 @@ from grpo_jax.data.types import (
     rng,
 )
 from grpo_jax.errors import UsageError, reason_of
+from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, template_kwargs
 from grpo_jax.options import Size, check_number
 from grpo_jax.rewards.reward import sources
 
@@ -145,6 +147,9 @@ def text_task(
     seed: int,
     reward: Reward | Rewards,
     answer: Answer | None = None,
+    chat: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | str | None = None,
     **encoding: Any,
 ) -> Task:
     """Makes a task from rows. Every epoch has each training prompt once, in an order that depends on the seed.
@@ -163,6 +168,9 @@ def text_task(
         "prompt" (which replaces a column of that name).
       answer: Extracts the answer that completions of a prompt vote on, such as `rewards.builtin.number_vote`. None:
         there is no vote.
+      chat: True to make each prompt that is text a user's message in the tokenizer's chat template.
+      tools: JSON schemas of functions that the chat template describes to the model. None: there are no tools.
+      chat_template_kwargs: Variables of the chat template, such as {"enable_thinking": False}, or their JSON.
       encoding: Further options of `encode_rows`.
 
     Returns:
@@ -173,13 +181,10 @@ def text_task(
     """
     check_number("num_prompts", num_prompts, Size)
     encoding = {"all_in_advance": _ALL_IN_ADVANCE} | encoding
-    training, heldout, notes, width = encode_rows(tokenizer, eos_ids, rows, vocab_size=vocab_size, **encoding)
+    writer = make_chat(tokenizer, eos_ids, tools=tools, kwargs=chat_template_kwargs)
+    training, heldout, notes, width = encode_rows(writer, rows, vocab_size=vocab_size, in_chat=chat, **encoding)
     size = len(training.rows)
     check_num_prompts(num_prompts, size)
-    prompt = encoding.get("prompt_column", "prompt")
-    in_messages = encoding.get("chat") or (
-        encoding.get("template") is None and not isinstance(training.rows[0][prompt], str)
-    )
     batch = batches(size, num_prompts, seed)
     lengths = np.array([len(ids) for _, ids in training.sample])
     longest = [lengths[batch(step) * len(lengths) // size].max() for step in range(_STEPS)]
@@ -188,14 +193,11 @@ def text_task(
     def padded(rows: PromptRows, numbers: Iterable[int] | None = None) -> Prompts:
         return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id)
 
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
     return Task(
         prompts=lambda step: padded(training, batch(step)),
         reward=reward,
         heldout=padded(heldout),
-        decode=decode,
+        decode=partial(decode, writer),
         eos_ids=eos_ids,
         pad_id=pad_id,
         vocab_size=vocab_size,
@@ -204,11 +206,11 @@ def text_task(
         prompt_widths=choose_widths([*lengths, width], most=4),
         batch_widths=choose_widths([*longest, width], most=3),
         rows=hash_values(*(training.rows[i : i + _DIGESTED] for i in range(0, size, _DIGESTED))),
-        extract_final=final_extractor(tokenizer) if in_messages else None,
+        extract_final=final_extractor(tokenizer) if training.sample[0][0].messages else None,
     )
 
 
-EncodedPrompt = tuple[str, np.ndarray]  # the encoded text, and its token ids
+EncodedPrompt = tuple[Prompt, np.ndarray]  # the encoded text, and its token ids
 
 
 class PromptRows(NamedTuple):
@@ -234,41 +236,39 @@ class PromptRows(NamedTuple):
 
 
 def encode_rows(
-    tokenizer: Any,
-    eos_ids: tuple[int, ...],
+    chat: Chat,
     rows: Sequence[Mapping[str, Any]],
     *,
     vocab_size: int,
     prompt_column: str = "prompt",
     template: str | None = None,
-    chat: bool = False,
+    in_chat: bool = False,
     system: str | None = None,
     heldout_rows: Sequence[Mapping[str, Any]] | None = None,
     heldout_share: float = 0.1,
     num_heldout: int | None = None,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
-    tools: Sequence[Mapping[str, Any]] | None = None,
     all_in_advance: int | None = None,
 ) -> tuple[PromptRows, PromptRows, tuple[str, ...], int]:
     """Checks rows, splits them by their prompts, and encodes the prompts.
 
     Args:
-      tokenizer: A transformers tokenizer.
-      eos_ids: The ids of the tokens that end a completion.
-      rows: The rows for training and, without `heldout_rows`, for the held-out set.
+      chat: The tokenizer and its chat template.
+      rows: The rows for training and, without `heldout_rows`, for the held-out set. A column chat_template_kwargs holds
+        variables of the chat template for its row.
       vocab_size: The size of the model's vocabulary.
       prompt_column: The column with the prompt: text, or a list of chat messages.
       template: A text that replaces the column. Each {column} in it becomes the text or number of that column; {{ and
         }} are braces. Formats and attributes are not supported.
-      chat: True to make each text a user's message in the tokenizer's chat template.
-      system: A system message before prompts that have none. Prompts that are text need `chat` with it.
+      in_chat: True to make each text a user's message.
+      system: A system message before prompts that have none. Prompts that are text need `in_chat` with it.
       heldout_rows: Rows that are never trained on. Training prompts that are among them are dropped.
       heldout_share: About the share of the prompts that is held out, without `heldout_rows`. 0: all prompts are trained
         on and also evaluated, and a note says so.
       num_heldout: The most rows taken from `heldout_rows`, or without these, the number of different held-out prompts,
         which replaces the share. The prompts with the smallest hashes are taken.
-      max_prompt_tokens, overlong, tools: See `encode_prompts`.
+      max_prompt_tokens, overlong: See `encode_prompts`.
       all_in_advance: The most training rows whose prompts are all encoded in advance. With more rows, only held-out
         prompts, prompts that may not fit, and a sample that decides the width are encoded in advance. None: no limit.
 
@@ -280,15 +280,15 @@ def encode_rows(
       UsageError: Rows, columns, template or split are invalid. The message is one sentence that says where.
     """
     check_number("num_heldout", num_heldout, Size)
-    in_messages = partial(in_chat, tokenizer=tokenizer, chat=chat, system=system)
+    write, kwargs_of = prompt_writer(chat, in_chat, system), partial(row_kwargs, chat)
     prompt_of = partial(_prompt, prompt_column=prompt_column, template=template)
 
     def encode(rows: Sequence[Mapping[str, Any]], **options: Any) -> Encoded:
-        prompts = [in_messages(prompt_of(row, "a row")) for row in rows]
-        options = {"max_prompt_tokens": max_prompt_tokens, "overlong": overlong, "tools": tools} | options
-        return encode_prompts(tokenizer, prompts, eos_ids=eos_ids, **options)
+        prompts = [write(prompt_of(row, "a row")) for row in rows]
+        options = {"max_prompt_tokens": max_prompt_tokens, "overlong": overlong} | options
+        return encode_prompts(chat, prompts, kwargs=list(map(kwargs_of, rows)), **options)
 
-    check = partial(_check, prompt_of, in_messages, partial(fill_template, tokenizer, tools=tools))
+    check = partial(_check, prompt_of, write, kwargs_of, partial(render, chat))
     checked = check(rows, "row")
     apart = None if heldout_rows is None else check(heldout_rows, "held-out row")
     nothing_held_out = apart is None and num_heldout is None and heldout_share == 0
@@ -357,19 +357,22 @@ def _pairs(encoded: Encoded) -> list[EncodedPrompt]:
 
 def _check(
     prompt_of: Callable[..., str | list[Message]],
-    in_messages: Callable[..., str | list[Message]],
+    write: Callable[..., str | list[Message]],
+    kwargs_of: Callable[..., Mapping[str, Any]],
     filled: Callable[..., str],
     rows: Sequence[Mapping[str, Any]],
     name: str,
 ) -> np.ndarray:
     """Checks the prompt of every row without encoding it. Each token has at least a byte, so bytes bound its tokens.
 
-    The chat template is filled in once for each order of roles, so that an order that it refuses raises at once.
+    The chat template is filled in once for each order of roles, and for each choice of its variables, so that an order
+    that it refuses raises at once.
 
     Args:
       prompt_of: (row, its place) -> its prompt.
-      in_messages: prompt -> the prompt as text or messages to encode.
-      filled: (messages, their place) -> the filled-in chat template.
+      write: prompt -> the prompt as text or messages to encode.
+      kwargs_of: row -> its variables of the chat template.
+      filled: (messages, their place, kwargs=...) -> the filled-in chat template.
       rows: The M rows.
       name: The word for a row in errors, used if the row does not know its place.
 
@@ -378,19 +381,26 @@ def _check(
       is equal for prompts that differ only in spaces and case.
     """
     checked = np.empty((3, len(rows)))
-    added: dict[tuple[str, ...], int] = {("",): _SPECIAL_TOKENS}  # roles -> bytes that the template adds to contents
+    added: dict[Any, int] = {}  # (variables, roles) -> bytes that the template adds to contents
     for number, row in enumerate(progress(rows, "checking rows")):
         where = getattr(row, "where", f"{name} {number}")
         prompt = prompt_of(row, where)
-        place, messages = hash_of_prompt(prompt, where), in_messages(prompt)
+        place, messages, kwargs = hash_of_prompt(prompt, where), write(prompt), kwargs_of(row)
         parts = [{"role": "", "content": messages}] if isinstance(messages, str) else messages
-        text, roles = "".join(part["content"] for part in parts), tuple(part["role"] for part in parts)
+        text, kind = "".join(part["content"] for part in parts), (repr(kwargs), *(part["role"] for part in parts))
         size = len(text.encode(errors="replace"))
-        if roles not in added:
-            added[roles] = max(len(filled(messages, where).encode(errors="replace")) - size, 0) + _SPECIAL_TOKENS
-        bound = size + added[roles] if text.strip() else np.inf
+        if kind not in added:
+            whole = messages if isinstance(messages, str) else filled(messages, where, kwargs=kwargs)
+            added[kind] = max(len(whole.encode(errors="replace")) - size, 0) + _SPECIAL_TOKENS
+        bound = size + added[kind] if text.strip() else np.inf
         checked[:, number] = place, bound, hash(text.casefold().replace(" ", "").strip())
     return checked
+
+
+def row_kwargs(chat: Chat, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables of the chat template in a row, from its column chat_template_kwargs."""
+    place = f"{getattr(row, 'where', 'a row')}: column chat_template_kwargs"
+    return template_kwargs(chat, row.get("chat_template_kwargs"), place)
 
 
 def _prompt(row: Mapping[str, Any], where: str, *, prompt_column: str, template: str | None) -> str | list[Message]:

@@ -17,6 +17,7 @@ from grpo_jax.commands import kto, sft, train
 from grpo_jax.commands.dpo import CONSTANTS
 from grpo_jax.commands.offline import encoding
 from grpo_jax.data.preferences import encode_preferences, read_preferences
+from grpo_jax.models.chat import Chat
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.offline.sft import text_nll
 from grpo_jax.rewards.learned import load_reward_model
@@ -177,7 +178,7 @@ def test_a_run_is_extended_by_its_folder_alone(folder, tmp_path, method, options
 def test_prompts_are_not_learned_and_completions_end_with_eos(folder):
     config = flags.parse(sft.Config, None, ["--model", "model", "--task", "rows.jsonl", "--max-tokens", "2"])
     packed, _, _, notes = sft.encode_texts(config, sft.read_completions(config), load_pretrained(folder / "model"))
-    assert "dropped of 58 completions" in notes[0]  # of two digits and EOS
+    assert "training: dropped 13 completions that are longer than 2 tokens" in notes[0]  # of two digits and EOS
     for ids, numbers, learned in zip(packed.ids, packed.texts, packed.completion_mask, strict=True):
         for number in range(1, numbers.max() + 1):
             answer = ids[(numbers == number) & learned].tolist()
@@ -229,7 +230,7 @@ def test_completions_of_pairs_end_with_eos_and_count_it(folder):
     def encoded(*more):
         config = flags.parse(dpo.Config, None, [*args, *more])
         options = encoding(pretrained, config.model, config.max_tokens)
-        return encode_preferences(pretrained.tokenizer, preferences, **options)
+        return encode_preferences(Chat(pretrained.tokenizer, pretrained.eos_ids), preferences, **options)
 
     whole = encoded()
     assert {(len(ids), ids[-1]) for pair in whole.answers for ids in pair} == {(2, eos_id)}

@@ -61,6 +61,10 @@ def test_rows_and_rewards_of_files_then_the_checkpoint_evaluated_alone(folder, t
     assert {name: numbers[name] for name in after} == pytest.approx(after, abs=1e-6, nan_ok=True)
     with refused("leave out --num-heldout"):
         evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, "--num-heldout", 9)
+    with refused("--heldout is for training"):
+        evaluation(
+            folder / "model", tmp_path / "out", *LOW, "--task", folder / "rows.jsonl", "--heldout", "other.jsonl"
+        )
     other = evaluate.parse([str(tmp_path / "run"), "--task", "other.jsonl", "--temperature", "0.5"])
     assert (other.task, other.reward, other.max_tokens, other.temperature) == ("other.jsonl", (), 8, 0.5)
 

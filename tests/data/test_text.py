@@ -11,7 +11,8 @@ from tiny import DATA, STORIES, Characters, needs_data, refused
 from experiments.tasks import arithmetic
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import recipe
-from grpo_jax.data.text import encode_answers, encode_completions, encode_prompts, encode_texts
+from grpo_jax.data.text import encode_answers, encode_prompts, encode_texts
+from grpo_jax.models.chat import Chat
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer
 from grpo_jax.runs.folder import RunFolder
 
@@ -31,8 +32,18 @@ def lists(encoded):
     return [ids.tolist() for ids in encoded.token_ids]
 
 
+EOS = (arithmetic.EOS_ID,)
+
+
 def encode(tokenizer, prompts, **options):
-    return encode_prompts(tokenizer, prompts, eos_ids=(arithmetic.EOS_ID,), **options)
+    return encode_prompts(Chat(tokenizer, EOS), prompts, **options)
+
+
+def answers(tokenizer, texts, eos_ids=EOS, prompts=None, **options):
+    """Encodes an answer to each prompt, and returns their ids and the notes."""
+    prompts = prompts or [f"{number}=" for number in range(len(texts))]
+    rows, _, notes = encode_answers(Chat(tokenizer, eos_ids), prompts, [(text,) for text in texts], **options)
+    return [row.answers[0] for row in rows], notes
 
 
 OVERLONG = [
@@ -66,33 +77,29 @@ class Ending(Characters):
 
 
 def test_a_prompt_does_not_end_and_a_template_brings_its_own_special_tokens():
-    encoded = encode_prompts(Ending(), ["a", [{"role": "user", "content": "b"}]], eos_ids=(2,))
+    encoded = encode_prompts(Chat(Ending(), (2,)), ["a", [{"role": "user", "content": "b"}]])
     assert lists(encoded) == [[1, 97], Characters().encode("<user>b<assistant>")]
 
 
-def test_a_text_that_brings_its_own_beginning_has_one_and_any_number_of_ends_goes():
-    class Marked(Ending):
-        """Reads < and > as beginning and end."""
+class Marked(Ending):
+    """Reads < and > as beginning and end."""
 
-        bos_token_id = 1
-
-        def encode(self, text, add_special_tokens):
-            return [{60: 1, 62: 2}.get(i, i) for i in super().encode(text, add_special_tokens)]
-
-    encoded = encode_prompts(Marked(), ["<a", "a>>", "a"], eos_ids=(2,))
-    assert lists(encoded) == [[1, 97]] * 3
+    def encode(self, text, add_special_tokens=True):
+        return [{60: 1, 62: 2}.get(i, i) for i in super().encode(text, add_special_tokens)]
 
 
-EOS = {"eos_ids": (arithmetic.EOS_ID,)}
+def test_only_what_the_tokenizer_adds_is_removed():
+    encoded = encode_prompts(Chat(Marked(), (2,)), ["<a", "a>>", "a", [{"role": "user", "content": "a"}]])
+    assert lists(encoded)[:3] == [[1, 97], [1, 97, 2, 2], [1, 97]]
+    assert lists(encoded)[3][-1] == 2  # the template ends with ">", which is a token that ends texts
 
 
 UNENCODABLE = [
     (lambda digits: encode(digits, ["", "123"], max_prompt_tokens=2), "no prompt is left"),
     (lambda digits: encode(digits, ["1"], max_prompt_tokens=0), "max_prompt_tokens is 0"),
-    (lambda digits: encode_completions(digits, ["1"], eos_ids=()), "no EOS"),
-    (lambda digits: encode_completions(digits, ["1"], max_tokens=0, **EOS), "max_tokens is 0"),
-    (lambda digits: encode_completions(digits, ["1", "12\ud83d"], **EOS), r"surrogate pair.* mend '12\\ud83d'"),
-    (lambda digits: encode_answers(digits, ["1+1="], [("2", "12\ud83d")], **EOS), r"mend '12\\ud83d'"),
+    (lambda digits: answers(digits, ["1"], eos_ids=()), "no EOS"),
+    (lambda digits: answers(digits, ["1"], max_tokens=0), "max_tokens is 0"),
+    (lambda digits: answers(digits, ["1", "12\ud83d"]), r"surrogate pair.* mend '12\\ud83d'"),
 ]
 
 
@@ -106,7 +113,7 @@ def test_what_cannot_be_encoded_is_refused(digits, call, words):
 def test_a_published_chat_template_and_unicode():
     tokenizer = load_tokenizer(DATA / "hf-tokenizers/phi-3-mini")
     message = {"role": "user", "content": "Wie heißt 猫 auf Deutsch? 🐈"}
-    encoded = encode_prompts(tokenizer, [[message]], eos_ids=(tokenizer.eos_token_id,))
+    encoded = encode_prompts(Chat(tokenizer), [[message]])
     assert encoded.texts[0].startswith("<|user|>\n") and encoded.texts[0].endswith("<|assistant|>\n")  # noqa: PT018
     ids = lists(encoded)[0]
     assert ids.count(tokenizer.convert_tokens_to_ids("<|user|>")) == 1  # special tokens are one token each
@@ -158,16 +165,17 @@ def test_completions_end_with_one_eos_and_are_dropped_or_cut_and_counted(digits)
     eos = arithmetic.EOS_ID
     ended = digits.decode([eos])
     texts = ["12", "", f"3{ended}", "12345"]
-    whole = encode_completions(digits, texts, eos_ids=(eos,))
-    assert lists(whole) == [[*arithmetic.TEXT.encode(text), eos] for text in ("12", "3", "12345")]
-    assert (whole.numbers, whole.summary) == ([0, 2, 3], "dropped of 4 completions: 1 empty")
-    short = encode_completions(digits, texts, eos_ids=(eos,), max_tokens=3)
-    assert (short.numbers, short.summary) == ([0, 2], "dropped of 4 completions: 1 empty, 1 longer than 3 tokens")
-    cut = encode_completions(digits, texts, eos_ids=(eos,), max_tokens=3, overlong="truncate")
-    assert lists(cut)[-1] == arithmetic.TEXT.encode("123")  # nothing says that it ended there
-    assert cut.summary.endswith("1 of 4 completions lost their end")
+    whole, notes = answers(digits, texts, noun="completions")
+    assert whole == [[*arithmetic.TEXT.encode(text), eos] for text in ("12", "3", "12345")]
+    assert notes == ("dropped 1 completions that are empty as tokens",)
+    short, notes = answers(digits, texts, max_tokens=3, overlong="drop")
+    assert len(short) == 2
+    assert notes[1] == "dropped 1 pairs that are longer than 3 tokens"
+    cut, notes = answers(digits, texts, max_tokens=3)
+    assert cut[-1] == arithmetic.TEXT.encode("123")  # nothing says that it ended there
+    assert notes[1] == "1 of 4 pairs have an answer that lost its end"
 
 
 def test_completions_end_with_the_tokenizers_eos_if_it_ends_texts(digits):
     for eos_ids, last in (((0, arithmetic.EOS_ID, 5), arithmetic.EOS_ID), ((0, 5), 5)):
-        assert encode_completions(digits, ["1"], eos_ids=eos_ids).token_ids[0][-1] == last
+        assert answers(digits, ["1"], eos_ids=eos_ids)[0][0][-1] == last

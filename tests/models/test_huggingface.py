@@ -266,6 +266,17 @@ def test_end_tokens_are_those_of_all_files(folder):
     assert load_pretrained(folder).eos_ids == (5,)
 
 
+def test_the_end_of_a_turn_ends_texts_here_and_in_what_is_saved(folder, tmp_path):
+    """The files of base models often name another EOS than the one with which their template ends a turn."""
+    name_eos(folder, [2, 7])
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}t1 {{ m.content }} t0{% endfor %}")
+    loaded = load_pretrained(folder)
+    assert {0, 2, 5, 7} <= {*loaded.eos_ids}
+    saved = save_pretrained(tmp_path / "saved", loaded.params, loaded.config, source=folder)
+    assert read_json(saved / "generation_config.json")["eos_token_id"] == [0, 2, 7]
+    assert load_pretrained(saved).eos_ids == loaded.eos_ids
+
+
 def test_options_that_are_not_the_models(folder):
     loaded = load_pretrained(folder, param_dtype=jnp.bfloat16, dtype="bfloat16", remat="layer", attention="xla")
     assert (loaded.config.dtype, loaded.config.remat, loaded.config.attention) == ("bfloat16", "layer", "xla")

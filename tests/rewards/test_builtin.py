@@ -5,11 +5,12 @@ import importlib.util
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import DATA, needs_data, read_lines, refused
+from tiny import refused
 
 from grpo_jax.data.types import Completion, Turn
 from grpo_jax.functional import overlong_penalty
 from grpo_jax.rewards import builtin
+from grpo_jax.rewards.answers import last_number
 from grpo_jax.rewards.processes import Grader
 
 BUILTIN = "grpo_jax.rewards.builtin"
@@ -23,153 +24,14 @@ def texts(*words):
 # ---- answers
 
 
-NUMBERS = [
-    ("1,000", "1000.0", True),
-    ("-$1,234.50", "-1234.5", True),
-    ("$-5", "-5", True),
-    ("50%", "50", True),
-    ("1/2", "0.5", True),
-    (".5", "0.50", True),
-    ("1e3", "1000", True),
-    ("18.", "18", True),
-    ("−3", "-3", True),
-    ("3", "-3", False),
-    ("1,2", "12", False),
-    ("1/0", "1/0", False),
-    ("18 apples", "18", False),
-    ("0.30000000000000004", "0.3", False),
-    ("1e999999999", "1", False),
-    ("9" * 100_000, "9", False),
-    ("", "", False),
-    ("nan", "nan", False),
-]
-
-
-@pytest.mark.parametrize(("stated", "expected", "same"), NUMBERS)
-def test_numbers_are_compared_as_numbers(stated, expected, same):
-    assert builtin.same_number(stated, expected) is same
-
-
 def test_exact_answer():
     examples = [{"goal": "1,000"}, {"goal": "Paris"}, {"goal": "Paris"}, {"goal": 7}]
     reward = builtin.exact_answer("goal")
     assert reward(examples, texts("1000.0 ", "\nParis", "paris", "7.0")) == [1.0, 1.0, 0.0, 1.0]
     assert reward(examples, texts("", "", "It is Paris", "It is 7")) == [0.0, 0.0, 0.0, 0.0]
-    last = builtin.exact_answer("goal", extract=builtin.last_number)
+    last = builtin.exact_answer("goal", extract=last_number)
     assert last(examples[-1:] * 2, texts("It is 7.", "None")) == [1.0, 0.0]
     assert last([{"goal": 1000}], texts("It is 1e3.")) == [1.0]
-
-
-LAST_NUMBERS = [
-    ("10-5", "5"),
-    ("it fell to -5 degrees", "-5"),
-    ("costs -$5.25!", "-$5.25"),
-    ("x2 and v1.5", None),
-    ("a total of 1,234,567 eggs", "1,234,567"),
-    ("(1,2)", "2"),
-    ("about 1e3 of them", "1e3"),
-    ("then -2.5E-3.", "-2.5E-3"),
-    ("the colour 1e3f", "1"),
-    ("", None),
-]
-
-
-@pytest.mark.parametrize(("text", "number"), LAST_NUMBERS)
-def test_last_number(text, number):
-    assert builtin.last_number(text) == number
-
-
-SOLUTIONS = [
-    ("9 * 2 = 18\n#### 18", 1.0, 1.0),
-    ("#### $18.00\n", 1.0, 1.0),
-    ("#### 3\n#### 18", 1.0, 1.0),
-    ("She makes 18 dollars.", 0.0, 1.0),
-    ("#### 18 of 20", 0.0, 0.0),
-    ("#### 18\nthat is 3 times 6", 1.0, 0.0),
-    ("", 0.0, 0.0),
-]
-
-
-@pytest.mark.parametrize(("text", "strict", "lenient"), SOLUTIONS)
-def test_gsm8k_by_hand(text, strict, lenient):
-    for answer in ("16 - 3 = 13\n#### 18", "18"):
-        assert builtin.gsm8k_answer()([{"answer": answer}], texts(text)) == [strict]
-        assert builtin.gsm8k_answer(lenient=True)([{"answer": answer}], texts(text)) == [lenient]
-
-
-FORMULAS = [
-    (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}", r"\frac{1}{2}"),
-    (r"\boxed{1} or \boxed{2}", "2", "2"),
-    (r"\boxed{\left\{ x \right.}", r"\left\{ x \right.", r"\left\{ x \right."),
-    (r"\boxed 15$", "15", "15"),
-    (r"\fbox{7}", "7", "7"),
-    (r"\boxed{1} then \boxed{2", None, "2"),
-    ("The answer is 5. I am sure of 3.", None, "5"),
-    ("The answer is: $x^2$, as above", None, "x^2"),
-    ("so $x=1$ and $y=2$, twice 3", None, "y=2"),
-    (r"it costs $\$36$ now", None, r"\$36"),
-    ("$$a$$", None, "a"),
-]
-
-
-@pytest.mark.parametrize(("text", "boxed", "stated"), FORMULAS)
-def test_where_a_formula_is_found(text, boxed, stated):
-    assert builtin.boxed_answer(text) == boxed
-    assert builtin.stated_answer(text) == stated
-
-
-EQUAL_FORMULAS = [
-    (r"\dfrac12", r"\frac{1}{2}", True),
-    (r"\frac{1}{2}", "0.5", True),
-    (r"-\frac{1}{2}", "-1/2", True),
-    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})", True),
-    ("x = 5", "5", True),
-    (r"\text{Evelyn}", "Evelyn", True),
-    (r"5\text{ cm}", "5", True),
-    (r"\$32,\!348", "32348", True),
-    ("p - q", "q-p", False),
-    ("(1,2)", "[1,2]", False),
-    ("12", "1,2", False),
-    (r"\frac{1}{3}", "0.33", False),
-    ("", "", False),
-]
-
-
-@pytest.mark.parametrize(("stated", "expected", "same"), EQUAL_FORMULAS)
-def test_formulas_that_are_the_same_at_sight(stated, expected, same):
-    assert builtin.same_formula(stated, expected) is same
-
-
-# ---- published solutions
-
-
-@needs_data
-@pytest.mark.parametrize("lenient", [False, True])
-def test_every_gsm8k_solution_is_right_and_those_of_others_are_wrong(lenient):
-    solutions = [row["answer"] for row in read_lines(DATA / "gsm8k/test.jsonl")]
-    reward = builtin.gsm8k_answer(lenient=lenient)
-    examples = [{"answer": solution} for solution in solutions]
-    assert reward(examples, texts(*solutions)) == [1.0] * len(solutions)
-    numbers = [float(solution.rpartition("#### ")[2].replace(",", "")) for solution in solutions]
-    equal = [float(a == b) for a, b in zip(numbers, [*numbers[1:], numbers[0]], strict=True)]
-    assert reward(examples, texts(*solutions[1:], solutions[0])) == equal
-    assert sum(equal) < 0.02 * len(equal)
-
-
-@needs_data
-@pytest.mark.parametrize("lenient", [False, True])
-def test_every_math500_solution_is_right_and_those_of_others_are_wrong(lenient):
-    answers = [row["answer"] for row in read_lines(DATA / "math500/math500_prompt_answer.jsonl")]
-    # The file repeats the answer behind the solution.
-    solved = read_lines(DATA / "math500/math500_with_solutions.jsonl")
-    solutions = [row["answer"].rpartition("The answer is:")[0] for row in solved]
-    examples, reward = [{"answer": answer} for answer in answers], builtin.math_answer(lenient=lenient, sympy=False)
-    assert reward(examples, texts(*solutions)) == [1.0] * 500
-    others = [rf"\boxed{{{answer}}}" for answer in (*answers[1:], answers[0])]
-    assert sum(reward(examples, texts(*others))) == 3  # neighbours that are equal: 7 and 7, 3 and 3, 5 and x=5
-    if lenient:
-        for stated in ("The answer is {}", "Hence ${}$."):
-            assert reward(examples, texts(*map(stated.format, answers))) == [1.0] * 500
 
 
 # ---- what can take for ever
@@ -211,6 +73,19 @@ def test_a_catastrophic_pattern_ends_in_a_process():
 
 
 # ---- formats and lengths
+
+
+OPENED = ["<|assistant|><think>\n", "<|im_start|>assistant\n<think>", "[THINK]", "<think>\n\n</think>\n\n"]
+
+
+@pytest.mark.parametrize("prompt", OPENED)
+def test_matches_counts_the_tag_that_a_template_opened(prompt):
+    reward = builtin.matches(r"(<think>|\[THINK\]).*</think>.*")
+    examples = [{"prompt": f"so <think> {prompt}"}] * 3
+    assert reward(examples, texts("1</think>2", "1", "<think>1</think>")) == [1, float("</" in prompt), 1]
+    assert reward([{"prompt": "<think> so"}], texts("1</think>2")) == [0]
+    turns = [Turn(Completion("1</think>2"), Completion(f"so{prompt}")), Turn(Completion("3</think>"))]
+    assert reward([{"prompt": ""}], [Completion("", turns=turns)]) == [1]
 
 
 def test_matches_is_of_the_whole_text_and_over_lines():

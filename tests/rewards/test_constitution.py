@@ -9,7 +9,7 @@ import pytest
 from tiny import STORIES, needs_data, refused, save_tiny_model, tiny_config
 
 from experiments.tasks import arithmetic
-from grpo_jax.data.types import Completion
+from grpo_jax.data.types import Completion, Prompt
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.constitution import NO, YES, constitution, model_judge, parse_principles, read_principles
@@ -73,6 +73,16 @@ def test_templates_are_filled_in(model, template, chat, text):
     rows = [{"prompt": "1+1=", "other": "7"}] * 2
     expected = [by_hand(model, text), by_hand(model, text.replace("23", "345"))]
     np.testing.assert_allclose(judge("4+4", rows, [Completion("23"), Completion("345")]), expected, rtol=1e-4)
+
+
+def test_a_judge_reads_messages_without_the_policys_template(model):
+    judge = model_judge(model, **OPTIONS, probability=False)
+    row = {"prompt": Prompt("<|user|>1+1<|end|>", [{"role": "user", "content": "1+1="}], template="another")}
+    actual = judge("4+4", [row], [Completion("23")])
+    np.testing.assert_allclose(actual, [by_hand(model, "4+4=1+1=23=")], rtol=1e-4)
+    judge("4+4", [{"prompt": Prompt("1+1=")}], [Completion("23")])  # a policy without a template
+    with refused("another chat template"):
+        judge("4+4", [{"prompt": Prompt("1+1=", template="another")}], [Completion("23")])
 
 
 def test_a_completion_brings_no_control_tokens(model):

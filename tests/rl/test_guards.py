@@ -1,6 +1,7 @@
 """The guards: what ends a run, and what it warns of. What is refused before a run is in test_refusals.py."""
 
 import math
+import re
 import warnings
 
 import numpy as np
@@ -65,6 +66,44 @@ def test_completions_that_never_end_are_warned_of_unless_they_are_meant_to_be_cu
     assert guards.rollout_warnings(graded, TASK, 1).keys() == {"truncated"}
     assert not guards.rollout_warnings(graded, TASK._replace(open_ended=True), 1)
     assert not guards.rollout_warnings(graded._replace(truncated=all_ & (np.arange(3) > 0)), TASK, 1)
+
+
+START = {"reward": 0.4, "kl": 0.0, "sampler_mismatch": 1.0}
+NO_KL = {"reward": 0.4, "sampler_mismatch": 1.0}
+DAMAGE = [  # (metrics of the first step, of a later step, words of the warning)
+    (START, {"reward": 0.1, "kl": 1.2}, "KL to the start is 1.2 .* from 0.4 to 0.1: .* such as 1e-05"),
+    (START, {"reward": 0.3, "kl": 9.0}, ""),  # a method may move far, as long as the reward does not fall
+    (START, {"reward": 0.0, "kl": 0.9}, ""),  # hard prompts
+    (START | {"reward": None}, {"reward": 0.0, "kl": 9.0}, ""),  # no reward applied
+    (START | {"reward": 0.0}, {"reward": 0.0, "kl": 9.0}, ""),  # there was nothing to lose
+    (START | {"reward": -1.0}, {"reward": -1.2, "kl": 9.0}, ""),
+    (START | {"reward": -1.0}, {"reward": -1.8, "kl": 9.0}, "from -1 to -1.8"),
+    (NO_KL, {"reward": 0.1, "sampler_mismatch": 4.0}, "moves log-probabilities by 1.4 nats .* such as 1e-05"),
+    (NO_KL, {"reward": 0.1, "sampler_mismatch": 2.0}, ""),
+]
+
+
+@pytest.mark.parametrize(("first", "later", "words"), DAMAGE)
+def test_updates_that_destroy_the_policy_name_the_rate(first, later, words):
+    check = guards.make_damage_check(1e-4)
+    assert not check(first)
+    warned = " ".join(check(first | later).values())
+    assert re.search(words, warned) if words else not warned
+
+
+def test_equal_rewards_of_a_destroyed_policy_blame_the_rate(tmp_path, capsys):
+    calls = []
+
+    def lost(examples, texts):
+        calls.append(1)
+        return [float(len(calls) == 1 and i % 2) for i in range(len(texts))]
+
+    config = with_options(RUN, steps=4, learning_rate=100.0, kl_coef=0.01)
+    programs = make_programs(POLICY, TASK, config)
+    train_grpo(TASK, config, open_run(tmp_path, config), programs, reward=lost)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("the updates destroy the policy") == 1
+    assert "choose easier or harder prompts" not in said
 
 
 CLOSE = {"first_ratio_deviation": 0.3, "first_sampler_mismatch": 1.01}

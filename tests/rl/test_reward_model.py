@@ -1,5 +1,6 @@
 """Reward models: head, preferences, training, folders, and a model as a reward. Tiny models throughout."""
 
+import copy
 import json
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,9 @@ from grpo_jax.data.preferences import (
     read_preferences,
     split_preferences,
 )
-from grpo_jax.data.types import Completion
+from grpo_jax.data.types import Completion, Prompt
 from grpo_jax.models import heads
+from grpo_jax.models.chat import Chat, digest_of_template
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pretrained
@@ -118,8 +120,9 @@ def test_rows_are_read_split_and_counted(tmp_path):
     assert split_preferences(preferences[::-1], 0.3)[1] == heldout[::-1]  # by the prompt alone
 
     arithmetic.TEXT.save_tokenizer(tmp_path)
-    tokenizer, eos_ids = load_tokenizer(tmp_path), (arithmetic.EOS_ID,)
-    pairs = encode_preferences(tokenizer, preferences, eos_ids=eos_ids, max_prompt_tokens=3, max_tokens=1)
+    tokenizer = load_tokenizer(tmp_path)
+    chat = Chat(tokenizer, (arithmetic.EOS_ID,))
+    pairs = encode_preferences(chat, preferences, max_prompt_tokens=3, max_tokens=1, scored=True)
     assert "".join(tokenizer.convert_ids_to_tokens(pairs.prompts[-1])) == "+1="
     assert {len(ids) for answers in pairs.answers for ids in answers} == {1}
     assert pairs.notes == ("40 of 40 prompts lost their beginning", "31 of 40 pairs have an answer that lost its end")
@@ -278,6 +281,30 @@ def test_groups_batches_and_ids_do_not_change_a_reward(reward_model):
     cut = reward_function(reward_model, max_tokens=2, max_prompt_tokens=8)(rows[2:4], ["123", "12"])
     assert cut[0] == pytest.approx(cut[1])
     assert reward_model([], []) == []
+
+
+def test_messages_are_read_in_the_reward_models_template(reward_model, tmp_path):
+    tokenizer = copy.deepcopy(reward_model.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ '1' if m.role == 'user' else '2' }}{{ m.content }}="
+    tokenizer.chat_template += "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": arithmetic.EOS_ID}))
+    model = reward_model._replace(tokenizer=tokenizer, folder=tmp_path)
+    messages, answers = [{"role": "user", "content": "3+4"}], ["7", "12"]
+    example = {"prompt": Prompt("the policy's own template", messages, template="another")}
+    expected = []
+    for answer in answers:
+        # As AutoModelForSequenceClassification: the last token that is not padding, which here is the template's EOS.
+        whole = [*messages, {"role": "assistant", "content": answer}]
+        ids = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
+        assert ids[-1] == arithmetic.EOS_ID
+        ids = np.array(ids[:-1], np.int32)[None]
+        nothing = np.zeros((1, 1, 1), np.int32)
+        expected.append(float(heads.score_groups(CONFIG, LOOKING, ids, ids >= 0, nothing, nothing > 0)[0, 0]))
+    np.testing.assert_allclose(reward_function(model)([example] * 2, answers), expected, rtol=1e-4, atol=1e-4)
+    with refused("another chat template"):
+        reward_function(model)([{"prompt": Prompt("3+4", template="another")}], ["7"])
+    text = {"prompt": Prompt("3+4=", template=digest_of_template(tokenizer))}
+    np.testing.assert_allclose(model([text], ["7"]), reward_model([{"prompt": "3+4="}], ["7"]), rtol=1e-4)
 
 
 def test_a_fixed_size_is_compiled_once(reward_model):

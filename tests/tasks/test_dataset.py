@@ -445,7 +445,7 @@ def test_gsm8k_and_math500_are_read_as_they_come(tmp_path):
     example = prompts.examples[0]
     assert example["prompt"].startswith(f"Question: {example['question']}\n")
     assert example["prompt"].endswith('"#### 72".\nAnswer:')
-    assert task.decode(prompts.ids[0][prompts.mask[0]].tolist()).strip() == example["prompt"]
+    assert task.decode(prompts.ids[0][prompts.mask[0]].tolist()) == f"<s> {example['prompt']}"
     bare, solved = (math_rows(DATA / f"math500/math500_{name}.jsonl") for name in ("prompt_answer", "with_solutions"))
     assert len(bare) == len(solved) == 500
     for one, other in zip(bare, solved, strict=True):

@@ -67,7 +67,7 @@ def test_rewards_read_the_final_channel_and_their_spans_are_found(tmp_path):
         task.prompts(0).examples[0]["prompt"] == "2025-01-01 01 Jan<|start|>user<|message|>Hi<|end|><|start|>assistant"
     )
     assert seen == list(REPLIES.values())
-    assert texts[0] == "analysis4 or 2assistantfinal42"
+    assert texts[0] == "<|channel|>analysis<|message|>4 or 2<|end|><|start|>assistant<|channel|>final<|message|>42"
     for text, final, parts in zip(texts, seen, graded.parts[0], strict=True):
         assert [part[:2] for part in parts] == ([(len(text.ids) - 1, len(text.ids))] if final else [])
 

@@ -8,7 +8,7 @@ from grpo_jax.data.types import Completion, hash_file
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
 from grpo_jax.rewards.reward import open_rewards, parse_reward
-from grpo_jax.tasks.options import TaskOptions, open_task
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 
 BUILTIN = "grpo_jax.rewards.builtin:"
 
@@ -73,6 +73,29 @@ def test_rewards_that_do_not_work_are_refused(texts, sentence):
         pass
 
 
+# ---- held-out rows
+
+LENGTH = ("length(maximum=3)",)
+
+
+def test_held_out_rows_are_those_of_their_own_file(tmp_path, pretrained):
+    heldout = write_rows(tmp_path / "heldout.jsonl", [{"prompt": f"2+{i}="} for i in range(3)])
+    training = ["1+1=", "1+2=", "2+2="]  # the last is in the file of held-out rows, so it is never trained on
+    for number in (None, 2):
+        options = {"heldout": str(heldout), "num_heldout": number, "reward": LENGTH}
+        with opened(tmp_path, pretrained, training, **options) as task:
+            held = {example["prompt"] for example in task.heldout.examples}
+            trained = {task.prompts(step).examples[0]["prompt"] for step in range(8)}
+        assert len(held) == (number or 3)
+        assert held <= {"2+0=", "2+1=", "2+2="}
+        assert trained == {"1+1=", "1+2="}
+
+
+def test_held_out_rows_of_gsm8k_are_its_own(tmp_path):
+    with refused("--heldout is not for gsm8k"):
+        check_task_options(TaskOptions(task="gsm8k", heldout="rows.jsonl"))
+
+
 # ---- environments and tools
 
 TOOL = '''
@@ -99,7 +122,7 @@ def pretrained(tmp_path):
 def opened(tmp_path, pretrained, prompts, **options):
     """Opens the task of a file with these prompts."""
     file = write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in prompts])
-    options = TaskOptions(task=str(file), num_heldout=1, **options)
+    options = TaskOptions(task=str(file), **{"num_heldout": 1, **options})
     return open_task(options, pretrained, num_prompts=1, group_size=2, seed=0)
 
 

@@ -1,0 +1,342 @@
+"""The chat template of a tokenizer, by which messages become the text that a model reads and learns.
+
+Every method uses these functions: prompts, completions to learn or to score, and replies of environments. Tokens are
+made from whole texts, as `apply_chat_template` of transformers does.
+"""
+
+import contextlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from grpo_jax.errors import UsageError, abbreviate, reason_of
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
+
+# Replaces the function of transformers in templates that write today's date: a run must see the same prompts when it
+# resumes on another day.
+_FIXED_DATE = "{% macro strftime_now(form) %}{{ form.replace('%Y', '2025').replace('%b', 'Jan').replace('%m', '01')"
+_FIXED_DATE += ".replace('%d', '01') }}{% endmacro %}"
+_ANSWER, _REPLY = "answer-of-the-assistant", "reply-to-the-assistant"  # contents by which the template is explored
+
+
+class Chat(NamedTuple):
+    """A tokenizer, and all that decides how its template writes messages."""
+
+    tokenizer: Any  # a transformers tokenizer
+    eos_ids: tuple[int, ...] = ()  # the ids of the tokens that end a text
+    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas of functions that the template describes
+    kwargs: Mapping[str, Any] = {}  # variables of the template, such as enable_thinking
+
+
+def make_chat(
+    tokenizer: Any,
+    eos_ids: tuple[int, ...],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    kwargs: Mapping[str, Any] | str | None = None,
+) -> Chat:
+    """Makes a `Chat`, whose variables of the template may be JSON, and checks that the template has them.
+
+    Raises:
+      UsageError: `kwargs` is no object, or the template has no such variable.
+    """
+    chat = Chat(tokenizer, eos_ids, tools)
+    return chat._replace(kwargs=template_kwargs(chat, kwargs, "chat_template_kwargs"))
+
+
+class TurnEnd(NamedTuple):
+    """The text that a template writes after the content of the last assistant's message."""
+
+    tail: str  # all of it
+    learned: str  # its beginning up to a space or line break, such as "<|im_end|>"; the model must learn to write it
+
+
+def render(
+    chat: Chat,
+    messages: Sequence[Message],
+    place: str = "the messages",
+    *,
+    is_opened: bool = True,
+    kwargs: Mapping[str, Any] = {},
+) -> str:
+    """Writes messages in the chat template. Templates that write today's date get 1 January 2025.
+
+    Args:
+      chat: The tokenizer and its template.
+      messages: The messages of a conversation.
+      place: The place of the messages, for errors.
+      is_opened: True to open the assistant's turn at the end.
+      kwargs: Variables of the template that replace those of `chat`.
+
+    Raises:
+      UsageError: There is no template, or it does not accept the messages or the tools.
+    """
+    tokenizer, tools = chat.tokenizer, chat.tools
+    if not tokenizer.chat_template:
+        raise UsageError(
+            "the prompts are chat messages, but the tokenizer has no chat template: give prompts as text, or put a "
+            "chat_template.jinja into the model's folder"
+        )
+    try:
+        options: dict[str, Any] = {**chat.kwargs, **kwargs} | ({} if tools is None else {"tools": list(tools)})
+        if "strftime_now" in str(tokenizer.chat_template):
+            options["chat_template"] = _FIXED_DATE + tokenizer.get_chat_template(tools=tools)
+        options["add_generation_prompt"] = is_opened
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except Exception as error:  # templates raise any type of error
+        raise UsageError(f"the chat template refuses {place}: {reason_of(error)}") from error
+    if tools and not all(tool["function"]["name"] in text for tool in tools):
+        raise UsageError(
+            "the chat template writes no tools into the prompt, so the model would never hear of them: take a model "
+            "whose template does"
+        )
+    return text
+
+
+def digest_of_template(tokenizer: Any) -> str:
+    """Returns a digest of the tokenizer's chat template, or "" if it has none."""
+    template = getattr(tokenizer, "chat_template", None)
+    return sha256(str(template).encode()).hexdigest()[:16] if template else ""
+
+
+def template_kwargs(chat: Chat, value: Any, place: str) -> dict[str, Any]:
+    """Checks variables of the chat template.
+
+    Args:
+      chat: The tokenizer and its template.
+      value: A dict, its JSON, or None or "" for no variables.
+      place: The option or column that has the value, for errors.
+
+    Raises:
+      UsageError: The value is no object, or the template has no such variable.
+    """
+    try:
+        kwargs = json.loads(value) if isinstance(value, str) and value else value or {}
+    except ValueError:
+        kwargs = value
+    if not isinstance(kwargs, Mapping):
+        raise UsageError(f'{place} is {abbreviate(value)}: give a JSON object, such as {{"enable_thinking": false}}')
+    taken = inspect.signature(chat.tokenizer.apply_chat_template).parameters if kwargs else ()
+    for name in kwargs:
+        if name in taken or name not in str(chat.tokenizer.chat_template):
+            raise UsageError(f"{place} sets {name}, but the chat template has no such variable: leave it out")
+    return dict(kwargs)
+
+
+def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """Returns a pattern for texts that a tokenizer reads as special tokens, such as the end of a turn."""
+    special = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
+    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
+
+
+def decode(chat: Chat, ids: Sequence[int]) -> str:
+    """Decodes a completion. Only tokens that end a text and padding are left out: tags may be special tokens."""
+    left_out = {*chat.eos_ids, chat.tokenizer.pad_token_id}
+    text: str = chat.tokenizer.decode([i for i in ids if i not in left_out], skip_special_tokens=False)
+    return text
+
+
+# ---- prompts
+
+
+def prompt_writer(
+    chat: Chat, in_chat: bool, system: str | None = None
+) -> Callable[[str | list[Message]], str | list[Message]]:
+    """Makes the function that turns a prompt into the text or the messages to encode.
+
+    Args:
+      chat: The tokenizer and its template.
+      in_chat: True to make each prompt that is text a user's message.
+      system: A system message before prompts that have none. Prompts that are text need `in_chat` with it.
+
+    Returns:
+      The function. It raises UsageError if chat is on without a template, if a system message is given for text with
+      chat off, or if a text is written in the template already.
+    """
+    bos, opening, header = getattr(chat.tokenizer, "bos_token", None) or "", "", ""
+    if in_chat and chat.tokenizer.chat_template:
+        try:
+            before = render(chat, [{"role": "user", "content": _REPLY}]).partition(_REPLY)[0].removeprefix(bos)
+        except UsageError:  # encoding the prompts will raise it
+            before = ""
+        control = control_tokens(chat.tokenizer)
+        marks = list(control.finditer(before)) if control else []
+        opening = marks[0].group() if marks else before.strip()
+        header = before[marks[-1].start() :].strip() if marks else ""
+
+    def is_written(text: str) -> bool:
+        return any(mark and text.lstrip().startswith(mark) for mark in (bos, opening)) or bool(
+            header and header in text
+        )
+
+    def write(prompt: str | list[Message]) -> str | list[Message]:
+        if isinstance(prompt, str):
+            if not in_chat:
+                if system is not None or chat.kwargs:
+                    what = "a system message needs" if system is not None else "chat_template_kwargs need"
+                    raise UsageError(f"{what} chat messages: turn chat on, or write it into the prompts")
+                return prompt
+            if not chat.tokenizer.chat_template:
+                raise UsageError("chat is on, but the tokenizer has no chat template: turn it off")
+            if is_written(prompt):
+                raise UsageError(
+                    f"the prompt {abbreviate(prompt)} is written in the chat template already, and would be put into "
+                    "it again: turn it off with --chat False, or give messages"
+                )
+            prompt = [{"role": "user", "content": prompt}]
+        if system is None or prompt[0]["role"] == "system":
+            return prompt
+        return [{"role": "system", "content": system}, *prompt]
+
+    return write
+
+
+# Text that a template opens for the assistant to continue: "<think>\n", or "<think>\n\n</think>\n\n" without thinking.
+_OPENED = re.compile(r"[<\[][\w:|]*think\w*\|?[>\]]\s*([<\[]/[\w:|]*think\w*\|?[>\]]\s*)?\Z", re.IGNORECASE)
+
+
+def opened_text(prompt: str) -> str:
+    """Returns the beginning of the completion that a prompt holds already, such as "<think>", or ""."""
+    match = _OPENED.search(prompt)
+    return match.group() if match else ""
+
+
+# ---- completions
+
+
+def turn_end(chat: Chat, kwargs: Mapping[str, Any] = {}) -> TurnEnd | None:
+    """Returns the end of the assistant's last turn, or None if the template does not write the assistant's messages.
+
+    Args:
+      chat: The tokenizer and its template.
+      kwargs: Variables of the template that replace those of `chat`.
+    """
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        _, answer, tail = render(chat, messages, is_opened=False, kwargs=kwargs).rpartition(_ANSWER)
+    except UsageError:
+        return None
+    learned = re.match(r"\s*\S+", tail)
+    return TurnEnd(tail, learned.group() if learned else "") if answer else None
+
+
+def without_end(chat: Chat, end: TurnEnd | None, text: str) -> str:
+    """Removes tokens that end a turn or a text from the end of a completion, and white space after them."""
+    marks = list(filter(None, [*_eos_texts(chat), end.learned.strip() if end else ""]))
+    while mark := next((mark for mark in marks if text.rstrip().endswith(mark)), ""):
+        text = text.rstrip().removesuffix(mark)
+    return text
+
+
+def render_answer(
+    chat: Chat, prompt: str, messages: Sequence[Message], answer: str, end: TurnEnd, kwargs: Mapping[str, Any] = {}
+) -> str:
+    """Writes messages and the assistant's answer in the chat template, without the end of the turn.
+
+    Some templates drop a part of the answer, such as its reasoning, since they were written for the history of a chat.
+    Then the answer continues the prompt as it is.
+
+    Args:
+      chat: The tokenizer and its template.
+      prompt: The messages as `render` writes them.
+      messages: The messages before the answer.
+      answer: The answer, without the end of a turn.
+      end: The result of `turn_end`.
+      kwargs: Variables of the template that replace those of `chat`.
+    """
+    whole = ""
+    with contextlib.suppress(UsageError):
+        whole = render(chat, [*messages, {"role": "assistant", "content": answer}], is_opened=False, kwargs=kwargs)
+    body = whole[: len(whole) - len(end.tail)]
+    if whole.endswith(end.tail) and "".join(body.split()).endswith("".join(answer.split())):
+        return body
+    opened = opened_text(prompt)
+    if opened and answer.lstrip().startswith(opened.strip()):
+        answer = answer.lstrip()[len(opened.strip()) :].lstrip()
+    return prompt + answer
+
+
+# ---- replies of environments
+
+
+def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[..., list[int]]:
+    """Makes the function that encodes replies for a model.
+
+    Templates render earlier turns again, and some omit parts of them. So sampled turns are never rendered.
+
+    Args:
+      chat: The tokenizer and its template. Without a template replies have no delimiters.
+      roles: Roles for the reply. The first role that the template knows is used. Without roles, replies have no
+        delimiters.
+
+    Returns:
+      (text, variables of the template) -> the tokens between the end of the policy's turn and its next turn. Special
+      tokens spelled out in the text are encoded as plain characters.
+
+    Raises:
+      UsageError: The chat template knows none of the roles.
+    """
+    chat = chat._replace(tools=None)  # they are at the beginning of a conversation
+    tokenizer, control = chat.tokenizer, control_tokens(chat.tokenizer)
+
+    def tokens(text: str, **options: bool) -> list[int]:
+        return tokenizer(text, add_special_tokens=False, **options)["input_ids"] if text else []
+
+    if not (tokenizer.chat_template and roles):
+        return lambda text, kwargs={}: tokens(text, split_special_tokens=True)
+    known = {role for role in roles if _REPLY in _after_answer(chat, role, _REPLY, {})}
+    role = next((role for role in roles if role in known), "")
+    if not role:
+        raise UsageError(
+            f"the chat template has no turn of the role {' or '.join(roles)}: take another model or template"
+        )
+
+    def encode(text: str, kwargs: Mapping[str, Any] = {}) -> list[int]:
+        before, _, after = _after_answer(chat, role, _REPLY, kwargs).partition(_REPLY)
+        written = _after_answer(chat, role, text, kwargs)
+        if written.startswith(before) and written.endswith(after) and len(written) >= len(before) + len(after):
+            text = written[len(before) : len(written) - len(after)]  # the template may strip it, or write it as JSON
+        mark = _end_of_turn(chat, before, kwargs)
+        before = before[before.find(mark) :]
+        if control and len(control.findall(before + text + after)) != len(control.findall(before + after)):
+            ids = [*tokens(before), *tokens(text, split_special_tokens=True), *tokens(after)]
+        else:
+            ids = tokens(before + text + after)
+        return ids[len(tokens(mark)) :]  # the policy has written the end of its turn
+
+    return encode
+
+
+def _after_answer(chat: Chat, role: str, content: str, kwargs: Mapping[str, Any]) -> str:
+    """Returns the text between an answer of the assistant and its next turn; "" if the template lacks the role."""
+    contents = {"user": "a", "assistant": _ANSWER}
+    messages = [*({"role": r, "content": text} for r, text in contents.items()), {"role": role, "content": content}]
+    try:
+        return render(chat, messages, kwargs=kwargs).rpartition(_ANSWER)[2]
+    except UsageError:
+        return ""
+
+
+def _end_of_turn(chat: Chat, text: str, kwargs: Mapping[str, Any]) -> str:
+    """Returns the token in a text after an answer that ends the turn, or ""."""
+    marks = [mark for mark in _eos_texts(chat) if mark in text]
+    if marks:
+        return min(marks, key=text.find)
+    # gpt-oss ends a turn of the history with another token than the last turn.
+    end, control = turn_end(chat, kwargs), control_tokens(chat.tokenizer)
+    match = control.match(text) if control and end and not text.startswith(end.learned) else None
+    return match.group() if match else ""
+
+
+def _eos_texts(chat: Chat) -> list[str]:
+    """Returns the texts of the tokens that end a text."""
+    added = getattr(chat.tokenizer, "added_tokens_decoder", {})  # decoding may change them
+
+    def text(i: int) -> str:
+        return added[i].content if i in added else chat.tokenizer.decode([i], skip_special_tokens=False)
+
+    return list(filter(None, map(text, chat.eos_ids)))

@@ -1,0 +1,118 @@
+"""Cases of chats, and their comparison with transformers' `apply_chat_template`."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from grpo_jax.data.text import answer_prompts, encode_prompts
+from grpo_jax.models.chat import Chat, reply_encoder, turn_end
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+QUESTION = {"role": "user", "content": "What is 2 + 3?\n  Say why: ä 猫 <b>"}
+TURNS = [QUESTION, {"role": "assistant", "content": "5, of course."}, {"role": "user", "content": " And 4 + 4? "}]
+CHATS = {
+    "one turn": [QUESTION],
+    "system": [SYSTEM, QUESTION],
+    "turns": TURNS,
+    "system, turns": [SYSTEM, *TURNS],
+}
+ANSWERS = {
+    "plain": "The answer is 8.",
+    "lines": "4 + 4\n= 8\n\nSo 8.",
+    "spaces": "  8 ",
+    "reasoning": "<think>\n4 + 4 is 8.\n</think>\n\nIt is 8.",
+}
+REPLIES = ("No, wrong.", " 1\n2 ", 'say "so" {1}')
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add_numbers",
+        "description": "Adds two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number", "description": "A number."}}},
+    },
+}
+
+Expected = Callable[..., list[int]]  # messages -> the ids of transformers
+
+
+def compare(tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """Compares our rendering with transformers', for a tokenizer with a template.
+
+    Yields:
+      The kind of case, and "equal", "skipped: …" or "DIFFERENT: …".
+    """
+    end = turn_end(Chat(tokenizer))
+    ends = tokenizer(end.learned, add_special_tokens=False)["input_ids"][-1:] if end else []
+    chat = Chat(tokenizer, (tokenizer.eos_token_id, *ends))
+
+    def expected(messages: Any, **options: Any) -> Any:
+        options = {"tokenize": True, "return_dict": False} | options
+        return tokenizer.apply_chat_template(messages, **options)
+
+    for name, messages in CHATS.items():
+        for tools in (None, [TOOL]):
+            kind = f"{name}{', tools' if tools else ''}"
+            try:
+                ids = expected(messages, tools=tools, add_generation_prompt=True)
+            except Exception as error:
+                yield "prompts", f"skipped: refused by the template ({type(error).__name__})"
+                continue
+            text = tokenizer.decode(ids)
+            if "Say why" not in text:
+                yield "prompts", "skipped: the template writes no content that is text"
+            elif tools and TOOL["function"]["name"] not in text:  # type: ignore[index]
+                yield "prompts", "skipped: the template writes no tools"
+            else:
+                prompts = encode_prompts(chat._replace(tools=tools), [messages])
+                yield "prompts", "equal" if prompts.token_ids[0].tolist() == ids else f"DIFFERENT: {kind}"
+                for answer in ANSWERS.values():
+                    yield from _compare_answer(chat._replace(tools=tools), prompts, messages, answer, expected)
+    yield from _compare_replies(chat, expected)
+
+
+def _compare_answer(
+    chat: Chat, prompts: Any, messages: Sequence[Mapping[str, str]], answer: str, expected: Expected
+) -> Iterator[tuple[str, str]]:
+    """Compares prompt and answer, and the learned part with the marks of a template that has them."""
+    tokenizer = chat.tokenizer
+    whole = [*messages, {"role": "assistant", "content": answer}]
+    ids = expected(whole, tools=chat.tools)
+    ((prompt, (learned,)),) = answer_prompts(chat, prompts, [(answer,)])
+    squeezed = "".join(answer.removeprefix("<think>").split())  # the prompt may hold the tag
+    if squeezed not in "".join(tokenizer.decode(learned).split()):
+        yield "answers", f"DIFFERENT: {answer!r} is not in {tokenizer.decode(learned)!r}"
+    elif squeezed not in "".join(tokenizer.decode(ids).split()):
+        yield "answers", "skipped: the template drops the reasoning"
+        return
+    # Only white space, and Phi's token after the last turn, are not learned.
+    rest = tokenizer.decode(ids[len(prompt) + len(learned) :])
+    same = ids[: len(prompt) + len(learned)] == [*prompt, *learned] and (not rest or rest[0].isspace())
+    yield "answers", "equal" if same else f"DIFFERENT: {answer!r}: {tokenizer.decode(learned)!r}, {rest!r}"
+    if "generation %}" in tokenizer.chat_template:
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        marks = expected(whole, tools=chat.tools, **options)["assistant_masks"]  # type: ignore[call-overload]
+        mine = list(range(len(prompt), len(prompt) + len(learned)))
+        stop = mine[-1] if rest[:1].isspace() else len(ids)  # TRL marks the white space after the end, and more
+        marked = [place for place, mark in enumerate(marks) if mark and len(prompt) <= place <= stop]
+        odd = tokenizer.decode([ids[place] for place in sorted({*marked} ^ {*mine})])
+        yield "masks", "equal" if mine == marked else f"DIFFERENT: {answer!r}: {odd!r}"
+
+
+def _compare_replies(chat: Chat, expected: Expected) -> Iterator[tuple[str, str]]:
+    """Compares an episode with the history of a chat, for templates that write earlier turns as they were sampled."""
+    first, answer = {"role": "user", "content": "Guess."}, {"role": "assistant", "content": "It is 7."}
+    try:
+        prompts = encode_prompts(chat, [[first]])
+        ((prompt, (sampled,)),) = answer_prompts(chat, prompts, [(answer["content"],)])
+        encode = reply_encoder(chat)
+    except Exception as error:
+        yield "replies", f"skipped: refused ({type(error).__name__})"
+        return
+    for reply in REPLIES:
+        ids = expected([first, answer, {"role": "user", "content": reply}], add_generation_prompt=True)
+        said = [*prompt, *sampled]
+        if ids[: len(said) - 1] != said[:-1]:
+            yield "replies", "skipped: the template writes earlier turns in another way"
+            continue
+        # gpt-oss ends a turn of the history with another token.
+        more = encode(reply)
+        yield "replies", "equal" if ids[len(said) :] == more else f"DIFFERENT: {chat.tokenizer.decode(more)!r}"

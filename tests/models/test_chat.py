@@ -1,0 +1,206 @@
+"""Chats are written as transformers writes them, for templates with the features of published ones.
+
+`golden/templates.py` repeats the comparison with the published templates.
+"""
+
+import pickle
+from unittest import mock
+
+import pytest
+import tokenizers
+import transformers
+from golden.chats import TOOL, compare
+from golden.today import Today
+from tiny import refused
+from transformers import PreTrainedTokenizerFast
+
+from grpo_jax.data.text import answer_prompts, encode_answers, encode_prompts
+from grpo_jax.models.chat import Chat, decode, make_chat, opened_text, prompt_writer, render, turn_end
+from grpo_jax.tasks.task import text_task
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<bos>", "<answer>", "</answer>", "<|user|>", "<|assistant|>"]
+TOOLS = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+HEADER = "<|im_start|>{{ m.role }}\n"
+OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = TOOLS + "{% for m in messages %}" + HEADER + "{{ m.content }}<|im_end|>\n{% endfor %}" + OPENED
+# The last turn shows its reasoning, or that there is none.
+THOUGHT = (
+    TOOLS + "{% for m in messages %}" + HEADER + "{% if m.role == 'assistant' and loop.last %}"
+    "{% set parts = m.content.split('</think>') %}<think>\n{{ parts[0].split('<think>')[-1].strip() if parts[1:] }}\n"
+    "</think>\n\n{{ parts[-1].strip() }}{% else %}{{ m.content.split('</think>')[-1].strip() }}{% endif %}<|im_end|>\n"
+    "{% endfor %}"
+)
+TEMPLATES = {
+    "a line break after the end": CHATML,
+    "a beginning, and stripped contents": "<bos>{% for m in messages %}" + HEADER + "{{ m.content | trim }}<|im_end|>"
+    "{% endfor %}" + OPENED,
+    "the system's message in the user's": "{% set s = messages[0].content ~ '\n\n' if messages[0].role == 'system' %}"
+    "{% for m in messages if m.role != 'system' %}" + HEADER + "{{ s if loop.first }}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}" + OPENED,
+    "a token after the last turn": "{% for m in messages %}<|user|>\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{{ '<|assistant|>\n' if add_generation_prompt else '<|endoftext|>' }}".replace(
+        "<|user|>", "{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}"
+    ),
+    "no end": "{% for m in messages %}<|{{ 'assistant' if m.role == 'assistant' else 'user' }}|>\n{{ m.content }}"
+    "{% endfor %}{{ '<|assistant|>\n' if add_generation_prompt }}",
+    "reasoning": THOUGHT + OPENED,
+    "reasoning is opened": THOUGHT + OPENED.replace("assistant\n", "assistant\n<think>\n"),
+    "reasoning is dropped": "{% for m in messages %}" + HEADER + "{{ m.content.split('</think>')[-1] }}<|im_end|>"
+    "{% endfor %}" + OPENED.replace("assistant\n", "assistant\n<think>\n"),
+    "marks and another header": TOOLS + "{% for m in messages %}" + HEADER + "{% if m.role == 'assistant' %}"
+    "{% generation %}<|answers|>{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}" + OPENED,
+    "a date": "{{ strftime_now('%d %b %Y') }}" + CHATML,
+}
+COUNTS = {"prompts": 40, "answers": 120, "masks": 32, "replies": 18}  # at least so many cases are equal
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A byte is a token, and there are special ones."""
+    bytes_ = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    of_bytes = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(bytes_)}, []))
+    of_bytes.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    of_bytes.decoder = tokenizers.decoders.ByteLevel()
+    of_bytes.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=of_bytes, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+
+
+def test_ids_and_learned_tokens_are_those_of_transformers(tokenizer):
+    results = []
+    with mock.patch.object(transformers.utils.chat_template_utils, "datetime", Today):
+        for name, tokenizer.chat_template in TEMPLATES.items():
+            results += [(name, *result) for result in compare(tokenizer)]
+    assert not [result for result in results if result[2].startswith("DIFFERENT")]
+    equal = [kind for _, kind, result in results if result == "equal"]
+    assert {kind: equal.count(kind) >= count for kind, count in COUNTS.items()} == dict.fromkeys(COUNTS, True)
+
+
+USER = {"role": "user", "content": "1+1"}
+
+
+def learned(tokenizer, template, answer, eos=("<|endoftext|>",), **options):
+    """The text of the learned tokens."""
+    tokenizer.chat_template = template
+    chat = Chat(tokenizer, tuple(tokenizer.convert_tokens_to_ids(token) for token in eos), **options)
+    ((_, (ids,)),) = answer_prompts(chat, encode_prompts(chat, [[USER]]), [(answer,)])
+    return tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("answer", ["2", "2<|im_end|>", "2<|im_end|>\n", "2<|im_end|><|endoftext|>", "2<|endoftext|>"])
+def test_an_answer_has_one_end_whatever_ends_its_text(tokenizer, answer):
+    assert learned(tokenizer, CHATML, answer) == "2<|im_end|>"
+    rows, _, _ = encode_answers(Chat(tokenizer, (tokenizer.eos_token_id,)), ["1+1="], [(answer,)])
+    plain = tokenizer.decode(rows[0].answers[0])
+    assert plain == ("2<|im_end|>" if "<|im_end|>\n" in answer + "\n" else "2") + "<|endoftext|>" or "<|im" in answer
+
+
+def test_a_template_without_an_end_adds_none(tokenizer):
+    assert learned(tokenizer, TEMPLATES["no end"], "2") == "2"
+    # The tokenizer's EOS ends answers where the template writes no answers at all.
+    assert learned(tokenizer, "{{ messages[0].content }}", "2") == "2<|endoftext|>"
+
+
+@pytest.mark.parametrize("answer", ["so</think>2", "<think>so</think>2", "<think>\nso</think>2"])
+def test_reasoning_is_learned_where_the_history_drops_it(tokenizer, answer):
+    assert learned(tokenizer, TEMPLATES["reasoning is dropped"], answer) == "so</think>2<|im_end|>"
+
+
+def test_a_filled_template_keeps_a_last_token_that_ends_texts(tokenizer):
+    tokenizer.chat_template = TEMPLATES["no end"].replace("\n' if", "' if")
+    ends = tuple(tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|assistant|>"))
+    (ids,) = encode_prompts(Chat(tokenizer, ends), [[USER]]).token_ids
+    assert tokenizer.decode(ids) == "<|user|>\n1+1<|assistant|>"
+
+
+def test_completions_keep_tags_that_are_special_tokens(tokenizer):
+    chat = Chat(tokenizer, tuple(tokenizer.convert_tokens_to_ids(["<|im_end|>"])))
+    text = "<answer>4</answer><|im_end|><|endoftext|>"
+    assert decode(chat, tokenizer(text, add_special_tokens=False)["input_ids"]) == "<answer>4</answer>"
+
+
+def test_the_end_of_a_turn_is_where_the_template_ends_it(tokenizer):
+    ends = {}
+    for name, tokenizer.chat_template in TEMPLATES.items():
+        end = turn_end(Chat(tokenizer))
+        ends[name] = end and end.learned
+    assert ends.pop("no end") == ""
+    assert set(ends.values()) == {"<|im_end|>"}
+
+
+# ---- options of the template
+
+
+SWITCH = CHATML + "{{ '<think>\n\n</think>\n\n' if add_generation_prompt and thinks is defined and not thinks }}"
+
+
+def test_variables_of_the_template_are_those_of_the_run_and_of_the_row(tokenizer):
+    tokenizer.chat_template = SWITCH
+    chat = make_chat(tokenizer, (), kwargs='{"thinks": false}')
+    texts = encode_prompts(chat, [[USER], [USER]], kwargs=[{}, {"thinks": True}]).texts
+    assert [opened_text(text) for text in texts] == ["<think>\n\n</think>\n\n", ""]
+    assert render(chat, [USER]).endswith("</think>\n\n")
+
+
+@pytest.mark.parametrize("kwargs", ["[1]", "{", '{"thinkz": 1}', '{"tokenize": true}', '{"tools": []}', 3])
+def test_other_variables_are_refused(tokenizer, kwargs):
+    tokenizer.chat_template = SWITCH + "{{ tools }}"
+    with refused("chat_template_kwargs"):
+        make_chat(tokenizer, (), kwargs=kwargs)
+
+
+def test_a_task_records_messages_and_variables_of_its_rows(tokenizer):
+    tokenizer.chat_template = SWITCH
+    rows = [{"prompt": f"{i}+1"} | ({"chat_template_kwargs": {"thinks": True}} if i % 2 else {}) for i in range(40)]
+    options = {"vocab_size": 300, "num_prompts": 40, "seed": 0, "reward": None, "heldout_share": 0.0}
+    task = text_task(tokenizer, (), rows, chat=True, chat_template_kwargs={"thinks": False}, **options)
+    for example in task.prompts(0).examples:
+        prompt = pickle.loads(pickle.dumps(example["prompt"]))
+        ((_, role), (_, content)) = prompt.messages[0].items()
+        assert prompt.startswith(f"<|im_start|>{role}\n{content}<|im_end|>")
+        assert prompt.endswith("assistant\n" if int(content[:-2]) % 2 else "</think>\n\n")
+    with refused("sets thinkz, but the chat template has no such variable"):
+        text_task(tokenizer, (), [rows[0] | {"chat_template_kwargs": {"thinkz": 1}}], chat=True, **options)
+    with refused("chat_template_kwargs need chat messages"):
+        text_task(tokenizer, (), rows, chat_template_kwargs={"thinks": False}, **options)
+
+
+# ---- texts that are written in a template already
+
+
+WRITTEN = ["<|im_start|>user\n1+1<|im_end|>\n", "1+1 <|im_start|>user\nso", " <|im_start|>system\nBe."]
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_a_text_in_the_template_is_not_written_into_it_again(tokenizer, text):
+    tokenizer.chat_template = CHATML
+    with refused("--chat False"):
+        prompt_writer(Chat(tokenizer), True)(text)
+    assert prompt_writer(Chat(tokenizer), False)(text) == text
+    assert prompt_writer(Chat(tokenizer), True)("user\n1+1 im_start") == [USER | {"content": "user\n1+1 im_start"}]
+
+
+# ---- long prompts
+
+
+LONG = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "".join(map(str, range(100)))}]
+
+
+def test_long_prompts_lose_text_and_keep_the_frame(tokenizer):
+    tokenizer.chat_template = TEMPLATES["a beginning, and stripped contents"]
+    chat = Chat(tokenizer)
+    encoded = encode_prompts(chat, [LONG], max_prompt_tokens=40, overlong="truncate")
+    frame = "<bos><|im_start|>system\nBe brief.<|im_end|><|im_start|>user\n{}<|im_end|><|im_start|>assistant\n"
+    content = encoded.texts[0].messages[1]["content"]
+    assert encoded.texts[0] == frame.format(content) == tokenizer.decode(encoded.token_ids[0])
+    assert len(encoded.token_ids[0]) == 40
+    assert LONG[1]["content"].endswith(content)
+    assert encoded.summary == "1 of 1 prompts lost their beginning"
+    with refused("longer than 20 tokens"):
+        encode_prompts(chat, [LONG], max_prompt_tokens=20, overlong="truncate")
+
+
+def test_tools_are_in_the_text_or_refused(tokenizer):
+    tokenizer.chat_template = OPENED
+    with refused("never hear of them"):
+        render(Chat(tokenizer, tools=[TOOL]), [USER])
