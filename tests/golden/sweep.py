@@ -25,10 +25,29 @@ NUM_LOGITS = 8
 LARGEST = 2_000_000  # parameters of a case; a missing size may have a default that is much larger
 ABSENT = "(absent)"  # instead of a value: the key is removed
 # Of each family the folders with the most options.
-BASES = (
-    "llama_biases mistral_window qwen2_mixed qwen3_biases smollm3_window olmo2_biases olmo3 granite glm4 gemma "
-    "gemma2_untied gemma3_capped mixtral qwen3_moe qwen3_5 qwen3_5_moe qwen3_next gpt_oss gemma4 gemma4_small gemma4_moe"
-).split()
+BASES = [
+    "llama_biases",
+    "mistral_window",
+    "qwen2_mixed",
+    "qwen3_biases",
+    "smollm3_window",
+    "olmo2_biases",
+    "olmo3",
+    "granite",
+    "glm4",
+    "gemma",
+    "gemma2_untied",
+    "gemma3_capped",
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "gpt_oss",
+    "gemma4",
+    "gemma4_small",
+    "gemma4_moe",
+]
 
 SCALINGS = (
     {"rope_type": "linear", "factor": 3.0},
@@ -201,7 +220,9 @@ def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def write_folder(folder: Path, file: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
     """Writes config.json and weights."""
     (folder / "config.json").write_text(json.dumps(file))
-    save_file({name: tensor(name, shape) for name, shape in shapes.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor(name, shape) for name, shape in shapes.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
 
 
 def file_parts(model_type: str, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
