@@ -6,12 +6,13 @@ programs are slower.
 
 --compile compares memory and bytes with XLA. It compiles the programs for as many virtual CPU devices, from shapes
 only, and reads what they plan and exchange. Programs for accelerators differ: XLA on CPU computes bfloat16 in float32,
-and gives each device the whole sum of gradients instead of its part. --topology compiles for TPUs instead, and needs no
-TPU.
+and gives each device the whole sum of gradients instead of its part. --topology compiles for TPUs or GPUs instead, and
+needs none of them.
 
   python -m experiments.plan --model Qwen2.5-7B --devices 8
   python -m experiments.plan --model Llama-3-70B --devices 64 --tensor 8 --device v5p --compile
   python -m experiments.plan --model Qwen2.5-7B --topology v5p:2x2x2 --programs learn
+  python -m experiments.plan --model Qwen3-0.6B --topology h100:1 --prompts-per-device 16
 """
 
 import time
@@ -26,14 +27,15 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks import shapes
+from experiments.paper.bytes_moved import moved_in_loops, total
 from experiments.paper.collectives import collectives
 from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
-from experiments.paper.topology import as_if_here, devices_of_topology
+from experiments.paper.topology import GPUS, as_if_here, devices_of_topology
 from experiments.planning.models import MODELS
 from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
 from grpo_jax.config import GRPOConfig, PlannedRemat, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.products import CPU
+from grpo_jax.functional.products import CPU, GPU, Traits
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
@@ -64,18 +66,20 @@ class Device(NamedTuple):
     link: float  # bytes to other devices per second, in one direction
 
 
-# NVIDIA's data sheet of the H100 SXM: 900 GB/s of NVLink in both directions, within a host of eight. Google's pages of
-# each TPU (cloud.google.com/tpu/docs/v5e, v5p, v6e, read in November 2026): the interconnect in both directions is 400,
-# 1,200 and 800 GB/s.
+# NVIDIA's data sheets: H100 and A100 SXM have 900 and 600 GB/s of NVLink in both directions, within a host of eight. An
+# RTX 4090 and an L4 have 16 lanes of PCIe 4. Google's pages of each TPU (cloud.google.com/tpu/docs/v5e, v5p, v6e, read
+# in November 2026): the interconnect in both directions is 400, 1,200 and 800 GB/s.
 DEVICES = {
     "h100": Device(989e12, 80e9, 3.35e12, 450e9),
+    "a100": Device(312e12, 80e9, 2039e9, 300e9),
+    "rtx4090": Device(165e12, 24e9, 1008e9, 32e9),
+    "l4": Device(121e12, 24e9, 300e9, 32e9),
     "v5e": Device(197e12, 16e9, 819e9, 200e9),
     "v5p": Device(459e12, 95 * 2**30, 2765e9, 600e9),
     "v6e": Device(918e12, 32e9, 1600e9, 400e9),
 }
 
 Program = Literal["sample", "score", "learn"]
-TPUS = tuple(name for name in DEVICES if name.startswith("v"))
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,14 @@ class Config:
     """Options of the plan."""
 
     model: str = "Qwen2.5-7B"
-    """Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen2.5-7B, Qwen3-0.6B or Llama-3-70B; or the folder or hub id of a model."""
+    """A model of experiments/planning/models.py, such as Qwen2.5-7B; or the folder or hub id of a model."""
     devices: Count = 0
     """Devices of the run; 0: those of the topology, or 8."""
     fsdp: Count = 0
     """The same option as in a run; 0: what tensor leaves of the devices."""
     tensor: Size = 1
     """The same option as in a run."""
-    device: Literal["h100", "v5e", "v5p", "v6e"] = "h100"
+    device: Literal["h100", "a100", "rtx4090", "l4", "v5e", "v5p", "v6e"] = "h100"
     """Kind of the devices; with a topology those of its name."""
     tflops: Weight = 0.0
     """10^12 operations a second of a device; 0: its data sheet's."""
@@ -121,7 +125,7 @@ class Config:
     compile: bool = False
     """Compile the programs for virtual CPU devices, and compare."""
     topology: str = ""
-    """Compile them for these TPUs instead, by libtpu: kind and torus, such as v5p:2x2x2 or v5e:4x4."""
+    """Compile them for these TPUs or GPUs instead: kind and torus or number, such as v5p:2x2x2 or h100:1."""
     programs: tuple[Program, ...] = ("learn", "score", "sample")
     """Which to compile. A decoder of 80 layers takes long to compile for sampling."""
 
@@ -162,8 +166,8 @@ def resolved(config: Config) -> tuple[Config, list[jax.Device]]:
     if not config.topology:
         return replace(config, devices=config.devices or 8), []
     kind: Any = config.topology.partition(":")[0]
-    if kind not in TPUS:
-        raise UsageError(f"topology is {config.topology}: begin it with one of {', '.join(TPUS)}, and a colon")
+    if kind not in DEVICES:
+        raise UsageError(f"topology is {config.topology}: begin it with one of {', '.join(DEVICES)}, and a colon")
     devices = devices_of_topology(config.topology)
     if config.devices not in (0, len(devices)):
         raise UsageError(
@@ -220,6 +224,7 @@ def data_of(config: Config) -> int:
 def shape_of(config: Config) -> Shape:
     """Returns the sizes that determine the run's memory on one device."""
     return Shape(
+        traits=GPU if config.device in GPUS else Traits("tpu"),
         num_prompts=config.prompts_per_device,
         group_size=config.group_size,
         prompt_tokens=config.prompt_tokens,
@@ -309,6 +314,12 @@ def costs(plan: Plan) -> dict[str, tuple[float, float]]:
     }
 
 
+def last_step_bytes(plan: Plan) -> float:
+    """Returns the fewest bytes that the last decode step reads: weights, and keys and values of full completions."""
+    shorter = plan._replace(shape=plan.shape._replace(max_tokens=plan.shape.max_tokens - 1))
+    return costs(plan)["sample"][1] - costs(shorter)["sample"][1]
+
+
 def sharding_table(model: ModelConfig, shape: Shape) -> Table:
     """Returns the table of the parameters' shardings."""
     table, params = Table("parameter", "shape", "cut along", "MB of a device", box=None), decoder_shapes(model)
@@ -345,7 +356,10 @@ def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig | PPOConfig
 
 
 def compiled_table(config: Config, plan: Plan, data: int) -> Table:
-    """Compares memory and exchanges of the plan and the compiled programs. For a CPU the plan is in float32."""
+    """Compares memory and exchanges of the plan and the compiled programs. For a CPU the plan is in float32.
+
+    For GPUs, the row "step" compares the bytes that the last decode step moves with those that it must read.
+    """
     ours, traffic = plan.estimate, traffic_of(plan, data)
     if not config.topology:
         in_float32 = plan._replace(model=replace(plan.model, dtype="float32"))
@@ -367,10 +381,13 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
             continue
         compiled = made[program].compile()
         took = f"{time.perf_counter() - began:.0f}"
-        inputs, added = memory_of(compiled, on_tpu=bool(config.topology))
-        rows = _memory_rows(program, ours, inputs, added)
+        inputs, added = memory_of(compiled, on_tpu=bool(config.topology) and config.device not in GPUS)
+        rows, text = _memory_rows(program, ours, inputs, added), str(compiled.as_text())
         turns = config.max_tokens - 1 if program == "sample" else plan.shape.num_pieces
-        rows += _traffic_rows(traffic[program], str(compiled.as_text()), turns)
+        if config.devices > 1:
+            rows += _traffic_rows(traffic[program], text, turns)
+        if program == "sample" and config.device in GPUS:
+            rows.append(("step", last_step_bytes(plan), max(map(total, moved_in_loops(text)))))
         for name, planned, results in rows:
             share = f"{results / planned:.2f}" if planned else ""
             table.add_row(program, name, f"{planned / GB:.2f}", f"{results / GB:.2f}", share, took)

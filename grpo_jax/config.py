@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS, Objective
-from grpo_jax.models.config import AttentionKind, Dtype, Router
+from grpo_jax.models.config import AttentionKind, Dtype, Rounding, Router
 from grpo_jax.models.lora import TARGETS, Target
 from grpo_jax.models.params import Quantize
 from grpo_jax.options import (
@@ -51,8 +51,12 @@ class ModelOptions:
 
     model: str = ""
     """Folder of a Hugging Face model, or its id on the hub."""
-    dtype: Dtype = "float32"
-    """Dtype of activations and matrix products. bfloat16 is faster on accelerators and rounds to 8 bits."""
+    dtype: Literal[Dtype, "auto"] = "auto"
+    """Dtype of activations and matrix products. bfloat16 is faster on accelerators and rounds to 8 bits. auto: float32
+    on a CPU, else bfloat16."""
+    rounding: Rounding = "stochastic"
+    """Rounding of trained parameters to bfloat16. stochastic: a share of the weights follows even small updates.
+    nearest: small updates first have to add up."""
     param_dtype: Dtype = "float32"
     """Dtype of the parameters. bfloat16 halves the memory of LoRA's frozen parameters; trained parameters need
     float32."""

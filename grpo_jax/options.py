@@ -78,14 +78,14 @@ def check_number(name: str, value: Any, hint: Any) -> None:
 
     Args:
       name: The name of the option.
-      value: The value of the option. None is in every range.
+      value: The value of the option, or several. None is in every range.
       hint: The type of the option, such as `Size` or `Size | None`.
 
     Raises:
       UsageError: The number is out of range. The message names the option and its range.
     """
     for part in _ranges_of(hint) if value is not None else ():
-        if not part.contains(value):
+        if not all(map(part.contains, value if isinstance(value, tuple | list) else [value])):
             raise UsageError(f"{name} is {value}: it must be {part.words}")
 
 

@@ -16,9 +16,10 @@ from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, 
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
-from grpo_jax.models.huggingface import Pretrained, load_pretrained
+from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.rounding import resolve_dtype
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
 from grpo_jax.planning.memory import Plan, choose, shape_of
@@ -102,7 +103,8 @@ def load_model(
             options.model,
             param_dtype=options.param_dtype,
             quantize=options.quantize,
-            dtype=options.dtype,
+            dtype=resolve_dtype(options.dtype),
+            rounding=options.rounding,
             remat="none" if options.remat == "auto" else options.remat,  # auto is planned later
             attention=options.attention,
             router=options.router,
@@ -131,15 +133,22 @@ def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *
     Raises:
       UsageError: There is no such model, or its tokens differ from the student's.
     """
-    teacher = load_pretrained(
-        name, param_dtype=options.dtype, dtype=options.dtype, attention=options.attention, sharding=sharding
-    )
+    dtype = resolve_dtype(options.dtype)
+    teacher = load_pretrained(name, param_dtype=dtype, dtype=dtype, attention=options.attention, sharding=sharding)
     tokens = student.tokenizer.get_vocab()
     check_vocabulary(teacher.tokenizer.get_vocab(), tokens, name)
     needed = min(student.config.vocab_size, 1 + max(tokens.values()))
     if teacher.config.vocab_size < needed:
         raise UsageError(f"the teacher {name} lacks tokens from {teacher.config.vocab_size} on: name one with {needed}")
     return Loaded(decoder_policy(teacher.config), teacher.params, teacher)
+
+
+def loaded_for_texts(model: Loaded, longest: int) -> Loaded:
+    """Applies `for_texts`, and makes the policy again if that changes the configuration."""
+    pretrained = for_texts(model.pretrained, longest)
+    if pretrained is model.pretrained:
+        return model
+    return model._replace(policy=decoder_policy(pretrained.config), pretrained=pretrained)
 
 
 def check_vocabulary(teacher: Mapping[str, int], student: Mapping[str, int], name: str | Path) -> None:
@@ -244,10 +253,10 @@ def prepare(
 
 
 def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Options, Models, Plan]:
-    """Chooses pieces and remat by the memory of a device.
+    """Chooses pieces and remat by the memory of a device, and rotations by the longest text.
 
-    The choice becomes part of the options in the run's config.json. So a resumed run uses it too, even on a machine
-    with different memory.
+    The choice, with the dtype, becomes part of the options in the run's config.json. So a resumed run uses it too, even
+    on a machine with different memory.
 
     Args:
       options: The options of the run.
@@ -260,9 +269,11 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     Raises:
       UsageError: Nothing fits. The message names options that would.
     """
-    policy, config = models["policy"], run_of(options.train)
-    devices = devices_of(config)
-    shape = shape_of(options.train, options.model, task.prompts(0).ids.shape[-1], parts=parts(devices))
+    config, width = run_of(options.train), task.prompts(0).ids.shape[-1]
+    longest = width + config.sampling.completion_width
+    models = {role: loaded_for_texts(model, longest) for role, model in models.items()}
+    policy, devices = models["policy"], devices_of(config)
+    shape = shape_of(options.train, options.model, width, parts=parts(devices))
     if "teacher" in models:
         from grpo_jax.rl.distillation import output_bytes  # loaded only with a teacher
 
@@ -272,7 +283,8 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     plan = choose(policy.pretrained.config, shape, min(limits), remat=options.model.remat)
     pretrained = policy.pretrained._replace(config=plan.model)
     planned = policy._replace(policy=decoder_policy(plan.model), pretrained=pretrained)
-    return with_options(options, **plan.options), {**models, "policy": planned}, plan
+    options = with_options(options, dtype=pretrained.config.dtype, **plan.options)
+    return options, {**models, "policy": planned}, plan
 
 
 def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) -> None:

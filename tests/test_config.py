@@ -249,8 +249,9 @@ def test_options_come_from_a_file_and_flags_replace_them(tmp_path):
     assert (other.train.loss.kl_coef, other.train.loss.epsilon_high) == (0.04, 0.2)
 
     short = tmp_path / "short.yaml"
-    short.write_text("preset: dapo\nnumber: 4\nlora_targets: [q_proj]\n")
+    short.write_text("preset: dapo\nnumber: 4\nlora_targets: [q_proj]\nlearning_rate: 1e-4\n")
     other = parse("--config", short, "--run-dir", tmp_path / "other")
+    assert other.train.optimizer.learning_rate == 1e-4
     assert (other.train.loss.epsilon_high, other.number, other.model.lora_targets) == (0.28, 4, ("q_proj",))
     assert other.train.steps == 7  # the experiment's own
 
@@ -269,6 +270,11 @@ UNFIT_FILES = [
     ("a.yaml", "1: 2", "no option 1"),
     ("a.yaml", "lora_targets: &a [*a]", "write the value out"),
     ("a.json", '{"a":' * 200_000 + "1" + "}" * 200_000, "cannot be read"),
+    ("a.yaml", "steps: 1:30", "steps is '1:30'"),
+    ("a.yaml", "steps: 010", "steps is 10.0"),
+    ("a.yaml", "learning_rate: 1:30.5", "learning_rate is '1:30.5'"),
+    ("a.yaml", "steps: " + "1:" * 100_000 + "1", "steps is '1:1:1"),
+    ("a.yaml", "steps: " + "1" * 200_000, "cannot be read"),
     ("a.yaml", "[" * 400 + "]" * 400, "cannot be read"),
 ]
 

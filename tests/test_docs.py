@@ -16,16 +16,22 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose
 from tiny import DATA, STORIES, needs_data
 
 from experiments.planning.models import MODELS
 from grpo_jax import functional as F
 from grpo_jax.commands.train import module_of
 from grpo_jax.errors import UsageError
+from grpo_jax.functional.products import Traits
 from grpo_jax.options import option_types
 from grpo_jax.planning.memory import GB, Shape, choose
 
@@ -84,6 +90,30 @@ EXAMPLES = [
 @pytest.mark.parametrize(("page", "number"), EXAMPLES)
 def test_an_example_runs(page, number):
     execute(programs(page)[number])
+
+
+def test_sgd_over_devices_updates_as_one_device_does():
+    names = execute(programs("own_loop.md")[0])
+
+    def updates(params, batch, gradient_of):
+        """Returns the parameters after a step of SGD by each preset, chosen by its name alone."""
+        presets = {}
+        for name in F.PRESETS:
+            names["method"] = F.PRESETS[name]
+            presets[name] = params - 0.1 * gradient_of(params, batch)
+        return presets
+
+    params, batch = names["params"], names["batch"]
+    expected = jax.jit(partial(updates, gradient_of=jax.grad(names["loss"])))(params, batch)
+    data = {"in_specs": (P(), P("data")), "out_specs": P()}
+    ways = {"add_up": partial(jax.pmap, axis_name="data", in_axes=(None, 0), out_axes=None)}
+    ways["add_up_loss"] = lambda step: jax.jit(jax.shard_map(step, mesh=names["mesh"], **data))
+    for function, mapped in ways.items():
+        step = partial(updates, gradient_of=lambda *arrays, function=function: names[function](*arrays)[1])
+        results = mapped(step)(params, names["rows"] if function == "add_up" else batch)
+        for name, update in expected.items():
+            assert np.abs(update - params).max() > 1e-4, name
+            assert_allclose(results[name], update, atol=1e-6, err_msg=f"{function}, {name}")
 
 
 def test_the_example_of_memory_runs(capsys):
@@ -286,7 +316,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
 def test_the_memory_for_gsm8k_is_the_planners(name):
     h100 = Shape(num_prompts=16, prompt_tokens=272, piece_tokens=0)
     cells = []
-    for shape, limit in ((h100, 60 * GB), (h100._replace(num_prompts=2, fsdp=8), 16 * GB)):
+    v5e = h100._replace(num_prompts=2, fsdp=8, traits=Traits("tpu"))
+    for shape, limit in ((h100, 60 * GB), (v5e, 16 * GB)):
         for rank, dtype in ((0, "float32"), (16, "bfloat16")):
             shape = shape._replace(lora_rank=rank, param_dtype=dtype)
             try:

@@ -88,8 +88,9 @@ def randomly_adapted(
 
 @cache
 def load_golden(name: str) -> tuple[ModelConfig, Any]:
-    """Returns the configuration and the parameters of a folder in golden/."""
+    """Returns the configuration and the parameters of a folder in golden/, for its texts of 30 tokens."""
     config = config_from_huggingface(read_json(GOLDEN / name / "config.json"))
+    config = replace(config, longest_text=30) if config.longest_short_text else config
     return config, load_params(GOLDEN / name, config)
 
 

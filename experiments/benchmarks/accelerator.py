@@ -1,10 +1,11 @@
 """How fast are whole iterations of `grpo-jax train` on one accelerator?
 
 The script writes a model with random weights into a folder and trains it with the command's defaults in bfloat16. An
-iteration samples, decodes, rewards, scores and learns. Each shape runs twice: with completions of full length, and with
-lengths that follow a geometric distribution. Unless the shape trains adapters, a third process times the three compiled
-programs one at a time, and computes their share of the device's speed and bandwidth. The results are a table and a JSON
-file that name the device, the versions and the commit. A shape takes at most ten minutes on an H100.
+iteration samples, decodes, rewards, scores and learns. Each shape runs three times: with completions of full length,
+with lengths that follow a geometric distribution, and for two iterations with the programs of the first run in the
+compilation cache. Unless the shape trains adapters, another process times the three compiled programs one at a time,
+and computes their share of the device's speed and bandwidth. The results are a table and a JSON file that name the
+device, the versions and the commit. A shape takes at most ten minutes on an H100.
 
   python -m experiments.benchmarks.accelerator qwen2.5-0.5b
 """
@@ -43,7 +44,7 @@ RUNS: Mapping[str, tuple[Shape, tuple[str, ...]]] = {
     **{name: (SHAPES[name], ()) for name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "tiny")},
     "qwen2.5-7b-lora": (Shape(MODELS["Qwen2.5-7B"], 8, 64, 256), LORA),
 }
-LENGTHS = ("full", "geometric")
+RUNS_OF_SHAPE = ("full", "geometric", "cached")
 REWARD = "def reward(rows, texts): return [len(text) % 97 / 97 for text in texts]\n"
 ROOT = Path(__file__).parents[2]
 VERSIONS = (
@@ -76,6 +77,8 @@ class Measured(NamedTuple):
     update_mfu: float | None  # the logged MFU; None if the device's speed is not known
     first_step_s: float  # with compilation
     compilation_s: float  # time of the first iteration minus the median
+    compilations: int  # programs compiled in the first iteration
+    cache_reads: int  # programs read from the compilation cache instead
     peak_gb: float
     planned_gb: float
     mismatch: float  # mean probability ratio of trainer and sampler
@@ -90,9 +93,9 @@ def main(config: Config) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_inputs(folder, shape)
-        for lengths in LENGTHS:
-            write_endings(folder / "model", shape.model.vocab_size, mean_length(shape, lengths))
-            report[lengths] = measure(folder, lengths, shape, config, options)._asdict()
+        for name in RUNS_OF_SHAPE:
+            write_endings(folder / "model", shape.model.vocab_size, mean_length(shape, name))
+            report[name] = measure(folder, name, shape, config, options)._asdict()
     if not options:
         text = in_child("-m", "experiments.benchmarks.programs", "--shape", config.shape, "--dtype", config.dtype)
         report["programs"] = json.loads(text.splitlines()[-1])
@@ -101,9 +104,9 @@ def main(config: Config) -> None:
     (config.out / f"{config.shape}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
-def mean_length(shape: Shape, lengths: str) -> int:
+def mean_length(shape: Shape, run: str) -> int:
     """Returns the mean length of completions without a cut-off: a quarter of the limit, or so long that few end."""
-    return shape.completion // 4 if lengths == "geometric" else 100 * shape.completion
+    return shape.completion // 4 if run == "geometric" else 100 * shape.completion
 
 
 def commit() -> str:
@@ -112,13 +115,14 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def in_child(*args: str) -> str:
-    """Returns the output of a Python process. Only such a process takes the accelerator's memory.
+def in_child(*args: str, **variables: str) -> str:
+    """Returns the output of a Python process with environment variables. Only it takes the accelerator's memory.
 
     Raises:
       SystemExit: The process failed; the message has the end of its output.
     """
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # it would replace the cache of the run
     done = subprocess.run([sys.executable, *args], env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: a process ended with status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -169,17 +173,21 @@ def write_endings(folder: Path, vocab_size: int, length: int) -> None:
 # ---- one run
 
 
-def measure(folder: Path, lengths: str, shape: Shape, config: Config, options: tuple[str, ...]) -> Measured:
+def measure(folder: Path, name: str, shape: Shape, config: Config, options: tuple[str, ...]) -> Measured:
     """Trains with the command, and reads the run's speed from its files."""
-    run, sampling = folder / lengths, (shape.num_prompts, shape.group_size, shape.completion)
+    run, sampling = folder / name, (shape.num_prompts, shape.group_size, shape.completion)
+    steps = 2 if name == "cached" else config.steps
     numbers = zip(("--num-prompts", "--group-size", "--max-tokens"), map(str, sampling), strict=True)
     args = ["--model", f"{folder}/model", "--task", f"{folder}/rows.jsonl", "--reward", f"{folder}/rewards.py:reward"]
     args += [word for pair in numbers for word in pair]
-    args += ["--steps", str(config.steps), "--dtype", config.dtype, "--run-dir", str(run), "--no-compilation-cache"]
+    args += ["--steps", str(steps), "--dtype", config.dtype, "--run-dir", str(run)]
     args += ["--num-heldout", "1", "--eval-samples", "1", "--eval-every", "0", "--checkpoint-every", "0", *options]
     began = time.perf_counter()
-    answer = in_child("-c", "from grpo_jax.commands import main; main()", "train", *args)
-    print(f"{lengths}: {time.perf_counter() - began:.0f} s for {config.steps} iterations", flush=True)
+    command = "from grpo_jax.commands import main; main()"
+    answer = in_child(
+        "-c", command, "train", *args, XDG_CACHE_HOME=str(folder / f"cache-{name.replace('cached', 'full')}")
+    )
+    print(f"{name}: {time.perf_counter() - began:.0f} s for {steps} iterations", flush=True)
     times, metrics = (read(run / name) for name in ("times.jsonl", "metrics.jsonl"))
     return summary(times, [line for line in metrics if line["step"]], answer)
 
@@ -209,6 +217,8 @@ def summary(times: list[dict[str, Any]], metrics: list[dict[str, Any]], answer: 
         update_mfu=statistics.median(mfu) if mfu else None,
         first_step_s=ends[0],
         compilation_s=ends[0] - iteration,
+        compilations=times[0]["compilations"],
+        cache_reads=times[0]["cache_reads"],
         peak_gb=max(line["peak_memory_mb"] for line in times) * 2**20 / 1e9,
         planned_gb=float(planned[1]) if planned else float("nan"),
         mismatch=statistics.mean(line["first_sampler_mismatch"] for line in metrics),
@@ -216,14 +226,14 @@ def summary(times: list[dict[str, Any]], metrics: list[dict[str, Any]], answer: 
 
 
 def show(report: dict[str, Any]) -> None:
-    """Prints a column for each kind of lengths, and a table of the programs."""
+    """Prints a column for each run, and a table of the programs."""
     console, versions = Console(), ", ".join(f"{name} {report[name]}" for name in ("jax", "jaxlib", "flax"))
     title = (
         f"{report['shape']}, {report['dtype']}, {report['device']}, {versions}, {report['commit']}, {report['date']}"
     )
-    table = Table("", *LENGTHS, title=title)
+    table = Table("", *RUNS_OF_SHAPE, title=title)
     for name in Measured._fields:
-        table.add_row(name, *(f"{x:.4g}" if (x := report[lengths][name]) is not None else "" for lengths in LENGTHS))
+        table.add_row(name, *(f"{x:.4g}" if (x := report[run][name]) is not None else "" for run in RUNS_OF_SHAPE))
     console.print(table)
     programs = Table("programs one at a time, completions of full length", "", box=None)
     for name, value in report.get("programs", {}).items():

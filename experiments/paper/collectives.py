@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _CONTINUED = re.compile(r"\n(?!  %|  ROOT|%|ENTRY|\}|HloModule|\n) *")  # long operations take several lines
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -38,13 +38,13 @@ def collectives(text: str, *, unknown_trips: int = 1) -> list[Collective]:
       text: of `compiled.as_text()`.
       unknown_trips: turns of loops whose number XLA does not know.
     """
-    bodies, entry = _computations(text)
+    bodies, entry = computations(text)
     times: Counter[str] = Counter()
 
     def walk(name: str, turns: int) -> None:
         times[name] += turns
         for line in bodies.get(name, []):
-            for called, trips in _calls(line, _trips(line, bodies) or unknown_trips):
+            for called, trips in calls(line, trips_of(line, bodies) or unknown_trips):
                 walk(called, turns * trips)
 
     walk(entry, 1)
@@ -64,7 +64,7 @@ def sizes(results: list[Collective]) -> dict[str, int]:
     return dict(total)
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
     """The lines of each computation, and the name of the first one that runs."""
     bodies: dict[str, list[str]] = {}
     entry = name = ""
@@ -78,7 +78,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return bodies, entry
 
 
-def _trips(line: str, bodies: dict[str, list[str]]) -> int | None:
+def trips_of(line: str, bodies: dict[str, list[str]]) -> int | None:
     """How often a loop turns, where that is known; of another operation 1. Counters begin at 0."""
     if " while(" not in line:
         return 1
@@ -92,7 +92,7 @@ def _trips(line: str, bodies: dict[str, list[str]]) -> int | None:
     return None
 
 
-def _calls(line: str, trips: int) -> Iterator[tuple[str, int]]:
+def calls(line: str, trips: int) -> Iterator[tuple[str, int]]:
     """Computations that an operation runs, and how often."""
     if any(f" {kind}" in line for kind in _KINDS):
         return  # what it reduces by
@@ -115,7 +115,7 @@ def _collective(line: str) -> Collective | None:
 
 
 def _bytes(dtype: str, dimensions: str) -> int:
-    return _ITEM_BYTES.get(dtype, 0) * math.prod(int(size) for size in dimensions.split(",") if size)
+    return ITEM_BYTES.get(dtype, 0) * math.prod(int(size) for size in dimensions.split(",") if size)
 
 
 def _group_size(line: str) -> int:

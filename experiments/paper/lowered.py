@@ -115,7 +115,7 @@ def params_of(
 
 def placed(tree: Any, devices: Devices) -> Any:
     """Shapes of parameters, with where `parallel.place` puts them."""
-    if not isinstance(devices, Mesh):
+    if not isinstance(devices, Mesh) and devices > 1:
         return tree
     return jax.tree.map(
         lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), tree, shardings(tree, devices)
@@ -125,7 +125,7 @@ def placed(tree: Any, devices: Devices) -> Any:
 def spread(devices: Devices, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array of a batch, spread over devices."""
     if not isinstance(devices, Mesh):
-        return jax.ShapeDtypeStruct(shape, dtype)
+        return placed(jax.ShapeDtypeStruct(shape, dtype), devices)
     leaf = jax.tree.leaves(shardings({"x": jax.ShapeDtypeStruct((1,), dtype)}, devices))[0]
     there = NamedSharding(leaf.mesh, PartitionSpec(BATCH))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=there)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -29,10 +29,11 @@ from grpo_jax.checks import check_episodes, validate
 from grpo_jax.config import DecodingConfig, GRPOConfig, recipe
 from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.data.types import hash_prompts
-from grpo_jax.errors import UsageError, user_path
+from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.config import Dtype
-from grpo_jax.models.huggingface import Pretrained, load_pretrained
+from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.rounding import resolve_dtype
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
@@ -43,6 +44,7 @@ from grpo_jax.runs import flags
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.pretrained import load_run, phase_of
+from grpo_jax.runs.progress import RunConsole
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
@@ -72,8 +74,9 @@ class Options(TaskOptions, DecodingConfig):
     """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'. Empty: its defaults."""
     num_prompts: int = 16
     """Number of prompts sampled at once. Results do not depend on it."""
-    dtype: Dtype = "float32"
-    """Dtype of activations and matrix products. A run keeps the dtype that it was trained with."""
+    dtype: Literal[Dtype, "auto"] = "auto"
+    """Dtype of activations and matrix products. auto: float32 on a CPU, else bfloat16. A run keeps the
+    dtype that it was trained with."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
     phase: str | None = None
@@ -120,7 +123,7 @@ def saved_options(model: str) -> dict[str, Any]:
 
 def main(options: Options) -> None:
     """Samples completions, scores them, and prints a table."""
-    started, console = time.perf_counter(), Console()
+    started, console = time.perf_counter(), RunConsole()
     if not options.model:
         raise UsageError("name a model: a folder, an id on the hub, or the folder of a run")
     out = options.out and user_path(options.out)
@@ -138,6 +141,8 @@ def main(options: Options) -> None:
     check_task_options(options)
     if out and out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file: name a folder with --out")
+    if out:
+        make_folder(out)  # before the evaluation, which may take long
     if saved:
         options = dataclasses.replace(options, phase=phase_of(Path(options.model), options.phase))
     pretrained, step = load(options)
@@ -157,6 +162,7 @@ def main(options: Options) -> None:
     with task_of as task:
         check_tokens(task)
         check_episodes(config.sampling, has_environment=task.environment is not None)
+        pretrained = for_texts(pretrained, task.heldout.ids.shape[1] + config.sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
@@ -221,9 +227,10 @@ def changed(run: Path, phase: str | None, task: Task) -> bool:
 
 def load(options: Options) -> tuple[Pretrained, int | None]:
     """Loads a model, or the model of a run. Also returns the step of the run's checkpoint, or None."""
-    if saved_options(options.model):
-        return load_run(Path(options.model), phase=options.phase, step=options.step)
-    return load_pretrained(options.model, dtype=options.dtype), None
+    if saved := saved_options(options.model):
+        dtype = resolve_dtype(saved.get("dtype", "float32"))
+        return load_run(Path(options.model), phase=options.phase, step=options.step, dtype=dtype)
+    return load_pretrained(options.model, dtype=resolve_dtype(options.dtype)), None
 
 
 def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: Evaluation, task: Task) -> None:
@@ -231,7 +238,6 @@ def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: 
 
     The last completion of a prompt is the greedy one. Ungraded completions have null as their score.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "numbers.json").unlink(missing_ok=True)  # written last, so that it always belongs to completions.jsonl
     scores = np.concatenate([evaluation.scores, evaluation.greedy[:, None]], axis=1)
     scores = np.where(evaluation.graded, scores, np.nan)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from grpo_jax.commands.train import RUN_DIR, Method
@@ -29,7 +30,7 @@ from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import Objective, SupervisedConfig, check_supervised
 from grpo_jax.options import Fraction, Seed, Size
-from grpo_jax.prepare import Loaded, load_model
+from grpo_jax.prepare import Loaded, load_model, loaded_for_texts
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.checkpoint import params_sha256
@@ -101,7 +102,9 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     """
     started = time.perf_counter()
     job = prepare(config)
-    config, run = job.config, open_run(job)
+    # A resumed run keeps the dtype, even on another kind of device.
+    config = with_options(job.config, dtype=job.model.pretrained.config.dtype)
+    run = open_run(job._replace(config=config))
     params = place(job.params, devices_of(config.train))
     reference: Reference = {}
     if job.reference:
@@ -120,12 +123,21 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
         numbers = job.log(params, evaluation) if job.log else job.summary(evaluation)
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
-    with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
-        before = evaluate(params, 0)
+    def evaluate_start() -> dict[str, Any]:
+        with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
+            leaves = jax.tree.leaves(evaluate(params, 0))
+            return {"leaves": leaves, "numbers": log(params, 0) if config.train.eval_every else {}}
+
+    start = run.remember(job.phase, evaluate_start)
     batches = job.batches(reference)
-    state = fit(job.objective, params, batches, config.train, run, phase=job.phase, evaluate=log)
+    state = fit(
+        *(job.objective, params, batches, config.train, run),
+        phase=job.phase,
+        evaluate=lambda params, step: log(params, step) if step else start["numbers"],
+    )
     trained = join(state.params, split(params)[1])
     after = evaluate(trained, config.train.steps)
+    before = jax.tree.unflatten(jax.tree.structure(after), start["leaves"])
     rows = job.rows(before, after, trained) if job.rows else compare(before, after, job.summary)
     more = job.leave(run, after, trained)
     checksum = params_sha256(state.params)
@@ -202,12 +214,14 @@ def pair_job(
     parts = split_preferences(rows, config.heldout_share)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     pretrained = model.pretrained
-    chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=config.model.chat_template_kwargs)
+    chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
     options = encoding(pretrained, config.model, config.max_tokens, in_chat=bool(config.chat), has_end=has_end)
     training, heldout = (encode(chat, part, **options) for part in parts)
     count, noun = len(training.prompts), number.removeprefix("num_")
     if size > count:
         raise UsageError(f"{number} is {size}, but there are {count} {noun}: set it to at most that")
+    width = max(sum(pair_widths(part)) for part in (training, heldout))
+    model = loaded_for_texts(model, width)
     fields = make(model, training, heldout)
     score, evaluate = partial(fields.pop("score"), num_pairs=size, devices=devices), fields.pop("evaluate")
     longest = pretrained.config.max_position_embeddings
@@ -230,7 +244,7 @@ def pair_job(
         inputs=dict(zip(("training rows", f"held-out {noun}"), digests, strict=True)),
         title=f"{len(heldout.prompts)} held-out {noun} of {len(rows)}, with 95% intervals",
         notes=[*(f"dropped {many} rows {why}" for why, many in dropped.items()), *training.notes],
-        warnings=fields.pop("warnings", {}) | length_warning(sum(pair_widths(training)), longest),
+        warnings=fields.pop("warnings", {}) | length_warning(width, longest),
         reference=scored if has_reference else None,
         **fields,
     )

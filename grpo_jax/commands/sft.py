@@ -40,7 +40,7 @@ from grpo_jax.offline.sft import (
     text_nll,
 )
 from grpo_jax.options import Count, Seed, Size, Weight
-from grpo_jax.prepare import load_model, load_teacher
+from grpo_jax.prepare import load_model, load_teacher, loaded_for_texts
 from grpo_jax.rl.distillation import check_top_k
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags
@@ -106,8 +106,10 @@ def prepare(config: Config) -> Job:
     divergence, devices = divergence_of(config), devices_of(config.train)
     rows = read_completions(config)  # before the weights, which take longer
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
-    policy, shape = model.policy, model.pretrained.config
     training, held_out, prompts, notes = encode_texts(config, rows, model.pretrained)
+    width = training.ids.shape[1]
+    model = loaded_for_texts(model, width)
+    policy, shape = model.policy, model.pretrained.config
     batches = packed_batches(training, config.num_rows, config.seed)
 
     def heldout() -> Iterable[Packed]:
@@ -135,12 +137,13 @@ def prepare(config: Config) -> Job:
         },
         title="held-out completions, nats a token [95% interval]",
         notes=notes,
-        warnings=length_warning(training.ids.shape[1], shape.max_position_embeddings),
+        warnings=length_warning(width, shape.max_position_embeddings),
     )
     if not config.teacher:
         return job
     check_top_k(divergence, shape.vocab_size)
     teacher = load_teacher(config.teacher, config.model, model.pretrained, sharding=load_shardings(devices))
+    teacher = loaded_for_texts(teacher, width)
     target = DistillationTarget(teacher.policy, divergence, config.nll_coef)
 
     def log_both(params: Any, values: Values) -> dict[str, float]:
@@ -201,7 +204,7 @@ def encode_texts(
     """
     tokenizer, shape = pretrained.tokenizer, pretrained.config
     longest, overlong = shape.max_position_embeddings, config.model.overlong
-    chat = make_chat(tokenizer, pretrained.eos_ids, kwargs=config.model.chat_template_kwargs)
+    chat = make_chat(tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
     training_rows, heldout_rows, row_notes, prompt_width = encode_rows(
         chat,
         rows,

@@ -17,9 +17,11 @@ import json
 import math
 import operator
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from grpo_jax.errors import abbreviate
@@ -111,6 +113,8 @@ KEY = "ENGINE_API_KEY"
 _PASSING = {408, 425, 429}
 _SERVERS_FAULT = 500
 _LONGEST_MESSAGE = 300
+_LONGEST_ANSWER = 2**25  # bytes; a token takes about a hundred
+_LONGEST_ERROR = 2**16
 
 # Ignores proxies of the environment, since an engine is on the trainer's network.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -138,31 +142,58 @@ def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
     Args:
       url: The address of the resource.
       body: The body to POST as JSON. None: a GET request.
-      timeout: Seconds to wait without receiving a byte.
+      timeout: Seconds to wait for the answer. An answer that has begun may end up to as many seconds later.
 
     Raises:
-      Gone: The server does not answer, or answers that it cannot now.
-      Refused: The server rejects the request, or the address is invalid.
+      Gone: The server does not answer in time, or answers that it cannot now.
+      Refused: The server rejects the request or answers endlessly, or the address or the key is invalid.
     """
-    data = None if body is None else json.dumps(body).encode()
+    data, ends, key = None if body is None else json.dumps(body).encode(), time.monotonic() + timeout, _key()
+    if not (key.isascii() and key.isprintable()):
+        raise Refused(f"{KEY} holds a line break or another character that no key has: set it again")
     try:
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        if key := os.environ.get(KEY):
+        if key:
             request.add_unredirected_header("Authorization", f"Bearer {key}")  # a redirect may lead to another server
         with _OPENER.open(request, timeout=timeout) as answer:
-            return answer.read()
+            data = _read(answer, _LONGEST_ANSWER, ends)
     except urllib.error.HTTPError as error:
-        message = f"{error.code} {error.reason}: {_one_line(error.read(2**16).decode(errors='replace'))}"
+        reason = b""
+        with suppress(OSError, http.client.HTTPException):
+            reason = _read(error, _LONGEST_ERROR, ends)
+        message = _one_line(f"{error.code} {error.reason}: {reason.decode(errors='replace')}")
         if error.code in _PASSING or error.code >= _SERVERS_FAULT:
             raise Gone(message) from None
         raise Refused(message, error.code) from None
     except TimeoutError:
-        raise Gone(f"nothing came for {timeout:g} s") from None
+        raise Gone(f"no answer came within {timeout:g} s") from None
     except (OSError, http.client.HTTPException) as error:
         raise Gone(_one_line(getattr(error, "reason", "") or error)) from None
     except ValueError as error:
         raise Refused(f"{url} is no address, such as http://host:8000 ({_one_line(error)})") from None
+    if len(data) > _LONGEST_ANSWER:
+        raise Refused(f"its answer has more than {_LONGEST_ANSWER} bytes")
+    return data
+
+
+def _read(answer: Any, most: int, ends: float) -> bytes:
+    """Reads an answer of at most `most` bytes; longer ones only in part. Raises TimeoutError after the time `ends`."""
+    data = bytearray()
+    while len(data) <= most and (block := answer.read1(2**16)):
+        data += block
+        if time.monotonic() > ends:
+            raise TimeoutError
+    if len(data) <= most and answer.length:  # read1 does not notice that a connection broke
+        raise http.client.IncompleteRead(bytes(data), answer.length)
+    return bytes(data)
+
+
+def _key() -> str:
+    """Returns the server's key, or "" without one."""
+    return os.environ.get(KEY, "").strip()
 
 
 def _one_line(text: object) -> str:
-    return " ".join(str(text).split())[:_LONGEST_MESSAGE]
+    """Returns a text in one line, shortened and without the key, which a server may repeat."""
+    line, key = " ".join(str(text).split()), _key()
+    return (line.replace(key, "***") if key else line)[:_LONGEST_MESSAGE]

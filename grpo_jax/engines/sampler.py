@@ -15,6 +15,7 @@ from grpo_jax.hosts import check_alone
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params import Adapted, holds_quantised
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
@@ -37,11 +38,14 @@ def sampler_of(
       UsageError: No engine answers, or an engine does not support the run.
     """
     _check(pretrained, task, config)
+    rounded = decoder_policy(pretrained.config).rounded
 
     def save(folder, params: Params) -> None:
         if isinstance(params, Adapted):
             peft.save_adapter(folder, pretrained.config, params, base=str(pretrained.folder))
         else:
+            # A server that rounds to the nearest bfloat16 number then has the policy's numbers.
+            params = rounded(params) if rounded else params
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
     engine, devices, max_tokens = Engine(options, save, note=note), devices_of(config), config.sampling.max_tokens

@@ -550,7 +550,7 @@ def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> 
             d_rest = jax.tree.map(jnp.add, d_rest, tuple(d_slice))
         slope = slope.astype(hidden.dtype)
         d_hidden += einsum("rc,cd->rd", slope, weight)
-        d_weight = einsum("cr,rd->cd", transposed(slope), hidden).astype(d_unembedding.dtype)
+        d_weight = einsum("cr,rd->cd", transposed(slope), hidden, dtype=d_unembedding.dtype)
         previous = jax.lax.dynamic_slice_in_dim(d_unembedding, part.start, weight.shape[0])
         d_unembedding = jax.lax.dynamic_update_slice_in_dim(d_unembedding, previous + d_weight, part.start, axis=0)
         return (d_hidden, d_unembedding, d_rest), None

@@ -32,6 +32,9 @@ class Traits(NamedTuple):
     multiplies_by_columns: bool = False
     # Sums with many more rows than columns are computed as their transposes: see `product` and `sum_over_queries`.
     transposes_tall_sums: bool = False
+    # Sums are computed as products with ones. XLA on CPU needs nine times as long for sums. On a GPU the factors of a
+    # product are in memory, and XLA joined those of all norms of a decoder into one array of 3 GB.
+    sums_by_products: bool = False
     # Keys of the cache have features before tokens. On an H100 the product with such keys took 1.6 times as long.
     features_first: bool = False
     # A product of groups of rows is computed in blocks. JAX makes `ragged_dot` on a CPU a product of all rows with all
@@ -72,12 +75,13 @@ class Traits(NamedTuple):
     grows_from: int = 128
 
 
-GPU = Traits("gpu", unrolled_layers=_ALL_LAYERS)
+GPU = Traits("gpu", has_flash_attention=True, unrolled_layers=_ALL_LAYERS)
 CPU = Traits(
     "cpu",
     emulates_bfloat16=True,
     multiplies_by_columns=True,
     transposes_tall_sums=True,
+    sums_by_products=True,
     features_first=True,
     groups_by_blocks=True,
     offloads=False,
@@ -134,9 +138,10 @@ def _has_ampere() -> bool:
 # ---- products
 
 
-def einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
-    """Computes an einsum that is accumulated and returned in float32."""
-    return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
+def einsum(subscripts: str, *operands: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Computes an einsum that is accumulated in float32 and returned in `dtype`. See `contract`."""
+    accumulator = jnp.float32 if traits_of_backend().emulates_bfloat16 else dtype
+    return jnp.einsum(subscripts, *operands, preferred_element_type=accumulator).astype(dtype)
 
 
 def transposed(x: jax.Array) -> jax.Array:
@@ -225,13 +230,13 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 _MANY_KEYS = 256
 
 
-def sum_over_queries(weights: jax.Array, queries: jax.Array) -> jax.Array:
-    """Σ_r w[r, c] q[r, e]: `[N, K, G, R, C]`, `[N, K, G, R, E]` -> float32 `[N, K, G, C, E]`."""
+def sum_over_queries(weights: jax.Array, queries: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Σ_r w[r, c] q[r, e]: `[N, K, G, R, C]`, `[N, K, G, R, E]` -> `[N, K, G, C, E]` in `dtype`."""
     if not traits_of_backend().transposes_tall_sums or weights.shape[-1] < _MANY_KEYS:
-        return einsum("nkgcr,nkgre->nkgce", transposed(weights), queries)
+        return einsum("nkgcr,nkgre->nkgce", transposed(weights), queries, dtype=dtype)
     # The transpose reads the large factor in order. Without the barrier XLA exchanges the factors again.
     summed = jax.lax.optimization_barrier(einsum("nkger,nkgrc->nkgec", transposed(queries), weights))
-    return summed.swapaxes(-1, -2)
+    return summed.swapaxes(-1, -2).astype(dtype)
 
 
 def multiplies_by_columns(dtype: Any) -> bool:
@@ -266,10 +271,7 @@ def times_transposed(x: jax.Array, matrix: jax.Array, dtype: Any, *, by_columns:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / √(mean x² + ε) · scale, in float32: x `[..., D]`, scale `[D]` -> an array like x.
-
-    The backward pass computes sums as products with a vector. XLA on CPU needs nine times as long for sums.
-    """
+    """x / √(mean x² + ε) · scale, in float32: x `[..., D]`, scale `[D]` -> an array like x."""
     return _rms_norm_forward(x, scale, eps)[0]
 
 
@@ -284,8 +286,12 @@ def _rms_norm_backward(eps, residuals, gradient):
     x, scale, inverse = residuals
     normed, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
     rows = (gradient * normed).reshape(-1, x.shape[-1])
-    mean = (rows @ scale).reshape(inverse.shape) / x.shape[-1]
-    return ((gradient * scale - normed * mean) * inverse).astype(x.dtype), jnp.ones_like(rows[:, 0]) @ rows
+    if traits_of_backend().sums_by_products:
+        mean, d_scale = rows @ scale, jnp.ones_like(rows[:, 0]) @ rows
+    else:
+        mean, d_scale = jnp.sum(rows * scale, axis=1), jnp.sum(rows, axis=0)
+    mean = mean.reshape(inverse.shape) / x.shape[-1]
+    return ((gradient * scale - normed * mean) * inverse).astype(x.dtype), d_scale
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)

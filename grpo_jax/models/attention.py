@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.numerics import softcapped
-from grpo_jax.functional.products import einsum, sum_over_queries
+from grpo_jax.functional.products import einsum, sum_over_queries, traits_of_backend
 from grpo_jax.models import cache as caches
 from grpo_jax.models.cache import KeyValues
 from grpo_jax.models.config import AttentionKind, RopeScaling, Rotation
@@ -57,6 +57,8 @@ def _frequencies(rotation: Rotation | None, features: int) -> tuple[jax.Array, f
     scaling = rotation.scaling
     if scaling is None:
         return frequencies, 1.0
+    if scaling.rope_type == "longrope":
+        return _longrope(frequencies, scaling, is_long=rotation.is_long)
     if scaling.rope_type == "yarn":
         return _yarn(frequencies, scaling, rotation.theta, features)
     return _llama3(frequencies, scaling) if scaling.rope_type == "llama3" else frequencies / scaling.factor, 1.0
@@ -106,6 +108,16 @@ def _yarn_factor(scaling: RopeScaling) -> float:
     above, below = (above, below) if above and below else (1.0, 0.0)
     slope = 0.1 * math.log(max(scaling.factor, 1))
     return (1 + slope * above) / (1 + slope * below)
+
+
+def _longrope(frequencies: jax.Array, scaling: RopeScaling, *, is_long: bool) -> tuple[jax.Array, float]:
+    """Divides each frequency by its own factor for short or for long texts (2402.13753)."""
+    frequencies = frequencies / jnp.array(scaling.long_factor if is_long else scaling.short_factor, jnp.float32)
+    if scaling.attention_factor is not None:
+        return frequencies, scaling.attention_factor
+    if scaling.factor <= 1:
+        return frequencies, 1.0
+    return frequencies, math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
 
 
 def rotate(x: jax.Array, angles: Angles) -> jax.Array:
@@ -201,6 +213,17 @@ _MIN_BLOCK = 128
 _MAX_BLOCKS = 8
 
 
+def num_blocks(size: int) -> int:
+    """Counts the blocks in which `attend` computes so many queries."""
+    return -(-size // _block_size(size))
+
+
+def _block_size(size: int) -> int:
+    """Returns the most queries of a block."""
+    width = max(_MIN_BLOCK, -(-size // _MAX_BLOCKS))
+    return -(-width // _MIN_BLOCK) * _MIN_BLOCK if width > 2 * _MIN_BLOCK else width
+
+
 def attend(
     queries: jax.Array,
     keys: jax.Array,
@@ -231,9 +254,7 @@ def attend(
     """
     size, before = queries.shape[-2], keys.shape[-2] - queries.shape[-2]
     queries = scores.scaled(queries)
-    width = max(_MIN_BLOCK, -(-size // _MAX_BLOCKS))
-    if width > 2 * _MIN_BLOCK:
-        width = -(-width // _MIN_BLOCK) * _MIN_BLOCK
+    width = _block_size(size)
     attended = []
     for start in range(0, size, width):
         end = min(start + width, size)
@@ -326,7 +347,7 @@ def _attend_block_forward(queries, keys, values, mask, sinks, softcap):
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = total if sinks is None else total + jnp.exp(sinks - maximum)
     # Maximum and total are saved instead of one logarithm of both, whose exp has 2.5 times the rounding error.
-    attended = einsum("nkgrc,nkgce->nkgre", (weights / total).astype(queries.dtype), values).astype(queries.dtype)
+    attended = einsum("nkgrc,nkgce->nkgre", (weights / total).astype(queries.dtype), values, dtype=queries.dtype)
     attended, maximum, total = (checkpoint_name(x, "attended") for x in (attended, maximum, total))
     return attended, (queries, keys, values, mask, sinks, attended, maximum, total)
 
@@ -336,18 +357,24 @@ def _attend_block_backward(softcap, residuals, gradient):
 
     A cap s = c·tanh(x/c) has ∂s/∂x = 1 − (s/c)². A sink has v = 0.
     """
+    traits = traits_of_backend()
+    if traits.backend == "gpu":  # XLA would keep the scores of the forward pass, because layers are unrolled
+        residuals = jax.lax.optimization_barrier(residuals)
     queries, keys, values, mask, sinks, attended, maximum, total = residuals
     scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap)
     weights = jnp.exp(scores + _bias(mask) - maximum) / total
-    # A product with ones: see `rms_norm`.
-    mean = (gradient * attended).astype(jnp.float32) @ jnp.ones((attended.shape[-1], 1), jnp.float32)
+    mean = (gradient * attended).astype(jnp.float32)
+    if traits.sums_by_products:
+        mean = mean @ jnp.ones((attended.shape[-1], 1), jnp.float32)
+    else:
+        mean = jnp.sum(mean, axis=-1, keepdims=True)
     d_scores = weights * (einsum("nkgre,nkgce->nkgrc", gradient, values) - mean)
     if softcap is not None:
         d_scores = d_scores * (1 - jnp.square(scores / softcap))
     weights, d_scores = weights.astype(queries.dtype), d_scores.astype(queries.dtype)
-    d_queries = einsum("nkgrc,nkgce->nkgre", d_scores, keys).astype(queries.dtype)
-    d_keys = sum_over_queries(d_scores, queries).astype(keys.dtype)
-    d_values = sum_over_queries(weights, gradient).astype(values.dtype)
+    d_queries = einsum("nkgrc,nkgce->nkgre", d_scores, keys, dtype=queries.dtype)
+    d_keys = sum_over_queries(d_scores, queries, keys.dtype)
+    d_values = sum_over_queries(weights, gradient, values.dtype)
     d_sinks = None
     if sinks is not None:
         d_sinks = jnp.sum(-jnp.exp(sinks - maximum) / total * mean, axis=(0, 2), keepdims=True)

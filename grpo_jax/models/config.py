@@ -1,6 +1,7 @@
 """The configuration of a decoder. `families` converts it from and to a Hugging Face config.json."""
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -9,8 +10,9 @@ from grpo_jax.options import Fraction, above, between, check_types
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "gelu", "relu"]
 Norms = Literal["before", "after", "around"]
-FileLayout = Literal["llama", "glm4"]
+FileLayout = Literal["llama", "glm4", "phi3"]
 Dtype = Literal["float32", "bfloat16"]
+Rounding = Literal["nearest", "stochastic"]
 Remat = Literal["none", "layer", "offload"]
 Router = Literal["trained", "frozen"]
 # Kinds of scores that an implementation of attention does not compute
@@ -67,23 +69,29 @@ class RopeScaling(NamedTuple):
     """A stretching of rotations, for contexts longer than the original training context.
 
     linear: all positions are divided by the factor (2306.15595). llama3: long waves are stretched by the factor
-    (2407.21783). yarn: long waves are stretched, short waves stay, and scores are larger (2309.00071).
+    (2407.21783). yarn: long waves are stretched, short waves stay, and scores are larger (2309.00071). longrope: each
+    wave is stretched by a factor of its own, and scores are larger (2402.13753).
     """
 
-    rope_type: Literal["linear", "llama3", "yarn"]
+    rope_type: Literal["linear", "llama3", "yarn", "longrope"]
     factor: _Number
     original_max_position_embeddings: _Length  # the original training context, in tokens
     # ---- only for llama3
     low_freq_factor: _Number | None = None  # waves longer than the original context / this are stretched
     high_freq_factor: _Number | None = None  # waves shorter than the original context / this stay
+    # ---- only for yarn and longrope
+    # multiplies queries and keys; None: m(mscale) / m(mscale_all_dim), or in longrope √(1 + ln(factor) / ln(original))
+    attention_factor: _Number | None = None
     # ---- only for yarn
-    attention_factor: _Number | None = None  # multiplies queries and keys; None: m(mscale) / m(mscale_all_dim)
     # m(a) = 1 + a·ln(factor)/10. If one of the two is missing or 0, they count as 1 and 0.
     mscale: Annotated[float, between(0, 1e6)] | None = None
     mscale_all_dim: Annotated[float, between(0, 1e6)] | None = None
     beta_fast: _Number = 32.0  # waves with more turns than this in the original context stay
     beta_slow: _Number = 1.0  # waves with fewer turns than this are stretched
     truncate: bool = True  # round the feature indices of beta_fast and beta_slow outwards
+    # ---- only for longrope: the factor of each pair of features
+    short_factor: tuple[_Number, ...] | None = None  # if no text is longer than the original context
+    long_factor: tuple[_Number, ...] | None = None  # otherwise: see `ModelConfig.longest_text`
 
 
 # "global_attention" has the heads of `ModelConfig.global_heads`. Readers have only queries, and attend to the keys and
@@ -116,6 +124,7 @@ class Rotation(NamedTuple):
     theta: float
     scaling: RopeScaling | None = None
     heads: Heads | None = None  # None: those of most layers
+    is_long: bool = False  # use the long_factor of longrope
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,8 @@ class ModelConfig:
     logits_scaling: _Number = 1.0  # the divisor of the last norm's output, and thus of the logits: Granite
     hidden_act: Activation = "silu"  # Gemma: gelu_pytorch_tanh
     # The tensors in files. "glm4": the two features of a rotated pair lie side by side, gate_proj and up_proj are one
-    # tensor, and norms have other names.
+    # tensor, and norms have other names. "phi3": q_proj, k_proj and v_proj are one tensor, and so are gate_proj and
+    # up_proj.
     file_layout: FileLayout = "llama"
     tie_word_embeddings: bool = True
     qkv_bias: bool = False  # Qwen2; Llama and Qwen3 with attention_bias
@@ -178,6 +188,8 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()  # layers with one MLP instead of experts: mlp_only_layers, decoder_sparse_step
     # The dtype of activations and matrix products. Norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
+    # Rounding of parameters to bfloat16, for products in bfloat16: see `rounding`.
+    rounding: Rounding = "nearest"
     # The part that the backward pass computes again. "none": norms, rotations and attention scores, but no projection.
     # "layer": each whole layer, from its input. "offload": each whole layer, with its input kept in host memory.
     remat: Remat = "none"
@@ -185,6 +197,9 @@ class ModelConfig:
     # "cudnn": jax.nn.dot_product_attention; cudnn is flash attention for bfloat16 on NVIDIA GPUs. "tokamax": that
     # of the package tokamax, with kernels for TPUs and GPUs. "auto": cudnn if it can be used, else shared.
     attention: AttentionKind = "auto"
+    # The longest text, prompt included, in tokens. It chooses one list of longrope's factors for all texts, so that the
+    # sampler and the trainer rotate alike. None: the short list, and passes beyond the original context are refused.
+    longest_text: _Length | None = None
     # Routers of experts. "frozen": they have no gradient.
     router: Router = "trained"
 
@@ -201,6 +216,14 @@ class ModelConfig:
             _, _, _, low, high, *_ = self.rope_scaling
             if low is None or high is None or low >= high:
                 raise UsageError("the rope scaling llama3 needs a low_freq_factor that is below its high_freq_factor")
+        if self.rope_scaling and self.rope_scaling.rope_type == "longrope":
+            for name in ("short_factor", "long_factor"):
+                factors = getattr(self.rope_scaling, name) or ()
+                if len(factors) != self.rotated // 2:
+                    raise UsageError(
+                        f"the rope scaling longrope has {len(factors)} numbers in {name}: it needs "
+                        f"{self.rotated // 2}, one for each rotated pair of features"
+                    )
         if self.num_attention_heads % self.num_key_value_heads:
             raise UsageError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -283,9 +306,32 @@ class ModelConfig:
         return tuple(self.sliding_window if layer in sliding else None for layer in layers)
 
     @property
+    def longest_short_text(self) -> int | None:
+        """The original context of longrope, in tokens; None for a model without longrope."""
+        scaling = self.rope_scaling
+        return scaling.original_max_position_embeddings if scaling and scaling.rope_type == "longrope" else None
+
+    @property
+    def has_long_texts(self) -> bool:
+        """True if texts use the long factors of longrope."""
+        return (self.longest_text or 0) > (self.longest_short_text or math.inf)
+
+    def check_width(self, width: int) -> None:
+        """Checks that the factors of longrope are chosen, if texts of this many tokens may need the long ones.
+
+        Raises:
+          UsageError: The width exceeds the original context, and `longest_text` is None.
+        """
+        if self.longest_text is None and width > (self.longest_short_text or math.inf):
+            raise UsageError(
+                f"texts of up to {width} tokens may need the long factors of longrope, which all texts then share: set "
+                "longest_text to the length of the longest, as in load_pretrained(folder, longest_text=…)"
+            )
+
+    @property
     def rotations(self) -> tuple[Rotation | None, ...]:
         """The rotation of each layer; None for a layer without rotation."""
-        everywhere = Rotation(self.rope_theta, self.rope_scaling, self.global_heads)
+        everywhere = Rotation(self.rope_theta, self.rope_scaling, self.global_heads, self.has_long_texts)
         local = everywhere if self.rope_local_base_freq is None else Rotation(self.rope_local_base_freq)
         return tuple(
             None if layer in self.unrotated_layers else everywhere if window is None else local

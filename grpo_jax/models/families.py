@@ -23,7 +23,7 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
 
     Args:
       config: The contents of config.json.
-      **overrides: The fields of ModelConfig that the file does not determine (dtype, remat, attention, router).
+      **overrides: The fields of ModelConfig that the file does not determine, NOT_IN_FILES and longest_text.
 
     Returns:
       The configuration of the decoder.
@@ -70,7 +70,7 @@ def config_to_huggingface(config: ModelConfig) -> File:
     Raises:
       UsageError: No supported family has this combination of fields.
     """
-    not_in_the_file = {name: getattr(config, name) for name in ("dtype", "remat", "attention", "router")}
+    not_in_the_file: Fields = {name: getattr(config, name) for name in (*NOT_IN_FILES, "longest_text")}
 
     def reads_back(written: File) -> bool:
         try:
@@ -87,6 +87,8 @@ def config_to_huggingface(config: ModelConfig) -> File:
 
 # ---- fields of all files
 
+# Fields of `ModelConfig` that no config.json determines
+NOT_IN_FILES = ("dtype", "rounding", "remat", "attention", "router")
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")  # Gemma's
@@ -138,13 +140,17 @@ def _fields(file: File) -> Fields:
     if file.get("sliding_window") and sliding:
         fields["sliding_window"] = file["sliding_window"]
         fields["sliding_layers"] = sliding if len(sliding) < layers else None
-    if unknown := set(kinds) - {"sliding_attention", "full_attention", "linear_attention"}:
+    linear = {"linear_attention"} if "linear_conv_kernel_dim" in file else set()
+    if unknown := set(kinds) - {"sliding_attention", "full_attention"} - linear:
         raise UsageError(f"layer_types {abbreviate(sorted(unknown))} are not supported")
     delta = tuple(layer for layer in range(layers) if kinds[layer] == "linear_attention")
     if delta:
         sizes = [file[f"linear_{name}"] for name in DeltaConfig._fields[:-1]]
         fields["delta"] = DeltaConfig(*sizes)._replace(has_fused_tensors=file["model_type"] == "qwen3_next")
         fields["delta_layers"] = delta
+    for dropout in ("resid_pdrop", "embd_pdrop", "attention_dropout"):
+        if file["model_type"] == "phi3" and file[dropout]:
+            raise UsageError(f"{dropout} {abbreviate(file[dropout])} is not supported, only 0")
     if file["model_type"].startswith("gemma"):
         fields["embedding_multiplier"] = file["hidden_size"] ** 0.5
         fields["hidden_act"] = file.get("hidden_activation") or file["hidden_act"]
@@ -232,6 +238,10 @@ def _file(model_type: str, config: ModelConfig) -> File:
         "max_position_embeddings": config.max_position_embeddings,
         "mlp_only_layers": list(config.dense_layers),
     }
+    if "partial_rotary_factor" in known["rope_parameters"]:
+        rope["partial_rotary_factor"] = config.partial_rotary_factor
+    if config.rope_scaling:  # Phi has it beside `rope_parameters`
+        written["original_max_position_embeddings"] = config.rope_scaling.original_max_position_embeddings
     if heads := config.global_heads:
         shape = {name: getattr(heads, name) for name in Heads._fields[:2]}
         written["per_layer_config"] = {str(i): shape for i, window in enumerate(config.windows) if window is None}
@@ -309,25 +319,25 @@ def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
     longest = file["max_position_embeddings"]
     fields = {name: rope[name] for name in RopeScaling._fields if rope.get(name) is not None}
     fields = {"original_max_position_embeddings": longest} | fields
-    if rope["rope_type"] == "yarn" and rope.get("factor", ...) is None:  # null
+    if rope["rope_type"] in ("yarn", "longrope") and rope.get("factor") is None:
         fields["factor"] = longest / fields["original_max_position_embeddings"]
+    if rope["rope_type"] == "longrope":
+        fields |= {name: tuple(fields[name]) for name in ("short_factor", "long_factor") if name in fields}
     return RopeScaling(**fields)
 
 
-_PARTLY_ROTATED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4")
+_PARTLY_ROTATED = ("phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4")
 _SCALINGS = get_args(get_type_hints(RopeScaling)["rope_type"])
 
 
 def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
-    """Inverts `_rope`, in the format of transformers 5."""
+    """Inverts `_rope` without the share of features that turn, in the format of transformers 5."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling := config.rope_scaling:
         fields = {x: y for x, y in scaling._asdict().items() if y != scaling._field_defaults.get(x, ...)}
         if scaling.rope_type == "linear":
             del fields["original_max_position_embeddings"]  # transformers does not know it for linear scaling
-        rope |= fields
-    if config.partial_rotary_factor != 1:
-        rope["partial_rotary_factor"] = config.partial_rotary_factor
+        rope |= {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     return rope
 
 
@@ -348,6 +358,7 @@ FAMILIES: dict[str, tuple[str, Fields]] = {
     "smollm3": ("SmolLM3", {}),
     "olmo2": ("Olmo2", _OLMO),
     "olmo3": ("Olmo3", _OLMO),
+    "phi3": ("Phi3", {"file_layout": "phi3"}),
     "granite": ("Granite", {}),
     "glm4": ("Glm4", {"norms": "around", "file_layout": "glm4", "o_bias": False}),
     "gemma": ("Gemma", _GEMMA),

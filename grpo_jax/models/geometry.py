@@ -235,9 +235,13 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
 
     Returns:
       `Geometry` with two masks per window.
+
+    Raises:
+      UsageError: The rows are wider than the configuration allows: see `ModelConfig.longest_text`.
     """
     prompt_mask, numbers, size = rows.prompt_mask, rows.numbers, rows.inputs
     (n, width), group_size = prompt_mask.shape, rows.ids.shape[1]
+    config.check_width(width + rows.longest)
     of_prompt = prompt_positions(prompt_mask)
     place = jnp.arange(size)[None, None] if numbers is None else positions_in_texts(numbers)
     number_in_prompt = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)[:, None, None] + place  # [N, G or 1, I]

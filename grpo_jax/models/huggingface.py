@@ -5,7 +5,8 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
-from grpo_jax.errors import UsageError, reason_of, user_path
+from grpo_jax.errors import UsageError, make_folder, reason_of, user_path
 from grpo_jax.models.chat import Chat, turn_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
@@ -69,7 +70,8 @@ def load_pretrained(
       quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.quantised`.
       sharding: A `jax.sharding.Sharding` for all parameters, a tree of shardings that is a prefix of the parameters, or
         a function from the parameters' shapes to either; None: the default device.
-      **overrides: The fields of ModelConfig that config.json does not determine (dtype, remat, attention, router).
+      **overrides: The fields of ModelConfig that config.json does not determine: dtype, rounding, remat, attention,
+        router, longest_text.
 
     Returns:
       The model with its tokenizer.
@@ -95,6 +97,27 @@ def load_pretrained(
     notes = (*notes, *ignored_index(folder), *untied)
     params = load_params(folder, config, head=head, dtype=param_dtype, quantize=quantize, sharding=sharding)
     return Pretrained(config, params, tokenizer, ends, folder, notes)
+
+
+def for_texts(pretrained: Pretrained, longest: int) -> Pretrained:
+    """Chooses the factors of longrope, if the model has this scaling, by the longest text of a program.
+
+    Args:
+      pretrained: The model. A larger `longest_text` in its configuration stays.
+      longest: The largest possible length of a text in tokens, prompt included.
+
+    Returns:
+      The model with `ModelConfig.longest_text`, and with a note if the texts are long.
+    """
+    config = pretrained.config
+    if config.longest_short_text is None:
+        return pretrained
+    config = replace(config, longest_text=max(longest, config.longest_text or 0))
+    note = (
+        f"texts may have {config.longest_text} tokens, more than the original {config.longest_short_text}: all texts, "
+        "short ones too, use the long factors of longrope"
+    )
+    return pretrained._replace(config=config, notes=(*pretrained.notes, *[note] * config.has_long_texts))
 
 
 def model_folder(name: str | Path) -> Path:
@@ -202,7 +225,8 @@ def save_pretrained(
       config: The configuration of the decoder.
       source: The folder whose config.json, tokenizer, chat template and generation config are copied; None: a
         config.json is made, and no tokenizer is written.
-      dtype: The dtype of the tensors; None: the dtype of the parameters.
+      dtype: The dtype of the tensors; None: the dtype of the parameters. In bfloat16 matrices are rounded
+        stochastically: see `rounding`.
       max_shard_bytes: The size above which weights are split into several files; None: a sixteenth of all weights,
         within 64 MiB and 4 GiB. The tensors of a file are in memory while it is written, with some of the previous
         file's.
@@ -239,7 +263,8 @@ def save_pretrained(
             copy_text_files(source, partial)
         write_json(partial / "config.json", written)
         if source:
-            _name_turn_end(partial)
+            with suppress(UsageError):  # a tokenizer that cannot be loaded is copied as it is
+                _name_turn_end(partial)
         save_params(partial, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return Path(folder).expanduser()
 
@@ -290,14 +315,14 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
     """Provides a temporary folder to write to, which is renamed to `folder` at the end.
 
     Raises:
-      UsageError: The folder exists and is not empty.
+      UsageError: The folder exists and is not empty, or cannot be made.
     """
     folder = user_path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: name another folder to write to")
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process, which in a container often had the same id
-    partial.mkdir(parents=True)
+    make_folder(partial)
     try:
         yield partial
     except BaseException:

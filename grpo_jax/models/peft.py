@@ -70,10 +70,10 @@ def adapter_config(*, rank: int, alpha: float, targets: Iterable[str], base: str
 
 
 def adaptable(config: ModelConfig) -> tuple[Target, ...]:
-    """Returns the projections of a family whose adapters PEFT can hold, because they are modules in transformers."""
+    """Returns the projections of a family whose adapters PEFT can hold, because they are in modules of transformers."""
     layers = tensor_layout(config)["layers"]
     names = dict.fromkeys(name for _, name in sites(layers))
-    impossible = {name for block, name in sites(layers) if not layers[block][name]["kernel"].is_module}
+    impossible = {name for block, name in sites(layers) if not layers[block][name]["kernel"].name.endswith(".weight")}
     if len(layers.keys() & {"mlp", "experts", "shared_expert"}) > 1:  # PEFT takes the names of experts only for experts
         impossible |= layers["experts"].keys()
     return tuple(name for name in names if name not in impossible)
@@ -94,6 +94,10 @@ def targets_of(config: ModelConfig, targets: Sequence[Target]) -> tuple[Target, 
 def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, base: str) -> Path:
     """Writes adapters to a folder that PEFT can load.
 
+    A module of transformers may compute several projections, such as qkv_proj of Phi-3. Its adapter joins theirs: A
+    holds all their rows, and B is block diagonal. In such a folder all adapters have the sum of these ranks, filled up
+    with zeros.
+
     Args:
       folder: The folder to write, which must not exist or must be empty.
       config: The configuration of the decoder.
@@ -106,19 +110,27 @@ def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, ba
     Raises:
       UsageError: The folder is in use, or PEFT cannot hold an adapter.
     """
-    layers, tensors, layout = params.adapters["layers"], {}, tensor_layout(config)["layers"]
+    layers, layout = params.adapters["layers"], tensor_layout(config)["layers"]
     if impossible := {name for _, name in sites(layers)} - set(adaptable(config)):
         raise UsageError(f"PEFT cannot hold adapters of {sorted(impossible)} in this family: export merged weights")
+    tensors: dict[str, np.ndarray] = {}
+    modules: dict[Tensor, int] = {}  # the sum of the ranks in a module
+    places = []  # block, projection, and the ranks before it in its module
     for block, name in sites(layers):
+        module = layout[block][name]["kernel"]._replace(part=None)
+        places.append((block, name, modules.get(module, 0)))
+        modules[module] = modules.get(module, 0) + layers[block][name]["a"].shape[-1]
+    rank = max(modules.values())
+    for block, name, first in places:
         a, b = (np.asarray(layers[block][name][matrix]) for matrix in "ab")
-        stacked, rank = split_shape(name, params.base["layers"][block][name]["kernel"].shape)[0], a.shape[-1]
-        a, b = a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1)
-        tensor = layout[block][name]["kernel"]
+        stacked, ranks = split_shape(name, params.base["layers"][block][name]["kernel"].shape)[0], a.shape[-1]
+        a, b = a.reshape(*stacked, -1, ranks), b.reshape(*stacked, ranks, -1)
+        tensor, columns = layout[block][name]["kernel"], np.s_[first : first + ranks]
         for numbers in np.ndindex(stacked):
-            stem = _peft_name(tensor, numbers)
-            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[numbers].T)
-            tensors[f"{stem}.lora_B.weight"] = np.empty((b.shape[-1], rank), b.dtype)
-            tensor.put_leaf(tensors[f"{stem}.lora_B.weight"], b[numbers])
+            stem, (outputs, inputs) = _peft_name(tensor, numbers), tensor.shape
+            tensors.setdefault(f"{stem}.lora_A.weight", np.zeros((rank, inputs), a.dtype))[columns] = a[numbers].T
+            whole = tensors.setdefault(f"{stem}.lora_B.weight", np.zeros((outputs, rank), b.dtype))
+            tensor.put_leaf(whole[:, columns], b[numbers])
     targets = {name.split(".")[-3] for name in tensors}
     options = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
     with complete_or_not_at_all(folder) as partial:
@@ -176,8 +188,8 @@ def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Ada
         stems = [_peft_name(tensor, place) for place in np.ndindex(stacked)]
         if f"{stems[0]}.lora_A.weight" in by_name:
             a = [take(f"{stem}.lora_A.weight", (rank, math.prod(inputs))).T for stem in stems]
-            shape = math.prod(outputs), rank
-            b = [tensor.to_leaf(take(f"{stem}.lora_B.weight", shape), shape[::-1]) for stem in stems]
+            shape = rank, math.prod(outputs)
+            b = [tensor.to_leaf(take(f"{stem}.lora_B.weight", (tensor.shape[0], rank)), shape) for stem in stems]
             layers.setdefault(block, {})[name] = {
                 "a": jnp.asarray(np.stack(a).reshape(*stacked, *inputs, rank)),
                 "b": jnp.asarray(np.stack(b).reshape(*stacked, rank, *outputs)),

@@ -36,7 +36,8 @@ from grpo_jax.models.geometry import (
     slots_of,
 )
 from grpo_jax.models.layers import by_layer
-from grpo_jax.models.params import variables
+from grpo_jax.models.params import Adapted, variables
+from grpo_jax.models.rounding import round_stochastically, round_to_nearest
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import (
     Params,
@@ -80,6 +81,8 @@ class Policy(NamedTuple):
     softcap: float | None = None
     # the number of experts in a mixture; None: the model has no experts
     num_experts: int | None = None
+    # params -> the numbers that products use, if these have fewer bits than the parameters; None: they are the same
+    rounded: Callable[[Params], Params] | None = None
 
     def hidden(
         self, params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array
@@ -99,8 +102,14 @@ class Policy(NamedTuple):
         return self.unembedding(params), self.softcap
 
 
+def suits_cudnn(config: ModelConfig) -> bool:
+    """Returns whether attention "auto" is cuDNN's where it is available: plain scores of small heads in bfloat16."""
+    computes = config.dtype == "bfloat16" and all(size % 8 == 0 and size <= 128 for size in config.head_dims)
+    return computes and config.attn_logit_softcapping is None and not config.attention_sinks
+
+
 def _attention_of_backend(config: ModelConfig) -> ModelConfig:
-    """Resolves attention "auto": "cudnn" for heads of at most 128 features if the backend has it, else "shared"."""
+    """Resolves attention "auto": "cudnn" if it suits and the backend has it, else "shared"."""
     if config.attention == "cudnn" and traits_of_backend().backend != "gpu":
         raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
     if config.attention == "tokamax":
@@ -110,10 +119,8 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
             raise UsageError('attention "tokamax" has no gradient of capped scores on a GPU: set it to "auto"')
     if config.attention != "auto":
         return config
-    computes = config.dtype == "bfloat16" and all(size % 8 == 0 and size <= 128 for size in config.head_dims)
     # The backend is queried last, since this initialises JAX, whose options can then no longer be set.
-    is_plain = config.attn_logit_softcapping is None and not config.attention_sinks
-    is_fused = computes and is_plain and traits_of_backend().has_flash_attention
+    is_fused = suits_cudnn(config) and traits_of_backend().has_flash_attention
     return replace(config, attention="cudnn" if is_fused else "shared")
 
 
@@ -137,7 +144,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         return initial_params(key, param_shapes(config), config.initializer_range)
 
     def unembedding(params: Params) -> jax.Array:
-        matrix = variables(params)["params"]["embedding" if config.tie_word_embeddings else "unembedding"]
+        matrix = _variables(config, params)["params"]["embedding" if config.tie_word_embeddings else "unembedding"]
         return matrix.astype(config.dtype)
 
     return Policy(
@@ -147,14 +154,29 @@ def decoder_policy(config: ModelConfig) -> Policy:
         forgets=config.sliding_window is not None or bool(config.delta_layers),
         states=partial(_states, config),
         num_experts=config.experts and config.experts.num_experts,
+        rounded=_rounding(config),
         **_decoding(config),
     )
+
+
+def _rounding(config: ModelConfig) -> Callable[[Params], Params] | None:
+    """Returns the function that rounds parameters to the dtype of products; None if they are not rounded."""
+    if config.dtype == "float32":
+        return None
+    return round_stochastically if config.rounding == "stochastic" else round_to_nearest
+
+
+def _variables(config: ModelConfig, params: Params) -> dict[str, Any]:
+    """Returns the collections for `Transformer.apply`, with parameters that products round to the nearest anyway."""
+    is_stochastic = config.rounding == "stochastic" and config.dtype != "float32"
+    # The base of adapters is frozen, so it needs no noise.
+    return variables(round_stochastically(params) if is_stochastic and not isinstance(params, Adapted) else params)
 
 
 def _states(config: ModelConfig, params: Params, rows: Rows) -> tuple[jax.Array, Any]:
     """Computes `Policy.states`."""
     seen = geometry_of_rows(config, rows)
-    hidden, results = compute_rows(config, variables(params), rows.tokens, seen, has_gradient=True)
+    hidden, results = compute_rows(config, _variables(config, params), rows.tokens, seen, has_gradient=True)
     routing = None
     if config.experts:
         routings = [routing for _, routing in by_layer(results) if routing is not None]
@@ -210,7 +232,8 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
     def layout(params: Params) -> dict[str, Any]:
         """Converts parameters to the layout of decode steps, once per program instead of in every step of its loops."""
-        return {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in variables(params).items()}
+        trees = _variables(config, params).items()
+        return {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in trees}
 
     def slots_of_layers(room: int) -> list[int]:
         return [slots_of(window, room) for window in config.windows]
@@ -229,9 +252,10 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
     ):
         def compute(ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, list[Memory]]:
             seen = geometry_of_rows(config, rows_of_prompts(ids, mask))
-            hidden, results = compute_rows(config, variables(params), ids, seen)
+            hidden, results = compute_rows(config, _variables(config, params), ids, seen)
             return hidden[:, -1], [memory for memory, _ in by_layer(results)]
 
+        config.check_width(prompt_ids.shape[-1] + max_tokens)
         hidden, memories = _compute_at_widths(compute, prompt_ids, prompt_mask, widths)
         separate = layout(params)
         layers = tuple(of_prompts(memory) if isinstance(memory, KeyValues) else None for memory in memories)
@@ -273,6 +297,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
     def wider(cache: Any, slots: int) -> Any:
         prefix, completions = cache
+        config.check_width(prefix.mask.shape[-1] + slots)
         return prefix, widen(completions, slots_of_layers(slots))
 
     return {"prefill": prefill, "decoder": decoder, "select": select, "widen": wider}

@@ -26,6 +26,7 @@ from grpo_jax.models.layers import layers_with
 from grpo_jax.models.params import Params, Quantised, Quantize, is_quantised
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise, quantise_params
+from grpo_jax.models.rounding import round_leaf
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -59,12 +60,6 @@ class Tensor(NamedTuple):
     def stacked(self) -> int:
         """The number of leading axes of the leaf, layers and then experts, that are separate tensors in the folder."""
         return self.name.count("{}")
-
-    @property
-    def is_module(self) -> bool:
-        """True if transformers has a linear layer for the leaf, whose rows may be in another order."""
-        is_whole = self.part is None or (isinstance(self.part, np.ndarray) and len(self.part) == self.shape[0])
-        return is_whole and self.name.endswith(".weight")
 
     def name_at(self, place: Sequence[int]) -> str:
         """Returns the name of the tensor at this place of the leaf's stacked axes."""
@@ -138,15 +133,15 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
             module |= {f"{x}_norm": norm(f"{layer}.self_attn.{x}_norm", size) for x, size in sizes.items()}
         if config.file_layout == "glm4":
             module |= {name: _from_adjacent_pairs(config, module[name]) for name in ("q_proj", "k_proj")}
+        if config.file_layout == "phi3":
+            module |= _fused(f"{layer}.self_attn.qkv_proj.weight", width, out_sizes)
         return module
 
     def mlp(inner: int) -> dict[str, Any]:
         module = _linears(f"{layer}.mlp", width, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
         module |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
-        if config.file_layout == "glm4":
-            both = Tensor(f"{layer}.mlp.gate_up_proj.weight", (2 * inner, width), True)
-            parts = {"gate_proj": np.s_[:inner], "up_proj": np.s_[inner:]}
-            module |= {name: {"kernel": both._replace(part=part)} for name, part in parts.items()}
+        if config.file_layout in ("glm4", "phi3"):
+            module |= _fused(f"{layer}.mlp.gate_up_proj.weight", width, {"gate_proj": inner, "up_proj": inner})
         return module
 
     modules: dict[str, Any] = {mixer: attention(mixer) for mixer, _ in config.forms if mixer != "delta"}
@@ -190,6 +185,16 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     if not config.tie_word_embeddings:
         layout["unembedding"] = Tensor(_HEAD, (config.vocab_size, width), False)
     return layout
+
+
+def _fused(name: str, inputs: int, out_sizes: dict[str, int]) -> dict[str, dict[str, Tensor]]:
+    """Returns linear maps with the same input, by name, whose rows lie one behind the other in one tensor."""
+    ends = itertools.accumulate(out_sizes.values())
+    whole = Tensor(name, (sum(out_sizes.values()), inputs), True)
+    return {
+        name: {"kernel": whole._replace(part=np.s_[end - size : end])}
+        for (name, size), end in zip(out_sizes.items(), ends, strict=True)
+    }
 
 
 def _from_adjacent_pairs(config: ModelConfig, projection: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -688,14 +693,16 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
     write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(params: Params, config: ModelConfig, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and tensors in the layout of the folder, and fetches one leaf at a time."""
+    # Rounded to the nearest, weights would lose updates that are small beside them.
+    rounded = jax.jit(round_leaf, static_argnums=0) if dtype == jnp.bfloat16 else lambda path, leaf: leaf
     layout = _tensors_of(headed_layout(config) if isinstance(params, Headed) else tensor_layout(config))
     counts = Counter((tensor.name, tensor.layers) for tensor in layout)
     begun: dict[str, tuple[np.ndarray, int]] = {}  # tensors that lack some of their leaves, and how many they have
-    for tensor, leaf in zip(layout, jax.tree.leaves(params), strict=True):
+    for tensor, (path, leaf) in zip(layout, jax.tree_util.tree_leaves_with_path(params), strict=True):
         # Gathers the leaf from all devices; on CPU nothing is copied.
-        whole = np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))
+        whole = np.asarray(rounded(path, jax.device_put(leaf, jax.devices("cpu")[0])))
         for place in np.ndindex(whole.shape[: tensor.stacked]):
             name = tensor.name_at(place)
             made, num_leaves = begun.pop(name, (np.empty(tensor.shape, whole.dtype), 0))
@@ -712,7 +719,7 @@ def _shards(
     """Yields tensors in groups of at most max_shard_bytes. A larger tensor is a group by itself."""
     shard: dict[str, np.ndarray] = {}
     size = 0
-    for name, tensor in _tensors(params, config):
+    for name, tensor in _tensors(params, config, dtype):
         tensor = tensor.astype(dtype, copy=False)
         if shard and size + tensor.nbytes > max_shard_bytes:
             yield shard

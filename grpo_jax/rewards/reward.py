@@ -25,6 +25,7 @@ import numpy as np
 
 from grpo_jax.data import coroutines
 from grpo_jax.data.types import (
+    LARGEST_REWARD,
     BadReward,
     Checked,
     Completion,
@@ -87,8 +88,20 @@ def score_completions(
 
 
 def named_components(rewards: Reward | Rewards) -> Rewards:
-    """Returns rewards by name. A single function is called "reward"."""
-    return rewards if isinstance(rewards, Mapping) else {"reward": Component(rewards)}
+    """Returns rewards by name. A single function is called "reward".
+
+    Raises:
+      UsageError: A weight is not finite.
+    """
+    named = rewards if isinstance(rewards, Mapping) else {"reward": Component(rewards)}
+    for name, component in named.items():
+        _check_weight(name, component.weight)
+    return named
+
+
+def _check_weight(name: str, weight: float) -> None:
+    if not abs(weight) <= LARGEST_REWARD:
+        raise UsageError(f"the weight of the reward {name} is {weight:g}: it must be a number that float32 holds")
 
 
 def no_reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[None]:
@@ -185,8 +198,8 @@ def _total(earned: Checked) -> float:
 # ---- texts on a command line
 
 _SPEC = re.compile(
-    r"(?:(?P<name>[A-Za-z_]\w*)\s*=)?\s*(?:(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*\*)?\s*"
-    r"(?P<function>[^()*=]+?)\s*(?:\((?P<arguments>.*)\))?",
+    r"(?:(?P<name>[A-Za-z_]\w*)\s*+=)?\s*+(?:(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*+\*)?\s*+"
+    r"(?P<function>[^()*=\s]++(?:\s++[^()*=\s]++)*+)\s*+(?:\((?P<arguments>.*)\))?",
     re.DOTALL,
 )
 _BUILTIN = (
@@ -221,7 +234,9 @@ def parse_reward(text: str) -> Spec:
                 "file.py:function"
             )
         function, arguments = f"grpo_jax.rewards.builtin:{function}", arguments or {}
-    return name, float(match["weight"] or 1), function, arguments
+    weight = float(match["weight"] or 1)
+    _check_weight(name, weight)
+    return name, weight, function, arguments
 
 
 @contextmanager

@@ -77,6 +77,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         scorers=(*old_scorer(score, config), *reference_scorer(policy, config)),
         initial_extras=initial_extras,
         hooks=hooks,
+        rounded=policy.rounded,
         packs=config.packs,
         summarise=summarise,
     )

@@ -150,6 +150,7 @@ class Method(NamedTuple):
     scorers: tuple[Scorer, ...] = ()
     initial_extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> initial extras
     hooks: tuple[Hook, ...] = ()
+    rounded: Callable[[Params], Params] | None = None  # `Policy.rounded`
     packs: bool = False  # true if scorers and terms accept packed completions
     # metrics of an optimizer step -> metrics to log
     summarise: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda metrics: metrics

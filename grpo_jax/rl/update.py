@@ -18,6 +18,7 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import Devices, size, spread_over, sum_rows
 from grpo_jax.functional import constant_length_weights
 from grpo_jax.models.params import join
+from grpo_jax.models.rounding import changed_share
 from grpo_jax.models.sharding import laid_out
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.optimizer import steps_taken
@@ -25,7 +26,7 @@ from grpo_jax.rl.pieces import Microbatches, Pieces, choose_pieces, take
 from grpo_jax.rl.types import SHUFFLING, Array, Batch, Learned, Logs, Method, RewardArrays, TrainState, step_key
 
 # Metrics of optimizer steps, not of tokens.
-STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate"})
+STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate", "changed_share"})
 
 # (trained parameters, other inputs without gradient, batch with weights) -> (Σ weights · loss, logs)
 LossFn = Callable[[Params, Any, Batch], tuple[jax.Array, Logs]]
@@ -170,9 +171,14 @@ def optimizer_step(
         optimizer=method.optimizer,
         pieces=pieces,
         devices=devices,
+        rounded=method.rounded and partial(_rounded_policy, method.rounded),
     )
     tokens = jnp.sum(minibatch.completion_mask)
     return state, method.summarise(metrics) | {"learning_rate": jnp.asarray(rate), "_tokens": tokens}
+
+
+def _rounded_policy(rounded: Callable[[Params], Params], trained: Params) -> Params:
+    return rounded(trained["policy"])
 
 
 def loss_of(method: Method, models: Params, piece: Batch) -> tuple[jax.Array, Logs]:
@@ -199,6 +205,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     pieces: Callable[[Any], Pieces] = lambda rows: (),
     devices: Devices = 1,
+    rounded: Callable[[Params], Params] | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Takes one optimizer step. Gradients that are not finite change only the count of skipped steps.
 
@@ -211,9 +218,11 @@ def train_step(
       optimizer: An optax transformation.
       pieces: Returns the pieces in which one device computes its rows. Default: all rows at once.
       devices: The devices that share the rows.
+      rounded: Rounds parameters as products in bfloat16 do. None: products are in float32.
 
     Returns:
-      The next state, and scalar metrics: those that the loss logs, and `loss`, `grad_norm` and `skipped`.
+      The next state, and scalar metrics: those that the loss logs, and `loss`, `grad_norm` and `skipped`. With
+      `rounded`, `changed_share` is the share of the weights that the step changes after rounding.
     """
     batch = batch._replace(weights=weights_of(batch.completion_mask))
 
@@ -235,6 +244,8 @@ def train_step(
     skipped = jnp.where(finite, 0, state.skipped + 1)
     metrics = {name: total / jnp.maximum(weight, 1e-9) for name, (total, weight) in means.items()}
     metrics |= {**maxima, "loss": loss, "grad_norm": grad_norm, "skipped": skipped}
+    if rounded is not None and (share := changed_share(rounded(state.params), rounded(params))) is not None:
+        metrics["changed_share"] = share
     return state._replace(params=params, opt_state=opt_state, skipped=skipped), metrics
 
 

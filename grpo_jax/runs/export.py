@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 
 import jax.numpy as jnp
 import tyro
-from rich.console import Console
 
 import grpo_jax
 from grpo_jax.errors import UsageError, user_path
@@ -24,7 +23,7 @@ from grpo_jax.runs.files import COMMAND, read_object, write_text
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import numbered_runs
 from grpo_jax.runs.pretrained import phase_of, restore
-from grpo_jax.runs.progress import say
+from grpo_jax.runs.progress import RunConsole, say
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,8 @@ class Options:
     step: int | None = None
     """Step of the checkpoint; None: the newest. A run keeps the newest few (--keep-checkpoints)."""
     dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
-    """Dtype of the tensors; model: that of the trained model. float32 loses nothing."""
+    """Dtype of the tensors; model: that of the initial model's files. bfloat16 rounds weights stochastically, to keep
+    small updates. float32 loses nothing."""
     base: Path | None = None
     """Folder of the base of a LoRA run, if it has moved."""
     adapter: bool = False
@@ -69,12 +69,24 @@ def export(options: Options) -> int:
         if options.adapter and trained.lora:
             peft.save_adapter(partial, trained.config, trained.params, base=str(options.base or trained.lora.base))
         else:
-            raw = text_part(weights.read_json(source / "config.json"))
-            dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-            dtype = jnp.dtype(dtype if options.dtype == "model" else options.dtype)
+            dtype = dtype_of(options)
+            card += f"\n{rounding_sentence(dtype)}\n" if dtype != jnp.float32 else ""
             huggingface.save_pretrained(partial, trained.merged(), trained.config, source=source, dtype=dtype)
         write_text(partial / "README.md", card)
     return trained.step
+
+
+def dtype_of(options: Options) -> jnp.dtype:
+    """Returns the dtype of the exported tensors."""
+    raw = text_part(weights.read_json(user_path(options.run) / "model" / "config.json"))
+    from_model = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    return jnp.dtype(from_model if options.dtype == "model" else options.dtype)
+
+
+def rounding_sentence(dtype: jnp.dtype) -> str:
+    """Returns a sentence that says how the exported tensors are rounded."""
+    how = "stochastically, so that small updates are kept" if dtype == jnp.bfloat16 else "to the nearest"
+    return f"The trained weights, which are float32, are rounded to {dtype} {how}."
 
 
 def command() -> None:
@@ -82,14 +94,12 @@ def command() -> None:
     with refusing():
         options = read_flags(Options, prog=program(), description=__doc__)
         done = export(options)
-        say(Console(), f"step {done} of {options.run} is now in {options.out}")
+        say(RunConsole(), f"step {done} of {options.run} is now in {options.out}")
+        if not options.adapter and (dtype := dtype_of(options)) != jnp.float32:
+            say(RunConsole(), rounding_sentence(dtype))
         runs = numbered_runs(user_path(options.run))
         if len(runs) > 1:
-            say(Console(), f"{runs[max(runs)]} is a newer run")
-
-
-if __name__ == "__main__":
-    command()
+            say(RunConsole(), f"{runs[max(runs)]} is a newer run")
 
 
 # ---- the card: README.md of an exported folder
@@ -123,3 +133,7 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
             text = (run / name).read_text(encoding="utf-8", errors="replace").strip()
             sections += [f"## {title}", f"```\n{text}\n```"]
     return "\n\n".join(sections) + "\n"
+
+
+if __name__ == "__main__":
+    command()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, get_type_hints
 import jax
 import jax.numpy as jnp
 
+from grpo_jax import hosts
 from grpo_jax.config import ModelOptions
 from grpo_jax.data.text import uses_chat
 from grpo_jax.data.types import hash_files
@@ -20,7 +21,9 @@ from grpo_jax.models.lora import Target, add_adapters, fingerprint, merge
 from grpo_jax.models.params import Adapted, Quantize, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
+from grpo_jax.models.rounding import resolve_dtype, round_stochastically
 from grpo_jax.models.transformer import Params
+from grpo_jax.options import flattened
 from grpo_jax.runs import files
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, check_inputs, read_inputs, run_digest
@@ -75,13 +78,17 @@ def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptio
     in_chat = uses_chat(chat, pretrained.tokenizer)
     how = "are user messages of the chat template" if in_chat else "are encoded without a chat template"
     run.say(f"plan: prompts that are text {how}")
+    is_rounded = pretrained.config.dtype == "bfloat16" and not options.lora_rank
+    how = f", with {pretrained.config.rounding} rounding of parameters" if is_rounded else ""
+    run.say(f"plan: products are computed in {pretrained.config.dtype}{how}")
     keep_files(run, "model", pretrained)
     lora = _describe_lora(pretrained, options) if options.lora_rank else None  # on all hosts: weights may be sharded
-    if not run.writes:
-        return
-    huggingface.save_description(run.path / "model", pretrained.config, source=pretrained.folder)
-    if lora:
-        files.write_json(run.path / "model" / _LORA_FILE, lora._asdict())
+    if run.writes:
+        huggingface.save_description(run.path / "model", pretrained.config, source=pretrained.folder)
+        if lora:
+            files.write_json(run.path / "model" / _LORA_FILE, lora._asdict())
+    written = hosts.first_says("the description of the model", _description(run.path) if run.writes else {})
+    run.keep_inputs("description", written)
 
 
 def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescription:
@@ -111,12 +118,18 @@ def keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
 
 
 def _check_description(run: Path) -> None:
-    """Checks that the files in a run's model/ are those of the model that it began with."""
-    noted, folder = read_inputs(run).get("model"), run / "model"
-    if noted is not None:  # a custom training loop may have recorded nothing
-        before = {name: noted[name] for name in noted if huggingface.is_copied(name.partition(" of ")[0])}
-        now = hash_files(folder, filter(huggingface.is_copied, huggingface.files_of(folder)))
-        check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
+    """Checks that the files in a run's model/ are those that it wrote."""
+    written = read_inputs(run).get("description")
+    if written is not None:  # a custom training loop may have recorded nothing
+        check_inputs(run, written, _description(run))
+
+
+def _description(run: Path) -> dict[str, str]:
+    """Returns the digests of the files in a run's model/ that decide how its checkpoints are read."""
+    folder = run / "model"
+    names = {*filter(huggingface.is_copied, huggingface.files_of(folder)), _LORA_FILE}
+    digests = hash_files(folder, (name for name in names if (folder / name).exists()))
+    return {f"{name} of the model": digest for name, digest in digests.items()}
 
 
 # ---- loading the model from the run
@@ -134,7 +147,7 @@ def load_run(
       phase: The name of the phase; None: the phase that `phase_of` selects.
       step: The step of the checkpoint; None: the newest.
       base: The folder of the base model of a LoRA run, if it has moved.
-      **overrides: Fields of ModelConfig that config.json does not set: dtype, remat, attention, router.
+      **overrides: Fields of ModelConfig that config.json does not set: dtype, rounding, remat, attention, router.
 
     Returns:
       The model, whose folder is the run's model/, and the step of its checkpoint.
@@ -225,6 +238,7 @@ def restore(
         if lora is None:
             # The model's files may hold an output matrix although config.json ties it.
             params, step = checkpoints.restore_params(lambda stored: shapes(untied_if_stored(stored)), step)
+            params = round_stochastically(params) if _rounds_stochastically(run) else params
             config = untied_if_stored(params)
         else:
             from grpo_jax.models.peft import targets_of  # loaded only for runs with adapters
@@ -240,6 +254,13 @@ def restore(
             adapters, step = checkpoints.restore_params(lambda _: like, step)
             params = Adapted(base_params, adapters, jnp.float32(lora.lora_alpha / lora.lora_rank))
     return Trained(config, params, lora, step)
+
+
+def _rounds_stochastically(run: Path) -> bool:
+    """Returns whether a run computed with stochastically rounded parameters, which are then the trained model."""
+    options = flattened(files.read_object(run / "config.json")) if (run / "config.json").exists() else {}
+    is_stochastic = options.get("rounding") == "stochastic"
+    return is_stochastic and resolve_dtype(options.get("dtype", "float32")) == "bfloat16"
 
 
 def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -> tuple[ModelConfig, Params]:

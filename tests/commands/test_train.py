@@ -10,6 +10,10 @@ from safetensors.numpy import load_file, save_file
 from tiny import TEMPLATE, read_lines, refused, write_rows
 
 from grpo_jax.commands import evaluate
+from grpo_jax.models.huggingface import load_pretrained
+from grpo_jax.models.rounding import changed_share
+from grpo_jax.runs.export import Options, export
+from grpo_jax.runs.pretrained import restore
 
 pytestmark = pytest.mark.slow
 SMALL = ("--num-prompts", 4, "--group-size", 4, "--max-tokens", 8, "--steps", 2, "--eval-every", 1, "--seed", 3)
@@ -67,6 +71,19 @@ def test_rows_and_rewards_of_files_then_the_checkpoint_evaluated_alone(folder, t
         )
     other = evaluate.parse([str(tmp_path / "run"), "--task", "other.jsonl", "--temperature", "0.5"])
     assert (other.task, other.reward, other.max_tokens, other.temperature) == ("other.jsonl", (), 8, 0.5)
+
+
+def test_a_run_in_bfloat16_is_exported_as_it_was_evaluated(folder, tmp_path):
+    options = ("--dtype", "bfloat16", "--learning-rate", 1e-5, *LOW)
+    lines, results = run(folder, tmp_path / "run", "grpo", *SMALL, *options)
+    assert 0 < lines[1]["changed_share"] < 0.5
+    numbers = evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED)
+    for name in ("avg", "greedy", "length"):
+        assert numbers[name] == pytest.approx(results["after"][name], abs=1e-6)
+    export(Options(tmp_path / "run", tmp_path / "model", dtype="bfloat16"))
+    assert "rounded to bfloat16 stochastically" in (tmp_path / "model/README.md").read_text()
+    exported, trained = load_pretrained(tmp_path / "model"), restore(tmp_path / "run", None, None)
+    assert changed_share(exported.params, trained.params) == 0
 
 
 def test_a_teacher_is_learned_from_without_grading_and_its_files_are_those_of_the_run(folder, tmp_path, capsys):

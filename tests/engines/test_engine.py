@@ -1,7 +1,9 @@
 """Checks which answers of an engine are accepted, and how a run ends if it does not answer. Nothing is sampled here."""
 
 import json
+import os
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -13,7 +15,7 @@ from grpo_jax.config import EngineOptions
 from grpo_jax.engines import completions
 from grpo_jax.engines.completions import request_body
 from grpo_jax.engines.engine import Engine
-from grpo_jax.errors import Interruption
+from grpo_jax.errors import Interruption, UsageError
 
 EOS = 6
 VOCAB_SIZE = 8
@@ -80,6 +82,97 @@ def test_a_redirect_does_not_carry_the_key_to_another_server(monkeypatch):
         server.shutdown()
         server.server_close()
     assert keys == {"/first": "Bearer secret", "/second": None}
+
+
+class Raw(ThreadingHTTPServer):
+    """A server that answers each request by `write(handler)`."""
+
+    def __init__(self, write):
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                write(self)
+
+            def log_message(self, *_):
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, *_):  # the client has left
+        pass
+
+
+def echo_key(handler):
+    words = f"Incorrect API key provided: {handler.headers['Authorization']}".encode()
+    handler.send_response(401)
+    handler.send_header("Content-Length", str(len(words)))
+    handler.end_headers()
+    handler.wfile.write(words)
+
+
+KEYS = [
+    ("hush-hush", "Incorrect API key provided"),
+    (" hush-hush\n", "Incorrect API key provided"),
+    ("hush-hush\nsecond", "line break"),
+    ("hush-hush\r\nX: y", "line break"),
+    ("hush-hush\0", "line break"),
+    ("hush-hush\u2028", "401"),  # white space at the end
+    ("hush-hush\u65e5", "line break"),
+]
+
+
+@pytest.mark.parametrize(("key", "words"), KEYS)
+def test_no_message_shows_the_key(monkeypatch, key, words):
+    monkeypatch.setattr("os.environ", os.environ | {completions.KEY: key})
+    with Raw(echo_key) as server:
+        with pytest.raises(completions.Refused, match=words) as error:
+            completions.ask(server.url, timeout=9)
+        with pytest.raises(UsageError, match=words) as refusal:
+            Engine(EngineOptions(server.url), save)
+        server.shutdown()
+    assert "hush" not in f"{error.value} {error.value!r} {refusal.value}"
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+
+
+def trickle(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    for _ in range(1000):
+        handler.wfile.write(b" ")
+        time.sleep(0.02)
+
+
+def flood(handler):
+    handler.send_response(200)
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b" " * 2**20)
+
+
+def break_off(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b"{")
+
+
+ENDLESS = [
+    (trickle, completions.Gone, "within 0.3 s"),
+    (flood, completions.Refused, "more than 33554432 bytes"),
+    (break_off, completions.Gone, "IncompleteRead"),
+]
+
+
+@pytest.mark.parametrize(("write", "error", "words"), ENDLESS)
+def test_an_answer_has_a_limit_of_time_and_size(write, error, words):
+    started = time.monotonic()
+    with Raw(write) as server:
+        with pytest.raises(error, match=words):
+            completions.ask(server.url, timeout=0.3 if write is trickle else 30)
+        server.shutdown()
+    assert time.monotonic() - started < 10
 
 
 LIES = {

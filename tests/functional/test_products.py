@@ -104,9 +104,10 @@ def test_rms_norm_by_hand():
     np.testing.assert_allclose(result, [1.2, 3.2, 0, 0], rtol=1e-6)
 
 
-def test_gradients_of_rms_norm_are_finite_differences(normal):
+@both_backends
+def test_gradients_of_rms_norm_are_finite_differences(traits, normal):
     normed = jax.jit(lambda x, scale: products.rms_norm(x, scale, 1e-5))
-    with jax.numpy_rank_promotion("allow"):
+    with jax.numpy_rank_promotion("allow"), products.assume_traits(**traits._asdict()):
         check_grads(normed, (normal(3, 4, 5), normal(5)), 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 

@@ -1,12 +1,12 @@
 """Makes the folders beside this file: one random tiny model per family and option, and what transformers computes.
 
 Each holds what `save_pretrained` of transformers wrote, and golden.npz: ids [B, S] and logits [B, S, V] in float32 by
-the installed transformers. `llama/adapter` is a LoRA adapter as peft wrote it, and its logits; `llama/classifier` has
-one label, and logits [B, 1] of texts that are padded on the right. This script needs torch, transformers and peft; the
-tests that read the folders do not.
+the installed transformers. `llama/adapter` and `phi4_mini/adapter` are LoRA adapters as peft wrote them, and their
+logits; `llama/classifier` has one label, and logits [B, 1] of texts that are padded on the right. This script needs
+torch, transformers and peft; the tests that read the folders do not.
 
   python tests/golden/make.py          # all
-  python tests/golden/make.py NAME ... # some; "adapter" and "classifier" are those of llama
+  python tests/golden/make.py NAME ... # some; "adapter" and "classifier" are those in other folders
 """
 
 import json
@@ -46,6 +46,10 @@ LLAMA3 = ROPE | {
 LINEAR = ROPE | {"rope_type": "linear", "factor": 3.0}
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 YARN_OPTIONS = {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3, "truncate": False}
+LONGROPE = ROPE | {"rope_type": "longrope"}
+# Lists for eight and for six rotated features. Texts of 30 tokens are longer than 16, and not longer than 32.
+LONGROPE_8 = LONGROPE | {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.5, 2.5, 4.0, 6.0]}
+LONGROPE_6 = LONGROPE | {"short_factor": [1.1, 1.3, 1.9], "long_factor": [1.5, 3.0, 5.0]}
 FOUR = {"num_hidden_layers": 4}
 EXPERTS = {"head_dim": 6, "moe_intermediate_size": 8}
 DELTA = {
@@ -98,6 +102,23 @@ MODELS = {
         "olmo3",
         {"num_hidden_layers": 5, "sliding_window": 5, "attention_bias": True}
         | {"rope_parameters": {"sliding_attention": LOCAL, "full_attention": YARN}},
+    ),
+    "phi3": ("phi3", {"sliding_window": 7, "num_key_value_heads": 4}),
+    "phi3_short": (
+        "phi3",
+        {"hidden_size": 32, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE_8},
+    ),
+    "phi3_long": (
+        "phi3",
+        {"hidden_size": 32, "original_max_position_embeddings": 16, "sliding_window": 9}
+        | {"rope_parameters": LONGROPE_8 | {"attention_factor": 1.3}},
+    ),
+    # Phi-4-mini
+    "phi4_mini": (
+        "phi3",
+        TIED
+        | {"hidden_size": 32, "original_max_position_embeddings": 16}
+        | {"rope_parameters": LONGROPE_6 | {"partial_rotary_factor": 0.75}},
     ),
     "granite": (
         "granite",
@@ -203,7 +224,7 @@ def make_config(family: str, changes: dict) -> AutoConfig:
 PROMPT = 9
 # Those without are variants of them, with fewer options.
 WITHOUT_GRADIENTS = "llama llama3_rope llama_linear smollm mistral qwen2 qwen2_yarn qwen3 qwen3_yarn smollm3 olmo2"
-WITHOUT_GRADIENTS = {*WITHOUT_GRADIENTS.split(), "gemma2", "gemma3", "adapter", "qwen2_mscale"}
+WITHOUT_GRADIENTS += " gemma2 gemma3 adapter qwen2_mscale phi3_short phi3_long"
 
 
 def random_ids() -> torch.Tensor:
@@ -216,7 +237,7 @@ def save_golden(folder: Path, model: torch.nn.Module) -> None:
     ids = random_ids()
     logits = model.eval()(ids).logits
     np.savez_compressed(folder / "golden.npz", ids=ids.numpy().astype(np.int32), logits=logits.detach().numpy())
-    if folder.name in WITHOUT_GRADIENTS:
+    if folder.name in WITHOUT_GRADIENTS.split():
         return
     loss = torch.nn.functional.cross_entropy(logits[:, PROMPT - 1 : -1].flatten(0, 1), ids[:, PROMPT:].flatten())
     parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
@@ -259,25 +280,27 @@ def main() -> None:
         model.save_pretrained(folder)
         save_golden(folder, model)
     if "adapter" in asked:
-        save_adapter()
+        save_adapter("llama", "q_proj", "v_proj", "o_proj", "down_proj")
+        save_adapter("phi4_mini", "qkv_proj", "gate_up_proj", "down_proj")
     if "classifier" in asked:
         save_classifier(HERE / "llama" / "classifier")
 
 
-def save_adapter() -> None:
+def save_adapter(name: str, *targets: str) -> None:
     """LoRA as peft has it."""
-    base = AutoModelForCausalLM.from_pretrained(HERE / "llama", attn_implementation="eager")
-    lora = LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])
+    folder = HERE / name / "adapter"
+    base = AutoModelForCausalLM.from_pretrained(HERE / name, attn_implementation="eager")
+    lora = LoraConfig(r=3, lora_alpha=12, target_modules=list(targets))
     adapted = get_peft_model(base, lora)
     generator = torch.Generator().manual_seed(1)
     for parameter_name, parameter in adapted.named_parameters():
         if "lora_" in parameter_name:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-    adapted.save_pretrained(HERE / "llama" / "adapter")
-    save_golden(HERE / "llama" / "adapter", adapted)
-    file = HERE / "llama" / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "llama"}, indent=2) + "\n")
-    (HERE / "llama" / "adapter" / "README.md").unlink(missing_ok=True)
+    adapted.save_pretrained(folder)
+    save_golden(folder, adapted)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": name}, indent=2) + "\n")
+    (folder / "README.md").unlink(missing_ok=True)
 
 
 def save_classifier(folder: Path) -> None:

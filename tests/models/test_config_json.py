@@ -117,6 +117,16 @@ FIELDS = [
     ),
     ({"model_type": "glm4"}, only("qkv_bias") | {"partial_rotary_factor": 0.5, "norms": "around"}),
     ({"model_type": "glm4", "attention_bias": False}, only()),
+    ({"model_type": "phi3"}, only() | window(None) | {"partial_rotary_factor": 1.0}),
+    # Phi-4-mini
+    (
+        {"model_type": "phi3", "partial_rotary_factor": 0.75, "sliding_window": 262144}
+        | {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+        | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1, 1.5, 2]}},
+        window(262144)
+        | {"partial_rotary_factor": 0.75}
+        | {"rope_scaling": RopeScaling("longrope", 32.0, 4096, short_factor=(1.0,) * 3, long_factor=(1, 1.5, 2))},
+    ),
 ]
 
 
@@ -129,7 +139,7 @@ def test_fields(change, fields):
 
 # Field -> values that no model has.
 BAD = {
-    "model_type": ["gpt2", "phi3", None],
+    "model_type": ["gpt2", "phimoe", None],
     "num_hidden_layers": [10**9, -1],
     "hidden_size": ["x", 10**30],
     "num_attention_heads": [0],
@@ -145,6 +155,7 @@ BAD = {
     "partial_rotary_factor": [0.5],
     "quantization_config": [{"bits": 4}],
 }
+LISTS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0]}
 # Family, further fields, and what the sentence names.
 BAD_IN_FAMILIES = [
     ("llama", {"hidden_size": 63}, "attention heads"),
@@ -165,6 +176,14 @@ BAD_IN_FAMILIES = [
     ("glm4", {"head_dim": 10}, "head_dim"),
     ("glm4", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     ("glm4_moe", {}, "glm4_moe"),
+    ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
+    ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop"),
+    ("phi3", {"attention_dropout": 0.1}, "attention_dropout"),
+    ("phi3", {"rope_scaling": {"type": "su"} | LISTS}, "original_max_position_embeddings"),
+    ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "longrope"),
+    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "long_factor"),
+    ("phi3", {"rope_scaling": {"type": "longrope"} | LISTS | {"long_factor": [1.0] * 3}}, "long_factor"),
+    ("phi3", {"rope_scaling": {"type": "longrope"} | LISTS | {"long_factor": [0.0] * 4}}, "long_factor"),
     ("smollm3", {"no_rope_layers": [1]}, "transformers cannot read config.json"),
     ("smollm3", {"no_rope_layer_interval": 0}, "transformers cannot read config.json"),
     ("mistral", {"sliding_window": -1}, "sliding_window"),
@@ -177,7 +196,7 @@ BAD_SCALINGS = [
     ("linear", {}, "factor"),
     ("linear", {"factor": -2.0}, "factor"),
     ("dynamic", {"factor": 2.0}, "dynamic"),
-    ("longrope", {"factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}, "longrope"),
+    ("longrope", {"factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}, "longrope has 8 numbers"),
     ("llama3", {"factor": 8.0}, "low_freq_factor"),
     ("yarn", {"factor": 0.0}, "factor"),
 ]

@@ -21,7 +21,8 @@ NAMES = sorted(file.parent.name for file in GOLDEN.glob("*/config.json"))
 WITH_GRADIENTS = sorted(file.parent.name for file in GOLDEN.glob("*/gradients.npz"))
 # Together the quick ones have every kind of norm, bias, window, cap and rotation.
 QUICK_GRADIENTS = ("gemma3_capped",)
-QUICK = ("llama/adapter", "llama3_rope", "llama_linear", "qwen3_yarn", "qwen2_mscale", "mixtral", "smollm3_window")
+QUICK = ("llama/adapter", "llama3_rope", "llama_linear", "qwen3_yarn", "qwen2_mscale", "phi4_mini")
+QUICK = (*QUICK, "mixtral", "smollm3_window")
 QUICK_DECODED = ("gemma2_untied", "olmo2_biases")
 DECODED = (*WITH_GRADIENTS, "gemma3", "qwen3")
 
@@ -76,7 +77,7 @@ def with_fused_experts(name, tensors):
     return tensors
 
 
-@pytest.mark.parametrize("name", slow_unless(QUICK, [*NAMES, "llama/adapter"]))
+@pytest.mark.parametrize("name", slow_unless(QUICK, [*NAMES, "llama/adapter", "phi4_mini/adapter"]))
 def test_logits(name):
     config, params, golden = golden_of(name)
     logits = logits_fn(config, 2)(params, golden["ids"], 9)

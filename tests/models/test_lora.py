@@ -164,6 +164,23 @@ def test_adapters_come_back_bit_by_bit(tmp_path, targets):
     jax.tree.map(partial(np.testing.assert_array_equal, strict=True), loaded, params)
 
 
+def test_projections_of_one_module_share_its_adapter(tmp_path):
+    """Rows of A are those of q, k and v, and B is block diagonal; the adapter of o_proj is filled up with zeros."""
+    config, params = load_golden("phi4_mini")
+    adapted = randomly_adapted(params, 2, 3.0, targets=("q_proj", "v_proj", "o_proj"))
+    folder = save_adapter(tmp_path / "out", config, adapted, base="base")
+    written, tensors = read_json(folder / "adapter_config.json"), load_file(folder / "adapter_model.safetensors")
+    assert (written["target_modules"], written["r"], written["lora_alpha"]) == (["o_proj", "qkv_proj"], 4, 6.0)
+    stem, of_layer = "base_model.model.model.layers.1.self_attn", adapted.adapters["layers"]["attention"]
+    q, v = (jax.tree.map(lambda x: np.asarray(x[1]), of_layer[name]) for name in ("q_proj", "v_proj"))
+    np.testing.assert_array_equal(tensors[f"{stem}.qkv_proj.lora_A.weight"], np.hstack([q["a"], v["a"]]).T)
+    whole = np.zeros((32 + 2 * 16, 4), np.float32)
+    whole[:32, :2], whole[48:, 2:] = q["b"].reshape(2, 32).T, v["b"].reshape(2, 16).T
+    np.testing.assert_array_equal(tensors[f"{stem}.qkv_proj.lora_B.weight"], whole)
+    assert not tensors[f"{stem}.o_proj.lora_A.weight"][2:].any()
+    assert tensors[f"{stem}.o_proj.lora_B.weight"].shape == (32, 4)
+
+
 @pytest.fixture
 def adapter(tmp_path):
     """A copy of PEFT's adapter, to change."""
@@ -255,14 +272,16 @@ def test_other_sizes_than_the_bases_are_refused(adapter):
         ("gpt_oss", ("q_proj", "k_proj", "v_proj", "o_proj")),  # an expert is no module
         ("gemma4_moe", ("q_proj", "k_proj", "v_proj", "o_proj")),
         ("qwen3_moe_dense", ("q_proj", "k_proj", "v_proj", "o_proj")),  # an MLP is named like an expert
-        ("glm4", ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")),  # gate_proj and up_proj are one module
+        ("phi4_mini", TARGETS[:7]),  # several projections are one module
+        ("glm4", TARGETS[:7]),
+        ("qwen3_next", ("q_proj", "k_proj", "v_proj", "o_proj", *TARGETS[7:])),
         ("qwen3_moe", TARGETS[:7]),
     ],
 )
 def test_adapters_that_peft_cannot_hold_are_not_targets(name, targets, tmp_path):
     config, params = load_golden(name)
     assert adaptable(config) == targets_of(config, TARGETS) == targets
-    if targets != TARGETS[:7]:
+    if "up_proj" not in targets:
         with refused("lora_targets"):
             targets_of(config, ("q_proj", "up_proj"))
         with refused("PEFT cannot hold adapters of .*'up_proj'"):

@@ -107,6 +107,34 @@ def test_estimates_of_programs_are_nearly_never_too_low(name):
     assert all(LEAST < ratio < MOST for ratio in ratios.values()), ratios
 
 
+# What XLA plans for one H100 in addition to the arguments, in GB: jax 0.10.2, commands such as
+# python -m experiments.plan --topology h100:1 --prompts-per-device 16 --prompt-tokens 64 --model Gemma-3-270M
+# Rows of 64 + 8 x 512 tokens; pieces of 16,384 tokens, unless the shape changes them.
+ON_H100 = [
+    ("Qwen2.5-0.5B", "learn", {}, 22.46),
+    ("Qwen2.5-1.5B", "learn", {"piece_tokens": 8192}, 29.67),
+    ("Qwen2.5-1.5B", "learn", {"lora_rank": 16, "num_hidden_layers": 4}, 6.83),
+    ("Qwen3-0.6B", "learn", {"microbatches": 4}, 27.38),
+    ("Qwen3-0.6B", "learn", {"lora_rank": 16}, 26.51),
+    ("Qwen3-0.6B", "learn", {"remat": "layer", "num_hidden_layers": 6}, 2.94),
+    ("Gemma-3-270M", "learn", {}, 14.19),
+    ("Qwen2.5-0.5B", "sample", {}, 1.95),
+    ("Qwen3-0.6B", "sample", {}, 10.42),
+    ("Gemma-3-270M", "sample", {}, 2.07),
+]
+
+
+@pytest.mark.parametrize(("name", "program", "changes", "compiled"), ON_H100)
+def test_estimates_for_a_gpu_agree_with_its_compiler(name, program, changes, compiled):
+    of_model = {key: value for key, value in changes.items() if key in ModelConfig.__dataclass_fields__}
+    of_shape = {key: value for key, value in changes.items() if key not in of_model}
+    shape = Shape(16, 8, 64, 512)._replace(**of_shape)
+    shape = shape._replace(param_dtype="bfloat16" if shape.lora_rank else "float32")
+    needs = estimate(replace(MODELS[name], dtype="bfloat16", **of_model), shape)
+    estimated = {"sample": needs.sampling, "learn": needs.learning}[program]
+    assert 0.97 <= estimated / memory.GB / compiled <= 1.25
+
+
 def test_a_teacher_counts_with_its_parameters_and_outputs():
     """By hand: of 8 prompts, 4 completions of 16 tokens each."""
     teacher = replace(SMALL, hidden_size=16)

@@ -1,13 +1,17 @@
 """Checks rewards and tasks as a command line names them."""
 
+import json
+
 import pytest
 from tiny import TEMPLATE, refused, write_rows
 
 from experiments.tasks import arithmetic
-from grpo_jax.data.types import Completion, hash_file
+from grpo_jax.commands import evaluate
+from grpo_jax.data.types import Completion, Component, hash_file
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
-from grpo_jax.rewards.reward import open_rewards, parse_reward
+from grpo_jax.rewards.reward import open_rewards, parse_reward, score_completions
+from grpo_jax.runs.export import model_card
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 
 BUILTIN = "grpo_jax.rewards.builtin:"
@@ -39,6 +43,11 @@ UNREADABLE = [
     ("length(target=1)(target=7)", "plain values"),
     ("length(target=1, target=7)", "plain values"),
     ("a.py:f(x=" + 5000 * "-" + "1)", "plain values"),
+    ("a" + 100_000 * " " + "=", "cannot be read"),
+    ("a" + 50_000 * " b" + "=", "cannot be read"),
+    ("x" + 3000 * " " + "=" + 3000 * " " + "1" + 3000 * " " + "*" + 3000 * " " + ")", "cannot be read"),
+    ("1e999*length(target=1)", "the weight of the reward length is inf"),
+    ("-1e39*length(target=1)", "the weight of the reward length is -1e\\+39"),
 ]
 
 
@@ -46,6 +55,12 @@ UNREADABLE = [
 def test_what_cannot_be_read_is_refused(text, sentence):
     with refused(sentence):
         parse_reward(text)
+
+
+def test_a_weight_in_python_is_finite():
+    for weight in (float("inf"), float("nan"), 1e39):
+        with refused("the weight of the reward length is"):
+            score_completions({"length": Component(lambda rows, texts: [1.0], weight)}, [{}], [Completion("")])
 
 
 def test_opened_rewards_are_weighted_and_see_whole_groups(tmp_path):
@@ -144,3 +159,12 @@ def test_messages_with_an_environment_are_refused_without_the_template_of_its_re
     messages = [[{"role": "user", "content": f"1+{i}="}] for i in range(2)]
     with refused("--chat False gives replies no chat template"), opened(tmp_path, pretrained, messages, **options):
         pass
+
+
+def test_variables_of_the_template_are_evaluated_and_on_the_card(tmp_path):
+    saved = {"task": "rows.jsonl", "model": {"model": "DIR", "chat_template_kwargs": '{"enable_thinking": false}'}}
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert evaluate.parse([str(tmp_path)]).chat_template_kwargs == '{"enable_thinking": false}'
+    card = model_card(tmp_path, phase="grpo", step=1, adapter=False)
+    assert 'variables `{"enable_thinking": false}` of the chat template' in card
