@@ -37,14 +37,14 @@ from grpo_jax.models.rounding import resolve_dtype
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
-from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
+from grpo_jax.rl.evaluate import Evaluation, evaluate, num_heldout_calls, sample_heldout, summary
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.rl.source import make_sampler
 from grpo_jax.runs import flags
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.pretrained import load_run, phase_of
-from grpo_jax.runs.progress import RunConsole
+from grpo_jax.runs.progress import RunConsole, watched
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
@@ -201,14 +201,14 @@ def warn(console: Console, messages: Iterable[str]) -> None:
 def sample_and_score(
     pretrained: Pretrained, task: Task, config: GRPOConfig, console: Console, *, metric: str, block: int
 ) -> Evaluation:
-    """Evaluates a model and shows a progress bar; `metric` and `block` are those of `evaluate`."""
-    sampling, samples = config.sampling, config.logging.eval_samples or 0
-    sampler = make_sampler(decoder_policy(pretrained.config), task, sampling)
-    groups = -(-(samples + 1) // sampling.group_size) * len(task.heldout.examples)
-    calls = sample_heldout(sampler, pretrained.params, task, config)
-    num_calls = -(-groups // sampling.num_prompts)
-    watched = track(calls, "sampling", total=num_calls, console=console, transient=True)
-    return evaluate(watched, task, metric=metric, block=block)
+    """Evaluates a model and shows progress; `metric` and `block` are those of `evaluate`."""
+    sampler = make_sampler(decoder_policy(pretrained.config), task, config.sampling)
+    calls, total = sample_heldout(sampler, pretrained.params, task, config), num_heldout_calls(task, config)
+    if console.is_terminal:
+        calls = track(calls, "sampling", total=total, console=console, transient=True)
+    else:
+        calls = watched(calls, console, "sampling", total)
+    return evaluate(calls, task, metric=metric, block=block)
 
 
 def show(console: Console, numbers: dict[str, float], title: str) -> None:
