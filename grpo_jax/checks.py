@@ -125,7 +125,7 @@ def _distillation(config: GRPOConfig) -> Sentences:
         "max_rollouts": config.sampling.max_rollouts > 1,
         "advantages_of": loss.advantages_of != "sum",
         "kl_in_reward": loss.kl_in_reward and loss.kl_coef > 0,
-        "top_entropy": loss.top_entropy < 1,
+        "top_entropy": loss.top_entropy < 1 and not has_advantages,
         "correction": loss.correction != "none" and not has_advantages,
         "off_policy_threshold": loss.off_policy_threshold is not None and not has_advantages,
     }
