@@ -158,7 +158,7 @@ class GRPOTrainer:
         pretrained = self._models["policy"].pretrained
         if self._tools and not self._uses_chat:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
-        chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=model.chat_template_kwargs)
+        chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, model.chat_template_kwargs)
         environment = self._reply and _environment(self._reply, bool(self._tools), chat)
         longest = pretrained.config.max_position_embeddings
         task = text_task(
@@ -172,6 +172,7 @@ class GRPOTrainer:
             heldout_share=0.0,
             max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, run.sampling.completion_width),
             overlong=model.overlong,
+            stop=run.sampling.stop,
             chat=self._uses_chat,
             tools=schemas_of(self._tools) if self._tools else None,
             chat_template_kwargs=model.chat_template_kwargs,

@@ -88,6 +88,7 @@ def open_task(
     seed: int,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
+    stop: Sequence[str] = (),
     chat_template_kwargs: str = "",
     training: bool = True,
 ) -> Iterator[Task]:
@@ -100,6 +101,7 @@ def open_task(
       group_size: The number of completions of a prompt in training, G.
       seed: The seed of the order of prompts.
       max_prompt_tokens, overlong: See `encode_prompts`.
+      stop: Texts that end a completion: see the option `stop`.
       chat_template_kwargs: Variables of the chat template, as JSON.
       training: False if the task is only evaluated, so that all rows may be held out.
 
@@ -117,7 +119,7 @@ def open_task(
         from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
         tools = environments.schemas_of(environments.tools_of(options)) or None
-        writer = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=chat_template_kwargs)
+        writer = make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs)
         environment_of = environments.open_environment(options, writer, chat)
     if tools and not chat:
         flag = "--tools" if options.tools else "--environment-factory"
@@ -142,6 +144,7 @@ def open_task(
             seed=seed,
             max_prompt_tokens=max_prompt_tokens,
             overlong=overlong,
+            stop=stop,
             template=options.template,
             system=options.system,
             tools=tools,
