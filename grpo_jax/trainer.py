@@ -71,7 +71,7 @@ class GRPOTrainer:
           **options: Options of `config.recipe` and fields of `ModelOptions`, with their defaults: steps 100,
             learning_rate 1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … The default
             num_prompts (32) is lowered if there are fewer prompts, and to a multiple of minibatches, microbatches and
-            devices. There is no eval_every, eval_samples, keep_best or patience, because the trainer has no held-out set.
+            devices. The trainer has no held-out set, and so no eval_every, eval_samples, keep_best or patience.
 
         Raises:
           UsageError: Arguments do not work. The message says what to change.

@@ -165,7 +165,7 @@ def output_bytes(config: DistillationConfig, teacher: ModelConfig) -> int:
     return 4 * (2 * config.distillation_top_k + 1)
 
 
-def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: LossConfig = LossConfig()) -> Advantage:
+def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: LossConfig) -> Advantage:
     """Weighs an advantage function by `reward_coef`, and for k1 adds advantages from the teacher.
 
     Args:

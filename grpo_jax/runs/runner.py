@@ -187,9 +187,9 @@ def run_steps(
             return bool(has_use) and checkpoints.note_score(step, score(evaluated), keep=logging.keep_best)
 
         if evaluate and done == 0:
-            evaluated = evaluate(state, 0)
-            run.log(phase, 0, evaluated)
-            note(0, evaluated)
+            start = evaluate(state, 0)
+            run.log(phase, 0, start)
+            note(0, start)
         if is_stale(checkpoints.scores, logging.patience):  # it ended before its last step
             return state
         pending: Pending | None = None
