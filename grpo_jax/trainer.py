@@ -156,7 +156,7 @@ class GRPOTrainer:
         pretrained = self._models["policy"].pretrained
         if self._tools and not self._uses_chat:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
-        chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=model.chat_template_kwargs)
+        chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, model.chat_template_kwargs)
         environment = self._reply and _environment(self._reply, bool(self._tools), chat)
         longest = pretrained.config.max_position_embeddings
         task = text_task(

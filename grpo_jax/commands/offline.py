@@ -214,7 +214,7 @@ def pair_job(
     parts = split_preferences(rows, config.heldout_share)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     pretrained = model.pretrained
-    chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=config.model.chat_template_kwargs)
+    chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
     options = encoding(pretrained, config.model, config.max_tokens, in_chat=bool(config.chat), has_end=has_end)
     training, heldout = (encode(chat, part, **options) for part in parts)
     count, noun = len(training.prompts), number.removeprefix("num_")

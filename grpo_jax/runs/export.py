@@ -102,10 +102,6 @@ def command() -> None:
             say(RunConsole(), f"{runs[max(runs)]} is a newer run")
 
 
-if __name__ == "__main__":
-    command()
-
-
 # ---- the card: README.md of an exported folder
 
 
@@ -137,3 +133,7 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
             text = (run / name).read_text(encoding="utf-8", errors="replace").strip()
             sections += [f"## {title}", f"```\n{text}\n```"]
     return "\n\n".join(sections) + "\n"
+
+
+if __name__ == "__main__":
+    command()
