@@ -412,6 +412,7 @@ def open_run(config: HasOutput) -> RunFolder:
     output, values = config.output, dataclasses.asdict(config)
     for name in ("run_dir", "resume", "config", "hosts"):
         del values["output"][name]
+    values.pop("dry_run", None)  # it makes no run
     hosts.check_same(flattened(values))
     run = RunFolder(output.run_dir, values)
     if not run.writes:
