@@ -166,7 +166,7 @@ def train_with_evaluation(
 
     state = train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=heldout)
     final = join(state.params, split(params)[1])["policy"]
-    return state, latest.get(config.steps) or evaluate_heldout(programs, final, task, config, run)
+    return state, next(iter(latest.values()), None) or evaluate_heldout(programs, final, task, config, run)
 
 
 def train_with_control(
