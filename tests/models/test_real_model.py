@@ -1,6 +1,6 @@
 """A real model in the folder GRPO_JAX_MODEL: ids, logits, a short run and its export, against transformers.
 
-It needs torch, transformers and up to 8 GB of memory:
+It needs torch, transformers and 4 GB of memory:
 
   GRPO_JAX_MODEL=DIR pytest -m slow -s tests/models/test_real_model.py
 """
@@ -93,7 +93,8 @@ def test_the_sampler_and_the_trainer_agree(model, texts):
 def test_a_run_of_ten_steps_and_its_export(texts, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": " ".join(text.split()[:8])} for text in texts[:20]])
     options = f"--model {FOLDER} --task {rows} --reward length(target=4) --chat False --run-dir {tmp_path / 'run'}"
-    options += " --steps 10 --num-prompts 2 --group-size 2 --max-tokens 8 --num-heldout 2 --eval-every 0"
+    options += " --steps 10 --num-prompts 2 --group-size 2 --max-tokens 8 --num-heldout 2 --eval-every 0 --lora-rank 4"
+    options += " --param-dtype bfloat16"  # as in the files; needs less memory
     call = "from grpo_jax.commands import main; main()"
     for arguments in (f"train {options}", f"export {tmp_path / 'run'} {tmp_path / 'out'} --dtype float32"):
         subprocess.run([sys.executable, "-c", call, *arguments.split()], check=True)
