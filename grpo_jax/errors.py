@@ -107,7 +107,7 @@ def make_folder(folder: Path) -> None:
 
 
 # Limits of the machine: error numbers, the texts of libraries that raise without a number, and the message.
-_LIMITS = (
+_LIMITS: tuple[tuple[set[int], str, str], ...] = (
     ({errno.ENOSPC, errno.EDQUOT}, "No space left on device|Disk quota exceeded", "the disk is full: free some space"),
     ({errno.EFBIG}, "File too large", "a file is larger than a limit allows: raise the limit (ulimit -f)"),
     ({errno.EMFILE, errno.ENFILE}, "Too many open files", "too many files are open: raise the limit (ulimit -n)"),
