@@ -41,6 +41,8 @@ EOS = 10  # ends a completion; the tokens 0 to 9 are the digits
 group_size = 8  # G
 epsilon_low, epsilon_high = 0.2, 0.2  # the loss rewards no probability ratio outside [1 - 0.2, 1 + 0.2]
 kl_coef = 0.04  # weight of the KL divergence from the reference
+# The published method: its advantages, ratio, clip, KL and weights of tokens.
+method = F.PRESETS["grpo"].with_constants(epsilon_low=epsilon_low, epsilon_high=epsilon_high, kl_coef=kl_coef)
 reference_steps = 50  # every 50 steps the policy becomes the new reference
 updates_per_rollout = 2
 
@@ -131,15 +133,12 @@ def score(prompt_ids, batch, reward, rng):
 # ==== update: advantages -> parameters
 def loss_fn(params, batch, weights):
     """Returns GRPO's loss, a sum over tokens of weight times (clipped objective + kl_coef * KL), and metrics."""
-    return F.grpo_loss(
+    return method.loss(
         completion_logprobs(params, batch["tokens"]),
         batch["old_logprobs"],
         batch["advantages"],
         batch["completion_mask"],
-        epsilon_low=epsilon_low,
-        epsilon_high=epsilon_high,
         ref_logprobs=batch["ref_logprobs"],
-        kl_coef=kl_coef,
         weights=weights,
     )
 
@@ -147,7 +146,7 @@ def loss_fn(params, batch, weights):
 @partial(jax.pmap, axis_name="devices", in_axes=(None, 0), out_axes=None)
 def update(state, batch):
     # The weights add up to 1 over all devices, so the sum of the devices' gradients is that of the whole batch.
-    weights = F.sequence_mean_weights(batch["completion_mask"], axis_name="devices")
+    weights = method.aggregation(batch["completion_mask"], axis_name="devices")
     for _ in range(updates_per_rollout):
         gradients, metrics = jax.grad(loss_fn, has_aux=True)(state.params, batch, weights)
         gradients, metrics = jax.lax.psum((gradients, metrics), "devices")
@@ -176,7 +175,8 @@ def train(steps, reward, folder, save_steps=50):
             # ---- score
             rewards, accuracy = score(prompt_ids, batch, reward, rng)
             # ---- advantages: (reward - mean of its group) / standard deviation of its group, [N, G]
-            batch["advantages"] = shard(np.asarray(F.group_advantages(rewards)))
+            lengths = np.asarray(batch["completion_mask"]).reshape(N, group_size, T).sum(-1)
+            batch["advantages"] = shard(np.asarray(method.advantages(rewards, lengths)))
             # ---- update
             state, metrics = update(state, batch)
             if (step + 1) % reference_steps == 0:

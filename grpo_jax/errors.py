@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
@@ -64,6 +65,15 @@ def open_nowhere() -> TextIO:
     return open(os.devnull, "w", encoding="utf-8")
 
 
+def flush_output() -> None:
+    """Writes what is buffered. A stream that cannot be written is replaced, or Python would fail again as it ends."""
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except OSError:
+            setattr(sys, name, open_nowhere())
+
+
 def user_path(name: str | Path) -> Path:
     """Returns a path from the user, with ~ expanded. The path need not exist.
 
@@ -84,6 +94,18 @@ def user_path(name: str | Path) -> Path:
     return path
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and the folders above it.
+
+    Raises:
+      UsageError: It cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made ({reason_of(error)}): name another folder") from None
+
+
 # Limits of the machine: error numbers, the texts of libraries that raise without a number, and the message.
 _LIMITS = (
     ({errno.ENOSPC, errno.EDQUOT}, "No space left on device|Disk quota exceeded", "the disk is full: free some space"),
@@ -101,6 +123,8 @@ def lacking(error: BaseException) -> str:
     for numbers, words, sentence in _LIMITS:
         if number in numbers or re.search(words, text):
             return sentence
+    if isinstance(error, FileNotFoundError) and error.filename and not Path(error.filename).parent.exists():
+        return f"the folder {Path(error.filename).parent} is gone: put it back"
     if isinstance(error, OSError) and number in _UNWRITABLE:
         return f"{error.filename or 'a file'} cannot be read or written ({error.strerror}): mend that"
     if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text or isinstance(error, MemoryError):

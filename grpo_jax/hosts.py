@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import pickle
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 from jax.experimental import multihost_utils
 
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, flush_output
 
 Value = TypeVar("Value")
 
@@ -267,7 +266,7 @@ def _watch(say: Callable[[str], None]) -> None:
 
 def _end(code: int) -> NoReturn:
     """Exits at once, since a normal exit of JAX would wait for the other hosts."""
-    sys.stdout.flush()
+    flush_output()
     if is_first() and count() > 1:  # the coordinator ends with host 0, so the other hosts must read the failure first
         time.sleep(3 * _LOOK_SECONDS)
     os._exit(code)

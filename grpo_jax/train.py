@@ -3,7 +3,7 @@
 It runs the iteration of `rl` with the runner of `runs`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -126,7 +126,7 @@ def train_with_evaluation(
     *,
     phase: str,
     reward: Reward | Rewards | None = None,
-    start: HeldoutResult | None = None,
+    start: HeldoutResult | Mapping[str, float] | None = None,
 ) -> tuple[TrainState, HeldoutResult]:
     """Trains, and logs held-out evaluations. No parameters are evaluated twice.
 
@@ -138,18 +138,21 @@ def train_with_evaluation(
       programs: The programs of the run.
       phase: The name of the phase, which names lines and checkpoints.
       reward: Replaces the reward of the task in training.
-      start: The evaluation of the initial policy, if it is known.
+      start: The evaluation of the initial policy, or its `summary`, if it is known.
 
     Returns:
       The final state, and the evaluation of its policy.
     """
-    latest = {0: start} if start else {}  # step -> evaluation
+    first = summary(start.evaluation) if isinstance(start, HeldoutResult) else start
+    latest: dict[int, HeldoutResult] = {}  # step -> evaluation
 
     def heldout(params: Params, step: int) -> dict[str, float]:
-        if step not in latest:
+        numbers = first if step == 0 else None
+        if numbers is None:
             latest.clear()
             latest[step] = evaluate_heldout(programs, params, task, config, run)
-        return {f"heldout_{name}": value for name, value in summary(latest[step].evaluation).items()}
+            numbers = summary(latest[step].evaluation)
+        return {f"heldout_{name}": value for name, value in numbers.items()}
 
     state = train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=heldout)
     final = join(state.params, split(params)[1])["policy"]
@@ -185,17 +188,23 @@ def train_with_control(
     def row(held: HeldoutResult) -> dict[str, float]:
         return summary(held.evaluation) | examine(*held)
 
+    def evaluate_start() -> dict[str, Any]:
+        with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
+            held = evaluate_heldout(programs, params["policy"], task, config, run)
+        return {"summary": summary(held.evaluation), "row": row(held), "means": prompt_means(held.evaluation)}
+
     for phase in phases:  # before the initial evaluation, which takes long
         run.keep_inputs(phase, inputs_of(task))
     if max(saved_steps(run.path / "checkpoints" / phases[0]), default=0) < config.steps:
         compile_ahead(programs, params, task, task.reward)
-    with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
-        start = evaluate_heldout(programs, params["policy"], task, config, run)
-    rows, checksum = {"before": row(start)}, ""
+    start = run.remember(phases[0], evaluate_start)
+    rows, checksum = {"before": start["row"]}, ""
     for phase in phases:
         reward = random_reward(config.seed) if phase == CONTROL else task.reward
-        state, end = train_with_evaluation(params, task, config, run, programs, phase=phase, reward=reward, start=start)
-        change = paired_difference(*(prompt_means(held.evaluation) for held in (end, start)))
+        state, end = train_with_evaluation(
+            params, task, config, run, programs, phase=phase, reward=reward, start=start["summary"]
+        )
+        change = paired_difference(prompt_means(end.evaluation), start["means"])
         rows[phase if phase == CONTROL else "after"] = row(end) | change.named("change")
         checksum = checksum or params_sha256(state.params["policy"])
     return rows, checksum

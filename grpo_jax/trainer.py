@@ -21,7 +21,7 @@ from grpo_jax.models.families import NOT_IN_FILES
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, format_of, join, split
-from grpo_jax.options import check_known, check_type, check_types, option_types
+from grpo_jax.options import check_known, check_ranges, check_type, check_types, option_types
 from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs.checkpoint import params_sha256
@@ -101,8 +101,11 @@ class GRPOTrainer:
                 raise UsageError(f"the model is loaded already: give {name} to load_pretrained")
             options, model = options | settings, model.folder
         self._options = with_options(RunOptions(GRPOConfig()), model=str(model), **options)
-        run, model_options = run_of(self._options.train), self._options.model
-        self._models = load_models(model_options, run, pretrained=pretrained)
+        run = run_of(self._options.train)
+        check_ranges(run)
+        fitting = with_options(run, num_prompts=_pieces(run)) if self._lower_num_prompts else run
+        GRPO.validate(fitting, num_devices=parts(devices_of(run)))
+        self._models = load_models(self._options.model, run, pretrained=pretrained)
 
     def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:
         """Trains in a new run. Each call starts from the original model.
@@ -153,7 +156,7 @@ class GRPOTrainer:
         pretrained = self._models["policy"].pretrained
         if self._tools and not self._uses_chat:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
-        chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=model.chat_template_kwargs)
+        chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, model.chat_template_kwargs)
         environment = self._reply and _environment(self._reply, bool(self._tools), chat)
         longest = pretrained.config.max_position_embeddings
         task = text_task(
@@ -188,9 +191,14 @@ def _settings_of(pretrained: Pretrained) -> dict[str, Any]:
     return settings | {"param_dtype": dtype, "quantize": format_of(pretrained.params)}
 
 
+def _pieces(config: GRPOConfig) -> int:
+    """Returns the number of pieces that must divide the prompts of a step."""
+    return config.optimizer.minibatches * (config.optimizer.microbatches or 1) * parts(devices_of(config))
+
+
 def _fitting_num_prompts(config: GRPOConfig, num_left: int) -> int:
     """Returns the largest number of prompts for a step that the pieces divide, up to the default."""
-    pieces = max(config.optimizer.minibatches * (config.optimizer.microbatches or 1) * parts(devices_of(config)), 1)
+    pieces = _pieces(config)
     if num_left < pieces:
         raise UsageError(
             f"there are {num_left} prompts for {pieces} pieces of a step (minibatches x microbatches x devices / "

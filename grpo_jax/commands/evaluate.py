@@ -29,7 +29,7 @@ from grpo_jax.checks import check_episodes, validate
 from grpo_jax.config import DecodingConfig, GRPOConfig, recipe
 from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.data.types import hash_prompts
-from grpo_jax.errors import UsageError, user_path
+from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import decoder_policy
@@ -44,6 +44,7 @@ from grpo_jax.runs import flags
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.pretrained import load_run, phase_of
+from grpo_jax.runs.progress import RunConsole
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
@@ -122,7 +123,7 @@ def saved_options(model: str) -> dict[str, Any]:
 
 def main(options: Options) -> None:
     """Samples completions, scores them, and prints a table."""
-    started, console = time.perf_counter(), Console()
+    started, console = time.perf_counter(), RunConsole()
     if not options.model:
         raise UsageError("name a model: a folder, an id on the hub, or the folder of a run")
     out = options.out and user_path(options.out)
@@ -140,6 +141,8 @@ def main(options: Options) -> None:
     check_task_options(options)
     if out and out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file: name a folder with --out")
+    if out:
+        make_folder(out)  # before the evaluation, which may take long
     if saved:
         options = dataclasses.replace(options, phase=phase_of(Path(options.model), options.phase))
     pretrained, step = load(options)
@@ -235,7 +238,6 @@ def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: 
 
     The last completion of a prompt is the greedy one. Ungraded completions have null as their score.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "numbers.json").unlink(missing_ok=True)  # written last, so that it always belongs to completions.jsonl
     scores = np.concatenate([evaluation.scores, evaluation.greedy[:, None]], axis=1)
     scores = np.where(evaluation.graded, scores, np.nan)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from grpo_jax.commands.train import RUN_DIR, Method
@@ -122,12 +123,21 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
         numbers = job.log(params, evaluation) if job.log else job.summary(evaluation)
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
-    with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
-        before = evaluate(params, 0)
+    def evaluate_start() -> dict[str, Any]:
+        with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
+            leaves = jax.tree.leaves(evaluate(params, 0))
+            return {"leaves": leaves, "numbers": log(params, 0) if config.train.eval_every else {}}
+
+    start = run.remember(job.phase, evaluate_start)
     batches = job.batches(reference)
-    state = fit(job.objective, params, batches, config.train, run, phase=job.phase, evaluate=log)
+    state = fit(
+        *(job.objective, params, batches, config.train, run),
+        phase=job.phase,
+        evaluate=lambda params, step: log(params, step) if step else start["numbers"],
+    )
     trained = join(state.params, split(params)[1])
     after = evaluate(trained, config.train.steps)
+    before = jax.tree.unflatten(jax.tree.structure(after), start["leaves"])
     rows = job.rows(before, after, trained) if job.rows else compare(before, after, job.summary)
     more = job.leave(run, after, trained)
     checksum = params_sha256(state.params)
@@ -204,7 +214,7 @@ def pair_job(
     parts = split_preferences(rows, config.heldout_share)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     pretrained = model.pretrained
-    chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=config.model.chat_template_kwargs)
+    chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
     options = encoding(pretrained, config.model, config.max_tokens, in_chat=bool(config.chat), has_end=has_end)
     training, heldout = (encode(chat, part, **options) for part in parts)
     count, noun = len(training.prompts), number.removeprefix("num_")

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from grpo_jax.runs.flags import program, read_flags, refusing
-from grpo_jax.runs.progress import say
+from grpo_jax.runs.progress import RunConsole, say
 from grpo_jax.runs.report import write_report
 
 
@@ -31,4 +30,4 @@ def command() -> None:
     with refusing():
         options = read_flags(Options, prog=program(), description=__doc__)
         page = write_report(options.run)
-        say(Console(), f"report: {page}")
+        say(RunConsole(), f"report: {page}")

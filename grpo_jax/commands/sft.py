@@ -204,7 +204,7 @@ def encode_texts(
     """
     tokenizer, shape = pretrained.tokenizer, pretrained.config
     longest, overlong = shape.max_position_embeddings, config.model.overlong
-    chat = make_chat(tokenizer, pretrained.eos_ids, kwargs=config.model.chat_template_kwargs)
+    chat = make_chat(tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
     training_rows, heldout_rows, row_notes, prompt_width = encode_rows(
         chat,
         rows,

@@ -17,6 +17,7 @@ from grpo_jax.models.chat import (
     render,
     render_answer,
     turn_end,
+    with_kwargs,
     without_end,
 )
 from grpo_jax.options import Size, check_number
@@ -86,7 +87,7 @@ def encode_prompts(
     def written(prompt: str | Sequence[Message], number: int) -> Prompt:
         if isinstance(prompt, str):
             return Prompt(prompt, template=template)
-        text = render(chat, prompt, f"prompt {number}", kwargs=each[number])
+        text = render(with_kwargs(chat, each[number]), prompt, f"prompt {number}")
         return Prompt(text, prompt, each[number], template)
 
     all_texts = [written(prompt, number) for number, prompt in enumerate(prompts)]
@@ -152,7 +153,7 @@ def _shorten_chat(chat: Chat, prompt: Prompt, ids: np.ndarray, limit: int, befor
             shorter = chat.tokenizer.decode(content_ids[len(ids) - limit :].tolist(), skip_special_tokens=False)
             shorter = shorter.lstrip("\ufffd")  # a part of a character
             message["content"] = shorter if len(shorter) < len(content) else content[1:]
-            text = render(chat, messages, kwargs=prompt.kwargs)
+            text = render(with_kwargs(chat, prompt.kwargs), messages)
             ids = encode_texts(chat.tokenizer, [text], special_tokens=False)[0]
             if len(ids) <= limit and messages[-1]["content"]:
                 return Prompt(text, messages, prompt.kwargs, prompt.template), ids
@@ -280,7 +281,7 @@ def answer_prompts(
       UsageError: An answer is no text, or needs an EOS token that the tokenizer does not have.
     """
     kinds = {repr(text.kwargs): text.kwargs for text in prompts.texts if text.messages}
-    known = {name: turn_end(chat, kwargs) for name, kwargs in kinds.items()}
+    known = {name: turn_end(with_kwargs(chat, kwargs)) for name, kwargs in kinds.items()}
     ends = [known[repr(text.kwargs)] if text.messages else None for text in prompts.texts]
 
     def written(number: int, answer: str) -> str:
@@ -291,7 +292,7 @@ def answer_prompts(
             return answer
         if not answer.strip() and not scored:
             return prompt
-        whole = render_answer(chat, prompt, prompt.messages, answer, end, prompt.kwargs)
+        whole = render_answer(with_kwargs(chat, prompt.kwargs), prompt, prompt.messages, answer, end)
         return whole + (end.tail if scored else end.learned)
 
     rows = [Answers([], ())] * len(ends)

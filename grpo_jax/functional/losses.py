@@ -168,7 +168,7 @@ def grpo_loss(
     *,
     term: Term = clipped_term,
     ref_logprobs: jax.Array | None = None,
-    kl_coef: float = 0.04,
+    kl_coef: float | None = None,
     divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3,
     kl_bias_correction: bool = False,
     entropy: jax.Array | None = None,
@@ -188,7 +188,7 @@ def grpo_loss(
       term: (logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`. Default: PPO's clip of token ratios.
         `ratio_term` makes other terms, and functions named `*_term` are other terms.
       ref_logprobs: `[..., T]` in nats, under the reference. None: no KL term.
-      kl_coef: β, used if there is a reference. 0.04 from DeepSeekMath.
+      kl_coef: β. None: 0.04 from DeepSeekMath if there is a reference. A number above 0 needs a reference.
       divergence: (logprobs, ref_logprobs) -> `[..., T]`.
       kl_bias_correction: ρ D instead of D, where ρ is the ratio of the token, with gradient. With k3 it is unbiased in
         value and gradient for samples of the old policy. DeepSeek-V3.2 (2512.02556); off in DeepSeekMath.
@@ -206,6 +206,7 @@ def grpo_loss(
     Raises:
       AssertionError: shapes disagree (at trace time).
       TypeError: the term has no such constant, or an argument is a list or a number instead of an array.
+      ValueError: there is a kl_coef, but no reference.
 
     Examples:
       >>> logprobs, mask = jnp.log(jnp.array([[0.6, 0.5]])), jnp.array([[True, True]])
@@ -216,12 +217,18 @@ def grpo_loss(
     """
     chex.assert_type(completion_mask, bool, custom_message="completion_mask must be bool, such as mask > 0:")
     refuse_epsilon(constants)
+    if ref_logprobs is None and kl_coef is not None and not is_zero(kl_coef):
+        raise ValueError(
+            f"kl_coef is {kl_coef}: give ref_logprobs, or for a loss without KL kl_coef=0.0, which with_constants of a "
+            "preset takes too"
+        )
     if weights is None:
         weights = sequence_mean_weights(completion_mask)
     arrays = logprobs, old_logprobs, advantages, completion_mask
     loss = term(*arrays, **constants)
     metrics = policy_metrics(*arrays, term=partial(term, **constants))
     if ref_logprobs is not None:
+        kl_coef = 0.04 if kl_coef is None else kl_coef
         # Both sides are replaced where masked, since padding may hold anything.
         kl = divergence(*(jnp.where(completion_mask, upcast(x), 0) for x in (logprobs, ref_logprobs)))
         if kl_bias_correction:

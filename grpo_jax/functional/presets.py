@@ -7,7 +7,7 @@ A preset is data. `PRESETS["dapo"].loss(...)` is its loss on arrays. A variant i
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp  # noqa: F401, read by the examples
@@ -88,16 +88,19 @@ class Objective(NamedTuple):
         return not is_zero(self.kl_coef)
 
     def with_constants(self, **constants: float) -> "Objective":
-        """Returns the same method with other constants of the term.
+        """Returns the same method with other constants.
 
         Args:
-          **constants: the new constants, by name, such as epsilon_high.
+          **constants: the new constants of the term, by name, such as epsilon_high, or kl_coef or entropy_coef.
 
         Examples:
           >>> dict(PRESETS["grpo"].with_constants(epsilon_high=0.28).constants)
           {'epsilon_low': 0.2, 'epsilon_high': 0.28}
+          >>> PRESETS["grpo"].with_constants(kl_coef=0.0).has_reference
+          False
         """
-        return self._replace(constants=MappingProxyType({**self.constants, **constants}))
+        numbers: dict[str, Any] = {name: constants.pop(name) for name in {"kl_coef", "entropy_coef"} & constants.keys()}
+        return self._replace(constants=MappingProxyType({**self.constants, **constants}), **numbers)
 
     def loss(
         self,
@@ -109,6 +112,7 @@ class Objective(NamedTuple):
         ref_logprobs: jax.Array | None = None,
         entropy: jax.Array | None = None,
         weights: jax.Array | None = None,
+        axis_name: AxisName = None,
     ) -> tuple[jax.Array, Metrics]:
         """Computes `grpo_loss` with the functions and constants of this method.
 
@@ -119,7 +123,8 @@ class Objective(NamedTuple):
           completion_mask: bool `[..., T]`.
           ref_logprobs: `[..., T]` in nats; needed if the method has a KL term.
           entropy: `[..., T]` in nats, used if there is an `entropy_coef`.
-          weights: `[..., T]`; None: the method's `aggregation` of this mask.
+          weights: `[..., T]`; None: the method's `aggregation` of this mask and axis_name.
+          axis_name: mapped axes over which the optimizer batch is spread.
 
         Raises:
           ValueError: ref_logprobs are missing, or the method reads none because its KL is in the reward
@@ -131,8 +136,6 @@ class Objective(NamedTuple):
           >>> print(loss)  # (−1 − 1 + 2) / (2 completions · 2 places)
           0.0
         """
-        if self.has_reference and not self.kl_in_reward and ref_logprobs is None:
-            raise ValueError("this method has a KL term: give ref_logprobs, or _replace(kl_coef=0.0)")
         if self.kl_in_reward and ref_logprobs is not None:
             raise ValueError("this method has its KL in the reward: use kl_penalized_rewards, and give no ref_logprobs")
         return L.grpo_loss(
@@ -142,12 +145,12 @@ class Objective(NamedTuple):
             completion_mask,
             term=self.term,
             ref_logprobs=ref_logprobs,
-            kl_coef=self.kl_coef,
+            kl_coef=0.0 if self.kl_in_reward else self.kl_coef,
             divergence=self.divergence,
             kl_bias_correction=self.kl_bias_correction,
             entropy=entropy,
             entropy_coef=self.entropy_coef,
-            weights=self.aggregation(completion_mask) if weights is None else weights,
+            weights=self.aggregation(completion_mask, axis_name=axis_name) if weights is None else weights,
             **self.constants,
         )
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from grpo_jax.errors import UsageError, abbreviate, reason_of
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
+Turns = str | list[Message]  # a prompt as text, or as messages
 
 # Replaces the function of transformers in templates that write today's date: a run must see the same prompts when it
 # resumes on another day.
@@ -32,20 +33,22 @@ class Chat(NamedTuple):
     kwargs: Mapping[str, Any] = {}  # variables of the template, such as enable_thinking
 
 
-def make_chat(
-    tokenizer: Any,
-    eos_ids: tuple[int, ...],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    kwargs: Mapping[str, Any] | str | None = None,
-) -> Chat:
+def make_chat(tokenizer: Any, eos_ids: tuple[int, ...], kwargs: Any = None, tools: Any = None) -> Chat:
     """Makes a `Chat`, whose variables of the template may be JSON, and checks that the template has them.
+
+    Args:
+      tokenizer, eos_ids, kwargs, tools: See `Chat`.
 
     Raises:
       UsageError: `kwargs` is no object, or the template has no such variable.
     """
     chat = Chat(tokenizer, eos_ids, tools)
     return chat._replace(kwargs=template_kwargs(chat, kwargs, "chat_template_kwargs"))
+
+
+def with_kwargs(chat: Chat, kwargs: Mapping[str, Any]) -> Chat:
+    """Replaces some variables of the template."""
+    return chat._replace(kwargs={**chat.kwargs, **kwargs})
 
 
 class TurnEnd(NamedTuple):
@@ -55,14 +58,7 @@ class TurnEnd(NamedTuple):
     learned: str  # its beginning up to a space or line break, such as "<|im_end|>"; the model must learn to write it
 
 
-def render(
-    chat: Chat,
-    messages: Sequence[Message],
-    place: str = "the messages",
-    *,
-    is_opened: bool = True,
-    kwargs: Mapping[str, Any] = {},
-) -> str:
+def render(chat: Chat, messages: Sequence[Message], place: str = "messages", *, is_opened: bool = True) -> str:
     """Writes messages in the chat template. Templates that write today's date get 1 January 2025.
 
     Args:
@@ -70,7 +66,6 @@ def render(
       messages: The messages of a conversation.
       place: The place of the messages, for errors.
       is_opened: True to open the assistant's turn at the end.
-      kwargs: Variables of the template that replace those of `chat`.
 
     Raises:
       UsageError: There is no template, or it does not accept the messages or the tools.
@@ -82,7 +77,7 @@ def render(
             "chat_template.jinja into the model's folder"
         )
     try:
-        options: dict[str, Any] = {**chat.kwargs, **kwargs} | ({} if tools is None else {"tools": list(tools)})
+        options: dict[str, Any] = {**chat.kwargs} | ({} if tools is None else {"tools": list(tools)})
         if "strftime_now" in str(tokenizer.chat_template):
             options["chat_template"] = _FIXED_DATE + tokenizer.get_chat_template(tools=tools)
         options["add_generation_prompt"] = is_opened
@@ -143,9 +138,7 @@ def decode(chat: Chat, ids: Sequence[int]) -> str:
 # ---- prompts
 
 
-def prompt_writer(
-    chat: Chat, in_chat: bool, system: str | None = None
-) -> Callable[[str | list[Message]], str | list[Message]]:
+def prompt_writer(chat: Chat, in_chat: bool, system: str | None = None) -> Callable[[Turns], Turns]:
     """Makes the function that turns a prompt into the text or the messages to encode.
 
     Args:
@@ -173,7 +166,7 @@ def prompt_writer(
             header and header in text
         )
 
-    def write(prompt: str | list[Message]) -> str | list[Message]:
+    def write(prompt: Turns) -> Turns:
         if isinstance(prompt, str):
             if not in_chat:
                 if system is not None or chat.kwargs:
@@ -208,16 +201,11 @@ def opened_text(prompt: str) -> str:
 # ---- completions
 
 
-def turn_end(chat: Chat, kwargs: Mapping[str, Any] = {}) -> TurnEnd | None:
-    """Returns the end of the assistant's last turn, or None if the template does not write the assistant's messages.
-
-    Args:
-      chat: The tokenizer and its template.
-      kwargs: Variables of the template that replace those of `chat`.
-    """
+def turn_end(chat: Chat) -> TurnEnd | None:
+    """Returns the end of the assistant's last turn, or None if the template does not write the assistant's messages."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        _, answer, tail = render(chat, messages, is_opened=False, kwargs=kwargs).rpartition(_ANSWER)
+        _, answer, tail = render(chat, messages, is_opened=False).rpartition(_ANSWER)
     except UsageError:
         return None
     learned = re.match(r"\s*\S+", tail)
@@ -232,9 +220,7 @@ def without_end(chat: Chat, end: TurnEnd | None, text: str) -> str:
     return text
 
 
-def render_answer(
-    chat: Chat, prompt: str, messages: Sequence[Message], answer: str, end: TurnEnd, kwargs: Mapping[str, Any] = {}
-) -> str:
+def render_answer(chat: Chat, prompt: str, messages: Sequence[Message], answer: str, end: TurnEnd) -> str:
     """Writes messages and the assistant's answer in the chat template, without the end of the turn.
 
     Some templates drop a part of the answer, such as its reasoning, since they were written for the history of a chat.
@@ -246,11 +232,10 @@ def render_answer(
       messages: The messages before the answer.
       answer: The answer, without the end of a turn.
       end: The result of `turn_end`.
-      kwargs: Variables of the template that replace those of `chat`.
     """
     whole = ""
     with contextlib.suppress(UsageError):
-        whole = render(chat, [*messages, {"role": "assistant", "content": answer}], is_opened=False, kwargs=kwargs)
+        whole = render(chat, [*messages, {"role": "assistant", "content": answer}], is_opened=False)
     body = whole[: len(whole) - len(end.tail)]
     if whole.endswith(end.tail) and "".join(body.split()).endswith("".join(answer.split())):
         return body
@@ -288,7 +273,7 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
 
     if not (tokenizer.chat_template and roles):
         return lambda text, kwargs={}: tokens(text, split_special_tokens=True)
-    known = {role for role in roles if _REPLY in _after_answer(chat, role, _REPLY, {})}
+    known = {role for role in roles if _REPLY in _after_answer(chat, role, _REPLY)}
     role = next((role for role in roles if role in known), "")
     if not role:
         raise UsageError(
@@ -296,11 +281,12 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
         )
 
     def encode(text: str, kwargs: Mapping[str, Any] = {}) -> list[int]:
-        before, _, after = _after_answer(chat, role, _REPLY, kwargs).partition(_REPLY)
-        written = _after_answer(chat, role, text, kwargs)
+        own = with_kwargs(chat, kwargs)
+        before, _, after = _after_answer(own, role, _REPLY).partition(_REPLY)
+        written = _after_answer(own, role, text)
         if written.startswith(before) and written.endswith(after) and len(written) >= len(before) + len(after):
             text = written[len(before) : len(written) - len(after)]  # the template may strip it, or write it as JSON
-        mark = _end_of_turn(chat, before, kwargs)
+        mark = _end_of_turn(own, before)
         before = before[before.find(mark) :]
         if control and len(control.findall(before + text + after)) != len(control.findall(before + after)):
             ids = [*tokens(before), *tokens(text, split_special_tokens=True), *tokens(after)]
@@ -311,23 +297,23 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
     return encode
 
 
-def _after_answer(chat: Chat, role: str, content: str, kwargs: Mapping[str, Any]) -> str:
+def _after_answer(chat: Chat, role: str, content: str) -> str:
     """Returns the text between an answer of the assistant and its next turn; "" if the template lacks the role."""
     contents = {"user": "a", "assistant": _ANSWER}
     messages = [*({"role": r, "content": text} for r, text in contents.items()), {"role": role, "content": content}]
     try:
-        return render(chat, messages, kwargs=kwargs).rpartition(_ANSWER)[2]
+        return render(chat, messages).rpartition(_ANSWER)[2]
     except UsageError:
         return ""
 
 
-def _end_of_turn(chat: Chat, text: str, kwargs: Mapping[str, Any]) -> str:
+def _end_of_turn(chat: Chat, text: str) -> str:
     """Returns the token in a text after an answer that ends the turn, or ""."""
     marks = [mark for mark in _eos_texts(chat) if mark in text]
     if marks:
         return min(marks, key=text.find)
     # gpt-oss ends a turn of the history with another token than the last turn.
-    end, control = turn_end(chat, kwargs), control_tokens(chat.tokenizer)
+    end, control = turn_end(chat), control_tokens(chat.tokenizer)
     match = control.match(text) if control and end and not text.startswith(end.learned) else None
     return match.group() if match else ""
 

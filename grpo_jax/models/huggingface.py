@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
-from grpo_jax.errors import UsageError, reason_of, user_path
+from grpo_jax.errors import UsageError, make_folder, reason_of, user_path
 from grpo_jax.models.chat import Chat, turn_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
@@ -315,14 +315,14 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
     """Provides a temporary folder to write to, which is renamed to `folder` at the end.
 
     Raises:
-      UsageError: The folder exists and is not empty.
+      UsageError: The folder exists and is not empty, or cannot be made.
     """
     folder = user_path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: name another folder to write to")
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process, which in a container often had the same id
-    partial.mkdir(parents=True)
+    make_folder(partial)
     try:
         yield partial
     except BaseException:

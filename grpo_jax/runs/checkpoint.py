@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import __version__, hosts
@@ -19,6 +18,7 @@ from grpo_jax.data.types import hash_files, hash_values
 from grpo_jax.errors import UsageError, lacking, reason_of
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.files import write_json
+from grpo_jax.runs.progress import say_aside
 
 State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
 
@@ -80,7 +80,6 @@ class Checkpoints:
 
     def _check_room(self, state: State) -> None:
         """Raises an error if the disk has no room for a checkpoint, before a part of it is written."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         if needed > (free := shutil.disk_usage(self._folder).free):
             raise UsageError(
@@ -104,6 +103,7 @@ class Checkpoints:
           UsageError: There are checkpoints, and none verifies; or the disk has no room for another.
         """
         shapes = jax.eval_shape(like)
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._check_room(shapes)
         if not (step := hosts.first_says("where the run goes on", self._where_to_go_on() if hosts.is_first() else 0)):
             return like(), 0
@@ -179,7 +179,10 @@ class Checkpoints:
     def _read(self, step: int, items: Mapping[str, Any]) -> Any:
         """Reads the items of a checkpoint, each with its orbax arguments."""
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(dict(restored))):
+                raise LookupError("a partial restore leaves out what is not there")
+            return restored
         except (ValueError, TypeError, LookupError) as error:
             if lacking(error):
                 raise
@@ -204,7 +207,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def _say(sentence: str) -> None:
-    Console(stderr=True).print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True)
+    say_aside(f"[yellow]warning:[/] {escape(sentence)}")
 
 
 def _in_words(passed: Mapping[int, str]) -> str:

@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 
 import jax.numpy as jnp
 import tyro
-from rich.console import Console
 
 import grpo_jax
 from grpo_jax.errors import UsageError, user_path
@@ -24,7 +23,7 @@ from grpo_jax.runs.files import COMMAND, read_object, write_text
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import numbered_runs
 from grpo_jax.runs.pretrained import phase_of, restore
-from grpo_jax.runs.progress import say
+from grpo_jax.runs.progress import RunConsole, say
 
 
 @dataclass(frozen=True)
@@ -95,16 +94,12 @@ def command() -> None:
     with refusing():
         options = read_flags(Options, prog=program(), description=__doc__)
         done = export(options)
-        say(Console(), f"step {done} of {options.run} is now in {options.out}")
+        say(RunConsole(), f"step {done} of {options.run} is now in {options.out}")
         if not options.adapter and (dtype := dtype_of(options)) != jnp.float32:
-            say(Console(), rounding_sentence(dtype))
+            say(RunConsole(), rounding_sentence(dtype))
         runs = numbered_runs(user_path(options.run))
         if len(runs) > 1:
-            say(Console(), f"{runs[max(runs)]} is a newer run")
-
-
-if __name__ == "__main__":
-    command()
+            say(RunConsole(), f"{runs[max(runs)]} is a newer run")
 
 
 # ---- the card: README.md of an exported folder
@@ -138,3 +133,7 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
             text = (run / name).read_text(encoding="utf-8", errors="replace").strip()
             sections += [f"## {title}", f"```\n{text}\n```"]
     return "\n\n".join(sections) + "\n"
+
+
+if __name__ == "__main__":
+    command()

@@ -23,6 +23,7 @@ from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.options import fits
 
 COMMAND = "command.txt"  # command lines of the run, one for each start
+TEMPORARY = ".tmp"  # the ending of files that are being written
 
 
 def finite(value: Any) -> Any:
@@ -106,10 +107,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file atomically, by renaming a complete file."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", errors="replace")  # file names may hold lone surrogates
-    os.replace(temporary, path)
+    """Replaces a file atomically, by renaming a complete file. Several processes may do so at once."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}{TEMPORARY}")
+    try:
+        temporary.write_text(text, encoding="utf-8", errors="replace")  # file names may hold lone surrogates
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # ---- one process at a time writes to the folder of a run

@@ -32,7 +32,7 @@ from rich.markup import escape
 from grpo_jax import hosts
 from grpo_jax.config import with_options
 from grpo_jax.devices import COMPILING
-from grpo_jax.errors import Interruption, UsageError, lacking, open_nowhere, user_path
+from grpo_jax.errors import Interruption, UsageError, flush_output, lacking, open_nowhere, user_path
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.hosts import HostOptions
 from grpo_jax.options import between, check_ranges, flattened, from_json, option_types, options_of
@@ -96,7 +96,6 @@ def refusing() -> Iterator[None]:
     except Exception as error:
         if not (sentence := lacking(error)):
             raise
-        sys.stdout = open_nowhere()  # the interpreter would try to write the rest again, and fail
         refuse(sentence)
 
 
@@ -341,8 +340,6 @@ def main(
                 hosts.leave(f"{type(error).__name__}: {error}".partition("\n")[0], 1)
             raise
         say_refusal(f"{sentence}{_how_to_resume(config.output, '; then ')}")
-        with suppress(OSError):  # the full disk may be stdout's
-            sys.stdout.flush()
         hosts.leave(sentence, 2)  # threads that still save would fail again at exit
 
 
@@ -362,8 +359,8 @@ def _leave(output: RunConfig, number: int) -> NoReturn:
     """Ends the process at once, after a signal."""
     then = _how_to_resume(output, "; ") or "; the run had not begun"
     say_refusal(f"stopped by {signal.Signals(number).name} between checkpoints{then}")
-    Console(stderr=True).show_cursor(True)
-    sys.stdout.flush()
+    with suppress(OSError):
+        Console(stderr=True).show_cursor(True)
     # With an exception, a compilation that continues in a thread would crash the interpreter at its exit.
     hosts.leave(f"stopped by {signal.Signals(number).name}", _code(output, number))
 
@@ -383,7 +380,7 @@ def keep_programs() -> None:
 
 def say_note(message: str) -> None:
     """Prints a note to stderr."""
-    Console(stderr=True).print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
+    progress.say_aside(f"[yellow]note:[/] {escape(message)}")
 
 
 def open_run(config: HasOutput) -> RunFolder:
@@ -419,13 +416,12 @@ def refuse(message: str) -> NoReturn:
 def _end_compilation(code: int) -> None:
     """Ends the process without waiting for programs that a thread compiles, if there is such a thread."""
     if any(thread.name == COMPILING for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(code)
 
 
 def say_refusal(message: str) -> None:
     """Prints an error to stderr, with the host's number if there are several hosts."""
     host = f" of host {hosts.index()}" if hosts.count() > 1 else ""
-    Console(stderr=True).print(f"[red]error{host}:[/] {escape(message)}", soft_wrap=True)
-    sys.stderr.flush()
+    progress.say_aside(f"[red]error{host}:[/] {escape(message)}")
+    flush_output()

@@ -8,17 +8,19 @@ With several hosts only the first host writes and holds the lock. On every other
 nothing. All hosts read the same folder.
 """
 
+import errno
 import glob
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
@@ -29,6 +31,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.options import flattened
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
+    TEMPORARY,
     Tracker,
     complete_lines,
     finite,
@@ -226,9 +229,23 @@ class RunFolder:
     def _append(self, name: str, record: dict[str, Any]) -> None:
         if not self.writes:
             return
+        self._check_present()
         line = json.dumps(finite(record), allow_nan=False)
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def _check_present(self) -> None:
+        if self.writes and not (self.path / OPTIONS_FILE).exists():
+            raise OSError(errno.ESTALE, "it was removed, renamed or replaced during the run", str(self.path))
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Opens a block whose errors name the folder as the reason if it is no longer there."""
+        try:
+            yield
+        except Exception:
+            self._check_present()
+            raise
 
     # ---- checkpoints, times, messages
 
@@ -240,6 +257,30 @@ class RunFolder:
             run=partial(run_digest, self.path, phase),
             warn=partial(self.warn_once, f"checkpoints of {phase}"),
         )
+
+    def remember(self, phase: str, compute: Callable[[], Any]) -> Any:
+        """Returns a value of a phase that is computed once. A resumed run reads it.
+
+        Args:
+          phase: The name of the phase, whose inputs have been recorded.
+          compute: Computes the value, of JSON and NumPy arrays. All hosts must call it.
+        """
+        file = self.path / "checkpoints" / f"{phase}.json"
+        text = hosts.first_says("what the run remembers", self._remembered(file, phase) if self.writes else None)
+        if text is None:
+            text = json.dumps(compute(), default=lambda x: {"dtype": str(x.dtype), "values": x.tolist()})
+            if self.writes:
+                file.parent.mkdir(exist_ok=True)
+                write_json(file, {"text": text, "digest": hash_values(text, run_digest(self.path, phase))})
+        return json.loads(text, object_hook=lambda x: np.array(x["values"], x["dtype"]) if "dtype" in x else x)
+
+    def _remembered(self, file: Path, phase: str) -> str | None:
+        """Returns the text of a file of `remember`; None if there is none, or it does not verify."""
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            if saved["digest"] == hash_values(saved["text"], run_digest(self.path, phase)):
+                return saved["text"]
+        return None
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -294,7 +335,7 @@ FREE_OPTIONS |= {"engine_timeout", "engine_folder"}
 ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
-_UNBEGUN = {"lock", f"{OPTIONS_FILE}.tmp"}  # left by a run that was killed before it had written its options
+_UNBEGUN = ("lock", f"{OPTIONS_FILE}*{TEMPORARY}")  # left by a run that was killed before it had written its options
 
 
 def read_inputs(folder: Path) -> dict[str, dict[str, str]]:
@@ -332,7 +373,8 @@ def fresh_folder(folder: Path) -> Path:
       UsageError: `folder` holds other files, and no run.
     """
     runs = numbered_runs(folder)
-    if not runs and folder.exists() and (not folder.is_dir() or {file.name for file in folder.iterdir()} - _UNBEGUN):
+    is_unbegun = folder.is_dir() and all(any(map(file.match, _UNBEGUN)) for file in folder.iterdir())
+    if not runs and folder.exists() and not is_unbegun:
         raise UsageError(f"{folder} exists and is no run: name another run_dir")
     return folder.with_name(f"{folder.name}-{max(runs) + 1}") if runs else folder
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, get_type_hints
 import jax
 import jax.numpy as jnp
 
+from grpo_jax import hosts
 from grpo_jax.config import ModelOptions
 from grpo_jax.data.text import uses_chat
 from grpo_jax.data.types import hash_files
@@ -82,11 +83,12 @@ def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptio
     run.say(f"plan: products are computed in {pretrained.config.dtype}{how}")
     keep_files(run, "model", pretrained)
     lora = _describe_lora(pretrained, options) if options.lora_rank else None  # on all hosts: weights may be sharded
-    if not run.writes:
-        return
-    huggingface.save_description(run.path / "model", pretrained.config, source=pretrained.folder)
-    if lora:
-        files.write_json(run.path / "model" / _LORA_FILE, lora._asdict())
+    if run.writes:
+        huggingface.save_description(run.path / "model", pretrained.config, source=pretrained.folder)
+        if lora:
+            files.write_json(run.path / "model" / _LORA_FILE, lora._asdict())
+    written = hosts.first_says("the description of the model", _description(run.path) if run.writes else {})
+    run.keep_inputs("description", written)
 
 
 def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescription:
@@ -116,12 +118,18 @@ def keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
 
 
 def _check_description(run: Path) -> None:
-    """Checks that the files in a run's model/ are those of the model that it began with."""
-    noted, folder = read_inputs(run).get("model"), run / "model"
-    if noted is not None:  # a custom training loop may have recorded nothing
-        before = {name: noted[name] for name in noted if huggingface.is_copied(name.partition(" of ")[0])}
-        now = hash_files(folder, filter(huggingface.is_copied, huggingface.files_of(folder)))
-        check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
+    """Checks that the files in a run's model/ are those that it wrote."""
+    written = read_inputs(run).get("description")
+    if written is not None:  # a custom training loop may have recorded nothing
+        check_inputs(run, written, _description(run))
+
+
+def _description(run: Path) -> dict[str, str]:
+    """Returns the digests of the files in a run's model/ that decide how its checkpoints are read."""
+    folder = run / "model"
+    names = {*filter(huggingface.is_copied, huggingface.files_of(folder)), _LORA_FILE}
+    digests = hash_files(folder, (name for name in names if (folder / name).exists()))
+    return {f"{name} of the model": digest for name, digest in digests.items()}
 
 
 # ---- loading the model from the run

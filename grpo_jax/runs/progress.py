@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,12 @@ class RunConsole(Console):
     def on_broken_pipe(self) -> None:
         """Raises the error that rich is handling."""
         raise
+
+
+def say_aside(markup: str) -> None:
+    """Prints to stderr, if anything reads it."""
+    with suppress(OSError):
+        RunConsole(stderr=True).print(markup, soft_wrap=True)
 
 
 @contextmanager

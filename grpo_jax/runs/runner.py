@@ -169,7 +169,11 @@ def run_steps(
     end = steps if until is None else until
     evaluate = evaluate if logging.eval_every else None
     every = logging.checkpoint_every or end  # the end is always saved
-    with between_steps() as asked_to_stop, run.checkpoints(phase, keep=logging.keep_checkpoints) as checkpoints:
+    with (
+        between_steps() as asked_to_stop,
+        run.present(),
+        run.checkpoints(phase, keep=logging.keep_checkpoints) as checkpoints,
+    ):
         state, done = checkpoints.restore(initial_state, shardings)
         state = place(state)
         run.rewind(phase, done)

@@ -117,7 +117,7 @@ def open_task(
         from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
         tools = environments.schemas_of(environments.tools_of(options)) or None
-        writer = make_chat(pretrained.tokenizer, pretrained.eos_ids, kwargs=chat_template_kwargs)
+        writer = make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs)
         environment_of = environments.open_environment(options, writer, chat)
     if tools and not chat:
         flag = "--tools" if options.tools else "--environment-factory"

@@ -31,7 +31,7 @@ from grpo_jax.data.types import (
     rng,
 )
 from grpo_jax.errors import UsageError, reason_of
-from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, template_kwargs
+from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, template_kwargs, with_kwargs
 from grpo_jax.options import Size, check_number
 from grpo_jax.rewards.reward import sources
 
@@ -181,7 +181,7 @@ def text_task(
     """
     check_number("num_prompts", num_prompts, Size)
     encoding = {"all_in_advance": _ALL_IN_ADVANCE} | encoding
-    writer = make_chat(tokenizer, eos_ids, tools=tools, kwargs=chat_template_kwargs)
+    writer = make_chat(tokenizer, eos_ids, chat_template_kwargs, tools)
     training, heldout, notes, width = encode_rows(writer, rows, vocab_size=vocab_size, in_chat=chat, **encoding)
     size = len(training.rows)
     check_num_prompts(num_prompts, size)
@@ -280,15 +280,15 @@ def encode_rows(
       UsageError: Rows, columns, template or split are invalid. The message is one sentence that says where.
     """
     check_number("num_heldout", num_heldout, Size)
-    write, kwargs_of = prompt_writer(chat, in_chat, system), partial(row_kwargs, chat)
+    write = prompt_writer(chat, in_chat, system)
     prompt_of = partial(_prompt, prompt_column=prompt_column, template=template)
 
     def encode(rows: Sequence[Mapping[str, Any]], **options: Any) -> Encoded:
         prompts = [write(prompt_of(row, "a row")) for row in rows]
         options = {"max_prompt_tokens": max_prompt_tokens, "overlong": overlong} | options
-        return encode_prompts(chat, prompts, kwargs=list(map(kwargs_of, rows)), **options)
+        return encode_prompts(chat, prompts, kwargs=[row_kwargs(chat, row) for row in rows], **options)
 
-    check = partial(_check, prompt_of, write, kwargs_of, partial(render, chat))
+    check = partial(_check, chat, prompt_of, write)
     checked = check(rows, "row")
     apart = None if heldout_rows is None else check(heldout_rows, "held-out row")
     nothing_held_out = apart is None and num_heldout is None and heldout_share == 0
@@ -356,10 +356,9 @@ def _pairs(encoded: Encoded) -> list[EncodedPrompt]:
 
 
 def _check(
+    chat: Chat,
     prompt_of: Callable[..., str | list[Message]],
     write: Callable[..., str | list[Message]],
-    kwargs_of: Callable[..., Mapping[str, Any]],
-    filled: Callable[..., str],
     rows: Sequence[Mapping[str, Any]],
     name: str,
 ) -> np.ndarray:
@@ -369,10 +368,9 @@ def _check(
     that it refuses raises at once.
 
     Args:
+      chat: The tokenizer and its chat template.
       prompt_of: (row, its place) -> its prompt.
       write: prompt -> the prompt as text or messages to encode.
-      kwargs_of: row -> its variables of the chat template.
-      filled: (messages, their place, kwargs=...) -> the filled-in chat template.
       rows: The M rows.
       name: The word for a row in errors, used if the row does not know its place.
 
@@ -385,12 +383,12 @@ def _check(
     for number, row in enumerate(progress(rows, "checking rows")):
         where = getattr(row, "where", f"{name} {number}")
         prompt = prompt_of(row, where)
-        place, messages, kwargs = hash_of_prompt(prompt, where), write(prompt), kwargs_of(row)
+        place, messages, kwargs = hash_of_prompt(prompt, where), write(prompt), row_kwargs(chat, row)
         parts = [{"role": "", "content": messages}] if isinstance(messages, str) else messages
         text, kind = "".join(part["content"] for part in parts), (repr(kwargs), *(part["role"] for part in parts))
         size = len(text.encode(errors="replace"))
         if kind not in added:
-            whole = messages if isinstance(messages, str) else filled(messages, where, kwargs=kwargs)
+            whole = messages if isinstance(messages, str) else render(with_kwargs(chat, kwargs), messages, where)
             added[kind] = max(len(whole.encode(errors="replace")) - size, 0) + _SPECIAL_TOKENS
         bound = size + added[kind] if text.strip() else np.inf
         checked[:, number] = place, bound, hash(text.casefold().replace(" ", "").strip())

@@ -163,13 +163,15 @@ EXTENDED_RUNS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "options"), EXTENDED_RUNS)
-def test_a_run_is_extended_by_its_folder_alone(folder, tmp_path, method, options):
+def test_a_run_is_extended_by_its_folder_alone(folder, tmp_path, capsys, method, options):
     args = (*options_of(method), *options)
     whole = run(folder, tmp_path / "whole", method, *args)
     steps = whole[0][-1]["step"]
     run(folder, tmp_path / "cut", method, *args, "--steps", steps // 2)
+    assert "evaluating the initial model" in capsys.readouterr().out
     lines, results = run(folder, tmp_path / "cut", "", "--resume", "--steps", steps)
     assert (lines[-1], results) == (whole[0][-1], whole[1])
+    assert "evaluating the initial model" not in capsys.readouterr().out  # its evaluation is in the run
 
 
 # ---- supervised fine-tuning

@@ -1,6 +1,8 @@
 """Checks that a command refuses paths, terminals and limits that it cannot use in one sentence, with exit status 2."""
 
+import contextlib
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -69,6 +71,13 @@ def test_a_path_that_cannot_be_used_is_named(place, capsys, use, path):
     assert not (place / "new").exists()
 
 
+@pytest.mark.parametrize("args", [["export", "run"], ["evaluate", "model", *REWARDED[8:], "--out"]])
+def test_a_folder_that_cannot_be_made_is_named(place, capsys, args):
+    words = refusal(capsys, *args, "/proc/here/there")
+    assert "/proc/here/there" in words
+    assert "name another" in words
+
+
 # ---- terminals and encodings
 
 
@@ -93,6 +102,31 @@ class Full(io.StringIO):
 def test_output_that_is_closed_or_full_is_no_traceback(place, monkeypatch, args, output):
     monkeypatch.setattr(sys, "stdout", output)
     assert exit_status(lambda: commands.main(args)) == (2 if output else 0)
+
+
+def test_a_full_stdout_ends_a_run_with_a_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    given = ["--run-dir", str(tmp_path / "run"), "--no-compilation-cache"]
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing writes again
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit, match="2"):
+            flags.main(sft.Config, lambda config: print("words", flush=True), None, given)
+        sys.stdout.flush()  # as Python does at its end
+    hosts._over.clear()
+    assert capsys.readouterr().err == "error: the disk is full: free some space\n"
+
+
+REDIRECTED = ["exec >/dev/full", "exec > >(true)", "exec >/dev/full 2>&1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", REDIRECTED)
+@pytest.mark.parametrize("args", [[*REWARDED, "--steps", "2"], ["report", "run"], ["evaluate", "run"]])
+def test_a_command_that_nothing_reads_ends_with_status_2(place, before, args):
+    done = run_command(place, *args, before=f"unset PYTHONUNBUFFERED; {before}")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == (0 if "2>&1" in before else 1)
 
 
 def test_help_has_room_in_a_terminal_of_one_column(monkeypatch):

@@ -1,6 +1,8 @@
 """Checks exports of runs with a checkpoint, also of LoRA: merged, or only the adapters. Nothing is trained."""
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +108,21 @@ def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(fo
     with refused("leave out --dtype"):
         export(Options(run, tmp_path / "other", adapter=True, dtype="float32"))
     moved.rename(folder / "base")
+
+
+HARMS = {"gone": Path.unlink, "edited": lambda file: change_json(file, lora_alpha=7.0)}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_description_of_adapters_that_changed_is_refused(adapted, tmp_path, harm):
+    copy = shutil.copytree(adapted[0].path, tmp_path / "lora")
+    HARMS[harm](copy / "model/lora.json")
+    with refused("not what they were when the run in .* began: lora.json of the model"):
+        export(Options(copy, tmp_path / "out"))
+    (copy / "inputs.json").unlink()
+    if harm == "gone":  # a loop of one's own may record no inputs
+        with refused("has other parameters than the model"):
+            export(Options(copy, tmp_path / "out"))
 
 
 def test_a_run_of_a_loop_of_its_own_is_exported_without_notes_of_its_model(folder, tmp_path):

@@ -226,3 +226,25 @@ def test_the_smallest_group_is_declared(name):
     assert not np.any(too_few)
     with pytest.raises(ValueError, match=r"group_size is .*at least"):
         F.check(F.PRESETS[name], group_size=F.PRESETS[name].min_group_size - 1)
+
+
+def test_a_kl_is_computed_if_it_is_asked_for_and_only_then():
+    arguments, grpo = (NEW, OLD, ADVANTAGES, MASK), F.PRESETS["grpo"]
+    asks = partial(F.grpo_loss, *arguments, kl_coef=0.04), partial(grpo.loss, *arguments)
+    for loss in asks:
+        with pytest.raises(ValueError, match=r"give ref_logprobs, .*kl_coef=0\.0, which with_constants"):
+            loss()
+        assert "kl" in loss(ref_logprobs=REF)[1]
+    without = F.grpo_loss(*arguments)[0]
+    assert grpo.with_constants(kl_coef=0.0).loss(*arguments)[0] == without
+    assert_allclose(F.grpo_loss(*arguments, ref_logprobs=REF)[0], grpo.loss(*arguments, ref_logprobs=REF)[0])
+
+
+def test_the_weights_of_a_loss_over_devices_are_of_the_whole_batch():
+    parts = [np.broadcast_to(x, (8, *x.shape)) * np.ones((8, *[1] * x.ndim), x.dtype) for x in (NEW, OLD, ADVANTAGES)]
+    mask = (np.arange(8)[:, None, None] % 4 >= np.arange(4)[:, None]) & MASK  # other tokens on each device
+    arrays = (*parts, mask)
+    for name in ("dapo", "dr_grpo", "gspo"):
+        loss = F.PRESETS[name].loss
+        over_devices = jax.vmap(lambda *args, loss=loss: loss(*args, axis_name="data")[0], axis_name="data")(*arrays)
+        assert_allclose(over_devices.sum(), loss(*(x.reshape(-1, *x.shape[2:]) for x in arrays))[0], rtol=1e-5)

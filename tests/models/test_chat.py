@@ -136,7 +136,7 @@ SWITCH = CHATML + "{{ '<think>\n\n</think>\n\n' if add_generation_prompt and thi
 
 def test_variables_of_the_template_are_those_of_the_run_and_of_the_row(tokenizer):
     tokenizer.chat_template = SWITCH
-    chat = make_chat(tokenizer, (), kwargs='{"thinks": false}')
+    chat = make_chat(tokenizer, (), '{"thinks": false}')
     texts = encode_prompts(chat, [[USER], [USER]], kwargs=[{}, {"thinks": True}]).texts
     assert [opened_text(text) for text in texts] == ["<think>\n\n</think>\n\n", ""]
     assert render(chat, [USER]).endswith("</think>\n\n")
@@ -146,7 +146,7 @@ def test_variables_of_the_template_are_those_of_the_run_and_of_the_row(tokenizer
 def test_other_variables_are_refused(tokenizer, kwargs):
     tokenizer.chat_template = SWITCH + "{{ tools }}"
     with refused("chat_template_kwargs"):
-        make_chat(tokenizer, (), kwargs=kwargs)
+        make_chat(tokenizer, (), kwargs)
 
 
 def test_a_task_records_messages_and_variables_of_its_rows(tokenizer):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import random
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from bigrams import PARAMS, TASK, train_grpo
 from rl_helpers import RUN, assert_same_files, open_run, run_programs
@@ -26,7 +28,7 @@ from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import checkpoint as seal
 from grpo_jax.runs.checkpoint import Checkpoints, check_seal, params_sha256
-from grpo_jax.runs.files import hold
+from grpo_jax.runs.files import hold, write_text
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.train import train
 
@@ -300,6 +302,35 @@ def test_a_checkpoint_of_another_structure_is_a_sentence(tmp_path, harm):
             read(checkpoints)
 
 
+def test_what_a_run_computes_once_is_read_if_it_verifies(tmp_path):
+    calls = []
+
+    def compute() -> dict:
+        calls.append(None)
+        return {"means": np.float32([0.1, math.nan]), "row": {"avg": 0.1, "many": 3, "none": math.inf}}
+
+    run = open_run(tmp_path, CONFIG)
+    run.keep_inputs("grpo", {"rows": "a"})
+    first, file = run.remember("grpo", compute), tmp_path / "checkpoints/grpo.json"
+    again = run.remember("grpo", compute)
+    assert len(calls) == 1
+    for value in (first, again):
+        assert value["means"].dtype == np.float32
+        np.testing.assert_array_equal(value["means"], compute()["means"])
+        assert value["row"] == compute()["row"]
+    calls.clear()
+    content = file.read_text()
+    forged = content.replace('"digest": "', '"digest": "f')
+    harms = [content.replace("0.1", "0.2"), content[:40], "[]", "\udce9", forged]
+    for number, harm in enumerate(harms, 1):
+        file.write_text(harm, errors="surrogateescape")
+        assert run.remember("grpo", compute)["row"]["avg"] == 0.1
+        assert len(calls) == number
+    (tmp_path / "inputs.json").write_text('{"grpo": {"rows": "b"}}')
+    run.remember("grpo", compute)
+    assert len(calls) == len(harms) + 1
+
+
 # ---- the disk
 
 
@@ -317,6 +348,38 @@ def test_a_full_disk_is_told_from_a_defect(tmp_path):
     assert lacking(error.value) == "the disk is full: free some space"
     assert lacking(KeyError("x")) == ""
     assert lacking(FileNotFoundError(2, "No such file", "x")) == ""
+
+
+def test_a_folder_that_goes_away_during_a_run_is_named(tmp_path):
+    def vanish(state: TrainState, step: int) -> dict[str, float]:
+        if step:
+            (tmp_path / "run").rename(tmp_path / "moved")
+            (tmp_path / "run/checkpoints").mkdir(parents=True)  # a save that goes on makes folders again
+        return {}
+
+    config = with_options(CONFIG, eval_every=2)
+    run = open_run(tmp_path / "run", config)
+    with pytest.raises(OSError, match="was removed, renamed or replaced during the run") as error:
+        train_grpo(TASK, config, run, run_programs(), evaluate=vanish)
+    assert str(tmp_path / "run") in lacking(error.value)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileNotFoundError) as error:
+        write_text(tmp_path / "b/c.json", "")
+    assert lacking(error.value) == f"the folder {tmp_path / 'b'} is gone: put it back"
+
+
+def test_processes_that_write_a_file_at_once_do_not_meet(tmp_path, monkeypatch):
+    replace, file = os.replace, tmp_path / "report.html"
+
+    def after_another(source: str, target: str) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        write_text(file, "another")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", after_another)
+    write_text(file, "mine")
+    assert file.read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_where_a_checkpoint_has_no_room_nothing_is_trained(tmp_path, monkeypatch):

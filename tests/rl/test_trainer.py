@@ -13,10 +13,11 @@ from tiny import refused, save_tiny_model
 
 from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer
+from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.data.episodes import Reply, episode_return
 from grpo_jax.data.types import Component
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
-from grpo_jax.options import flattened
+from grpo_jax.options import flattened, option_types
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks.adapters import trl_reward
@@ -224,6 +225,10 @@ BAD_OPTIONS = [
     ({"tools": add}, "tools is .*: it must be a list of functions"),
     ({"tools": [add, add, functools.partial(add, 1)]}, "each must be a function with a name of its own"),
     ({"teacher": 5}, "teacher is 5"),
+    ({"seed": -1, "prompts": PROMPTS}, "seed is -1: it must be between"),
+    ({"minibatches": 0, "prompts": PROMPTS}, "minibatches is 0: it must be at least 1"),
+    ({"group_size": 1}, "group_size is 1: preset grpo compares"),
+    ({"devices": 3, "fsdp": 2}, "fsdp x tensor is 2, which does not divide the 3 devices"),
     ({"quantize": "nf4"}, "quantize nf4 .*lora_rank"),
     ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
     ({"prompts": "1+1="}, "prompts is one text"),
@@ -235,6 +240,7 @@ BAD_OPTIONS = [
     ({"prompts": PROMPTS, "minibatches": 4}, "3 prompts for 4 pieces"),
     ({"prompts": "nowhere.jsonl"}, "no nowhere.jsonl"),
     ({"prompts": [[{"role": "user", "content": "1+1"}]]}, "no chat template"),
+    ({"prompts": PROMPTS, "chat_template_kwargs": {"thinks": False}}, "sets thinks, but the chat template has no such"),
 ]
 
 
@@ -245,6 +251,15 @@ def test_what_cannot_work_is_refused_in_a_sentence(folder, tmp_path, options, me
     with refused(message):
         GRPOTrainer(**given).train(prompts)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_number_out_of_its_range_is_refused_before_a_model_is_loaded(tmp_path):
+    hints = option_types(GRPOConfig, include_extras=True) | option_types(ModelOptions, include_extras=True)
+    names = {name for name, hint in hints.items() if "Range" in str(hint)} - {"eval_every", "eval_samples"}
+    assert len(names) > 40
+    for name in names:
+        with refused(f"{name} is -1: it must be "):
+            GRPOTrainer(str(tmp_path), Threes(), **{name: -1})
 
 
 def test_a_loaded_model_is_shown_without_its_arrays_and_its_settings_are_not_given_again(folder, tmp_path):

@@ -1,13 +1,17 @@
 """Checks rewards and tasks as a command line names them."""
 
+import json
+
 import pytest
 from tiny import TEMPLATE, refused, write_rows
 
 from experiments.tasks import arithmetic
+from grpo_jax.commands import evaluate
 from grpo_jax.data.types import Completion, Component, hash_file
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
 from grpo_jax.rewards.reward import open_rewards, parse_reward, score_completions
+from grpo_jax.runs.export import model_card
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 
 BUILTIN = "grpo_jax.rewards.builtin:"
@@ -155,3 +159,12 @@ def test_messages_with_an_environment_are_refused_without_the_template_of_its_re
     messages = [[{"role": "user", "content": f"1+{i}="}] for i in range(2)]
     with refused("--chat False gives replies no chat template"), opened(tmp_path, pretrained, messages, **options):
         pass
+
+
+def test_variables_of_the_template_are_evaluated_and_on_the_card(tmp_path):
+    saved = {"task": "rows.jsonl", "model": {"model": "DIR", "chat_template_kwargs": '{"enable_thinking": false}'}}
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert evaluate.parse([str(tmp_path)]).chat_template_kwargs == '{"enable_thinking": false}'
+    card = model_card(tmp_path, phase="grpo", step=1, adapter=False)
+    assert 'variables `{"enable_thinking": false}` of the chat template' in card
