@@ -318,7 +318,7 @@ def planned(name: str, shape: Shape, limit: float) -> list[str]:
     for rank, dtype in ((0, "float32"), (16, "bfloat16")):
         shape = shape._replace(lora_rank=rank, param_dtype=dtype)
         try:
-            plan = choose(replace(MODELS[name], dtype="bfloat16"), shape, int(limit))
+            plan = choose(replace(MODELS[name], dtype="bfloat16", rounding="stochastic"), shape, int(limit))
         except UsageError:
             cells.append("")
         else:
