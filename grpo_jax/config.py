@@ -14,6 +14,7 @@ from grpo_jax.options import (
     Bound,
     Config,
     Count,
+    Escaped,
     Fraction,
     Positive,
     Range,
@@ -174,6 +175,9 @@ class DecodingConfig:
     """Sample from the fewest likeliest tokens whose probabilities add up to this; 1: all."""
     min_p: Fraction = 0.0
     """Sample from tokens with at least this share of the largest probability; 0: all."""
+    stop: tuple[Escaped, ...] = ()
+    """Texts that end a completion or turn. Rewards read the text before. On the command line `\\n` is a line break,
+    `\\\\` a backslash."""
 
     @property
     def completion_width(self) -> int:

@@ -58,6 +58,9 @@ Bound = Annotated[float, above(0)]  # infinity is no bound
 Fraction = Annotated[float, between(0, 1)]
 Share = Annotated[float, above(0), Range(lambda number: number <= 1, "at most 1")]
 
+# Text in which the command line reads \n, \t and \\. YAML, JSON and Python have escapes of their own.
+Escaped = Annotated[str, "escaped"]
+
 
 def check_ranges(options: Any) -> None:
     """Raises if a number is not in the ranges of its type.

@@ -207,4 +207,5 @@ def train_with_control(
         change = paired_difference(prompt_means(end.evaluation), start["means"])
         rows[phase if phase == CONTROL else "after"] = row(end) | change.named("change")
         checksum = checksum or params_sha256(state.params["policy"])
+        del state  # its optimizer's memory, before the next phase
     return rows, checksum

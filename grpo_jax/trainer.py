@@ -170,6 +170,7 @@ class GRPOTrainer:
             heldout_share=0.0,
             max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, run.sampling.completion_width),
             overlong=model.overlong,
+            stop=run.sampling.stop,
             chat=self._uses_chat,
             tools=schemas_of(self._tools) if self._tools else None,
             chat_template_kwargs=model.chat_template_kwargs,

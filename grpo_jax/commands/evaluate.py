@@ -156,6 +156,7 @@ def main(options: Options) -> None:
         seed=0,
         max_prompt_tokens=prompt_limit(limit, longest, config.sampling.completion_width),
         overlong=options.overlong,
+        stop=options.stop,
         chat_template_kwargs=options.chat_template_kwargs,
         training=of_run,
     )

@@ -93,6 +93,7 @@ def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextMa
         seed=run_of(options.train).seed,
         max_prompt_tokens=prompt_limit(options.model.max_prompt_tokens, longest, sampling.completion_width),
         overlong=options.model.overlong,
+        stop=sampling.stop,
         chat_template_kwargs=options.model.chat_template_kwargs,
     )
 

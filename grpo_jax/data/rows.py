@@ -170,7 +170,10 @@ def check_messages(prompt: Any, where: str) -> None:
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise UsageError(f"{where} holds {kind_of(prompt)}, and should hold text or a list of chat messages")
     for message in prompt:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        content = message.get("content")
+        if content is None and message.get("tool_calls"):  # a call needs no text
+            content = ""
+        if not isinstance(message.get("role"), str) or not isinstance(content, str):
             raise UsageError(f'{where} holds a chat message without text as "role" and "content"')
     if not prompt or prompt[-1]["role"] == "assistant":
         raise UsageError(f"{where} holds messages that should end with the user's: the assistant's is to be sampled")

@@ -52,7 +52,13 @@ TEMPLATES = {
     "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}" + OPENED,
     "a date": "{{ strftime_now('%d %b %Y') }}" + CHATML,
 }
-COUNTS = {"prompts": 40, "answers": 120, "masks": 32, "replies": 18}  # at least so many cases are equal
+COUNTS = {
+    "prompts": 40,
+    "answers": 120,
+    "masks": 32,
+    "replies of the user": 18,
+    "replies of the tool": 12,
+}  # at least so many cases are equal
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +83,7 @@ def test_ids_and_learned_tokens_are_those_of_transformers(tokenizer):
 
 
 USER = {"role": "user", "content": "1+1"}
+ALL = {"heldout_share": 0.0, "reward": None}
 
 
 def learned(tokenizer, template, answer, eos=("<|endoftext|>",), **options):
@@ -198,6 +205,15 @@ def test_long_prompts_lose_text_and_keep_the_frame(tokenizer):
     assert encoded.summary == "1 of 1 prompts lost their beginning"
     with refused("longer than 20 tokens"):
         encode_prompts(chat, [LONG], max_prompt_tokens=20, overlong="truncate")
+
+
+def test_a_call_of_a_tool_needs_no_text(tokenizer):
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].name }}")
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}, USER | {"role": "tool"}]
+    task = text_task(tokenizer, (), [{"prompt": messages}], vocab_size=300, num_prompts=1, seed=0, **ALL)
+    assert "assistant\nadd<|im_end|>\n<|im_start|>tool\n1+1" in task.prompts(0).examples[0]["prompt"]
+    with refused("without text"):
+        text_task(tokenizer, (), [{"prompt": [USER | {"content": None}]}], vocab_size=300, num_prompts=1, seed=0, **ALL)
 
 
 def test_tools_are_in_the_text_or_refused(tokenizer):
