@@ -70,7 +70,7 @@ def main(config: Config) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
     ends, rows = time.monotonic() + 60 * config.minutes, list[dict[str, str | float]]()
     for step in steps_of(config):
-        rows.append({"step": step.name} | run(step, ends - time.monotonic(), config.out))
+        rows.append({"step": step.name, **run(step, ends - time.monotonic(), config.out)})
         (config.out / "steps.json").write_text(json.dumps(rows, indent=1) + "\n")
         print(rows[-1], flush=True)
     show(rows)
