@@ -1,5 +1,6 @@
 """Loading and saving Hugging Face folders: configuration, parameters and tokenizer. `weights` handles the tensors."""
 
+import glob
 import os
 import re
 import shutil
@@ -324,7 +325,9 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: name another folder to write to")
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process, which in a container often had the same id
+    for left in (partial, *folder.parent.glob(f"{glob.escape(folder.name)}.partial-*")):  # left by a killed process
+        if left == partial or not Path("/proc", left.name.rpartition("-")[2]).exists():
+            shutil.rmtree(left, ignore_errors=True)
     make_folder(partial)
     try:
         yield partial

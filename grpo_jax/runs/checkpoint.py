@@ -36,6 +36,7 @@ class Checkpoints:
         *,
         keep: int = 2,
         run: Callable[[], str | None] = lambda: None,
+        lines: Callable[[], dict[str, int]] = dict,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         """Sets the folder; `restore` and `save` create it.
@@ -45,11 +46,13 @@ class Checkpoints:
           keep: The number of checkpoints to keep; older checkpoints are deleted.
           run: Returns the digest of the run's options and inputs, as in `write_seal`. Checkpoints with another digest
             are skipped.
+          lines: Writes the lines of the phase to the disk, and returns their numbers by file.
           warn: Prints a warning, one sentence; None: to stderr.
         """
         self._folder, self._keep = folder.absolute(), keep
         self._run, self._warn = run, warn or _say
-        self._saving = 0  # the step
+        self._saving, self._count_lines = 0, lines  # the step
+        self.lines: dict[str, int] = {}  # the lines that the restored or saved checkpoint covers
         self._best: set[int] = set()  # steps that are kept beside the newest
         self.scores: dict[int, float] = {}  # held-out scores by step, as in `read_scores`, up to the restored step
 
@@ -73,7 +76,7 @@ class Checkpoints:
         items = {name: ocp.args.StandardSave(item) for name, item in _items(single).items()}
         self._manager.wait_until_finished()  # the seal of the previous checkpoint reads `_saving`
         self._check_room(state)
-        self._saving = step
+        self._saving, self.lines = step, self._count_lines()
         if not self._manager.save(step, args=ocp.args.Composite(**items)):
             raise UsageError(f"step {step} cannot be saved in {self._folder}, which holds a later one: start a new run")
 
@@ -95,7 +98,7 @@ class Checkpoints:
         """Seals a checkpoint before orbax renames its folder, so that it appears with its seal or not at all."""
         if hosts.is_first():
             folder, unnamed = (self._folder / f"{self._saving}{end}" for end in ("", ocp.path.atomicity.TMP_DIR_SUFFIX))
-            write_seal(unnamed if unnamed.is_dir() else folder, step=self._saving, run=self._run())
+            write_seal(unnamed if unnamed.is_dir() else folder, step=self._saving, run=self._run(), lines=self.lines)
 
     def _check_room(self, state: State) -> None:
         """Raises an error if the disk has no room for a checkpoint, before a part of it is written."""
@@ -143,6 +146,7 @@ class Checkpoints:
             (self._folder / str(wrong)).rename(self._folder / f"damaged-{wrong}")
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; the run goes on from step {step}")
+        self.lines = read_object(self._folder / str(step) / _SEAL_FILE).get("lines", {})
         return step
 
     def _newest(self, steps: Sequence[int], part: str = "") -> tuple[int, dict[int, str]]:
@@ -295,16 +299,18 @@ _DIGEST = "digest"  # the key for the digest of the seal itself
 _UNSEALED = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
-def write_seal(folder: Path, *, step: int, run: str | None = None) -> None:
+def write_seal(folder: Path, *, step: int, run: str | None = None, lines: Mapping[str, int] = {}) -> None:
     """Seals a complete checkpoint.
 
     Args:
       folder: The folder of the checkpoint.
       step: The step of the checkpoint.
       run: The digest of the options and inputs that the run began with; None: not recorded.
+      lines: The numbers of lines that the run had written, by file.
     """
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     seal = {"files": hash_files(folder, names - _UNSEALED), "step": step, "run": run, "version": __version__}
+    seal["lines"] = dict(lines)
     write_json(folder / _SEAL_FILE, seal | {_DIGEST: hash_values(seal)})
 
 

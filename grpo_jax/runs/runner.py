@@ -180,7 +180,7 @@ def run_steps(
     ):
         state, done = checkpoints.restore(initial_state, shardings)
         state = place(state)
-        run.rewind(phase, done)
+        run.rewind(phase, done, checkpoints.lines)
 
         def note(step: int, evaluated: Mapping[str, float]) -> bool:
             has_use = logging.keep_best or logging.patience

@@ -236,7 +236,9 @@ def test_an_export_that_ends_early_leaves_no_folder_that_looks_complete(place, f
             export()
     assert not (place / "out").exists()
     assert bool([*place.glob("out.partial-*")]) == is_killed
+    (place / "out.partial-999999999").mkdir()  # of a process that is gone
     export()
+    assert not [*place.glob("out.partial-*")]
     assert {"README.md", "model.safetensors", "config.json"} <= {file.name for file in (place / "out").iterdir()}
 
 

@@ -367,6 +367,27 @@ def test_the_best_checkpoint_is_kept_and_a_run_without_a_better_one_ends(tmp_pat
     assert max(read_scores(tmp_path / "nan/checkpoints/grpo")) == 2
 
 
+def test_lines_that_are_lost_before_a_checkpoint_are_noticed(finished, tmp_path):
+    whole, names = finished[0], ("metrics.jsonl", "times.jsonl")
+    for name in names:
+        for harm, lost in ((Path.unlink, None), (lambda file: file.write_text(""), None), (cut_lines, 2)):
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            shutil.copytree(whole, tmp_path / "run")
+            count = len((whole / name).read_text().splitlines())
+            harm(tmp_path / "run" / name)
+            run = open_run(tmp_path / "run", CONFIG)
+            train_grpo(TASK, CONFIG, run, run_programs())
+            (warning,) = [line["message"] for line in run.lines("warnings.jsonl")]
+            assert warning == f"{name} has lost {lost or count} lines of grpo: its curves have gaps"
+    (tmp_path / "run/model").mkdir()
+    (tmp_path / "run/inputs.json").unlink()
+    assert "inputs.json is gone" in open_run(tmp_path / "run", CONFIG).lines("warnings.jsonl")[-1]["message"]
+
+
+def cut_lines(file: Path) -> None:
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-2]))
+
+
 # ---- the disk
 
 
