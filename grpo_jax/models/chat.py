@@ -154,7 +154,8 @@ def prompt_writer(chat: Chat, in_chat: bool, system: str | None = None) -> Calla
     bos, opening, header = getattr(chat.tokenizer, "bos_token", None) or "", "", ""
     if in_chat and chat.tokenizer.chat_template:
         try:
-            before = render(chat, [{"role": "user", "content": _REPLY}]).partition(_REPLY)[0].removeprefix(bos)
+            written = render(chat._replace(tools=None), [{"role": "user", "content": _REPLY}])
+            before = written.partition(_REPLY)[0].removeprefix(bos)
         except UsageError:  # encoding the prompts will raise it
             before = ""
         control = control_tokens(chat.tokenizer)
@@ -206,7 +207,7 @@ def turn_end(chat: Chat) -> TurnEnd | None:
     """Returns the end of the assistant's last turn, or None if the template does not write the assistant's messages."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        _, answer, tail = render(chat, messages, is_opened=False).rpartition(_ANSWER)
+        _, answer, tail = render(chat._replace(tools=None), messages, is_opened=False).rpartition(_ANSWER)
     except UsageError:
         return None
     learned = re.match(r"\s*\S+", tail)

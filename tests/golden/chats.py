@@ -93,7 +93,8 @@ def _compare_answer(
     rest = tokenizer.decode(ids[len(prompt) + len(learned) :])
     same = ids[: len(prompt) + len(learned)] == [*prompt, *learned] and (not rest or rest[0].isspace())
     yield "answers", "equal" if same else f"DIFFERENT: {answer!r}: {tokenizer.decode(learned)!r}, {rest!r}"
-    if "generation %}" in tokenizer.chat_template:
+    is_opened = expected(messages, tools=chat.tools) != expected(messages, tools=chat.tools, add_generation_prompt=True)
+    if "generation %}" in tokenizer.chat_template and is_opened:
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         marks = expected(whole, tools=chat.tools, **options)["assistant_masks"]  # type: ignore[call-overload]
         mine = list(range(len(prompt), len(prompt) + len(learned)))
