@@ -289,13 +289,13 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
 
     @cache
     def delimiters(kwargs: str) -> tuple[Chat, str, str, str]:
-        own = with_kwargs(chat, json.loads(kwargs))
-        before, _, after = _after_answer(own, role, _REPLY).partition(_REPLY)
-        return own, before, _end_of_turn(own, before), after
+        row_chat = with_kwargs(chat, json.loads(kwargs))
+        before, _, after = _after_answer(row_chat, role, _REPLY).partition(_REPLY)
+        return row_chat, before, _end_of_turn(row_chat, before), after
 
     def encode(text: str, kwargs: Mapping[str, Any] = {}) -> list[int]:
-        own, before, mark, after = delimiters(json.dumps(kwargs))
-        written = _after_answer(own, role, text)
+        row_chat, before, mark, after = delimiters(json.dumps(kwargs))
+        written = _after_answer(row_chat, role, text)
         if written.startswith(before) and written.endswith(after) and len(written) >= len(before) + len(after):
             text = written[len(before) : len(written) - len(after)]  # the template may strip it, or write it as JSON
         before = before[before.find(mark) :]
