@@ -137,6 +137,10 @@ class CheckpointConfig:
     """Steps between held-out evaluations; 0: only before and after training."""
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0: only at the end."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the best held-out score, which `grpo-jax export --step best` writes."""
+    patience: Count = 0
+    """End the run after this many held-out evaluations in a row without a better score. 0: never."""
 
 
 # ---- groups of GRPO and PPO

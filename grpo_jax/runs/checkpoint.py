@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from grpo_jax import __version__, hosts
 from grpo_jax.data.types import hash_files, hash_values
 from grpo_jax.errors import UsageError, lacking, reason_of
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs.files import write_json
+from grpo_jax.runs.files import read_object, write_json
 from grpo_jax.runs.progress import say_aside
 
 State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
@@ -49,13 +50,17 @@ class Checkpoints:
         self._folder, self._keep = folder.absolute(), keep
         self._run, self._warn = run, warn or _say
         self._saving = 0  # the step
+        self._best: set[int] = set()  # steps that are kept beside the newest
+        self.scores: dict[int, float] = {}  # held-out scores by step, as in `read_scores`, up to the restored step
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
         """Opens orbax's manager when it is first needed: it fails on damaged folders, which `restore` renames first."""
         then = ocp.AsyncOptions(post_finalization_callback=self._seal)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep, enable_async_checkpointing=True, async_options=then
+            preservation_policy=_Preserved(self._keep, self._best),
+            enable_async_checkpointing=True,
+            async_options=then,
         )
         return ocp.CheckpointManager(self._folder, options=options)
 
@@ -71,6 +76,20 @@ class Checkpoints:
         self._saving = step
         if not self._manager.save(step, args=ocp.args.Composite(**items)):
             raise UsageError(f"step {step} cannot be saved in {self._folder}, which holds a later one: start a new run")
+
+    def note_score(self, step: int, score: float, *, keep: bool) -> bool:
+        """Records the held-out score of a step. Returns true if `keep` is and it is the best trained step so far."""
+        self.scores[step] = -math.inf if math.isnan(score) else score
+        if hosts.is_first():
+            write_json(_scores_file(self._folder), {str(number): value for number, value in self.scores.items()})
+        return keep and self._keep_best() == step
+
+    def _keep_best(self) -> int | None:
+        """Keeps the checkpoint of the best trained step, and returns the step."""
+        self._best.clear()
+        trained = {step: score for step, score in self.scores.items() if step > 0}
+        self._best |= {best_step(trained)} if trained else set()
+        return next(iter(self._best), None)
 
     def _seal(self) -> None:
         """Seals a checkpoint before orbax renames its folder, so that it appears with its seal or not at all."""
@@ -107,6 +126,9 @@ class Checkpoints:
         self._check_room(shapes)
         if not (step := hosts.first_says("where the run goes on", self._where_to_go_on() if hosts.is_first() else 0)):
             return like(), 0
+        scores = hosts.first_says("the scores so far", read_scores(self._folder) if hosts.is_first() else {})
+        self.scores = {number: score for number, score in scores.items() if number <= step}
+        self._keep_best()
         targets = _placed(_items(shapes), None if shardings is None else _items(shardings(shapes)))
         restored = self._read(step, {name: ocp.args.StandardRestore(target) for name, target in targets.items()})
         return shapes._replace(params=restored["params"], **restored["rest"]), step
@@ -198,6 +220,33 @@ class Checkpoints:
         if "_manager" in vars(self):
             self._manager.wait_until_finished()
             self._manager.close()
+
+
+class _Preserved(NamedTuple):
+    """Orbax's policy of what to keep: the newest checkpoints, and some others."""
+
+    newest: int
+    others: set[int]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        newest = sorted(checkpoint.step for checkpoint in checkpoints)[-self.newest :]
+        return [checkpoint.step in (*newest, *self.others) for checkpoint in checkpoints]
+
+
+def _scores_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.scores.json")
+
+
+def read_scores(folder: Path) -> dict[int, float]:
+    """Returns the held-out scores of a folder of checkpoints by step, larger is better; empty if none are recorded."""
+    file = _scores_file(folder)
+    scores = read_object(file, dict[str, float | None]) if file.exists() else {}
+    return {int(step): -math.inf if score is None else score for step, score in scores.items() if step.isdecimal()}
+
+
+def best_step(scores: Mapping[int, float]) -> int:
+    """Returns the step with the best score, the first of equal ones."""
+    return max(sorted(scores), key=scores.__getitem__)
 
 
 def saved_steps(folder: Path) -> list[int]:

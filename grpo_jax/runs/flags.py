@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
+from grpo_jax.checks import check_effects
 from grpo_jax.config import with_options
 from grpo_jax.devices import COMPILING
 from grpo_jax.errors import Interruption, UsageError, flush_output, lacking, open_nowhere, user_path
@@ -155,7 +156,9 @@ def _read(config_class: type[Config], default: Config, args: list[str], prog: st
         read_flags(_first_options(config_class, default), args=["--help"], prog=prog, description=text)
     args = ["--help" if arg == "--help-all" else arg for arg in args]
     flat = (tyro.conf.OmitArgPrefixes,)
-    return read_flags(config_class, args=args, default=default, config=flat, prog=prog, description=description)
+    config = read_flags(config_class, args=args, default=default, config=flat, prog=prog, description=description)
+    check_effects(config)
+    return config
 
 
 def _first_options(config_class: type, default: Any) -> type:
@@ -409,6 +412,7 @@ def open_run(config: HasOutput) -> RunFolder:
     output, values = config.output, dataclasses.asdict(config)
     for name in ("run_dir", "resume", "config", "hosts"):
         del values["output"][name]
+    values.pop("dry_run", None)  # it makes no run
     hosts.check_same(flattened(values))
     run = RunFolder(output.run_dir, values)
     if not run.writes:

@@ -330,7 +330,7 @@ class RunFolder:
 # ---- resuming: a run continues with the options and inputs that it began with, and possibly more steps
 
 # Options that a resumed run may change, because its results do not depend on them.
-FREE_OPTIONS = {"keep_checkpoints", "checkpoint_every", "wandb", "compilation_cache", "stop_code"}
+FREE_OPTIONS = {"keep_checkpoints", "keep_best", "checkpoint_every", "wandb", "compilation_cache", "stop_code"}
 FREE_OPTIONS |= {"engine_timeout", "engine_folder"}
 ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
