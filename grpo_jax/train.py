@@ -120,8 +120,8 @@ def evaluate_heldout(
     programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder
 ) -> HeldoutResult:
     """Samples completions of the held-out prompts, and scores them with the task's reward."""
-    calls = sample_heldout(programs.sampler, params, task, config)
-    calls = list(watched(calls, run.console, "evaluation", num_heldout_calls(task, config)))
+    sampled = sample_heldout(programs.sampler, params, task, config)
+    calls = list(watched(sampled, run.console, "evaluation", num_heldout_calls(task, config)))
     evaluation = evaluate(calls, task, block=config.sampling.num_prompts * config.sampling.group_size)
     run.warn(grader_warnings(task.reward))
     return HeldoutResult(evaluation, calls)

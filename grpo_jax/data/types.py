@@ -246,7 +246,7 @@ class Skipped(NamedTuple):
 
     name: str  # the name of the first skipped step, for its file
     in_a_row: int
-    most: int  # the run stops after this many skipped steps in a row
+    most: int  # the run stops after this many skipped steps in a row, or if all its steps are skipped
     arrays: Callable[[], Mapping[str, Any]]  # returns the arrays of the batch by name
 
 

@@ -29,6 +29,7 @@ from grpo_jax.models.weights import load_params
 # use_bidirectional_attention. Gemma 4 scales nothing, and windows of OLMo 3 and Gemma 3 turn without scaling.
 REFUSED = {
     "attn_logit_softcapping": {"1.5"},  # in Gemma 3, whose class ignores it
+    "attention_dropout": {"0.1"},  # in Phi
     "is_causal": {"false"},
     "use_bidirectional_attention": {"true", '"all"'},
     "partial_rotary_factor": {"0.5"},  # in families whose class ignores it
