@@ -3,6 +3,7 @@
 A preference is a pair of answers to a prompt, of which one was chosen. A rating marks one answer as good or bad.
 """
 
+import json
 import os
 import re
 from collections import Counter
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from grpo_jax.data.rows import check_messages, hash_of_prompt, kind_of, read_rows, text_column
-from grpo_jax.data.text import Message, encode_answers
+from grpo_jax.data.text import Message, check_text, encode_answers
 from grpo_jax.data.types import LARGEST_REWARD, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import Chat, template_kwargs
@@ -88,7 +89,8 @@ def _read(
         else:
             records += parsed if isinstance(parsed, list) else [parsed]
     if not records:
-        raise UsageError(f"no {name} of {source} is left ({dict(dropped)}): look at its rows")
+        reasons = ", ".join(f"dropped {count} rows {why}" for why, count in dropped.items())
+        raise UsageError(f"no {name} of {source} is left ({reasons}): look at its rows")
     return records, dict(dropped)
 
 
@@ -125,6 +127,7 @@ def prompt_of(row: Mapping[str, Any]) -> str | list[Message] | None:
         raise UsageError(f"{where} should hold text or chat messages")
     if isinstance(prompt, list):
         check_messages(prompt, where)
+    check_text(json.dumps(prompt, ensure_ascii=False), where)
     return prompt or None
 
 

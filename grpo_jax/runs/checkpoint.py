@@ -18,7 +18,7 @@ from grpo_jax import __version__, hosts
 from grpo_jax.data.types import hash_files, hash_values
 from grpo_jax.errors import UsageError, lacking, reason_of
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs.files import read_object, write_json
+from grpo_jax.runs.files import check_fields, read_object, write_json
 from grpo_jax.runs.progress import say_aside
 
 State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
@@ -322,6 +322,7 @@ def check_seal(folder: Path, part: str = "") -> tuple[dict[str, Any] | None, str
         seal = json.loads((folder / _SEAL_FILE).read_text(encoding="utf-8"))
         if seal.pop(_DIGEST) != hash_values(seal):
             raise ValueError(f"{_SEAL_FILE} does not have its digest")
+        check_fields(seal, _SEAL_FILE, {"files": dict[str, str], "step": int, "run": str | None, "version": str})
         present = {name for name in seal["files"] if (folder / name).is_file()}
         digests = hash_files(folder, (name for name in present if name.startswith(part)))
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:

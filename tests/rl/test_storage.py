@@ -22,7 +22,7 @@ from tiny import digit_prompts as prompts, refused
 
 from grpo_jax import __version__
 from grpo_jax.config import with_options
-from grpo_jax.data.types import Component
+from grpo_jax.data.types import Component, hash_values
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl.types import TrainState
@@ -92,6 +92,14 @@ def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(finished, tmp_path):
         assert wrong
         shutil.rmtree(tmp_path / "copy")
     assert check_seal(folder)[1] == ""
+
+
+@pytest.mark.parametrize("forged", [{"files": []}, {"files": {"a": 3}}, {"step": "6"}, {"version": 3}, {"run": []}])
+def test_a_forged_seal_is_damage(finished, tmp_path, forged):
+    folder = shutil.copytree(finished[0] / "checkpoints/grpo/6", tmp_path / "6")
+    content = {**check_seal(folder)[0], **forged}
+    (folder / "digests.json").write_text(json.dumps(content | {"digest": hash_values(content)}))
+    assert check_seal(folder)[0] is None
 
 
 def empty(folder: Path) -> None:
