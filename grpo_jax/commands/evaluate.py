@@ -207,10 +207,10 @@ def sample_and_score(
     sampler = make_sampler(decoder_policy(pretrained.config), task, config.sampling)
     calls, total = sample_heldout(sampler, pretrained.params, task, config), num_heldout_calls(task, config)
     if console.is_terminal:
-        shown = track(calls, "sampling", total=total, console=console, transient=True)
+        observed = track(calls, "sampling", total=total, console=console, transient=True)
     else:
-        shown = watched(calls, console, "sampling", total)
-    return evaluate(shown, task, metric=metric, block=block)
+        observed = watched(calls, console, "sampling", total)
+    return evaluate(observed, task, metric=metric, block=block)
 
 
 def show(console: Console, numbers: dict[str, float], title: str) -> None:

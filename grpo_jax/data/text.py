@@ -136,9 +136,9 @@ def _added_tokens(tokenizer: Any) -> tuple[int, int]:
 def _shorten_text(chat: Chat, prompt: Prompt, ids: np.ndarray, limit: int, before: int) -> tuple[Prompt, np.ndarray]:
     """Cuts the beginning of a text, except the special tokens that the tokenizer puts before it."""
     before = before if before < limit else 0
-    kept = ids[len(ids) - limit + before :]
-    text = chat.tokenizer.decode(kept.tolist(), skip_special_tokens=False)
-    return Prompt(text, template=prompt.template), np.concatenate([ids[:before], kept])
+    cut_ids = ids[len(ids) - limit + before :]
+    text = chat.tokenizer.decode(cut_ids.tolist(), skip_special_tokens=False)
+    return Prompt(text, template=prompt.template), np.concatenate([ids[:before], cut_ids])
 
 
 def _shorten_chat(chat: Chat, prompt: Prompt, ids: np.ndarray, limit: int, before: int) -> tuple[Prompt, np.ndarray]:

@@ -154,7 +154,8 @@ def prompt_writer(chat: Chat, in_chat: bool, system: str | None = None) -> Calla
     bos, opening, header = getattr(chat.tokenizer, "bos_token", None) or "", "", ""
     if in_chat and chat.tokenizer.chat_template:
         try:
-            before = render(chat, [{"role": "user", "content": _REPLY}]).partition(_REPLY)[0].removeprefix(bos)
+            written = render(chat._replace(tools=None), [{"role": "user", "content": _REPLY}])
+            before = written.partition(_REPLY)[0].removeprefix(bos)
         except UsageError:  # encoding the prompts will raise it
             before = ""
         control = control_tokens(chat.tokenizer)
@@ -206,7 +207,7 @@ def turn_end(chat: Chat) -> TurnEnd | None:
     """Returns the end of the assistant's last turn, or None if the template does not write the assistant's messages."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        _, answer, tail = render(chat, messages, is_opened=False).rpartition(_ANSWER)
+        _, answer, tail = render(chat._replace(tools=None), messages, is_opened=False).rpartition(_ANSWER)
     except UsageError:
         return None
     learned = re.match(r"\s*\S+", tail)
@@ -288,13 +289,13 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
 
     @cache
     def delimiters(kwargs: str) -> tuple[Chat, str, str, str]:
-        own = with_kwargs(chat, json.loads(kwargs))
-        before, _, after = _after_answer(own, role, _REPLY).partition(_REPLY)
-        return own, before, _end_of_turn(own, before), after
+        row_chat = with_kwargs(chat, json.loads(kwargs))
+        before, _, after = _after_answer(row_chat, role, _REPLY).partition(_REPLY)
+        return row_chat, before, _end_of_turn(row_chat, before), after
 
     def encode(text: str, kwargs: Mapping[str, Any] = {}) -> list[int]:
-        own, before, mark, after = delimiters(json.dumps(kwargs))
-        written = _after_answer(own, role, text)
+        row_chat, before, mark, after = delimiters(json.dumps(kwargs))
+        written = _after_answer(row_chat, role, text)
         if written.startswith(before) and written.endswith(after) and len(written) >= len(before) + len(after):
             text = written[len(before) : len(written) - len(after)]  # the template may strip it, or write it as JSON
         before = before[before.find(mark) :]

@@ -93,7 +93,8 @@ def _compare_answer(
     rest = tokenizer.decode(ids[len(prompt) + len(learned) :])
     same = ids[: len(prompt) + len(learned)] == [*prompt, *learned] and (not rest or rest[0].isspace())
     yield "answers", "equal" if same else f"DIFFERENT: {answer!r}: {tokenizer.decode(learned)!r}, {rest!r}"
-    if "generation %}" in tokenizer.chat_template:
+    is_opened = expected(messages, tools=chat.tools) != expected(messages, tools=chat.tools, add_generation_prompt=True)
+    if "generation %}" in tokenizer.chat_template and is_opened:
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         marks = expected(whole, tools=chat.tools, **options)["assistant_masks"]  # type: ignore[call-overload]
         mine = list(range(len(prompt), len(prompt) + len(learned)))
@@ -110,15 +111,15 @@ def _compare_replies(chat: Chat, expected: Expected) -> Iterator[tuple[str, str]
         kind = f"replies of the {role}"
         try:
             ((prompt, (sampled,)),) = answer_prompts(chat, encode_prompts(chat, [[first]]), [(answer["content"],)])
-            encode, said = reply_encoder(chat, roles=(role,)), [*prompt, *sampled]
+            encode, sampled_ids = reply_encoder(chat, roles=(role,)), [*prompt, *sampled]
             histories = [[first, answer, {"role": role, "content": reply}] for reply in REPLIES]
             all_ids = [expected(history, add_generation_prompt=True) for history in histories]
         except Exception as error:
             yield kind, f"skipped: refused ({type(error).__name__})"
             continue
         for reply, ids in zip(REPLIES, all_ids, strict=True):
-            if ids[: len(said) - 1] != said[:-1]:  # gpt-oss ends a turn of the history with another token
+            if ids[: len(sampled_ids) - 1] != sampled_ids[:-1]:  # gpt-oss ends a turn of the history with another token
                 yield kind, "skipped: the template writes earlier turns in another way"
                 continue
             more = encode(reply)
-            yield kind, "equal" if ids[len(said) :] == more else f"DIFFERENT: {chat.tokenizer.decode(more)!r}"
+            yield kind, "equal" if ids[len(sampled_ids) :] == more else f"DIFFERENT: {chat.tokenizer.decode(more)!r}"

@@ -97,9 +97,12 @@ def learned(tokenizer, template, answer, eos=("<|endoftext|>",), **options):
 @pytest.mark.parametrize("answer", ["2", "2<|im_end|>", "2<|im_end|>\n", "2<|im_end|><|endoftext|>", "2<|endoftext|>"])
 def test_an_answer_has_one_end_whatever_ends_its_text(tokenizer, answer):
     assert learned(tokenizer, CHATML, answer) == "2<|im_end|>"
+
+
+@pytest.mark.parametrize("answer", ["2", "2<|endoftext|>", "2<|endoftext|>\n"])
+def test_an_answer_to_a_text_has_one_eos(tokenizer, answer):
     rows, _, _ = encode_answers(Chat(tokenizer, (tokenizer.eos_token_id,)), ["1+1="], [(answer,)])
-    plain = tokenizer.decode(rows[0].answers[0])
-    assert plain == ("2<|im_end|>" if "<|im_end|>\n" in answer + "\n" else "2") + "<|endoftext|>" or "<|im" in answer
+    assert tokenizer.decode(rows[0].answers[0]) == "2<|endoftext|>"
 
 
 def test_a_template_without_an_end_adds_none(tokenizer):
@@ -129,7 +132,7 @@ def test_completions_keep_tags_that_are_special_tokens(tokenizer):
 def test_the_end_of_a_turn_is_where_the_template_ends_it(tokenizer):
     ends = {}
     for name, tokenizer.chat_template in TEMPLATES.items():
-        end = turn_end(Chat(tokenizer))
+        end = turn_end(Chat(tokenizer, tools=[TOOL]))  # also where the template writes no tools
         ends[name] = end and end.learned
     assert ends.pop("no end") == ""
     assert set(ends.values()) == {"<|im_end|>"}

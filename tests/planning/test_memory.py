@@ -124,6 +124,7 @@ ON_H100 = [
     ("Qwen2.5-1.5B", "learn", {"lora_rank": 16}, 41.86),
     ("Qwen2.5-0.5B", "sample", {}, 1.95),
     ("Qwen3-0.6B", "sample", {}, 10.42),
+    ("Qwen3-0.6B", "sample", {"rounding": "stochastic"}, 11.04),
     ("Qwen2.5-1.5B", "sample", {}, 5.11),
     ("Gemma-3-270M", "sample", {}, 2.07),
 ]
