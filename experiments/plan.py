@@ -33,7 +33,7 @@ from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import GPUS, as_if_here, devices_of_topology
 from experiments.planning.models import MODELS
 from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
-from grpo_jax.config import GRPOConfig, PlannedRemat, PPOConfig, recipe, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import CPU, GPU, Traits
 from grpo_jax.models import sharding
@@ -138,7 +138,7 @@ def main(config: Config) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.devices)
     console, shape, data = Console(), shape_of(config), data_of(config)
-    model = replace(model_of(config.model), dtype=config.dtype)
+    model = replace(model_of(config.model), dtype=config.dtype, rounding=ModelOptions().rounding)
     device = device_of(config)
     plan = choose(model, shape, int(device.memory), remat=config.remat)
     mesh = f"data {data} x fsdp {plan.shape.fsdp} x tensor {plan.shape.tensor}"

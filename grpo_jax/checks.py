@@ -3,8 +3,9 @@
 A check yields a sentence for each conflict. The first sentence is raised as a `UsageError`.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
+from typing import Any
 
 from grpo_jax.config import (
     CONSTANTS,
@@ -89,6 +90,30 @@ def check_episodes(options: SamplingConfig, *, has_environment: bool) -> None:
     _refuse_first(_episodes(options, has_environment))
 
 
+# Options that do something only if another option does not have the value that turns it off.
+NEEDS: Mapping[str, tuple[str, Any]] = {
+    **dict.fromkeys(("lora_alpha", "lora_targets"), ("lora_rank", 0)),
+    **dict.fromkeys(("engine_kind", "engine_timeout", "engine_folder"), ("engine", "")),
+    **dict.fromkeys(("keep_best", "patience"), ("eval_every", 0)),
+    "tools": ("max_turns", 1),
+}
+
+
+def check_effects(options: Any) -> None:
+    """Raises if an option is set that has no effect without another.
+
+    Args:
+      options: A dataclass whose fields are options or dataclasses of options, all with defaults.
+
+    Raises:
+      UsageError: An option has no effect. The message names the option that it needs.
+    """
+    values, defaults = options_of(options), options_of(type(options)())
+    for name, (owner, off) in NEEDS.items():
+        if name in values and values[name] != defaults[name] and values[owner] == off:
+            raise UsageError(f"{name} has no effect while {owner} is {off!r}: set {owner}, or leave {name} out")
+
+
 def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
     """Raises if a teacher is loaded but not used, or used but not loaded.
 
@@ -125,7 +150,7 @@ def _distillation(config: GRPOConfig) -> Sentences:
         "max_rollouts": config.sampling.max_rollouts > 1,
         "advantages_of": loss.advantages_of != "sum",
         "kl_in_reward": loss.kl_in_reward and loss.kl_coef > 0,
-        "top_entropy": loss.top_entropy < 1,
+        "top_entropy": loss.top_entropy < 1 and not has_advantages,
         "correction": loss.correction != "none" and not has_advantages,
         "off_policy_threshold": loss.off_policy_threshold is not None and not has_advantages,
     }

@@ -14,6 +14,7 @@ from grpo_jax.options import (
     Bound,
     Config,
     Count,
+    Escaped,
     Fraction,
     Positive,
     Range,
@@ -136,6 +137,10 @@ class CheckpointConfig:
     """Steps between held-out evaluations; 0: only before and after training."""
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0: only at the end."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the best held-out score, which `grpo-jax export --step best` writes."""
+    patience: Count = 0
+    """End the run after this many held-out evaluations in a row without a better score. 0: never."""
 
 
 # ---- groups of GRPO and PPO
@@ -174,6 +179,9 @@ class DecodingConfig:
     """Sample from the fewest likeliest tokens whose probabilities add up to this; 1: all."""
     min_p: Fraction = 0.0
     """Sample from tokens with at least this share of the largest probability; 0: all."""
+    stop: tuple[Escaped, ...] = ()
+    """Texts that end a completion or turn. Rewards read the text before. On the command line `\\n` is a line break,
+    `\\\\` a backslash."""
 
     @property
     def completion_width(self) -> int:

@@ -107,10 +107,13 @@ def make_folder(folder: Path) -> None:
 
 
 # Limits of the machine: error numbers, the texts of libraries that raise without a number, and the message.
-_LIMITS = (
+_LIMITS: tuple[tuple[set[int], str, str], ...] = (
     ({errno.ENOSPC, errno.EDQUOT}, "No space left on device|Disk quota exceeded", "the disk is full: free some space"),
     ({errno.EFBIG}, "File too large", "a file is larger than a limit allows: raise the limit (ulimit -f)"),
     ({errno.EMFILE, errno.ENFILE}, "Too many open files", "too many files are open: raise the limit (ulimit -n)"),
+    (set(), "can't start new thread", "too many threads run: raise the limit (ulimit -u)"),
+    (set(), "Unable to initialize backend|Unknown backend", "JAX finds no such device: correct JAX_PLATFORMS"),
+    (set(), "date value out of range|year .* is out of range", "a date is out of range: set the clock of the machine"),
     ({errno.EPIPE}, r"^\[Errno 32\]", "nothing reads the output any more: write it to a file, or read it to its end"),
 )
 _UNWRITABLE = {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ENAMETOOLONG}

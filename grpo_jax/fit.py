@@ -1,6 +1,6 @@
 """Trains on a data set: an objective of `offline` under the runner of `runs`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -49,11 +49,18 @@ def fit(
         run,
         phase,
         config.steps,
-        LoggingConfig(config.eval_every, config.checkpoint_every),
+        LoggingConfig(config.eval_every, config.checkpoint_every, config.keep_best, config.patience),
         evaluates_end=False,
+        score=_score,
         initial_state=lambda: programs.init_state(trained),
         step=partial(take_step, programs, config, phase, frozen, batches),
         place=partial(place, devices=devices),
         shardings=partial(shardings, devices=devices),
         evaluate=(lambda state, step: evaluate(join(state.params, frozen), step)) if evaluate else None,
     )
+
+
+def _score(numbers: Mapping[str, float]) -> float:
+    """Returns the negative of the first loss or NLL of an evaluation, or else its first number."""
+    losses = (-value for name, value in numbers.items() if name.endswith(("loss", "nll")))
+    return next(losses, next(iter(numbers.values())))

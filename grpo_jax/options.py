@@ -58,6 +58,9 @@ Bound = Annotated[float, above(0)]  # infinity is no bound
 Fraction = Annotated[float, between(0, 1)]
 Share = Annotated[float, above(0), Range(lambda number: number <= 1, "at most 1")]
 
+# Text in which the command line reads \n, \t and \\. YAML, JSON and Python have escapes of their own.
+Escaped = Annotated[str, "escaped"]
+
 
 def check_ranges(options: Any) -> None:
     """Raises if a number is not in the ranges of its type.
@@ -222,9 +225,17 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+# Options of TRL that have another name here.
+COUNTERPARTS = {"num_generations": "group_size", "num_iterations": "epochs", "max_completion_length": "max_tokens"}
+COUNTERPARTS |= {"per_device_train_batch_size": "num_prompts", "num_train_epochs": "steps", "beta": "kl_coef"}
+COUNTERPARTS |= {"loss_type": "preset", "bf16": "dtype", "epsilon": "epsilon_low"}
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Returns a hint for an unknown name: the closest known names, or else all of them."""
     known = list(known)
+    if COUNTERPARTS.get(name) in known:
+        return f"TRL's {name} is {COUNTERPARTS[name]} here"
     close = difflib.get_close_matches(str(name), known, 3)  # YAML has names that are numbers
     return f"is it {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
 

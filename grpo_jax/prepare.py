@@ -13,6 +13,7 @@ import jax
 
 from grpo_jax.checks import check_models, validate, validate_ppo
 from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, run_of, with_options
+from grpo_jax.data.types import Completion
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
@@ -23,6 +24,7 @@ from grpo_jax.models.rounding import resolve_dtype
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
 from grpo_jax.planning.memory import Plan, choose, shape_of
+from grpo_jax.rewards.reward import named_components, try_reward
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.iteration import Programs
@@ -57,13 +59,16 @@ Options = TypeVar("Options", bound=RunOptions)
 # ---- models
 
 
-def load_models(options: ModelOptions, config: GRPOConfig, *, pretrained: Pretrained | None = None) -> Models:
+def load_models(
+    options: ModelOptions, config: GRPOConfig, *, pretrained: Pretrained | None = None, weights: bool = True
+) -> Models:
     """Loads the policy, and its teacher if there is one, sharded over the devices of the run.
 
     Args:
       options: The options of the model.
       config: The configuration of the run.
       pretrained: A model that is already loaded, as in `load_model`.
+      weights: False to load no weights, only what a plan needs.
 
     Raises:
       UsageError: A model is missing, or models and options do not match.
@@ -71,14 +76,20 @@ def load_models(options: ModelOptions, config: GRPOConfig, *, pretrained: Pretra
     teacher = config.distillation.teacher
     check_models(config, ("policy", "teacher") if teacher else ("policy",))
     sharding = load_shardings(devices_of(config))
-    policy = load_model(options, seed=config.seed, pretrained=pretrained, sharding=sharding)
+    policy = load_model(options, seed=config.seed, pretrained=pretrained, sharding=sharding, weights=weights)
     if not teacher:
         return {"policy": policy}
-    return {"policy": policy, "teacher": load_teacher(teacher, options, policy.pretrained, sharding=sharding)}
+    loaded = load_teacher(teacher, options, policy.pretrained, sharding=sharding, weights=weights)
+    return {"policy": policy, "teacher": loaded}
 
 
 def load_model(
-    options: ModelOptions, *, seed: int, pretrained: Pretrained | None = None, sharding: Any = None
+    options: ModelOptions,
+    *,
+    seed: int,
+    pretrained: Pretrained | None = None,
+    sharding: Any = None,
+    weights: bool = True,
 ) -> Loaded:
     """Loads the model that the options name.
 
@@ -86,7 +97,7 @@ def load_model(
       options: The options of the model.
       seed: The random seed of new adapters.
       pretrained: A model that is already loaded. Only the LoRA options then apply.
-      sharding: The sharding of parameters, as in `load_pretrained`.
+      sharding, weights: As in `load_pretrained`. Without weights there are no adapters.
 
     Raises:
       UsageError: There is no such model, or it cannot be trained with these options.
@@ -109,11 +120,12 @@ def load_model(
             attention=options.attention,
             router=options.router,
             sharding=sharding,
+            weights=weights,
         )
     params, width = pretrained.params, pretrained.config.hidden_size
     if rank > width:
         raise UsageError(f"lora_rank is {rank}: it must be at most {width}, the width of the model")
-    if rank:
+    if rank and weights:
         from grpo_jax.models.peft import targets_of
 
         key, targets = jax.random.key(seed), targets_of(pretrained.config, options.lora_targets)
@@ -121,20 +133,24 @@ def load_model(
     return Loaded(decoder_policy(pretrained.config), params, pretrained)
 
 
-def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *, sharding: Any = None) -> Loaded:
+def load_teacher(
+    name: str | Path, options: ModelOptions, student: Pretrained, *, sharding: Any = None, weights: bool = True
+) -> Loaded:
     """Loads a teacher with the dtype and attention of the student. Its parameters have the dtype of activations.
 
     Args:
       name: The folder of a Hugging Face model, or its id on the hub.
       options: The options of the student.
       student: The model that learns from the teacher.
-      sharding: The sharding of parameters, as in `load_pretrained`.
+      sharding, weights: As in `load_pretrained`.
 
     Raises:
       UsageError: There is no such model, or its tokens differ from the student's.
     """
-    dtype = resolve_dtype(options.dtype)
-    teacher = load_pretrained(name, param_dtype=dtype, dtype=dtype, attention=options.attention, sharding=sharding)
+    dtype, attention = resolve_dtype(options.dtype), options.attention
+    teacher = load_pretrained(
+        name, param_dtype=dtype, dtype=dtype, attention=attention, sharding=sharding, weights=weights
+    )
     tokens = student.tokenizer.get_vocab()
     check_vocabulary(teacher.tokenizer.get_vocab(), tokens, name)
     needed = min(student.config.vocab_size, 1 + max(tokens.values()))
@@ -240,8 +256,10 @@ def prepare(
       note: Prints a message about a slow step.
 
     Raises:
-      UsageError: Options do not work. The message says what to change.
+      UsageError: Options do not work, or a reward fails. The message says what to change.
     """
+    if run_of(options.train).needs_rewards:
+        try_rewards(task, models["policy"].pretrained, run_of(options.train).sampling.group_size)
     options, models, plan = apply_memory_plan(options, models, task)
     config, sampler = run_of(options.train), None
     if engine.engine:
@@ -250,6 +268,46 @@ def prepare(
         sampler = sampler_of(engine, models["policy"].pretrained, task, config, note=note)
     programs, params = algorithm.programs(models, task, options.train, sampler)
     return Prepared(options, models, task, programs, place(params, devices_of(config)), plan)
+
+
+def try_rewards(task: Task, pretrained: Pretrained, group_size: int) -> dict[str, dict[str, float | str | None]]:
+    """Calls each reward on the first prompt, so that rewards that always fail are noticed before anything is compiled.
+
+    A call gets a group of equal completions: empty ones and, if the row has a column "solution" or "answer", those of
+    the row. These calls do not count as failures of the run. Rewards of environments are not called.
+
+    Args:
+      task: Supplies the prompts and the reward.
+      pretrained: The model with the tokenizer.
+      group_size: The number of completions of a group, G.
+
+    Returns:
+      "the empty completion" and "the row's own answer" -> name -> the reward of such a completion, None without one,
+      or the reason why the call failed.
+
+    Raises:
+      UsageError: Every call of the rewards that count failed, or a reward refuses its arguments or the row.
+    """
+    if task.environment is not None:
+        return {}
+    row, named = task.prompts(0).examples[0], named_components(task.reward)
+    parts = [str(row[column]) for column in ("solution", "answer") if row.get(column) is not None]
+    texts = {"the empty completion": ""} | ({"the row's own answer": "\n#### ".join(parts)} if parts else {})
+    scores: dict[str, dict[str, float | str | None]] = {}
+    failures = {name: "" for name, component in named.items() if component.weight}
+    left = len(failures) * len(texts)
+    for what, text in texts.items():
+        completion = Completion(text, pretrained.tokenizer(text, add_special_tokens=False)["input_ids"])
+        scores[what] = {}
+        for name, component in named.items():
+            value, failure = try_reward(component.reward, row, [completion] * group_size)
+            scores[what][name] = failure or value
+            if failure and name in failures:
+                failures[name], left = failure, left - 1
+    if failures and not left:
+        name, failure = next(iter(failures.items()))
+        raise UsageError(f"the reward {name} fails on the first prompt, so the run does not begin: {failure}")
+    return scores
 
 
 def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Options, Models, Plan]:

@@ -12,13 +12,22 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Line, Reward, Rewards
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
+from grpo_jax.rl.evaluate import (
+    Evaluation,
+    Samples,
+    evaluate,
+    num_heldout_calls,
+    prompt_means,
+    sample_heldout,
+    summary,
+)
 from grpo_jax.rl.grade import grader_warnings
 from grpo_jax.rl.iteration import Programs, check_programs, compile_ahead, iterate, make_iteration
 from grpo_jax.rl.source import empty_batch
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.progress import watched
 from grpo_jax.runs.runner import run_steps
 from grpo_jax.statistics import paired_difference
 from grpo_jax.tasks.task import Task, inputs_of, random_reward
@@ -111,7 +120,8 @@ def evaluate_heldout(
     programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder
 ) -> HeldoutResult:
     """Samples completions of the held-out prompts, and scores them with the task's reward."""
-    calls = list(sample_heldout(programs.sampler, params, task, config))
+    sampled = sample_heldout(programs.sampler, params, task, config)
+    calls = list(watched(sampled, run.console, "evaluation", num_heldout_calls(task, config)))
     evaluation = evaluate(calls, task, block=config.sampling.num_prompts * config.sampling.group_size)
     run.warn(grader_warnings(task.reward))
     return HeldoutResult(evaluation, calls)
@@ -156,7 +166,7 @@ def train_with_evaluation(
 
     state = train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=heldout)
     final = join(state.params, split(params)[1])["policy"]
-    return state, latest.get(config.steps) or evaluate_heldout(programs, final, task, config, run)
+    return state, next(iter(latest.values()), None) or evaluate_heldout(programs, final, task, config, run)
 
 
 def train_with_control(
@@ -207,4 +217,5 @@ def train_with_control(
         change = paired_difference(prompt_means(end.evaluation), start["means"])
         rows[phase if phase == CONTROL else "after"] = row(end) | change.named("change")
         checksum = checksum or params_sha256(state.params["policy"])
+        del state  # its optimizer's memory, before the next phase
     return rows, checksum

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
+from grpo_jax.checks import check_effects
 from grpo_jax.config import GRPOConfig, ModelOptions, run_of, with_options
 from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.rows import SUFFIXES, read_rows
@@ -70,7 +71,7 @@ class GRPOTrainer:
           **options: Options of `config.recipe` and fields of `ModelOptions`, with their defaults: steps 100,
             learning_rate 1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … The default
             num_prompts (32) is lowered if there are fewer prompts, and to a multiple of minibatches, microbatches and
-            devices. There is no eval_every or eval_samples, because the trainer has no held-out set.
+            devices. The trainer has no held-out set, and so no eval_every, eval_samples, keep_best or patience.
 
         Raises:
           UsageError: Arguments do not work. The message says what to change.
@@ -103,6 +104,8 @@ class GRPOTrainer:
         self._options = with_options(RunOptions(GRPOConfig()), model=str(model), **options)
         run = run_of(self._options.train)
         check_ranges(run)
+        check_ranges(self._options.model)
+        check_effects(self._options.model)
         fitting = with_options(run, num_prompts=_pieces(run)) if self._lower_num_prompts else run
         GRPO.validate(fitting, num_devices=parts(devices_of(run)))
         self._models = load_models(self._options.model, run, pretrained=pretrained)
@@ -170,6 +173,7 @@ class GRPOTrainer:
             heldout_share=0.0,
             max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, run.sampling.completion_width),
             overlong=model.overlong,
+            stop=run.sampling.stop,
             chat=self._uses_chat,
             tools=schemas_of(self._tools) if self._tools else None,
             chat_template_kwargs=model.chat_template_kwargs,
@@ -213,7 +217,7 @@ def _fitting_num_prompts(config: GRPOConfig, num_left: int) -> int:
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Checks the names and types of options, and returns the converted options."""
     hints = option_types(GRPOConfig) | option_types(ModelOptions)
-    for name in ("model", "eval_every", "eval_samples"):
+    for name in ("model", "eval_every", "eval_samples", "keep_best", "patience"):
         del hints[name]
     check_known(options, hints)
     return {name: _checked(name, value, hints[name]) for name, value in options.items()}

@@ -312,21 +312,36 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert "what predicts completion token" in (tmp_path / "api/grpo_jax.models.html").read_text()  # of Policy.hidden
 
 
+def planned(name: str, shape: Shape, limit: float) -> list[str]:
+    """Returns the planned GB of full training, and of training with LoRA; empty where no plan fits."""
+    cells = []
+    for rank, dtype in ((0, "float32"), (16, "bfloat16")):
+        shape = shape._replace(lora_rank=rank, param_dtype=dtype)
+        try:
+            plan = choose(replace(MODELS[name], dtype="bfloat16", rounding="stochastic"), shape, int(limit))
+        except UsageError:
+            cells.append("")
+        else:
+            cells.append(f"{plan.estimate.peak / GB:.2g}" + ", remat" * (plan.model.remat == "layer"))
+    return cells
+
+
+ONE_GPU = Shape(num_prompts=16, prompt_tokens=272, piece_tokens=0)
+V5E_8 = ONE_GPU._replace(num_prompts=2, fsdp=8, traits=Traits("tpu"))
+
+
 @pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
 def test_the_memory_for_gsm8k_is_the_planners(name):
-    h100 = Shape(num_prompts=16, prompt_tokens=272, piece_tokens=0)
-    cells = []
-    v5e = h100._replace(num_prompts=2, fsdp=8, traits=Traits("tpu"))
-    for shape, limit in ((h100, 60 * GB), (v5e, 16 * GB)):
-        for rank, dtype in ((0, "float32"), (16, "bfloat16")):
-            shape = shape._replace(lora_rank=rank, param_dtype=dtype)
-            try:
-                plan = choose(replace(MODELS[name], dtype="bfloat16"), shape, int(limit))
-            except UsageError:
-                cells.append("does not fit")
-            else:
-                cells.append(f"{plan.estimate.peak / GB:.2g}" + ", remat" * (plan.model.remat == "layer"))
-    assert f"| {name} | {' | '.join(cells)} |" in PAGES["gsm8k.md"]
+    cells = [*planned(name, ONE_GPU, 60 * GB), *planned(name, V5E_8, 16 * GB)]
+    assert f"| {name} | {' | '.join(cell or 'does not fit' for cell in cells)} |" in PAGES["gsm8k.md"]
+
+
+@pytest.mark.parametrize("name", ["Gemma-3-270M", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
+def test_the_devices_that_models_fit_on_are_the_planners(name):
+    gpu, tpu = ONE_GPU._replace(num_prompts=8), V5E_8._replace(num_prompts=1)
+    devices = [(gpu, 0.9 * 16), (gpu, 0.9 * 24), (gpu, 0.9 * 80), (tpu, 16)]
+    cells = [" / ".join(cell or "—" for cell in planned(name, shape, limit * GB)) for shape, limit in devices]
+    assert f"| {name} | {' | '.join(cells)} |" in PAGES["scaling.md"]
 
 
 # ---- the tables of methods

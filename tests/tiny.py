@@ -25,6 +25,7 @@ from grpo_jax.models.params import Adapted
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.sampling.sampler import Completions, sample_groups
+from grpo_jax.sampling.stopping import Pieces, Stop, make_stop
 from grpo_jax.tasks.task import Task
 
 # Models and outputs of transformers, made by golden/make.py.
@@ -169,6 +170,12 @@ def digit_prompts(step: int, count: int = 8, length: int = 2, pad_id: int = 7) -
 def digit_task(reward: Any, prompts: Callable[[int], Prompts] = digit_prompts, vocab_size: int = 8) -> Task:
     """Returns a task with prompts of digits, in which 6 ends a completion and 7 is padding."""
     return Task(prompts, reward, prompts(999), digits, (6,), 7, vocab_size)
+
+
+def digit_stop(*texts: str, vocab_size: int = 8) -> Stop | None:
+    """Returns stop texts for the tokens of `digits`."""
+    words, none = [str(i).encode() for i in range(vocab_size)], np.zeros(vocab_size, bool)
+    return make_stop(texts, lambda: Pieces(words, words, none, none))
 
 
 def says_three(examples: Any, completions: Sequence[str]) -> list[float]:

@@ -16,7 +16,7 @@ def table() -> str:
     ]
     shape = Shape(microbatches=2)
     for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"):
-        model = replace(MODELS[name], dtype="bfloat16", remat="layer")
+        model = replace(MODELS[name], dtype="bfloat16", rounding="stochastic", remat="layer")
         shapes = shape, shape._replace(fsdp=8), shape._replace(lora_rank=16, param_dtype="bfloat16")
         estimates = [estimate(model, each) for each in shapes]
         cells = " | ".join(f"{each.peak / GIB:.0f} ({each.held / GIB:.0f})" for each in estimates)

@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from grpo_jax.checks import check_episodes, validate
+from grpo_jax.checks import check_effects, check_episodes, validate
 from grpo_jax.config import DecodingConfig, GRPOConfig, recipe
 from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.data.types import hash_prompts
@@ -37,14 +37,14 @@ from grpo_jax.models.rounding import resolve_dtype
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
-from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
+from grpo_jax.rl.evaluate import Evaluation, evaluate, num_heldout_calls, sample_heldout, summary
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.rl.source import make_sampler
 from grpo_jax.runs import flags
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import read_inputs
-from grpo_jax.runs.pretrained import load_run, phase_of
-from grpo_jax.runs.progress import RunConsole
+from grpo_jax.runs.pretrained import Step, load_run, phase_of
+from grpo_jax.runs.progress import RunConsole, watched
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
@@ -81,8 +81,8 @@ class Options(TaskOptions, DecodingConfig):
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
     phase: str | None = None
     """Phase of a run; None: the only one that is neither a warm start nor a control."""
-    step: int | None = None
-    """Step of a run's checkpoint; None: the newest."""
+    step: Step = None
+    """Step of a run's checkpoint; None: the newest; best: the best held-out score."""
     seed: int = 0
     """Random seed of the sampling."""
     out: Path | None = None
@@ -100,7 +100,9 @@ def parse(args: list[str] | None = None) -> Options:
     if saved.get("max_tokens", 0) is None:  # the run did not limit completions
         names.remove("max_tokens")
     default = from_json(Options(model=options.model), {name: saved[name] for name in names & saved.keys()})
-    return read(default=default) if saved else options
+    options = read(default=default) if saved else options
+    check_effects(options)
+    return options
 
 
 def saved_options(model: str) -> dict[str, Any]:
@@ -156,6 +158,7 @@ def main(options: Options) -> None:
         seed=0,
         max_prompt_tokens=prompt_limit(limit, longest, config.sampling.completion_width),
         overlong=options.overlong,
+        stop=options.stop,
         chat_template_kwargs=options.chat_template_kwargs,
         training=of_run,
     )
@@ -200,14 +203,14 @@ def warn(console: Console, messages: Iterable[str]) -> None:
 def sample_and_score(
     pretrained: Pretrained, task: Task, config: GRPOConfig, console: Console, *, metric: str, block: int
 ) -> Evaluation:
-    """Evaluates a model and shows a progress bar; `metric` and `block` are those of `evaluate`."""
-    sampling, samples = config.sampling, config.logging.eval_samples or 0
-    sampler = make_sampler(decoder_policy(pretrained.config), task, sampling)
-    groups = -(-(samples + 1) // sampling.group_size) * len(task.heldout.examples)
-    calls = sample_heldout(sampler, pretrained.params, task, config)
-    num_calls = -(-groups // sampling.num_prompts)
-    watched = track(calls, "sampling", total=num_calls, console=console, transient=True)
-    return evaluate(watched, task, metric=metric, block=block)
+    """Evaluates a model and shows progress; `metric` and `block` are those of `evaluate`."""
+    sampler = make_sampler(decoder_policy(pretrained.config), task, config.sampling)
+    calls, total = sample_heldout(sampler, pretrained.params, task, config), num_heldout_calls(task, config)
+    if console.is_terminal:
+        observed = track(calls, "sampling", total=total, console=console, transient=True)
+    else:
+        observed = watched(calls, console, "sampling", total)
+    return evaluate(observed, task, metric=metric, block=block)
 
 
 def show(console: Console, numbers: dict[str, float], title: str) -> None:

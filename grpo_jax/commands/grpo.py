@@ -26,7 +26,17 @@ from grpo_jax.data.text import prompt_limit
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.prepare import GRPO, Algorithm, RunOptions, begin, load_models, prepare
+from grpo_jax.prepare import (
+    GRPO,
+    Algorithm,
+    Models,
+    RunOptions,
+    apply_memory_plan,
+    begin,
+    load_models,
+    prepare,
+    try_rewards,
+)
 from grpo_jax.runs import flags, report
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
@@ -44,6 +54,9 @@ class RewardOptions(RunOptions):
     """Method that trains the model. Each method has options of its own, which `--method NAME --help` lists."""
     control: bool = False
     """Train on a coin toss as well, from the same start."""
+    dry_run: bool = False
+    """Check options, files and rewards without loading weights; show the memory plan, the first prompt and its
+    rewards, and end."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +84,11 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
     check_task_options(options.task)
     if options.control and config.distillation.teacher:
         raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
-    models = load_models(options.model, config)
+    models = load_models(options.model, config, weights=not options.dry_run)
     with task_of(options, models["policy"].pretrained) as task:
+        if options.dry_run:
+            show_start(options, models, task)
+            return
         prepared = prepare(algorithm, options, models, task, engine=options.engine, note=flags.say_note)
         run, programs = flags.open_run(prepared.options), prepared.programs
         begin(run, prepared, chat=options.task.chat)
@@ -80,6 +96,18 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
         results = train_with_control(prepared.params, task, programs.config, run, programs, phases=phases)
         report.print_results(run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", results[0])
         report.finish(run, *results, started)
+
+
+def show_start(options: RewardOptions, models: Models, task: Task) -> None:
+    """Prints what a run would begin with: the notes, the memory plan, and the first prompt with its rewards."""
+    pretrained, prompts = models["policy"].pretrained, task.prompts(0)
+    scores = try_rewards(task, pretrained, run_of(options.train).sampling.group_size)
+    _, _, plan = apply_memory_plan(options, models, task)
+    first = pretrained.tokenizer.decode(prompts.ids[0][prompts.mask[0]].tolist())
+    lines = [*pretrained.notes, *task.notes, str(plan), f"the first prompt, as the model reads it: {first!r}"]
+    for what, rewards in scores.items():
+        lines.append(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in rewards.items())}")
+    print("\n".join(lines))
 
 
 def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextManager[Task]:
@@ -93,6 +121,7 @@ def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextMa
         seed=run_of(options.train).seed,
         max_prompt_tokens=prompt_limit(options.model.max_prompt_tokens, longest, sampling.completion_width),
         overlong=options.model.overlong,
+        stop=sampling.stop,
         chat_template_kwargs=options.model.chat_template_kwargs,
     )
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Literal, get_args
 
 from grpo_jax.errors import UsageError, user_path
-from grpo_jax.options import option_types, suggestion
+from grpo_jax.options import COUNTERPARTS, check_known, option_types, suggestion
 from grpo_jax.runs import flags
 from grpo_jax.runs.files import read_object
 from grpo_jax.runs.folder import numbered_runs
@@ -75,6 +75,7 @@ def check_options(method: str, args: Sequence[str]) -> None:
         names = {flag.removeprefix("--").replace("-", "_"), flag.removeprefix("--no-").replace("-", "_")}
         if names & known.keys():
             continue
+        check_known((name for name in names if COUNTERPARTS.get(name) in known), known)
         others = [other for other in METHODS if names & option_types(module_of(other).Config).keys()]
         if others:
             rows = {"--task": "data", "--data": "task"}.get(flag)  # the other option that names a file of rows

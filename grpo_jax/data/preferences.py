@@ -3,6 +3,7 @@
 A preference is a pair of answers to a prompt, of which one was chosen. A rating marks one answer as good or bad.
 """
 
+import json
 import os
 import re
 from collections import Counter
@@ -21,7 +22,7 @@ from grpo_jax.data.rows import (
     read_rows,
     text_column,
 )
-from grpo_jax.data.text import Message, encode_answers
+from grpo_jax.data.text import Message, check_text, encode_answers
 from grpo_jax.data.types import LARGEST_REWARD, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import Chat, row_kwargs
@@ -99,7 +100,8 @@ def _read(
         else:
             records += parsed if isinstance(parsed, list) else [parsed]
     if not records:
-        raise UsageError(f"no {name} of {source} is left ({dict(dropped)}): look at its rows")
+        reasons = ", ".join(f"dropped {count} rows {why}" for why, count in dropped.items())
+        raise UsageError(f"no {name} of {source} is left ({reasons}): look at its rows")
     return records, dict(dropped)
 
 
@@ -140,7 +142,7 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     shared = chosen[: next((number for number, (x, y) in enumerate(pairs) if x != y), len(pairs) - 1)]
     prompt = row.get("prompt") or []
     if isinstance(prompt, str):
-        is_repeated = any(message["content"].strip() == prompt.strip() for message in shared)
+        is_repeated = any((message["content"] or "").strip() == prompt.strip() for message in shared)
         prompt = [] if is_repeated else [{"role": "user", "content": prompt}]
     if not prompt and not shared:
         raise UsageError(f"{where}: chosen and rejected share no message, so there is no prompt: add a column prompt")
@@ -158,7 +160,8 @@ def prompt_of(row: Mapping[str, Any]) -> str | list[Message] | None:
     if not isinstance(prompt, str | list):
         raise UsageError(f"{where} should hold text or chat messages")
     if isinstance(prompt, list):
-        return read_prompt(prompt, where)
+        prompt = read_prompt(prompt, where)
+    check_text(json.dumps(prompt, ensure_ascii=False), where)
     return prompt or None
 
 

@@ -190,7 +190,7 @@ def read_messages(value: Any, where: str) -> list[Message]:
       where: The row and the column, for errors.
 
     Returns:
-      Messages whose "role" and "content" are texts.
+      Messages whose "role" and "content" are texts. The content of a call of tools may be None.
 
     Raises:
       UsageError: The value is no list of messages, or a message has no text.
@@ -200,10 +200,11 @@ def read_messages(value: Any, where: str) -> list[Message]:
     messages = []
     for fields in value:
         message = {name: field for name, field in fields.items() if field is not None}
-        content = message.get("content", "" if message.get("tool_calls") else None)
+        content = message.get("content")
         if isinstance(content, list) and all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in content):
             content = "".join(part["text"] for part in content)
-        if not isinstance(message.get("role"), str) or not isinstance(content, str):
+        is_call = content is None and bool(message.get("tool_calls"))  # a call needs no text
+        if not isinstance(message.get("role"), str) or not (is_call or isinstance(content, str)):
             raise UsageError(f'{where} holds a chat message without text as "role" and "content"')
         messages.append({**message, "content": content})
     return messages

@@ -13,6 +13,7 @@ from grpo_jax.models.chat import (
     Chat,
     Message as Message,
     digest_of_template,
+    end_marks,
     prompt_writer,
     render,
     render_answer,
@@ -135,9 +136,9 @@ def _added_tokens(tokenizer: Any) -> tuple[int, int]:
 def _shorten_text(chat: Chat, prompt: Prompt, ids: np.ndarray, limit: int, before: int) -> tuple[Prompt, np.ndarray]:
     """Cuts the beginning of a text, except the special tokens that the tokenizer puts before it."""
     before = before if before < limit else 0
-    kept = ids[len(ids) - limit + before :]
-    text = chat.tokenizer.decode(kept.tolist(), skip_special_tokens=False)
-    return Prompt(text, template=prompt.template), np.concatenate([ids[:before], kept])
+    cut_ids = ids[len(ids) - limit + before :]
+    text = chat.tokenizer.decode(cut_ids.tolist(), skip_special_tokens=False)
+    return Prompt(text, template=prompt.template), np.concatenate([ids[:before], cut_ids])
 
 
 def _shorten_chat(chat: Chat, prompt: Prompt, ids: np.ndarray, limit: int, before: int) -> tuple[Prompt, np.ndarray]:
@@ -147,7 +148,7 @@ def _shorten_chat(chat: Chat, prompt: Prompt, ids: np.ndarray, limit: int, befor
     """
     messages = [dict(message) for message in prompt.messages]
     for message in messages:
-        while message["role"] != "system" and message["content"]:
+        while message["role"] != "system" and message.get("content"):
             content = message["content"]
             content_ids = encode_texts(chat.tokenizer, [content], special_tokens=False)[0]
             shorter = chat.tokenizer.decode(content_ids[len(ids) - limit :].tolist(), skip_special_tokens=False)
@@ -283,11 +284,12 @@ def answer_prompts(
     kinds = {repr(text.kwargs): text.kwargs for text in prompts.texts if text.messages}
     known = {name: turn_end(with_kwargs(chat, kwargs)) for name, kwargs in kinds.items()}
     ends = [known[repr(text.kwargs)] if text.messages else None for text in prompts.texts]
+    marks = {end: end_marks(chat, end) for end in {None, *known.values()}}
 
     def written(number: int, answer: str) -> str:
         check_text(answer)
         end, prompt = ends[number], prompts.texts[number]
-        answer = without_end(chat, end, answer)
+        answer = without_end(answer, marks[end])
         if end is None:
             return answer
         if not answer.strip() and not scored:

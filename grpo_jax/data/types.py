@@ -45,16 +45,24 @@ class Completion(str):
     An episode is a completion of several turns, and its text includes the observations of the environment.
     """
 
-    ids: tuple[int, ...]  # sampled ids, without the tokens that ended a turn or the completion
+    ids: tuple[int, ...]  # sampled ids, without the EOS tokens that ended a turn or the completion
     truncated: bool  # no token ended it within max_tokens, or the episode was not done
     _turns: tuple[Turn, ...]
     ending: str  # the reason in `episodes.ENDINGS` why an episode ended; "" without an environment
+    stopped: bool  # a stop text ended it, which is not in the text; its tokens are among the ids
 
     def __new__(
-        cls, text: str, ids: Sequence[int] = (), truncated: bool = False, turns: Sequence[Turn] = (), ending: str = ""
+        cls,
+        text: str,
+        ids: Sequence[int] = (),
+        truncated: bool = False,
+        turns: Sequence[Turn] = (),
+        ending: str = "",
+        stopped: bool = False,
     ) -> "Completion":
         self = super().__new__(cls, text)
         self.ids, self.truncated, self.ending, self._turns = tuple(ids), truncated, ending, tuple(turns)
+        self.stopped = stopped
         return self
 
     @property
@@ -74,7 +82,7 @@ class Completion(str):
 
     def __getnewargs__(self):
         # Lets pickle send completions to another process.
-        return str(self), self.ids, self.truncated, self._turns, self.ending
+        return str(self), self.ids, self.truncated, self._turns, self.ending, self.stopped
 
 
 class Prompt(str):
@@ -238,7 +246,7 @@ class Skipped(NamedTuple):
 
     name: str  # the name of the first skipped step, for its file
     in_a_row: int
-    most: int  # the run stops after this many skipped steps in a row
+    most: int  # the run stops after this many skipped steps in a row, or if all its steps are skipped
     arrays: Callable[[], Mapping[str, Any]]  # returns the arrays of the batch by name
 
 

@@ -10,6 +10,10 @@ sampled tokens. According to the public code and documentation of both servers (
   its environment sets `SGLANG_RETURN_ORIGINAL_LOGPROB`.
 - `seed` applies to the request in vLLM. SGLang uses it only with `--enable-deterministic-inference`.
 - vLLM takes options that a request leaves out from the model's generation_config.json.
+- `stop` ends a completion after the token whose text completes one of the texts, and the tokens include it. A server
+  that decodes several tokens at once may give further tokens, which are dropped here. `include_stop_str_in_output`
+  (vLLM) and `no_stop_trim` (SGLang) keep the text in the answer. With `skip_special_tokens` a server would look for
+  the texts in a text without special tokens, which is not the text that rewards read.
 """
 
 import http.client
@@ -25,6 +29,7 @@ from contextlib import suppress
 from typing import Any
 
 from grpo_jax.errors import abbreviate
+from grpo_jax.sampling.stopping import Stop
 
 _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
 
@@ -34,14 +39,21 @@ class Wrong(Exception):
 
 
 def request_body(
-    prompt: list[int], *, temperature: float, seed: int, max_tokens: int, eos_ids: Sequence[int]
+    prompt: list[int],
+    *,
+    temperature: float,
+    seed: int,
+    max_tokens: int,
+    eos_ids: Sequence[int],
+    stop: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Returns the request for a completion, without the name of the model.
 
     Each completion is a separate request with its own seed, so that a failed request can be repeated with the same
     result. The server caches the prompt that the completions of a group share.
     """
-    return {
+    keeps = {"include_stop_str_in_output": True, "no_stop_trim": True, "skip_special_tokens": False}
+    return ({"stop": list(stop), **keeps} if stop else {}) | {
         "prompt": prompt,
         "n": 1,
         "max_tokens": max_tokens,
@@ -60,13 +72,16 @@ def request_body(
     }
 
 
-def read_completion(answer: bytes, body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], list[float]]:
+def read_completion(
+    answer: bytes, body: Mapping[str, Any], vocab_size: int, stop: Stop | None = None
+) -> tuple[list[int], list[float]]:
     """Checks an answer and returns its completion.
 
     Args:
       answer: The answer of the server.
       body: The request.
       vocab_size: The size of the model's vocabulary.
+      stop: The stop texts of the request, or None.
 
     Returns:
       The tokens of the completion, with the token that ended it, and the log-probability of each as the server returns
@@ -86,21 +101,24 @@ def read_completion(answer: bytes, body: Mapping[str, Any], vocab_size: int) -> 
         ) from None
     if not len(ids) == len(logprobs) > 0 or not all(-math.inf < value <= _ROUNDING for value in logprobs):
         raise Wrong(f"gave {len(ids)} tokens with the log-probabilities {abbreviate(logprobs)}")
-    _check_ids(ids, vocab_size, body["stop_token_ids"], body["max_tokens"])
+    if wrong := [i for i in ids if not 0 <= i < vocab_size]:
+        raise Wrong(f"gave token {wrong[0]}, but the model has the tokens 0 to {vocab_size - 1}")
+    stopped = stop.find_end(ids) if stop else None
+    if stopped is not None:
+        ids, logprobs = ids[: stopped + 1], logprobs[: stopped + 1]
+    _check_end(ids, body["stop_token_ids"], body["max_tokens"], stopped is not None)
     if seen is not None and seen != body["prompt"]:
         raise Wrong(f"completed another prompt, of {len(seen)} tokens in place of {len(body['prompt'])}")
     return ids, logprobs
 
 
-def _check_ids(ids: list[int], vocab_size: int, eos_ids: Sequence[int], max_tokens: int) -> None:
-    if wrong := [i for i in ids if not 0 <= i < vocab_size]:
-        raise Wrong(f"gave token {wrong[0]}, but the model has the tokens 0 to {vocab_size - 1}")
+def _check_end(ids: list[int], eos_ids: Sequence[int], max_tokens: int, is_stopped: bool) -> None:
     if len(ids) > max_tokens:
         raise Wrong(f"gave {len(ids)} tokens where at most {max_tokens} were asked for")
     ends = [place for place, i in enumerate(ids) if i in eos_ids]
     if ends and ends[0] != len(ids) - 1:
         raise Wrong(f"went on after token {ids[ends[0]]}, which ends a completion here")
-    if not ends and len(ids) < max_tokens:
+    if not ends and not is_stopped and len(ids) < max_tokens:
         raise Wrong(
             f"ended a completion after {len(ids)} of {max_tokens} tokens by token {ids[-1]}, which ends none "
             "here: it may have less room for prompt and completion, or other tokens that end one"

@@ -20,6 +20,7 @@ from grpo_jax.engines.completions import Gone, Refused, Wrong, ask, read_complet
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.transformer import Params
+from grpo_jax.sampling.stopping import Stop
 
 _COMPLETIONS = "/v1/completions"
 _NOT_FOUND = 404
@@ -76,7 +77,9 @@ class Engine:
                 "engine, its address"
             ) from None
 
-    def complete(self, params: Params, bodies: Sequence[Mapping[str, Any]], vocab_size: int) -> list[Completion]:
+    def complete(
+        self, params: Params, bodies: Sequence[Mapping[str, Any]], vocab_size: int, stop: Stop | None = None
+    ) -> list[Completion]:
         """Samples completions with these parameters, each as tokens and their log-probabilities.
 
         If the server does not answer, waits for it, sends the parameters again, and repeats the missing requests.
@@ -85,6 +88,7 @@ class Engine:
           params: The parameters of the policy.
           bodies: Requests from `request_body`.
           vocab_size: The size of the model's vocabulary.
+          stop: The stop texts of the requests, or None.
 
         Raises:
           Interruption: The server does not answer within its timeout, refuses a request, or gives a wrong answer.
@@ -94,7 +98,7 @@ class Engine:
         while True:
             try:
                 self._load(params)
-                self._fill(answers, bodies, vocab_size)
+                self._fill(answers, bodies, vocab_size, stop)
                 return [answer for answer in answers if answer]
             except Gone as error:
                 self._is_told = False  # a restarted server has its initial parameters
@@ -109,7 +113,9 @@ class Engine:
                     ) from None
                 time.sleep(min(_PAUSE, self._timeout))
 
-    def _fill(self, answers: list[Completion | None], bodies: Sequence[Mapping[str, Any]], vocab_size: int) -> None:
+    def _fill(
+        self, answers: list[Completion | None], bodies: Sequence[Mapping[str, Any]], vocab_size: int, stop: Stop | None
+    ) -> None:
         """Sends all missing requests concurrently. After a failure, no further requests begin.
 
         Raises:
@@ -120,7 +126,7 @@ class Engine:
 
         def attempt(place: int) -> Exception | None:
             try:
-                answers[place] = None if failed.is_set() else self._one(bodies[place], vocab_size)
+                answers[place] = None if failed.is_set() else self._one(bodies[place], vocab_size, stop)
             except (Gone, Interruption) as error:
                 failed.set()
                 return error
@@ -132,12 +138,12 @@ class Engine:
         if errors:
             raise next((error for error in errors if isinstance(error, Interruption)), errors[0])
 
-    def _one(self, body: Mapping[str, Any], vocab_size: int) -> Completion:
+    def _one(self, body: Mapping[str, Any], vocab_size: int, stop: Stop | None) -> Completion:
         named = {"model": self.model}
         if self._adapter:
             named = {"model": self._adapter} if self._is_vllm else {"model": self.model, "lora_path": self._adapter}
         try:
-            return read_completion(self._post(_COMPLETIONS, {**named, **body}), body, vocab_size)
+            return read_completion(self._post(_COMPLETIONS, {**named, **body}), body, vocab_size, stop)
         except Wrong as error:
             raise Interruption(f"the engine at {self._url} {error}: nothing was learned from it") from None
 

@@ -59,10 +59,11 @@ def sampler_of(
                 seed=seed_of(noise, numbers[i, j]),
                 max_tokens=max_tokens,
                 eos_ids=task.eos_ids,
+                stop=config.sampling.stop,
             )
             for i, j in np.ndindex(numbers.shape)
         ]
-        answers = engine.complete(params, bodies, task.vocab_size)
+        answers = engine.complete(params, bodies, task.vocab_size, task.stop)
         return to_devices(completions_of(answers, numbers.shape, max_tokens, task), devices)
 
     return Sampler(draw, devices)
@@ -86,15 +87,18 @@ def completions_of(answers: list[Completion], shape: tuple[int, int], max_tokens
       answers: The answers in the order of `[N, G]`.
       shape: (N, G).
       max_tokens: The most tokens of a completion, T.
-      task: Supplies EOS and padding tokens.
+      task: Supplies EOS and padding tokens, and stop texts.
     """
     groups = [answers[start : start + shape[1]] for start in range(0, len(answers), shape[1])]
     ids, mask = pad_completions([[completion for completion, _ in group] for group in groups], max_tokens)
     logprobs = np.zeros(ids.shape, np.float32)
     logprobs[mask] = [value for _, values in answers for value in values]
-    ended = np.isin(ids, task.eos_ids) & mask
+    ended = (np.isin(ids, task.eos_ids) & mask).any(-1)
+    if task.stop:
+        stopped = [task.stop.find_end(completion) is not None for completion, _ in answers]
+        ended |= np.reshape(stopped, shape)
     ids = np.where(mask, ids, task.pad_id).astype(np.int32)
-    return Completions(ids, mask, logprobs, None, ~ended.any(-1))  # type: ignore[arg-type]
+    return Completions(ids, mask, logprobs, None, ~ended)  # type: ignore[arg-type]
 
 
 def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
@@ -107,6 +111,11 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
     if task.environment is not None:
         raise UsageError("an engine samples no episodes of several turns: leave out engine, or the environment")
     sampling = config.sampling
+    if task.stop and task.stop.strips and any(text.startswith(" ") for text in sampling.stop):
+        raise UsageError(
+            "a stop text begins with a space, which the model's tokenizer drops at the beginning of a text and servers "
+            "keep: leave out the space, or leave out engine"
+        )
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         raise UsageError(
             "with top_k, top_p or min_p an engine says the probabilities after truncation alone, and not those of the "

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Names of mapped axes (`jax.pmap`, `shard_map`, `vmap`) over which a batch is spread; None: it is not spread.
 AxisName = Hashable | None
@@ -17,6 +18,11 @@ def upcast(values: jax.Array) -> jax.Array:
     """Converts to at least float32: 16 bits hold neither small differences, nor counts, nor the sums of a batch."""
     # Not jnp.promote_types, which refuses 16 bits under strict promotion.
     return values if values.dtype == jnp.float64 else values.astype(jnp.float32)
+
+
+def from_numpy(value: Any) -> Any:
+    """Returns a NumPy array as an array of JAX, so that float64 becomes the default dtype without a warning."""
+    return jnp.asarray(value) if isinstance(value, np.ndarray) else value
 
 
 def is_known(constant: Any) -> bool:
@@ -66,7 +72,7 @@ _Sizes = Mapping[str, tuple[int, ...]]  # axis -> its size, or the sizes of ...
 
 
 def takes(**forms: str) -> Callable[[F], F]:
-    """Makes a function refuse other shapes, lists and numbers in a sentence, at trace time.
+    """Makes a function refuse other shapes, lists and numbers in a sentence, at trace time, and take NumPy arrays.
 
     Args:
       **forms: argument -> its axes, such as "... T". An axis has one size in all arguments of a call, and ... stands
@@ -80,11 +86,12 @@ def takes(**forms: str) -> Callable[[F], F]:
         @wraps(function)
         def checked(*args, **kwargs):
             try:
-                arguments = signature.bind(*args, **kwargs).arguments
+                bound = signature.bind(*args, **kwargs)
             except TypeError:  # let the call raise its own error
                 return function(*args, **kwargs)
-            check_shapes(function.__name__, forms, arguments)
-            return function(*args, **kwargs)
+            check_shapes(function.__name__, forms, bound.arguments)
+            bound.arguments |= {name: from_numpy(x) for name, x in bound.arguments.items() if name in forms}
+            return function(*bound.args, **bound.kwargs)
 
         return cast(F, checked)
 

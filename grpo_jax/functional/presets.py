@@ -4,6 +4,7 @@ A preset is data. `PRESETS["dapo"].loss(...)` is its loss on arrays. A variant i
 `.with_constants(epsilon_high=0.3)`; `check` refuses compositions that make no sense.
 """
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -164,6 +165,14 @@ _POST = Objective(
     ignore_lengths(group_advantages, ddof=0, eps=1e-8), term=_SEQUENCE_TERM, kl_coef=0.01, per_completion=True
 )
 
+
+class _Presets(dict[str, Objective]):
+    """Presets by name."""
+
+    def __missing__(self, name: str) -> Objective:
+        raise KeyError(f"there is no preset {name}: {difflib.get_close_matches(name, self, 1) or list(self)}")
+
+
 PRESETS: dict[str, Objective] = {
     # DeepSeekMath (2402.03300)
     "grpo": _GRPO,
@@ -230,6 +239,7 @@ PRESETS: dict[str, Objective] = {
     # 2508.10751, k = 4 of 8.
     "pass_at_k": _BY_TOKEN._replace(advantages=ignore_lengths(A.pass_at_k_advantages, k=4), min_group_size=4),
 }
+PRESETS = _Presets(PRESETS)
 
 
 def check(objective: Objective, *, group_size: int = 8) -> None:

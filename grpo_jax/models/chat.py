@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -179,7 +180,8 @@ def prompt_writer(chat: Chat, in_chat: bool, system: str | None = None) -> Calla
     bos, opening, header = getattr(chat.tokenizer, "bos_token", None) or "", "", ""
     if in_chat and chat.tokenizer.chat_template:
         try:
-            before = render(chat, [{"role": "user", "content": _REPLY}]).partition(_REPLY)[0].removeprefix(bos)
+            written = render(chat._replace(tools=None), [{"role": "user", "content": _REPLY}])
+            before = written.partition(_REPLY)[0].removeprefix(bos)
         except UsageError:  # encoding the prompts will raise it
             before = ""
         control = control_tokens(chat.tokenizer)
@@ -231,16 +233,22 @@ def turn_end(chat: Chat) -> TurnEnd | None:
     """Returns the end of the assistant's last turn, or None if the template does not write the assistant's messages."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        _, answer, tail = render(chat, messages, is_opened=False).rpartition(_ANSWER)
+        _, answer, tail = render(chat._replace(tools=None), messages, is_opened=False).rpartition(_ANSWER)
     except UsageError:
         return None
     learned = re.match(r"\s*\S+", tail)
     return TurnEnd(tail, learned.group() if learned else "") if answer else None
 
 
-def without_end(chat: Chat, end: TurnEnd | None, text: str) -> str:
-    """Removes tokens that end a turn or a text from the end of a completion, and white space after them."""
-    marks = list(filter(None, [*_eos_texts(chat), end.learned.strip() if end else ""]))
+def end_marks(chat: Chat, end: TurnEnd | None) -> list[str]:
+    """Returns the texts of the tokens that end a text, and of the end of a turn."""
+    added = getattr(chat.tokenizer, "added_tokens_decoder", {})  # decoding may change them
+    texts = [added[i].content if i in added else chat.tokenizer.decode([i]) for i in chat.eos_ids]
+    return list(filter(None, [*texts, end.learned.strip() if end else ""]))
+
+
+def without_end(text: str, marks: Sequence[str]) -> str:
+    """Removes the `end_marks` from the end of a completion, and white space after them."""
     while mark := next((mark for mark in marks if text.rstrip().endswith(mark)), ""):
         text = text.rstrip().removesuffix(mark)
     return text
@@ -299,20 +307,23 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
 
     if not (tokenizer.chat_template and roles):
         return lambda text, kwargs={}: tokens(text, split_special_tokens=True)
-    known = {role for role in roles if _REPLY in _after_answer(chat, role, _REPLY)}
-    role = next((role for role in roles if role in known), "")
+    role = next((role for role in roles if _REPLY in _after_answer(chat, role, _REPLY)), "")
     if not role:
         raise UsageError(
             f"the chat template has no turn of the role {' or '.join(roles)}: take another model or template"
         )
 
+    @cache
+    def delimiters(kwargs: str) -> tuple[Chat, str, str, str]:
+        row_chat = with_kwargs(chat, json.loads(kwargs))._replace(tools=None)
+        before, _, after = _after_answer(row_chat, role, _REPLY).partition(_REPLY)
+        return row_chat, before, _end_of_turn(row_chat, before), after
+
     def encode(text: str, kwargs: Mapping[str, Any] = {}) -> list[int]:
-        own = with_kwargs(chat, kwargs)._replace(tools=None)
-        before, _, after = _after_answer(own, role, _REPLY).partition(_REPLY)
-        written = _after_answer(own, role, text)
+        row_chat, before, mark, after = delimiters(json.dumps(kwargs))
+        written = _after_answer(row_chat, role, text)
         if written.startswith(before) and written.endswith(after) and len(written) >= len(before) + len(after):
             text = written[len(before) : len(written) - len(after)]  # the template may strip it, or write it as JSON
-        mark = _end_of_turn(own, before)
         before = before[before.find(mark) :]
         if control and len(control.findall(before + text + after)) != len(control.findall(before + after)):
             ids = [*tokens(before), *tokens(text, split_special_tokens=True), *tokens(after)]
@@ -335,20 +346,10 @@ def _after_answer(chat: Chat, role: str, content: str) -> str:
 
 def _end_of_turn(chat: Chat, text: str) -> str:
     """Returns the token in a text after an answer that ends the turn, or ""."""
-    marks = [mark for mark in _eos_texts(chat) if mark in text]
+    end, control = turn_end(chat), control_tokens(chat.tokenizer)
+    marks = [mark for mark in end_marks(chat, None) if mark in text]
     if marks:
         return min(marks, key=text.find)
     # gpt-oss ends a turn of the history with another token than the last turn.
-    end, control = turn_end(chat), control_tokens(chat.tokenizer)
     match = control.match(text) if control and end and not text.startswith(end.learned) else None
     return match.group() if match else ""
-
-
-def _eos_texts(chat: Chat) -> list[str]:
-    """Returns the texts of the tokens that end a text."""
-    added = getattr(chat.tokenizer, "added_tokens_decoder", {})  # decoding may change them
-
-    def text(i: int) -> str:
-        return added[i].content if i in added else chat.tokenizer.decode([i], skip_special_tokens=False)
-
-    return list(filter(None, map(text, chat.eos_ids)))

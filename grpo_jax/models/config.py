@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from grpo_jax.errors import UsageError
 from grpo_jax.options import Fraction, above, between, check_types
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
+Activation = Literal["silu", "gelu_pytorch_tanh", "gelu", "relu"]
 Norms = Literal["before", "after", "around"]
 FileLayout = Literal["llama", "glm4", "phi3"]
 Dtype = Literal["float32", "bfloat16"]
@@ -209,7 +209,7 @@ class ModelConfig:
             check_types(RopeScaling, self.rope_scaling._asdict())
         if self.experts:
             check_types(ExpertsConfig, self.experts._asdict())
-            _check_experts(self.experts, self.hidden_act)
+            _check_experts(self.experts)
         elif self.router == "frozen":
             raise UsageError('router "frozen" is of models with experts, and this one has none: set it to "trained"')
         if self.rope_scaling and self.rope_scaling.rope_type == "llama3":
@@ -339,9 +339,7 @@ class ModelConfig:
         )
 
 
-def _check_experts(experts: ExpertsConfig, activation: Activation) -> None:
-    if activation != "silu" and not experts.has_norms:
-        raise UsageError(f"experts with hidden_act {activation} are not supported, only with silu")
+def _check_experts(experts: ExpertsConfig) -> None:
     if experts.num_experts_per_tok > experts.num_experts:
         raise UsageError(
             f"num_experts_per_tok is {experts.num_experts_per_tok}: it must be at most num_experts, "

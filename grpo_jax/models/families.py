@@ -94,6 +94,7 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 _CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")  # Gemma's
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")  # Granite's
 _SMALL = ("num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input")  # Gemma 4's
+_SYNONYMS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # of activations
 _SAME = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range")
 
 
@@ -153,6 +154,7 @@ def _fields(file: File) -> Fields:
     if file["model_type"].startswith("gemma"):
         fields["embedding_multiplier"] = file["hidden_size"] ** 0.5
         fields["hidden_act"] = file.get("hidden_activation") or file["hidden_act"]
+    fields["hidden_act"] = _SYNONYMS.get(fields["hidden_act"], fields["hidden_act"])
     if file["model_type"] == "gemma4_text":
         fields |= _gemma4(file)
     if file["model_type"] == "gemma3_text" and file["attn_logit_softcapping"] is not None:
@@ -263,16 +265,19 @@ def _file(model_type: str, config: ModelConfig) -> File:
 
 def _check(file: File) -> None:
     """Refuses a file that needs a feature which no family has, or whose sizes transformers could not read."""
-    for unsupported in ("quantization_config", "use_bidirectional_attention"):
-        is_mxfp4 = file["model_type"] == "gpt_oss" and "'mxfp4'" in str(file.get(unsupported))
+    quantization = file.get("quantization_config")
+    is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    harmless: dict[str, tuple[Any, ...]] = {
+        "quantization_config": (None, quantization) if is_mxfp4 and file["model_type"] == "gpt_oss" else (None,),
         # Gemma 4 has "vision": tokens of images see each other, and those of texts do not.
-        if file.get(unsupported) not in (None, False, "vision") and not is_mxfp4:
-            raise UsageError(f"{unsupported} {abbreviate(file[unsupported])} is not supported")
-    optional = {"intermediate_size"} if "moe_intermediate_size" in file else set()
-    sizes = [name for name in _SIZES if name in file or name not in optional]
-    if missing := [name for name in sizes if name not in file]:
-        raise UsageError(f"config.json lacks {', '.join(missing)}")
-    check_types(ModelConfig, {name: file[name] for name in sizes})
+        "use_bidirectional_attention": (None, False, "vision"),
+        "is_causal": (None, True),
+        "transformers_weights": (None,),
+    }
+    for name, values in harmless.items():
+        if file.get(name) not in values:
+            raise UsageError(f"{name} {abbreviate(file[name])} is not supported")
+    check_types(ModelConfig, {name: file[name] for name in _SIZES if name in file})
 
 
 def _refused(file: File) -> str:
@@ -364,6 +369,6 @@ FAMILIES: dict[str, tuple[str, Fields]] = {
     "qwen3_5_text": ("Qwen3_5", _QWEN_NEXT),
     "qwen3_5_moe_text": ("Qwen3_5Moe", _QWEN_NEXT),
     "qwen3_next": ("Qwen3Next", _QWEN_NEXT),
-    "gpt_oss": ("GptOss", {"attention_sinks": True}),
+    "gpt_oss": ("GptOss", {"attention_sinks": True, "hidden_act": "silu"}),
     "gemma4_text": ("Gemma4", _GEMMA4 | {"attention_multiplier": 1.0}),
 }

@@ -1,5 +1,6 @@
 """Loading and saving Hugging Face folders: configuration, parameters and tokenizer. `weights` handles the tensors."""
 
+import glob
 import os
 import re
 import shutil
@@ -59,6 +60,7 @@ def load_pretrained(
     param_dtype: Any = jnp.float32,
     quantize: Quantize = "none",
     sharding: Any = None,
+    weights: bool = True,
     **overrides: Any,
 ) -> Pretrained:
     """Loads config.json, *.safetensors and the tokenizer of a model.
@@ -70,6 +72,7 @@ def load_pretrained(
       quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.quantised`.
       sharding: A `jax.sharding.Sharding` for all parameters, a tree of shardings that is a prefix of the parameters, or
         a function from the parameters' shapes to either; None: the default device.
+      weights: False to load everything but the weights. `params` then holds only shapes.
       **overrides: The fields of ModelConfig that config.json does not determine: dtype, rounding, remat, attention,
         router, longest_text.
 
@@ -95,7 +98,8 @@ def load_pretrained(
     ends, notes = eos_ids(folder, tokenizer, config.vocab_size)
     config, untied = (without_vocabulary(config), ()) if head else untie_if_different(folder, config)
     notes = (*notes, *ignored_index(folder), *untied)
-    params = load_params(folder, config, head=head, dtype=param_dtype, quantize=quantize, sharding=sharding)
+    settings = {"head": head, "dtype": param_dtype, "quantize": quantize, "sharding": sharding, "weights": weights}
+    params = load_params(folder, config, **settings)
     return Pretrained(config, params, tokenizer, ends, folder, notes)
 
 
@@ -321,7 +325,9 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: name another folder to write to")
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process, which in a container often had the same id
+    for left in (partial, *folder.parent.glob(f"{glob.escape(folder.name)}.partial-*")):  # left by a killed process
+        if left == partial or not Path("/proc", left.name.rpartition("-")[2]).exists():
+            shutil.rmtree(left, ignore_errors=True)
     make_folder(partial)
     try:
         yield partial

@@ -390,6 +390,8 @@ class Attention(nn.Module):
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
     "gelu_pytorch_tanh": partial(nn.gelu, approximate=True),
+    "gelu": partial(nn.gelu, approximate=False),
+    "relu": nn.relu,
 }
 
 

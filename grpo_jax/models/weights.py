@@ -339,6 +339,7 @@ def load_params(
     dtype: Any = jnp.float32,
     quantize: Quantize = "none",
     sharding: Any = None,
+    weights: bool = True,
 ) -> Params:
     """Loads the parameters from a folder's safetensors files, leaf by leaf, with the requested dtype and sharding.
 
@@ -347,9 +348,10 @@ def load_params(
       config: The configuration of the decoder.
       head, dtype, quantize, sharding: See `load_pretrained`; dtype is its `param_dtype`. Weights are rounded to the
         dtype before they are quantised.
+      weights: False to check only the names and shapes of the tensors.
 
     Returns:
-      The parameters, with layers stacked.
+      The parameters, with layers stacked; without weights their shapes.
 
     Raises:
       UsageError: A tensor or file is missing, unknown or damaged, a shape or dtype is wrong, or the device has too
@@ -367,6 +369,8 @@ def load_params(
     structure = jax.tree.structure(shapes)
     if quantize != "none":
         shapes = jax.eval_shape(partial(quantise_params, format=quantize), shapes)
+    if not weights:
+        return shapes
     if sharding is None:
         _check_memory(folder, shapes, dtype)
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

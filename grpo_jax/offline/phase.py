@@ -170,7 +170,7 @@ def _read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[
         metrics=numbers,
         words=f"loss {numbers['loss']:.3f}" if is_due else "",
         times={} if is_due else None,
-        skipped=Skipped(name, skipped, _MAX_SKIPPED, batch._asdict) if skipped else None,
+        skipped=Skipped(name, skipped, min(_MAX_SKIPPED, config.steps), batch._asdict) if skipped else None,
     )
 
 

@@ -72,14 +72,14 @@ def boxed_answer(text: str) -> str | None:
 
 def stated_answer(text: str) -> str | None:
     r"""Returns the last \boxed{...}, else the text after "answer is", else the last $...$, else the last number."""
-    said = _said_answer(text)
-    if said is not None:
-        return said
+    phrase = _phrase_answer(text)
+    if phrase is not None:
+        return phrase
     formulas = _FORMULA.findall(text)
     return formulas[-1].strip() if formulas else last_number(text)
 
 
-def _said_answer(text: str) -> str | None:
+def _phrase_answer(text: str) -> str | None:
     r"""Returns the last \boxed{...}, else the text after the last "answer is"."""
     boxed = boxed_answer(text)
     stated = re.split(r"answer\s+is|answer[*_]*:", text, flags=re.IGNORECASE)[1:]
@@ -213,8 +213,8 @@ def stated_number(text: str) -> Fraction | None:
     """
     if _leading_number(hash_answer(text) or ""):
         return hash_number(text)
-    said = _said_answer(text)
-    leading = _leading_number(said.rpartition("=")[2]) if said else None
+    phrase = _phrase_answer(text)
+    leading = _leading_number(phrase.rpartition("=")[2]) if phrase else None
     if leading:
         return None if _ALTERNATIVE.match(leading[1]) else leading[0]
     before, number = 0, None

@@ -306,5 +306,6 @@ def repetition(n: int = 3) -> Reward:
 
 def _lengths(completions: Sequence[Completion]) -> np.ndarray:
     """Returns |o|, float64 `[B]`: the policy's tokens in all turns, with the tokens that ended turns."""
-    lengths = [sum(len(x.ids) + (not x.truncated) for x in completion.actions) for completion in completions]
+    actions = [completion.actions for completion in completions]
+    lengths = [sum(len(x.ids) + (not (x.truncated or x.stopped)) for x in several) for several in actions]
     return np.array(lengths, np.float64)

@@ -232,7 +232,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
         return str(value[0]["content"])
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
-        return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+        return "\n".join(f"{message['role']}: {message.get('content') or message['tool_calls']}" for message in value)
     return str(value)
 
 

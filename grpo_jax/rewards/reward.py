@@ -16,6 +16,7 @@ import asyncio
 import inspect
 import math
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -85,6 +86,35 @@ def score_completions(
                 if isinstance(value, tuple):
                     parts[place] += tuple(part._replace(reward=component.weight * part.reward) for part in value)
     return RewardScores(total, applicable, components, parts)
+
+
+def try_reward(reward: Reward, example: Example, completions: Sequence[Completion]) -> tuple[float | None, str]:
+    """Calls a reward on one group, without counting a failure.
+
+    Returns:
+      The reward of the first completion, None without one, and the reason if the whole call failed, else "".
+
+    Raises:
+      UsageError: The reward refuses its arguments or the example.
+    """
+    counts, messages = getattr(reward, "counts", {}), getattr(reward, "messages", {})
+    before, failure, value = (dict(counts), dict(messages)), "", None
+    try:
+        scores = score_completions(reward, [example] * len(completions), completions)
+    except UsageError:
+        raise
+    except Exception:  # a function may raise any type of error
+        failure = traceback.format_exc()
+    else:
+        value = float(scores.rewards[0]) if scores.applicable[0] else None
+        failures = [messages[reason] for reason, count in counts.items() if count > before[0][reason]]
+        failure = failures[0] if failures and not scores.applicable.any() else ""
+    for values, earlier in zip((counts, messages), before, strict=True):
+        values.clear()
+        values.update(earlier)
+    if f"{UsageError.__module__}.{UsageError.__name__}: " in failure:
+        raise UsageError(place_and_reason(failure))
+    return value, place_and_reason(failure) if failure else ""
 
 
 def named_components(rewards: Reward | Rewards) -> Rewards:

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 
 from grpo_jax import functional as F
 from grpo_jax.checks import check_models, validate
-from grpo_jax.config import DistillationConfig, GRPOConfig
+from grpo_jax.config import DistillationConfig, GRPOConfig, LossConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.numerics import is_zero
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import grpo_method, masked
+from grpo_jax.rl.grpo import grpo_method, masked, of_top_entropy
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, make_method_programs
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
@@ -90,7 +90,7 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
     advantage = without_rewards if is_zero(options.reward_coef) else grpo.advantage
     return grpo._replace(
         scorers=(*grpo.scorers, scorer),
-        advantage=taught_advantage(advantage, options),
+        advantage=taught_advantage(advantage, options, config.loss),
         terms=grpo.terms if by_token else (*grpo.terms, teacher_term(policy, teacher, options)),
     )
 
@@ -165,16 +165,17 @@ def output_bytes(config: DistillationConfig, teacher: ModelConfig) -> int:
     return 4 * (2 * config.distillation_top_k + 1)
 
 
-def taught_advantage(advantage: Advantage, config: DistillationConfig) -> Advantage:
+def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: LossConfig) -> Advantage:
     """Weighs an advantage function by `reward_coef`, and for k1 adds advantages from the teacher.
 
     Args:
       advantage: The advantage function of the rewards.
       config: The distillation options of the run.
+      loss: The loss options of the run, whose `top_entropy` applies to k1 too.
     """
 
-    def taught(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
-        batch, logged, logs = advantage(rewards, batch, kl_coef)
+    def taught(rewards: RewardArrays, scored: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
+        batch, logged, logs = advantage(rewards, scored, kl_coef)
         weighted = batch.advantages if config.reward_coef == 1 else config.reward_coef * batch.advantages
         if config.distillation != "k1":
             return batch._replace(advantages=weighted), logged, logs
@@ -183,7 +184,8 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig) -> Advant
         assert batch.teacher is not None
         by_token = jnp.where(batch.completion_mask, F.teacher_advantages(logprobs, batch.teacher.logprobs), 0)
         k1 = -jnp.sum(by_token) / jnp.maximum(jnp.sum(batch.completion_mask), 1)
-        advantages = F.per_token(weighted, by_token) + config.distillation_coef * by_token
+        learned = of_top_entropy(by_token, scored, loss)
+        advantages = F.per_token(weighted, by_token) + config.distillation_coef * learned
         return batch._replace(advantages=advantages), logged, logs | {"distillation": k1}
 
     return taught

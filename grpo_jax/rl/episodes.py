@@ -16,7 +16,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import place_and_reason
-from grpo_jax.rl.grade import read_text
+from grpo_jax.rl.grade import decoded
 from grpo_jax.rl.source import at_widths, truncation_of
 from grpo_jax.rl.types import Batch, Graded, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
@@ -54,7 +54,7 @@ def episode_sampler(
 
 def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
     """Makes the programs of `begin_episodes` and `continue_episodes`, which are compiled at their first call."""
-    common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids}
+    common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids, "stop": task.stop}
 
     def begin_rows(shared, prompt_ids, prompt_mask, numbers, temperature) -> Episodes:
         params, noise = shared
@@ -210,8 +210,10 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
     def one(number: int) -> Turn:
         content = [token for token in actions[number] if token not in task.eos_ids]
         reply, reward = observations.get(number), float(sampled.turn_rewards[(*place, number - 1)])
+        action = decoded(task, content, truncated=False)
+        action.truncated = actions[number][-1] not in task.eos_ids and not action.stopped
         return Turn(
-            Completion(task.decode(content), content, truncated=actions[number][-1] not in task.eos_ids),
+            action,
             Completion(task.decode(reply), reply) if reply else None,
             None if math.isnan(reward) else reward,
         )
@@ -223,9 +225,15 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
 
 
 def read_episode(task: Task, completions: Completions, content: Any, place: tuple[int, int]) -> Completion:
-    """Returns the text of an episode, without EOS tokens, with its turns and its ending."""
-    whole, turns = read_text(task, completions, content, place), turns_of(completions, place, task)
-    return Completion(whole, whole.ids, whole.truncated, turns, ENDINGS[completions.ending[place]])
+    """Returns the text of an episode, without EOS tokens, with its turns and its ending.
+
+    A stop text of the last turn is cut off. Those of earlier turns remain, before the observations that follow them.
+    """
+    ids, turns = completions.completion_ids[place][content[place]].tolist(), turns_of(completions, place, task)
+    whole, last = task.decode(ids), turns[-1].action
+    text = whole[: len(whole) + len(last) - len(task.decode(last.ids))] if last.stopped else whole
+    ending, truncated = ENDINGS[completions.ending[place]], bool(completions.truncated[place])
+    return Completion(text, ids, truncated, turns, ending, last.stopped)
 
 
 def turn_parts(completions: Completions, counted: bool) -> np.ndarray:

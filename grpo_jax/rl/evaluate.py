@@ -52,6 +52,14 @@ class Evaluation(NamedTuple):
     answers: list[list[Hashable | None]] | None  # [M][n]; None if the task has none
 
 
+def num_heldout_calls(task: Task, config: GRPOConfig) -> int:
+    """Returns the number of calls of `sample_heldout`."""
+    sampling, samples = config.sampling, config.logging.eval_samples
+    samples = sampling.group_size - 1 if samples is None else samples
+    groups = -(-(samples + 1) // sampling.group_size) * len(task.heldout.examples)
+    return -(-groups // sampling.num_prompts)
+
+
 def sample_heldout(sampler: Sampler, params: Params, task: Task, config: GRPOConfig) -> Iterator[Samples]:
     """Samples n completions of each held-out prompt, and one greedily.
 

@@ -24,6 +24,7 @@ from grpo_jax.rewards.reward import (
 from grpo_jax.rl.guards import check_first_rewards, rollout_metrics, rollout_warnings
 from grpo_jax.rl.types import Graded, RewardArrays, Rollout
 from grpo_jax.sampling.sampler import Completions
+from grpo_jax.sampling.stopping import before_stop
 from grpo_jax.tasks.task import Task
 
 
@@ -137,7 +138,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         from grpo_jax.data.spans import in_tokens  # loaded only for spans
 
         for number, (parts, text) in enumerate(zip(scores.parts, read, strict=True)):
-            scores.parts[number] = in_tokens(parts, text, task.decode)
+            scores.parts[number] = in_tokens(parts, text, lambda ids: before_stop(task.decode(ids), task.stop))
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     return Graded(
         scores.rewards,
@@ -175,7 +176,14 @@ def decode_groups(completions: Completions, task: Task) -> list[list[Completion]
 def read_text(task: Task, completions: Completions, content: Any, place: tuple[int, int]) -> Completion:
     """Returns the text of a completion, from its tokens where `content` `[N, G, T]` is true."""
     ids = completions.completion_ids[place][content[place]].tolist()
-    return Completion(task.decode(ids), ids, bool(completions.truncated[place]))
+    return decoded(task, ids, truncated=bool(completions.truncated[place]))
+
+
+def decoded(task: Task, ids: Sequence[int], *, truncated: bool) -> Completion:
+    """Returns a completion, or the action of a turn, from its tokens without EOS. The text ends before a stop text."""
+    whole = task.decode(ids)
+    text = before_stop(whole, task.stop)
+    return Completion(text, ids, truncated, stopped=text != whole)
 
 
 def episodes_of(task: Task) -> Any:

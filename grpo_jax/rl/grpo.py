@@ -186,13 +186,18 @@ def masked(batch: Batch, config: LossConfig) -> Batch:
       batch: The batch with advantages, and with entropies if `top_entropy` is below 1.
       config: The loss options of the run.
     """
-    if config.top_entropy < 1:
-        entropy, mask = batch.old_entropy, batch.completion_mask
-        keep = F.top_entropy_tokens(entropy, mask, share=config.top_entropy)
-        batch = batch._replace(advantages=jnp.where(keep, F.per_token(batch.advantages, entropy), 0))
+    batch = batch._replace(advantages=of_top_entropy(batch.advantages, batch, config))
     if config.mask_truncated:
         batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, ~batch.truncated))
     return batch
+
+
+def of_top_entropy(advantages: jax.Array, batch: Batch, config: LossConfig) -> jax.Array:
+    """Returns advantages that are 0 on tokens of low entropy, if `top_entropy` is below 1."""
+    if config.top_entropy == 1:
+        return advantages
+    keep = F.top_entropy_tokens(batch.old_entropy, batch.completion_mask, share=config.top_entropy)
+    return jnp.where(keep, F.per_token(advantages, batch.old_entropy), 0)
 
 
 # ---- terms of the loss, which are added

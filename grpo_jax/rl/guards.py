@@ -41,6 +41,9 @@ def check_task(task: Task, config: GRPOConfig, *, bootstraps: bool = False) -> N
     if task.environment is not None:
         hosts.check_alone("environments")
     check_episodes(sampling, has_environment=task.environment is not None)
+    texts = task.stop.texts if task.stop else ()
+    if tuple(sampling.stop) != texts:
+        raise UsageError(f"stop is {sampling.stop}, but the task stops at {texts}: pass the same texts to text_task")
     if task.open_ended and (loss.mask_truncated or bootstraps):
         raise UsageError(
             "completions of this task are meant to be cut off, and end there: leave mask_truncated and "
@@ -119,7 +122,8 @@ def rollout_warnings(graded: Graded, task: Task, step: int, *, is_graded: bool =
         warnings["reward"] = "the reward function returned NaN or infinity: such a step is skipped"
     if graded.truncated.all() and not task.open_ended and not graded.episodes:
         warnings["truncated"] = (
-            "no completion ended within max_tokens: raise max_tokens, or check that the model was trained to write EOS"
+            "no completion ended within max_tokens: raise max_tokens, name a text that ends completions with stop, or "
+            "check that the model was trained to write EOS"
         )
     if not is_graded:
         return warnings

@@ -334,7 +334,7 @@ def read_line(
         arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, jax.Array)}
         return to_numpy(arrays | {"advantages": learned.advantages, "prompts": learned.order[first_skipped]})
 
-    name, most = f"{phase}_{step:06d}_{first_skipped + 1}", config.optimizer.max_skipped
+    name, most = f"{phase}_{step:06d}_{first_skipped + 1}", min(config.optimizer.max_skipped, config.num_updates)
     reward, warnings = rollout.metrics["reward"], dict(rollout.warnings)
     if damaged := damage(rollout.metrics | metrics):
         warnings.pop("spread", None)  # equal rewards are then not the fault of the prompts

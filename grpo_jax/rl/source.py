@@ -144,6 +144,7 @@ def sample_completions(
         temperature=temperature,
         truncation=truncation_of(sampling),
         pad_id=task.pad_id,
+        stop=task.stop,
     )
 
 

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from grpo_jax import __version__, hosts
 from grpo_jax.data.types import hash_files, hash_values
 from grpo_jax.errors import UsageError, lacking, reason_of
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs.files import write_json
+from grpo_jax.runs.files import check_fields, read_object, write_json
 from grpo_jax.runs.progress import say_aside
 
 State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
@@ -35,6 +36,7 @@ class Checkpoints:
         *,
         keep: int = 2,
         run: Callable[[], str | None] = lambda: None,
+        lines: Callable[[], dict[str, int]] = dict,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         """Sets the folder; `restore` and `save` create it.
@@ -44,18 +46,24 @@ class Checkpoints:
           keep: The number of checkpoints to keep; older checkpoints are deleted.
           run: Returns the digest of the run's options and inputs, as in `write_seal`. Checkpoints with another digest
             are skipped.
+          lines: Writes the lines of the phase to the disk, and returns their numbers by file.
           warn: Prints a warning, one sentence; None: to stderr.
         """
         self._folder, self._keep = folder.absolute(), keep
         self._run, self._warn = run, warn or _say
-        self._saving = 0  # the step
+        self._saving, self._count_lines = 0, lines  # the step
+        self.lines: dict[str, int] = {}  # the lines that the restored or saved checkpoint covers
+        self._best: set[int] = set()  # steps that are kept beside the newest
+        self.scores: dict[int, float] = {}  # held-out scores by step, as in `read_scores`, up to the restored step
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
         """Opens orbax's manager when it is first needed: it fails on damaged folders, which `restore` renames first."""
         then = ocp.AsyncOptions(post_finalization_callback=self._seal)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep, enable_async_checkpointing=True, async_options=then
+            preservation_policy=_Preserved(self._keep, self._best),
+            enable_async_checkpointing=True,
+            async_options=then,
         )
         return ocp.CheckpointManager(self._folder, options=options)
 
@@ -68,15 +76,29 @@ class Checkpoints:
         items = {name: ocp.args.StandardSave(item) for name, item in _items(single).items()}
         self._manager.wait_until_finished()  # the seal of the previous checkpoint reads `_saving`
         self._check_room(state)
-        self._saving = step
+        self._saving, self.lines = step, self._count_lines()
         if not self._manager.save(step, args=ocp.args.Composite(**items)):
             raise UsageError(f"step {step} cannot be saved in {self._folder}, which holds a later one: start a new run")
+
+    def note_score(self, step: int, score: float, *, keep: bool) -> bool:
+        """Records the held-out score of a step. Returns true if `keep` is and it is the best trained step so far."""
+        self.scores[step] = -math.inf if math.isnan(score) else score
+        if hosts.is_first():
+            write_json(_scores_file(self._folder), {str(number): value for number, value in self.scores.items()})
+        return keep and self._keep_best() == step
+
+    def _keep_best(self) -> int | None:
+        """Keeps the checkpoint of the best trained step, and returns the step."""
+        self._best.clear()
+        trained = {step: score for step, score in self.scores.items() if step > 0}
+        self._best |= {best_step(trained)} if trained else set()
+        return next(iter(self._best), None)
 
     def _seal(self) -> None:
         """Seals a checkpoint before orbax renames its folder, so that it appears with its seal or not at all."""
         if hosts.is_first():
             folder, unnamed = (self._folder / f"{self._saving}{end}" for end in ("", ocp.path.atomicity.TMP_DIR_SUFFIX))
-            write_seal(unnamed if unnamed.is_dir() else folder, step=self._saving, run=self._run())
+            write_seal(unnamed if unnamed.is_dir() else folder, step=self._saving, run=self._run(), lines=self.lines)
 
     def _check_room(self, state: State) -> None:
         """Raises an error if the disk has no room for a checkpoint, before a part of it is written."""
@@ -107,6 +129,9 @@ class Checkpoints:
         self._check_room(shapes)
         if not (step := hosts.first_says("where the run goes on", self._where_to_go_on() if hosts.is_first() else 0)):
             return like(), 0
+        scores = hosts.first_says("the scores so far", read_scores(self._folder) if hosts.is_first() else {})
+        self.scores = {number: score for number, score in scores.items() if number <= step}
+        self._keep_best()
         targets = _placed(_items(shapes), None if shardings is None else _items(shardings(shapes)))
         restored = self._read(step, {name: ocp.args.StandardRestore(target) for name, target in targets.items()})
         return shapes._replace(params=restored["params"], **restored["rest"]), step
@@ -121,6 +146,7 @@ class Checkpoints:
             (self._folder / str(wrong)).rename(self._folder / f"damaged-{wrong}")
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; the run goes on from step {step}")
+        self.lines = read_object(self._folder / str(step) / _SEAL_FILE).get("lines", {})
         return step
 
     def _newest(self, steps: Sequence[int], part: str = "") -> tuple[int, dict[int, str]]:
@@ -200,6 +226,33 @@ class Checkpoints:
             self._manager.close()
 
 
+class _Preserved(NamedTuple):
+    """Orbax's policy of what to keep: the newest checkpoints, and some others."""
+
+    newest: int
+    others: set[int]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        newest = sorted(checkpoint.step for checkpoint in checkpoints)[-self.newest :]
+        return [checkpoint.step in (*newest, *self.others) for checkpoint in checkpoints]
+
+
+def _scores_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.scores.json")
+
+
+def read_scores(folder: Path) -> dict[int, float]:
+    """Returns the held-out scores of a folder of checkpoints by step, larger is better; empty if none are recorded."""
+    file = _scores_file(folder)
+    scores = read_object(file, dict[str, float | None]) if file.exists() else {}
+    return {int(step): -math.inf if score is None else score for step, score in scores.items() if step.isdecimal()}
+
+
+def best_step(scores: Mapping[int, float]) -> int:
+    """Returns the step with the best score, the first of equal ones."""
+    return max(sorted(scores), key=scores.__getitem__)
+
+
 def saved_steps(folder: Path) -> list[int]:
     """Returns the steps by which entries in a folder of checkpoints are named, in any order."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
@@ -246,16 +299,18 @@ _DIGEST = "digest"  # the key for the digest of the seal itself
 _UNSEALED = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
-def write_seal(folder: Path, *, step: int, run: str | None = None) -> None:
+def write_seal(folder: Path, *, step: int, run: str | None = None, lines: Mapping[str, int] = {}) -> None:
     """Seals a complete checkpoint.
 
     Args:
       folder: The folder of the checkpoint.
       step: The step of the checkpoint.
       run: The digest of the options and inputs that the run began with; None: not recorded.
+      lines: The numbers of lines that the run had written, by file.
     """
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     seal = {"files": hash_files(folder, names - _UNSEALED), "step": step, "run": run, "version": __version__}
+    seal["lines"] = dict(lines)
     write_json(folder / _SEAL_FILE, seal | {_DIGEST: hash_values(seal)})
 
 
@@ -273,6 +328,7 @@ def check_seal(folder: Path, part: str = "") -> tuple[dict[str, Any] | None, str
         seal = json.loads((folder / _SEAL_FILE).read_text(encoding="utf-8"))
         if seal.pop(_DIGEST) != hash_values(seal):
             raise ValueError(f"{_SEAL_FILE} does not have its digest")
+        check_fields(seal, _SEAL_FILE, {"files": dict[str, str], "step": int, "run": str | None, "version": str})
         present = {name for name in seal["files"] if (folder / name).is_file()}
         digests = hash_files(folder, (name for name in present if name.startswith(part)))
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:

@@ -22,7 +22,7 @@ from grpo_jax.options import flattened
 from grpo_jax.runs.files import COMMAND, read_object, write_text
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import numbered_runs
-from grpo_jax.runs.pretrained import phase_of, restore
+from grpo_jax.runs.pretrained import Step, phase_of, restore
 from grpo_jax.runs.progress import RunConsole, say
 
 
@@ -36,8 +36,9 @@ class Options:
     """Folder to write; must not exist, or be empty."""
     phase: str | None = None
     """Phase of the run; None: the only one that is neither a warm start nor a control."""
-    step: int | None = None
-    """Step of the checkpoint; None: the newest. A run keeps the newest few (--keep-checkpoints)."""
+    step: Step = None
+    """Step of the checkpoint; None: the newest; best: the best held-out score. A run keeps few (--keep-checkpoints,
+    --keep-best)."""
     dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
     """Dtype of the tensors; model: that of the initial model's files. bfloat16 rounds weights stochastically, to keep
     small updates. float32 loses nothing."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, Protocol, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -30,12 +30,22 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
+from grpo_jax.checks import check_effects
 from grpo_jax.config import with_options
 from grpo_jax.devices import COMPILING
 from grpo_jax.errors import Interruption, UsageError, flush_output, lacking, open_nowhere, user_path
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.hosts import HostOptions
-from grpo_jax.options import between, check_ranges, flattened, from_json, option_types, options_of
+from grpo_jax.options import (
+    Escaped,
+    between,
+    check_ranges,
+    flattened,
+    from_json,
+    option_types,
+    options_of,
+    replace_options,
+)
 from grpo_jax.runs import progress, runner
 from grpo_jax.runs.files import COMMAND, read_object, weights_and_biases
 from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs
@@ -146,7 +156,9 @@ def _read(config_class: type[Config], default: Config, args: list[str], prog: st
         read_flags(_first_options(config_class, default), args=["--help"], prog=prog, description=text)
     args = ["--help" if arg == "--help-all" else arg for arg in args]
     flat = (tyro.conf.OmitArgPrefixes,)
-    return read_flags(config_class, args=args, default=default, config=flat, prog=prog, description=description)
+    config = read_flags(config_class, args=args, default=default, config=flat, prog=prog, description=description)
+    check_effects(config)
+    return config
 
 
 def _first_options(config_class: type, default: Any) -> type:
@@ -192,7 +204,15 @@ def read_flags(config_class: type[Options], **settings: Any) -> Options:
     _unique([(flag, None) for flag in flags if flag.replace("-", "_") in lists])  # tyro would take the last
     options = tyro.cli(config_class, **settings)
     check_ranges(options)
-    return options
+    values, types = options_of(options), option_types(config_class, include_extras=True)
+    default = options_of(settings["default"]) if settings.get("default") else {}  # its texts are not typed in a shell
+    escaped = [name for name, hint in types.items() if Escaped in get_args(hint) and values[name] != default.get(name)]
+    return replace_options(options, {name: tuple(map(_unescaped, values[name])) for name in escaped})
+
+
+def _unescaped(text: str) -> str:
+    """Returns a text with line breaks, tabs and backslashes for \\n, \\t and \\\\."""
+    return re.sub(r"\\[nt\\]", lambda match: {"n": "\n", "t": "\t"}.get(match[0][1], "\\"), text)
 
 
 def prepare_terminal() -> None:
@@ -392,6 +412,7 @@ def open_run(config: HasOutput) -> RunFolder:
     output, values = config.output, dataclasses.asdict(config)
     for name in ("run_dir", "resume", "config", "hosts"):
         del values["output"][name]
+    values.pop("dry_run", None)  # it makes no run
     hosts.check_same(flattened(values))
     run = RunFolder(output.run_dir, values)
     if not run.writes:

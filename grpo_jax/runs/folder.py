@@ -11,8 +11,10 @@ nothing. All hosts read the same folder.
 import errno
 import glob
 import json
+import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -86,6 +88,7 @@ class RunFolder:
         self.console = console or RunConsole(quiet=not self.writes)
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = {}
+        self._lines = Counter[tuple[str, str]]()  # the lines of a phase in a file
         self._started = time.perf_counter()
         self.trackers: list[Tracker] = []
         if self.writes:
@@ -101,6 +104,8 @@ class RunFolder:
             self._keep_options(config)
         except OSError as error:
             raise UsageError(f"{path} cannot be written to ({error.strerror}): name another run_dir") from None
+        if (path / "model").exists() and not (path / INPUTS_FILE).exists():
+            self.warn_once("inputs", f"{INPUTS_FILE} is gone: changes of rows and model since the start go unnoticed")
         self.trackers.append(tensorboard(path / "tensorboard"))
 
     def _keep_options(self, config: dict[str, Any]) -> None:
@@ -193,22 +198,27 @@ class RunFolder:
         for group in groups:
             self._append("rollouts.jsonl", {"phase": phase, "step": step, **group})
 
-    def rewind(self, phase: str, step: int) -> None:
+    def rewind(self, phase: str, step: int, lines_before: Mapping[str, int] = {}) -> None:
         """Drops the lines of a phase after a step, and a last line that a crash cut off.
 
         Args:
           phase: The phase that starts or resumes.
           step: The step that was reached; 0: all lines are dropped.
+          lines_before: The lines that a file had at this step. If fewer are left, the run warns.
         """
         if not self.writes:
             return
         for name in _PHASE_FILES:
-            file = self.path / name
+            file, done = self.path / name, step or -1  # a phase that starts writes the line of step 0 again
+            lines = list(complete_lines(file, _LINE)) if file.exists() else []
+            remaining = [line for line, record in lines if record["phase"] != phase or record["step"] <= done]
             if file.exists():
-                done = step or -1  # a phase that starts writes the line of step 0 again
-                lines = complete_lines(file, _LINE)
-                remaining = [line for line, record in lines if record["phase"] != phase or record["step"] <= done]
                 write_text(file, "".join(line + "\n" for line in remaining))
+            left = sum(record["phase"] == phase and record["step"] <= done for _, record in lines)
+            self._lines[phase, name] = left
+            if left < lines_before.get(name, 0):
+                lost = lines_before[name] - left
+                self.warn_once(f"{name} of {phase}", f"{name} has lost {lost} lines of {phase}: its curves have gaps")
         numbers = [line for name in _NUMBER_FILES for line in self.lines(name) if line["phase"] == phase]
         for tracker in self.trackers:
             tracker.restart(phase, numbers)
@@ -233,6 +243,7 @@ class RunFolder:
         line = json.dumps(finite(record), allow_nan=False)
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+        self._lines[record["phase"], name] += 1
 
     def _check_present(self) -> None:
         if self.writes and not (self.path / OPTIONS_FILE).exists():
@@ -247,6 +258,14 @@ class RunFolder:
             self._check_present()
             raise
 
+    def _sync(self, phase: str) -> dict[str, int]:
+        """Writes the lines of a phase to the disk, and returns their numbers by file."""
+        for name in _PHASE_FILES if self.writes else ():
+            if (self.path / name).exists():
+                with (self.path / name).open("rb") as file:
+                    os.fsync(file.fileno())
+        return {name: self._lines[phase, name] for name in _PHASE_FILES}
+
     # ---- checkpoints, times, messages
 
     def checkpoints(self, phase: str, *, keep: int) -> Checkpoints:
@@ -255,6 +274,7 @@ class RunFolder:
             self.path / "checkpoints" / phase,
             keep=keep,
             run=partial(run_digest, self.path, phase),
+            lines=partial(self._sync, phase),
             warn=partial(self.warn_once, f"checkpoints of {phase}"),
         )
 
@@ -330,7 +350,7 @@ class RunFolder:
 # ---- resuming: a run continues with the options and inputs that it began with, and possibly more steps
 
 # Options that a resumed run may change, because its results do not depend on them.
-FREE_OPTIONS = {"keep_checkpoints", "checkpoint_every", "wandb", "compilation_cache", "stop_code"}
+FREE_OPTIONS = {"keep_checkpoints", "keep_best", "checkpoint_every", "wandb", "compilation_cache", "stop_code"}
 FREE_OPTIONS |= {"engine_timeout", "engine_folder"}
 ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,10 @@ from grpo_jax.models.rounding import resolve_dtype, round_stochastically
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import flattened
 from grpo_jax.runs import files
-from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.checkpoint import Checkpoints, best_step, read_scores
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, check_inputs, read_inputs, run_digest
 
+Step = int | Literal["best"] | None
 _LORA_FILE = "lora.json"
 
 
@@ -136,7 +137,7 @@ def _description(run: Path) -> dict[str, str]:
 
 
 def load_run(
-    folder: Path, *, phase: str | None = None, step: int | None = None, base: Path | None = None, **overrides: Any
+    folder: Path, *, phase: str | None = None, step: Step = None, base: Path | None = None, **overrides: Any
 ) -> tuple[Pretrained, int]:
     """Loads a model that a run trained, in the form of `load_pretrained`.
 
@@ -145,7 +146,7 @@ def load_run(
     Args:
       folder: The folder of the run.
       phase: The name of the phase; None: the phase that `phase_of` selects.
-      step: The step of the checkpoint; None: the newest.
+      step: The step of the checkpoint; None: the newest; "best": that of the best held-out score.
       base: The folder of the base model of a LoRA run, if it has moved.
       **overrides: Fields of ModelConfig that config.json does not set: dtype, rounding, remat, attention, router.
 
@@ -197,14 +198,14 @@ def phase_of(run: Path, phase: str | None = None) -> str:
 
 
 def restore(
-    run: Path, phase: str | None, step: int | None, *, base: Path | None = None, adapter: bool = False, **overrides: Any
+    run: Path, phase: str | None, step: Step, *, base: Path | None = None, adapter: bool = False, **overrides: Any
 ) -> Trained:
     """Restores the policy from a checkpoint of a run, without a critic.
 
     Args:
       run: The folder of the run.
       phase: The name of the phase; None: the phase that `phase_of` selects.
-      step: The step of the checkpoint; None: the newest.
+      step: The step of the checkpoint; None: the newest; "best": that of the best held-out score.
       base: The folder of the base model of a LoRA run, if it has moved.
       adapter: Read only the adapters; the base model then has shapes and no arrays.
       **overrides: Fields of ModelConfig that config.json does not set.
@@ -234,6 +235,12 @@ def restore(
     def shapes(config: ModelConfig) -> Params:
         return jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
 
+    if step == "best":
+        scores = read_scores(run / "checkpoints" / phase)
+        scores.pop(0, None)  # the initial model has no checkpoint
+        if not scores:
+            raise UsageError(f"{run} has kept no best checkpoint: train with --keep-best, or name a step")
+        step = best_step(scores)
     with Checkpoints(run / "checkpoints" / phase, run=partial(run_digest, run, phase)) as checkpoints:
         if lora is None:
             # The model's files may hold an output matrix although config.json ties it.

@@ -7,10 +7,10 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import filelock
 import jax
@@ -102,6 +102,7 @@ _SECONDS = 60.0  # the time between two lines
 _COMPILING = "compiling or loading programs (may take minutes)"
 
 Show = Callable[..., None]  # (step, words="")
+T = TypeVar("T")
 
 
 class RunConsole(Console):
@@ -155,6 +156,25 @@ def waiting(console: Console, words: str) -> Iterator[None]:
         say(console, words)
     with console.status(words) if _moves(console) else nullcontext():
         yield
+
+
+def watched(items: Iterable[T], console: Console, words: str, total: int) -> Iterator[T]:
+    """Yields items, and says once a minute how many of them are done and how long the others will take.
+
+    Args:
+      items: The items, each of which takes time.
+      console: The console to print to.
+      words: The work, such as "evaluation".
+      total: The number of items.
+    """
+    started = printed = time.perf_counter()
+    for number, item in enumerate(items, 1):
+        now = time.perf_counter()
+        if now - printed >= _SECONDS and number < total:
+            left = in_time((now - started) / number * (total - number))
+            say(console, f"{words}: {number} of {total} parts, about {left} left")
+            printed = now
+        yield item
 
 
 def in_time(seconds: float) -> str:

@@ -74,6 +74,9 @@ def write_report(folder: Path) -> Path:
     folder = user_path(folder)
     if not (folder / "config.json").exists():
         raise UsageError(f"{folder} holds no config.json: name the folder of a run")
+    options = read_object(folder / "config.json")
+    if "model_type" in options:
+        raise UsageError(f"{folder} is the folder of a model: name that of a run")
     metrics, times = (read_lines(folder / f"{name}.jsonl", _LINE) for name in ("metrics", "times"))
     groups = _read_groups(folder / "rollouts.jsonl")
     names = list(dict.fromkeys([*(line["phase"] for line in metrics), *groups]))
@@ -83,7 +86,7 @@ def write_report(folder: Path) -> Path:
     curves, parts = _curves([*metrics, *times])
     run = {
         "title": folder.resolve().name,
-        "options": flattened(read_object(folder / "config.json")),
+        "options": flattened(options),
         "warnings": [line["message"] for line in read_lines(folder / "warnings.jsonl", {"message": str})],
         "results": read_object(results) if (results := folder / "results.json").exists() else None,
         "ends": {line["phase"]: line["step"] for line in metrics},

@@ -12,7 +12,7 @@ callback of C code, such as JAX's callback of the garbage collector.
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from grpo_jax import hosts
 from grpo_jax.config import LoggingConfig
 from grpo_jax.data.types import Line, Skipped
 from grpo_jax.errors import Interruption
+from grpo_jax.runs.checkpoint import best_step
 from grpo_jax.runs.folder import RunFolder
 
 # ---- signals
@@ -142,6 +143,7 @@ def run_steps(
     shardings: Callable[[S], S],
     evaluate: Callable[[S, int], dict[str, float]] | None = None,
     evaluates_end: bool = True,
+    score: Callable[[Mapping[str, float]], float] = lambda numbers: next(iter(numbers.values())),
     until: int | None = None,
 ) -> S:
     """Takes the steps of a phase, continuing from its newest checkpoint.
@@ -158,6 +160,8 @@ def run_steps(
       shardings: (shapes of a state) -> the shardings of its arrays.
       evaluate: (state, steps taken) -> numbers to log at step 0, every `eval_every` steps, and at the end.
       evaluates_end: Also evaluate the end if the last step is not a multiple of `eval_every`.
+      score: (numbers of an evaluation) -> the score for `keep_best` and `patience`, of which more is better. Default:
+        the first number.
       until: The step to stop at, from which a later call continues. None: the last step.
 
     Returns:
@@ -176,9 +180,18 @@ def run_steps(
     ):
         state, done = checkpoints.restore(initial_state, shardings)
         state = place(state)
-        run.rewind(phase, done)
+        run.rewind(phase, done, checkpoints.lines)
+
+        def note(step: int, evaluated: Mapping[str, float]) -> bool:
+            has_use = logging.keep_best or logging.patience
+            return bool(has_use) and checkpoints.note_score(step, score(evaluated), keep=logging.keep_best)
+
         if evaluate and done == 0:
-            run.log(phase, 0, evaluate(state, 0))
+            start = evaluate(state, 0)
+            run.log(phase, 0, start)
+            note(0, start)
+        if is_stale(checkpoints.scores, logging.patience):  # it ended before its last step
+            return state
         pending: Pending | None = None
         reached = saved = done  # steps taken by the state, and the step of the newest checkpoint
         profile = profiling(run.path / "profile", done, logging.profile_steps)
@@ -202,14 +215,17 @@ def run_steps(
                     if evaluate and (reached % logging.eval_every == 0 or (is_last and evaluates_end)):
                         with run.timed("evaluate"):
                             evaluated = evaluate(state, reached)
-                    stop = asked_to_stop()
-                    save = stop or is_last or reached % every == 0
+                    stop, is_best = asked_to_stop(), bool(evaluated) and note(reached, evaluated)
+                    ends = is_stale(checkpoints.scores, logging.patience)
+                    save = stop or is_last or ends or is_best or reached % every == 0
                     if evaluated or save:
                         read(evaluated)
                     if save:  # only after the lines that the checkpoint covers
                         checkpoints.save(state, reached)
                         saved = reached
-                    if stop:
+                    if ends:
+                        run.say(f"{phase}: ends at step {reached}, {logging.patience} evaluations after its best score")
+                    if stop or ends:
                         break
             except Interruption:  # raised while a step samples or grades, so the state is unchanged
                 read({})
@@ -217,6 +233,11 @@ def run_steps(
                     checkpoints.save(state, reached)
                 raise
     return state
+
+
+def is_stale(scores: Mapping[int, float], patience: int) -> bool:
+    """Returns whether as many evaluations followed the best score as a run has patience; 0: never."""
+    return patience > 0 and len(scores) > 0 and sum(step > best_step(scores) for step in scores) >= patience
 
 
 def write_line(run: RunFolder, phase: str, step: int, line: Line, evaluated: dict[str, float]) -> None:

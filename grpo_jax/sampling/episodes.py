@@ -26,6 +26,7 @@ from grpo_jax.sampling.sampler import (
     put_at,
     start_decoding,
 )
+from grpo_jax.sampling.stopping import Stop
 
 
 class Episodes(NamedTuple):
@@ -50,6 +51,7 @@ def begin_episodes(
     temperature: jax.Array | float = 1.0,
     truncation: Truncation | None = None,
     pad_id: int = 0,
+    stop: Stop | None = None,
 ) -> Episodes:
     """Samples the first turn of G episodes for each of N prompts. The tokens are those that `sample_groups` samples.
 
@@ -58,13 +60,14 @@ def begin_episodes(
       max_tokens: The maximum number of tokens that the policy samples in an episode.
       environment_tokens: The maximum number of tokens of all replies in an episode. T is the sum of both.
       eos_ids: The tokens that end a turn. The ending token belongs to the turn.
+      stop: Ends turns whose text contains a stop text, as in `sample_groups`. Default: None.
 
     Returns:
       `Episodes` after one turn.
     """
     size = max_tokens + environment_tokens
-    running = initial_state(rows, key, size, temperature, truncation, pad_id)
-    extend, state = start_decoding(policy, params, prompt_ids, prompt_mask, running, size, eos_ids)
+    running = initial_state(rows, key, size, temperature, truncation, pad_id, stop)
+    extend, state = start_decoding(policy, params, prompt_ids, prompt_mask, running, size, eos_ids, stop)
     _, cache, running = jax.lax.while_loop(partial(is_running, max_tokens=max_tokens), extend, state)
     out = running.out._replace(turn=running.out.completion_mask.astype(jnp.int32))
     return Episodes(cache, running._replace(out=out), jnp.sum(out.completion_mask, axis=-1, dtype=jnp.int32))
@@ -80,6 +83,7 @@ def continue_episodes(
     *,
     max_tokens: int,
     eos_ids: tuple[int, ...],
+    stop: Stop | None = None,
 ) -> Episodes:
     """Appends the environment's replies, and samples the next turn of the episodes that continue.
 
@@ -87,7 +91,7 @@ def continue_episodes(
     many turns other episodes take.
 
     Args:
-      policy, params, max_tokens, eos_ids: See `begin_episodes`.
+      policy, params, max_tokens, eos_ids, stop: See `begin_episodes`.
       episodes: The episodes after the previous turn. Callers that compile this function donate them.
       replies: The tokens of the replies, int32 `[N, G, R]`; only `[..., :counts]` is read.
       counts: The number of tokens of each reply, int32 `[N, G]`, 0 without a reply. It is at most R, and at most what
@@ -106,7 +110,7 @@ def continue_episodes(
     def add(running: Running, hidden: jax.Array, lengths: jax.Array) -> tuple[Running, jax.Array]:
         """Adds one more token to the completions whose turn has not ended."""
         active = _is_in_turn(running, max_tokens)
-        added = add_token(logits_of, running, hidden, lengths, eos_ids, active)
+        added = add_token(logits_of, running, hidden, lengths, eos_ids, active, stop)
         turn = put_at(added.out.turn, lengths, number, active)
         return added._replace(out=added.out._replace(turn=turn)), lengths + active
 
@@ -141,7 +145,8 @@ def _append_replies(
         turn=jnp.where(is_reply, jnp.max(out.turn, axis=-1, keepdims=True), out.turn),
         truncated=jnp.where(continues, True, out.truncated),
     )
-    return episodes.running._replace(out=out), lengths
+    states = jax.tree.map(jnp.zeros_like, episodes.running.stop_states)  # a stop text lies in a single turn
+    return episodes.running._replace(out=out, stop_states=states), lengths
 
 
 def _compute_replies(

@@ -24,6 +24,7 @@ from grpo_jax.functional.products import multiplies_by_columns, times_transposed
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.transformer import Params
+from grpo_jax.sampling.stopping import STOPPED, Stop
 
 # ---- one token
 
@@ -201,6 +202,7 @@ def sample_groups(
     temperature: jax.Array | float = 1.0,
     truncation: Truncation | None = None,
     pad_id: int = 0,
+    stop: Stop | None = None,
 ) -> Completions:
     """Samples G completions for each of N prompts.
 
@@ -223,15 +225,17 @@ def sample_groups(
         log-probabilities are then those at temperature 1. Default 1.
       truncation: The limits on the candidate tokens, or None.
       pad_id: The token that fills completion_ids after the end.
+      stop: Ends completions whose text contains a stop text, from `stopping.make_stop`. The token that completes
+        the text belongs to the completion. Default: None.
 
     Returns:
       `Completions`.
     """
-    running = initial_state(rows, key, max_tokens, temperature, truncation, pad_id)
+    running = initial_state(rows, key, max_tokens, temperature, truncation, pad_id, stop)
     rooms = rooms_of(max_tokens) if policy.widen else (max_tokens,)
     # Nothing reads the cache of an ended completion, so it need not stay valid.
     policy = policy._replace(forgets=False)
-    extend, state = start_decoding(policy, params, prompt_ids, prompt_mask, running, rooms[0], eos_ids)
+    extend, state = start_decoding(policy, params, prompt_ids, prompt_mask, running, rooms[0], eos_ids, stop)
     widths = _widths(policy, params, state[1], rows.size, max_tokens)
     for room, wider in itertools.pairwise(rooms):
         until = partial(is_running, max_tokens=room, fewer=widths[0] if widths else 0)
@@ -249,6 +253,7 @@ class Running(NamedTuple):
     temperature: jax.Array
     limits: Truncation
     out: Completions  # the tokens so far
+    stop_states: jax.Array | None = None  # int32, states of the automaton of `Stop`; None without stop texts
 
 
 def initial_state(
@@ -258,6 +263,7 @@ def initial_state(
     temperature: jax.Array | float,
     truncation: Truncation | None,
     pad_id: int,
+    stop: Stop | None,
 ) -> Running:
     """Returns completions before the first token, with room for `size` tokens. For arguments see `sample_groups`."""
     shape = rows.shape
@@ -275,6 +281,7 @@ def initial_state(
         temperature=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), shape),
         limits=jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape), truncation or Truncation()),
         out=out,
+        stop_states=None if stop is None else jnp.zeros(shape, jnp.int32),
     )
     return spread(running, BATCH)
 
@@ -287,13 +294,14 @@ def start_decoding(
     running: Running,
     room: int,
     eos_ids: tuple[int, ...],
+    stop: Stop | None,
 ) -> tuple[Callable[[Any], Any], tuple[jax.Array, Any, Running]]:
     """Computes the prompts and samples the first token.
 
     If `policy.forgets`, the cache stays valid for completions that have ended.
 
     Args:
-      policy, params, prompt_ids, prompt_mask, eos_ids: See `sample_groups`.
+      policy, params, prompt_ids, prompt_mask, eos_ids, stop: See `sample_groups`.
       running: The completions before the first token.
       room: The number of tokens per completion that the cache has room for.
 
@@ -305,7 +313,7 @@ def start_decoding(
     logits_of = make_logits(policy, params)
 
     def add(running: Running, hidden: jax.Array, step: jax.Array) -> Running:
-        return add_token(logits_of, running, hidden, step, eos_ids, running.out.truncated)
+        return add_token(logits_of, running, hidden, step, eos_ids, running.out.truncated, stop)
 
     def extend(state):
         step, cache, running = state
@@ -426,6 +434,7 @@ def add_token(
     step: jax.Array,
     eos_ids: tuple[int, ...],
     active: jax.Array,
+    stop: Stop | None,
 ) -> Running:
     """Samples the next token of active completions. The outputs of inactive completions do not change.
 
@@ -436,6 +445,7 @@ def add_token(
       step: The position of the token, int32: a scalar for all completions, or `[N, G]`.
       eos_ids: The tokens that end a completion.
       active: True for active completions, bool `[N, G]`.
+      stop: Ends completions whose text contains a stop text, or None.
     """
     ids, logprobs, truncated_logprobs = _draw(running, logits_of(hidden), step, multiplies_by_columns(hidden.dtype))
 
@@ -443,6 +453,10 @@ def add_token(
         return put_at(array, step, value, active)
 
     ends, out = jnp.any(ids[..., None] == jnp.asarray(eos_ids, jnp.int32), axis=-1), running.out
+    states = running.stop_states
+    if stop is not None:
+        states = jnp.asarray(stop.table, jnp.int32)[states, jnp.asarray(stop.classes)[ids]]
+        ends |= states == STOPPED
     out = out._replace(
         completion_ids=put(out.completion_ids, ids),
         completion_mask=put(out.completion_mask, True),
@@ -450,7 +464,7 @@ def add_token(
         truncated_logprobs=None if truncated_logprobs is None else put(out.truncated_logprobs, truncated_logprobs),
         truncated=out.truncated & ~(active & ends),
     )
-    return running._replace(last_ids=ids, out=out)
+    return running._replace(last_ids=ids, out=out, stop_states=states)
 
 
 def _draw(

@@ -88,6 +88,7 @@ def open_task(
     seed: int,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
+    stop: Sequence[str] = (),
     chat_template_kwargs: str = "",
     training: bool = True,
 ) -> Iterator[Task]:
@@ -100,6 +101,7 @@ def open_task(
       group_size: The number of completions of a prompt in training, G.
       seed: The seed of the order of prompts.
       max_prompt_tokens, overlong: See `encode_prompts`.
+      stop: Texts that end a completion: see the option `stop`.
       chat_template_kwargs: Variables of the chat template, as JSON.
       training: False if the task is only evaluated, so that all rows may be held out.
 
@@ -142,6 +144,7 @@ def open_task(
             seed=seed,
             max_prompt_tokens=max_prompt_tokens,
             overlong=overlong,
+            stop=stop,
             template=options.template,
             system=options.system,
             tools=tools,

@@ -32,8 +32,9 @@ from grpo_jax.data.types import (
 )
 from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, row_kwargs, with_kwargs
-from grpo_jax.options import Size, check_number
+from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
+from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_pieces
 
 if TYPE_CHECKING:  # imported only by tasks with an environment
     from grpo_jax.data.episodes import Environment
@@ -56,6 +57,7 @@ class Task(NamedTuple):
     eos_ids: tuple[int, ...]
     pad_id: int
     vocab_size: int
+    stop: Stop | None = None  # ends completions whose text contains a stop text; `config.sampling.stop` names the texts
     open_ended: bool = False  # completions are meant to be cut at max_tokens
     notes: tuple[str, ...] = ()  # facts about the prompts for the user, such as how many were dropped
     answer: Answer | None = None  # the answer that completions vote on (maj@n); None: they do not vote
@@ -87,7 +89,7 @@ def padding_id(tokenizer: Any, vocab_size: int) -> int:
     return padding if padding is not None and padding < vocab_size else 0
 
 
-def final_extractor(tokenizer: Any) -> Callable[[Example, Completion], Completion] | None:
+def final_extractor(tokenizer: Any, stop: Stop | None = None) -> Callable[[Example, Completion], Completion] | None:
     """Returns the function that extracts the final text of a completion: see `Task.extract_final`.
 
     Such a model writes its reasoning and its tool calls into other channels, or between tags. The `response_template`
@@ -95,6 +97,7 @@ def final_extractor(tokenizer: Any) -> Callable[[Example, Completion], Completio
 
     Args:
       tokenizer: A transformers tokenizer.
+      stop: The stop texts of the completions.
 
     Returns:
       The function, or None if the tokenizer has no `response_template`. A completion without a final text, or with a
@@ -112,11 +115,13 @@ def final_extractor(tokenizer: Any) -> Callable[[Example, Completion], Completio
 
     def extract(example: Example, completion: Completion) -> Completion:
         try:
-            message = tokenizer.parse_response(tokenizer.decode(list(completion.ids)), prefix=example["prompt"])
+            text = before_stop(tokenizer.decode(list(completion.ids)), stop)
+            message = tokenizer.parse_response(text, prefix=example["prompt"])
         except Exception:  # no text of a policy may end a run
             message = {}
         content = message.get("content")
-        return Completion(content if isinstance(content, str) else "", completion.ids, completion.truncated)
+        content = content if isinstance(content, str) else ""
+        return Completion(content, completion.ids, completion.truncated, stopped=completion.stopped)
 
     return extract
 
@@ -147,6 +152,7 @@ def text_task(
     seed: int,
     reward: Reward | Rewards,
     answer: Answer | None = None,
+    stop: Sequence[str] = (),
     chat: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | str | None = None,
@@ -168,6 +174,7 @@ def text_task(
         "prompt" (which replaces a column of that name).
       answer: Extracts the answer that completions of a prompt vote on, such as `rewards.builtin.number_vote`. None:
         there is no vote.
+      stop: Texts that end a completion: see the option `stop`. Pass the same texts to `config.recipe`.
       chat: True to make each prompt that is text a user's message in the tokenizer's chat template.
       tools: JSON schemas of functions that the chat template describes to the model. None: there are no tools.
       chat_template_kwargs: Variables of the chat template, such as {"enable_thinking": False}, or their JSON.
@@ -180,6 +187,7 @@ def text_task(
       UsageError: Rows, columns, template or split are invalid. The message is one sentence that says where.
     """
     check_number("num_prompts", num_prompts, Size)
+    check_type("stop", stop, tuple[str, ...])
     encoding = {"all_in_advance": _ALL_IN_ADVANCE} | encoding
     writer = make_chat(tokenizer, eos_ids, chat_template_kwargs, tools)
     training, heldout, notes, width = encode_rows(writer, rows, vocab_size=vocab_size, in_chat=chat, **encoding)
@@ -193,20 +201,23 @@ def text_task(
     def padded(rows: PromptRows, numbers: Iterable[int] | None = None) -> Prompts:
         return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id)
 
+    decoding = partial(decode, writer)
+    ends = make_stop(stop, partial(read_pieces, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
     return Task(
         prompts=lambda step: padded(training, batch(step)),
         reward=reward,
         heldout=padded(heldout),
-        decode=partial(decode, writer),
+        decode=decoding,
         eos_ids=eos_ids,
         pad_id=pad_id,
         vocab_size=vocab_size,
+        stop=ends,
         notes=notes,
         answer=answer,
         prompt_widths=choose_widths([*lengths, width], most=4),
         batch_widths=choose_widths([*longest, width], most=3),
         rows=hash_values(*(training.rows[i : i + _DIGESTED] for i in range(0, size, _DIGESTED))),
-        extract_final=final_extractor(tokenizer) if training.sample[0][0].messages else None,
+        extract_final=final_extractor(tokenizer, ends) if training.sample[0][0].messages else None,
     )
 
 
@@ -385,9 +396,8 @@ def _check(
         prompt = prompt_of(row, where)
         place, messages, kwargs = hash_of_prompt(prompt, where), write(prompt), row_kwargs(chat, row)
         parts = [{"role": "", "content": messages}] if isinstance(messages, str) else messages
-        # Calls of tools are no content.
-        text = "".join(part["content"] + (repr(part["tool_calls"]) if "tool_calls" in part else "") for part in parts)
-        kind = repr(kwargs), *(part["role"] for part in parts)
+        contents = (f"{part.get('content') or ''}{part.get('tool_calls', '')}" for part in parts)
+        text, kind = "".join(contents), (repr(kwargs), *(part["role"] for part in parts))
         size = len(text.encode(errors="replace"))
         if kind not in added:
             whole = messages if isinstance(messages, str) else render(with_kwargs(chat, kwargs), messages, where)

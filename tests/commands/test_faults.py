@@ -20,10 +20,10 @@ from grpo_jax.commands import train
 TABLE = """
                                 flip half empty gone more folder dangling elsewhere latin unreadable
 run/config.json                 r    r    r     r    r    r      r        =         r     r
-run/inputs.json                 r    r    r     =    r    r      =        =         r     r
-run/metrics.jsonl               r    l    l     l    l    r      l        =         r     r
-run/times.jsonl                 r    =    =     =    =    r      =        =         r     r
-run/rollouts.jsonl              r    l    l     l    r    r      l        =         r     r
+run/inputs.json                 r    r    r     w    r    r      w        =         r     r
+run/metrics.jsonl               r    w    w     w    l    r      w        =         r     r
+run/times.jsonl                 r    w    w     w    =    r      w        =         r     r
+run/rollouts.jsonl              r    w    w     w    r    r      w        =         r     r
 run/warnings.jsonl              .    .    =     =    .    r      =        .         r     r
 run/lock                        .    .    =     =    .    r      =        .         .     r
 run/command.txt                 .    .    .     =    .    r      =        .         .     r

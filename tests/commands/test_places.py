@@ -167,6 +167,9 @@ LIMITS = [
     (ValueError("RESOURCE_EXHAUSTED: Error opening d/1: Too many open files"), "too many files are open"),
     (OSError(36, "File name too long", "x" * 300), "cannot be read or written (File name too long)"),
     (OSError(28, "No space left on device"), "the disk is full"),
+    (RuntimeError("can't start new thread"), "too many threads run"),
+    (RuntimeError("Unable to initialize backend 'nope': unknown"), "correct JAX_PLATFORMS"),
+    (OverflowError("date value out of range"), "set the clock"),
     (BrokenPipeError(32, "Broken pipe"), "nothing reads the output any more"),
 ]
 
@@ -233,7 +236,9 @@ def test_an_export_that_ends_early_leaves_no_folder_that_looks_complete(place, f
             export()
     assert not (place / "out").exists()
     assert bool([*place.glob("out.partial-*")]) == is_killed
+    (place / "out.partial-999999999").mkdir()  # of a process that is gone
     export()
+    assert not [*place.glob("out.partial-*")]
     assert {"README.md", "model.safetensors", "config.json"} <= {file.name for file in (place / "out").iterdir()}
 
 
@@ -269,6 +274,12 @@ def test_an_option_of_a_run_that_is_not_of_its_type_is_named(place):
     change_json(place / "run/config.json", seed="zero")
     with pytest.raises(UsageError, match=r"seed in run/config\.json is 'zero'"):
         evaluate.saved_options("run")
+
+
+def test_a_report_is_of_a_run_and_leaves_a_model_alone(place, capsys):
+    before = {file.name for file in (place / "model").iterdir()}
+    assert "model is the folder of a model: name that of a run" in refusal(capsys, "report", "model")
+    assert {file.name for file in (place / "model").iterdir()} == before
 
 
 # ---- links in a model's folder

@@ -1,15 +1,20 @@
 """Checks that commands refuse bad input of every kind in one sentence, before there is a run."""
 
 import shlex
+from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 from command_helpers import refusal
-from tiny import STORIES, needs_data, write_rows
+from tiny import STORIES, needs_data, refused, write_rows
 
-from grpo_jax import prepare
+from grpo_jax import commands, prepare
 from grpo_jax.commands import grpo
+from grpo_jax.data.types import Component, Prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
+from grpo_jax.rewards.processes import Grader
 from grpo_jax.runs import flags
 
 TRAIN = "train --run-dir run --no-compilation-cache --model model"
@@ -42,6 +47,10 @@ REFUSED = [
     ("task", "", "--reward is needed for rows.jsonl"),
     ("task", "--reward 'lenght(maximum=1)'", "no built-in reward 'lenght'"),
     ("grpo", "--reward exact_answer", "--reward is given twice"),
+    ("task", "--reward 'exact_answer(column=\"nope\")'", "compares with the column 'nope'"),
+    ("task", "--reward rewards.py:low 'exact_answer(column=\"nope\")'", "compares with the column 'nope'"),
+    ("task", "--reward 'repetition(n=1e9)'", "the reward repetition fails on the first prompt"),
+    ("task", "--reward 'repetition(n=1e9)' --dry-run", "the reward repetition fails on the first prompt"),
     ("", "train --resume --config numbers.json", "run_dir is 3"),
     ("grpo", "--data x", "--data belongs to"),
     ("task", "--task gsm8k --prompt-column question", "--prompt-column is for rows of your own"),
@@ -62,6 +71,17 @@ REFUSED = [
     ("episodes", "--environment-factory game.py:Game --template {prompt}", "leave out --template"),
     ("episodes", "--environment game.py:make", "environment_tokens is 0"),
     ("episodes", "--environment game.py:nobody --environment-tokens 9", "has no 'nobody'"),
+    ("task", "--tools game.py:add --reward exact_answer", "tools has no effect while max_turns is 1"),
+    ("grpo", "--engine-folder x", "engine_folder has no effect while engine is ''"),
+    ("grpo", "--lora-alpha 3", "lora_alpha has no effect while lora_rank is 0"),
+    ("sft", "--lora-targets q_proj", "lora_targets has no effect while lora_rank is 0"),
+    ("dpo", "--keep-best --eval-every 0", "keep_best has no effect while eval_every is 0"),
+    ("grpo", "--patience 2 --eval-every 0", "patience has no effect while eval_every is 0"),
+    ("", "evaluate model --task rows.jsonl --tools game.py:add", "tools has no effect while max_turns is 1"),
+    ("grpo", "--num-generations 4", "no option num_generations: TRL's num_generations is group_size here"),
+    ("grpo", "--beta 0", "TRL's beta is kl_coef here"),
+    ("sft", "--bf16", "TRL's bf16 is dtype here"),
+    ("train", "--num-train-epochs=3", "TRL's num_train_epochs is steps here"),
     ("sft", "--task ''", "--task is needed"),
     ("sft", "--task numbers.jsonl", "numbers.jsonl, line 2: column completion"),
     ("sft", "--completion-column answer", "set --completion-column"),
@@ -92,6 +112,51 @@ REFUSED = [
 def test_what_cannot_work_is_refused_before_there_is_a_run(folder, capsys, start, args, words):
     assert words in refusal(capsys, *STARTS[start].split(), *shlex.split(args))
     assert not (folder / "run").exists()
+
+
+def test_a_dry_run_shows_the_start_and_loads_no_weights(folder, capsys):
+    (folder / "half.py").write_text("def half(rows, texts): return [1 / len(text) for text in texts]\n")
+    args = [*STARTS["task"].split(), "--reward", "rewards.py:low", "half.py:half", "--lora-rank", "2", "--dry-run"]
+    commands.main(args)
+    printed = capsys.readouterr().out
+    assert "plan: " in printed
+    assert "the first prompt, as the model reads it: '" in printed
+    assert "rewards of the empty completion: low 0.0, half ZeroDivisionError: division by zero" in printed
+    assert not (folder / "run").exists()
+    params = load_pretrained(folder / "model", weights=False).params
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+
+
+def test_rewards_are_tried_on_one_group_of_the_first_row():
+    row, seen = {"prompt": "1+1=", "solution": "two", "answer": "2"}, []
+    prompts = Prompts(np.zeros((1, 1), np.int32), np.ones((1, 1), bool), [row])
+    pretrained = SimpleNamespace(tokenizer=lambda text, **_: {"input_ids": list(text.encode())})
+
+    def tried(**rewards):
+        named = {name: Component(reward, 0.0 if name == "logged" else 1.0) for name, reward in rewards.items()}
+        task = SimpleNamespace(environment=None, reward=named, prompts=lambda step: prompts)
+        return prepare.try_rewards(task, pretrained, 3)
+
+    def words(rows, texts):
+        seen.append((rows, list(texts)))
+        return [float(len(text.split()[0])) for text in texts]
+
+    def fails(rows, texts):
+        raise RuntimeError("no such thing")
+
+    scores = tried(words=words, logged=fails)
+    assert seen == [([row] * 3, [""] * 3), ([row] * 3, ["two\n#### 2"] * 3)]
+    assert "IndexError" in scores["the empty completion"]["words"]
+    assert scores["the row's own answer"]["words"] == 3.0
+    for rewards in ({"fails": fails}, {"fails": fails, "logged": lambda rows, texts: [1.0] * len(texts)}):
+        with refused("the reward fails fails on the first prompt, so the run does not begin: RuntimeError: no such"):
+            tried(**rewards)
+    tried(fails=fails, words=words)
+    with Grader("grpo_jax.rewards.builtin:repetition", arguments={"n": 1e9}, chunk="prompt") as grader:
+        with refused("the reward grader fails on the first prompt"):
+            tried(grader=grader)
+        assert not any(grader.counts.values())
+        assert not grader.messages
 
 
 def test_a_run_that_does_not_fit_into_memory_is_refused_before_it_begins(folder, monkeypatch, capsys):

@@ -17,7 +17,7 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": text} for text in
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
 CALLED = [
     *ASKED,
-    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": {}}}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": {"at": "noon"}}}]},
     {"role": "tool", "name": "look", "content": "blue"},
 ]
 SKY = Preference(ASKED, "It is blue.", "It is green.", 0.0, {})
@@ -78,7 +78,8 @@ def test_other_conversations_are_refused_with_their_line(tmp_path, row, words):
 
 
 def test_calls_of_tools_are_messages_without_content():
-    assert read_prompt(CALLED, "a row") == [CALLED[0], CALLED[1] | {"content": ""}, CALLED[2]]
+    stored = [CALLED[0] | {"tool_calls": None}, {x: CALLED[1][x] for x in ("role", "tool_calls")}, CALLED[2]]
+    assert read_prompt(stored, "a row") == CALLED
 
 
 class Template:
@@ -108,7 +109,10 @@ def test_a_csv_holds_texts(tmp_path):
 
 ROWS = [
     {"messages": CALLED, "n": 1},
-    {"messages": [*ASKED, {"role": "assistant", "content": "", "thinking": "so"}], "n": 2},
+    {
+        "messages": [*ASKED, CALLED[1] | {"tool_calls": [{"function": {"name": "look", "arguments": {"far": 1}}}]}],
+        "n": 2,
+    },
 ]
 
 

@@ -32,6 +32,8 @@ BAD_ROWS = [
         for message, words in MESSAGES
     ),
     *((read_preferences, PAIR | {"margin": 3e38}, {"margin": margin}, "margin should hold") for margin in MARGINS),
+    (read_preferences, PAIR, {"prompt": HALF}, "column prompt holds half of a surrogate pair"),
+    (read_preferences, PAIR, {"prompt": [{"role": "user", "content": HALF}]}, "column prompt holds half"),
     (read_preferences, PAIR, {"chosen": HALF}, "column chosen holds half of a surrogate pair"),
     (read_preferences, PAIR, {"rejected": HALF}, "column rejected holds half of a surrogate pair"),
     (read_ratings, RATED, {"completion": HALF}, "column completion holds half of a surrogate pair"),

@@ -81,6 +81,12 @@ def test_a_prompt_does_not_end_and_a_template_brings_its_own_special_tokens():
     assert lists(encoded) == [[1, 97], Characters().encode("<user>b<assistant>")]
 
 
+def test_a_text_that_is_cut_keeps_the_tokenizers_beginning():
+    encoded = encode_prompts(Chat(Ending(), (2,)), ["abcd", "ab"], max_prompt_tokens=3, overlong="truncate")
+    assert lists(encoded) == [[1, 99, 100], [1, 97, 98]]
+    assert encoded.texts == ["cd", "ab"]
+
+
 class Marked(Ending):
     """Reads < and > as beginning and end."""
 

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 from server import Server
-from tiny import digits, refused
+from tiny import digit_stop, digits, refused
 
 from grpo_jax.config import EngineOptions
 from grpo_jax.engines import completions
@@ -200,6 +200,20 @@ def test_an_answer_that_cannot_be_ends_the_draw_in_a_sentence(server, tmp_path, 
         engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], VOCAB_SIZE)
     assert server.url in str(error.value)
     assert len(server.completions()) == 1  # it was not asked again
+
+
+def test_a_stop_text_is_asked_for_and_ends_an_answer(server, tmp_path):
+    """A server that decodes several tokens at once may give more than the text."""
+    asked = request_body([1, 2], temperature=1.0, seed=0, max_tokens=9, eos_ids=(EOS,), stop=("34",))
+    engine, stop = engine_of(server, tmp_path), digit_stop("34")
+    server.tamper = choice_with(token_ids=[1, 3, 4, 5, 0], token_logprobs=[-1.0, -2.0, -3.0, -4.0, -5.0])
+    assert engine.complete(np.ones(2), [asked], VOCAB_SIZE, stop) == [([1, 3, 4], [-1.0, -2.0, -3.0])]
+    (body,) = server.completions()
+    assert (body["stop"], body["include_stop_str_in_output"], body["skip_special_tokens"]) == (["34"], True, False)
+    server.tamper = choice_with(token_ids=[1, 3, 5], token_logprobs=[-1.0, -2.0, -3.0])
+    with pytest.raises(Interruption, match="after 3 of 9 tokens by token 5"):
+        engine.complete(np.ones(2), [asked], VOCAB_SIZE, stop)
+    assert not {"stop", "include_stop_str_in_output"} & ASKED[0].keys()
 
 
 @pytest.mark.parametrize("failure", [None, 503, 429])

@@ -164,9 +164,21 @@ def test_added_chat_templates_belong_to_the_model(folder, tmp_path):
                 export(Options(run.path, tmp_path / "again"))
 
 
+def test_the_best_checkpoint_is_exported_if_it_is_asked_for(whole, tmp_path):
+    copy = shutil.copytree(whole[0].path, tmp_path / "run")
+    best = Options(copy, tmp_path / "out", step="best")
+    for scores, words in (("{}", "kept no best checkpoint"), ('{"0": 1, "1": 0.9}', "no checkpoint of step 1")):
+        (copy / "checkpoints/grpo.scores.json").write_text(scores)
+        with refused(words):
+            export(best)
+    (copy / "checkpoints/grpo.scores.json").write_text('{"0": 1, "1": 0.5, "2": 0.9, "3": null}')
+    assert export(best) == 2
+
+
 BAD_EXPORTS = [
     ({"run": "nowhere"}, "no model/config.json"),
     ({"phase": "dpo"}, r"no checkpoints of a phase 'dpo': its phases are \['grpo'\]"),
+    ({"step": "best"}, "kept no best checkpoint"),
     ({"step": 3}, r"no checkpoint of step 3 .* only of \[2\]"),
     ({"adapter": True}, "did not train adapters"),
     ({"out": "full"}, "exists"),

@@ -163,3 +163,18 @@ def test_a_critic_of_16_bits_is_summed_in_32():
         assert_allclose(returns[0], 1 + 300 / 256, rtol=1e-6)
     bootstrapped = gae(rewards, jnp.zeros(301), mask, lam=1.0, bootstrap=jnp.ones((), jnp.bfloat16))
     assert_allclose(bootstrapped[0], 2 + 300 / 256, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["group_advantages", "centered_advantages", "rank_advantages", "gdpo_advantages"])
+def test_numpy_rewards_give_no_warning(name, recwarn):
+    rewards = np.array([[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]])
+    np.testing.assert_array_equal(getattr(F, name)(rewards), getattr(F, name)(jnp.asarray(rewards)))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_loss_of_numpy_arrays_gives_no_warning(recwarn):
+    logprobs, mask = np.full((2, 4, 3), -1.0), np.ones((2, 4, 3), bool)
+    advantages = F.group_advantages(np.array([[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]]))
+    loss, _ = F.grpo_loss(logprobs, logprobs, advantages, mask)
+    assert loss.dtype == jnp.asarray(logprobs).dtype
+    assert [str(warning.message) for warning in recwarn] == []

@@ -81,6 +81,7 @@ OPTIONS = [
     (lambda: F.hinge_loss(A, A, ref_chosen=A), ["ref_chosen", "ref_rejected"]),
     (lambda: F.ipo_loss(A, A, A, A, rejected_length=A), ["rejected_length", "chosen_length"]),
     (lambda: GRPO.loss(*ARGUMENTS), ["give ref_logprobs"]),
+    (lambda: F.PRESETS["drgrpo"], ["no preset drgrpo", "dr_grpo"]),
     (lambda: F.PRESETS["rloo"].loss(*ARGUMENTS, ref_logprobs=X), ["kl_penalized_rewards"]),
     (lambda: F.check(GRPO, group_size=1), ["group_size is 1", "at least 2"]),
 ]
@@ -104,7 +105,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "words"), REFUSED)
 def test_what_is_refused_is_named_in_one_sentence(call, words):
-    with pytest.raises((AssertionError, TypeError, ValueError)) as error:
+    with pytest.raises((AssertionError, KeyError, TypeError, ValueError)) as error:
         jax.eval_shape(call)
     assert [word for word in words if word not in str(error.value)] == []
     assert "\n" not in str(error.value)

@@ -8,12 +8,14 @@ from grpo_jax.models.chat import Chat, reply_encoder, turn_end
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 QUESTION = {"role": "user", "content": "What is 2 + 3?\n  Say why: ä 猫 <b>"}
+CALL = {"id": "a12345678", "type": "function", "function": {"name": "add_numbers", "arguments": {"a": 2}}}
 TURNS = [QUESTION, {"role": "assistant", "content": "5, of course."}, {"role": "user", "content": " And 4 + 4? "}]
 CHATS = {
     "one turn": [QUESTION],
     "system": [SYSTEM, QUESTION],
     "turns": TURNS,
     "system, turns": [SYSTEM, *TURNS],
+    "calls": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "5"}],
 }
 ANSWERS = {
     "plain": "The answer is 8.",
@@ -75,7 +77,11 @@ def _compare_answer(
     """Compares prompt and answer, and the learned part with the marks of a template that has them."""
     tokenizer = chat.tokenizer
     whole = [*messages, {"role": "assistant", "content": answer}]
-    ids = expected(whole, tools=chat.tools)
+    try:
+        ids = expected(whole, tools=chat.tools)
+    except Exception as error:
+        yield "answers", f"skipped: refused by the template ({type(error).__name__})"
+        return
     ((prompt, (learned,)),) = answer_prompts(chat, prompts, [(answer,)])
     squeezed = "".join(answer.removeprefix("<think>").split())  # the prompt may hold the tag
     if squeezed not in "".join(tokenizer.decode(learned).split()):
@@ -87,7 +93,8 @@ def _compare_answer(
     rest = tokenizer.decode(ids[len(prompt) + len(learned) :])
     same = ids[: len(prompt) + len(learned)] == [*prompt, *learned] and (not rest or rest[0].isspace())
     yield "answers", "equal" if same else f"DIFFERENT: {answer!r}: {tokenizer.decode(learned)!r}, {rest!r}"
-    if "generation %}" in tokenizer.chat_template:
+    is_opened = expected(messages, tools=chat.tools) != expected(messages, tools=chat.tools, add_generation_prompt=True)
+    if "generation %}" in tokenizer.chat_template and is_opened:
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         marks = expected(whole, tools=chat.tools, **options)["assistant_masks"]  # type: ignore[call-overload]
         mine = list(range(len(prompt), len(prompt) + len(learned)))
@@ -100,19 +107,19 @@ def _compare_answer(
 def _compare_replies(chat: Chat, expected: Expected) -> Iterator[tuple[str, str]]:
     """Compares an episode with the history of a chat, for templates that write earlier turns as they were sampled."""
     first, answer = {"role": "user", "content": "Guess."}, {"role": "assistant", "content": "It is 7."}
-    try:
-        prompts = encode_prompts(chat, [[first]])
-        ((prompt, (sampled,)),) = answer_prompts(chat, prompts, [(answer["content"],)])
-        encode = reply_encoder(chat)
-    except Exception as error:
-        yield "replies", f"skipped: refused ({type(error).__name__})"
-        return
-    for reply in REPLIES:
-        ids = expected([first, answer, {"role": "user", "content": reply}], add_generation_prompt=True)
-        said = [*prompt, *sampled]
-        if ids[: len(said) - 1] != said[:-1]:
-            yield "replies", "skipped: the template writes earlier turns in another way"
+    for role in ("user", "tool"):
+        kind = f"replies of the {role}"
+        try:
+            ((prompt, (sampled,)),) = answer_prompts(chat, encode_prompts(chat, [[first]]), [(answer["content"],)])
+            encode, sampled_ids = reply_encoder(chat, roles=(role,)), [*prompt, *sampled]
+            histories = [[first, answer, {"role": role, "content": reply}] for reply in REPLIES]
+            all_ids = [expected(history, add_generation_prompt=True) for history in histories]
+        except Exception as error:
+            yield kind, f"skipped: refused ({type(error).__name__})"
             continue
-        # gpt-oss ends a turn of the history with another token.
-        more = encode(reply)
-        yield "replies", "equal" if ids[len(said) :] == more else f"DIFFERENT: {chat.tokenizer.decode(more)!r}"
+        for reply, ids in zip(REPLIES, all_ids, strict=True):
+            if ids[: len(sampled_ids) - 1] != sampled_ids[:-1]:  # gpt-oss ends a turn of the history with another token
+                yield kind, "skipped: the template writes earlier turns in another way"
+                continue
+            more = encode(reply)
+            yield kind, "equal" if ids[len(sampled_ids) :] == more else f"DIFFERENT: {chat.tokenizer.decode(more)!r}"

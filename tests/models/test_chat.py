@@ -52,7 +52,13 @@ TEMPLATES = {
     "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}" + OPENED,
     "a date": "{{ strftime_now('%d %b %Y') }}" + CHATML,
 }
-COUNTS = {"prompts": 40, "answers": 120, "masks": 32, "replies": 18}  # at least so many cases are equal
+COUNTS = {
+    "prompts": 40,
+    "answers": 120,
+    "masks": 32,
+    "replies of the user": 18,
+    "replies of the tool": 12,
+}  # at least so many cases are equal
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +83,7 @@ def test_ids_and_learned_tokens_are_those_of_transformers(tokenizer):
 
 
 USER = {"role": "user", "content": "1+1"}
+ALL = {"heldout_share": 0.0, "reward": None}
 
 
 def learned(tokenizer, template, answer, eos=("<|endoftext|>",), **options):
@@ -90,9 +97,12 @@ def learned(tokenizer, template, answer, eos=("<|endoftext|>",), **options):
 @pytest.mark.parametrize("answer", ["2", "2<|im_end|>", "2<|im_end|>\n", "2<|im_end|><|endoftext|>", "2<|endoftext|>"])
 def test_an_answer_has_one_end_whatever_ends_its_text(tokenizer, answer):
     assert learned(tokenizer, CHATML, answer) == "2<|im_end|>"
+
+
+@pytest.mark.parametrize("answer", ["2", "2<|endoftext|>", "2<|endoftext|>\n"])
+def test_an_answer_to_a_text_has_one_eos(tokenizer, answer):
     rows, _, _ = encode_answers(Chat(tokenizer, (tokenizer.eos_token_id,)), ["1+1="], [(answer,)])
-    plain = tokenizer.decode(rows[0].answers[0])
-    assert plain == ("2<|im_end|>" if "<|im_end|>\n" in answer + "\n" else "2") + "<|endoftext|>" or "<|im" in answer
+    assert tokenizer.decode(rows[0].answers[0]) == "2<|endoftext|>"
 
 
 def test_a_template_without_an_end_adds_none(tokenizer):
@@ -122,7 +132,7 @@ def test_completions_keep_tags_that_are_special_tokens(tokenizer):
 def test_the_end_of_a_turn_is_where_the_template_ends_it(tokenizer):
     ends = {}
     for name, tokenizer.chat_template in TEMPLATES.items():
-        end = turn_end(Chat(tokenizer))
+        end = turn_end(Chat(tokenizer, tools=[TOOL]))  # also where the template writes no tools
         ends[name] = end and end.learned
     assert ends.pop("no end") == ""
     assert set(ends.values()) == {"<|im_end|>"}
@@ -198,6 +208,15 @@ def test_long_prompts_lose_text_and_keep_the_frame(tokenizer):
     assert encoded.summary == "1 of 1 prompts lost their beginning"
     with refused("longer than 20 tokens"):
         encode_prompts(chat, [LONG], max_prompt_tokens=20, overlong="truncate")
+
+
+def test_a_call_of_a_tool_needs_no_text(tokenizer):
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].name }}")
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}, USER | {"role": "tool"}]
+    task = text_task(tokenizer, (), [{"prompt": messages}], vocab_size=300, num_prompts=1, seed=0, **ALL)
+    assert "assistant\nadd<|im_end|>\n<|im_start|>tool\n1+1" in task.prompts(0).examples[0]["prompt"]
+    with refused("without text"):
+        text_task(tokenizer, (), [{"prompt": [USER | {"content": None}]}], vocab_size=300, num_prompts=1, seed=0, **ALL)
 
 
 def test_tools_are_in_the_text_or_refused(tokenizer):

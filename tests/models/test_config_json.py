@@ -6,7 +6,7 @@ import pytest
 from tiny import GOLDEN, refused
 
 from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling
-from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
+from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
 from grpo_jax.models.weights import read_json
 
 CONFIG_JSON = {
@@ -149,7 +149,9 @@ BAD = {
     "rms_norm_eps": [-1000],
     "max_position_embeddings": ["long"],
     "tie_word_embeddings": ["no"],
-    "hidden_act": ["gelu"],
+    "hidden_act": ["gelu_fast"],
+    "is_causal": [False],
+    "transformers_weights": ["other.safetensors"],
     "partial_rotary_factor": [0.5],
     "quantization_config": [{"bits": 4}],
 }
@@ -237,9 +239,14 @@ def test_a_gemma4_that_is_not_supported_is_refused(change, words):
         config_from_huggingface(read_json(GOLDEN / "gemma4_small" / "config.json") | change)
 
 
-def test_a_file_that_lacks_fields_is_refused():
-    with refused("lacks vocab_size, hidden_size"):
-        config_from_huggingface({"model_type": "llama", "intermediate_size": 1})
+def test_sizes_that_a_file_lacks_are_the_defaults_of_transformers():
+    """The config.json of Gemma 3 on the hub leaves out many sizes of its text model."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config = config_from_huggingface(text_part({"model_type": "gemma3", "text_config": text}))
+    sizes = config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    assert sizes == (262_208, 8, 4, 256)
+    assert config.rope_scaling == RopeScaling("linear", 8.0, 131_072)
 
 
 @pytest.mark.parametrize("name", sorted(file.parent.name for file in GOLDEN.glob("*/config.json")))

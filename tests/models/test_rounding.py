@@ -59,9 +59,9 @@ def test_other_matrices_have_other_noise():
 
 def test_only_matrices_of_products_are_rounded():
     x = np.float32([[1 + 2.0**-10]])
-    for kept in (tree(x, "scale"), tree(x, "bias"), {"experts": {"router": {"kernel": x}}}, {"a": x, "b": x}):
+    for exact in (tree(x, "scale"), tree(x, "bias"), {"experts": {"router": {"kernel": x}}}, {"a": x, "b": x}):
         for rounding in (round_stochastically, round_to_nearest):
-            jax.tree.map(np.testing.assert_array_equal, rounding(kept), kept)
+            jax.tree.map(np.testing.assert_array_equal, rounding(exact), exact)
     half = {"kernel": jnp.ones((2, 2), jnp.bfloat16)}
     assert round_stochastically(half)["kernel"].dtype == jnp.bfloat16
 

@@ -103,6 +103,7 @@ def test_length_counts_the_ending_token():
     target = builtin.length(target=10)([{}] * 6, lengths)
     assert target == pytest.approx([0.1, 1.0, 0.9, 1.0, 0.5, 0.0])
     assert builtin.length(maximum=10)([{}] * 6, lengths) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+    assert builtin.length(maximum=10)([{}], [Completion("", range(10), stopped=True)]) == [1.0]  # no EOS comes after it
 
 
 def test_overlong_penalty_is_the_function_of_arrays():

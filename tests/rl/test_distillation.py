@@ -150,7 +150,9 @@ def test_advantages_of_k1_are_the_teachers_beside_those_of_rewards():
         np.testing.assert_allclose(logged, of_rewards, rtol=1e-5)
 
 
-def test_top_entropy_masks_advantages_of_rewards_and_not_those_of_the_teacher():
+def test_top_entropy_masks_the_advantages_of_rewards_and_teacher():
+    mask, entropy = a_batch().completion_mask, a_batch().old_entropy
+
     def advantages(**options):
         config = recipe("dapo", distillation="k1", distillation_coef=0.7, **options)
         method = distillation_method(POLICY, POLICY, config)
@@ -162,13 +164,14 @@ def test_top_entropy_masks_advantages_of_rewards_and_not_those_of_the_teacher():
 
         batch, logged, _ = learned(a_batch())
         assert options.get("reward_coef", 1) or not np.any(logged)
-        return np.broadcast_to(batch.advantages, batch.completion_mask.shape)
+        return np.where(mask, np.broadcast_to(batch.advantages, mask.shape), 0)
 
-    whole, taught, masked = (advantages(**options) for options in ({}, {"reward_coef": 0.0}, {"top_entropy": 0.5}))
-    mask = np.asarray(a_batch().completion_mask)
-    from_rewards = np.abs(masked - taught)[mask] > 1e-6
-    np.testing.assert_allclose(masked[mask], np.where(from_rewards, whole[mask], taught[mask]), rtol=1e-5, atol=1e-6)
-    assert 0.4 < from_rewards.mean() < 0.7
+    keep = F.top_entropy_tokens(entropy, mask, share=0.5)
+    assert 0.4 < np.mean(keep[mask]) < 0.7
+    for options in ({}, {"reward_coef": 0.0}):
+        whole, masked = advantages(**options), advantages(**options, top_entropy=0.5)
+        np.testing.assert_allclose(masked, np.where(keep, whole, 0), rtol=1e-5, atol=1e-6)
+        assert np.abs(whole[mask & ~keep]).min() > 1e-6
 
 
 def test_a_teacher_without_all_tokens_of_the_tokenizer_is_refused(tmp_path):

@@ -138,6 +138,14 @@ def test_gradients_that_are_not_finite_are_skipped_dumped_and_stop_the_run(tmp_p
     assert [line["skipped"] for line in run.lines()] == [1, 2]  # of the step that stopped it too
 
 
+def test_a_run_that_skips_every_update_ends_in_an_error(tmp_path):
+    config = with_options(RUN, steps=2, max_skipped=5)
+    with pytest.raises(FloatingPointError, match="2 times in a row"):
+        train_grpo(
+            TASK, config, open_run(tmp_path, config), run_programs(), reward=lambda e, t: [float("nan")] * len(t)
+        )
+
+
 def right_padded(step):
     return prompts(step)._replace(mask=prompts(step).mask[:, ::-1])
 

@@ -22,12 +22,12 @@ from tiny import digit_prompts as prompts, refused
 
 from grpo_jax import __version__
 from grpo_jax.config import with_options
-from grpo_jax.data.types import Component
+from grpo_jax.data.types import Component, hash_values
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import checkpoint as seal
-from grpo_jax.runs.checkpoint import Checkpoints, check_seal, params_sha256
+from grpo_jax.runs.checkpoint import Checkpoints, best_step, check_seal, params_sha256, read_scores, saved_steps
 from grpo_jax.runs.files import hold, write_text
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.train import train
@@ -92,6 +92,14 @@ def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(finished, tmp_path):
         assert wrong
         shutil.rmtree(tmp_path / "copy")
     assert check_seal(folder)[1] == ""
+
+
+@pytest.mark.parametrize("forged", [{"files": []}, {"files": {"a": 3}}, {"step": "6"}, {"version": 3}, {"run": []}])
+def test_a_forged_seal_is_damage(finished, tmp_path, forged):
+    folder = shutil.copytree(finished[0] / "checkpoints/grpo/6", tmp_path / "6")
+    content = {**check_seal(folder)[0], **forged}
+    (folder / "digests.json").write_text(json.dumps(content | {"digest": hash_values(content)}))
+    assert check_seal(folder)[0] is None
 
 
 def empty(folder: Path) -> None:
@@ -329,6 +337,55 @@ def test_what_a_run_computes_once_is_read_if_it_verifies(tmp_path):
     (tmp_path / "inputs.json").write_text('{"grpo": {"rows": "b"}}')
     run.remember("grpo", compute)
     assert len(calls) == len(harms) + 1
+
+
+SCORES = {0: 0.1, 1: 0.2, 2: 0.5, 3: 0.4, 4: 0.5, 5: 0.9}
+
+
+def test_the_best_checkpoint_is_kept_and_a_run_without_a_better_one_ends(tmp_path):
+    options = {"eval_every": 1, "checkpoint_every": 0, "keep_checkpoints": 1, "keep_best": True, "patience": 2}
+    config = with_options(CONFIG, **options)
+
+    def run_until(name: str, until: int | None = None, score: float = 1.0) -> RunFolder:
+        run = open_run(tmp_path / name, config)
+        scores = {"evaluate": lambda params, step: {"heldout_avg": score * SCORES[step], "other": 1.0}}
+        train_grpo(TASK, config, run, run_programs(), until=until, **scores)
+        return run
+
+    run = run_until("whole")
+    folder = run.path / "checkpoints/grpo"
+    assert [line["step"] for line in run.lines()] == [0, 1, 2, 3, 4]
+    assert sorted(saved_steps(folder)) == [2, 4]
+    assert best_step(read_scores(folder)) == 2
+    run_until("whole")  # it has ended
+    run_until("cut", 3)
+    assert sorted(saved_steps(tmp_path / "cut/checkpoints/grpo")) == [2, 3]
+    run_until("cut")
+    assert_same_files(run.path, tmp_path / "cut", ["metrics.jsonl", "checkpoints/grpo.scores.json"])
+    assert sorted(saved_steps(tmp_path / "cut/checkpoints/grpo")) == [2, 4]
+    run_until("nan", score=math.nan)  # a score that is undefined is no best one
+    assert max(read_scores(tmp_path / "nan/checkpoints/grpo")) == 2
+
+
+def test_lines_that_are_lost_before_a_checkpoint_are_noticed(finished, tmp_path):
+    whole, names = finished[0], ("metrics.jsonl", "times.jsonl")
+    for name in names:
+        for harm, lost in ((Path.unlink, None), (lambda file: file.write_text(""), None), (cut_lines, 2)):
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            shutil.copytree(whole, tmp_path / "run")
+            count = len((whole / name).read_text().splitlines())
+            harm(tmp_path / "run" / name)
+            run = open_run(tmp_path / "run", CONFIG)
+            train_grpo(TASK, CONFIG, run, run_programs())
+            (warning,) = [line["message"] for line in run.lines("warnings.jsonl")]
+            assert warning == f"{name} has lost {lost or count} lines of grpo: its curves have gaps"
+    (tmp_path / "run/model").mkdir()
+    (tmp_path / "run/inputs.json").unlink()
+    assert "inputs.json is gone" in open_run(tmp_path / "run", CONFIG).lines("warnings.jsonl")[-1]["message"]
+
+
+def cut_lines(file: Path) -> None:
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-2]))
 
 
 # ---- the disk

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from grpo_jax.runs import progress as module
-from grpo_jax.runs.progress import RunConsole, in_time, progress, waiting
+from grpo_jax.runs.progress import RunConsole, in_time, progress, waiting, watched
 
 
 @pytest.fixture
@@ -49,6 +49,23 @@ def test_a_file_gets_a_line_a_minute_and_says_what_is_left(clock):
 def test_a_phase_says_where_it_continues_and_nothing_if_it_is_complete(clock):
     assert lines_of(clock, 10, 1, completed=4)[0] == "grpo: continues after step 4 of 10"
     assert lines_of(clock, 10, 1, completed=10) == []
+
+
+def test_an_evaluation_says_once_a_minute_what_is_left(clock):
+    def calls(number, seconds):
+        for call in range(number):
+            clock.now += seconds
+            yield call
+
+    console = silent_console()
+    assert list(watched(calls(3, 15), console, "evaluation", 3)) == [0, 1, 2]
+    assert not console.file.getvalue()
+    assert len(list(watched(calls(10, 25), console, "evaluation", 10))) == 10
+    assert console.file.getvalue().splitlines() == [
+        "evaluation: 3 of 10 parts, about 3 min left",
+        "evaluation: 6 of 10 parts, about 100 s left",
+        "evaluation: 9 of 10 parts, about 25 s left",
+    ]
 
 
 def test_a_closed_pipe_is_an_error_and_no_silent_exit():

@@ -1,0 +1,238 @@
+"""A pretrained model, from its first evaluation to the exported folder, with the commands that a user would type.
+
+Each command is printed before it runs, in a process of its own. `sums` teaches a base model additions of numbers up to
+20 from three solved examples in the prompt. It is made for a model of up to half a billion parameters on two CPU cores,
+where Gemma 3 270M takes about 20 minutes. `gsm8k` is made for one GPU: the model first learns the solutions of GSM8K's
+training problems, and then GRPO trains it with the reward for correct answers. The control of each task trains from the
+same start on a coin toss, and should not learn. At the end the exported folder is evaluated like any other model. A
+command that has ended is not repeated, and one that was interrupted resumes.
+
+  python -m experiments.real --model DIR
+  python -m experiments.real --model DIR --task gsm8k --data DIR
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from grpo_jax.errors import UsageError, user_path
+from grpo_jax.runs.files import read_lines, read_object, write_json
+from grpo_jax.runs.flags import program, read_flags, refusing
+from grpo_jax.statistics import cell
+from grpo_jax.tasks.problems import TEMPLATES
+
+EXAMPLES = "3 + 4 = 7\n10 + 5 = 15\n2 + 9 = 11\n"
+LARGEST = 20  # the largest number in a sum
+NUM_HELDOUT = 200  # of 441 sums
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the experiment."""
+
+    model: str = ""
+    """Folder of a Hugging Face model, or its id on the hub."""
+    task: Literal["sums", "gsm8k"] = "sums"
+    """sums: additions, on a CPU. gsm8k: word problems, on a GPU."""
+    data: str = ""
+    """Folder with GSM8K's train.jsonl and test.jsonl."""
+    seeds: tuple[int, ...] = (0,)
+    """Random seeds. Each seed has its own runs."""
+    control: bool = True
+    """Also train on a coin toss, from the same start."""
+    out: Path = Path("runs/real")
+    """Folder of all runs, of results.json and of curves.png."""
+    extra: str = ""
+    """Further options of the command that trains with GRPO, such as --extra="--learning-rate 2e-6"."""
+
+
+class Stage(NamedTuple):
+    """One command, and the file that is there when it has ended."""
+
+    args: Sequence[str]  # of grpo-jax
+    result: Path
+    run: Path | None = None  # the folder of its run, if an interrupted command resumes
+
+
+def sums() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Returns the rows for training and the held-out rows, in an order that does not depend on the seed."""
+    rows = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
+    order = np.random.default_rng(0).permutation(len(rows)).tolist()
+    return [rows[i] for i in order[NUM_HELDOUT:]], [rows[i] for i in order[:NUM_HELDOUT]]
+
+
+def arguments(**options: Any) -> list[str]:
+    """Returns options as flags of a command line."""
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in options.items())
+    return [word for pair in pairs for word in pair]
+
+
+def sums_stages(config: Config, folder: Path, seed: int) -> list[Stage]:
+    """Returns the commands of one seed on sums."""
+    training, heldout = folder / "train.jsonl", folder / "heldout.jsonl"
+    for file, rows in zip((training, heldout), sums(), strict=True):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    prompt = arguments(template=EXAMPLES + "{question}", chat=False)
+    task = [*prompt, *arguments(reward="exact_answer", stop="\\n", max_tokens=5)]
+    train = arguments(steps=40, num_prompts=8, group_size=8, learning_rate=1e-6, eval_every=20, eval_samples=3)
+    return grpo_stages(
+        config,
+        folder,
+        config.model,
+        seed,
+        train=[*arguments(task=training, heldout=heldout), *task, *train],
+        evaluate=[*arguments(task=heldout, samples=3), *task],
+    )
+
+
+def gsm8k_stages(config: Config, folder: Path, seed: int) -> list[Stage]:
+    """Returns the commands of one seed on GSM8K: evaluation, supervised training, GRPO."""
+    if not config.data:
+        raise UsageError("--data is needed for gsm8k: name the folder with train.jsonl and test.jsonl")
+    base, run, supervised = folder / "base", folder / "sft", folder / "sft-model"
+    lengths = arguments(max_tokens=256, max_prompt_tokens=256, dtype="bfloat16", chat=False)
+    task = [*arguments(task="gsm8k", data=config.data, num_heldout=400), *lengths]
+    evaluate = [*task, *arguments(samples=3, num_prompts=128)]
+    sft = arguments(
+        method="sft",
+        model=config.model,
+        task=Path(config.data) / "train.jsonl",
+        template=TEMPLATES["gsm8k"][0],  # the prompt of the task gsm8k
+        completion_column="answer",  # the solution, and the number after "####"
+        run_dir=run,
+        seed=seed,
+        steps=300,
+        num_rows=32,
+        learning_rate=2e-5,
+    )
+    train = arguments(steps=60, num_prompts=64, group_size=8, learning_rate=2e-6, eval_every=20, eval_samples=3)
+    return [
+        Stage(["evaluate", config.model, *evaluate, *arguments(out=base)], base / "numbers.json"),
+        Stage(["train", *sft, *lengths], run / "results.json", run),
+        Stage(["export", str(run), str(supervised)], supervised / "README.md"),
+        *grpo_stages(config, folder, str(supervised), seed, train=[*task, *train], evaluate=evaluate),
+    ]
+
+
+TASKS: Mapping[str, Callable[[Config, Path, int], list[Stage]]] = {"sums": sums_stages, "gsm8k": gsm8k_stages}
+
+
+def grpo_stages(
+    config: Config, folder: Path, model: str, seed: int, *, train: Sequence[str], evaluate: Sequence[str]
+) -> list[Stage]:
+    """Returns the commands that train a model with GRPO, export it, and evaluate the exported folder."""
+    run, exported, numbers = folder / "grpo", folder / "model", folder / "exported"
+    control = ["--control"] * config.control
+    grpo = ["train", *arguments(model=model, run_dir=run, seed=seed), *train, *control, *shlex.split(config.extra)]
+    return [
+        Stage(grpo, run / "results.json", run),
+        Stage(["export", str(run), str(exported)], exported / "README.md"),
+        Stage(["evaluate", str(exported), *evaluate, *arguments(out=numbers)], numbers / "numbers.json"),
+    ]
+
+
+def run_stage(stage: Stage, log: Path) -> None:
+    """Runs a command unless it has ended, and adds its seconds to a file.
+
+    Raises:
+      UsageError: The command failed; its own message stands above.
+    """
+    if stage.result.exists():
+        return
+    resumes = ["--resume"] if stage.run and (stage.run / "config.json").exists() else []
+    print("$", shlex.join(["grpo-jax", *stage.args, *resumes]), flush=True)
+    started = time.perf_counter()
+    ended = subprocess.run([sys.executable, "-c", "from grpo_jax.commands import main; main()", *stage.args, *resumes])
+    with log.open("a", encoding="utf-8") as file:
+        seconds = time.perf_counter() - started
+        file.write(json.dumps({"result": str(stage.result.relative_to(log.parent)), "seconds": seconds}) + "\n")
+    if ended.returncode:
+        raise UsageError(f"the last command ended with status {ended.returncode}: mend it and start again")
+
+
+def results_of(folder: Path) -> dict[str, dict[str, float]]:
+    """Returns the held-out numbers of one seed by stage, and the minutes of all its commands."""
+    rows: dict[str, Any] = {}
+    for name, place in {"base": folder / "base", "exported": folder / "exported"}.items():
+        if (place / "numbers.json").exists():
+            rows[name] = read_object(place / "numbers.json")
+            del rows[name]["options"]
+    trained = read_object(folder / "grpo" / "results.json")
+    rows |= {name: trained[name] for name in ("before", "after", "control") if name in trained}
+    seconds = sum(line["seconds"] for line in read_lines(folder / "seconds.jsonl", {"seconds": float}))
+    return {name: rows[name] for name in ("base", "before", "after", "control", "exported") if name in rows} | {
+        "minutes": {"all": seconds / 60}
+    }
+
+
+def table_of(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Returns the table of held-out accuracies by seed."""
+    table = Table("seed", "", "sampled [95% interval]", "greedy [95% interval]", title="held-out accuracy")
+    for seed, rows in results.items():
+        for name, row in rows.items():
+            if name != "minutes":
+                table.add_row(seed, name, cell(row, "avg"), cell(row, "greedy"))
+        table.add_row(seed, "minutes", f"{rows['minutes']['all']:.1f}", "", end_section=True)
+    return table
+
+
+def save_curves(out: Path, seeds: Sequence[int]) -> None:
+    """Draws the held-out accuracy over steps, with a line for each seed, of GRPO and of the control."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for number, (phase, label) in enumerate({"grpo": "GRPO", "control": "control (coin toss)"}.items()):
+        for seed in seeds:
+            lines = read_lines(out / f"seed{seed}" / "grpo" / "metrics.jsonl", {"phase": str, "step": int})
+            points = [line for line in lines if line["phase"] == phase and "heldout_avg" in line]
+            if not points:
+                continue
+            low, mean, high = ([line[f"heldout_avg{end}"] for line in points] for end in ("_low", "", "_high"))
+            steps = [line["step"] for line in points]
+            axis.plot(steps, mean, color=f"C{number}", label=label if seed == seeds[0] else None)
+            axis.fill_between(steps, low, high, color=f"C{number}", alpha=0.12, linewidth=0)
+    axis.set_xlabel("step")
+    axis.set_ylabel("held-out accuracy")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(out / "curves.png", dpi=120)
+    plt.close(figure)
+
+
+def main(config: Config) -> None:
+    """Runs all commands of all seeds; prints a table, and writes results.json and curves.png.
+
+    Raises:
+      UsageError: The model is missing, or a command failed.
+    """
+    if not config.model:
+        raise UsageError("--model is needed: name the folder of a model, or its id on the hub")
+    out, results = user_path(config.out), {}
+    for seed in config.seeds:
+        folder = out / f"seed{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for stage in TASKS[config.task](config, folder, seed):
+            run_stage(stage, folder / "seconds.jsonl")
+        results[str(seed)] = results_of(folder)
+    write_json(out / "results.json", results)
+    save_curves(out, config.seeds)
+    Console().print(table_of(results))
+    print(f"curves: {out / 'curves.png'}")
+
+
+if __name__ == "__main__":
+    with refusing():
+        main(read_flags(Config, prog=program(), description=__doc__))

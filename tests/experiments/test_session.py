@@ -1,0 +1,31 @@
+"""Checks which measurements run in the time that an accelerator is at hand."""
+
+import json
+
+from experiments.benchmarks import session
+from experiments.benchmarks.session import Config, Step
+
+
+def test_steps_run_while_time_is_left(tmp_path, monkeypatch):
+    steps = [
+        Step("good", 0.001, ("-c", "print('measured')")),
+        Step("too long", 2, ("-c", "print('never')")),
+        Step("bad", 0.001, ("-c", "raise SystemExit('no accelerator')")),
+        Step("slow", 0.001, ("-c", "import time; time.sleep(60)")),
+    ]
+    monkeypatch.setattr(session, "steps_of", lambda config: steps)
+    session.main(Config(minutes=0.05, out=tmp_path))
+    results = {row["step"]: row["result"] for row in json.loads((tmp_path / "steps.json").read_text())}
+    assert (results["good"], results["too long"]) == ("ended", "left out")
+    assert results["bad"].startswith("failed: see")
+    assert results["slow"].startswith("killed: see")
+    assert (tmp_path / "good.log").read_text() == "measured\n"
+    assert "no accelerator" in (tmp_path / "bad.log").read_text()
+
+
+def test_gsm8k_needs_a_model():
+    names = [step.name for step in session.steps_of(Config())]
+    assert names == ["accelerator qwen2.5-0.5b", "accelerator qwen3-0.6b", "accelerator qwen2.5-1.5b"]
+    gsm8k = list(session.steps_of(Config(model="DIR", data="FOLDER")))[1]
+    assert gsm8k.name == "gsm8k"
+    assert gsm8k.args[4:8] == ("--model", "DIR", "--data", "FOLDER")
