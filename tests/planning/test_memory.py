@@ -119,6 +119,7 @@ ON_H100 = [
     ("Qwen3-0.6B", "learn", {"remat": "layer", "num_hidden_layers": 6}, 2.94),
     ("Qwen3-0.6B", "learn", {"rounding": "stochastic"}, 31.81),
     ("Gemma-3-270M", "learn", {}, 14.19),
+    ("Gemma-3-270M", "learn", {"rounding": "stochastic"}, 15.15),
     ("Gemma-3-270M", "learn", {"lora_rank": 16}, 12.35),
     ("Qwen2.5-0.5B", "learn", {"lora_rank": 16}, 19.83),
     ("Qwen2.5-1.5B", "learn", {"lora_rank": 16}, 41.86),
