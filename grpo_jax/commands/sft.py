@@ -23,7 +23,7 @@ from grpo_jax.commands.offline import Job, Reference, Values, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
-from grpo_jax.data.rows import read_rows, text_column
+from grpo_jax.data.rows import Row, completion_text, read_rows
 from grpo_jax.data.text import Encoded, answer_prompts, fit_answers, prompt_limit, uses_chat
 from grpo_jax.data.types import Prompts, hash_prompts, hash_values, pad_prompts
 from grpo_jax.devices import devices_of, load_shardings
@@ -184,10 +184,10 @@ def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
     """
     if not config.task:
         raise UsageError("--task is needed: name a file of rows with a prompt and a completion")
+    name = config.completion_column
     rows = read_rows(config.task)
-    for row in rows:
-        text_column(row, config.completion_column, remedy="set --completion-column")
-    return rows
+    texts = (completion_text(row, name, remedy="set --completion-column") for row in rows)
+    return [Row({**row, name: text}, row.where) for row, text in zip(rows, texts, strict=True)]
 
 
 def encode_texts(

@@ -12,13 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from grpo_jax.data.rows import check_messages, hash_of_prompt, kind_of, read_rows, text_column
+from grpo_jax.data.rows import (
+    Row,
+    completion_text,
+    hash_of_prompt,
+    kind_of,
+    read_messages,
+    read_prompt,
+    read_rows,
+    text_column,
+)
 from grpo_jax.data.text import Message, check_text, encode_answers
 from grpo_jax.data.types import LARGEST_REWARD, rng
 from grpo_jax.errors import UsageError
-from grpo_jax.models.chat import Chat, template_kwargs
+from grpo_jax.models.chat import Chat, row_kwargs
 
 # Markers in transcripts of Anthropic's HH-RLHF (2204.05862).
+_SIDES = ("chosen", "rejected")
 ASSISTANT = "\n\nAssistant:"
 TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -32,7 +42,7 @@ class Preference(NamedTuple):
     chosen: str
     rejected: str
     margin: float = 0.0  # how much better the chosen answer was rated
-    kwargs: Mapping[str, Any] | None = None  # variables of the chat template
+    kwargs: Mapping[str, Any] | None = None  # columns with variables of the chat template: see `chat.row_kwargs`
 
 
 class Rating(NamedTuple):
@@ -41,7 +51,7 @@ class Rating(NamedTuple):
     prompt: str | list[Message]
     completion: str
     desirable: bool
-    kwargs: Mapping[str, Any] | None = None  # variables of the chat template
+    kwargs: Mapping[str, Any] | None = None  # see `Preference`
 
 
 Kind = TypeVar("Kind", Preference, Rating)
@@ -64,8 +74,9 @@ def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Pr
     """Reads preferences from a file, a folder or a hub data set.
 
     Args:
-      source: See `rows.read_rows`. Rows have "chosen" and "rejected". These are answers if the row has a "prompt" (and
-        perhaps a "margin"), and otherwise transcripts of HH-RLHF.
+      source: See `rows.read_rows`. Rows have "chosen" and "rejected", as texts or chat messages, and perhaps "prompt"
+        and "margin". Without "prompt", it is the common beginning of both: the same messages, the turns of transcripts
+        of HH-RLHF, or the same words. Prompts of messages may have "tools".
       chat: True to turn transcripts into chat messages for a chat template. Otherwise they stay text.
 
     Returns:
@@ -104,6 +115,7 @@ def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference |
     Raises:
       UsageError: A column is missing, or has the wrong type.
     """
+    row = _with_prompt(row)
     if "prompt" not in row:
         return parse_transcripts(text_column(row, "chosen"), text_column(row, "rejected"), chat=chat)
     prompt, margin = prompt_of(row), row.get("margin")
@@ -112,8 +124,30 @@ def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference |
         raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number of float32")
     if prompt is None:
         return NO_PROMPT
-    kwargs = row.get("chat_template_kwargs")
-    return _checked(Preference(prompt, text_column(row, "chosen"), text_column(row, "rejected"), float(margin), kwargs))
+    chosen, rejected = (completion_text(row, name) for name in ("chosen", "rejected"))
+    return _checked(Preference(prompt, chosen, rejected, float(margin), _variables(row)))
+
+
+def _variables(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("chat_template_kwargs", "tools") if row.get(name)}
+
+
+def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Moves the messages with which both answers begin to the end of the prompt, unless it is among them."""
+    where = getattr(row, "where", "a row")
+    if not all(isinstance(row.get(name), list) for name in _SIDES):
+        return row
+    chosen, rejected = (read_messages(row[name], f"{where}: column {name}") for name in _SIDES)
+    pairs = list(zip(chosen, rejected, strict=False))
+    shared = chosen[: next((number for number, (x, y) in enumerate(pairs) if x != y), len(pairs) - 1)]
+    prompt = row.get("prompt") or []
+    if isinstance(prompt, str):
+        is_repeated = any((message["content"] or "").strip() == prompt.strip() for message in shared)
+        prompt = [] if is_repeated else [{"role": "user", "content": prompt}]
+    if not prompt and not shared:
+        raise UsageError(f"{where}: chosen and rejected share no message, so there is no prompt: add a column prompt")
+    answers = {"chosen": chosen[len(shared) :], "rejected": rejected[len(shared) :]}
+    return Row({**row, "prompt": [*prompt, *shared], **answers}, where)
 
 
 def prompt_of(row: Mapping[str, Any]) -> str | list[Message] | None:
@@ -126,19 +160,19 @@ def prompt_of(row: Mapping[str, Any]) -> str | list[Message] | None:
     if not isinstance(prompt, str | list):
         raise UsageError(f"{where} should hold text or chat messages")
     if isinstance(prompt, list):
-        check_messages(prompt, where)
+        prompt = read_prompt(prompt, where)
     check_text(json.dumps(prompt, ensure_ascii=False), where)
     return prompt or None
 
 
 def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Preference | str:
-    """Splits two transcripts of HH-RLHF into a prompt and the assistant's last turn in each.
+    """Splits two transcripts of HH-RLHF, or two other texts, into a prompt and the rest of each.
 
-    The prompt is the common beginning of both, up to its last "Assistant:".
+    The prompt is the common beginning of both, up to its last "Assistant:", or up to its last space without such turns.
 
     Args:
-      chosen: A transcript whose turns begin with "\\n\\nHuman:" or "\\n\\nAssistant:".
-      rejected: The same transcript with another end.
+      chosen: A text, or a transcript whose turns begin with "\\n\\nHuman:" or "\\n\\nAssistant:".
+      rejected: The same text with another end.
       chat: True to turn the prompt into chat messages, and to strip the texts.
 
     Returns:
@@ -146,6 +180,12 @@ def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Pref
     """
     shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071, of texts
     end = shared.rfind(ASSISTANT) + len(ASSISTANT)
+    if not TURN.search(chosen) and not TURN.search(rejected):
+        end = shared.rfind(" ")
+        if shared[: max(end, 0)].strip() and chosen != rejected:
+            rest = [text[end:].strip() if chat else text[end:] for text in (chosen, rejected)]
+            return _checked(Preference(shared[:end], *rest))
+        return "with equal answers" if chosen == rejected else "without a common prompt"
     if end < len(ASSISTANT) or not shared.startswith("\n\nHuman:"):
         return "without a common prompt"
     if any(TURN.search(text[end:]) for text in (chosen, rejected)):
@@ -214,10 +254,11 @@ def encode_preferences(chat: Chat, preferences: Sequence[Preference], **options:
 
 
 def _encoded(chat: Chat, records: Sequence[Kind], texts: Sequence[Sequence[str]], **options: Any) -> Any:
-    kwargs = [template_kwargs(chat, record.kwargs, "a row's column chat_template_kwargs") for record in records]
+    kwargs = [row_kwargs(chat, record.kwargs or {}) for record in records]
     return encode_answers(chat, [record.prompt for record in records], texts, kwargs=kwargs, **options)
 
 
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
 _ORDER = 1  # the stream of random numbers; stream 0 orders batches
 
 
@@ -225,8 +266,8 @@ def read_ratings(source: str | Path, *, chat: bool = False) -> tuple[list[Rating
     """Reads ratings from a file, a folder or a hub data set.
 
     Args:
-      source: See `rows.read_rows`. Rows have "prompt", "completion" and "label" (true or false), as for TRL's KTO. A
-        row of `read_preferences` gives two ratings: its chosen answer is desirable, its rejected answer is not.
+      source: See `rows.read_rows`. Rows have "prompt", "completion" and "label" (true or false, or 1 or 0), as for
+        TRL's KTO. A row of `read_preferences` gives two ratings: its chosen answer is desirable, the rejected is not.
       chat: See `read_preferences`.
 
     Returns:
@@ -251,12 +292,13 @@ def _ratings_of(row: Mapping[str, Any], *, chat: bool) -> list[Rating] | str:
             return pair
         answers = {pair.chosen: True, pair.rejected: False}
         return [Rating(pair.prompt, text, is_good, pair.kwargs) for text, is_good in answers.items()]
-    prompt, completion = prompt_of(row), text_column(row, "completion")
-    if not isinstance(row["label"], bool):
+    prompt, completion = prompt_of(row), completion_text(row, "completion")
+    label = _LABELS.get(str(row["label"]).lower())  # in a CSV it is a text
+    if label is None:
         raise UsageError(f"{where}: column label holds {kind_of(row['label'])}, and should hold true or false")
     if prompt is None:
         return NO_PROMPT
-    rating = Rating(prompt, completion, row["label"], row.get("chat_template_kwargs"))
+    rating = Rating(prompt, completion, label, _variables(row))
     return [rating] if completion.strip() else "with an empty completion"
 
 

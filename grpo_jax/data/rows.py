@@ -1,12 +1,13 @@
 """Data rows from files, folders and the hub, and batches of them as a function of the step."""
 
+import csv
 import gzip
 import hashlib
 import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring
 from pathlib import Path
@@ -19,7 +20,8 @@ from grpo_jax.data.text import Message, check_text, progress
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError, reason_of, user_path
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".parquet")
+_SAVED = ("state.json", "dataset_dict.json", "dataset_info.json")  # files of save_to_disk that hold no rows
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -39,8 +41,10 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
     """Reads the rows of a local file or folder, or of a hub data set.
 
     Args:
-      source: A file (.jsonl: one object per line; .json: a list of objects; either may end with .gz), a folder with
-        such files named after the splits, or an id on the hub.
+      source: A file (.jsonl: one object per line; .json: a list of objects; either may end with .gz; .csv: texts below
+        a line of names; .parquet), a folder with such files named after the splits, a folder of the package datasets
+        (written by `save_to_disk`, or cloned from the hub), or an id on the hub. Only the last three and .parquet need
+        the package.
       split: The split of a folder or hub data set. None: "train". A file has no splits.
       subset: The subset of a hub data set that has several, such as "main".
 
@@ -52,10 +56,18 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
     """
     path = user_path(source)
     if not path.exists() and not str(source).endswith(SUFFIXES) and _HUB_ID.fullmatch(str(source)):
-        rows = _hub_rows(str(source), split or "train", subset)
+        rows = _dataset_rows("load_dataset", str(source), split or "train", subset)
     else:
         path = _file(path, split)
-        rows = _json_rows(path) if path.name.removesuffix(".gz").endswith(".json") else _json_lines(path)
+        kind = path.name.removesuffix(".gz").rpartition(".")[2]
+        if path.is_dir():
+            is_saved = any((path / name).is_file() for name in _SAVED)
+            load = "load_from_disk" if is_saved else "load_dataset"
+            rows = _dataset_rows(load, str(path), split or "train", subset)
+        elif kind == "parquet":
+            rows = _dataset_rows("load_dataset", "parquet", "train", data_files=str(path))
+        else:
+            rows = {"json": _json_rows, "jsonl": _json_lines, "csv": _csv_rows}[kind](path)
     if not rows:
         raise UsageError(f"{source} holds no rows")
     return rows
@@ -157,26 +169,73 @@ def hash_of_prompt(prompt: str | list[Message], where: str = "a row") -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48
 
 
-def check_messages(prompt: Any, where: str) -> None:
-    """Checks that a prompt is a list of chat messages for the assistant to answer.
-
-    Args:
-      prompt: The value of a column.
-      where: The row and the column, for errors.
+def read_prompt(value: Any, where: str) -> list[Message]:
+    """Reads the chat messages of a prompt, which the assistant answers. See `read_messages`.
 
     Raises:
       UsageError: A message has no text, or the last message is the assistant's.
     """
-    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
-        raise UsageError(f"{where} holds {kind_of(prompt)}, and should hold text or a list of chat messages")
-    for message in prompt:
-        content = message.get("content")
-        if content is None and message.get("tool_calls"):  # a call needs no text
-            content = ""
-        if not isinstance(message.get("role"), str) or not isinstance(content, str):
-            raise UsageError(f'{where} holds a chat message without text as "role" and "content"')
-    if not prompt or prompt[-1]["role"] == "assistant":
+    messages = read_messages(value, where)
+    if not messages or messages[-1]["role"] == "assistant":
         raise UsageError(f"{where} holds messages that should end with the user's: the assistant's is to be sampled")
+    return messages
+
+
+def read_messages(value: Any, where: str) -> list[Message]:
+    """Reads chat messages as data sets store them.
+
+    Args:
+      value: The value of a column: a list of messages. A content may be a list of parts of type text, or be missing
+        from a message with tool calls. Fields without a value are left out.
+      where: The row and the column, for errors.
+
+    Returns:
+      Messages whose "role" and "content" are texts. The content of a call of tools may be None.
+
+    Raises:
+      UsageError: The value is no list of messages, or a message has no text.
+    """
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise UsageError(f"{where} holds {kind_of(value)}, and should hold text or a list of chat messages")
+    messages = []
+    for fields in value:
+        message = {name: field for name, field in fields.items() if field is not None}
+        content = message.get("content")
+        if isinstance(content, list) and all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in content):
+            content = "".join(part["text"] for part in content)
+        is_call = content is None and bool(message.get("tool_calls"))  # a call needs no text
+        if not isinstance(message.get("role"), str) or not (is_call or isinstance(content, str)):
+            raise UsageError(f'{where} holds a chat message without text as "role" and "content"')
+        messages.append({**message, "content": content})
+    return messages
+
+
+_NOT_IN_CONTENT = {"tool_calls", "reasoning_content", "reasoning", "thinking"}  # fields that templates write
+
+
+def completion_text(row: Mapping[str, Any], name: str, where: str = "a row", *, remedy: str = "") -> str:
+    """Returns the completion in a column: its text, or the content of its only message, the assistant's.
+
+    Args:
+      row, name, where, remedy: See `column`.
+
+    Raises:
+      UsageError: The column is missing, or it holds several messages or more than text.
+    """
+    value, where = column(row, name, where, remedy=remedy), getattr(row, "where", where)
+    if not isinstance(value, list):
+        return text_column(row, name, where)
+    messages = read_messages(value, f"{where}: column {name}")
+    if not is_plain_answer(messages):
+        raise UsageError(
+            f"{where}: column {name} should hold text, or one message of the assistant after the prompt, with text only"
+        )
+    return text_column({name: messages[0]["content"]}, name, where)
+
+
+def is_plain_answer(messages: Sequence[Message]) -> bool:
+    """Returns whether messages are one of the assistant that is no more than its content."""
+    return [message["role"] for message in messages] == ["assistant"] and not _NOT_IN_CONTENT & messages[0].keys()
 
 
 def _file(path: Path, split: str | None) -> Path:
@@ -185,18 +244,23 @@ def _file(path: Path, split: str | None) -> Path:
         names = [f"{split or 'train'}{suffix}" for suffix in SUFFIXES]
         candidates = [path / name for name in names if (path / name).is_file()]
         if not candidates:
-            there = ", ".join(sorted(file.name for file in path.iterdir() if file.name.endswith(SUFFIXES)))
-            advice = f"name one of its files: {there}" if there else "it has no files of rows"
-            raise UsageError(f"{path} has no {names[0]}: {advice}")
+            if any((path / name).is_file() for name in _SAVED) or not _row_files(path):
+                return path  # for the package datasets
+            raise UsageError(f"{path} has no {names[0]}: name one of its files: {', '.join(_row_files(path))}")
         return candidates[0]
     if not path.exists():
         raise UsageError(f"there is no {path}: name a file, a folder, or a data set of the hub as owner/name")
     if not path.name.endswith(SUFFIXES):
         known = ", ".join(SUFFIXES)
-        raise UsageError(f"{path} is not one of {known}: convert it, for example by pandas' to_json(lines=True)")
+        advice = 'for example by pandas\' to_json(path, orient="records", lines=True)'
+        raise UsageError(f"{path} is not one of {known}: convert it, {advice}")
     if split is not None:
         raise UsageError(f"{path} is one file and has no split {split}: leave it out, or name the folder")
     return path
+
+
+def _row_files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir() if file.name.endswith(SUFFIXES))
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -224,6 +288,19 @@ def _json_rows(path: Path) -> list[Row]:
     return [_row(value, f"{path}, item {number}") for number, value in enumerate(values, 1)]
 
 
+def _csv_rows(path: Path) -> list[Row]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            rows = [_row(row, f"{path}, line {reader.line_num}") for row in progress(reader, f"reading {path.name}")]
+    except (csv.Error, OSError, UnicodeError) as error:
+        raise UsageError(f"{path} is not CSV in UTF-8 ({reason_of(error)})") from None
+    for row in rows:
+        if None in row or None in row.values():
+            raise UsageError(f"{row.where} has other columns than the first line of the file names")
+    return rows
+
+
 def _json(content: bytes, where: str) -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))  # the first line may have a byte order mark
@@ -237,18 +314,32 @@ def _row(value: Any, where: str) -> Row:
     return Row(value, where)
 
 
-def _hub_rows(source: str, split: str, subset: str | None) -> list[Row]:
+def _dataset_rows(load: str, source: str, split: str, subset: str | None = None, **files: str) -> list[Row]:
+    """Reads rows with the package datasets, by its function `load`."""
+    name = files.get("data_files", source)
     try:
         import datasets
     except ImportError:
-        raise UsageError(
-            f"there is no file or folder {source}; to read it from the hub install grpo_jax[hub] (the package datasets)"
-        ) from None
+        problem = f"there is no file or folder {name}; to read it from the hub"
+        if Path(name).exists():
+            problem = f"{name} is a data set of the package datasets: to read it"
+        raise UsageError(f"{problem} install grpo_jax[hub] (the package datasets)") from None
     try:
-        rows = datasets.load_dataset(source, subset, split=split)
+        if load == "load_dataset":
+            rows = datasets.load_dataset(source, subset, split=split, **files)
+        else:
+            rows = datasets.load_from_disk(source)
+            rows = rows[split] if isinstance(rows, dict) else rows
     except Exception as error:  # from the package, the hub or the network
-        raise UsageError(f"data set {source}, split {split} cannot be loaded: {reason_of(error)}") from error
-    return [_row(row, f"{source}, split {split}, row {number}") for number, row in enumerate(rows)]
+        raise UsageError(f"data set {name}, split {split} cannot be loaded: {reason_of(error)}") from error
+    return [_row(_without_nulls(row), f"{name}, split {split}, row {number}") for number, row in enumerate(rows)]
+
+
+def _without_nulls(value: Any, depth: int = 0) -> Any:
+    """Leaves out the fields without a value that Arrow adds to objects in lists, so that all have the same fields."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(x, depth + 1) for name, x in value.items() if depth < 2 or x is not None}
+    return [_without_nulls(x, depth + 1) for x in value] if isinstance(value, list) else value
 
 
 def kind_of(value: Any) -> str:

@@ -48,8 +48,9 @@ def make_chat(tokenizer: Any, eos_ids: tuple[int, ...], kwargs: Any = None, tool
 
 
 def with_kwargs(chat: Chat, kwargs: Mapping[str, Any]) -> Chat:
-    """Replaces some variables of the template."""
-    return chat._replace(kwargs={**chat.kwargs, **kwargs})
+    """Replaces some variables of the template. A variable "tools" replaces the tools."""
+    variables = {**chat.kwargs, **kwargs}
+    return chat._replace(tools=variables.pop("tools", chat.tools), kwargs=variables)
 
 
 class TurnEnd(NamedTuple):
@@ -121,6 +122,31 @@ def template_kwargs(chat: Chat, value: Any, place: str) -> dict[str, Any]:
         if name in taken or name not in str(chat.tokenizer.chat_template):
             raise UsageError(f"{place} sets {name}, but the chat template has no such variable: leave it out")
     return dict(kwargs)
+
+
+def row_kwargs(chat: Chat, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables of the chat template in the columns chat_template_kwargs and tools of a row.
+
+    Args:
+      chat: The tokenizer and its template. If it has tools, the column is not read.
+      row: The row. "tools" is a list of JSON schemas of functions, or its JSON.
+
+    Raises:
+      UsageError: A column is invalid.
+    """
+    where = getattr(row, "where", "a row")
+    kwargs = template_kwargs(chat, row.get("chat_template_kwargs"), f"{where}: column chat_template_kwargs")
+    tools = row.get("tools")
+    if chat.tools or not tools or not chat.tokenizer.chat_template:
+        return kwargs
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        assert all(isinstance(tool["function"]["name"], str) for tool in tools)
+    except (AssertionError, KeyError, TypeError, ValueError):
+        raise UsageError(
+            f"{where}: column tools should hold JSON schemas of functions, which the chat template describes"
+        ) from None
+    return kwargs | {"tools": tools}
 
 
 def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
@@ -289,7 +315,7 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
 
     @cache
     def delimiters(kwargs: str) -> tuple[Chat, str, str, str]:
-        row_chat = with_kwargs(chat, json.loads(kwargs))
+        row_chat = with_kwargs(chat, json.loads(kwargs))._replace(tools=None)
         before, _, after = _after_answer(row_chat, role, _REPLY).partition(_REPLY)
         return row_chat, before, _end_of_turn(row_chat, before), after
 

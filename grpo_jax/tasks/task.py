@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.data.rows import batches, check_messages, column, hash_of_prompt, kind_of
+from grpo_jax.data.rows import batches, column, hash_of_prompt, kind_of, read_prompt
 from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, progress
 from grpo_jax.data.types import (
     Answer,
@@ -31,7 +31,7 @@ from grpo_jax.data.types import (
     rng,
 )
 from grpo_jax.errors import UsageError, reason_of
-from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, template_kwargs, with_kwargs
+from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, row_kwargs, with_kwargs
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
 from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_pieces
@@ -266,8 +266,8 @@ def encode_rows(
 
     Args:
       chat: The tokenizer and its chat template.
-      rows: The rows for training and, without `heldout_rows`, for the held-out set. A column chat_template_kwargs holds
-        variables of the chat template for its row.
+      rows: The rows for training and, without `heldout_rows`, for the held-out set. The columns chat_template_kwargs
+        and tools hold variables of the chat template for their row.
       vocab_size: The size of the model's vocabulary.
       prompt_column: The column with the prompt: text, or a list of chat messages.
       template: A text that replaces the column. Each {column} in it becomes the text or number of that column; {{ and
@@ -407,12 +407,6 @@ def _check(
     return checked
 
 
-def row_kwargs(chat: Chat, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the variables of the chat template in a row, from its column chat_template_kwargs."""
-    place = f"{getattr(row, 'where', 'a row')}: column chat_template_kwargs"
-    return template_kwargs(chat, row.get("chat_template_kwargs"), place)
-
-
 def _prompt(row: Mapping[str, Any], where: str, *, prompt_column: str, template: str | None) -> str | list[Message]:
     """Returns the prompt of a row, before any chat template.
 
@@ -422,8 +416,7 @@ def _prompt(row: Mapping[str, Any], where: str, *, prompt_column: str, template:
     remedy = "put the prompt there, or set prompt_column or template"
     prompt = column(row, prompt_column, where, remedy=remedy) if template is None else _fill(template, row, where)
     if not isinstance(prompt, str):
-        check_messages(prompt, f"{where}: column {prompt_column}")
-        prompt = list(prompt)
+        return read_prompt(prompt, f"{where}: column {prompt_column}")
     return prompt
 
 

@@ -12,7 +12,7 @@ RATED = {"prompt": [USER], "completion": "a", "label": True}
 NO_TEXT = 'column prompt holds .*without text as "role" and "content"'
 MESSAGES = [
     ({"role": "user", "content": None}, NO_TEXT),
-    ({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, NO_TEXT),
+    ({"role": "user", "content": [{"type": "image"}]}, NO_TEXT),
     ({"role": 3, "content": "Hi"}, NO_TEXT),
     ({"role": "user"}, NO_TEXT),
     ({"role": "assistant", "content": "Hello"}, "column prompt holds .*should end with the user's"),

@@ -364,7 +364,9 @@ UNREADABLE = [
     ("r.json", b'[{"a": 1}, 2]', "r.json, item 2 holds a number, not an object"),
     ("r.jsonl.gz", b'{"a": 1}', "r.jsonl.gz cannot be read"),
     ("r.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0)[:-9], "r.jsonl.gz cannot be read"),
-    ("r.csv", b"a\n1", "r.csv is not one of .jsonl"),
+    ("r.xlsx", b"a", "r.xlsx is not one of .jsonl"),
+    ("r.csv", b"a,b\n1,2\n3", "r.csv, line 3 has other columns than the first line"),
+    ("r.csv", b"a\n\xff", "r.csv is not CSV in UTF-8"),
 ]
 
 

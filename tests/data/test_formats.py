@@ -1,0 +1,154 @@
+"""Checks that rows in the formats of TRL's data sets, and files of the package datasets, are read."""
+
+import json
+import sys
+
+import pytest
+from tiny import refused, write_rows
+
+from grpo_jax.data.preferences import Preference, read_preferences, read_ratings
+from grpo_jax.data.rows import read_prompt, read_rows
+from grpo_jax.models.chat import Chat, row_kwargs
+
+ASKED = [{"role": "user", "content": "What color is the sky?"}]
+BLUE = [{"role": "assistant", "content": "It is blue."}]
+GREEN = [{"role": "assistant", "content": "It is green."}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("What color ", "is the sky?")]}]
+TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+CALLED = [
+    *ASKED,
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": {"at": "noon"}}}]},
+    {"role": "tool", "name": "look", "content": "blue"},
+]
+SKY = Preference(ASKED, "It is blue.", "It is green.", 0.0, {})
+PREFERENCES = [
+    ({"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}, ("The sky is", " blue.", " green.")),
+    ({"chosen": "The sky is blue.", "rejected": "The sky is green."}, ("The sky is", " blue.", " green.")),
+    ({"chosen": "We are grateful.", "rejected": "We are green."}, ("We are", " grateful.", " green.")),
+    ({"prompt": ASKED, "chosen": BLUE, "rejected": GREEN}, SKY),
+    ({"prompt": PARTS, "chosen": "It is blue.", "rejected": GREEN}, SKY),
+    ({"chosen": ASKED + BLUE, "rejected": ASKED + GREEN}, SKY),
+    ({"prompt": "What color is the sky?", "chosen": ASKED + BLUE, "rejected": ASKED + GREEN}, SKY),
+    ({"prompt": "What color is the sky?", "chosen": BLUE, "rejected": GREEN}, SKY),
+    ({"prompt": ASKED, "tools": [TOOL], "chosen": BLUE, "rejected": GREEN}, SKY._replace(kwargs={"tools": [TOOL]})),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), PREFERENCES)
+def test_each_format_of_preferences_becomes_a_pair(tmp_path, row, expected):
+    file = write_rows(tmp_path / "rows.jsonl", [row])
+    (pair,), dropped = read_preferences(file)
+    assert pair[: len(expected)] == expected
+    assert not dropped
+    good, bad = read_ratings(file)[0]
+    assert (good.prompt, good.completion, good.desirable) == (pair.prompt, pair.chosen, True)
+    assert (bad.completion, bad.desirable) == (pair.rejected, False)
+
+
+@pytest.mark.parametrize("label", [True, False, 1, 0])
+@pytest.mark.parametrize(("prompt", "completion"), [("The sky is", " blue."), (ASKED, BLUE), (ASKED, "It is blue.")])
+def test_each_format_of_ratings_is_read(tmp_path, prompt, completion, label):
+    row = {"prompt": prompt, "completion": completion, "label": label}
+    (rating,), _ = read_ratings(write_rows(tmp_path / "rows.jsonl", [row]))
+    text = completion if isinstance(completion, str) else completion[0]["content"]
+    assert rating[:3] == (prompt, text, bool(label))
+
+
+def test_equal_conversations_are_dropped_and_counted(tmp_path):
+    same = {"chosen": ASKED + BLUE, "rejected": ASKED + BLUE}
+    file = write_rows(tmp_path / "rows.jsonl", [same, {"chosen": ASKED + BLUE, "rejected": ASKED + GREEN}])
+    assert read_preferences(file) == ([SKY], {"with equal answers": 1})
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"chosen": BLUE, "rejected": GREEN}, "share no message, so there is no prompt: add a column prompt"),
+        (
+            {"prompt": ASKED, "chosen": BLUE + ASKED, "rejected": GREEN},
+            "chosen should hold text, or one message",
+        ),
+        ({"prompt": ASKED, "chosen": CALLED[1:2], "rejected": GREEN}, "chosen should hold text, or one message"),
+        ({"prompt": ASKED, "completion": BLUE, "label": 2}, "column label holds a number, and should hold true or"),
+    ],
+)
+def test_other_conversations_are_refused_with_their_line(tmp_path, row, words):
+    with refused(f"rows.jsonl, line 1: .*{words}"):
+        read_ratings(write_rows(tmp_path / "rows.jsonl", [row]))
+
+
+def test_calls_of_tools_are_messages_without_content():
+    stored = [CALLED[0] | {"tool_calls": None}, {x: CALLED[1][x] for x in ("role", "tool_calls")}, CALLED[2]]
+    assert read_prompt(stored, "a row") == CALLED
+
+
+class Template:
+    """A tokenizer that has a template and nothing else."""
+
+    chat_template = "{{ tools }}"
+
+
+def test_tools_are_schemas_or_their_json():
+    chat = Chat(Template())
+    assert row_kwargs(chat, {"tools": [TOOL]}) == row_kwargs(chat, {"tools": json.dumps([TOOL])}) == {"tools": [TOOL]}
+    assert row_kwargs(chat, {"tools": []}) == row_kwargs(chat._replace(tools=[TOOL]), {"tools": [TOOL]}) == {}
+    for tools in (["hammer"], "hammer", 3):
+        with refused("column tools should hold JSON schemas of functions"):
+            row_kwargs(chat, {"tools": tools})
+
+
+def test_a_csv_holds_texts(tmp_path):
+    (tmp_path / "train.csv").write_text('\ufeffprompt,completion,label\n"a, ""b""\nc",d,1\ne,f,False\n')
+    rows = read_rows(tmp_path)
+    assert rows[0] == {"prompt": 'a, "b"\nc', "completion": "d", "label": "1"}
+    assert [rating.desirable for rating in read_ratings(tmp_path)[0]] == [True, False]
+    assert rows[1].where == f"{tmp_path}/train.csv, line 4"
+
+
+# ---- the package datasets
+
+ROWS = [
+    {"messages": CALLED, "n": 1},
+    {
+        "messages": [*ASKED, CALLED[1] | {"tool_calls": [{"function": {"name": "look", "arguments": {"far": 1}}}]}],
+        "n": 2,
+    },
+]
+
+
+def saved(kind, path):
+    """Writes ROWS as people do, and returns what to name on the command line."""
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(ROWS)
+    if kind == "parquet":
+        data.to_parquet(path / "rows.parquet")
+        return path / "rows.parquet"
+    if kind == "clone":
+        (path / "data").mkdir()
+        data.to_parquet(path / "data" / "train-00000-of-00001.parquet")
+        (path / "README.md").write_text("---\nlicense: mit\n---\n# Rows\n")
+        return path
+    data = datasets.DatasetDict(train=data, test=data.select([1])) if kind == "DatasetDict" else data
+    data.save_to_disk(path / "saved")
+    return path / "saved"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "Dataset", "DatasetDict", "clone"])
+def test_files_of_the_package_datasets_are_read(tmp_path, kind):
+    rows = read_rows(saved(kind, tmp_path))
+    assert [row["n"] for row in rows] == [1, 2]
+    for row, expected in zip(rows, ROWS, strict=True):
+        assert read_prompt([*row["messages"], *ASKED], "a row") == read_prompt([*expected["messages"], *ASKED], "a row")
+    if kind == "DatasetDict":
+        assert len(read_rows(tmp_path / "saved", split="test")) == 1
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "saved/state.json", "clone/README.md"])
+def test_without_the_package_a_sentence_names_the_extra(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("{}")
+    source = file.parent if "/" in name else file
+    with refused(f"{source} is a data set of the package datasets: to read it install grpo_jax\\[hub\\]"):
+        read_rows(source)
