@@ -246,8 +246,9 @@ TALK = [
     {"role": "assistant", "content": "<think>four</think>4"},
 ]
 MARKED = (
-    "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!"
-    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}!{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 LEARNED = [
     (MARKED, 1, "<think>so</think>2!|<think>four</think>4!"),
