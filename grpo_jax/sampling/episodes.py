@@ -35,6 +35,7 @@ class Episodes(NamedTuple):
     cache: Any
     running: Running
     lengths: jax.Array  # int32 [N, G], the number of tokens of each completion, replies included
+    computed: jax.Array  # int32 [N, G], the number of these tokens that the cache holds
 
 
 def begin_episodes(
@@ -70,7 +71,8 @@ def begin_episodes(
     extend, state = start_decoding(policy, params, prompt_ids, prompt_mask, running, size, eos_ids, stop)
     _, cache, running = jax.lax.while_loop(partial(is_running, max_tokens=max_tokens), extend, state)
     out = running.out._replace(turn=running.out.completion_mask.astype(jnp.int32))
-    return Episodes(cache, running._replace(out=out), jnp.sum(out.completion_mask, axis=-1, dtype=jnp.int32))
+    lengths = jnp.sum(out.completion_mask, axis=-1, dtype=jnp.int32)
+    return Episodes(cache, running._replace(out=out), lengths, lengths - 1)
 
 
 def continue_episodes(
@@ -121,9 +123,12 @@ def continue_episodes(
         return cache, *add(running, hidden[:, :, 0], lengths)
 
     width = min(AT_ONCE, replies.shape[-1] + 1)
-    hidden, cache = _compute_replies(append, episodes, running.out.completion_ids, lengths, width)
+    # A delta net would absorb the last token of an episode that waits a second time when the episode continues.
+    done = jnp.where(continues, episodes.computed, lengths)
+    hidden, cache = _compute_replies(append, episodes.cache, running.out.completion_ids, done, lengths, width)
     state = cache, *add(running, hidden, lengths)
-    return Episodes(*jax.lax.while_loop(lambda state: jnp.any(_is_in_turn(state[1], max_tokens)), extend, state))
+    state = jax.lax.while_loop(lambda state: jnp.any(_is_in_turn(state[1], max_tokens)), extend, state)
+    return Episodes(*state, jnp.where(continues, state[2] - 1, episodes.computed))
 
 
 def _is_in_turn(running: Running, max_tokens: int) -> jax.Array:
@@ -150,9 +155,9 @@ def _append_replies(
 
 
 def _compute_replies(
-    append: Callable[..., Any], episodes: Episodes, ids: jax.Array, lengths: jax.Array, width: int
+    append: Callable[..., Any], cache: Any, ids: jax.Array, done: jax.Array, lengths: jax.Array, width: int
 ) -> tuple[jax.Array, Any]:
-    """Computes the tokens that the cache lacks: the policy's last token and the reply after it.
+    """Computes the tokens that the cache lacks, from number `done` on: the policy's last token and the reply after it.
 
     `width` tokens are computed at a time. A completion with fewer tokens left writes arbitrary values after its end,
     which later tokens overwrite.
@@ -174,8 +179,7 @@ def _compute_replies(
         has_last = (done < lengths) & (lengths <= done + width)
         return jnp.minimum(done + width, lengths), jnp.where(has_last[..., None], at_place, last), cache
 
-    done = episodes.lengths - 1
-    shape = jax.eval_shape(compute, episodes.cache, done)[0]
-    state = done, jnp.zeros((*done.shape, shape.shape[-1]), shape.dtype), episodes.cache
+    shape = jax.eval_shape(compute, cache, done)[0]
+    state = done, jnp.zeros((*done.shape, shape.shape[-1]), shape.dtype), cache
     _, last, cache = jax.lax.while_loop(lambda state: jnp.any(state[0] < lengths), advance, state)
     return last, cache

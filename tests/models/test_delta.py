@@ -130,6 +130,27 @@ def test_replies_continue_the_state_of_their_completion():
     np.testing.assert_allclose(out.sampler_logprobs[out.completion_mask], logprobs[out.completion_mask], atol=2e-5)
 
 
+def test_an_episode_that_waits_absorbs_no_token():
+    numbers, options = row_numbers(3, 4), {"max_tokens": 12, "eos_ids": (7, 8, 9)}
+    replies = np.random.default_rng(0).integers(0, 24, (3, 4, 3)).astype(np.int32)
+    nothing, all_tokens = np.zeros((3, 4), np.int32), np.full((3, 4), 3, np.int32)
+
+    @partial(jax.jit, static_argnums=1)
+    def two_turns(params, waits):
+        start = begin_episodes(
+            POLICY, params, *PROMPTS, numbers, jax.random.key(1), environment_tokens=6, temperature=1.3, **options
+        )
+        for counts, continues in ([(nothing, False)] * waits) + [(all_tokens, True)]:
+            flags = jnp.full((3, 4), continues)
+            start = continue_episodes(POLICY, params, start, replies, counts, flags, **options)
+        return start.running.out
+
+    params = random_params(CONFIG, 0.15)
+    at_once, later = (jax.device_get(two_turns(params, waits)) for waits in (0, 2))
+    np.testing.assert_array_equal(later.completion_ids, at_once.completion_ids)
+    np.testing.assert_allclose(later.sampler_logprobs, at_once.sampler_logprobs, atol=1e-6)
+
+
 def test_completions_that_leave_the_batch_take_their_states_along(assume):
     numbers, options = row_numbers(3, 16), {"max_tokens": 40, "eos_ids": (7, 8, 9), "temperature": 1.3}
     params, sample = random_params(CONFIG, 0.15), partial(sample_groups, **options)
