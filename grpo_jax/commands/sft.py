@@ -23,8 +23,8 @@ from grpo_jax.commands.offline import Job, Reference, Values, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
-from grpo_jax.data.rows import Row, completion_text, read_rows
-from grpo_jax.data.text import Encoded, answer_prompts, fit_answers, prompt_limit, uses_chat
+from grpo_jax.data.rows import Row, completion_text, is_plain_answer, read_messages, read_rows
+from grpo_jax.data.text import Encoded, answer_conversation, answer_prompts, fit_answers, prompt_limit, uses_chat
 from grpo_jax.data.types import Prompts, hash_prompts, hash_values, pad_prompts
 from grpo_jax.devices import devices_of, load_shardings
 from grpo_jax.errors import UsageError
@@ -177,17 +177,35 @@ def divergence_of(config: Config) -> DistillationConfig:
 
 
 def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
-    """Reads the rows, and checks that the completion of each row is a text.
+    """Reads the rows. The completion of a row is a text, or chat messages; "messages" holds prompt and completion.
 
     Raises:
       UsageError: One sentence that says what to change.
     """
     if not config.task:
         raise UsageError("--task is needed: name a file of rows with a prompt and a completion")
-    name = config.completion_column
-    rows = read_rows(config.task)
-    texts = (completion_text(row, name, remedy="set --completion-column") for row in rows)
-    return [Row({**row, name: text}, row.where) for row, text in zip(rows, texts, strict=True)]
+    return [_with_completion(config, row) for row in read_rows(config.task)]
+
+
+def _with_completion(config: Config, row: Row) -> Row:
+    """Returns a row whose completion is a text, or messages that end with the assistant's."""
+    name, place = config.completion_column, f"{row.where}: column {config.completion_column}"
+    if name not in row and isinstance(row.get("messages"), list):
+        place = f"{row.where}: column messages"
+        messages = read_messages(row["messages"], place)
+        first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), 0)
+        if not first:
+            raise UsageError(f"{place} should hold a message of the assistant after the first one of the user")
+        row = Row({**row, config.prompt_column: messages[:first], name: messages[first:]}, row.where)
+    if isinstance(row.get(name), list):
+        messages = read_messages(row[name], place)
+        while messages and messages[-1]["role"] != "assistant":
+            messages = messages[:-1]  # nothing in them is learned
+        if not messages:
+            raise UsageError(f"{place} holds no message of the assistant")
+        if not is_plain_answer(messages):
+            return Row({**row, name: messages}, row.where)
+    return Row({**row, name: completion_text(row, name, remedy="set --completion-column")}, row.where)
 
 
 def encode_texts(
@@ -221,13 +239,21 @@ def encode_texts(
     for name, side in (("training", training_rows), ("held out", heldout_rows)):
         prompts, examples = side.take()
         encoded = Encoded(prompts, [example["prompt"] for example in examples], [], "")
-        answers = answer_prompts(chat, encoded, [(example[config.completion_column],) for example in examples])
+        completions = [example[config.completion_column] for example in examples]
+        answers = answer_prompts(chat, encoded, [(x if isinstance(x, str) else "",) for x in completions])
+        masks: dict[int, list[bool]] = {}
+        for number, completion in enumerate(completions):
+            if not isinstance(completion, str):
+                prompt = encoded.texts[number]
+                answers[number], masks[number] = answer_conversation(chat, prompt, prompts[number].tolist(), completion)
         max_tokens = longest if config.max_tokens is None else config.max_tokens
         limits: Any = {"max_tokens": max_tokens, "overlong": overlong, "vocab_size": shape.vocab_size}
-        fitted, _, about = fit_answers(answers, noun="completions", **limits)
+        fitted, numbers, about = fit_answers(answers, noun="completions", **limits)
         notes += [f"{name}: {note}" for note in about]
-        sides.append(([row.prompt for row in fitted], [row.answers[0] for row in fitted]))
-    width = max(len(ids) + len(more) for side in sides for ids, more in zip(*side, strict=True))
+        several = [row.answers[0] for row in fitted]
+        learned = [masks.get(i, [True] * len(ids))[: len(ids)] for i, ids in zip(numbers, several, strict=True)]
+        sides.append(([row.prompt for row in fitted], several, learned))
+    width = max(len(ids) + len(more) for side in sides for ids, more, _ in zip(*side, strict=True))
     training, heldout = (pack(*side, width=width) for side in sides)
     count, size = len(sides[0][0]), len(training.ids)
     notes.append(

@@ -22,7 +22,11 @@ class Packed(NamedTuple):
 
 
 def pack(
-    prompts: Sequence[Sequence[int] | np.ndarray], completions: Sequence[Sequence[int] | np.ndarray], *, width: int
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    completions: Sequence[Sequence[int] | np.ndarray],
+    masks: Sequence[Sequence[bool]] | None = None,
+    *,
+    width: int,
 ) -> Packed:
     """Packs texts into rows, without cutting a text. The loss covers only the completions.
 
@@ -32,6 +36,7 @@ def pack(
     Args:
       prompts: M lists of ids.
       completions: M lists of ids, each with the token that ends it.
+      masks: True for the learned tokens of each completion. None: all are learned.
       width: The number of tokens in a row, S.
 
     Returns:
@@ -63,7 +68,9 @@ def pack(
             packed.ids[row, start:end] = [*prompts[number], *completions[number]]
             packed.texts[row, start:end] = text
             # Nothing predicts the first token of a text.
-            packed.completion_mask[row, start + max(len(prompts[number]), 1) : end] = True
+            first = max(len(prompts[number]), 1)
+            mask = True if masks is None else masks[number][first - len(prompts[number]) :]
+            packed.completion_mask[row, start + first : end] = mask
             start = end
     return packed
 

@@ -13,6 +13,7 @@ from grpo_jax.models.chat import (
     Chat,
     Message as Message,
     digest_of_template,
+    encode_conversation,
     end_marks,
     prompt_writer,
     render,
@@ -317,6 +318,34 @@ def answer_prompts(
             behind = tuple(_without_padding(ids[len(shared) :], pad_id) for ids in wholes)
             rows[number] = Answers(shared, behind)
     return rows
+
+
+def answer_conversation(
+    chat: Chat, prompt: Prompt, prompt_ids: Sequence[int], completion: Sequence[Message]
+) -> tuple[Answers, list[bool]]:
+    """Encodes a completion of several messages, of which only the assistant's are learned.
+
+    Args:
+      chat: The tokenizer and its chat template.
+      prompt: The text of the prompt, and `prompt_ids` its tokens.
+      completion: The messages after the prompt.
+
+    Returns:
+      The prompt with its only answer, and a mask of the answer's learned tokens.
+
+    Raises:
+      UsageError: The prompt is no chat, or the tokens of the assistant are unknown.
+    """
+    if not prompt.messages:
+        raise UsageError("a completion holds several messages, which need a chat template: turn chat on")
+    messages, chat = [*prompt.messages, *completion], with_kwargs(chat, prompt.kwargs)
+    ids, mask = encode_conversation(chat, messages, len(prompt.messages))
+    start = len(os.path.commonprefix([list(prompt_ids), ids]))  # noqa: RUF071, of lists
+    learned = [number for number, is_learned in enumerate(mask) if is_learned and number >= start]
+    if not learned:
+        raise UsageError("the chat template marks no token of a conversation as the assistant's: mend its marks")
+    end = learned[-1] + 1
+    return Answers(ids[:start], (ids[start:end],)), mask[start:end]
 
 
 def _shared_tokens(chat: Chat, prompt: str, prompt_ids: list[int], whole: str, ids: list[int]) -> int:

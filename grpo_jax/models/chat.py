@@ -79,11 +79,7 @@ def render(chat: Chat, messages: Sequence[Message], place: str = "messages", *, 
             "chat_template.jinja into the model's folder"
         )
     try:
-        options: dict[str, Any] = {**chat.kwargs} | ({} if tools is None else {"tools": list(tools)})
-        if "strftime_now" in str(tokenizer.chat_template):
-            options["chat_template"] = _FIXED_DATE + tokenizer.get_chat_template(tools=tools)
-        options["add_generation_prompt"] = is_opened
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **_options(chat, is_opened))
     except Exception as error:  # templates raise any type of error
         raise UsageError(f"the chat template refuses {place}: {reason_of(error)}") from error
     if tools and not all(tool["function"]["name"] in text for tool in tools):
@@ -92,6 +88,15 @@ def render(chat: Chat, messages: Sequence[Message], place: str = "messages", *, 
             "whose template does"
         )
     return text
+
+
+def _options(chat: Chat, is_opened: bool) -> dict[str, Any]:
+    """Returns the arguments of `apply_chat_template`."""
+    tokenizer, tools = chat.tokenizer, chat.tools
+    options: dict[str, Any] = {**chat.kwargs} | ({} if tools is None else {"tools": list(tools)})
+    if "strftime_now" in str(tokenizer.chat_template):
+        options["chat_template"] = _FIXED_DATE + tokenizer.get_chat_template(tools=tools)
+    return options | {"add_generation_prompt": is_opened}
 
 
 def digest_of_template(tokenizer: Any) -> str:
@@ -277,6 +282,61 @@ def render_answer(chat: Chat, prompt: str, messages: Sequence[Message], answer: 
     if opened and answer.lstrip().startswith(opened.strip()):
         answer = answer.lstrip()[len(opened.strip()) :].lstrip()
     return prompt + answer
+
+
+# ---- conversations of several turns
+
+
+def encode_conversation(chat: Chat, messages: Sequence[Message], first: int) -> tuple[list[int], list[bool]]:
+    """Encodes a conversation, and marks the tokens that the assistant writes, with the ends of its turns.
+
+    Args:
+      chat: The tokenizer and its template. Its {% generation %} marks decide if it has them. Otherwise a turn begins
+        where the template opens it after the messages before it, and ends where the template ends it.
+      messages: All messages.
+      first: The number of the first message whose tokens are marked. The marks of the template also cover earlier ones.
+
+    Returns:
+      The token ids, and a mask of equal length.
+
+    Raises:
+      UsageError: The template writes the messages before a turn differently once other turns follow.
+    """
+    tokenizer = chat.tokenizer
+    text = render(chat, messages, "a conversation", is_opened=False)
+    if re.search(r"\{%-?\s*generation\b", str(tokenizer.chat_template)):
+        options = {"return_dict": True, "return_assistant_tokens_mask": True} | _options(chat, False)
+        marked = tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
+        return list(marked["input_ids"]), list(map(bool, marked["assistant_masks"]))
+    spans = [_span_of_turn(chat, messages, i, text) for i in range(first, len(messages)) if _is_assistant(messages[i])]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    places = encoded["offset_mapping"]
+    return encoded["input_ids"], [any(start < b and a < end for start, end in spans) for a, b in places]
+
+
+def _is_assistant(message: Message) -> bool:
+    return bool(message["role"] == "assistant")
+
+
+def _span_of_turn(chat: Chat, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
+    """Returns the characters of an assistant's turn in a conversation, with its end."""
+    opening = render(chat, messages[:number])
+    openings = (opening, opening.removesuffix(opened_text(opening)))  # the history may have no reasoning
+    start = next((len(before) for before in openings if text.startswith(before)), -1)
+    closed = render(chat, messages[: number + 1], is_opened=False)
+    if text.startswith(closed):
+        end = len(closed.rstrip())
+    else:  # the last turn of a conversation has reasoning, or another end
+        mark = _end_of_turn(chat, _after_answer(chat, "user", _REPLY).partition(_REPLY)[0])
+        body, found, _ = text[max(start, 0) :].partition(mark or "\0")
+        is_unique = found and mark not in (messages[number]["content"] or "")
+        end = start + len(body) + len(mark) if is_unique else -1
+    if not 0 <= start < end:
+        raise UsageError(
+            "the chat template writes the turns of a conversation differently once others follow, so it is unknown "
+            "which tokens the assistant writes: put {% generation %} marks into the template, or give one turn a row"
+        )
+    return start, end
 
 
 # ---- replies of environments

@@ -4,6 +4,7 @@
 """
 
 import pickle
+from itertools import groupby
 from unittest import mock
 
 import pytest
@@ -11,11 +12,22 @@ import tokenizers
 import transformers
 from golden.chats import TOOL, compare
 from golden.today import Today
-from tiny import refused
+from tiny import refused, write_rows
 from transformers import PreTrainedTokenizerFast
 
-from grpo_jax.data.text import answer_prompts, encode_answers, encode_prompts
-from grpo_jax.models.chat import Chat, decode, make_chat, opened_text, prompt_writer, render, turn_end
+from grpo_jax.commands import sft
+from grpo_jax.data.packing import pack
+from grpo_jax.data.text import answer_conversation, answer_prompts, encode_answers, encode_prompts
+from grpo_jax.models.chat import (
+    Chat,
+    decode,
+    encode_conversation,
+    make_chat,
+    opened_text,
+    prompt_writer,
+    render,
+    turn_end,
+)
 from grpo_jax.tasks.task import text_task
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<bos>", "<answer>", "</answer>", "<|user|>", "<|assistant|>"]
@@ -223,3 +235,61 @@ def test_tools_are_in_the_text_or_refused(tokenizer):
     tokenizer.chat_template = OPENED
     with refused("never hear of them"):
         render(Chat(tokenizer, tools=[TOOL]), [USER])
+
+
+# ---- conversations of several turns
+
+TALK = [
+    USER,
+    {"role": "assistant", "content": "<think>so</think>2"},
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "<think>four</think>4"},
+]
+MARKED = (
+    "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}!{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+LEARNED = [
+    (MARKED, 1, "<think>so</think>2!|<think>four</think>4!"),
+    (CHATML, 1, "<think>so</think>2<|im_end|>|<think>four</think>4<|im_end|>"),
+    (CHATML, 3, "<think>four</think>4<|im_end|>"),
+    # The history has no reasoning, as in templates of Qwen3.
+    (THOUGHT + OPENED, 1, "2<|im_end|>|<think>\nfour\n</think>\n\n4<|im_end|>"),
+]
+
+
+@pytest.mark.parametrize(("template", "first", "expected"), LEARNED)
+def test_a_conversation_teaches_the_turns_of_the_assistant(tokenizer, template, first, expected):
+    tokenizer.chat_template = template
+    chat = Chat(tokenizer, (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")))
+    ids, mask = encode_conversation(chat, TALK, first)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
+    turns = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    assert "|".join(tokenizer.decode([i for i, _ in turn]) for is_learned, turn in turns if is_learned) == expected
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
+    tokenizer.chat_template = "{{ messages | length }}" + CHATML
+    with refused("differently once others follow"):
+        encode_conversation(Chat(tokenizer, (tokenizer.eos_token_id,)), TALK, 1)
+
+
+def test_rows_of_conversations_are_packed_with_their_masks(tokenizer, tmp_path):
+    tokenizer.chat_template = CHATML
+    file = write_rows(tmp_path / "rows.jsonl", [{"messages": TALK}, {"prompt": TALK[:1], "completion": TALK[1:]}])
+    first, second = sft.read_completions(sft.Config(task=str(file)))
+    assert {**first, "messages": None} == {**second, "messages": None}
+    (prompt,) = encode_prompts(chat := Chat(tokenizer, (tokenizer.eos_token_id,)), [first["prompt"]]).texts
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    answers, mask = answer_conversation(chat, prompt, ids, first["completion"])
+    packed = pack([answers.prompt], [answers.answers[0]], [mask], width=len(ids) + len(mask))
+    learned = tokenizer.decode(packed.ids[packed.completion_mask].tolist())
+    assert learned == "<think>so</think>2<|im_end|><think>four</think>4<|im_end|>"
+
+
+@pytest.mark.parametrize("messages", [[USER], TALK[1:], [TALK[1]]])
+def test_a_conversation_without_question_and_answer_is_refused(tmp_path, messages):
+    file = write_rows(tmp_path / "rows.jsonl", [{"messages": messages}])
+    with refused("line 1: column messages should hold a message of the assistant after the first one of the user"):
+        sft.read_completions(sft.Config(task=str(file)))
