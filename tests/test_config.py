@@ -133,7 +133,7 @@ def test_a_preset_brings_its_numbers_and_other_options_replace_them():
 
 
 UNKNOWN_OPTIONS = [
-    ({"epsilon": 0.1}, "no option epsilon: is it .*epsilon_low"),
+    ({"epsilon": 0.1}, "no option epsilon: .*epsilon_low"),
     ({"xyzzy": 1}, "no option xyzzy: they are steps, "),
     ({"loss": None}, "no option loss"),
     ({"preset": "dappo"}, "no preset dappo: is it .*dapo"),
@@ -224,8 +224,11 @@ def test_options_that_differ_from_a_run_are_named_without_their_groups():
     assert differing == ["epsilon_high", "kl_coef", "learning_rate", "preset"]
 
 
+LORA = ("--lora-rank", 2, "--lora-targets", "q_proj")
+
+
 def test_a_run_is_resumed_with_the_options_that_it_had(tmp_path):
-    config = parse("--preset", "dapo", "--kl-coef", 0.1, "--lora-targets", "q_proj", "--run-dir", tmp_path / "run")
+    config = parse("--preset", "dapo", "--kl-coef", 0.1, *LORA, "--run-dir", tmp_path / "run")
     folder = flags.open_run(config).path
     saved = json.loads((folder / "config.json").read_text())
     assert saved["train"]["loss"]["kl_coef"] == 0.1
@@ -237,7 +240,7 @@ def test_a_run_is_resumed_with_the_options_that_it_had(tmp_path):
 
 
 def test_options_come_from_a_file_and_flags_replace_them(tmp_path):
-    config = parse("--preset", "dapo", "--kl-coef", 0.1, "--lora-targets", "q_proj", "--run-dir", tmp_path / "run")
+    config = parse("--preset", "dapo", "--kl-coef", 0.1, *LORA, "--run-dir", tmp_path / "run")
     file = flags.open_run(config).path / "config.json"
     again = parse("--config", file, "--run-dir", tmp_path / "again")
     assert again.output.config == file
@@ -249,7 +252,7 @@ def test_options_come_from_a_file_and_flags_replace_them(tmp_path):
     assert (other.train.loss.kl_coef, other.train.loss.epsilon_high) == (0.04, 0.2)
 
     short = tmp_path / "short.yaml"
-    short.write_text("preset: dapo\nnumber: 4\nlora_targets: [q_proj]\nlearning_rate: 1e-4\n")
+    short.write_text("preset: dapo\nnumber: 4\nlora_targets: [q_proj]\nlora_rank: 2\nlearning_rate: 1e-4\n")
     other = parse("--config", short, "--run-dir", tmp_path / "other")
     assert other.train.optimizer.learning_rate == 1e-4
     assert (other.train.loss.epsilon_high, other.number, other.model.lora_targets) == (0.28, 4, ("q_proj",))

@@ -23,6 +23,7 @@ from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
 from grpo_jax.hosts import check_alone
+from grpo_jax.models.chat import Chat
 from grpo_jax.models.params import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -201,9 +202,8 @@ def _train_reward_model(
     """Trains the reward model on these preferences, as a phase of the run."""
     max_prompt_tokens, max_tokens = widths = task.heldout.ids.shape[1], config.sampling.max_tokens
     pairs = encode_preferences(
-        model.tokenizer,
+        Chat(model.tokenizer, model.eos_ids),
         preferences,
-        eos_ids=model.eos_ids,
         max_prompt_tokens=max_prompt_tokens,
         max_tokens=max_tokens,
         vocab_size=model.config.vocab_size,

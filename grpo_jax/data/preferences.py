@@ -42,7 +42,7 @@ class Preference(NamedTuple):
     chosen: str
     rejected: str
     margin: float = 0.0  # how much better the chosen answer was rated
-    kwargs: Mapping[str, Any] | None = None  # columns with variables of the chat template: see `chat.row_kwargs`
+    kwargs: Mapping[str, Any] = {}  # columns with variables of the chat template: see `chat.row_kwargs`
 
 
 class Rating(NamedTuple):
@@ -51,7 +51,7 @@ class Rating(NamedTuple):
     prompt: str | list[Message]
     completion: str
     desirable: bool
-    kwargs: Mapping[str, Any] | None = None  # see `Preference`
+    kwargs: Mapping[str, Any] = {}  # see `Preference`
 
 
 Kind = TypeVar("Kind", Preference, Rating)
@@ -254,7 +254,7 @@ def encode_preferences(chat: Chat, preferences: Sequence[Preference], **options:
 
 
 def _encoded(chat: Chat, records: Sequence[Kind], texts: Sequence[Sequence[str]], **options: Any) -> Any:
-    kwargs = [row_kwargs(chat, record.kwargs or {}) for record in records]
+    kwargs = [row_kwargs(chat, record.kwargs) for record in records]
     return encode_answers(chat, [record.prompt for record in records], texts, kwargs=kwargs, **options)
 
 

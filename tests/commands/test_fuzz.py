@@ -218,7 +218,7 @@ def test_command_lines_of_evaluations(inputs, examples):
 def test_files_of_options(inputs, examples):
     types = option_types(train.module_of("grpo").Config)
     names = st.sampled_from(sorted(types.keys() - FIXED | {"run_dir", "config", "resume"}))
-    options = replaced({"steps": 3, "learning_rate": 1e-3, "lora_targets": ["q_proj"]}, names)
+    options = replaced({"steps": 3, "learning_rate": 1e-3, "lora_targets": ["q_proj"], "lora_rank": 2}, names)
 
     def run(text: str, suffix: str) -> None:
         file = inputs / f"options.{suffix}"
