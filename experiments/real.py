@@ -176,13 +176,16 @@ def results_of(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def table_of(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Returns the table of held-out accuracies by seed."""
-    table = Table("seed", "", "sampled [95% interval]", "greedy [95% interval]", title="held-out accuracy")
+    """Returns the table of held-out accuracies by seed. Tasks with a lenient score have a column for it."""
+    columns = {"avg": "sampled [95% interval]", "greedy": "greedy [95% interval]"}
+    if any("reward_lenient" in row for rows in results.values() for row in rows.values()):
+        columns["reward_lenient"] = "sampled, lenient"
+    table = Table("seed", "", *columns.values(), title="held-out accuracy")
     for seed, rows in results.items():
         for name, row in rows.items():
             if name != "minutes":
-                table.add_row(seed, name, cell(row, "avg"), cell(row, "greedy"))
-        table.add_row(seed, "minutes", f"{rows['minutes']['all']:.1f}", "", end_section=True)
+                table.add_row(seed, name, *(cell(row, column) for column in columns))
+        table.add_row(seed, "minutes", f"{rows['minutes']['all']:.1f}", end_section=True)
     return table
 
 
@@ -207,7 +210,8 @@ def save_curves(out: Path, seeds: Sequence[int]) -> None:
     axis.set_xlabel("step")
     axis.set_ylabel("held-out accuracy")
     axis.grid(alpha=0.3)
-    axis.legend()
+    if axis.lines:
+        axis.legend()
     figure.savefig(out / "curves.png", dpi=120)
     plt.close(figure)
 

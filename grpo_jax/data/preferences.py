@@ -183,8 +183,8 @@ def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Pref
     if not TURN.search(chosen) and not TURN.search(rejected):
         end = shared.rfind(" ")
         if shared[: max(end, 0)].strip() and chosen != rejected:
-            rest = [text[end:].strip() if chat else text[end:] for text in (chosen, rejected)]
-            return _checked(Preference(shared[:end], *rest))
+            first, second = (text[end:].strip() if chat else text[end:] for text in (chosen, rejected))
+            return _checked(Preference(shared[:end], first, second))
         return "with equal answers" if chosen == rejected else "without a common prompt"
     if end < len(ASSISTANT) or not shared.startswith("\n\nHuman:"):
         return "without a common prompt"

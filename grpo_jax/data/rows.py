@@ -197,7 +197,7 @@ def read_messages(value: Any, where: str) -> list[Message]:
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise UsageError(f"{where} holds {kind_of(value)}, and should hold text or a list of chat messages")
-    messages = []
+    messages: list[Message] = []
     for fields in value:
         message = {name: field for name, field in fields.items() if field is not None}
         content = message.get("content")
