@@ -155,6 +155,8 @@ def _fields(file: File) -> Fields:
         fields["embedding_multiplier"] = file["hidden_size"] ** 0.5
         fields["hidden_act"] = file.get("hidden_activation") or file["hidden_act"]
     fields["hidden_act"] = _SYNONYMS.get(fields["hidden_act"], fields["hidden_act"])
+    if delta and fields["hidden_act"] != "silu":  # their convolutions have it too
+        raise UsageError(f"hidden_act {abbreviate(fields['hidden_act'])} is not supported with delta nets, only silu")
     if file["model_type"] == "gemma4_text":
         fields |= _gemma4(file)
     if file["model_type"] == "gemma3_text" and file["attn_logit_softcapping"] is not None:

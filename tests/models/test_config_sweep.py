@@ -30,6 +30,7 @@ from grpo_jax.models.weights import load_params
 REFUSED = {
     "attn_logit_softcapping": {"1.5"},  # in Gemma 3, whose class ignores it
     "attention_dropout": {"0.1"},  # in Phi
+    "hidden_act": {'"gelu"', '"gelu_new"', '"gelu_pytorch_tanh"', '"relu"'},  # with delta nets
     "is_causal": {"false"},
     "use_bidirectional_attention": {"true", '"all"'},
     "partial_rotary_factor": {"0.5"},  # in families whose class ignores it
@@ -58,7 +59,8 @@ class Case(NamedTuple):
     @property
     def config(self) -> ModelConfig:
         """The configuration without fields that do not change logits."""
-        config = config_from_huggingface(sweep.changed(self.base, self.path, self.value))
+        changed = sweep.changed(self.base, self.path, self.value)
+        config = config_from_huggingface(changed, longest_text=sweep.IDS.shape[-1])
         return replace(config, max_position_embeddings=None, initializer_range=0.02)
 
 

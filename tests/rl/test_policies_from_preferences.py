@@ -132,7 +132,7 @@ def test_ratings_are_read_from_labels_and_from_pairs(tmp_path):
 
 
 BAD_RATINGS = [
-    ({"prompt": "a", "completion": "b", "label": 1}, "line 1: column label"),
+    ({"prompt": "a", "completion": "b", "label": 2}, "line 1: column label"),
     ({"prompt": "a", "label": True}, "no column completion"),
     ({"completion": "a", "label": True}, "column prompt"),
     ({"prompt": "a", "completion": "", "label": True}, "no completion"),
