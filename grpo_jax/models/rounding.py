@@ -72,7 +72,7 @@ def round_leaf(path: Any, x: jax.Array) -> jax.Array:
 
 
 def _noise(shape: tuple[int, ...], salt: int) -> jax.Array:
-    """Returns numbers from 0 to 2¹⁶ − 1 as a hash of their places, uint32. It costs less than a random generator."""
+    """Returns numbers from 0 to 2¹⁶ − 1 as a hash of their places, uint32."""
     places: Any = jnp.uint32(salt)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)

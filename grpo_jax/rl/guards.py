@@ -203,7 +203,8 @@ def make_damage_check(learning_rate: float) -> Callable[[Mapping[str, Any]], dic
         reward, kl = metrics["reward"], metrics.get("kl")
         if reward is None:
             return {}
-        first.append(reward) if not first else None
+        if not first:
+            first.append(reward)
         is_far = kl > FAR_FROM_START if kl is not None else metrics["sampler_mismatch"] > math.exp(FAR_FROM_START)
         if not is_far or reward >= first[0] - abs(first[0]) / 2 or first[0] == 0:
             return {}
