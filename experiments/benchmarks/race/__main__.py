@@ -8,7 +8,8 @@ entrant with a warm cache reads the programs that the entrant with a cold cache 
 settings of each peer, the table all of them. Each peer has a separate environment, which the first call makes.
 
 The race "words" makes the stories of a small pretrained model happier, and "real" teaches a larger base model the sums
-of experiments.real. The race "arithmetic" needs no model: it exports the warm start of experiments.arithmetic. A process whose folder is complete is not repeated.
+of experiments.real. The race "arithmetic" needs no model: it exports the warm start of experiments.arithmetic. A
+process whose folder is complete is not repeated.
 
   python -m experiments.benchmarks.race --race words --model DIR
 """
@@ -51,7 +52,7 @@ class Config:
     race: Literal["words", "arithmetic", "real"] = "arithmetic"
     """words: happier stories. arithmetic: additions, with a model that is made here. real: sums, with a base model."""
     model: Path | None = None
-    """Folder of the initial model. words needs a Llama trained on TinyStories, real a base model such as Gemma 3 270M."""
+    """Folder of the initial model. words needs a Llama trained on TinyStories, real a base model like Gemma 3 270M."""
     steps: Annotated[int, at_least(2)] | None = None
     """Steps of each process. None: those of the race."""
     seeds: Size = 3
