@@ -23,7 +23,7 @@ def exact_answer(examples: Sequence[Mapping[str, Any]], completions: Sequence[st
 def first_number(examples: Sequence[Mapping[str, Any]], completions: Sequence[str]) -> list[float]:
     """Returns 1 for a completion whose first number is the answer, else 0."""
     numbers = (re.search(r"\d+", text) for text in completions)
-    return [float(bool(it) and it[0] == example["answer"]) for example, it in zip(examples, numbers, strict=True)]
+    return [float(it is not None and it[0] == example["answer"]) for example, it in zip(examples, numbers, strict=True)]
 
 
 def sum_of_numbers(examples: Sequence[Mapping[str, Any]], completions: Sequence[str]) -> list[float]:
