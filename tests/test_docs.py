@@ -222,7 +222,8 @@ def shell(script: str, folder: Path) -> None:
     """Runs commands with this tree and the tiny model, which has a chat template like Qwen3's for the ids of Qwen."""
     thinker = folder / "thinker"
     shutil.copytree(STORIES, thinker)
-    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}{{ '' if enable_thinking is defined else '<think>' }}"
+    thinks = "{% if enable_thinking is not defined %}<think>{% endif %}"
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}" + thinks
     change_json(thinker / "tokenizer_config.json", chat_template=template)
     program = folder / "bin/grpo-jax"
     program.parent.mkdir()
