@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.params import Adapted, Params, holds_quantised
-from grpo_jax.models.quantised import split_shape
-
-Target = Literal[
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
-]  # fmt: skip
-TARGETS: tuple[Target, ...] = get_args(Target)
+from grpo_jax.models.projections import TARGETS, Target, split_shape
 
 
 def add_adapters(
