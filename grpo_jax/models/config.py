@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from grpo_jax.errors import UsageError
@@ -10,7 +10,6 @@ from grpo_jax.options import Fraction, above, between, check_types
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "gelu", "relu"]
 Norms = Literal["before", "after", "around"]
-FileLayout = Literal["llama", "glm4", "phi3"]
 Dtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]
 Remat = Literal["none", "layer", "offload"]
@@ -57,7 +56,6 @@ class DeltaConfig(NamedTuple):
     key_head_dim: Annotated[int, between(1, 10**6)]
     value_head_dim: Annotated[int, between(1, 10**6)]
     conv_kernel_dim: Annotated[int, between(2, 100)]  # tokens that the convolution mixes
-    has_fused_tensors: bool = False  # files hold all projections of a key head together: Qwen3-Next
 
     @property
     def convolved(self) -> int:
@@ -156,10 +154,6 @@ class ModelConfig:
     attention_multiplier: _Number | None = None  # scores are q·k times this; None: see query_pre_attn_scalar. Granite
     logits_scaling: _Number = 1.0  # the divisor of the last norm's output, and thus of the logits: Granite
     hidden_act: Activation = "silu"  # Gemma: gelu_pytorch_tanh
-    # The tensors in files. "glm4": the two features of a rotated pair lie side by side, gate_proj and up_proj are one
-    # tensor, and norms have other names. "phi3": q_proj, k_proj and v_proj are one tensor, and so are gate_proj and
-    # up_proj.
-    file_layout: FileLayout = "llama"
     tie_word_embeddings: bool = True
     qkv_bias: bool = False  # Qwen2; Llama and Qwen3 with attention_bias
     o_bias: bool = False  # Llama and Qwen3 with attention_bias
@@ -202,6 +196,9 @@ class ModelConfig:
     longest_text: _Length | None = None
     # Routers of experts. "frozen": they have no gradient.
     router: Router = "trained"
+    # The family, which names tensors in files: see `families`. It has no part in what the decoder computes, nor in
+    # equality. None: the first family that has this configuration.
+    model_type: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_types(ModelConfig, vars(self))

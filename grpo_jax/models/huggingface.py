@@ -269,6 +269,7 @@ def save_pretrained(
         if source:
             with suppress(UsageError):  # a tokenizer that cannot be loaded is copied as it is
                 _name_turn_end(partial)
+        config = replace(config, model_type=written["model_type"])
         save_params(partial, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return Path(folder).expanduser()
 
