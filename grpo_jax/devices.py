@@ -29,7 +29,6 @@ from grpo_jax.config import PhaseConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import backend_name
 from grpo_jax.models import sharding
-from grpo_jax.models.params import is_quantised
 
 AXIS = "data"
 COMPILING = "compile_ahead"  # name of the thread that compiles programs while others run
@@ -337,7 +336,7 @@ def load_shardings(devices: Devices) -> Callable[[Any], Any] | None:
 
 
 def _check_heads(params: Any, mesh: Mesh) -> None:
-    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantised):
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: hasattr(x, "shape")):
         heads = x.shape[-2] if [getattr(key, "key", "") for key in path[-2:]] == ["k_proj", "kernel"] else mesh.tensor
         if heads % mesh.tensor:
             raise UsageError(

@@ -14,7 +14,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.params import Adapted, holds_quantised
+from grpo_jax.models.params import Adapted, check_full_precision
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.source import Sampler
@@ -103,11 +103,9 @@ def completions_of(answers: list[Completion], shape: tuple[int, int], max_tokens
 
 def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
     """Checks that an engine supports the run, before the first request."""
-    if holds_quantised(pretrained.params):
-        raise UsageError(
-            "an engine samples by the original weights, and quantize trains on rounded ones: leave out quantize, or "
-            "leave out engine"
-        )
+    check_full_precision(
+        pretrained.params, "an engine samples with the original weights, so leave out quantize, or leave out engine"
+    )
     if task.environment is not None:
         raise UsageError("an engine samples no episodes of several turns: leave out engine, or the environment")
     sampling = config.sampling

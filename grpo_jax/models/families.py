@@ -514,6 +514,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family("Gemma2", _GEMMA | {"norms": "around"}, _NORMS_AROUND, _gemma),
     "gemma3_text": Family("Gemma3", _GEMMA | {"norms": "around", "qk_norm": True}, _NORMS_AROUND, _gemma3),
     "mixtral": Family("Mixtral", {}, _MIXTRAL_NAMES),
+    "qwen2_moe": Family("Qwen2Moe", {}, {}),
     "qwen3_moe": Family("Qwen3Moe", {"qk_norm": True}, {}),
     "qwen3_5_text": Family("Qwen3_5", _QWEN_NEXT, {}),
     "qwen3_5_moe_text": Family("Qwen3_5Moe", _QWEN_NEXT, {}),

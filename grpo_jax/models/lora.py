@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import Adapted, Params, holds_quantised
+from grpo_jax.models.params import Adapted, Params, check_full_precision
 from grpo_jax.models.projections import TARGETS, Target, split_shape
 
 
@@ -67,11 +67,11 @@ def merge(params: Adapted) -> Params:
     Raises:
       UsageError: W is quantised, and cannot hold the sum in its few bits.
     """
-    if holds_quantised(params.base):
-        raise UsageError(
-            "the base of these adapters is quantised: merge them into the original one, as "
-            "params._replace(base=load_pretrained(folder).params), or into quantised.dequantise_params(params.base)"
-        )
+    check_full_precision(
+        params.base,
+        "merge adapters into the original ones, as params._replace(base=load_pretrained(folder).params), or into "
+        "quantised.dequantise_params(params.base)",
+    )
     layers = {block: dict(modules) for block, modules in params.base["layers"].items()}
     for block, adapted in params.adapters["layers"].items():
         for name, adapter in adapted.items():

@@ -181,42 +181,30 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
       The tree with `layer_0`, `layer_1`, … instead of `layers`.
     """
 
-    def cast(kernel: Any) -> Any:
-        return kernel if is_quantised(kernel) else kernel.astype(config.dtype)
+    can_join = sharding.mesh_sizes() is None  # a mesh shards each matrix separately
 
     def transposed(name: str, kernel: jax.Array) -> jax.Array:
         _, inputs, _ = split_shape(name, kernel.shape)
         return kernel.astype(config.dtype).reshape(math.prod(inputs), -1).T
 
-    def part(tree: Params) -> Params:
-        """Converts the parameters of attention, a delta net, MLP or experts."""
-        if "sinks" in tree:
-            return {"sinks": tree["sinks"]} | part({name: x for name, x in tree.items() if name != "sinks"})
+    def block(tree: Params) -> Params:
+        projections = {name: dict(tree[name]) for name in PROJECTIONS if name in tree}
         if "router" in tree:  # the kernels of experts are multiplied by group, and keep their layout
-            return {
-                name: x if name == "router" else jax.tree.map(cast, x, is_leaf=is_quantised) for name, x in tree.items()
-            }
-        tree = {
-            name: {"quantised" if is_quantised(leaf) else key: leaf for key, leaf in x.items()}
-            for name, x in tree.items()
-        }
-        matrices = {name: transposed(name, x["kernel"]) for name, x in tree.items() if "kernel" in x}
-        rest = {
-            name: {key: x[key] for key in x if key != "kernel"} if name in matrices else x for name, x in tree.items()
-        }
-        can_join = sharding.mesh_sizes() is None  # a mesh shards each matrix separately
-        joined = [
-            matrices.pop(name) for name, x in PROJECTIONS.items() if x.is_joined and can_join and name in matrices
-        ]
-        for name, matrix in matrices.items():
-            rest[name]["transposed"] = matrix
-        return rest | ({"joined": jnp.concatenate(joined)} if joined else {})
+            cast = partial(jax.tree.map, lambda x: x if is_quantised(x) else x.astype(config.dtype))
+            return tree | cast(projections, is_leaf=is_quantised)
+        joined = []
+        for name, leaves in projections.items():
+            kernel = leaves.pop("kernel", None)  # adapters have none
+            if is_quantised(kernel):
+                leaves["quantised"] = kernel
+            elif kernel is not None and PROJECTIONS[name].is_joined and can_join:
+                joined.append(transposed(name, kernel))
+            elif kernel is not None:
+                leaves["transposed"] = transposed(name, kernel)
+        return tree | projections | ({"joined": jnp.concatenate(joined)} if joined else {})
 
-    def block(number: int) -> Params:
-        layer = layer_params(config, params["layers"], number)
-        return {
-            name: tree if name.endswith(("_norm", "_gate", "_scale")) else part(tree) for name, tree in layer.items()
-        }
-
-    rest = {name: value for name, value in params.items() if name != "layers"}
-    return rest | {f"layer_{i}": block(i) for i in range(config.num_hidden_layers)}
+    layers = {
+        f"layer_{i}": {name: block(tree) for name, tree in layer_params(config, params["layers"], i).items()}
+        for i in range(config.num_hidden_layers)
+    }
+    return {name: value for name, value in params.items() if name != "layers"} | layers

@@ -42,6 +42,7 @@ FULLEST = {
     "gemma2": "gemma2_untied",
     "gemma3_text": "gemma3_capped",
     "mixtral": "mixtral",
+    "qwen2_moe": "qwen2_moe",
     "qwen3_moe": "qwen3_moe",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
