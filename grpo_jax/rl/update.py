@@ -16,7 +16,6 @@ import optax
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, size, spread_over, sum_rows
-from grpo_jax.functional import constant_length_weights
 from grpo_jax.models.params import join
 from grpo_jax.models.rounding import changed_share
 from grpo_jax.models.sharding import laid_out
@@ -158,7 +157,7 @@ def optimizer_step(
         return loss_of(method, models_of(trained, *others), piece)
 
     rate, weights_of = method.schedule(steps_taken(state)), method.aggregation
-    if weights_of is constant_length_weights:
+    if config.loss.objective.fixed_length:
         # With an environment the mask also has room for observations, which do not count.
         longest = min(minibatch.completion_ids.shape[-1], config.sampling.max_tokens)
         weights_of = partial(weights_of, max_length=longest)
