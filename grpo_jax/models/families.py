@@ -231,7 +231,7 @@ def _gemma4(file: File) -> Fields:
         heads["turning"] = rope.get("partial_rotary_factor", 1.0)
     if file["hidden_size_per_layer_input"] and file["vocab_size_per_layer_input"] != file["vocab_size"]:
         raise UsageError("vocab_size_per_layer_input must be vocab_size")
-    fields = _gemma(file) | {name: file[name] for name in _SMALL}
+    fields = _gemma(file) | _gemma4_experts(file) | {name: file[name] for name in _SMALL}
     return fields | {"global_heads": Heads(**heads, keys_are_values=file["attention_k_eq_v"])}
 
 
@@ -250,10 +250,8 @@ def _experts(file: File) -> Fields:
     """Returns the field of the mixture of experts, if the model has one."""
     if file.get("swiglu_alpha", 1.702) != 1.702:
         raise UsageError(f"swiglu_alpha {abbreviate(file['swiglu_alpha'])} is not supported, only 1.702")
-    if "enable_moe_block" in file:
-        return _gemma4_experts(file)
     num_experts = file.get("num_local_experts", file.get("num_experts"))
-    if not num_experts:
+    if not num_experts or "num_experts_per_tok" not in file:  # Gemma 4 has another name for it
         return {}
     sizes = num_experts, file["num_experts_per_tok"]
     width: Any = file.get("moe_intermediate_size", file.get("intermediate_size"))
