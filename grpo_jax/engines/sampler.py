@@ -7,7 +7,7 @@ import numpy as np
 
 from grpo_jax.config import EngineOptions, GRPOConfig
 from grpo_jax.data.types import pad_completions
-from grpo_jax.devices import devices_of, to_devices, to_numpy
+from grpo_jax.devices import sampling_devices, to_devices, to_numpy
 from grpo_jax.engines.completions import request_body
 from grpo_jax.engines.engine import Completion, Engine
 from grpo_jax.errors import UsageError
@@ -48,7 +48,7 @@ def sampler_of(
             params = rounded(params) if rounded else params
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
-    engine, devices, max_tokens = Engine(options, save, note=note), devices_of(config), config.sampling.max_tokens
+    engine, devices, max_tokens = Engine(options, save, note=note), sampling_devices(config), config.sampling.max_tokens
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
         ids, mask, numbers, temperature = to_numpy((prompts.ids, prompts.mask, numbers, temperature))

@@ -4,7 +4,7 @@ Sharding, adapters, quantisation and decoding read this table. A kernel is `[*in
 with an axis L of layers before it.
 """
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"  # the axes of a mesh: see `sharding`
 Axes = str | tuple[str, ...] | None  # the mesh axes along which one dimension of an array is sharded
@@ -42,10 +42,7 @@ PROJECTIONS: dict[str, Projection] = {
     "per_layer_projection": Projection((None,), (FSDP,), is_target=False),
 }
 TARGETS = tuple(name for name, projection in PROJECTIONS.items() if projection.is_target)
-if TYPE_CHECKING:
-    Target = str
-else:
-    Target = Literal[TARGETS]  # options list the choices
+Target = Literal[TARGETS]  # type: ignore[valid-type]  # options list the choices
 
 
 def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -9,7 +9,7 @@ from tiny import digit_prompts as prompts
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Prompts, Span
-from grpo_jax.devices import first_devices, to_devices
+from grpo_jax.devices import ONE_DEVICE, first_devices, to_devices
 from grpo_jax.rl.grade import token_texts
 from grpo_jax.rl.source import make_source, select_groups, to_batch, with_spread
 from grpo_jax.rl.types import Graded, Rollout
@@ -62,7 +62,7 @@ def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
         return draw(index)  # the first draw has the number of the step, 0, and the others follow behind the last step
 
     source = with_spread(
-        make_source(numbered, None, config), numbered, lambda rollout: rollout, report, config, 1, metric=metric
+        make_source(numbered, None, config), numbered, lambda rollout: rollout, report, config, ONE_DEVICE, metric=metric
     )
     begun = []
     queue, rollout = source((), "policy", 0, lambda: begun.append(True))
