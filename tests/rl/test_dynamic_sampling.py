@@ -62,7 +62,13 @@ def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
         return draw(index)  # the first draw has the number of the step, 0, and the others follow behind the last step
 
     source = with_spread(
-        make_source(numbered, None, config), numbered, lambda rollout: rollout, report, config, ONE_DEVICE, metric=metric
+        make_source(numbered, None, config),
+        numbered,
+        lambda rollout: rollout,
+        report,
+        config,
+        ONE_DEVICE,
+        metric=metric,
     )
     begun = []
     queue, rollout = source((), "policy", 0, lambda: begun.append(True))
