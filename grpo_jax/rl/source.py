@@ -15,17 +15,7 @@ import numpy as np
 
 from grpo_jax.config import GRPOConfig, SamplingConfig
 from grpo_jax.data.types import Prompts, useful_widths
-from grpo_jax.devices import (
-    ONE_DEVICE,
-    Devices,
-    all_rows,
-    jit_on_devices,
-    map_rows,
-    place,
-    size,
-    spread_over,
-    to_devices,
-)
+from grpo_jax.devices import ONE_DEVICE, Devices, all_rows, jit_on_devices, map_rows, place, spread_over, to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -377,4 +367,4 @@ def select_groups(batches: list[Batch], groups: np.ndarray, devices: Devices = O
 def _choose(chosen: Batch, batch: Batch, places: jax.Array, *, devices: Devices) -> Batch:
     """Selects groups from the concatenation of both batches, and shards them over devices."""
     picked = jax.tree.map(lambda one, other: jnp.concatenate([one, other])[places], chosen, batch)
-    return spread_over(picked, devices) if size(devices) > 1 else picked
+    return spread_over(picked, devices)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.devices import ONE_DEVICE, Devices, size, spread_over, sum_rows
+from grpo_jax.devices import ONE_DEVICE, Devices, spread_over, sum_rows
 from grpo_jax.models.params import join
 from grpo_jax.models.rounding import changed_share
 from grpo_jax.models.sharding import laid_out
@@ -119,7 +119,7 @@ def update_epochs(
 
         def minibatch(prompts: jax.Array) -> Batch:
             chosen = jax.tree.map(lambda x: x[prompts], batch)
-            return spread_over(chosen, devices) if size(devices) > 1 else chosen
+            return spread_over(chosen, devices)
 
         order = minibatch_order(*seed_and_step, num_prompts, epochs=epochs, minibatches=minibatches)
         state, history = jax.lax.scan(lambda state, prompts: optimizer_step(state, minibatch(prompts)), state, order)
