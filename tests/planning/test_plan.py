@@ -59,7 +59,7 @@ def test_what_is_given_is_not_planned():
 
 def test_where_nothing_fits_the_sentence_names_what_would():
     held = estimate(MID, SHAPE).held
-    with refused("needs about 1.2 GB of 0.84 .*lora_rank 16, p.*fsdp 2 on 2 times .*microbatches and remat"):
+    with refused("needs about 1.1 GiB of 0.78 .*lora_rank 16, p.*fsdp 2 on 2 times .*microbatches and remat"):
         choose(MID, SHAPE, int(1.1 * held))
     for minibatches in (1, 4):  # no way out has fewer prompts than minibatches
         with refused("a smaller model, or fewer"):
@@ -80,7 +80,7 @@ def test_the_shape_of_a_run_is_that_of_its_options():
 
 def test_a_plan_is_one_line():
     assert str(choose(MID, SHAPE._replace(traits=CPU), 23 * 10**9)) == (
-        "plan: 8 microbatches, remat none: about 1.3 of 23 GB"
+        "plan: 8 microbatches, remat none: about 1.3 of 21 GiB"
     )
 
 
