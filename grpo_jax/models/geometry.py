@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,13 @@ class Rows:
         """Expands values of completions, `[R, G]`, to tokens: `[R, G, S]`, or an array that broadcasts against it."""
         return x[..., None] if self.numbers is None else _take(x, self.numbers[:, 0] - 1)[:, None]
 
+    def pack(self, x: jax.Array) -> jax.Array:
+        """Moves values of the tokens of completions, `[R, G, T, ...]`, to the parts, `[R, G, S, ...]`."""
+        if self.places is None:
+            return x
+        flat = x.reshape(len(x), -1, *x.shape[3:])
+        return jax.vmap(lambda row, places: jnp.take(row, places, axis=0, mode="clip"))(flat, self.places)[:, None]
+
     def unpack(self, x: jax.Array) -> jax.Array:
         """Moves values for tokens of the parts, `[R, G, S, ...]`, to completions `[R, G, T, ...]`.
 
@@ -91,6 +98,34 @@ class Rows:
         whole = jnp.zeros((len(x), math.prod(self.shape), *x.shape[3:]), x.dtype)
         whole = jax.vmap(lambda row, places, x: row.at[places].set(x, mode="drop"))(whole, self.places, x[:, 0])
         return whole.reshape(len(x), *self.shape, *x.shape[3:])
+
+
+class TokenStates(NamedTuple):
+    """States of a model that predict the tokens of completions, in the layout of the pass that computed them."""
+
+    rows: Rows
+    hidden: jax.Array  # [R, G, S, D]
+    routing: Any = None  # `experts.Routing` of the completions, with axes [N, G, T, L], if the model has experts
+
+    def map(self, fn: Callable[..., Any], *others: Any) -> Any:
+        """Computes values of each token from its state.
+
+        Args:
+          fn: (states `[..., D]`, *others in the same layout) -> values of tokens `[...]`, or a tree of them.
+          others: `TokenStates` of another model for the same completions, or trees of arrays: `[N, G, T, ...]` for
+            tokens, `[N, G]` for completions. `fn` gets the latter as arrays that broadcast against `[...]`.
+
+        Returns:
+          The values `[N, G, T, ...]`. They are 0 for tokens that the pass left out.
+        """
+        rows = self.rows
+
+        def laid_out(other: Any) -> Any:
+            if isinstance(other, TokenStates):
+                return other.hidden
+            return jax.tree.map(lambda x: rows.of_completions(x) if x.ndim == 2 else rows.pack(x), other)
+
+        return jax.tree.map(rows.unpack, fn(self.hidden, *map(laid_out, others)))
 
 
 def rows_of_prompts(prompt_ids: jax.Array, prompt_mask: jax.Array) -> Rows:

@@ -28,6 +28,7 @@ from grpo_jax.models.cache import (
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import (
     Rows,
+    TokenStates,
     geometry_of_rows,
     geometry_of_step,
     geometry_of_tokens,
@@ -96,6 +97,11 @@ class Policy(NamedTuple):
           completion_ids: The tokens of the completions, int `[N, G, T]`.
         """
         return self.states(params, rows_of_groups(prompt_ids, prompt_mask, completion_ids))[0]
+
+    def predict(self, params: Params, rows: Rows) -> TokenStates:
+        """Returns the states that predict the tokens of completions, and their routing if the model has experts."""
+        hidden, routing = self.states(params, rows)
+        return TokenStates(rows, hidden, jax.tree.map(rows.unpack, routing))
 
     def head(self, params: Params) -> tuple[jax.Array, float | None]:
         """Returns the unembedding `[V, D]` and the softcap, which turn hidden states into logits."""

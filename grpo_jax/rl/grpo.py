@@ -21,13 +21,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, make_method_programs
 from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer, moving_parts
-from grpo_jax.rl.scorers import (
-    hidden_and_routing,
-    hidden_states,
-    old_scorer,
-    reference_scorer,
-    score_completion_tokens,
-)
+from grpo_jax.rl.scorers import old_scorer, reference_scorer, score_completion_tokens, states_of
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays
 from grpo_jax.tasks.task import Task
@@ -59,8 +53,9 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
       config: The configuration of the run.
     """
 
-    def score(models: Params, batch: Batch) -> F.TokenLogprobs:
-        return score_completion_tokens(policy, models["policy"], batch)
+    def score(models: Params, batch: Batch) -> dict[str, jax.Array]:
+        scores = score_completion_tokens(policy, models["policy"], batch)
+        return {"old_logprobs": scores.logprobs, "old_entropy": scores.entropy}
 
     schedule = learning_rate_schedule(config.optimizer, config.num_updates)
     initial_extras, hooks = moving_parts(config)
@@ -78,7 +73,6 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         initial_extras=initial_extras,
         hooks=hooks,
         rounded=policy.rounded,
-        packs=config.packs,
         summarise=summarise,
     )
 
@@ -102,7 +96,7 @@ def _routing_term(num_experts: int) -> LossTerm:
     from grpo_jax.models.experts import load  # not loaded for dense models
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        return jnp.zeros(()), Logs(load(forward.routing, batch.completion_mask, num_experts))
+        return jnp.zeros(()), Logs(load(forward.states.routing, batch.completion_mask, num_experts))
 
     return term
 
@@ -215,9 +209,8 @@ def forward_of(policy: Policy) -> Callable[[Params, Batch], Forward]:
     """Returns the forward pass shared by the terms of a loss."""
 
     def forward(models: Params, batch: Batch) -> Forward:
-        states, routing = hidden_and_routing(policy, models["policy"], batch)
-        scores = score_completion_tokens(policy, models["policy"], batch, hidden=states)
-        return Forward(states, scores.logprobs, scores.entropy, routing)
+        states = states_of(policy, models["policy"], batch)
+        return Forward(states, *score_completion_tokens(policy, models["policy"], batch, states))
 
     return forward
 
@@ -261,18 +254,22 @@ def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
     """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        reference = models["reference"]
-        kl = F.token_kl(
-            forward.states,
-            policy.unembedding(models["policy"]),
-            hidden_states(policy, reference, batch),
-            policy.unembedding(reference),
-            temperature=batch.temperature[..., None],
-            reverse=config.divergence == "reverse",
-            softcap=policy.softcap,
-            ref_softcap=policy.softcap,
-        )
-        mask = batch.completion_mask
+        unembeddings = [policy.unembedding(models[role]) for role in ("policy", "reference")]
+
+        def divergence(states: jax.Array, ref_states: jax.Array, temperature: jax.Array) -> jax.Array:
+            return F.token_kl(
+                states,
+                unembeddings[0],
+                ref_states,
+                unembeddings[1],
+                temperature=temperature,
+                reverse=config.divergence == "reverse",
+                softcap=policy.softcap,
+                ref_softcap=policy.softcap,
+            )
+
+        reference = states_of(policy, models["reference"], batch)
+        kl, mask = forward.states.map(divergence, reference, batch.temperature), batch.completion_mask
         return config.kl_coef * F.weighted_sum(kl, batch.weights, mask), Logs({"kl": F.masked_sum(kl, mask)})
 
     return term

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import useful_widths
 from grpo_jax.functional.products import traits_of_backend
+from grpo_jax.models.geometry import rows_of_packed_groups
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
-from grpo_jax.rl.types import Array, Batch, Method
+from grpo_jax.rl.types import Array, Batch
 
 # Packing computes a prompt again for each of its rows. This is the largest extra cost when no completion is padded.
 _MAX_OVERHEAD = 1.12
@@ -54,11 +55,10 @@ class PromptWidths(NamedTuple):
     rows: tuple[int, ...]  # number of prompts, or of rows of packed completions, in a piece of each width
 
 
-def choose_pieces(method: Method, config: GRPOConfig, batch: Batch, widths: tuple[int, ...] = ()) -> Pieces:
+def choose_pieces(config: GRPOConfig, batch: Batch, widths: tuple[int, ...] = ()) -> Pieces:
     """Returns the pieces in which one device computes its rows of a batch.
 
     Args:
-      method: The method, which decides if completions may be packed.
       config: The configuration of the run.
       batch: N prompts with their completions.
       widths: Widths of prompts, ascending (`data.types.choose_widths`). A piece has the least width that fits its
@@ -74,7 +74,6 @@ def choose_pieces(method: Method, config: GRPOConfig, batch: Batch, widths: tupl
         tokens=tokens,
         microbatches=microbatches,
         piece_tokens=piece_tokens,
-        packs=method.packs,
     )
     widths = useful_widths(widths, prompt, group_tokens)
     piece = choose(local, prompt)
@@ -93,7 +92,7 @@ def choose_pieces(method: Method, config: GRPOConfig, batch: Batch, widths: tupl
 
 
 def choose_piece(
-    num_prompts: int, prompt: int, group_size: int, tokens: int, *, microbatches: int, piece_tokens: int, packs: bool
+    num_prompts: int, prompt: int, group_size: int, tokens: int, *, microbatches: int, piece_tokens: int
 ) -> Piece:
     """Chooses the shape of the pieces in which a batch is computed.
 
@@ -105,10 +104,9 @@ def choose_piece(
       microbatches: The number of pieces of whole prompts. 0: `piece_tokens` decides, and completions are packed if that
         saves work.
       piece_tokens: The largest number of tokens of a piece, as in `choose_microbatches`.
-      packs: True if completions may be packed.
     """
     whole = prompt + group_size * tokens
-    rows = choose_rows(num_prompts, prompt, group_size, tokens, piece_tokens) if packs and not microbatches else None
+    rows = None if microbatches else choose_rows(num_prompts, prompt, group_size, tokens, piece_tokens)
     if rows is not None:
         return Piece(rows[1], 1, rows[0], is_packed=True)
     microbatches = microbatches or choose_microbatches(num_prompts, whole, piece_tokens)
@@ -292,7 +290,9 @@ def take(batch: Any, microbatches: Microbatches, number: Array) -> Any:
     if microbatches.width is None:
         return piece
     tokens = jnp.arange(piece.completion_mask.shape[-1]) < lengths_of(piece.completion_mask)[..., None]
-    return piece._replace(packed=_true_places(tokens.reshape(len(prompts), -1), microbatches.width))
+    places = _true_places(tokens.reshape(len(prompts), -1), microbatches.width)
+    layout = rows_of_packed_groups(piece.prompt_ids, piece.prompt_mask, piece.completion_ids, places)
+    return piece._replace(layout=layout)
 
 
 def lengths_of(completion_mask: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ import optax
 
 from grpo_jax.data.types import Prompts
 from grpo_jax.functional import Metrics
+from grpo_jax.models.geometry import Rows, TokenStates
 from grpo_jax.models.transformer import Params
 
 _NOTHING: Any = MappingProxyType({})  # read-only, since it is shared
@@ -66,15 +67,16 @@ class Batch(NamedTuple):
     old_logprobs: Array = None  # [N, G, T]; None: those of the current policy, without gradient
     ref_logprobs: Array = None  # [N, G, T]
     old_entropy: Array = None  # [N, G, T], in nats
-    old_values: Array = None  # [N, G, T + 1], values of a critic before the updates
+    old_values: Array = None  # [N, G, T], values of a critic before the updates
+    end_values: Array = None  # [N, G, 1], its values after the last token
     teacher: TeacherOutputs | None = None
     # ---- from the rewards
     advantages: Array = None  # [N, G], or [N, G, T]
     returns: Array = None  # [N, G, T], the targets of a critic
     # ---- from the masks of a whole optimizer batch
     weights: Array = None  # [N, G, T]
-    # ---- only for pieces with packed completions
-    packed: Array = None  # int32 [N, S], indices of tokens among the G·T of their prompt, ascending; G·T for padding
+    # ---- from the cutting of a batch into pieces
+    layout: Rows | None = None  # how the decoder computes the piece; None: each completion in full
 
 
 class Graded(NamedTuple):
@@ -116,10 +118,9 @@ REWARD_AXES = RewardArrays(0, 0, 0, None, 0)  # 0: split over devices; None: the
 class Forward(NamedTuple):
     """One differentiated forward pass over a piece of a batch."""
 
-    states: jax.Array  # hidden states that predict each token: [N, G, T, D], or [N, 1, S, D] if packed
+    states: TokenStates  # the states that predict the tokens
     logprobs: jax.Array  # [N, G, T], after the sampler's temperature
     entropy: jax.Array  # [N, G, T], in nats
-    routing: Any = None  # `models.experts.Routing` if the model has experts
 
 
 class Logs(NamedTuple):
@@ -151,7 +152,7 @@ class Method(NamedTuple):
     initial_extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> initial extras
     hooks: tuple[Hook, ...] = ()
     rounded: Callable[[Params], Params] | None = None  # `Policy.rounded`
-    packs: bool = False  # true if scorers and terms accept packed completions
+    scores_ends: bool = False  # true if scorers also compute the state after the last token
     # metrics of an optimizer step -> metrics to log
     summarise: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda metrics: metrics
 

@@ -68,7 +68,7 @@ def learn(
     batch, advantages, logs = method.advantage(rewards, batch, kl_coef)
 
     # ---- updates: each prompt once per epoch, in shuffled minibatches
-    pieces = partial(choose_pieces, method, config, widths=prompt_widths)
+    pieces = partial(choose_pieces, config, widths=prompt_widths)
     step = partial(optimizer_step, method, config, frozen, reference, devices, pieces)
     state, metrics, order = update_epochs(step, state, batch, config, seed_and_step, devices)
 

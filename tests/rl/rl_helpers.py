@@ -147,7 +147,8 @@ def ragged_batch(shape, vocab_size, *, prompt_lengths=None, lengths=None, shorte
         old_logprobs=numbers(t),
         ref_logprobs=numbers(t),
         old_entropy=numbers(t, low=0.5, high=2.0),
-        old_values=numbers(t + 1, low=-1.5, high=1.5),
+        old_values=numbers(t, low=-1.5, high=1.5),
+        end_values=numbers(1, low=-1.5, high=1.5),
         advantages=numbers(low=-1.5, high=1.5),
     )
 

@@ -21,7 +21,7 @@ from grpo_jax.offline.sft import DistillationTarget, distillation_loss, mean_div
 from grpo_jax.prepare import load_teacher
 from grpo_jax.rl.distillation import distillation_method, make_distillation_programs
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
+from grpo_jax.rl.scorers import score_completion_tokens, states_of
 from grpo_jax.rl.types import Batch, RewardArrays
 from grpo_jax.train import train
 
@@ -46,7 +46,7 @@ def some_rewards() -> RewardArrays:
 
 
 def logits_of(params, batch):
-    hidden = hidden_states(POLICY, params, batch)
+    hidden = states_of(POLICY, params, batch).hidden
     return hidden @ POLICY.unembedding(params).T / batch.temperature[..., None, None]
 
 

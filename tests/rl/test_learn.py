@@ -20,7 +20,7 @@ from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.optimizer import has_weight_decay, make_optimizer
 from grpo_jax.rl.ppo import ppo_method
-from grpo_jax.rl.scorers import hidden_states, needs_old_logprobs, score_completion_tokens
+from grpo_jax.rl.scorers import needs_old_logprobs, score_completion_tokens, states_of
 from grpo_jax.rl.types import Batch
 from grpo_jax.rl.update import minibatch_order
 from grpo_jax.tasks.task import Task
@@ -172,7 +172,7 @@ def test_an_iteration_of_ppo_has_the_gradient_of_its_loss_at_what_was_scored():
     score = jax.jit(partial(score_completion_tokens, POLICY))
     np.testing.assert_allclose(start.batch.old_logprobs, score(PARAMS, unscored).logprobs, atol=1e-5)
     np.testing.assert_allclose(start.batch.ref_logprobs, score(reference, unscored).logprobs, atol=1e-5)
-    values = heads.values(POLICY, models["critic"], *unscored[:4])
+    values = heads.values(POLICY, models["critic"], *unscored[:4])[..., :-1]
     np.testing.assert_allclose(start.batch.old_values, values, atol=1e-5)
     method = programs.method
     batch, advantages, _ = method.advantage(rewards, start.batch, 0.1)
@@ -245,7 +245,7 @@ def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_lo
 
     def expected(params):
         logits = [
-            hidden_states(POLICY, p, batch) @ POLICY.unembedding(p).T / batch.temperature[..., None, None]
+            states_of(POLICY, p, batch).hidden @ POLICY.unembedding(p).T / batch.temperature[..., None, None]
             for p in (params, reference)
         ]
         kl = jnp.where(batch.completion_mask, F.kl_full(*logits, reverse=divergence == "reverse"), 0)

@@ -78,23 +78,15 @@ def test_the_shape_of_rows_by_hand(prompts, expected):
 PIECES = [
     ({}, rl_pieces.Piece(8, 1, 128, True)),
     ({"piece_tokens": 512}, rl_pieces.Piece(4, 1, 128, True)),
-    ({"packs": False}, rl_pieces.Piece(1, 8, 128)),
     ({"microbatches": 2}, rl_pieces.Piece(2, 8, 128)),
     ({"piece_tokens": 5_000}, rl_pieces.Piece(4, 8, 128)),
 ]
 
 
 @pytest.mark.parametrize(("changes", "expected"), PIECES)
-def test_pieces_are_packed_unless_their_number_is_an_option_or_the_method_does_not_pack(changes, expected):
-    assert (
-        rl_pieces.choose_piece(4, 16, 8, 128, **{"microbatches": 0, "piece_tokens": 1_024, "packs": True} | changes)
-        == expected
-    )
-
-
-def test_a_method_that_reads_the_value_after_a_completion_does_not_pack():
-    reading = with_options(PPOConfig(), bootstrap_truncated=True)
-    assert not ppo.ppo_method(POLICY, POLICY, reading).packs
+def test_pieces_are_packed_unless_their_number_is_given(changes, expected):
+    options = {"microbatches": 0, "piece_tokens": 1_024} | changes
+    assert rl_pieces.choose_piece(4, 16, 8, 128, **options) == expected
 
 
 def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out():
@@ -168,7 +160,7 @@ def test_a_piece_masks_what_it_does_not_compute():
     assert sum(piece.completion_mask.sum() for piece in taken) == batch.completion_mask.sum()
     piece = taken[0]
     assert not piece.weights[~piece.completion_mask.any(-1)].any()
-    assert piece.packed.shape == (2, 8)
+    assert piece.layout.ids.shape == (2, 1, 8)
 
 
 # ---- the numbers of the whole
@@ -215,8 +207,9 @@ CASES = {
 def pieces_of(kind, method, batch):
     if kind == PACKED:
         return rl_pieces.packed(rl_pieces.lengths_of(batch.completion_mask), 8, 2)
-    config = recipe(piece_tokens=40 if kind == BOTH else 64)
-    return rl_pieces.choose_pieces(method._replace(packs=kind == BOTH), config, batch, (24, P))
+    if kind == NARROW:
+        return rl_pieces.by_prompts(N, N, rl_pieces.PromptWidths(jnp.sum(batch.prompt_mask, axis=-1), (24, P), (1, 1)))
+    return rl_pieces.choose_pieces(recipe(piece_tokens=40), batch, (24, P))
 
 
 @pytest.mark.parametrize("name", slow_unless(("both",), CASES))

@@ -36,7 +36,9 @@ def valued(batch: Batch, values=None, truncated=None) -> Batch:
     """With what a critic said, and what was cut off."""
     shape = batch.completion_mask.shape
     values = np.zeros((*shape[:2], shape[2] + 1), np.float32) if values is None else values
-    return batch._replace(old_values=values, truncated=np.zeros(shape[:2], bool) if truncated is None else truncated)
+    ends = np.take_along_axis(values, batch.completion_mask.sum(-1, keepdims=True), -1)
+    truncated = np.zeros(shape[:2], bool) if truncated is None else truncated
+    return batch._replace(old_values=values[..., :-1], end_values=ends, truncated=truncated)
 
 
 # ---- advantages
@@ -138,7 +140,7 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
         return gradient(params, batch), values, POLICY.hidden(params["policy"], *batch[:3])
 
     ((_, logs), actual), values, hidden = jax.device_get(everything(params))
-    old_values = batch.old_values[..., :-1]
+    old_values = batch.old_values
     clipped = np.clip(values, old_values - 0.2, old_values + 0.2)
     bound = (clipped - returns) ** 2 > (values - returns) ** 2
     slope = np.where(bound | ~batch.completion_mask, 0, values - returns)
@@ -157,7 +159,7 @@ def test_a_shared_decoder_has_the_sum_of_both_gradients():
 
     def critic_alone(params):
         values = heads.values(POLICY, Headed(params["policy"], params["critic"].head), *batch[:4])[..., :-1]
-        error = critic_loss(values, batch.returns, old_values=batch.old_values[..., :-1], clip=config.critic.value_clip)
+        error = critic_loss(values, batch.returns, old_values=batch.old_values, clip=config.critic.value_clip)
         return weighted_sum(error, batch.weights, batch.completion_mask)
 
     def policy_alone(params):
@@ -196,9 +198,8 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     batch = a_batch()._replace(ref_logprobs=None, truncated=truncated)
     method = ppo_method(POLICY, POLICY, config)
     actual, advantages, logs = method.advantage(RewardArrays(rewards, applicable), batch, 0.0)
-    length = batch.completion_mask[0, 0].sum()
     expected = np.full((4, 2), 0.5)
-    expected[0] = [0.5 + batch.old_values[0, 0, length], 0]
+    expected[0] = [0.5 + batch.end_values[0, 0, 0], 0]
     returns = expected[..., None] * batch.completion_mask
     np.testing.assert_allclose(actual.returns, returns, atol=1e-5)
     assert advantages.shape == (4, 2)

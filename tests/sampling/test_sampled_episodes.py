@@ -11,7 +11,7 @@ from tiny import row_numbers, sampler_of
 
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
+from grpo_jax.rl.scorers import score_completion_tokens, states_of
 from grpo_jax.rl.source import to_batch
 from grpo_jax.sampling.episodes import begin_episodes, continue_episodes
 
@@ -95,9 +95,9 @@ def test_probabilities_are_those_of_the_same_tokens_in_one_pass(config):
 
     @jax.jit
     def scored(params):
-        hidden = hidden_states(policy, params, batch)
-        logits = jnp.einsum("ngtd,vd->ngtv", hidden, policy.unembedding(params)) / 1.3
-        return score_completion_tokens(policy, params, batch, hidden=hidden).logprobs, logits
+        states = states_of(policy, params, batch)
+        logits = jnp.einsum("ngtd,vd->ngtv", states.hidden, policy.unembedding(params)) / 1.3
+        return score_completion_tokens(policy, params, batch, states).logprobs, logits
 
     logprobs, logits = jax.device_get(scored(params_of(config)))
     mask = out.completion_mask
