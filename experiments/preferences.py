@@ -37,6 +37,7 @@ from grpo_jax.fit import fit
 from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import (
     PairBatch,
@@ -218,7 +219,8 @@ def log_probabilities(params: Params) -> np.ndarray:
 def _log_probabilities(params: Params) -> jax.Array:
     prompts = np.arange(PROMPTS, dtype=np.int32)[:, None]
     ids = np.broadcast_to(COMPLETIONS, (PROMPTS, *COMPLETIONS.shape))
-    everything = PairBatch(prompts, np.ones_like(prompts, bool), ids, np.ones_like(ids, bool), np.zeros(PROMPTS))
+    prompt, mask = PromptTokens(prompts, np.ones_like(prompts, bool)), np.ones_like(ids, bool)
+    everything = PairBatch(prompt, ids, mask, np.zeros(PROMPTS))
     return pair_logprobs(POLICY, params, everything)
 
 

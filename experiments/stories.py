@@ -74,13 +74,13 @@ def main(config: Config) -> None:
     start = place(model.params, num_devices(config.train.devices))
     run = flags.open_run(config)
     keep_description(run, model.pretrained, config.model, chat=False)
-    width = task.heldout.ids.shape[1] + config.train.sampling.max_tokens
+    width = task.heldout.tokens.width + config.train.sampling.max_tokens
     run.warn(length_warning(width, model.pretrained.config.max_position_embeddings))
     stories: list[str] = []
     describe = make_description(model.policy, start, config.train)
 
     def examine(evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:
-        prompts, completions = calls[0].prompts, calls[0].completions
+        prompts, completions = calls[0].prompts.tokens, calls[0].completions
         stories.append(task.decode([*prompts.ids[0][prompts.mask[0]], *completions.completion_ids[0, 0]]))
         return describe(evaluation, calls)
 
@@ -118,7 +118,7 @@ def make_description(
             sampled = mask & chosen[..., None]
             # The sampler's log-probabilities have this temperature.
             temperature = np.full(chosen.shape, config.sampling.temperature, np.float32)
-            scores = score(start, Batch(call.prompts.ids, call.prompts.mask, ids, mask, temperature))
+            scores = score(start, Batch(call.prompts.tokens, ids, mask, temperature))
             start_logprob += float(np.asarray(scores.logprobs)[sampled].sum())
             logprob += float(call.completions.sampler_logprobs[sampled].sum())
             tokens += sampled.sum()

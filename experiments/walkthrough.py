@@ -29,8 +29,9 @@ from experiments import chapter
 from experiments.chapter import signed
 from grpo_jax import functional as F
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
+from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.text import check_ids, encode_prompts
-from grpo_jax.data.types import Completion, Example, pad_prompts
+from grpo_jax.data.types import Completion, Example
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import Objective
 from grpo_jax.models.chat import Chat
@@ -164,7 +165,7 @@ def main(config: Config) -> Walk:
     show_advantages(graded.rewards, advantages)
 
     heading("4. Log-probabilities of the sampled tokens", "rl.scorers.score_completion_tokens")
-    batch = to_batch(task.heldout.ids, task.heldout.mask, temperature, sampled)
+    batch = to_batch(task.heldout.tokens, temperature, sampled)
     start = np.asarray(score(params, batch).logprobs)
     plain = np.asarray(score(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
     # The initial policy is both the sampler and the reference.
@@ -280,7 +281,7 @@ def exact_kl(policy: Policy, params: Params, reference: Params, batch: Batch) ->
     """KL(π ‖ π_ref) over the whole vocabulary, at each sampled token of a batch, `[N, G, T]`."""
 
     def logits(params: Params) -> jax.Array:
-        hidden = policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+        hidden = policy.hidden(params, batch.prompt, batch.completion_ids)
         unembedding = policy.unembedding(params)
         products = jnp.einsum("ngtd,vd->ngtv", hidden, unembedding, preferred_element_type=jnp.float32)
         return products / batch.temperature[..., None, None]

@@ -22,6 +22,7 @@ from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
 from grpo_jax.models.params import join, split
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl.evaluate import heldout_calls
@@ -63,8 +64,7 @@ class DeviceTask(NamedTuple):
 class Prompts(NamedTuple):
     """Prompts on the device, with leading axes of steps or calls."""
 
-    ids: Array  # int32 [..., N, P]
-    mask: Array  # bool [..., N, P]
+    tokens: PromptTokens  # [..., N, P]
     targets: Any  # [..., N, ...]
 
 
@@ -146,9 +146,9 @@ def whole_run(
     fields = options_of(config).keys()
 
     def run(params: Params, prompts: Prompts, heldout: Heldout, seed: Array, options: Mapping[str, Array]) -> History:
-        if prompts.ids.shape[:2] != (loop.steps, loop.sampling.num_prompts):
+        if prompts.tokens.ids.shape[:2] != (loop.steps, loop.sampling.num_prompts):
             raise UsageError(
-                f"prompts are {prompts.ids.shape[1]} of {prompts.ids.shape[0]} steps, but the run has "
+                f"prompts are {prompts.tokens.ids.shape[1]} of {prompts.tokens.ids.shape[0]} steps, but the run has "
                 f"{loop.sampling.num_prompts} of {loop.steps}: make both by prompts_of and the task's num_prompts"
             )
         settings = with_options(config, **{name: value for name, value in options.items() if name in fields})
@@ -241,13 +241,13 @@ def _iterate(run: _Run, carry: _Carry, inputs: tuple[Array, Prompts]) -> tuple[_
     numbers = jnp.asarray(completion_numbers(config.sampling))
 
     # ---- sample, and reward
-    actor, ids, key = join(oldest, frozen["policy"]), (prompts.ids, prompts.mask), step_key(seed, SAMPLING, step)
-    completions = sample_completions(policy, task, config.sampling, actor, ids, numbers, temperature, key)
+    actor, prompt, key = join(oldest, frozen["policy"]), prompts.tokens, step_key(seed, SAMPLING, step)
+    completions = sample_completions(policy, task, config.sampling, actor, prompt, numbers, temperature, key)
     rewards = reward(prompts.targets, completions, step_key(seed, REWARD, step))
     scores = gold(prompts.targets, completions, step_key(seed, REWARD, step))
 
     # ---- score
-    batch = to_batch(prompts.ids, prompts.mask, temperature, completions)
+    batch = to_batch(prompt, temperature, completions)
     models = models_of(state.params, frozen, start, state.extras)
     batch = batch._replace(**score_rollout(method, config, models, batch))
     if takes_sampler_logprobs(config):
@@ -269,7 +269,7 @@ def _evaluate(run: _Run, heldout: Heldout, temperature: Array, state: TrainState
             run.task,
             run.config.sampling,
             actor,
-            (heldout.prompts.ids, heldout.prompts.mask),
+            heldout.prompts.tokens,
             heldout.numbers,
             jnp.where(heldout.greedy, 0.0, temperature),
             key,
@@ -298,7 +298,7 @@ def _sampling_metrics(completions: Completions, rewards: jax.Array, scores: jax.
 
 
 def _encoded(task: DeviceTask, prompts: Any) -> Prompts:
-    return Prompts(prompts.ids, prompts.mask, task.targets(prompts.examples))
+    return Prompts(prompts.tokens, task.targets(prompts.examples))
 
 
 def stacked(trees: Sequence[Any]) -> Any:

@@ -25,10 +25,11 @@ from rich.table import Table
 
 from experiments.benchmarks.shapes import SHAPES, Shape, ShapeName, cost_of
 from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.params import split
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.scorers import score_rollout
@@ -103,15 +104,15 @@ def measure(
     timed = partial(_timed, repeats=repeats, trace=trace)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
-    inputs = Prompts(ids, np.ones(ids.shape, bool), [])
-    prompts = jnp.asarray(inputs.ids), jnp.asarray(inputs.mask)
+    inputs = Prompts(PromptTokens(ids, np.ones(ids.shape, bool)), [])
+    prompt = jax.tree.map(jnp.asarray, inputs.tokens)
     task = Task(lambda _: inputs, lambda *_: [], inputs, str, (-1,), 0, model.vocab_size)
     method = grpo_method(policy, run)
     programs = make_method_programs(method, policy, task, run)
     params = jax.jit(policy.init)(jax.random.key(0))
     trained, frozen = split({"policy": params})
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))
-    arguments = *prompts, numbers, temperature, noise_of(0, 0, 0)
+    arguments = prompt, numbers, temperature, noise_of(0, 0, 0)
     results: dict[str, float] = {}
     assert programs.sampler.program
     if "sample" in names:
@@ -120,7 +121,7 @@ def measure(
         shapes = jax.eval_shape(programs.sampler.program, params, *arguments)
         completions = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         completions = completions._replace(completion_mask=jnp.ones_like(completions.completion_mask))
-    batch = to_batch(*prompts, temperature, completions)
+    batch = to_batch(prompt, temperature, completions)
     if "score" in names:
         models = models_of(trained, frozen, params, {})
         fields = timed("score", jax.jit(partial(score_rollout, method, run)), results, models, batch)

@@ -20,7 +20,8 @@ from experiments.common import completions_batch, warm_start
 from experiments.tasks import arithmetic, letters
 from experiments.whole_run import DeviceTask
 from grpo_jax.config import with_options
-from grpo_jax.data.types import Example, Prompts, pad_completions, rng
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import Example, pad_completions, rng
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
@@ -243,7 +244,7 @@ def _start_of_words(seed: int, steps: int, run: RunFolder) -> Params:
 
 def first_prompts(prompts: Prompts, count: int) -> Prompts:
     """The first of some prompts."""
-    return Prompts(prompts.ids[:count], prompts.mask[:count], prompts.examples[:count])
+    return prompts.take(np.arange(count))
 
 
 # The last, `draw`, is the seed of a run.

@@ -17,6 +17,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import Quantize, split
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.sharding import BATCH
 from grpo_jax.rl.grpo import grpo_method
@@ -56,15 +57,15 @@ def lowered(
     trained, frozen = split(params)
     n, g = run.sampling.num_prompts, run.sampling.group_size
     array = partial(spread, devices_of(run))
-    prompts = array((n, prompt), jnp.int32), array((n, prompt), bool)
+    prompts = PromptTokens(array((n, prompt), jnp.int32), array((n, prompt), bool))
     temperature, seed_and_step = array((n, g), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
     noise = jax.ShapeDtypeStruct((3,), jnp.uint32)
-    sampling = params["policy"], *prompts, array((n, g), jnp.int32), temperature, noise
+    sampling = params["policy"], prompts, array((n, g), jnp.int32), temperature, noise
     if "sample" in programs:
         results["sample"] = made.sampler.program.lower(*sampling)
     completions = jax.eval_shape(made.sampler.program, *sampling)
     completions = jax.tree.map(lambda x: array(x.shape, x.dtype), completions)
-    batch = to_batch(*prompts, temperature, completions)
+    batch = to_batch(prompts, temperature, completions)
     start = params["policy"] if run.loss.objective.has_reference else None
     if made.method.scorers:
         scorers = partial(score_rollout, made.method, run, devices=devices_of(run))

@@ -136,7 +136,7 @@ def train_online(
 def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> Rewards:
     """Returns the task's rewards and "reward_model", which always has the same shapes."""
     assert isinstance(task.reward, Mapping)
-    shapes = {"max_prompt_tokens": task.heldout.ids.shape[1], "max_tokens": config.sampling.max_tokens}
+    shapes = {"max_prompt_tokens": task.heldout.tokens.width, "max_tokens": config.sampling.max_tokens}
     size = config.sampling.num_prompts * config.sampling.group_size
     return {"reward_model": Component(reward_function(model, batch_size=size, **shapes)), **task.reward}
 
@@ -200,7 +200,7 @@ def _train_reward_model(
     phase: str,
 ) -> RewardModel:
     """Trains the reward model on these preferences, as a phase of the run."""
-    max_prompt_tokens, max_tokens = widths = task.heldout.ids.shape[1], config.sampling.max_tokens
+    max_prompt_tokens, max_tokens = widths = task.heldout.tokens.width, config.sampling.max_tokens
     pairs = encode_preferences(
         Chat(model.tokenizer, model.eos_ids),
         preferences,

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from grpo_jax.checks import check_effects, check_episodes, validate
 from grpo_jax.config import DecodingConfig, GRPOConfig, recipe
+from grpo_jax.data.prompts import hash_prompts
 from grpo_jax.data.text import Overlong, prompt_limit
-from grpo_jax.data.types import hash_prompts
 from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
@@ -165,7 +165,7 @@ def main(options: Options) -> None:
     with task_of as task:
         check_tokens(task)
         check_episodes(config.sampling, has_environment=task.environment is not None)
-        pretrained = for_texts(pretrained, task.heldout.ids.shape[1] + config.sampling.completion_width)
+        pretrained = for_texts(pretrained, task.heldout.tokens.width + config.sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")

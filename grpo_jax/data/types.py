@@ -123,85 +123,6 @@ class Component(NamedTuple):
 Rewards = Mapping[str, Component]
 
 
-class Prompts(NamedTuple):
-    """N prompts of up to P tokens, padded on the left."""
-
-    ids: np.ndarray  # int32 [N, P]
-    mask: np.ndarray  # bool [N, P]
-    examples: list[Example]  # N
-
-
-def pad_prompts(
-    token_ids: Sequence[Sequence[int] | np.ndarray], examples: Sequence[Example], *, width: int, pad_id: int
-) -> Prompts:
-    """Pads prompts on the left into one array.
-
-    Args:
-      token_ids: N lists of 1 to `width` ids.
-      examples: The N examples.
-      width: The width of the array, P.
-      pad_id: The id of padding.
-
-    Returns:
-      The prompts.
-
-    Raises:
-      UsageError: A prompt is empty or longer than `width`.
-    """
-    ids = np.full((len(token_ids), width), pad_id, np.int32)
-    mask = np.zeros((len(token_ids), width), bool)
-    for row, tokens in enumerate(token_ids):
-        if not 0 < len(tokens) <= width:
-            raise UsageError(f"prompt {row} has {len(tokens)} tokens: it needs at least 1 and at most {width}")
-        ids[row, width - len(tokens) :] = tokens
-        mask[row, width - len(tokens) :] = True
-    return Prompts(ids, mask, list(examples))
-
-
-_NARROWEST = 16  # tokens
-
-
-def choose_widths(lengths: Sequence[int] | np.ndarray, *, most: int) -> tuple[int, ...]:
-    """Chooses the widths that prompts are padded to, with the least padding.
-
-    Args:
-      lengths: The number of tokens of each prompt; not empty.
-      most: The largest number of widths. Each width is compiled.
-
-    Returns:
-      At most `most` widths, ascending. The last width is the length of the longest prompt.
-    """
-    sorted_lengths, longest = np.sort(np.asarray(lengths)), int(max(lengths))
-    # Candidates are 1, 3/4, 1/2, 3/8, … of the longest prompt, as multiples of 8.
-    scales = [scale / 2**power for power in range(longest.bit_length()) for scale in (1.0, 0.75)]
-    rounded = {-(-int(longest * scale) // 8) * 8 for scale in scales}
-    narrower = sorted(width for width in rounded if _NARROWEST <= width < longest)
-    # Choices with fewer widths come first, since `min` returns the first of equals.
-    counts = range(most)
-    choices = [(*chosen, longest) for count in counts for chosen in itertools.combinations(narrower, count)]
-
-    def padded_tokens(widths: tuple[int, ...]) -> int:
-        fitting = np.searchsorted(sorted_lengths, widths, side="right")
-        return int(np.diff(fitting, prepend=0) @ np.asarray(widths))
-
-    return min(choices, key=padded_tokens)
-
-
-def useful_widths(widths: Sequence[int], prompt: int, group_tokens: int) -> tuple[int, ...]:
-    """Returns P, and the widths that save at least a tenth of the tokens compared with the next wider width.
-
-    Args:
-      widths: Widths of prompts, ascending.
-      prompt: The largest width, P.
-      group_tokens: The number of tokens of a prompt's completions, G · T.
-    """
-    useful = [prompt]
-    for width in sorted(widths, reverse=True):
-        if useful[-1] + group_tokens >= 1.1 * (width + group_tokens):
-            useful.append(width)
-    return tuple(reversed(useful))
-
-
 def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Pads groups of completions on the right into arrays.
 
@@ -247,7 +168,7 @@ class Skipped(NamedTuple):
     name: str  # the name of the first skipped step, for its file
     in_a_row: int
     most: int  # the run stops after this many skipped steps in a row, or if all its steps are skipped
-    arrays: Callable[[], Mapping[str, Any]]  # returns the arrays of the batch by name
+    arrays: Callable[[], Mapping[str, Any]]  # returns the arrays of the batch by name, or trees of them
 
 
 class Line(NamedTuple):
@@ -370,8 +291,3 @@ def hash_values(*values: Any) -> str:
         else:
             digest.update(json.dumps(value, default=lambda x: type(x).__name__).encode())
     return digest.hexdigest()
-
-
-def hash_prompts(prompts: Prompts) -> str:
-    """Returns the digest of prompts and their columns."""
-    return hash_values(prompts.ids, prompts.mask, prompts.examples)

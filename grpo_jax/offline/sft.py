@@ -91,9 +91,8 @@ def as_completions(batch: Batch | Packed) -> Batch:
         return batch
     ids, mask = (jnp.asarray(x)[:, None] for x in (batch.ids, batch.completion_mask))
     weights = None if batch.weights is None else batch.weights[:, None]
-    nothing, ones = jnp.zeros((len(ids), 0), jnp.int32), jnp.ones((len(ids), 1), jnp.float32)
-    layout = rows_of_texts(batch.ids, batch.texts)
-    return Batch(nothing, nothing.astype(bool), ids, mask, ones, weights=weights, layout=layout)
+    layout, temperature = rows_of_texts(batch.ids, batch.texts), jnp.ones((len(ids), 1), jnp.float32)
+    return Batch(layout.prompt, ids, mask, temperature, weights=weights, layout=layout)
 
 
 def token_nll(policy: Policy, params: Params, batch: Batch | Packed) -> jax.Array:

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from grpo_jax.config import BY_PART, AdvantagesOf, GRPOConfig
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.text import token_pieces
-from grpo_jax.data.types import Completion, Example, Prompts, Reward, Rewards, Span
+from grpo_jax.data.types import Completion, Example, Reward, Rewards, Span
 from grpo_jax.devices import Devices, gather_rows, local_numbers, local_rows
 from grpo_jax.hosts import gather
 from grpo_jax.rewards.reward import (
@@ -43,7 +44,7 @@ def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: D
     def grade(rollout: Rollout) -> Rollout:
         before = ungraded_counts(reward)
         completions = read_completions(rollout)
-        prompts = take_prompts(rollout.prompts, local_numbers(devices, len(rollout.prompts.examples)))
+        prompts = rollout.prompts.take(local_numbers(devices, len(rollout.prompts.examples)))
         graded = grade_completions(prompts, completions, task, reward)
         if episodes and config.loss.advantages_of == "turns":
             counted = shares_a_function(reward, task.reward)
@@ -157,11 +158,6 @@ def final_texts(task: Task, examples: Sequence[Example], texts: Sequence[Complet
     if task.extract_final is None or task.environment is not None:
         return list(texts)
     return list(map(task.extract_final, examples, texts))
-
-
-def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:
-    """Selects prompts by their numbers."""
-    return Prompts(prompts.ids[rows], prompts.mask[rows], [prompts.examples[row] for row in rows])
 
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:

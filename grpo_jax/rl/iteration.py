@@ -89,10 +89,8 @@ def make_method_programs(
     sampler = sampler or make_sampler(policy, task, config.sampling, devices=devices_of(config))
     devices = sampler.devices
 
-    placement: Any = {"devices": devices, "prompt_widths": task.prompt_widths}
-
     def score(trained, extras, frozen, reference, batch):
-        return score_rollout(method, config, models_of(trained, frozen, reference, extras), batch, **placement)
+        return score_rollout(method, config, models_of(trained, frozen, reference, extras), batch, devices=devices)
 
     score_program: Any = jit_on_devices(score, 0, devices=devices) if method.scorers else None
 
@@ -103,7 +101,8 @@ def make_method_programs(
         return batch._replace(**fields)
 
     def learn(state, frozen, reference, batch, rewards, seed_and_step):
-        return update.learn(method, config, state, frozen, reference, batch, rewards, tuple(seed_and_step), **placement)
+        inputs = state, frozen, reference, batch, rewards, tuple(seed_and_step)
+        return update.learn(method, config, *inputs, devices=devices)
 
     def initial_state(trained):
         state = init_state(jax.tree.map(jnp.copy, trained), method.optimizer)
@@ -320,7 +319,7 @@ def read_line(
     if every and (step % every == 0 or step + 1 == config.steps):
         logprobs, advantages = local_rows((batch.sampler_logprobs, learned.advantages))
         groups = readable(rollout, read_completions(rollout), logprobs, advantages, task, devices)
-    tokens = int(rollout.prompts.mask.sum() + graded.lengths.sum())
+    tokens = int(rollout.prompts.tokens.mask.sum() + graded.lengths.sum())
     tokens += int(graded.episodes["environment_tokens"].sum()) if graded.episodes else 0  # computed too
     times = {
         "tokens": {"rollout": rollout.metrics["tokens"], "update": config.optimizer.epochs * tokens},
@@ -331,7 +330,7 @@ def read_line(
 
     def skipped_arrays() -> dict[str, Any]:
         # Leave out the outputs of a teacher: they may be large, and can be computed again.
-        arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, jax.Array)}
+        arrays = batch._replace(teacher=None)._asdict()
         return to_numpy(arrays | {"advantages": learned.advantages, "prompts": learned.order[first_skipped]})
 
     name, most = f"{phase}_{step:06d}_{first_skipped + 1}", min(config.optimizer.max_skipped, config.num_updates)

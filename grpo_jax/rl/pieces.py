@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import useful_widths
 from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.geometry import rows_of_packed_groups
+from grpo_jax.models.prompts import useful_widths
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
 from grpo_jax.rl.types import Array, Batch
 
@@ -47,7 +47,7 @@ class Microbatches(NamedTuple):
 Pieces = tuple[Microbatches, ...]
 
 
-class PromptWidths(NamedTuple):
+class Sorting(NamedTuple):
     """Widths to which pieces cut prompts, and the size of the pieces of each width."""
 
     lengths: Array  # int [N], tokens of each prompt
@@ -55,17 +55,15 @@ class PromptWidths(NamedTuple):
     rows: tuple[int, ...]  # number of prompts, or of rows of packed completions, in a piece of each width
 
 
-def choose_pieces(config: GRPOConfig, batch: Batch, widths: tuple[int, ...] = ()) -> Pieces:
+def choose_pieces(config: GRPOConfig, batch: Batch) -> Pieces:
     """Returns the pieces in which one device computes its rows of a batch.
 
     Args:
       config: The configuration of the run.
-      batch: N prompts with their completions.
-      widths: Widths of prompts, ascending (`data.types.choose_widths`). A piece has the least width that fits its
-        longest prompt.
+      batch: N prompts with their completions. A piece has the least of their widths that fits its longest prompt.
     """
     num_prompts, group_size, tokens = batch.completion_ids.shape
-    local, prompt, group_tokens = num_prompts // batch_parts(), batch.prompt_ids.shape[-1], group_size * tokens
+    local, prompt, group_tokens = num_prompts // batch_parts(), batch.prompt.width, group_size * tokens
     microbatches, piece_tokens = config.optimizer.microbatches, config.optimizer.piece_tokens
     piece_tokens = piece_tokens or traits_of_backend().piece_tokens
     choose = partial(
@@ -75,7 +73,7 @@ def choose_pieces(config: GRPOConfig, batch: Batch, widths: tuple[int, ...] = ()
         microbatches=microbatches,
         piece_tokens=piece_tokens,
     )
-    widths = useful_widths(widths, prompt, group_tokens)
+    widths = useful_widths(batch.prompt.widths.pieces, prompt, group_tokens)
     piece = choose(local, prompt)
     if len(widths) == 1 or (piece.rows == local and not piece.is_packed):
         sorting = None
@@ -84,8 +82,8 @@ def choose_pieces(config: GRPOConfig, batch: Batch, widths: tuple[int, ...] = ()
         piece = choose(local, widths[0])
         row = piece.width * piece.texts
         fitting = (piece.rows if microbatches else max(1, piece_tokens // (width + row)) for width in widths)
-        lengths = jnp.sum(batch.prompt_mask, axis=-1, dtype=jnp.int32)
-        sorting = PromptWidths(lengths, widths, tuple(min(rows, local) for rows in fitting))
+        lengths = jnp.sum(batch.prompt.mask, axis=-1, dtype=jnp.int32)
+        sorting = Sorting(lengths, widths, tuple(min(rows, local) for rows in fitting))
     if piece.is_packed:
         return packed(lengths_of(batch.completion_mask), piece.width, piece.rows, sorting)
     return by_prompts(num_prompts, local // piece.rows, sorting)
@@ -164,7 +162,7 @@ def _largest_divisor(number: int, tokens: int, limit: int) -> int:
     return max((d for d in range(1, number + 1) if number % d == 0 and d * tokens <= limit), default=1)
 
 
-def by_prompts(num_prompts: int, pieces: int, sorting: PromptWidths | None = None) -> Pieces:
+def by_prompts(num_prompts: int, pieces: int, sorting: Sorting | None = None) -> Pieces:
     """Returns pieces of whole prompts. On a mesh each piece has equally many prompts of every part of the batch.
 
     Args:
@@ -179,7 +177,7 @@ def by_prompts(num_prompts: int, pieces: int, sorting: PromptWidths | None = Non
     return _cut(prompts, jnp.ones((*prompts.shape, 1), bool), local, local // pieces, None, sorting)
 
 
-def packed(lengths: jax.Array, width: int, rows: int, sorting: PromptWidths | None = None) -> Pieces:
+def packed(lengths: jax.Array, width: int, rows: int, sorting: Sorting | None = None) -> Pieces:
     """Returns pieces of packed completions. A row holds completions of one prompt, packed longest first.
 
     On a mesh each part of the batch is packed separately, and a piece has rows of all parts. The fullest part
@@ -203,7 +201,7 @@ def _cut(
     num_rows: int | jax.Array,
     rows: int,
     width: int | None,
-    sorting: PromptWidths | None,
+    sorting: Sorting | None,
 ) -> Pieces:
     """Cuts the rows of each part of a batch into pieces.
 
@@ -279,9 +277,8 @@ def take(batch: Any, microbatches: Microbatches, number: Array) -> Any:
     """Returns a piece of a batch. Completions that are not in the piece are masked."""
     prompts, members = microbatches.prompts[number], microbatches.members[number]
     piece = spread(jax.tree.map(lambda x: x[prompts], batch), BATCH)
-    begin = -(microbatches.prompt_width or 0)
-    if begin:
-        piece = piece._replace(prompt_ids=piece.prompt_ids[:, begin:], prompt_mask=piece.prompt_mask[:, begin:])
+    if microbatches.prompt_width:
+        piece = piece._replace(prompt=piece.prompt.cut(microbatches.prompt_width))
     elif microbatches.width is None:
         return piece
     piece = piece._replace(completion_mask=piece.completion_mask & members[..., None])
@@ -291,7 +288,7 @@ def take(batch: Any, microbatches: Microbatches, number: Array) -> Any:
         return piece
     tokens = jnp.arange(piece.completion_mask.shape[-1]) < lengths_of(piece.completion_mask)[..., None]
     places = _true_places(tokens.reshape(len(prompts), -1), microbatches.width)
-    layout = rows_of_packed_groups(piece.prompt_ids, piece.prompt_mask, piece.completion_ids, places)
+    layout = rows_of_packed_groups(piece.prompt, piece.completion_ids, places)
     return piece._replace(layout=layout)
 
 

@@ -28,7 +28,6 @@ def score_rollout(
     batch: Batch,
     *,
     devices: Devices = 1,
-    prompt_widths: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Runs the scorers of a method over a rollout.
 
@@ -38,7 +37,6 @@ def score_rollout(
       models: Parameters by role, before the update.
       batch: The sampled batch.
       devices: The devices that share the rows.
-      prompt_widths: Widths of prompts, ascending, as in `pieces.choose_pieces`.
 
     Returns:
       Fields of the batch, `[N, G, ...]`.
@@ -50,7 +48,7 @@ def score_rollout(
 
         tokens = rows.completion_ids.shape[-1]
         rows = with_ends(rows) if method.scores_ends else rows
-        scores = computed_in_pieces(score_piece, rows, choose_pieces(config, rows, prompt_widths))
+        scores = computed_in_pieces(score_piece, rows, choose_pieces(config, rows))
         return jax.tree.map(lambda x: x[:, :, :tokens], scores)
 
     return map_rows(score_rows, devices)(models, batch)
@@ -138,7 +136,7 @@ def score_completion_tokens(
 
 def states_of(policy: Policy, params: Params, batch: Batch) -> TokenStates:
     """Computes the states of a model that predict the completion tokens of a batch, or of a piece of it."""
-    rows = batch.layout or rows_of_groups(batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+    rows = batch.layout or rows_of_groups(batch.prompt, batch.completion_ids)
     return policy.predict(params, rows)
 
 

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, SamplingConfig
-from grpo_jax.data.types import Prompts, useful_widths
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import Devices, all_rows, jit_on_devices, map_rows, place, size, spread_over, to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grade import episodes_of, take_prompts
+from grpo_jax.rl.grade import episodes_of
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.types import SAMPLING, Batch, Rollout, noise_of, step_key
 from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups
@@ -33,11 +34,10 @@ class Sampler(NamedTuple):
     # on the host, all other arguments are on the devices
     draw: Callable[..., Completions]
     devices: Devices
-    # The compiled program: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the
-    # devices. None: an engine samples, or several programs sample episodes
+    # The compiled program, (params, prompt, numbers, temperature, noise) -> Completions, on the devices. None: an
+    # engine samples, or several programs sample episodes
     program: Callable[..., Completions] | None = None
-    # Widths to which prompts are padded for sampling, ascending. Each compiles a program at its first use. Empty: P
-    prompt_widths: tuple[int, ...] = ()
+    group_tokens: int = 0  # tokens of a prompt's completions, G · T. 0: prompts are never cut
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
@@ -60,15 +60,14 @@ class Sampler(NamedTuple):
           UsageError: The prompts are not padded on the left.
           Interruption: An engine does not answer.
         """
-        if not prompts.mask[:, -1].all():
-            raise UsageError("prompts must be padded on the left: data.types.pad_prompts does it")
-        longest, widest = int(prompts.mask.sum(axis=-1).max()), prompts.ids.shape[1]
-        begin = widest - next((width for width in self.prompt_widths if width >= longest), widest)
-        ids, mask, numbers, temperature = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
-        columns = to_devices((prompts.ids[:, begin:], prompts.mask[:, begin:]), self.devices) if begin else (ids, mask)
-        narrow = prompts._replace(ids=columns[0], mask=columns[1])
-        completions = self.draw(params, narrow, numbers, temperature, noise)
-        return to_batch(ids, mask, temperature, completions), completions
+        tokens = prompts.tokens
+        if not tokens.mask[:, -1].all():
+            raise UsageError("prompts must be padded on the left: data.prompts.pad_prompts does it")
+        narrow = tokens.narrowed(self.group_tokens) if self.group_tokens else tokens
+        prompt, numbers, temperature = to_devices((tokens, numbers, temperature), self.devices)
+        narrow = prompt if narrow is tokens else to_devices(narrow, self.devices)
+        completions = self.draw(params, prompts._replace(tokens=narrow), numbers, temperature, noise)
+        return to_batch(prompt, temperature, completions), completions
 
     def complete(self, params: Params, *args: Any) -> Completions:
         """Samples as `sample` does, and returns NumPy arrays. The parameters may be on a single device."""
@@ -87,28 +86,26 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
     Raises:
       UsageError: The task has an environment, but the policy cannot continue after its replies.
     """
-    group_tokens, longest = sampling.group_size * sampling.completion_width, max(task.batch_widths, default=0)
-    widths = useful_widths(task.batch_widths, longest, group_tokens)
+    group_tokens = sampling.group_size * sampling.completion_width
     if task.environment is not None:
         from grpo_jax.rl.episodes import episode_sampler  # loaded only for tasks with an environment
 
-        return Sampler(episode_sampler(policy, task, sampling, devices), devices, prompt_widths=widths)
+        return Sampler(episode_sampler(policy, task, sampling, devices), devices, group_tokens=group_tokens)
 
-    def sample(params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions:
-        def sample_rows(shared, prompt_ids, prompt_mask, numbers, temperature) -> Completions:
+    def sample(params, prompt, numbers, temperature, noise) -> Completions:
+        def sample_rows(shared, prompt, numbers, temperature) -> Completions:
             params, noise = shared
-            prompts = prompt_ids, prompt_mask
-            return sample_completions(policy, task, sampling, params, prompts, numbers, temperature, step_key(*noise))
+            return sample_completions(policy, task, sampling, params, prompt, numbers, temperature, step_key(*noise))
 
-        return map_rows(sample_rows, devices)((params, noise), prompt_ids, prompt_mask, numbers, temperature)
+        return map_rows(sample_rows, devices)((params, noise), prompt, numbers, temperature)
 
     run_program = jit_on_devices(sample, 0, devices=devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
         noise = to_devices(noise, devices, axes=None)
-        return run_program(params, prompts.ids, prompts.mask, numbers, temperature, noise)
+        return run_program(params, prompts.tokens, numbers, temperature, noise)
 
-    return Sampler(draw, devices, run_program, widths)
+    return Sampler(draw, devices, run_program, group_tokens)
 
 
 def sample_completions(
@@ -116,7 +113,7 @@ def sample_completions(
     task: Task,
     sampling: SamplingConfig,
     params: Params,
-    prompts: tuple[jax.Array, jax.Array],
+    prompt: PromptTokens,
     numbers: jax.Array,
     temperature: jax.Array,
     key: jax.Array,
@@ -127,16 +124,16 @@ def sample_completions(
       policy, params: The functions and parameters of the model.
       task: Supplies the special tokens.
       sampling: The sampling options of the run.
-      prompts: Token ids int32 and mask bool, `[N, P]`.
+      prompt: The prompts, `[N, P]`.
       numbers: The numbers of the completions, int32 `[N, G]`, which key the noise of each.
       temperature: The temperature of each completion, `[N, G]`.
       key: The key of the noise, consumed.
     """
     policy = policy if sampling.narrow_decoding else policy._replace(select=None)
     return sample_groups(
-        at_widths(policy, task, prompts[0].shape[-1]),
+        policy,
         params,
-        *prompts,
+        prompt,
         numbers,
         key,
         max_tokens=sampling.max_tokens,
@@ -148,12 +145,6 @@ def sample_completions(
     )
 
 
-def at_widths(policy: Policy, task: Task, prompt: int) -> Policy:
-    """Returns the policy that computes prompts of up to `prompt` tokens at the task's widths, if they save work."""
-    widths = useful_widths(task.prompt_widths, prompt, 0)
-    return policy._replace(prefill=partial(policy.prefill, widths=widths)) if len(widths) > 1 else policy
-
-
 def truncation_of(sampling: SamplingConfig) -> Truncation:
     """Returns the truncation (top-k, top-p, min-p) that the options set."""
     return Truncation(
@@ -163,10 +154,10 @@ def truncation_of(sampling: SamplingConfig) -> Truncation:
     )
 
 
-def to_batch(prompt_ids: Any, prompt_mask: Any, temperature: Any, completions: Completions) -> Batch:
+def to_batch(prompt: PromptTokens, temperature: Any, completions: Completions) -> Batch:
     """Combines prompts and completions into a batch."""
     fields = {name: x for name, x in completions._asdict().items() if name in Batch._fields}
-    return Batch(prompt_ids, prompt_mask, temperature=temperature, **fields)
+    return Batch(prompt, temperature=temperature, **fields)
 
 
 def group_temperatures(sampling: SamplingConfig) -> Any:
@@ -245,12 +236,11 @@ def make_source(draw: Draw, task: Task, config: GRPOConfig) -> Source:
 
 def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
     """Returns a batch of zeros with the shapes of sampled batches."""
-    n, p = task.prompts(0).ids.shape
-    shape = n, sampling.group_size, sampling.completion_width
+    prompt = task.prompts(0).tokens
+    shape = len(prompt), sampling.group_size, sampling.completion_width
     is_truncated = truncation_of(sampling) != truncation_of(SamplingConfig())
     batch = Batch(
-        prompt_ids=np.zeros((n, p), np.int32),
-        prompt_mask=np.zeros((n, p), bool),
+        prompt=jax.tree.map(np.zeros_like, prompt),
         completion_ids=np.zeros(shape, np.int32),
         completion_mask=np.zeros(shape, bool),
         temperature=np.zeros(shape[:2], np.float32),
@@ -311,7 +301,7 @@ def with_spread(
         everything = report(_concatenate(rollouts), step)
         chosen = np.sort(np.argsort(~spread, stable=True)[:num_groups]) if len(rollouts) > 1 else np.arange(num_groups)
         rollout = Rollout(
-            take_prompts(everything.prompts, chosen),
+            everything.prompts.take(chosen),
             select_groups([rollout.batch for rollout in rollouts], chosen, devices),
             jax.tree.map(lambda x: x[chosen], everything.graded),
         )
@@ -331,8 +321,7 @@ def _concatenate(rollouts: list[Rollout]) -> Rollout:
     """Returns all groups of several rollouts, without their batches."""
     prompts = [rollout.prompts for rollout in rollouts]
     joined = prompts[0]._replace(
-        ids=np.concatenate([each.ids for each in prompts]),
-        mask=np.concatenate([each.mask for each in prompts]),
+        tokens=jax.tree.map(lambda *parts: np.concatenate(parts), *[each.tokens for each in prompts]),
         examples=[example for each in prompts for example in each.examples],
     )
     counts: dict[str, Any] = {}

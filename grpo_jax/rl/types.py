@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional import Metrics
 from grpo_jax.models.geometry import Rows, TokenStates
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 
 _NOTHING: Any = MappingProxyType({})  # read-only, since it is shared
@@ -50,8 +51,7 @@ class TeacherOutputs(NamedTuple):
 class Batch(NamedTuple):
     """Completions to learn from, on the devices."""
 
-    prompt_ids: Array  # int32 [N, P], padded on the left
-    prompt_mask: Array  # bool [N, P]
+    prompt: PromptTokens  # [N, P]
     completion_ids: Array  # int32 [N, G, T]
     completion_mask: Array  # bool [N, G, T], the tokens that the policy wrote
     temperature: Array  # [N, G], the sampling temperature

@@ -43,7 +43,6 @@ def learn(
     seed_and_step: tuple[Array, Array],
     *,
     devices: Devices = 1,
-    prompt_widths: tuple[int, ...] = (),
 ) -> tuple[TrainState, Learned]:
     """Computes advantages, takes all optimizer steps on a rollout, and runs the method's hooks.
 
@@ -58,7 +57,6 @@ def learn(
       rewards: The rewards of its completions.
       seed_and_step: The seed of the run, and the number of the iteration, from 0.
       devices: The devices that share the rows.
-      prompt_widths: Widths of prompts, ascending, as in `pieces.choose_pieces`.
 
     Returns:
       The next state, and the metrics and advantages to log.
@@ -68,7 +66,7 @@ def learn(
     batch, advantages, logs = method.advantage(rewards, batch, kl_coef)
 
     # ---- updates: each prompt once per epoch, in shuffled minibatches
-    pieces = partial(choose_pieces, config, widths=prompt_widths)
+    pieces = partial(choose_pieces, config)
     step = partial(optimizer_step, method, config, frozen, reference, devices, pieces)
     state, metrics, order = update_epochs(step, state, batch, config, seed_and_step, devices)
 
@@ -108,7 +106,7 @@ def update_epochs(
       The next state, metrics of the iteration, and the prompts of each optimizer step, `[U, n]`.
     """
     epochs, minibatches = config.optimizer.epochs, config.optimizer.minibatches
-    num_prompts = batch.prompt_ids.shape[0]
+    num_prompts = len(batch.prompt)
     if minibatches == 1:
         order = jnp.tile(jnp.arange(num_prompts, dtype=jnp.int32), (epochs, 1))
         if epochs == 1:

@@ -10,7 +10,7 @@ import pytest
 from experiments.claims import annotators, groups
 from experiments.claims.enumeration import all_completions, quality
 from grpo_jax.config import recipe
-from grpo_jax.data.types import pad_prompts
+from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
@@ -53,7 +53,7 @@ def test_all_completions_have_the_probabilities_of_the_scorer(tree):
     np.testing.assert_allclose(tree.probabilities.sum((1, 2, 3)), 1, rtol=1e-6)
 
     ids, mask = (np.broadcast_to(x, (2, *x.shape)) for x in (tree.ids, tree.mask))
-    batch = Batch(PROMPTS.ids, PROMPTS.mask, ids, mask, np.ones(ids.shape[:2], np.float32))
+    batch = Batch(PROMPTS.tokens, ids, mask, np.ones(ids.shape[:2], np.float32))
     logprobs = np.asarray(jax.jit(lambda params: score_completion_tokens(POLICY, params, batch))(PARAMS).logprobs)
     expected = np.exp(np.where(mask, logprobs, 0).sum(-1)) * np.all(mask | (ids == PAD), axis=-1)
     np.testing.assert_allclose(tree.probabilities.reshape(2, -1), expected, rtol=1e-4, atol=1e-9)

@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 from command_helpers import refusal
-from tiny import STORIES, needs_data, refused, write_rows
+from tiny import STORIES, needs_data, refused, whole_prompts, write_rows
 
 from grpo_jax import commands, prepare
 from grpo_jax.commands import grpo
-from grpo_jax.data.types import Component, Prompts
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.rewards.processes import Grader
@@ -129,7 +130,7 @@ def test_a_dry_run_shows_the_start_and_loads_no_weights(folder, capsys):
 
 def test_rewards_are_tried_on_one_group_of_the_first_row():
     row, seen = {"prompt": "1+1=", "solution": "two", "answer": "2"}, []
-    prompts = Prompts(np.zeros((1, 1), np.int32), np.ones((1, 1), bool), [row])
+    prompts = Prompts(whole_prompts(np.zeros((1, 1), np.int32)), [row])
     pretrained = SimpleNamespace(tokenizer=lambda text, **_: {"input_ids": list(text.encode())})
 
     def tried(**rewards):
@@ -174,7 +175,7 @@ def test_a_prompt_of_a_million_characters_is_bounded_by_the_model_and_counted(tm
     given += ["--num-prompts", 2, "--run-dir", tmp_path / "run"]
     config = flags.parse(grpo.Config, None, [str(arg) for arg in given])
     with grpo.task_of(config, load_pretrained(STORIES)) as task:
-        assert task.prompts(0).ids.shape[1] <= 500  # 512 of the model, less 12
+        assert task.prompts(0).tokens.width <= 500  # 512 of the model, less 12
         assert "1 longer than 500 tokens" in " ".join(task.notes)
 
 

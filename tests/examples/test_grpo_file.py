@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import recorder
+from tiny import recorder, whole_prompts
 
 from grpo_jax.config import recipe
 from grpo_jax.models.params import split
@@ -57,7 +57,7 @@ def hidden_states(params, tokens):
 
 
 def states(params, rows):
-    prompts = jnp.repeat(rows.prompt_ids[:, None], rows.ids.shape[1], axis=1)
+    prompts = jnp.repeat(rows.prompt.ids[:, None], rows.ids.shape[1], axis=1)
     return hidden_states(params, jnp.concatenate([prompts, rows.ids], axis=-1))[:, :, P - 1 : -1], None
 
 
@@ -97,7 +97,7 @@ def gradients_of_trainer(params, batch, rewards, updates):
     method = grpo_method(POLICY, config)._replace(optimizer=recorder(updates, RATE))
     trained, frozen = split({"policy": params})
     as_tokens = {name: batch[name] for name in ("completion_ids", "completion_mask", "old_logprobs", "ref_logprobs")}
-    mine = Batch(batch["tokens"][:, 0, :P], np.ones((N, P), bool), **as_tokens, temperature=np.ones((N, G), np.float32))
+    mine = Batch(whole_prompts(batch["tokens"][:, 0, :P]), **as_tokens, temperature=np.ones((N, G), np.float32))
     program = jax.jit(lambda *arrays: learn(method, config, arrays[0], frozen, None, *arrays[1:]))
     clock = np.uint32(0), np.uint32(0)
     state, _ = program(init_state(trained, method.optimizer), mine, RewardArrays(rewards, np.ones((N, G), bool)), clock)

@@ -37,9 +37,9 @@ def hidden(params):
 
 def loss(params):
     """Sums the states of the first completion token, in which all projections take part: a smaller program."""
-    ids, mask, completions = two_groups()
+    prompt, completions = two_groups()
     weights = np.random.default_rng(1).normal(size=(2, 1, 1, 16)).astype(np.float32)
-    return jnp.sum(weights * POLICY.hidden(params, ids, mask, completions[..., :1]))
+    return jnp.sum(weights * POLICY.hidden(params, prompt, completions[..., :1]))
 
 
 # ---- what adapters compute

@@ -15,6 +15,7 @@ from grpo_jax.config import recipe
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.devices import devices_of, place, to_devices, to_numpy
 from grpo_jax.models.params import split
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.offline import phase
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
 from grpo_jax.rl import update
@@ -137,8 +138,9 @@ def ragged_batch(shape, vocab_size, *, prompt_lengths=None, lengths=None, shorte
         return noise.uniform(low, high, (n, g, *axes)).astype(np.float32)
 
     return Batch(
-        noise.integers(0, vocab_size, (n, p)).astype(np.int32),
-        np.arange(p) >= p - prompt_lengths[:, None],
+        PromptTokens(
+            noise.integers(0, vocab_size, (n, p)).astype(np.int32), np.arange(p) >= p - prompt_lengths[:, None]
+        ),
         noise.integers(0, vocab_size, (n, g, t)).astype(np.int32),
         np.arange(t) < lengths[..., None],
         numbers(low=0.8, high=1.2),

@@ -19,7 +19,7 @@ from tiny import GOLDEN, digit_task, load_golden, recorder, says_three, slow_unl
 
 from grpo_jax.config import DistillationConfig, GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.data.packing import Packed
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import Devices, Mesh, devices_of, load_shardings, parts, place, shardings, to_devices
 from grpo_jax.functional import dpo_loss
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
@@ -194,10 +194,14 @@ def compare(one: Any, other: Any, most: float = 1e-6) -> None:
 def sampled(devices: Devices, name: str = "decoder") -> Any:
     """Completions of all prompts."""
     config, batch = recipe(num_prompts=N, group_size=G, max_tokens=12).sampling, a_batch()
-    mask = np.array(batch.prompt_mask)
+    mask = np.array(batch.prompt.mask)
     mask[:, -1] = True
     sampler = make_sampler(case_of(name).policy, TASK, config, devices=devices)
-    inputs = Prompts(batch.prompt_ids, mask, []), completion_numbers(config), group_temperatures(config)
+    inputs = (
+        Prompts(dataclasses.replace(batch.prompt, mask=mask), []),
+        completion_numbers(config),
+        group_temperatures(config),
+    )
     return sampler.complete(case_of(name).start["policy"], *inputs, noise_of(0, 0, 0))
 
 
@@ -244,7 +248,7 @@ def wide_program(name: str, devices: Mesh) -> Any:
     sampler, state = make_sampler(policy, TASK, config.sampling, devices=devices), start.state
     batch, numbers, policy_params = start.batch, completion_numbers(config.sampling), state.params["policy"]
     numbers, noise = to_devices(numbers, devices), to_devices(noise_of(0, 0, 0), devices, axes=None)
-    to_sample = policy_params, batch.prompt_ids, batch.prompt_mask, numbers, batch.temperature, noise
+    to_sample = policy_params, batch.prompt, numbers, batch.temperature, noise
     to_score = state.params, state.extras, start.frozen, reference, batch
     fn, args, held = {
         "sample": (sampler.program, to_sample, policy_params),

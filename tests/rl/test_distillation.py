@@ -15,7 +15,8 @@ from experiments.tasks import arithmetic
 from grpo_jax import functional as F
 from grpo_jax.config import DistillationConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.packing import pack, packed_pieces
-from grpo_jax.data.types import pad_completions, pad_prompts
+from grpo_jax.data.prompts import pad_prompts
+from grpo_jax.data.types import pad_completions
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.offline.sft import DistillationTarget, distillation_loss, mean_divergence
 from grpo_jax.prepare import load_teacher
@@ -104,7 +105,7 @@ def test_a_loss_on_packed_texts_is_the_divergence_and_the_nll_of_each_alone():
     noise = np.random.default_rng(0)
     prompts, texts = ([noise.integers(0, V, noise.integers(1, 5)).tolist() for _ in range(12)] for _ in range(2))
     rows, padded = pack(prompts, texts, width=8), pad_prompts(prompts, [{} for _ in prompts], width=4, pad_id=0)
-    alone = Batch(padded.ids, padded.mask, *pad_completions([[x] for x in texts], 4), np.ones((12, 1), np.float32))
+    alone = Batch(padded.tokens, *pad_completions([[x] for x in texts], 4), np.ones((12, 1), np.float32))
     divergence = DistillationConfig("forward_kl")
     target = DistillationTarget(POLICY, divergence, nll_coef=0.3)
 

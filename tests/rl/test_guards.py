@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -147,7 +148,8 @@ def test_a_run_that_skips_every_update_ends_in_an_error(tmp_path):
 
 
 def right_padded(step):
-    return prompts(step)._replace(mask=prompts(step).mask[:, ::-1])
+    tokens = prompts(step).tokens
+    return prompts(step)._replace(tokens=replace(tokens, mask=tokens.mask[:, ::-1]))
 
 
 BAD_TASKS = [

@@ -140,7 +140,7 @@ def an_update(**logprobs):
     """One prompt, two completions of two tokens; the second has one token and no end."""
     mask, truncated = np.array([[[True, True], [True, False]]]), np.array([[False, True]])
     advantages = np.array([[2.0, -1.0]], np.float32)
-    return Batch(None, None, None, mask, None, truncated=truncated, advantages=advantages, **logprobs)
+    return Batch(None, None, mask, None, truncated=truncated, advantages=advantages, **logprobs)
 
 
 CORRECTIONS = [

@@ -111,7 +111,7 @@ def gradient_by_hand(params, batch: Batch, mask, delta, off_policy_threshold, *,
     """GRPO's gradient at tokens of a mask, put together from functions of arrays alone."""
 
     def loss(params):
-        states = POLICY.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+        states = POLICY.hidden(params, batch.prompt, batch.completion_ids)
         logprobs, _ = F.token_logprobs(
             states, POLICY.unembedding(params), batch.completion_ids, temperature=batch.temperature[..., None]
         )
@@ -172,7 +172,7 @@ def test_an_iteration_of_ppo_has_the_gradient_of_its_loss_at_what_was_scored():
     score = jax.jit(partial(score_completion_tokens, POLICY))
     np.testing.assert_allclose(start.batch.old_logprobs, score(PARAMS, unscored).logprobs, atol=1e-5)
     np.testing.assert_allclose(start.batch.ref_logprobs, score(reference, unscored).logprobs, atol=1e-5)
-    values = heads.values(POLICY, models["critic"], *unscored[:4])[..., :-1]
+    values = heads.values(POLICY, models["critic"], *unscored[:3])[..., :-1]
     np.testing.assert_allclose(start.batch.old_values, values, atol=1e-5)
     method = programs.method
     batch, advantages, _ = method.advantage(rewards, start.batch, 0.1)

@@ -1,6 +1,6 @@
 """Pieces of a batch: which there are, and that packed completions and narrow prompts change no number."""
 
-import dataclasses
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -12,10 +12,11 @@ from rl_helpers import assert_same_gradient, assert_same_means, loss_of, placed,
 from tiny import random_params, recorder, slow_unless, task_of_tokens, tiny_config
 
 from grpo_jax.config import PPOConfig, recipe, with_options
-from grpo_jax.data.types import Prompts, choose_widths, useful_widths
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU, assume_traits
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens, PromptWidths, choose_widths, useful_widths
 from grpo_jax.rl import pieces as rl_pieces, ppo
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import make_method_programs
@@ -39,7 +40,8 @@ def a_batch() -> Batch:
     batch = ragged_batch((N, G, P, T), V, prompt_lengths=PROMPT_LENGTHS, lengths=LENGTHS)
     batch.completion_mask[0, 0, 1] = False
     noise = np.random.default_rng(1)
-    return batch._replace(returns=noise.normal(size=(N, G, T)).astype(np.float32))
+    prompt = replace(batch.prompt, widths=PromptWidths((24, P)))
+    return batch._replace(prompt=prompt, returns=noise.normal(size=(N, G, T)).astype(np.float32))
 
 
 # ---- which pieces there are
@@ -106,14 +108,14 @@ def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out()
 def test_pieces_of_several_widths_by_hand():
     """Widths 16, 24 and 48 hold 4, 3 and 1 prompts. Pieces of 1, 2 and 4 prompts: the first has the prompt of 48
     tokens; two have those of 20, 24 and 17 and one shorter prompt; and the last has the other three."""
-    pieces = rl_pieces.by_prompts(N, 8, rl_pieces.PromptWidths(jnp.asarray(PROMPT_LENGTHS), WIDTHS, (4, 2, 1)))
+    pieces = rl_pieces.by_prompts(N, 8, rl_pieces.Sorting(jnp.asarray(PROMPT_LENGTHS), WIDTHS, (4, 2, 1)))
     assert [x.prompt_width for x in pieces] == [48, 24, 16]
     assert [int(x.num_used) for x in pieces] == [1, 2, 1]
     assert pieces[0].prompts[0].tolist() == [1]
     assert pieces[1].prompts[:2].tolist() == [[4, 6], [7, 0]]
     assert pieces[2].prompts[0, :3].tolist() == [2, 3, 5]
     assert pieces[2].members[0, :, 0].tolist() == [True, True, True, False]
-    assert rl_pieces.take(a_batch(), pieces[1], 0).prompt_ids.shape == (2, 24)
+    assert rl_pieces.take(a_batch(), pieces[1], 0).prompt.ids.shape == (2, 24)
 
 
 compiled = jax.jit(rl_pieces.packed, static_argnums=(1, 2))
@@ -174,7 +176,7 @@ def of_grpo(preset="grpo", policy=None, params=None):
 
 
 def of_decoder(**changes):
-    config = dataclasses.replace(MODEL, **changes)
+    config = replace(MODEL, **changes)
     return of_grpo(policy=decoder_policy(config), params=random_params(config))
 
 
@@ -208,8 +210,8 @@ def pieces_of(kind, method, batch):
     if kind == PACKED:
         return rl_pieces.packed(rl_pieces.lengths_of(batch.completion_mask), 8, 2)
     if kind == NARROW:
-        return rl_pieces.by_prompts(N, N, rl_pieces.PromptWidths(jnp.sum(batch.prompt_mask, axis=-1), (24, P), (1, 1)))
-    return rl_pieces.choose_pieces(recipe(piece_tokens=40), batch, (24, P))
+        return rl_pieces.by_prompts(N, N, rl_pieces.Sorting(jnp.sum(batch.prompt.mask, axis=-1), (24, P), (1, 1)))
+    return rl_pieces.choose_pieces(recipe(piece_tokens=40), batch)
 
 
 @pytest.mark.parametrize("name", slow_unless(("both",), CASES))
@@ -265,9 +267,10 @@ def test_pieces_on_two_devices_have_the_gradient_of_the_whole(options):
     method = method._replace(optimizer=recorder(1))
     for widths, more in ((), {}), (WIDTHS, {"devices": 2} | options):
         config = recipe(num_prompts=N, group_size=G, max_tokens=T, piece_tokens=64, **more)
-        programs = make_method_programs(method, decoder_policy(MODEL), TASK._replace(prompt_widths=widths), config)
+        programs = make_method_programs(method, decoder_policy(MODEL), TASK, config)
         noise = np.random.default_rng(2).normal(size=(N, G)).astype(np.float32)
-        start = placed(programs, models, a_batch(), RewardArrays(noise, np.ones((N, G), bool)))
+        batch = a_batch()._replace(prompt=replace(a_batch().prompt, widths=PromptWidths(widths)))
+        start = placed(programs, models, batch, RewardArrays(noise, np.ones((N, G), bool)))
         gradients.append(start.learned(programs)[0].opt_state.gradients)
     assert_same_gradient(*gradients, 2e-6)
 
@@ -279,14 +282,17 @@ def test_tokens_are_those_of_the_full_width():
     """
     sampling = recipe(num_prompts=2, group_size=G, max_tokens=T).sampling
     policy, params, noise = decoder_policy(MODEL), random_params(MODEL), np.random.default_rng(0)
-    tasks = TASK, TASK._replace(batch_widths=WIDTHS, prompt_widths=WIDTHS)
-    whole, narrow = (make_sampler(policy, task, sampling) for task in tasks)
+    whole, narrow = (make_sampler(policy, TASK, sampling) for _ in range(2))
     for longest in (48, 30, 20):
         mask = np.arange(P) >= P - np.array([[longest], [5]])
-        prompts = Prompts(noise.integers(0, V, (2, P)).astype(np.int32), mask, [])
+        prompt = PromptTokens(noise.integers(0, V, (2, P)).astype(np.int32), mask)
+        cut = replace(prompt, widths=PromptWidths(WIDTHS, WIDTHS))
         inputs = completion_numbers(sampling), group_temperatures(sampling), noise_of(0, SAMPLING, longest)
         with assume_traits(piece_tokens=16):
-            one, other = (sampler.complete(params, prompts, *inputs) for sampler in (whole, narrow))
+            one, other = (
+                sampler.complete(params, Prompts(tokens, []), *inputs)
+                for sampler, tokens in ((whole, prompt), (narrow, cut))
+            )
         assert (one.completion_ids == other.completion_ids).all()
         np.testing.assert_allclose(one.sampler_logprobs, other.sampler_logprobs, atol=1e-5)
     assert narrow.program._cache_size() == 2

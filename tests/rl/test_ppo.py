@@ -114,7 +114,7 @@ def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos():
     def gradients(params):
         of_both = jax.grad(lambda params: loss_of_both(params, for_ppo)[0])(params)
         alone = jax.grad(lambda policy: loss_alone({"policy": policy}, of_grpo)[0])(params["policy"])
-        return of_both, alone, POLICY.hidden(params["policy"], *batch[:3])
+        return of_both, alone, POLICY.hidden(params["policy"], *batch[:2])
 
     actual, expected, hidden = gradients(PARAMS)
     assert_close(actual["policy"], expected, atol=1e-6)
@@ -136,8 +136,8 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
 
     @jax.jit
     def everything(params):
-        values = heads.values(POLICY, params["critic"], *batch[:4])[..., :-1]
-        return gradient(params, batch), values, POLICY.hidden(params["policy"], *batch[:3])
+        values = heads.values(POLICY, params["critic"], *batch[:3])[..., :-1]
+        return gradient(params, batch), values, POLICY.hidden(params["policy"], *batch[:2])
 
     ((_, logs), actual), values, hidden = jax.device_get(everything(params))
     old_values = batch.old_values
@@ -158,7 +158,7 @@ def test_a_shared_decoder_has_the_sum_of_both_gradients():
     batch = batch._replace(weights=config.run.loss.objective.aggregation(batch.completion_mask))
 
     def critic_alone(params):
-        values = heads.values(POLICY, Headed(params["policy"], params["critic"].head), *batch[:4])[..., :-1]
+        values = heads.values(POLICY, Headed(params["policy"], params["critic"].head), *batch[:3])[..., :-1]
         error = critic_loss(values, batch.returns, old_values=batch.old_values, clip=config.critic.value_clip)
         return weighted_sum(error, batch.weights, batch.completion_mask)
 

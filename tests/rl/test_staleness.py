@@ -57,8 +57,8 @@ def test_tokens_of_a_step_are_those_of_the_policy_of_so_many_steps_before(tmp_pa
     assert len(seen) == STEPS
     for step, (batch, _, _) in enumerate(seen):
         expected = sampled_by(programs, params_after(run, step - STALENESS), step)
-        for name in ("prompt_ids", "completion_ids", "completion_mask", "sampler_logprobs"):
-            np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name))
+        for name in ("prompt", "completion_ids", "completion_mask", "sampler_logprobs"):
+            jax.tree.map(np.testing.assert_array_equal, getattr(batch, name), getattr(expected, name))
         present = sampled_by(programs, params_after(run, step), step)
         differs.append(bool((batch.sampler_logprobs != present.sampler_logprobs).any()))
         # What people read is of the same rollout.
