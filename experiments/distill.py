@@ -43,7 +43,7 @@ from grpo_jax.options import Positive, Size, Weight
 from grpo_jax.rl.distillation import make_distillation_programs
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Batch, noise_of
 from grpo_jax.runs import flags, report

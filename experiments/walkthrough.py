@@ -45,7 +45,7 @@ from grpo_jax.prepare import load_model
 from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.guards import has_spread
-from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import SAMPLING, Array, Batch, Graded, noise_of
@@ -222,7 +222,7 @@ def updates(
     without_kl = grpo_method(policy, with_options(options, kl_coef=0.0))
 
     trained, frozen = split({"policy": params})
-    step = jax.jit(partial(optimizer_step, without_kl, options, frozen, None, 1))
+    step = jax.jit(partial(optimizer_step, without_kl, options, frozen, 1))
 
     def update(advantages: np.ndarray) -> tuple[Params, dict[str, float]]:
         state, metrics = step(programs.initial_state(trained), batch._replace(advantages=advantages))

@@ -27,6 +27,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl.evaluate import heldout_calls
 from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.hooks import with_fixed_reference
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, sample_completions, to_batch
@@ -154,8 +155,8 @@ def whole_run(
         settings = with_options(config, **{name: value for name, value in options.items() if name in fields})
         rewarded = partial(task.reward, **{name: value for name, value in options.items() if name not in fields})
         method, chosen = make_method(policy, settings), run_of(settings)
-        trained, frozen = split(params)
-        common = _Run(policy, method, task.task, rewarded, task.gold, chosen, params["policy"], frozen, seed)
+        trained, frozen = split(with_fixed_reference(params, chosen))
+        common = _Run(policy, method, task.task, rewarded, task.gold, chosen, frozen, seed)
         temperature = chosen.sampling.temperature if heldout_temperature is None else heldout_temperature
         evaluate = partial(_evaluate, common, heldout, temperature)
 
@@ -218,7 +219,6 @@ class _Run(NamedTuple):
     reward: DeviceReward
     gold: DeviceReward
     config: GRPOConfig
-    start: Params  # the policy's parameters where training starts: the reference, unless it moves
     frozen: Any
     seed: Array
 
@@ -232,7 +232,7 @@ class _Carry(NamedTuple):
 
 def _iterate(run: _Run, carry: _Carry, inputs: tuple[Array, Prompts]) -> tuple[_Carry, dict[str, jax.Array]]:
     """Takes one iteration of the loop: sample, reward, score, learn."""
-    policy, method, task, reward, gold, config, start, frozen, seed = run
+    policy, method, task, reward, gold, config, frozen, seed = run
     step, prompts = inputs
     state, earlier = carry
     # The ordinary loop samples rollouts ahead. Here the policy of that earlier step samples the same rollout now.
@@ -248,14 +248,14 @@ def _iterate(run: _Run, carry: _Carry, inputs: tuple[Array, Prompts]) -> tuple[_
 
     # ---- score
     batch = to_batch(prompt, temperature, completions)
-    models = models_of(state.params, frozen, start, state.extras)
+    models = models_of(state.params, frozen, state.extras)
     batch = batch._replace(**score_rollout(method, config, models, batch))
     if takes_sampler_logprobs(config):
         batch = batch._replace(old_logprobs=completions.sampler_logprobs)
 
     # ---- learn
     graded = RewardArrays(rewards, jnp.ones(rewards.shape, bool))
-    state, learned = learn(method, config, state, frozen, start, batch, graded, (seed, step))
+    state, learned = learn(method, config, state, frozen, batch, graded, (seed, step))
     return _Carry(state, tuple(later)), _sampling_metrics(completions, rewards, scores) | learned.metrics
 
 

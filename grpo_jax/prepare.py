@@ -27,7 +27,7 @@ from grpo_jax.planning.memory import Plan, choose, shape_of
 from grpo_jax.rewards.reward import named_components, try_reward
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, keep_files

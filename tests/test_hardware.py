@@ -51,7 +51,7 @@ BATCH = source.to_batch(PROMPTS, shape(N, G), jax.eval_shape(sample, *SAMPLE))
 SCORE = {"policy": PARAMS, "reference": PARAMS}, BATCH
 SCORED = BATCH._replace(**jax.eval_shape(score, *SCORE))
 STATE = jax.eval_shape(lambda params: init_state(params, METHOD.optimizer), {"policy": PARAMS})
-LEARN = STATE, {"policy": None}, None, SCORED, REWARDS, (NUMBER, NUMBER)
+LEARN = STATE, {"policy": None}, SCORED, REWARDS, (NUMBER, NUMBER)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from grpo_jax.models.params import split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import make_method_programs
+from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import RewardArrays, noise_of
@@ -110,7 +110,7 @@ def measure(
     method = grpo_method(policy, run)
     programs = make_method_programs(method, policy, task, run)
     params = jax.jit(policy.init)(jax.random.key(0))
-    trained, frozen = split({"policy": params})
+    trained, frozen = split({"policy": params, "reference": params})
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))
     arguments = prompt, numbers, temperature, noise_of(0, 0, 0)
     results: dict[str, float] = {}
@@ -123,7 +123,7 @@ def measure(
         completions = completions._replace(completion_mask=jnp.ones_like(completions.completion_mask))
     batch = to_batch(prompt, temperature, completions)
     if "score" in names:
-        models = models_of(trained, frozen, params, {})
+        models = models_of(trained, frozen, {})
         fields = timed("score", jax.jit(partial(score_rollout, method, run)), results, models, batch)
         if "sample" in names:  # the parameters are the same, so only rounding differs
             results["mismatch"] = float(jnp.mean(jnp.abs(batch.sampler_logprobs - fields["ref_logprobs"])))
@@ -131,7 +131,7 @@ def measure(
         batch = batch._replace(ref_logprobs=jnp.zeros(batch.completion_ids.shape))
         rewards = RewardArrays(jnp.asarray(rng.random(numbers.shape, np.float32)), numbers >= 0)
         state = programs.initial_state(trained)  # a copy, because the start remains as the reference
-        timed("learn", programs.learn, results, state, frozen, params, batch, rewards, jnp.zeros(2, jnp.uint32))
+        timed("learn", programs.learn, results, state, frozen, batch, rewards, jnp.zeros(2, jnp.uint32))
     return results
 
 

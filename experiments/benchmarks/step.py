@@ -31,7 +31,7 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import make_method_programs
+from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.runs import progress
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task

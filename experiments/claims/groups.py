@@ -44,7 +44,8 @@ def make_gradients(policy: Policy, config: GRPOConfig) -> Callable[..., tuple[ja
         ones = jnp.ones(rewards.shape)
         batch, _, _ = method.advantage(RewardArrays(rewards, ones > 0), to_batch(prompt, ones, completions), 0.0)
         batch = batch._replace(weights=method.aggregation(batch.completion_mask))
-        return ravel_pytree(jax.grad(lambda params: loss_of(method, {"policy": params}, batch)[0])(params))[0]
+        gradient = jax.grad(lambda params: loss_of(method, (None, {}), {"policy": params}, batch)[0])
+        return ravel_pytree(gradient(params))[0]
 
     @jax.jit
     def gradients_of(params, prompt, completions, rewards, sets) -> tuple[jax.Array, jax.Array]:

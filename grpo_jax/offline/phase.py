@@ -103,7 +103,7 @@ def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitProg
             state,
             frozen,
             batch,
-            loss_fn=lambda trained, frozen, batch: objective.loss_fn(join(trained, frozen), batch),
+            loss_fn=lambda frozen, trained, batch: objective.loss_fn(join(trained, frozen), batch),
             weights_of=objective.aggregation,
             optimizer=optimizer,
             pieces=pieces,

@@ -24,7 +24,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import grpo_method, masked, of_top_entropy
 from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.iteration import Programs, make_method_programs
+from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.scorers import score_completion_tokens, states_of
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays, TeacherOutputs

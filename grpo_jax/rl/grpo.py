@@ -19,8 +19,9 @@ from grpo_jax.devices import devices_of, parts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.iteration import Programs, make_method_programs
-from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer, moving_parts
+from grpo_jax.rl.hooks import make_hooks
+from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer
+from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.scorers import old_scorer, reference_scorer, score_completion_tokens, states_of
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays
@@ -58,7 +59,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         return {"old_logprobs": scores.logprobs, "old_entropy": scores.entropy}
 
     schedule = learning_rate_schedule(config.optimizer, config.num_updates)
-    initial_extras, hooks = moving_parts(config)
+    initial_extras, hooks = make_hooks(config)
     terms, summarise = policy_terms(policy, config.loss), lambda metrics: metrics
     if policy.num_experts is not None:
         terms, summarise = (*terms, _routing_term(policy.num_experts)), _busiest_expert
@@ -115,7 +116,8 @@ def make_group_advantage(config: LossConfig) -> Advantage:
     compare = {"components": by_component, **dict.fromkeys(BY_PART, by_part)}.get(config.advantages_of)
 
     def advantage(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, Any]]:
-        total, logs, batch = penalized_rewards(rewards.rewards, batch, config, kl_coef)
+        penalty, logs, batch = kl_in_reward(batch, config, kl_coef)
+        total = rewards.rewards if penalty is None else rewards.rewards - jnp.sum(penalty, axis=-1)
         if compare is not None:
             advantages = compare(rewards)
         else:
@@ -140,34 +142,27 @@ def by_part(rewards: RewardArrays) -> jax.Array:
     return jnp.where(is_bad[..., None], jnp.nan, advantages)  # a reward that is NaN stays visible
 
 
-def penalized_rewards(
-    rewards: Array, batch: Batch, config: LossConfig, kl_coef: Array
-) -> tuple[Array, dict[str, jax.Array], Batch]:
-    """rᵢ − β Σₜ k1, if the KL is in the reward. The loss then needs no reference.
+def kl_in_reward(
+    batch: Batch, config: LossConfig, kl_coef: Array
+) -> tuple[jax.Array | None, dict[str, jax.Array], Batch]:
+    """β k1ₜ, the penalty of each token if the KL is in the reward. The loss then needs no reference.
 
     Args:
-      rewards: The rewards of completions, `[N, G]`.
       batch: The scored batch, with old and reference log-probabilities.
       config: The loss options of the run.
       kl_coef: The coefficient β of the step.
 
     Returns:
-      Rewards for the advantages, metrics of the KL, and the batch for the loss.
+      The penalty `[N, G, T]`, 0 on masked tokens, or None if there is none; metrics of the KL, k1 per token and per
+      completion, in nats; and the batch for the loss.
     """
     if not (config.kl_in_reward and config.objective.has_reference):
-        return rewards, {}, batch
-    penalized = F.kl_penalized_rewards(
-        rewards, batch.old_logprobs, batch.ref_logprobs, batch.completion_mask, kl_coef=kl_coef
-    )
-    return penalized, kl_logs(batch, kl_coef), batch._replace(ref_logprobs=None)
-
-
-def kl_logs(batch: Batch, kl_coef: Array) -> dict[str, jax.Array]:
-    """Returns metrics of a KL in the reward: mean k1 per token and per completion, in nats, and its coefficient."""
+        return None, {}, batch
     mask = batch.completion_mask
-    total = jnp.sum(jnp.where(mask, batch.old_logprobs - batch.ref_logprobs, 0))
+    k1 = jnp.where(mask, F.kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
     counts = {"kl": jnp.sum(mask), "kl_completion": jnp.sum(jnp.any(mask, axis=-1))}
-    return {name: total / jnp.maximum(count, 1) for name, count in counts.items()} | {"kl_coef": jnp.asarray(kl_coef)}
+    logs = {name: jnp.sum(k1) / jnp.maximum(count, 1) for name, count in counts.items()}
+    return kl_coef * k1, logs | {"kl_coef": jnp.asarray(kl_coef)}, batch._replace(ref_logprobs=None)
 
 
 def masked(batch: Batch, config: LossConfig) -> Batch:

@@ -15,7 +15,7 @@ import optax
 
 from grpo_jax import functional as F
 from grpo_jax.checks import validate_ppo
-from grpo_jax.config import PPOConfig
+from grpo_jax.config import CriticConfig, PPOConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
@@ -23,10 +23,10 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import TokenStates
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import grpo_method, kl_logs, masked, optimizer_of
+from grpo_jax.rl.grpo import grpo_method, kl_in_reward, masked, optimizer_of
 from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.iteration import Programs, make_method_programs
 from grpo_jax.rl.optimizer import learning_rate_schedule
+from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.scorers import old_scorer, reference_scorer, score_completion_tokens, states_of
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays
@@ -109,12 +109,10 @@ def critic_advantage(
     """Returns a batch with the advantages and returns of tokens; means of advantages over completions; metrics."""
     # Neither policy nor critic learns from completions to which no reward applies.
     batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, rewards.applicable))
-    by_token, returns = token_advantages(rewards.rewards, batch, kl_coef, config=config)
-    mask, logs, loss = batch.completion_mask, value_logs(batch, returns), config.run.loss
-    if loss.kl_in_reward and batch.ref_logprobs is not None:
-        logs |= kl_logs(batch, kl_coef)
-        batch = batch._replace(ref_logprobs=None)  # the loss needs none
-    batch = masked(batch._replace(advantages=by_token, returns=returns), loss)
+    penalty, logs, batch = kl_in_reward(batch, config.run.loss, kl_coef)
+    by_token, returns = token_advantages(rewards.rewards, batch, penalty, options=config.critic)
+    mask, logs = batch.completion_mask, value_logs(batch, returns) | logs
+    batch = masked(batch._replace(advantages=by_token, returns=returns), config.run.loss)
     return batch, masked_mean(by_token, mask, axis=-1), logs
 
 
@@ -154,36 +152,33 @@ def token_values(critic: Policy, models: Params, states: TokenStates, batch: Bat
 
 
 def token_advantages(
-    rewards: jax.Array, batch: Batch, kl_coef: Array, *, config: PPOConfig
+    rewards: jax.Array, batch: Batch, penalty: jax.Array | None, *, options: CriticConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """GAE of a rollout, of rₜ = 1[last] r − β k1ₜ. The second term is there if the KL is in the reward. 1506.02438.
+    """GAE of a rollout, of rₜ = 1[last] r − penaltyₜ. 1506.02438.
 
     Args:
       rewards: The rewards of completions, `[N, G]`.
-      batch: The scored batch, with old values, and with old and reference log-probabilities if there is a KL in the
-        reward.
-      kl_coef: The coefficient β of the step.
-      config: The configuration of the run.
+      batch: The scored batch, with old values.
+      penalty: The penalty of each token, as returned by `grpo.kl_in_reward`.
+      options: The options of the options.
 
     Returns:
       Advantages A, whitened if `whiten` is set, and returns A + V from before whitening, both `[N, G, T]`.
     """
-    critic, loss, mask = config.critic, config.run.loss, batch.completion_mask
-    by_token = F.rewards_at_end(rewards, mask)
-    if loss.kl_in_reward and loss.objective.has_reference:
-        by_token -= kl_coef * jnp.where(mask, F.kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
+    mask = batch.completion_mask
+    by_token = F.rewards_at_end(rewards, mask) - (0 if penalty is None else penalty)
     values = jnp.where(mask, batch.old_values, 0)
     advantages = F.generalized_advantages(
         by_token,
         values,
         mask,
-        gamma=critic.gamma,
-        lam=critic.gae_lambda,
-        bootstrap=jnp.where(batch.truncated, batch.end_values[..., 0], 0) if critic.bootstrap_truncated else None,
-        num_steps=critic.gae_steps,
+        gamma=options.gamma,
+        lam=options.gae_lambda,
+        bootstrap=jnp.where(batch.truncated, batch.end_values[..., 0], 0) if options.bootstrap_truncated else None,
+        num_steps=options.gae_steps,
     )
     returns = advantages + values
-    if critic.whiten:
+    if options.whiten:
         # A NaN reward stays visible in its completion, but does not affect other completions.
         finite = jnp.isfinite(advantages)
         whitened = F.whiten(jnp.where(finite, advantages, 0), mask & finite)

@@ -1,8 +1,7 @@
 """Sources of rollouts: they dispatch the sampling of completions, without waiting for it.
 
-A `Sampler` samples completions, either with the policy in this process or with a server (`engines`). A source is a
-function (queue, parameters of the policy, step, on_dispatch) -> (queue, rollout). It calls `on_dispatch` once the
-devices have begun to sample. Dynamic sampling wraps a source.
+A `Sampler` samples completions, either with the policy in this process or with a server (`engines`). A `Source` makes
+rollouts of them, and calls `on_dispatch` once the devices have begun to sample. Dynamic sampling wraps a source.
 """
 
 from collections.abc import Callable
@@ -176,9 +175,15 @@ def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
 
 # ---- sources
 
-Queue = tuple[Any, ...]
 Draw = Callable[[Params, int], Rollout]  # (parameters of the policy, index of prompts and noise) -> rollout
-Source = Callable[[Queue, Params, int, Callable[[], None]], tuple[Queue, Rollout]]
+
+
+class Source(NamedTuple):
+    """A source of rollouts, with a state that only it reads."""
+
+    # (state, parameters of the policy, step, on_dispatch) -> (state, rollout)
+    sample: Callable[[Any, Params, int, Callable[[], None]], tuple[Any, Rollout]]
+    initial_state: Callable[[], Any] = tuple  # returns arrays [N, ...]
 
 
 def make_draw(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
@@ -204,34 +209,53 @@ def make_draw(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
     return draw
 
 
-# ---- staleness
-
-
 def make_source(draw: Draw, task: Task, config: GRPOConfig) -> Source:
-    """Returns the source that samples each rollout `staleness` steps before the update that uses it.
-
-    Without staleness the current policy samples. With staleness rollouts wait in a queue, so that the devices sample
-    one rollout while graders work on another. The initial policy samples the first `staleness` + 1 rollouts. The last
-    steps still sample rollouts for later steps, so that a run can be extended.
+    """Returns the source in which the current policy samples, or an older policy if the run sets `staleness`.
 
     Args:
       draw: Samples a rollout, as returned by `make_draw`.
       task: Supplies the prompts.
       config: The configuration of the run.
     """
-    staleness = config.sampling.staleness
+    if config.sampling.staleness:
+        return sampled_ahead(draw, task, config.sampling)
 
-    def source(queue: Queue, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Queue, Rollout]:
+    def sample(state: Any, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
+        rollout = draw(policy, step)
+        on_dispatch()
+        return state, rollout
+
+    return Source(sample)
+
+
+# ---- staleness
+
+
+def sampled_ahead(draw: Draw, task: Task, sampling: SamplingConfig) -> Source:
+    """Returns the source that samples each rollout `staleness` steps before the update that uses it.
+
+    Rollouts wait in a queue, the state of the source, so that the devices sample one rollout while graders work on
+    another. The initial policy samples the first `staleness` + 1 rollouts. The last steps still sample rollouts for
+    later steps, so that a run can be extended.
+
+    Args:
+      draw: Samples a rollout, as returned by `make_draw`.
+      task: Supplies the prompts.
+      sampling: The sampling options of the run.
+    """
+    staleness = sampling.staleness
+
+    def sample(
+        queue: tuple[Batch, ...], policy: Params, step: int, on_dispatch: Callable[[], None]
+    ) -> tuple[tuple[Batch, ...], Rollout]:
         if step == 0:
             queue = tuple(draw(policy, index).batch for index in range(staleness))
         newest = draw(policy, step + staleness)
         on_dispatch()
-        if not staleness:
-            return queue, newest
         batch, *others = (*queue, newest.batch)
-        return tuple(others), Rollout(task.prompts(step), batch)
+        return tuple(others), Rollout(task.prompts(step), batch, is_fresh=False)
 
-    return source
+    return Source(sample, lambda: (empty_batch(task, sampling),) * staleness)
 
 
 def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
@@ -286,10 +310,8 @@ def with_spread(
     """
     num_groups, most = config.sampling.num_prompts, config.sampling.max_rollouts
 
-    def spread_source(
-        queue: Queue, policy: Params, step: int, on_dispatch: Callable[[], None]
-    ) -> tuple[Queue, Rollout]:
-        queue, first = source(queue, policy, step, on_dispatch)
+    def sample(state: Any, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
+        state, first = source.sample(state, policy, step, on_dispatch)
         rollouts = [grade(first)]
         spread = has_spread(rollouts[0].graded, metric)
         while spread.sum() < num_groups and len(rollouts) < most:
@@ -312,9 +334,9 @@ def with_spread(
             "groups: raise max_rollouts, or choose easier or harder prompts"
         }
         warnings = everything.warnings | (filled if share > 0 else {})
-        return queue, rollout._replace(metrics=metrics, warnings=warnings)
+        return state, rollout._replace(metrics=metrics, warnings=warnings, is_fresh=first.is_fresh)
 
-    return spread_source
+    return source._replace(sample=sample)
 
 
 def _concatenate(rollouts: list[Rollout]) -> Rollout:

@@ -36,7 +36,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     skipped: Array  # int32, optimizer steps skipped in a row because gradients were not finite
     extras: dict[str, Any]  # values that hooks update: "reference" and "kl_coef"
-    queue: tuple[Any, ...] = ()  # batches that wait for their step, oldest first
+    source: Any = ()  # the state of the source of rollouts, arrays [N, ...]
 
 
 class TeacherOutputs(NamedTuple):
@@ -100,6 +100,7 @@ class Rollout(NamedTuple):
     graded: Graded | None = None  # None: not graded yet
     metrics: dict[str, Any] = _NOTHING  # metrics of grading, as Python numbers
     warnings: dict[str, str] = _NOTHING  # key -> sentence for the user
+    is_fresh: bool = True  # the current policy sampled it
 
 
 class RewardArrays(NamedTuple):

@@ -16,7 +16,7 @@ import optax
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import Devices, size, spread_over, sum_rows
-from grpo_jax.functional import constant_length_weights
+from grpo_jax.functional import Metrics, constant_length_weights
 from grpo_jax.models.params import join
 from grpo_jax.models.rounding import changed_share
 from grpo_jax.models.sharding import laid_out
@@ -28,8 +28,8 @@ from grpo_jax.rl.types import SHUFFLING, Array, Batch, Learned, Logs, Method, Re
 # Metrics of optimizer steps, not of tokens.
 STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate", "changed_share"})
 
-# (trained parameters, other inputs without gradient, batch with weights) -> (Σ weights · loss, logs)
-LossFn = Callable[[Params, Any, Batch], tuple[jax.Array, Logs]]
+# (inputs without gradient, trained parameters, batch with weights) -> (Σ weights · loss, logs)
+LossFn = Callable[[Any, Params, Any], tuple[jax.Array, Logs]]
 
 
 def learn(
@@ -37,7 +37,6 @@ def learn(
     config: GRPOConfig,
     state: TrainState,
     frozen: Any,
-    reference: Params | None,
     batch: Batch,
     rewards: RewardArrays,
     seed_and_step: tuple[Array, Array],
@@ -50,9 +49,7 @@ def learn(
       method: The method, such as GRPO or PPO.
       config: The configuration of the run.
       state: The state before the updates. Callers that compile this function donate it.
-      frozen: Parameters that are not trained.
-      reference: The initial parameters of the policy, if they are the reference. None: the state has the reference, or
-        there is none.
+      frozen: Parameters that are not trained, by role. A "reference" among them is the initial policy.
       batch: The scored batch of N prompts.
       rewards: The rewards of its completions.
       seed_and_step: The seed of the run, and the number of the iteration, from 0.
@@ -66,8 +63,7 @@ def learn(
     batch, advantages, logs = method.advantage(rewards, batch, kl_coef)
 
     # ---- updates: each prompt once per epoch, in shuffled minibatches
-    pieces = partial(choose_pieces, config)
-    step = partial(optimizer_step, method, config, frozen, reference, devices, pieces)
+    step = partial(optimizer_step, method, config, frozen, devices)
     state, metrics, order = update_epochs(step, state, batch, config, seed_and_step, devices)
 
     # ---- hooks
@@ -76,12 +72,10 @@ def learn(
     return state, Learned(logs | metrics, advantages, order)
 
 
-def models_of(trained: Params, frozen: Any, reference: Params | None, extras: Mapping[str, Any]) -> Params:
-    """Returns all models of a run by role. The "reference" comes from `extras`, or else is the initial policy."""
+def models_of(trained: Params, frozen: Any, extras: Mapping[str, Any]) -> Params:
+    """Returns all models of a run by role. A reference that moves comes from `extras`."""
     models = join(trained, frozen)
-    moved = extras.get("reference")
-    reference = reference if moved is None else join(moved, frozen["policy"])
-    return models if reference is None else models | {"reference": reference}
+    return models | {"reference": join(extras["reference"], frozen["policy"])} if "reference" in extras else models
 
 
 def update_epochs(
@@ -144,17 +138,11 @@ def optimizer_step(
     method: Method,
     config: GRPOConfig,
     frozen: Any,
-    reference: Params | None,
     devices: Devices,
-    pieces: Callable[[Batch], Pieces],
     state: TrainState,
     minibatch: Batch,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Takes one optimizer step of a method on a minibatch. For the arguments see `learn` and `train_step`."""
-
-    def loss_fn(trained: Params, others: Any, piece: Batch) -> tuple[jax.Array, Logs]:
-        return loss_of(method, models_of(trained, *others), piece)
-
     rate, weights_of = method.schedule(steps_taken(state)), method.aggregation
     if weights_of is constant_length_weights:
         # With an environment the mask also has room for observations, which do not count.
@@ -162,12 +150,12 @@ def optimizer_step(
         weights_of = partial(weights_of, max_length=longest)
     state, metrics = train_step(
         state,
-        (frozen, reference, state.extras),
+        (frozen, state.extras),
         minibatch,
-        loss_fn=loss_fn,
+        loss_fn=partial(loss_of, method),
         weights_of=partial(weights_of, num_completions=minibatch.temperature.size),
         optimizer=method.optimizer,
-        pieces=pieces,
+        pieces=partial(choose_pieces, config),
         devices=devices,
         rounded=method.rounded and partial(_rounded_policy, method.rounded),
     )
@@ -179,14 +167,16 @@ def _rounded_policy(rounded: Callable[[Params], Params], trained: Params) -> Par
     return rounded(trained["policy"])
 
 
-def loss_of(method: Method, models: Params, piece: Batch) -> tuple[jax.Array, Logs]:
+def loss_of(method: Method, others: tuple[Any, Any], trained: Params, piece: Batch) -> tuple[jax.Array, Logs]:
     """Returns the sum of a method's terms, and their logs.
 
     Args:
       method: The method, such as GRPO or PPO.
-      models: Parameters by role.
+      others: Frozen parameters, and the extras of the state.
+      trained: Trained parameters by role.
       piece: A piece of a batch, with weights.
     """
+    models = models_of(trained, *others)
     forward = method.forward(models, piece)
     losses, logs = zip(*(term(models, forward, piece) for term in method.terms), strict=True)
     means = {name: pair for log in logs for name, pair in log.means.items()}
@@ -211,7 +201,7 @@ def train_step(
       state: The state before the step.
       others: Inputs of the loss without gradient, such as frozen parameters.
       batch: The batch of N rows, with fields `completion_mask` and `weights`.
-      loss_fn: (trained parameters, others, batch with weights) -> (Σ weights · loss, logs).
+      loss_fn: (others, trained parameters, batch with weights) -> (Σ weights · loss, logs).
       weights_of: Computes weights from the mask of the whole batch, such as `functional.token_mean_weights`.
       optimizer: An optax transformation.
       pieces: Returns the pieces in which one device computes its rows. Default: all rows at once.
@@ -223,14 +213,8 @@ def train_step(
       `rounded`, `changed_share` is the share of the weights that the step changes after rounding.
     """
     batch = batch._replace(weights=weights_of(batch.completion_mask))
-
-    def of_rows(shared: Any, rows: Any) -> tuple[Any, Any]:
-        params, others = shared
-        fixed = lambda trained, piece: loss_fn(trained, others, piece)  # noqa: E731
-        grads, loss, logs = accumulate_grads(fixed, params, rows, pieces(rows))
-        return (grads, loss, logs.means), logs.maxima
-
-    (grads, loss, means), maxima = sum_rows(of_rows, devices)((state.params, others), batch)
+    summed = sum_rows(partial(accumulate_grads, loss_fn, pieces), devices)
+    (grads, loss, means), maxima = summed((others, state.params), batch)
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
 
@@ -248,32 +232,35 @@ def train_step(
 
 
 def accumulate_grads(
-    loss_fn: Callable[[Params, Any], tuple[jax.Array, Logs]], params: Params, batch: Any, pieces: Pieces = ()
-) -> tuple[Params, jax.Array, Logs]:
+    loss_fn: LossFn, pieces_of: Callable[[Any], Pieces], inputs: tuple[Any, Params], batch: Any
+) -> tuple[tuple[Params, jax.Array, Metrics], Mapping[str, jax.Array]]:
     """Σ over pieces of ∇ loss_fn, with one piece in memory at a time.
 
     Args:
-      loss_fn: (params, batch with weights) -> (Σ weights · per-token loss, logs).
-      params: The parameters with respect to which the loss is differentiated.
+      loss_fn: See `train_step`.
+      pieces_of: Returns the pieces of the batch; () for all rows at once.
+      inputs: The first two arguments of `loss_fn`: inputs without gradient, and parameters.
       batch: Arrays with leading axis N. The weights are those of the whole batch.
-      pieces: The pieces of the batch. Default: all rows at once.
 
     Returns:
-      Gradients, loss and logs of the whole batch.
+      Sums over the batch (gradients, loss and metrics), and maxima.
     """
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    pieces, grad_fn = pieces_of(batch), jax.value_and_grad(partial(loss_fn, inputs[0]), has_aux=True)
+
+    def grads_of(piece: Any) -> tuple[tuple[Params, jax.Array, Metrics], Mapping[str, jax.Array]]:
+        (loss, logs), grads = grad_fn(inputs[1], piece)
+        return (laid_out(grads), loss, logs.means), logs.maxima
+
     if not pieces:
-        (loss, logs), grads = grad_fn(params, batch)
-        return laid_out(grads), loss, logs
+        return grads_of(batch)
 
     def add(microbatches: Microbatches, number: jax.Array, total: Any) -> Any:
-        (loss, logs), grads = grad_fn(params, take(batch, microbatches, number))
-        return _combine(total, (laid_out(grads), loss, logs))
+        sums, maxima = grads_of(take(batch, microbatches, number))
+        return jax.tree.map(jnp.add, total[0], sums), jax.tree.map(jnp.maximum, total[1], maxima)
 
-    shapes = jax.eval_shape(lambda: grad_fn(params, take(batch, pieces[0], 0)))
-    (loss, logs), grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    logs = logs._replace(maxima=jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), logs.maxima))
-    total = laid_out(grads), loss, logs
+    sums, maxima = jax.eval_shape(lambda: grads_of(take(batch, pieces[0], 0)))
+    grads, loss, means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+    total: Any = (laid_out(grads), loss, means), jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), maxima)
     for microbatches in pieces:
         num_used = microbatches.num_used
         if microbatches is pieces[-1]:
@@ -281,13 +268,6 @@ def accumulate_grads(
             num_used = jnp.maximum(num_used, 1 if len(pieces) == 1 else sum(x.num_used for x in pieces) == 0)
         total = jax.lax.fori_loop(0, num_used, partial(add, microbatches), total)
     return total
-
-
-def _combine(total: Any, piece: Any) -> Any:
-    """Adds gradients, losses and means, and takes the larger of the maxima."""
-    (grads, loss, logs), (more_grads, more_loss, more_logs) = total, piece
-    summed = jax.tree.map(jnp.add, (grads, loss, logs.means), (more_grads, more_loss, more_logs.means))
-    return summed[0], summed[1], Logs(summed[2], jax.tree.map(jnp.maximum, logs.maxima, more_logs.maxima))
 
 
 def average_over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:

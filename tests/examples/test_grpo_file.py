@@ -98,7 +98,7 @@ def gradients_of_trainer(params, batch, rewards, updates):
     trained, frozen = split({"policy": params})
     as_tokens = {name: batch[name] for name in ("completion_ids", "completion_mask", "old_logprobs", "ref_logprobs")}
     mine = Batch(whole_prompts(batch["tokens"][:, 0, :P]), **as_tokens, temperature=np.ones((N, G), np.float32))
-    program = jax.jit(lambda *arrays: learn(method, config, arrays[0], frozen, None, *arrays[1:]))
+    program = jax.jit(lambda *arrays: learn(method, config, arrays[0], frozen, *arrays[1:]))
     clock = np.uint32(0), np.uint32(0)
     state, _ = program(init_state(trained, method.optimizer), mine, RewardArrays(rewards, np.ones((N, G), bool)), clock)
     recorded = state.opt_state.gradients["policy"]

@@ -20,7 +20,7 @@ from grpo_jax.offline import phase
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
 from grpo_jax.rl import update
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays, TrainState
 from grpo_jax.runs.checkpoint import params_sha256
@@ -92,9 +92,9 @@ def assert_same_means(one, other) -> None:
 def recording(programs: Programs, seen: list) -> Programs:
     """Wraps the programs so that each step appends (batch, rewards, advantages) to a list, in NumPy."""
 
-    def learn(state, frozen, start, batch, rewards, seed_and_step):
+    def learn(state, frozen, batch, rewards, seed_and_step):
         before = to_numpy((batch, rewards))
-        state, learned = programs.learn(state, frozen, start, batch, rewards, seed_and_step)
+        state, learned = programs.learn(state, frozen, batch, rewards, seed_and_step)
         seen.append((*before, to_numpy(learned.advantages)))
         return state, learned
 
@@ -117,7 +117,7 @@ def compilations_of(run) -> list[int]:
 
 def loss_of(method):
     """Returns the loss of a method, a function of (models by role, batch with weights)."""
-    return partial(update.loss_of, method)
+    return partial(update.loss_of, method, (None, {}))
 
 
 def ragged_batch(shape, vocab_size, *, prompt_lengths=None, lengths=None, shortest=0) -> Batch:
@@ -208,12 +208,13 @@ class Placed(NamedTuple):
     seed_and_step: Any  # seed and step
 
     def scored(self, programs: Programs, reference=None) -> "Placed":
-        batch = programs.score(self.state.params, self.state.extras, self.frozen, reference, self.batch)
+        frozen = self.frozen if reference is None else self.frozen | {"reference": reference}
+        batch = programs.score(self.state.params, self.state.extras, frozen, self.batch)
         return self._replace(batch=batch)
 
     def learned(self, programs: Programs):
         """Returns the state after the update, and the update's other results, in NumPy."""
-        return to_numpy(programs.learn(self.state, self.frozen, None, self.batch, self.rewards, self.seed_and_step))
+        return to_numpy(programs.learn(self.state, self.frozen, self.batch, self.rewards, self.seed_and_step))
 
 
 def placed(programs: Programs, start, batch: Batch, rewards: RewardArrays, seed_and_step=(3, 5)) -> Placed:

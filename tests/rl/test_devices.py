@@ -35,8 +35,8 @@ from grpo_jax.offline.sft import DistillationTarget, distillation_objective, mea
 from grpo_jax.rl import pieces
 from grpo_jax.rl.distillation import distillation_method
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.iteration import Programs, make_method_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import Batch, Method, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
@@ -249,11 +249,11 @@ def wide_program(name: str, devices: Mesh) -> Any:
     batch, numbers, policy_params = start.batch, completion_numbers(config.sampling), state.params["policy"]
     numbers, noise = to_devices(numbers, devices), to_devices(noise_of(0, 0, 0), devices, axes=None)
     to_sample = policy_params, batch.prompt, numbers, batch.temperature, noise
-    to_score = state.params, state.extras, start.frozen, reference, batch
+    to_score = state.params, state.extras, start.frozen | {"reference": reference}, batch
     fn, args, held = {
         "sample": (sampler.program, to_sample, policy_params),
-        "score": (jax.jit(programs.score), to_score, to_score[:4]),
-        "learn": (programs.learn, (state, start.frozen, None, batch, start.rewards, start.seed_and_step), state),
+        "score": (jax.jit(programs.score), to_score, to_score[:3]),
+        "learn": (programs.learn, (state, start.frozen, batch, start.rewards, start.seed_and_step), state),
     }[name]
     return fn.lower(*args).compile(), held
 

@@ -67,8 +67,8 @@ def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
         make_source(numbered, None, config), numbered, lambda rollout: rollout, report, config, 1, metric=metric
     )
     begun = []
-    queue, rollout = source((), "policy", 0, lambda: begun.append(True))
-    assert (queue, len(begun), len(seen)) == ((), 1, 1)
+    state, rollout = source.sample((), "policy", 0, lambda: begun.append(True))
+    assert (state, len(begun), len(seen)) == ((), 1, 1)
     return rollout, seen[0]
 
 
@@ -144,10 +144,10 @@ def test_groups_on_the_devices_are_those_of_numpy(devices, draws):
 def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_path):
     programs, scored = run_programs(), []
 
-    def score(trained, extras, frozen, start, batch):
+    def score(trained, extras, frozen, batch):
         if not isinstance(batch.prompt.ids, jax.core.Tracer):  # the program is traced in advance
             scored.append(batch.prompt.ids.shape)
-        return programs.score(trained, extras, frozen, start, batch)
+        return programs.score(trained, extras, frozen, batch)
 
     whole, cut = (open_run(tmp_path / name, CONFIG) for name in ("whole", "cut"))
     expected = train_grpo(TASK, CONFIG, whole, programs._replace(score=score))

@@ -16,7 +16,7 @@ from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.iteration import check_programs
+from grpo_jax.rl.programs import check_programs
 from grpo_jax.rl.types import Graded
 from grpo_jax.statistics import paired_difference
 

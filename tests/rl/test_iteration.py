@@ -18,8 +18,8 @@ from grpo_jax.data.types import Component, Span
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.rl.grade import grade_completions, reward_arrays
 from grpo_jax.rl.grpo import by_part, corrected_advantages, make_programs
-from grpo_jax.rl.iteration import make_method_programs
-from grpo_jax.rl.optimizer import sync_reference
+from grpo_jax.rl.hooks import sync_reference
+from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.types import Batch, Graded, TrainState
 from grpo_jax.rl.update import average_over_updates
 from grpo_jax.runs.checkpoint import Checkpoints

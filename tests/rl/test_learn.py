@@ -17,9 +17,9 @@ from grpo_jax.devices import place, to_numpy
 from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.optimizer import has_weight_decay, make_optimizer
 from grpo_jax.rl.ppo import ppo_method
+from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.scorers import needs_old_logprobs, score_completion_tokens, states_of
 from grpo_jax.rl.types import Batch
 from grpo_jax.rl.update import minibatch_order

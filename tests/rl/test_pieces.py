@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V
-from rl_helpers import assert_same_gradient, assert_same_means, loss_of, placed, ragged_batch
+from rl_helpers import assert_same_gradient, assert_same_means, placed, ragged_batch
 from tiny import random_params, recorder, slow_unless, task_of_tokens, tiny_config
 
 from grpo_jax.config import PPOConfig, recipe, with_options
@@ -19,11 +19,11 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.prompts import PromptTokens, PromptWidths, choose_widths, useful_widths
 from grpo_jax.rl import pieces as rl_pieces, ppo
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import make_method_programs
+from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Batch, RewardArrays, noise_of
-from grpo_jax.rl.update import accumulate_grads
+from grpo_jax.rl.update import accumulate_grads, loss_of
 
 N, G, P, T = 8, 2, 48, 4
 WIDTHS = (16, 24, 48)
@@ -214,6 +214,11 @@ def pieces_of(kind, method, batch):
     return rl_pieces.choose_pieces(recipe(piece_tokens=40), batch)
 
 
+def summed(method, models, weighted, pieces):
+    """The sums (gradients, loss and metrics) and the maxima of a batch in these pieces."""
+    return accumulate_grads(partial(loss_of, method), lambda _: pieces, ((None, {}), models), weighted)
+
+
 @pytest.mark.parametrize("name", slow_unless(("both",), CASES))
 def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
     kind, make = CASES[name]
@@ -226,24 +231,22 @@ def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
     def both(batch, in_pieces):
         pieces = pieces_of(kind, method, batch) if in_pieces else ()
         weighted = batch._replace(weights=method.aggregation(batch.completion_mask, num_completions=N * G))
-        return rl_pieces.computed_in_pieces(score, batch, pieces), accumulate_grads(
-            loss_of(method), models, weighted, pieces
-        )
+        return rl_pieces.computed_in_pieces(score, batch, pieces), summed(method, models, weighted, pieces)
 
-    scores, (gradient, loss, logs) = jax.device_get(both(batch, False))
+    scores, ((gradient, loss, means), _) = jax.device_get(both(batch, False))
     mask = batch.completion_mask
     spoiled = {
         x: jnp.where(mask, getattr(batch, x), jnp.nan) for x in ("old_logprobs", "sampler_logprobs", "old_entropy")
     }
     for each in (batch, batch._replace(**spoiled)):
-        actual, (other, other_loss, other_logs) = jax.device_get(both(each, True))
+        actual, ((other, other_loss, other_means), _) = jax.device_get(both(each, True))
         for x, y in zip(jax.tree.leaves(scores), jax.tree.leaves(actual), strict=True):
             x, y = (np.where(mask, array[..., :T], 0) for array in (x, y))
             assert np.abs(x[mask]).max() > 0
             np.testing.assert_allclose(y, x, atol=1e-5)
         assert_same_gradient(gradient, other, 5e-6)
         np.testing.assert_allclose(other_loss, loss, rtol=1e-5)
-        assert_same_means(logs.means, other_logs.means)
+        assert_same_means(means, other_means)
 
 
 def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_the_whole():
@@ -255,7 +258,7 @@ def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_the_whole():
     @jax.jit
     def both(batch):
         kinds = [(), pieces_of(PACKED, method, batch)]
-        return [accumulate_grads(loss_of(method), models, batch, pieces) for pieces in kinds]
+        return [summed(method, models, batch, pieces) for pieces in kinds]
 
     jax.tree.map(np.testing.assert_array_equal, *both(batch))
 

@@ -12,7 +12,7 @@ from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
-from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.grpo import grpo_method, kl_in_reward
 from grpo_jax.rl.ppo import explained_variance, ppo_method, token_advantages
 from grpo_jax.rl.types import Batch, RewardArrays
 
@@ -53,8 +53,9 @@ def test_advantages_are_those_of_a_loop(steps):
     assert goes_on.any()
     assert not goes_on.all()
     config = of_ppo(gamma=0.9, gae_lambda=0.8, gae_steps=steps, kl_coef=0.3, whiten=False, bootstrap_truncated=True)
+    penalty, _, _ = kl_in_reward(batch, config.run.loss, 0.3)
     actual, returns = token_advantages(
-        rewards.astype(np.float32), valued(batch, values.astype(np.float32), goes_on), 0.3, config=config
+        rewards.astype(np.float32), valued(batch, values.astype(np.float32), goes_on), penalty, options=config.critic
     )
     expected = np.zeros(batch.completion_mask.shape)
     for row in np.ndindex(4, 2):
@@ -74,14 +75,14 @@ def test_advantages_are_those_of_a_loop(steps):
 
 def test_advantages_are_whitened_over_the_tokens_of_the_batch_and_a_nan_spoils_its_own_row():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
-    actual, returns = token_advantages(rewards, valued(batch), 0.0, config=of_ppo(kl_coef=0.0))
+    actual, returns = token_advantages(rewards, valued(batch), None, options=of_ppo().critic)
     mask = batch.completion_mask
     of_tokens = np.asarray(actual)[mask]
     assert of_tokens.mean() == pytest.approx(0, abs=1e-5)
     assert of_tokens.std(ddof=1) == pytest.approx(1, abs=1e-3)
     assert np.asarray(returns).max() == 7  # the critic learns rewards as they are
     rewards[1, 0] = np.nan
-    actual, _ = token_advantages(rewards, valued(batch), 0.0, config=of_ppo(kl_coef=0.0))
+    actual, _ = token_advantages(rewards, valued(batch), None, options=of_ppo().critic)
     assert np.isnan(actual[1, 0][mask[1, 0]]).all()
     others = np.delete(np.asarray(actual).reshape(8, -1), 2, axis=0)
     assert np.isfinite(others).all()
@@ -103,7 +104,7 @@ def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2) ** 2
     config = of_ppo(kl_coef=0.1, kl_in_reward=False, gae_lambda=1.0, whiten=False)
     centered = np.asarray(centered_advantages(jnp.asarray(rewards)))
-    by_token, returns = token_advantages(centered, valued(batch), 0.0, config=config)
+    by_token, returns = token_advantages(centered, valued(batch), None, options=config.critic)
     weights = config.run.loss.objective.aggregation(batch.completion_mask)
     of_grpo = batch._replace(advantages=centered, weights=weights)
     for_ppo = of_grpo._replace(advantages=by_token, returns=returns, old_values=np.zeros_like(batch.old_values))
