@@ -54,7 +54,7 @@ DECIMALS = 1.1e-3  # numbers of rollouts.jsonl are rounded to 3 or 4 decimals, a
 QUICK_COMPILATION = "--xla_backend_optimization_level=0"
 if jaxlib_version < (0, 11):  # later versions do not know these flags, and an unknown one ends the process
     QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-SECONDS = 1500  # the timeout of a process
+SECONDS = 6000  # the timeout of a process
 
 
 # ---- the files that all runs read
