@@ -166,12 +166,8 @@ def main(options: Options) -> None:
     with task_of as task:
         check_tokens(task)
         check_episodes(config.sampling, has_environment=task.environment is not None)
-<<<<<<< HEAD
-        pretrained = for_texts(pretrained, task.heldout.tokens.width + config.sampling.completion_width)
-=======
         try_rewards(task, task.heldout.examples[0], pretrained, group_size)
-        pretrained = for_texts(pretrained, task.heldout.ids.shape[1] + config.sampling.completion_width)
->>>>>>> main
+        pretrained = for_texts(pretrained, task.heldout.tokens.width + config.sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
