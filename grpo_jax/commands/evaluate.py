@@ -47,7 +47,8 @@ from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.pretrained import Step, load_run, phase_of
 from grpo_jax.runs.progress import RunConsole, watched
 from grpo_jax.statistics import cell
-from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
+from grpo_jax.tasks.opening import open_task
+from grpo_jax.tasks.options import TaskOptions, check_task_options
 from grpo_jax.tasks.task import Task
 
 _MAX_GROUP = 16  # the most completions of a prompt to sample at once, which bounds the memory

@@ -15,11 +15,9 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import place_and_reason
-from grpo_jax.rl.grade import decoded
-from grpo_jax.rl.source import truncation_of
 from grpo_jax.rl.types import Batch, Graded, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
-from grpo_jax.sampling.sampler import Completions
+from grpo_jax.sampling.sampler import Completions, truncation_of
 from grpo_jax.tasks.task import Task
 
 # The two compiled programs, which serve any number of turns:
@@ -65,7 +63,7 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
             step_key(*noise),
             environment_tokens=sampling.environment_tokens,
             temperature=temperature,
-            truncation=truncation_of(sampling),
+            truncation=truncation_of(sampling.top_k, sampling.top_p, sampling.min_p),
             pad_id=task.pad_id,
             **common,
         )
@@ -209,7 +207,7 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
     def one(number: int) -> Turn:
         content = [token for token in actions[number] if token not in task.eos_ids]
         reply, reward = observations.get(number), float(sampled.turn_rewards[(*place, number - 1)])
-        action = decoded(task, content, truncated=False)
+        action = task.read(content, truncated=False)
         action.truncated = actions[number][-1] not in task.eos_ids and not action.stopped
         return Turn(
             action,

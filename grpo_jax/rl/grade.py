@@ -169,14 +169,7 @@ def decode_groups(completions: Completions, task: Task) -> list[list[Completion]
 def read_text(task: Task, completions: Completions, content: Any, place: tuple[int, int]) -> Completion:
     """Returns the text of a completion, from its tokens where `content` `[N, G, T]` is true."""
     ids = completions.completion_ids[place][content[place]].tolist()
-    return decoded(task, ids, truncated=bool(completions.truncated[place]))
-
-
-def decoded(task: Task, ids: Sequence[int], *, truncated: bool) -> Completion:
-    """Returns a completion, or the action of a turn, from its tokens without EOS. The text ends before a stop text."""
-    whole = task.decode(ids)
-    text = before_stop(whole, task.stop)
-    return Completion(text, ids, truncated, stopped=text != whole)
+    return task.read(ids, truncated=bool(completions.truncated[place]))
 
 
 def episodes_of(task: Task) -> Any:

@@ -22,7 +22,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grade import episodes_of
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.types import SAMPLING, Batch, Rollout, noise_of, step_key
-from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups
+from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups, truncation_of
 from grpo_jax.tasks.task import Task
 
 
@@ -138,18 +138,9 @@ def sample_completions(
         max_tokens=sampling.max_tokens,
         eos_ids=task.eos_ids,
         temperature=temperature,
-        truncation=truncation_of(sampling),
+        truncation=truncation_of(sampling.top_k, sampling.top_p, sampling.min_p),
         pad_id=task.pad_id,
         stop=task.stop,
-    )
-
-
-def truncation_of(sampling: SamplingConfig) -> Truncation:
-    """Returns the truncation (top-k, top-p, min-p) that the options set."""
-    return Truncation(
-        top_k=sampling.top_k or None,
-        top_p=sampling.top_p if sampling.top_p < 1 else None,
-        min_p=sampling.min_p or None,
     )
 
 
@@ -262,7 +253,7 @@ def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
     """Returns a batch of zeros with the shapes of sampled batches."""
     prompt = task.prompts(0).tokens
     shape = len(prompt), sampling.group_size, sampling.completion_width
-    is_truncated = truncation_of(sampling) != truncation_of(SamplingConfig())
+    is_truncated = truncation_of(sampling.top_k, sampling.top_p, sampling.min_p) != Truncation()
     batch = Batch(
         prompt=jax.tree.map(np.zeros_like, prompt),
         completion_ids=np.zeros(shape, np.int32),

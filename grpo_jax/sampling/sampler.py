@@ -41,6 +41,11 @@ class Truncation(NamedTuple):
     min_p: jax.Array | float | None = None  # keep tokens with at least this fraction of the largest probability
 
 
+def truncation_of(top_k: int, top_p: float, min_p: float) -> Truncation:
+    """Returns the limits that options set, in which a `top_k` of 0, a `top_p` of 1 and a `min_p` of 0 mean none."""
+    return Truncation(top_k=top_k or None, top_p=top_p if top_p < 1 else None, min_p=min_p or None)
+
+
 def truncate(logits: jax.Array, truncation: Truncation, shape: tuple[int, ...]) -> jax.Array:
     """Sets the logits of tokens outside the limits to −inf.
 

@@ -64,6 +64,17 @@ class Task(NamedTuple):
     extract_final: Callable[[Example, Completion], Completion] | None = None
     rows: str = ""  # digest of all training rows; empty if prompts are generated from the seed
 
+    def read(self, ids: Sequence[int], *, truncated: bool) -> Completion:
+        """Returns a completion, or the action of a turn, from its tokens without EOS. Its text ends before a stop text.
+
+        Args:
+          ids: The token ids.
+          truncated: True if no token ended the completion.
+        """
+        whole = self.decode(ids)
+        text = before_stop(whole, self.stop)
+        return Completion(text, ids, truncated, stopped=text != whole)
+
 
 def inputs_of(task: Task) -> dict[str, str]:
     """Returns digests of the inputs that a run of the task depends on, by their descriptions."""
