@@ -28,11 +28,11 @@ from grpo_jax.offline.sft import sft_objective
 from grpo_jax.options import Positive, Size
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.programs import Programs
-from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 
 # ---- small new models

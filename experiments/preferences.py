@@ -49,10 +49,10 @@ from grpo_jax.offline.pairs import (
 )
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.options import Positive, Seed, Size
-from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
+from grpo_jax.step.types import TrainState
 
 VOCAB, TOKENS, PROMPTS = 8, 3, 4
 POLICY = decoder_policy(ModelConfig(VOCAB, 32, 64, 2, 2, 2, 16, initializer_range=0.3))

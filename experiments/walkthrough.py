@@ -46,12 +46,13 @@ from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.programs import Programs
-from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
-from grpo_jax.rl.types import SAMPLING, Array, Batch, Graded, noise_of
+from grpo_jax.rl.types import SAMPLING, Graded, noise_of
 from grpo_jax.rl.update import optimizer_step
 from grpo_jax.runs import flags
 from grpo_jax.sampling.sampler import Completions
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Array, Batch
 from grpo_jax.tasks.task import Task
 
 CONSOLE = Console(highlight=False)
@@ -164,7 +165,7 @@ def main(config: Config) -> Walk:
     heading("3. Advantages: (reward − mean) / (standard deviation + ε)", "functional.group_advantages")
     show_advantages(graded.rewards, advantages)
 
-    heading("4. Log-probabilities of the sampled tokens", "rl.scorers.score_completion_tokens")
+    heading("4. Log-probabilities of the sampled tokens", "step.scores.score_completion_tokens")
     batch = to_batch(task.heldout.tokens, temperature, sampled)
     start = np.asarray(score(params, batch).logprobs)
     plain = np.asarray(score(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
@@ -181,7 +182,7 @@ def main(config: Config) -> Walk:
     heading("7. One optimizer step", "rl.update.optimizer_step")
     updated, metrics = updates(policy, programs, options, params, batch)
 
-    heading("8. The same completions after the update", "rl.scorers.score_completion_tokens")
+    heading("8. The same completions after the update", "step.scores.score_completion_tokens")
     after = terms(np.asarray(score(updated, batch).logprobs), batch, algorithm)
     show_terms(tokens, after, mask)
     say(f"loss of a second pass over this rollout: {after.loss:.4f}")

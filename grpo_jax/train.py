@@ -25,12 +25,12 @@ from grpo_jax.rl.grade import grader_warnings
 from grpo_jax.rl.hooks import with_fixed_reference
 from grpo_jax.rl.iteration import iterate, make_iteration
 from grpo_jax.rl.programs import Programs, check_programs, compile_ahead
-from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import watched
 from grpo_jax.runs.runner import run_steps
 from grpo_jax.statistics import paired_difference
+from grpo_jax.step.types import TrainState
 from grpo_jax.tasks.task import Task, inputs_of, random_reward
 
 CONTROL = "control"

@@ -11,10 +11,10 @@ from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups, grade_completions, readable
-from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import Rollout
 from grpo_jax.sampling.sampler import Completions
+from grpo_jax.step.scores import score_completion_tokens
 from grpo_jax.tasks.task import Task
 
 TEXT = Characters("abc")

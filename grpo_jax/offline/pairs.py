@@ -35,9 +35,9 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import Objective, row_scorer
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import Array, Batch, Logs
 from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Array, Batch, Logs
 
 
 class PairBatch(NamedTuple):

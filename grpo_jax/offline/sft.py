@@ -23,9 +23,9 @@ from grpo_jax.models.geometry import TokenStates, rows_of_texts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import Objective, row_scorer
-from grpo_jax.rl.distillation import outputs_of_states, token_divergence
-from grpo_jax.rl.scorers import score_completion_tokens, states_of
-from grpo_jax.rl.types import Batch, Logs
+from grpo_jax.step.divergence import outputs_of_states, token_divergence
+from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.step.types import Batch, Logs
 
 
 class DistillationTarget(NamedTuple):

@@ -25,13 +25,12 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import grpo_method, masked, of_top_entropy
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.programs import Programs, make_method_programs
-from grpo_jax.rl.scorers import score_completion_tokens, states_of
 from grpo_jax.rl.source import Sampler
-from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays, TeacherOutputs
+from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
+from grpo_jax.step.divergence import outputs_of_states, token_divergence
+from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.step.types import Array, Batch, Logs, TeacherOutputs
 from grpo_jax.tasks.task import Task
-
-# The last layer, from hidden states to logits: the unembedding `[V, D]`, and the softcap of `Policy`.
-Head = tuple[jax.Array, float | None]
 
 
 def make_distillation_programs(
@@ -126,26 +125,6 @@ def teacher_outputs(
     return states_of(teacher, params, batch).map(outputs, batch.temperature)
 
 
-def outputs_of_states(
-    config: DistillationConfig, head: Head, hidden: jax.Array, temperature: jax.Array | float, *, vocab_size: int
-) -> TeacherOutputs:
-    """Returns the teacher's outputs that `token_divergence` needs: hidden states, or the likeliest tokens.
-
-    Args:
-      config: The distillation options of the run. The kind is not k1.
-      head: The last layer of the teacher.
-      hidden: The hidden states of the teacher, `[..., T, E]`.
-      temperature: The sampling temperature, which broadcasts against `[..., T]`.
-      vocab_size: The number of tokens of the policy, as in `teacher_outputs`.
-    """
-    if not config.distillation_top_k:
-        return TeacherOutputs(hidden=hidden)
-    unembedding, softcap = head[0][:vocab_size], head[1]
-    ids = F.top_tokens(hidden, unembedding, config.distillation_top_k)
-    logits = F.bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
-    return TeacherOutputs(ids=ids, logits=logits)
-
-
 def output_bytes(config: DistillationConfig, teacher: ModelConfig) -> int:
     """Returns the size in bytes of `teacher_outputs` for each token of a rollout.
 
@@ -184,41 +163,3 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: Los
         return batch._replace(advantages=advantages), logged, logs | {"distillation": k1}
 
     return taught
-
-
-def token_divergence(
-    config: DistillationConfig,
-    heads: tuple[Head, Head],
-    hidden: jax.Array,
-    outputs: TeacherOutputs | None,
-    temperature: jax.Array | float,
-) -> jax.Array:
-    """Returns the divergence of a policy from its teacher at each token, of the kind that the options set.
-
-    Tokens that only one model has, such as padding of embeddings, are excluded from both distributions. If the policy
-    samples a padding token that its teacher lacks, the teacher embeds its own last token instead.
-
-    Args:
-      config: The distillation options of the run.
-      heads: The last layers of the policy and of the teacher.
-      hidden: The hidden states of the policy, `[..., T, D]`.
-      outputs: The outputs of the teacher, as returned by `teacher_outputs`.
-      temperature: The sampling temperature, applied to both models. It broadcasts against `[..., T]`.
-
-    Returns:
-      The divergence of each token, `[..., T]`, in nats.
-    """
-    assert outputs is not None
-    student, teacher = heads
-    kind, beta, size = config.distillation, config.distillation_beta, min(len(student[0]), len(teacher[0]))
-    unembedding, ref_softcap = student[0][:size], teacher[1]
-    common: Any = {"temperature": temperature, "softcap": student[1]}
-    if config.distillation_top_k:
-        logits = F.bucket_logits(hidden, unembedding, outputs.ids, **common)
-        if kind == "jsd":
-            return F.jsd_full(logits, outputs.logits, beta=beta)
-        return F.kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
-    of_teacher = outputs.hidden, teacher[0][:size]
-    if kind == "jsd":
-        return F.token_jsd(hidden, unembedding, *of_teacher, beta=beta, ref_softcap=ref_softcap, **common)
-    return F.token_kl(hidden, unembedding, *of_teacher, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common)

@@ -15,9 +15,10 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import place_and_reason
-from grpo_jax.rl.types import Batch, Graded, step_key
+from grpo_jax.rl.types import Graded, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import Completions, truncation_of
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 
 # The two compiled programs, which serve any number of turns:

@@ -20,11 +20,13 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.hooks import make_hooks
-from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer
 from grpo_jax.rl.programs import Programs, make_method_programs
-from grpo_jax.rl.scorers import old_scorer, reference_scorer, score_completion_tokens, states_of
+from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.source import Sampler
-from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays
+from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
+from grpo_jax.step.optimizer import learning_rate_schedule, make_optimizer
+from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.step.types import Array, Batch, Logs
 from grpo_jax.tasks.task import Task
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from grpo_jax.config import GRPOConfig
 from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.types import Hook, TrainState
+from grpo_jax.rl.types import Hook
+from grpo_jax.step.types import TrainState
 
 
 def with_fixed_reference(models: Params, config: GRPOConfig) -> Params:

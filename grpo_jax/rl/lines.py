@@ -12,7 +12,8 @@ from grpo_jax.devices import Devices, local_rows, peak_flops, pop_bytes_moved, s
 from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.rl.grade import read_completions, readable
 from grpo_jax.rl.guards import ratio_warning
-from grpo_jax.rl.types import Batch, Learned, Rollout
+from grpo_jax.rl.types import Learned, Rollout
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 
 

@@ -21,8 +21,9 @@ from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grade import episodes_of
 from grpo_jax.rl.guards import has_spread
-from grpo_jax.rl.types import SAMPLING, Batch, Rollout, noise_of, step_key
+from grpo_jax.rl.types import SAMPLING, Rollout, noise_of, step_key
 from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups, truncation_of
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 
 

@@ -1,8 +1,5 @@
 """The update of an iteration, as pure functions of whole arrays: epochs, minibatches, pieces, devices.
 
-Weights are computed from the mask of a whole optimizer batch, before it is split. So the gradients of its pieces, and
-of its shards on devices, add up to the gradient of the whole batch.
-
 Letters as in `types`.
 """
 
@@ -12,24 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.devices import Devices, size, spread_over, sum_rows
-from grpo_jax.functional import Metrics, constant_length_weights
+from grpo_jax.devices import Devices, size, spread_over
+from grpo_jax.functional import constant_length_weights
 from grpo_jax.models.params import join
-from grpo_jax.models.rounding import changed_share
-from grpo_jax.models.sharding import laid_out
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.optimizer import steps_taken
-from grpo_jax.rl.pieces import Microbatches, Pieces, choose_pieces, take
-from grpo_jax.rl.types import SHUFFLING, Array, Batch, Learned, Logs, Method, RewardArrays, TrainState, step_key
+from grpo_jax.rl.types import SHUFFLING, Learned, Method, RewardArrays, step_key
+from grpo_jax.step.optimizer import steps_taken
+from grpo_jax.step.pieces import choose_pieces
+from grpo_jax.step.types import Array, Batch, Logs, TrainState
+from grpo_jax.step.update import train_step
 
 # Metrics of optimizer steps, not of tokens.
 STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate", "changed_share"})
-
-# (inputs without gradient, trained parameters, batch with weights) -> (Σ weights · loss, logs)
-LossFn = Callable[[Any, Params, Any], tuple[jax.Array, Logs]]
 
 
 def learn(
@@ -181,93 +174,6 @@ def loss_of(method: Method, others: tuple[Any, Any], trained: Params, piece: Bat
     losses, logs = zip(*(term(models, forward, piece) for term in method.terms), strict=True)
     means = {name: pair for log in logs for name, pair in log.means.items()}
     return sum(losses), Logs(means, {name: most for log in logs for name, most in log.maxima.items()})
-
-
-def train_step(
-    state: TrainState,
-    others: Any,
-    batch: Any,
-    *,
-    loss_fn: LossFn,
-    weights_of: Callable[[jax.Array], jax.Array],
-    optimizer: optax.GradientTransformation,
-    pieces: Callable[[Any], Pieces] = lambda rows: (),
-    devices: Devices = 1,
-    rounded: Callable[[Params], Params] | None = None,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Takes one optimizer step. Gradients that are not finite change only the count of skipped steps.
-
-    Args:
-      state: The state before the step.
-      others: Inputs of the loss without gradient, such as frozen parameters.
-      batch: The batch of N rows, with fields `completion_mask` and `weights`.
-      loss_fn: (others, trained parameters, batch with weights) -> (Σ weights · loss, logs).
-      weights_of: Computes weights from the mask of the whole batch, such as `functional.token_mean_weights`.
-      optimizer: An optax transformation.
-      pieces: Returns the pieces in which one device computes its rows. Default: all rows at once.
-      devices: The devices that share the rows.
-      rounded: Rounds parameters as products in bfloat16 do. None: products are in float32.
-
-    Returns:
-      The next state, and scalar metrics: those that the loss logs, and `loss`, `grad_norm` and `skipped`. With
-      `rounded`, `changed_share` is the share of the weights that the step changes after rounding.
-    """
-    batch = batch._replace(weights=weights_of(batch.completion_mask))
-    summed = sum_rows(partial(accumulate_grads, loss_fn, pieces), devices)
-    (grads, loss, means), maxima = summed((others, state.params), batch)
-    grad_norm = optax.global_norm(grads)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    updated = optax.apply_updates(state.params, updates), opt_state
-    params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), updated, (state.params, state.opt_state)
-    )
-    skipped = jnp.where(finite, 0, state.skipped + 1)
-    metrics = {name: total / jnp.maximum(weight, 1e-9) for name, (total, weight) in means.items()}
-    metrics |= {**maxima, "loss": loss, "grad_norm": grad_norm, "skipped": skipped}
-    if rounded is not None and (share := changed_share(rounded(state.params), rounded(params))) is not None:
-        metrics["changed_share"] = share
-    return state._replace(params=params, opt_state=opt_state, skipped=skipped), metrics
-
-
-def accumulate_grads(
-    loss_fn: LossFn, pieces_of: Callable[[Any], Pieces], inputs: tuple[Any, Params], batch: Any
-) -> tuple[tuple[Params, jax.Array, Metrics], Mapping[str, jax.Array]]:
-    """Σ over pieces of ∇ loss_fn, with one piece in memory at a time.
-
-    Args:
-      loss_fn: See `train_step`.
-      pieces_of: Returns the pieces of the batch; () for all rows at once.
-      inputs: The first two arguments of `loss_fn`: inputs without gradient, and parameters.
-      batch: Arrays with leading axis N. The weights are those of the whole batch.
-
-    Returns:
-      Sums over the batch (gradients, loss and metrics), and maxima.
-    """
-    pieces, grad_fn = pieces_of(batch), jax.value_and_grad(partial(loss_fn, inputs[0]), has_aux=True)
-
-    def grads_of(piece: Any) -> tuple[tuple[Params, jax.Array, Metrics], Mapping[str, jax.Array]]:
-        (loss, logs), grads = grad_fn(inputs[1], piece)
-        return (laid_out(grads), loss, logs.means), logs.maxima
-
-    if not pieces:
-        return grads_of(batch)
-
-    def add(microbatches: Microbatches, number: jax.Array, total: Any) -> Any:
-        sums, maxima = grads_of(take(batch, microbatches, number))
-        return jax.tree.map(jnp.add, total[0], sums), jax.tree.map(jnp.maximum, total[1], maxima)
-
-    sums, maxima = jax.eval_shape(lambda: grads_of(take(batch, pieces[0], 0)))
-    grads, loss, means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
-    total: Any = (laid_out(grads), loss, means), jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), maxima)
-    for microbatches in pieces:
-        num_used = microbatches.num_used
-        if microbatches is pieces[-1]:
-            # Without any completions, compute one empty piece: the maxima would otherwise stay −∞.
-            num_used = jnp.maximum(num_used, 1 if len(pieces) == 1 else sum(x.num_used for x in pieces) == 0)
-        total = jax.lax.fori_loop(0, num_used, partial(add, microbatches), total)
-    return total
 
 
 def average_over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:

@@ -20,9 +20,10 @@ from grpo_jax.config import recipe
 from grpo_jax.models.params import split
 from grpo_jax.models.policy import Policy
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.optimizer import init_state
-from grpo_jax.rl.types import Batch, RewardArrays
+from grpo_jax.rl.types import RewardArrays
 from grpo_jax.rl.update import learn
+from grpo_jax.step.optimizer import init_state
+from grpo_jax.step.types import Batch
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples/grpo.py"

@@ -21,10 +21,11 @@ from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_program
 from grpo_jax.rl import update
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.programs import Programs
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays, TrainState
+from grpo_jax.rl.types import REWARD_AXES, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch, TrainState
 
 LINES = ("metrics.jsonl", "rollouts.jsonl")
 # The configuration of a run on bigrams, whose programs many tests share.

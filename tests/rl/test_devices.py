@@ -32,15 +32,16 @@ from grpo_jax.models.weights import load_params
 from grpo_jax.offline import pairs as offline_pairs
 from grpo_jax.offline.phase import Objective, SupervisedConfig
 from grpo_jax.offline.sft import DistillationTarget, distillation_objective, mean_divergence, sft_objective, text_nll
-from grpo_jax.rl import pieces
 from grpo_jax.rl.distillation import distillation_method
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.types import Batch, Method, noise_of
+from grpo_jax.rl.types import Method, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.step import pieces
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 

@@ -22,8 +22,9 @@ from grpo_jax.offline.sft import DistillationTarget, distillation_loss, mean_div
 from grpo_jax.prepare import load_teacher
 from grpo_jax.rl.distillation import distillation_method, make_distillation_programs
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.scorers import score_completion_tokens, states_of
-from grpo_jax.rl.types import Batch, RewardArrays
+from grpo_jax.rl.types import RewardArrays
+from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.step.types import Batch
 from grpo_jax.train import train
 
 WIDTH = 9

@@ -19,9 +19,9 @@ from grpo_jax.functional import turn_advantages
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.scorers import score_completion_tokens, states_of
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Forward, noise_of
+from grpo_jax.step.scores import score_completion_tokens, states_of
 from grpo_jax.tasks.task import random_reward
 
 CONFIG = recipe(

@@ -20,10 +20,11 @@ from grpo_jax.rl.grade import grade_completions, reward_arrays
 from grpo_jax.rl.grpo import by_part, corrected_advantages, make_programs
 from grpo_jax.rl.hooks import sync_reference
 from grpo_jax.rl.programs import make_method_programs
-from grpo_jax.rl.types import Batch, Graded, TrainState
+from grpo_jax.rl.types import Graded
 from grpo_jax.rl.update import average_over_updates
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.sampling.sampler import Completions
+from grpo_jax.step.types import Batch, TrainState
 from grpo_jax.tasks.task import random_reward
 
 # ---- learning and logging

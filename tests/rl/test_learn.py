@@ -17,12 +17,13 @@ from grpo_jax.devices import place, to_numpy
 from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.optimizer import has_weight_decay, make_optimizer
 from grpo_jax.rl.ppo import ppo_method
 from grpo_jax.rl.programs import make_method_programs
-from grpo_jax.rl.scorers import needs_old_logprobs, score_completion_tokens, states_of
-from grpo_jax.rl.types import Batch
+from grpo_jax.rl.scorers import needs_old_logprobs
 from grpo_jax.rl.update import minibatch_order
+from grpo_jax.step.optimizer import has_weight_decay, make_optimizer
+from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 
 N, G, P, T = 16, 4, 2, 3

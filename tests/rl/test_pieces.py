@@ -17,13 +17,16 @@ from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU, assume_traits
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.prompts import PromptTokens, PromptWidths, choose_widths, useful_widths
-from grpo_jax.rl import pieces as rl_pieces, ppo
+from grpo_jax.rl import ppo
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method_programs
-from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.types import SAMPLING, Batch, RewardArrays, noise_of
-from grpo_jax.rl.update import accumulate_grads, loss_of
+from grpo_jax.rl.types import SAMPLING, RewardArrays, noise_of
+from grpo_jax.rl.update import loss_of
+from grpo_jax.step import pieces as rl_pieces
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch
+from grpo_jax.step.update import accumulate_grads
 
 N, G, P, T = 8, 2, 48, 4
 WIDTHS = (16, 24, 48)

@@ -14,7 +14,8 @@ from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
 from grpo_jax.rl.grpo import grpo_method, kl_in_reward
 from grpo_jax.rl.ppo import explained_variance, ppo_method, token_advantages
-from grpo_jax.rl.types import Batch, RewardArrays
+from grpo_jax.rl.types import RewardArrays
+from grpo_jax.step.types import Batch
 
 PARAMS = {"policy": TABLE, "critic": Headed({"before": TABLE["before"]}, jnp.zeros(D))}
 HEAD = jnp.linspace(-1, 1, D)

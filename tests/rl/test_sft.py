@@ -18,9 +18,9 @@ from grpo_jax.functional import token_mean_weights
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
 from grpo_jax.offline.sft import mean_nll, sft_objective, text_nll
-from grpo_jax.rl.types import Batch, Logs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import programs_so_far
+from grpo_jax.step.types import Batch, Logs
 
 POLICY = decoder_policy(tiny_config(16))
 PARAMS = random_params(tiny_config(16))

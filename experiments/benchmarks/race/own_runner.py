@@ -18,9 +18,9 @@ from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.models.weights import save_params
 from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import Batch
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch
 from grpo_jax.train import train
 
 

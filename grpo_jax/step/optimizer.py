@@ -10,7 +10,7 @@ from grpo_jax.config import AdamWConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.models.params import Adapted, holds_quantised
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.types import TrainState
+from grpo_jax.step.types import TrainState
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:

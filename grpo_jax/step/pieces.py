@@ -15,7 +15,7 @@ from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.geometry import rows_of_packed_groups
 from grpo_jax.models.prompts import useful_widths
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
-from grpo_jax.rl.types import Array, Batch
+from grpo_jax.step.types import Array, Batch
 
 # Packing computes a prompt again for each of its rows. This is the largest extra cost when no completion is padded.
 _MAX_OVERHEAD = 1.12
