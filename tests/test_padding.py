@@ -31,7 +31,7 @@ def params():
 
 def sample(params, pad_id):
     sample = sampler_of(POLICY, max_tokens=6, eos_ids=(EOS,), pad_id=pad_id)
-    return jax.device_get(sample(params, PROMPTS.ids, PROMPTS.mask, row_numbers(2, 16), jax.random.key(1), 2.0))
+    return jax.device_get(sample(params, PROMPTS.tokens, row_numbers(2, 16), jax.random.key(1), 2.0))
 
 
 @pytest.fixture(scope="module")

@@ -104,14 +104,14 @@ def test_gradients_of_groups():
     teach = groups.make_gradients(POLICY, recipe(kl_coef=0.0))
     rewards = np.array([[1.0, 1, 0, 0], [0.5] * 4], np.float32)
     norms, means = teach(
-        PARAMS, PROMPTS.ids, PROMPTS.mask, drawn, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32)
+        PARAMS, PROMPTS.tokens, drawn, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32)
     )
     assert norms[0] > 0.01
     assert norms[1] == 0  # equal rewards teach exactly nothing
     assert np.linalg.norm(means[0]) == pytest.approx(float(norms[0]), rel=1e-5)
     np.testing.assert_allclose(means[1], means[0] / 2, rtol=1e-4, atol=1e-7)
     # Advantages are divided by the deviation, so larger rewards teach no more.
-    scaled, _ = teach(PARAMS, PROMPTS.ids, PROMPTS.mask, drawn, 3 * rewards, np.eye(2, dtype=np.float32))
+    scaled, _ = teach(PARAMS, PROMPTS.tokens, drawn, 3 * rewards, np.eye(2, dtype=np.float32))
     np.testing.assert_allclose(scaled[0], norms[0], rtol=1e-3)
 
 

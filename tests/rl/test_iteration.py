@@ -258,7 +258,7 @@ def grade(ids, reward) -> Graded:
     """Grades completions of the first prompt."""
     ids = np.array(ids, np.int32)
     first = prompts(0)
-    first = first._replace(ids=first.ids[:1], mask=first.mask[:1], examples=first.examples[:1])
+    first = first.take(np.arange(1))
     completions = Completions(ids, ids != PAD, None, None, ~(ids == EOS).any(-1))
     return grade_completions(first, completions, MARKED, reward)
 
