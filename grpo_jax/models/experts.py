@@ -21,17 +21,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from grpo_jax.errors import missing
-from grpo_jax.functional.products import traits_of_backend, transposed
+from grpo_jax.functional.products import rms_norm, traits_of_backend, transposed
 from grpo_jax.models import sharding
-from grpo_jax.models.config import ExpertsConfig
-from grpo_jax.models.params import is_quantised
-from grpo_jax.models.quantised import beside, dequantised
-
-try:
-    from flax import linen as nn
-except ModuleNotFoundError as error:
-    raise missing(error.name) from None
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.modules import ACTIVATIONS, MLP, Linear, declared, kernel_param, nn, norm
+from grpo_jax.models.quantised import usable_kernel
 
 
 class Routing(NamedTuple):
@@ -80,6 +74,39 @@ class Experts(nn.Module):
         return _shared_out(mixed, x, x if routed is None else routed, router, kernels, is_decoding=self.is_decoding)
 
 
+def mix_experts(
+    config: ModelConfig, x: jax.Array, normed: jax.Array, *, is_decoding: bool
+) -> tuple[jax.Array, Routing]:
+    """Computes the mixture of experts of a layer, and the MLP that all tokens share if there is one.
+
+    Call this inside the layer's module. Gemma 4 has norms of both; others multiply the shared MLP by a gate.
+
+    Args:
+      config: The configuration of the decoder, which has experts.
+      x: The residual stream, `[N, M, D]`.
+      normed: x after the layer's norm.
+      is_decoding: True for the next tokens of completions.
+
+    Returns:
+      The sum in the shape of x, and the `Routing` of the tokens.
+    """
+    assert config.experts
+    width, has_norms = config.experts.shared_expert_intermediate_size, config.experts.has_norms
+    is_frozen, activation = config.router == "frozen", ACTIVATIONS[config.hidden_act]
+    experts = Experts(config.experts, activation, is_frozen, is_decoding, name="experts")
+    experts_input, routed = normed, None
+    if has_norms:
+        scale = jnp.full_like(x, x.shape[-1] ** -0.5, jnp.float32, x.shape[-1:])
+        experts_input, routed = norm(config, "experts_input_norm")(x), rms_norm(x, scale, config.rms_norm_eps)
+    mixed, routing = experts(experts_input, routed)
+    if not width:
+        return mixed, routing
+    shared = MLP(config, width, name="shared_expert")(normed)
+    if has_norms:
+        return norm(config, "experts_output_norm")(mixed) + norm(config, "shared_expert_norm")(shared), routing
+    return mixed + jax.nn.sigmoid(Linear((1,), False, name="shared_expert_gate")(normed)) * shared, routing
+
+
 class Kernel(nn.Module):
     """A parameter `kernel`, which may be `Quantised`, its `bias`, and `a` and `b` of its adapter if "lora" has them."""
 
@@ -91,23 +118,19 @@ class Kernel(nn.Module):
     @nn.compact
     def __call__(self, x, dtype):
         """Returns the arrays by name, in the layout in which they are used with x."""
-        leaves = [leaf for leaf in "ab" if self.has_variable("lora", leaf)]
-        arrays: dict[str, Any] = {leaf: self.get_variable("lora", leaf).astype(dtype) for leaf in leaves}
-        kernel: Any = self.get_variable("params", "kernel")
-        if is_quantised(kernel):  # a mesh transfers the codes, which are smaller
-            kernel = beside(kernel, x) if self.is_decoding else sharding.put_together(str(self.name), "kernel", kernel)
-            arrays["kernel"] = dequantised(kernel, dtype)
-        else:
-            arrays["kernel"] = self.param("kernel", nn.initializers.zeros, self.shape).astype(dtype)
+        name, kernel = str(self.name), kernel_param(self, self.shape)
+        arrays: dict[str, Any] = {
+            leaf: self.get_variable("lora", leaf) for leaf in "ab" if self.has_variable("lora", leaf)
+        }
         if self.has_bias:
-            shape = (*self.shape[:-2], self.shape[-1])
-            arrays["bias"] = self.param("bias", nn.initializers.zeros, shape).astype(dtype)
+            arrays["bias"] = self.param("bias", declared, (*self.shape[:-2], self.shape[-1]))
         if self.has_scales:
             sizes = zip(("scale", "expert_scale"), self.shape, strict=True)
-            arrays |= {leaf: self.param(leaf, nn.initializers.ones, (size,)).astype(dtype) for leaf, size in sizes}
-        if self.is_decoding:
-            return arrays
-        return {leaf: sharding.put_together(str(self.name), leaf, y) for leaf, y in arrays.items()}
+            arrays |= {leaf: self.param(leaf, declared, (size,)) for leaf, size in sizes}
+        arrays = {leaf: y.astype(dtype) for leaf, y in arrays.items()}
+        if not self.is_decoding:
+            arrays = {leaf: sharding.put_together(name, leaf, y) for leaf, y in arrays.items()}
+        return arrays | {"kernel": usable_kernel(name, kernel, x, dtype, is_decoding=self.is_decoding)}
 
 
 def _shared_out(

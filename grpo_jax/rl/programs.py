@@ -14,7 +14,7 @@ import numpy as np
 
 from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig
 from grpo_jax.data.types import Reward, Rewards
-from grpo_jax.devices import COMPILING, abstract, devices_of, jit_on_devices, num_cores
+from grpo_jax.devices import COMPILING, abstract, devices_of, jit_on_devices, num_cores, sampling_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.params import split
 from grpo_jax.models.policy import Policy
@@ -67,8 +67,8 @@ def make_method_programs(
       config: The configuration of the run, already validated.
       sampler: Samples completions on the devices of the run. Default: the policy samples.
     """
-    sampler = sampler or make_sampler(policy, task, config.sampling, devices=devices_of(config))
-    devices = sampler.devices
+    sampler = sampler or make_sampler(policy, task, config.sampling, devices=sampling_devices(config))
+    devices = devices_of(config)
 
     def score(trained, extras, frozen, batch):
         return score_rollout(method, config, models_of(trained, frozen, extras), batch, devices=devices)

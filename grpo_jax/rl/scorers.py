@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.devices import Devices, map_rows
+from grpo_jax.devices import ONE_DEVICE, Devices, map_rows
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import Method, Scorer
@@ -25,7 +25,7 @@ def score_rollout(
     models: Params,
     batch: Batch,
     *,
-    devices: Devices = 1,
+    devices: Devices = ONE_DEVICE,
 ) -> dict[str, Any]:
     """Runs the scorers of a method over a rollout.
 

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.devices import Devices, size, spread_over
-from grpo_jax.functional import constant_length_weights
+from grpo_jax.devices import ONE_DEVICE, Devices, size, spread_over
 from grpo_jax.models.params import join
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import SHUFFLING, Learned, Method, RewardArrays, step_key
@@ -34,7 +33,7 @@ def learn(
     rewards: RewardArrays,
     seed_and_step: tuple[Array, Array],
     *,
-    devices: Devices = 1,
+    devices: Devices = ONE_DEVICE,
 ) -> tuple[TrainState, Learned]:
     """Computes advantages, takes all optimizer steps on a rollout, and runs the method's hooks.
 
@@ -77,7 +76,7 @@ def update_epochs(
     batch: Batch,
     config: GRPOConfig,
     seed_and_step: tuple[Array, Array],
-    devices: Devices = 1,
+    devices: Devices = ONE_DEVICE,
 ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
     """Takes the optimizer steps on a rollout.
 
@@ -137,7 +136,7 @@ def optimizer_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Takes one optimizer step of a method on a minibatch. For the arguments see `learn` and `train_step`."""
     rate, weights_of = method.schedule(steps_taken(state)), method.aggregation
-    if weights_of is constant_length_weights:
+    if config.loss.objective.fixed_length:
         # With an environment the mask also has room for observations, which do not count.
         longest = min(minibatch.completion_ids.shape[-1], config.sampling.max_tokens)
         weights_of = partial(weights_of, max_length=longest)

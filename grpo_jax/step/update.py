@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.devices import Devices, sum_rows
+from grpo_jax.devices import ONE_DEVICE, Devices, sum_rows
 from grpo_jax.functional import Metrics
 from grpo_jax.models.rounding import changed_share
 from grpo_jax.models.sharding import laid_out
@@ -33,7 +33,7 @@ def train_step(
     weights_of: Callable[[jax.Array], jax.Array],
     optimizer: optax.GradientTransformation,
     pieces: Callable[[Any], Pieces] = lambda rows: (),
-    devices: Devices = 1,
+    devices: Devices = ONE_DEVICE,
     rounded: Callable[[Params], Params] | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Takes one optimizer step. Gradients that are not finite change only the count of skipped steps.

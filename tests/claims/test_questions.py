@@ -103,9 +103,7 @@ def test_gradients_of_groups():
     drawn = Completions(ids, ids >= 0, logprobs, None, np.zeros(ids.shape[:2], bool))
     teach = groups.make_gradients(POLICY, recipe(kl_coef=0.0))
     rewards = np.array([[1.0, 1, 0, 0], [0.5] * 4], np.float32)
-    norms, means = teach(
-        PARAMS, PROMPTS.tokens, drawn, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32)
-    )
+    norms, means = teach(PARAMS, PROMPTS.tokens, drawn, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32))
     assert norms[0] > 0.01
     assert norms[1] == 0  # equal rewards teach exactly nothing
     assert np.linalg.norm(means[0]) == pytest.approx(float(norms[0]), rel=1e-5)
