@@ -409,7 +409,7 @@ class Phase(NamedTuple):
 
 
 def phase_named(name: str) -> Phase:
-    pairs = offline_pairs.pad_pairs(PAIRS, np.arange(N), WIDTH, WIDTH)
+    pairs = offline_pairs.pad_pairs(PAIRS, np.arange(N), (WIDTH, WIDTH))
     if name == "reward model":
         return Phase(offline_pairs.reward_model_objective(SCORER, center_coef=0.01), HEADED, pairs)
     if name == "dpo":

@@ -174,7 +174,7 @@ def test_a_pair_has_the_log_probabilities_of_its_texts_alone():
 
 def test_the_gradient_is_dpos():
     """∇ = −β σ(−β h) (∇ log π(c) − ∇ log π(r)), the mean over pairs; the row that fills up the batch counts nothing."""
-    batch = offline_pairs.pad_pairs(PAIRS, np.array([0, 1, 2, 99]), 3, 4)
+    batch = offline_pairs.pad_pairs(PAIRS, np.array([0, 1, 2, 99]), (3, 4))
     reference = np.concatenate([REFERENCE[:3] + np.array([[1.0, -2.0]]), np.zeros((1, 2))]).astype(np.float32)
     batch = batch._replace(ref_logprobs=reference, weights=offline_pairs.pair_weights(batch.completion_mask))
     np.testing.assert_allclose(batch.weights, [1 / 3] * 3 + [0])

@@ -176,7 +176,7 @@ def test_a_thousand_completions_are_those_cut_afterwards(name, texts, tokens):
     cut, whole = (sampler_of(policy, stop=each, **options) for each in (stop, None))
     counts = {"stopped": 0, "across": 0}
     for call in range(25):
-        inputs = params, *prompts, row_numbers(5, 8), jax.random.key(call)
+        inputs = params, prompts, row_numbers(5, 8), jax.random.key(call)
         left, right = jax.device_get((cut(*inputs), whole(*inputs)))
         for place in np.ndindex(5, 8):
             ids = right.completion_ids[place][right.completion_mask[place]].tolist()
