@@ -39,7 +39,8 @@ from grpo_jax.models.geometry import (
 from grpo_jax.models.layers import by_layer
 from grpo_jax.models.modules import decoding_layout
 from grpo_jax.models.params import Adapted, variables
-from grpo_jax.models.prompts import PromptTokens, computed_at_widths
+from grpo_jax.models.pieces import computed_in_pieces, pieces_of_prompts
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.rounding import round_stochastically, round_to_nearest
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import (
@@ -209,7 +210,8 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
             return hidden[:, -1], [memory for memory, _ in by_layer(results)]
 
         config.check_width(prompt.width + max_tokens)
-        hidden, memories = computed_at_widths(compute, prompt)
+        prompt = jax.tree.map(jnp.asarray, prompt)
+        hidden, memories = computed_in_pieces(compute, prompt, pieces_of_prompts(prompt))
         separate = layout(params)
         layers = tuple(of_prompts(memory) if isinstance(memory, KeyValues) else None for memory in memories)
         prefix = Prefix(layers, jnp.asarray(prompt.mask), jnp.sum(prompt.mask, axis=-1, dtype=jnp.int32))

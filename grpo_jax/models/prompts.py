@@ -4,17 +4,13 @@ Letters: N prompts of P tokens.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-
-from grpo_jax.functional.products import traits_of_backend
-from grpo_jax.models.sharding import mesh_sizes
 
 Array = Any  # jax.Array on a device, np.ndarray on the host
 
@@ -114,43 +110,3 @@ def useful_widths(widths: Sequence[int], prompt: int, group_tokens: int) -> tupl
         if useful[-1] + group_tokens >= 1.1 * (width + group_tokens):
             useful.append(width)
     return tuple(reversed(useful))
-
-
-def computed_at_widths(compute: Callable[[PromptTokens], Any], prompt: PromptTokens) -> Any:
-    """Computes prompts in pieces of similar length, the longest first, so that little padding is computed.
-
-    Args:
-      compute: A function of prompts `[n, w]` to arrays `[n, ...]`, in which some axes may have size w.
-      prompt: The prompts. If their widths save little, or on a mesh, all are computed at once.
-
-    Returns:
-      The arrays of all prompts, in which these axes have size P. They are padded on the left with zeros.
-    """
-    num_prompts, tokens = len(prompt), traits_of_backend().piece_tokens
-    widths = useful_widths(prompt.widths.pieces, prompt.width, 0)
-    # On a mesh a piece would not be spread evenly.
-    if len(widths) < 2 or prompt.ids.size <= 2 * tokens or mesh_sizes() is not None:
-        return compute(prompt)
-    prompt = jax.tree.map(jnp.asarray, prompt)
-    number = jnp.searchsorted(jnp.asarray(widths), jnp.sum(prompt.mask, axis=-1, dtype=jnp.int32))
-    order = jnp.argsort(-number, stable=True)
-    total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, prompt))
-
-    def put(width: int, places: jax.Array, begin: Any, piece: jax.Array, total: Any) -> Any:
-        # The last piece may compute the last prompt several times.
-        prompts = order[jnp.minimum(begin + piece * places.size + places, num_prompts - 1)]
-
-        def put_array(total: jax.Array, x: jax.Array) -> jax.Array:
-            ends = (slice(whole - part, None) for whole, part in zip(total.shape[1:], x.shape[1:], strict=True))
-            return total.at[(prompts, *ends)].set(x)
-
-        return jax.tree.map(put_array, total, compute(prompt.take(prompts).cut(width)))
-
-    begin: Any = 0
-    for place, width in reversed([*enumerate(widths)]):
-        size = min(max(1, tokens // width), num_prompts)
-        # Prompts that fill up the pieces of a wider width are not computed again.
-        num_pieces = -(-jnp.maximum(jnp.sum(number >= place) - begin, 0) // size)
-        total = jax.lax.fori_loop(0, num_pieces, partial(put, width, jnp.arange(size), begin), total)
-        begin += num_pieces * size
-    return total

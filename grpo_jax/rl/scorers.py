@@ -11,10 +11,11 @@ import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, map_rows
+from grpo_jax.models.pieces import computed_in_pieces, lengths_of
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import Method, Scorer
-from grpo_jax.step.pieces import choose_pieces, computed_in_pieces, lengths_of
+from grpo_jax.step.pieces import choose_pieces
 from grpo_jax.step.scores import score_completion_tokens
 from grpo_jax.step.types import Batch
 

@@ -14,10 +14,10 @@ import optax
 
 from grpo_jax.devices import ONE_DEVICE, Devices, sum_rows
 from grpo_jax.functional import Metrics
+from grpo_jax.models.pieces import Microbatches, Pieces, take
 from grpo_jax.models.rounding import changed_share
 from grpo_jax.models.sharding import laid_out
 from grpo_jax.models.transformer import Params
-from grpo_jax.step.pieces import Microbatches, Pieces, take
 from grpo_jax.step.types import Logs, TrainState
 
 # (inputs without gradient, trained parameters, batch with weights) -> (Σ weights · loss, logs)

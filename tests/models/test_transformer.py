@@ -110,7 +110,7 @@ def loss_and_grads(hidden_fn, config):
     def loss(params):
         hidden = hidden_fn(config, params, *inputs)
         logprobs = jax.nn.log_softmax(hidden @ decoder_policy(config).unembedding(params).T)
-        return jnp.sum(weights * jnp.take_along_axis(logprobs, inputs[2][..., None], axis=-1)[..., 0]), hidden
+        return jnp.sum(weights * jnp.take_along_axis(logprobs, inputs[1][..., None], axis=-1)[..., 0]), hidden
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(random_params(config, 0.1))
 

@@ -15,6 +15,7 @@ from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU, assume_traits
+from grpo_jax.models import pieces as cut
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.prompts import PromptTokens, PromptWidths, choose_widths, useful_widths
 from grpo_jax.rl import ppo
@@ -111,17 +112,17 @@ def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out()
 def test_pieces_of_several_widths_by_hand():
     """Widths 16, 24 and 48 hold 4, 3 and 1 prompts. Pieces of 1, 2 and 4 prompts: the first has the prompt of 48
     tokens; two have those of 20, 24 and 17 and one shorter prompt; and the last has the other three."""
-    pieces = rl_pieces.by_prompts(N, 8, rl_pieces.Sorting(jnp.asarray(PROMPT_LENGTHS), WIDTHS, (4, 2, 1)))
+    pieces = cut.by_prompts(N, 8, cut.Sorting(jnp.asarray(PROMPT_LENGTHS), WIDTHS, (4, 2, 1)))
     assert [x.prompt_width for x in pieces] == [48, 24, 16]
     assert [int(x.num_used) for x in pieces] == [1, 2, 1]
     assert pieces[0].prompts[0].tolist() == [1]
     assert pieces[1].prompts[:2].tolist() == [[4, 6], [7, 0]]
     assert pieces[2].prompts[0, :3].tolist() == [2, 3, 5]
     assert pieces[2].members[0, :, 0].tolist() == [True, True, True, False]
-    assert rl_pieces.take(a_batch(), pieces[1], 0).prompt.ids.shape == (2, 24)
+    assert cut.take(a_batch(), pieces[1], 0).prompt.ids.shape == (2, 24)
 
 
-compiled = jax.jit(rl_pieces.packed, static_argnums=(1, 2))
+compiled = jax.jit(cut.packed, static_argnums=(1, 2))
 
 
 def rows_of(lengths, width, rows):
@@ -157,10 +158,10 @@ def test_each_completion_is_in_one_row_and_no_row_is_too_long(rows, width):
 
 def test_a_piece_masks_what_it_does_not_compute():
     batch = a_batch()._replace(weights=np.ones((N, G, T), np.float32))
-    lengths = rl_pieces.lengths_of(batch.completion_mask)
+    lengths = cut.lengths_of(batch.completion_mask)
     assert lengths.tolist() == LENGTHS.tolist()  # up to the last token that is learned from
     pieces = rows_of(lengths, 8, 2)
-    piece_of = jax.jit(lambda number: rl_pieces.take(jax.tree.map(jnp.asarray, batch), pieces, number))
+    piece_of = jax.jit(lambda number: cut.take(jax.tree.map(jnp.asarray, batch), pieces, number))
     taken = [jax.device_get(piece_of(number)) for number in range(int(pieces.num_used))]
     assert sum(piece.completion_mask.sum() for piece in taken) == batch.completion_mask.sum()
     piece = taken[0]
@@ -211,9 +212,9 @@ CASES = {
 
 def pieces_of(kind, method, batch):
     if kind == PACKED:
-        return rl_pieces.packed(rl_pieces.lengths_of(batch.completion_mask), 8, 2)
+        return cut.packed(cut.lengths_of(batch.completion_mask), 8, 2)
     if kind == NARROW:
-        return rl_pieces.by_prompts(N, N, rl_pieces.Sorting(jnp.sum(batch.prompt.mask, axis=-1), (24, P), (1, 1)))
+        return cut.by_prompts(N, N, cut.Sorting(jnp.sum(batch.prompt.mask, axis=-1), (24, P), (1, 1)))
     return rl_pieces.choose_pieces(recipe(piece_tokens=40), batch)
 
 
@@ -234,7 +235,7 @@ def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
     def both(batch, in_pieces):
         pieces = pieces_of(kind, method, batch) if in_pieces else ()
         weighted = batch._replace(weights=method.aggregation(batch.completion_mask, num_completions=N * G))
-        return rl_pieces.computed_in_pieces(score, batch, pieces), summed(method, models, weighted, pieces)
+        return cut.computed_in_pieces(score, batch, pieces), summed(method, models, weighted, pieces)
 
     scores, ((gradient, loss, means), _) = jax.device_get(both(batch, False))
     mask = batch.completion_mask
@@ -292,12 +293,12 @@ def test_tokens_are_those_of_the_full_width():
     for longest in (48, 30, 20):
         mask = np.arange(P) >= P - np.array([[longest], [5]])
         prompt = PromptTokens(noise.integers(0, V, (2, P)).astype(np.int32), mask)
-        cut = replace(prompt, widths=PromptWidths(WIDTHS, WIDTHS))
+        narrower = replace(prompt, widths=PromptWidths(WIDTHS, WIDTHS))
         inputs = completion_numbers(sampling), group_temperatures(sampling), noise_of(0, SAMPLING, longest)
         with assume_traits(piece_tokens=16):
             one, other = (
                 sampler.complete(params, Prompts(tokens, []), *inputs)
-                for sampler, tokens in ((whole, prompt), (narrow, cut))
+                for sampler, tokens in ((whole, prompt), (narrow, narrower))
             )
         assert (one.completion_ids == other.completion_ids).all()
         np.testing.assert_allclose(one.sampler_logprobs, other.sampler_logprobs, atol=1e-5)
