@@ -230,7 +230,7 @@ def num_cores() -> int:
 def spread_over(tree: Any, devices: Devices) -> Any:
     """Spreads leading axes `[N, ...]` over devices like `to_devices`, but inside a program. The program that takes the
     result is then compiled only once."""
-    return jax.lax.with_sharding_constraint(tree, _shardings(tree, devices, 0))
+    return tree if size(devices) == 1 else jax.lax.with_sharding_constraint(tree, _shardings(tree, devices, 0))
 
 
 # ---- where arrays are

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from grpo_jax.functional.products import rms_norm, traits_of_backend, transposed
 from grpo_jax.models import sharding
-from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.modules import ACTIVATIONS, MLP, Linear, declared, kernel_param, nn, norm
 from grpo_jax.models.quantised import usable_kernel
 
@@ -38,40 +38,34 @@ class Routing(NamedTuple):
 class Experts(nn.Module):
     """The mixture of experts of a layer."""
 
-    config: ExpertsConfig
-    activation: Callable[[jax.Array], jax.Array] = nn.silu
-    has_frozen_router: bool = False
-    is_decoding: bool = False  # computes the next tokens of completions; on a mesh kernels then stay sharded
+    model: ModelConfig  # has experts
+    is_decoding: bool  # computes the next tokens of completions; on a mesh kernels then stay sharded
 
     @nn.compact
-    def __call__(self, x, routed=None):
+    def __call__(self, x, routed):
         """Computes the mixture of x `[N, M, D]`, in the shape of x, and the `Routing` of its tokens.
 
-        The router reads `routed`, in the shape of x; None: it reads x.
+        The router reads `routed`, in the shape of x.
         """
-        config, width, normalise = self.config, x.shape[-1], self.config.norm_topk_prob
-        activation = partial(gated, limit=config.swiglu_limit, activation=self.activation)
-        shapes = {
-            "gate_proj": (config.num_experts, width, config.moe_intermediate_size),
-            "up_proj": (config.num_experts, width, config.moe_intermediate_size),
-            "down_proj": (config.num_experts, config.moe_intermediate_size, width),
-        }
-        has_bias = config.swiglu_limit is not None
-        shape = width, config.num_experts
-        router = Kernel(shape, has_bias, self.is_decoding, config.has_norms, name="router")(x, jnp.float32)
-        router = jax.lax.stop_gradient(router) if self.has_frozen_router else router
-        kernels = {
-            name: Kernel(shape, has_bias, self.is_decoding, name=name)(x, x.dtype) for name, shape in shapes.items()
-        }
+        config, width = self.model.experts, x.shape[-1]
+        assert config
+        activation = partial(gated, limit=config.swiglu_limit, activation=ACTIVATIONS[self.model.hidden_act])
+        kernel = partial(Kernel, has_bias=config.swiglu_limit is not None, is_decoding=self.is_decoding)
+        router = kernel((width, config.num_experts), has_scales=config.has_norms, name="router")(x, jnp.float32)
+        router = jax.lax.stop_gradient(router) if self.model.router == "frozen" else router
+        inner = config.moe_intermediate_size
+        shapes = {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
+        kernels = {name: kernel((config.num_experts, *shape), name=name)(x, x.dtype) for name, shape in shapes.items()}
 
         def mixed(x: jax.Array, routed: jax.Array, router: Any, kernels: Any) -> tuple[jax.Array, Routing]:
-            tokens, num_chosen = x.reshape(-1, width), config.num_experts_per_tok
-            routing, weights = route(routed.reshape(-1, width), **router, num_chosen=num_chosen, normalise=normalise)
+            tokens, routed = (y.reshape(-1, width) for y in (x, routed))
+            choose = partial(route, num_chosen=config.num_experts_per_tok, normalise=config.norm_topk_prob)
+            routing, weights = choose(routed, **router)
             mixed_tokens = mixture(tokens, routing.experts, weights, kernels, activation).reshape(x.shape)
             routing = jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), routing)
             return mixed_tokens, jax.lax.stop_gradient(routing)
 
-        return _shared_out(mixed, x, x if routed is None else routed, router, kernels, is_decoding=self.is_decoding)
+        return _shared_out(mixed, x, routed, router, kernels, is_decoding=self.is_decoding)
 
 
 def mix_experts(
@@ -92,9 +86,7 @@ def mix_experts(
     """
     assert config.experts
     width, has_norms = config.experts.shared_expert_intermediate_size, config.experts.has_norms
-    is_frozen, activation = config.router == "frozen", ACTIVATIONS[config.hidden_act]
-    experts = Experts(config.experts, activation, is_frozen, is_decoding, name="experts")
-    experts_input, routed = normed, None
+    experts, experts_input, routed = Experts(config, is_decoding, name="experts"), normed, normed
     if has_norms:
         scale = jnp.full_like(x, x.shape[-1] ** -0.5, jnp.float32, x.shape[-1:])
         experts_input, routed = norm(config, "experts_input_norm")(x), rms_norm(x, scale, config.rms_norm_eps)

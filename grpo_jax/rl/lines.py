@@ -72,9 +72,12 @@ def read_line(
     reward, warnings = rollout.metrics["reward"], dict(rollout.warnings)
     if damaged := damage(rollout.metrics | metrics):
         warnings.pop("spread", None)  # equal rewards are then not the fault of the prompts
+    words = ["no reward" if reward is None else f"reward {reward:.3f}"]
+    words += [f"KL {metrics['kl']:.3g}"] if "kl" in metrics else []
+    words += [f"length {rollout.metrics['length_mean']:.1f}"]
     return Line(
         metrics=rollout.metrics | metrics,
-        words="no reward" if reward is None else f"reward {reward:.3f}",
+        words=", ".join(words),
         warnings=warnings | damaged | (ratio_warning(metrics) if rollout.is_fresh else {}),
         groups=groups,
         times=times,

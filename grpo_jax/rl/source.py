@@ -14,17 +14,7 @@ import numpy as np
 
 from grpo_jax.config import GRPOConfig, SamplingConfig
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.devices import (
-    ONE_DEVICE,
-    Devices,
-    all_rows,
-    jit_on_devices,
-    map_rows,
-    place,
-    size,
-    spread_over,
-    to_devices,
-)
+from grpo_jax.devices import ONE_DEVICE, Devices, all_rows, jit_on_devices, map_rows, place, spread_over, to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.prompts import PromptTokens
@@ -380,4 +370,4 @@ def select_groups(batches: list[Batch], groups: np.ndarray, devices: Devices = O
 def _choose(chosen: Batch, batch: Batch, places: jax.Array, *, devices: Devices) -> Batch:
     """Selects groups from the concatenation of both batches, and shards them over devices."""
     picked = jax.tree.map(lambda one, other: jnp.concatenate([one, other])[places], chosen, batch)
-    return spread_over(picked, devices) if size(devices) > 1 else picked
+    return spread_over(picked, devices)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.devices import ONE_DEVICE, Devices, size, spread_over
+from grpo_jax.devices import ONE_DEVICE, Devices, spread_over
 from grpo_jax.models.params import join
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import SHUFFLING, Learned, Method, RewardArrays, step_key
@@ -104,7 +104,7 @@ def update_epochs(
 
         def minibatch(prompts: jax.Array) -> Batch:
             chosen = jax.tree.map(lambda x: x[prompts], batch)
-            return spread_over(chosen, devices) if size(devices) > 1 else chosen
+            return spread_over(chosen, devices)
 
         order = minibatch_order(*seed_and_step, num_prompts, epochs=epochs, minibatches=minibatches)
         state, history = jax.lax.scan(lambda state, prompts: optimizer_step(state, minibatch(prompts)), state, order)

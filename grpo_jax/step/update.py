@@ -88,18 +88,14 @@ def accumulate_grads(
     """
     pieces, grad_fn = pieces_of(batch), jax.value_and_grad(partial(loss_fn, inputs[0]), has_aux=True)
 
-    def grads_of(piece: Any) -> tuple[tuple[Params, jax.Array, Metrics], Mapping[str, jax.Array]]:
-        (loss, logs), grads = grad_fn(inputs[1], piece)
-        return (laid_out(grads), loss, logs.means), logs.maxima
-
     if not pieces:
-        return grads_of(batch)
+        return _sums_and_maxima(grad_fn(inputs[1], batch))
 
     def add(microbatches: Microbatches, number: jax.Array, total: Any) -> Any:
-        sums, maxima = grads_of(take(batch, microbatches, number))
+        sums, maxima = _sums_and_maxima(grad_fn(inputs[1], take(batch, microbatches, number)))
         return jax.tree.map(jnp.add, total[0], sums), jax.tree.map(jnp.maximum, total[1], maxima)
 
-    sums, maxima = jax.eval_shape(lambda: grads_of(take(batch, pieces[0], 0)))
+    sums, maxima = jax.eval_shape(lambda: _sums_and_maxima(grad_fn(inputs[1], take(batch, pieces[0], 0))))
     grads, loss, means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
     total: Any = (laid_out(grads), loss, means), jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), maxima)
     for microbatches in pieces:
@@ -109,3 +105,9 @@ def accumulate_grads(
             num_used = jnp.maximum(num_used, 1 if len(pieces) == 1 else sum(x.num_used for x in pieces) == 0)
         total = jax.lax.fori_loop(0, num_used, partial(add, microbatches), total)
     return total
+
+
+def _sums_and_maxima(result: Any) -> tuple[tuple[Params, jax.Array, Metrics], Mapping[str, jax.Array]]:
+    """Sorts the result of `jax.value_and_grad` by how pieces are combined."""
+    (loss, logs), grads = result
+    return (laid_out(grads), loss, logs.means), logs.maxima

@@ -15,12 +15,13 @@ from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU, assume_traits
-from grpo_jax.models import pieces as cut
-from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models import heads, pieces as cut
+from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.prompts import PromptTokens, PromptWidths, choose_widths, useful_widths
 from grpo_jax.rl import ppo
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method_programs
+from grpo_jax.rl.scorers import with_ends
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, RewardArrays, noise_of
 from grpo_jax.rl.update import loss_of
@@ -218,12 +219,24 @@ def pieces_of(kind, method, batch):
     return rl_pieces.choose_pieces(recipe(piece_tokens=40), batch)
 
 
+def whole_vocabulary():
+    """The KL over the whole vocabulary, from a reference that is not the policy."""
+    policy, params = decoder_policy(MODEL), random_params(MODEL)
+    method = grpo_method(policy, recipe(divergence="full", kl_coef=0.3))
+    reference = jax.tree.map(lambda x: 1.1 * x, params)
+    terms = [lambda models, *rest, term=term: term(models | {"reference": reference}, *rest) for term in method.terms]
+    return method._replace(terms=tuple(terms)), {"policy": params}, partial(score_completion_tokens, policy, params)
+
+
+CASES["whole vocabulary"] = (PACKED, whole_vocabulary)
+
+
 def summed(method, models, weighted, pieces):
     """The sums (gradients, loss and metrics) and the maxima of a batch in these pieces."""
     return accumulate_grads(partial(loss_of, method), lambda _: pieces, ((None, {}), models), weighted)
 
 
-@pytest.mark.parametrize("name", slow_unless(("both",), CASES))
+@pytest.mark.parametrize("name", slow_unless(("both", "whole vocabulary"), CASES))
 def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
     kind, make = CASES[name]
     method, models, score = make()
@@ -303,3 +316,41 @@ def test_tokens_are_those_of_the_full_width():
         assert (one.completion_ids == other.completion_ids).all()
         np.testing.assert_allclose(one.sampler_logprobs, other.sampler_logprobs, atol=1e-5)
     assert narrow.program._cache_size() == 2
+
+
+def test_packed_completions_have_the_values_after_their_ends():
+    _, models, score = of_ppo("own")
+    batch = with_ends(jax.tree.map(jnp.asarray, a_batch()))
+    pieces = cut.packed(cut.lengths_of(batch.completion_mask), 10, 2)
+    actual = jax.jit(lambda batch: cut.computed_in_pieces(score, batch, pieces))(batch)["end_values"]
+    values = heads.values(decoder_policy(MODEL), models["critic"], batch.prompt, *batch[1:3])
+    expected = np.take_along_axis(np.asarray(values), LENGTHS[..., None], axis=-1)
+    assert np.ptp(expected) > 0.1
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_a_model_may_read_more_of_a_prompt_than_its_tokens():
+    """A model that only repeats a number, which comes with each prompt, when it samples and when it scores."""
+
+    def states(params, rows):
+        return jnp.broadcast_to(repeated(rows.prompt)[:, None, None], (*rows.ids.shape, V)), None
+
+    def repeated(prompt):
+        return 50 * jax.nn.one_hot(prompt.extras, V)
+
+    def prefill(params, prompt, group_size, max_tokens):
+        def decode(cache, ids, step):
+            return jnp.broadcast_to(cache[:, None], (*ids.shape, V)), cache
+
+        return repeated(prompt), decode, repeated(prompt)
+
+    policy, numbers = Policy(None, lambda params: params, states, prefill), np.arange(N, dtype=np.int32) % V
+    sampling = recipe(num_prompts=N, group_size=G, max_tokens=T).sampling
+    prompt = replace(a_batch().prompt, extras=numbers)
+    inputs = completion_numbers(sampling), group_temperatures(sampling), noise_of(0, SAMPLING, 0)
+    batch, _ = make_sampler(policy, TASK, sampling).sample(jnp.eye(V), Prompts(prompt, []), *inputs)
+    ended = np.asarray(batch.completion_mask)
+    assert (np.asarray(batch.completion_ids) == numbers[:, None, None])[ended].all()
+    pieces = cut.packed(cut.lengths_of(batch.completion_mask), 8, 2)
+    scores = cut.computed_in_pieces(partial(score_completion_tokens, policy, jnp.eye(V)), batch, pieces)
+    np.testing.assert_allclose(scores.logprobs, 0, atol=1e-5)
