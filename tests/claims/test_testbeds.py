@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny import whole_prompts
 
-from experiments.claims import testbeds
+from claims import testbeds
 from experiments.tasks import arithmetic, letters
 from grpo_jax.data.types import rng
 from grpo_jax.models.config import ModelConfig
