@@ -75,9 +75,6 @@ def read_line(
     words = ["no reward" if reward is None else f"reward {reward:.3f}"]
     words += [f"KL {metrics['kl']:.3g}"] if "kl" in metrics else []
     words += [f"length {rollout.metrics['length_mean']:.1f}"]
-    words = ["no reward" if reward is None else f"reward {reward:.3f}"]
-    words += [f"KL {metrics['kl']:.3g}"] if "kl" in metrics else []
-    words += [f"length {rollout.metrics['length_mean']:.1f}"]
     return Line(
         metrics=rollout.metrics | metrics,
         words=", ".join(words),
