@@ -192,7 +192,7 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if origin is Literal:
-        return value in args
+        return isinstance(value, (*map(type, args),)) and value in args  # arrays compare by element
     if origin in (Union, UnionType):
         return any(fits(value, arg) for arg in args)
     if origin is Callable:
@@ -225,17 +225,19 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-# Options of TRL that have another name here.
+# Options that have another name in TRL, or that people guess.
 COUNTERPARTS = {"num_generations": "group_size", "num_iterations": "epochs", "max_completion_length": "max_tokens"}
 COUNTERPARTS |= {"per_device_train_batch_size": "num_prompts", "num_train_epochs": "steps", "beta": "kl_coef"}
-COUNTERPARTS |= {"loss_type": "preset", "bf16": "dtype", "epsilon": "epsilon_low"}
+COUNTERPARTS |= {"loss_type": "preset", "bf16": "dtype", "epsilon": "epsilon_low", "lr": "learning_rate"}
+COUNTERPARTS |= {"batch_size": "num_prompts", "max_steps": "steps", "gradient_accumulation_steps": "microbatches"}
+COUNTERPARTS |= {"model_name_or_path": "model", "output_dir": "run_dir", "lora_r": "lora_rank", "dataset": "task"}
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Returns a hint for an unknown name: the closest known names, or else all of them."""
     known = list(known)
     if COUNTERPARTS.get(name) in known:
-        return f"TRL's {name} is {COUNTERPARTS[name]} here"
+        return f"{name} is called {COUNTERPARTS[name]} here"
     close = difflib.get_close_matches(str(name), known, 3)  # YAML has names that are numbers
     return f"is it {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
 
