@@ -46,15 +46,17 @@ def between(least: float, most: float, words: str | None = None) -> Range:
     return Range(lambda number: least <= number <= most, words or f"between {least} and {most}")
 
 
-FINITE = Range(lambda number: number < math.inf, "finite")
+# Others would become 0 or infinity on the devices. Numbers below the smallest normal one count as 0 there.
+FLOAT32 = Range(lambda number: number == 0 or 2.0**-126 <= abs(number) < 2.0**128, "a number that float32 holds")
+FLOAT32_OR_INFINITE = Range(lambda number: number == math.inf or FLOAT32.contains(number), f"{FLOAT32.words}, or inf")
 STORABLE = Range(lambda number: number < 2**31, "below 2^31")  # counters and array sizes hold no more
 
 Count = Annotated[int, at_least(0), STORABLE]
 Size = Annotated[int, at_least(1), STORABLE]
 Seed = Annotated[int, between(0, 2**32 - 1, "between 0 and 2^32 - 1")]  # keys of random numbers hold no more
-Weight = Annotated[float, at_least(0), FINITE]
-Positive = Annotated[float, above(0), FINITE]
-Bound = Annotated[float, above(0)]  # infinity is no bound
+Weight = Annotated[float, at_least(0), FLOAT32]
+Positive = Annotated[float, above(0), FLOAT32]
+Bound = Annotated[float, above(0), FLOAT32_OR_INFINITE]  # infinity is no bound
 Fraction = Annotated[float, between(0, 1)]
 Share = Annotated[float, above(0), Range(lambda number: number <= 1, "at most 1")]
 
