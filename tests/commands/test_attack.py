@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from command_helpers import without_override, write_inputs
+from command_runs import USER_CODE
 from test_faults import FAULTS
 
 from grpo_jax import commands
@@ -41,7 +42,7 @@ METHODS = {
     "kto": f"--method kto {FIT} --data rows.jsonl --num-completions 8",
     "lora": f"{GRADED} --lora-rank 2",
     "distillation": f"{GRADED} --teacher teacher --distillation reverse_kl",
-    "episodes": f"{GRADED} --environment game.py:make --max-turns 2 --environment-tokens 8 --max-tokens 16",
+    "episodes": f"{GRADED} --environment user.py:make --max-turns 2 --environment-tokens 8 --max-tokens 16",
 }
 
 
@@ -229,6 +230,7 @@ def actions_on(file: Path, dice: random.Random, *, exports: bool) -> list[str]:
 def test_damage_is_noticed_or_harmless(attack, tmp_path, name):
     folder, dice, outcomes, faults = write_inputs(tmp_path / "inputs"), random.Random(name), Counter[str](), []
     shutil.rmtree(folder / "granite")
+    (folder / "user.py").write_text(USER_CODE)
     status, text = attack(folder, "train", *METHODS[name].split(), "--run-dir", "run")
     assert status == 0, text
     (checkpoint,) = (folder / "run/checkpoints").glob("*/1")
