@@ -1,10 +1,12 @@
 """How often the rule of `verdicts` is wrong, and how often it finds a difference, on numbers of known means.
 
-Whole families of claims with all their looks are simulated, as `questions` has them. Means are put where a
-verdict is false: at no difference, at the edge of what matters, and at the bound of the claim's own range. Deviations
-are those seen over seeds, 0.0029 to 0.01 where tasks are nearly solved and 0.025 to 0.05 where they are not; claims are
-independent, or share half of their variance, as claims with a common arm do; values are normal, or have Student's tails
-at 3 degrees. The last two lines have for each claim the deviation that its own seeds had. Five minutes on two cores.
+Whole families of claims with all their looks are simulated, as `questions` has them. Means are put where a verdict is
+false: at no difference, at the edge of what matters, and at the bound of the claim's own range.
+
+Deviations are those seen over seeds, 0.0029 to 0.01 where tasks are nearly solved and 0.025 to 0.05 where they are not;
+claims are independent, or share half of their variance, as claims with a common arm do; values are normal, or have
+Student's tails at 3 degrees. The last two lines have for each claim the deviation that its own seeds had. Five minutes
+on two cores.
 
   python -m experiments.claims.simulated
 """
