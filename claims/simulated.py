@@ -8,7 +8,7 @@ claims are independent, or share half of their variance, as claims with a common
 Student's tails at 3 degrees. The last two lines have for each claim the deviation that its own seeds had. Five minutes
 on two cores.
 
-  python -m experiments.claims.simulated
+  python -m claims.simulated
 """
 
 import math
@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import tyro
 
-from experiments.claims.numbers import read_numbers
-from experiments.claims.questions import CLAIMS, Claim
-from experiments.claims.verdicts import BANDS, LOOKS, Decision, Verdict, decide, standard_error
+from claims.numbers import read_numbers
+from claims.questions import CLAIMS, Claim
+from claims.verdicts import BANDS, LOOKS, Decision, Verdict, decide, standard_error
 
 DEVIATIONS = (0.0029, 0.01, 0.025, 0.05)
 WAYS = {"normal": (0.0, math.inf), "correlated": (0.5, math.inf), "heavy tails": (0.0, 3.0)}  # correlation, degrees
@@ -152,4 +152,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, prog="python -m experiments.claims.simulated", description=__doc__))
+    main(tyro.cli(Config, prog="python -m claims.simulated", description=__doc__))
