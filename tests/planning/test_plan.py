@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 from tiny import refused
 
 from experiments.benchmarks.shapes import MID
@@ -96,7 +95,7 @@ class Options(RunOptions):
 def plan_with(monkeypatch, options: RunOptions, limit: int):
     monkeypatch.setattr(prepare, "memory_limit", lambda devices: limit)
     loaded = Loaded(decoder_policy(SMALL), None, Pretrained(SMALL, None, None, (), Path(), ()))
-    task = SimpleNamespace(prompts=lambda step: SimpleNamespace(ids=np.zeros((4, 16))))
+    task = SimpleNamespace(prompts=lambda step: SimpleNamespace(tokens=SimpleNamespace(width=16)))
     options, models, plan = apply_memory_plan(options, {"policy": loaded}, task)
     return options, models["policy"], plan
 
