@@ -9,7 +9,7 @@ import pytest
 from tiny import STORIES, needs_data, refused, save_tiny_model, tiny_config
 
 from experiments.tasks import arithmetic
-from grpo_jax.data.types import Completion, Prompt
+from grpo_jax.data.types import Completion, Prompt, Turn
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.constitution import NO, YES, constitution, model_judge, parse_principles, read_principles
@@ -83,6 +83,14 @@ def test_a_judge_reads_messages_without_the_policys_template(model):
     judge("4+4", [{"prompt": Prompt("1+1=")}], [Completion("23")])  # a policy without a template
     with refused("another chat template"):
         judge("4+4", [{"prompt": Prompt("1+1=", template="another")}], [Completion("23")])
+
+
+def test_a_judge_reads_an_episode_turn_by_turn(model):
+    judge = model_judge(model, **OPTIONS | {"template": "{principle}{completion}"}, probability=False)
+    heard = Turn(Completion("7"), Completion("9no9"), None, {"role": "user", "content": "no"})
+    episode = Completion("79no98", turns=[heard, Turn(Completion("8"))])
+    expected = by_hand(model, "4+4=assistant: 7\nuser: no\nassistant: 8")
+    np.testing.assert_allclose(judge("4+4=", [{"prompt": "1+1="}], [episode]), [expected], rtol=1e-4)
 
 
 def test_a_completion_brings_no_control_tokens(model):
