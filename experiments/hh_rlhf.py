@@ -3,11 +3,11 @@
 A hash of how each dialogue begins divides the pairs into thirds:
 
 - The first third trains the policy (SFT on the chosen answers) and the reward model (from the SFT policy). PPO, GRPO
-  and the control then start from the SFT policy and train on the prompts of this third. The control is GRPO on a coin
-  toss.
-- The second third trains the judge, which is another reward model. It is trained once.
-- The last third is held out. Its pairs test both reward models. The policies answer its prompts, and the judge scores
-  the answers.
+and the control then start from the SFT policy and train on the prompts of this third. The control is GRPO on a coin
+toss.
+
+- The second third trains the judge, which is another reward model. It is trained once. - The last third is held out.
+Its pairs test both reward models. The policies answer its prompts, and the judge scores the answers.
 
 Each seed trains everything anew except the judge.
 
@@ -78,7 +78,7 @@ from grpo_jax.data.preferences import (
     read_preferences,
 )
 from grpo_jax.data.types import Component, Reward
-from grpo_jax.devices import num_devices, place
+from grpo_jax.devices import devices_of, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
 from grpo_jax.models.chat import Chat
@@ -93,8 +93,8 @@ from grpo_jax.prepare import Loaded, load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
+from grpo_jax.rl.programs import Programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import RunFolder
@@ -198,7 +198,7 @@ def main(config: Config) -> None:
     programs = {"ppo": ppo._replace(sampler=grpo.sampler), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
     keep_description(run, model.pretrained, config.model, config.chat)
-    start = place(model.params, num_devices(config.ppo.run.devices))
+    start = place(model.params, devices_of(config.ppo.run))
     judge = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, start, thirds, judge, programs, run)
     matches = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]

@@ -1,10 +1,11 @@
 """Happier stories: GRPO on a small pretrained model, with a KL to its start that keeps the stories readable.
 
 The reward is the share of sentences that say something happy (experiments/tasks/rewards.py). The control gets a coin
-toss as its reward and must stay near the start. The run takes about a minute on two CPU cores with
-the 260-thousand-parameter TinyStories model. Expect the held-out reward to rise from about 0.2 to 0.8. The KL is a
-setting of this experiment; another --preset replaces it. Compared with the paper, there is no learned reward model, and
-the reference is never refreshed.
+toss as its reward and must stay near the start. The run takes about a minute on two CPU cores with the
+260-thousand-parameter TinyStories model.
+
+Expect the held-out reward to rise from about 0.2 to 0.8. The KL is a setting of this experiment; another --preset
+replaces it. Compared with the paper, there is no learned reward model, and the reference is never refreshed.
 
   python -m experiments.stories --model DIR
   python -m experiments.stories --model DIR --lora-rank 4 --learning-rate 3e-3
@@ -21,19 +22,19 @@ import numpy as np
 
 from experiments.tasks.stories import repeated_share, stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
-from grpo_jax.devices import num_devices, place
+from grpo_jax.devices import devices_of, place
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.prepare import load_model
 from grpo_jax.rl.evaluate import Evaluation, Samples
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.runs.report import finish
 from grpo_jax.statistics import cell
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch
 from grpo_jax.train import train_with_control
 
 
@@ -71,16 +72,16 @@ def main(config: Config) -> None:
         overlong=config.model.overlong,
     )
     programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
-    start = place(model.params, num_devices(config.train.devices))
+    start = place(model.params, devices_of(config.train))
     run = flags.open_run(config)
     keep_description(run, model.pretrained, config.model, chat=False)
-    width = task.heldout.ids.shape[1] + config.train.sampling.max_tokens
+    width = task.heldout.tokens.width + config.train.sampling.max_tokens
     run.warn(length_warning(width, model.pretrained.config.max_position_embeddings))
     stories: list[str] = []
     describe = make_description(model.policy, start, config.train)
 
     def examine(evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:
-        prompts, completions = calls[0].prompts, calls[0].completions
+        prompts, completions = calls[0].prompts.tokens, calls[0].completions
         stories.append(task.decode([*prompts.ids[0][prompts.mask[0]], *completions.completion_ids[0, 0]]))
         return describe(evaluation, calls)
 
@@ -118,7 +119,7 @@ def make_description(
             sampled = mask & chosen[..., None]
             # The sampler's log-probabilities have this temperature.
             temperature = np.full(chosen.shape, config.sampling.temperature, np.float32)
-            scores = score(start, Batch(call.prompts.ids, call.prompts.mask, ids, mask, temperature))
+            scores = score(start, Batch(call.prompts.tokens, ids, mask, temperature))
             start_logprob += float(np.asarray(scores.logprobs)[sampled].sum())
             logprob += float(call.completions.sampler_logprobs[sampled].sum())
             tokens += sampled.sum()

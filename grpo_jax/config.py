@@ -8,8 +8,8 @@ from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS, Objective
 from grpo_jax.models.config import AttentionKind, Dtype, Rounding, Router
-from grpo_jax.models.lora import TARGETS, Target
 from grpo_jax.models.params import Quantize
+from grpo_jax.models.projections import TARGETS, Target
 from grpo_jax.options import (
     Bound,
     Config,
@@ -74,7 +74,7 @@ class ModelOptions:
     """Training of the routers in models with experts. LoRA never trains them."""
     lora_rank: Annotated[int, at_least(0)] = 0
     """Rank of LoRA adapters, which are then all that is trained; 0: all parameters are trained."""
-    lora_alpha: Bound = 16.0
+    lora_alpha: Positive = 16.0
     """Scale of LoRA: the adapters' product is multiplied by alpha / rank."""
     lora_targets: tuple[Target, ...] = TARGETS
     """Projections that get adapters."""
@@ -118,7 +118,8 @@ class AdamWConfig:
     """AdamW and its schedule."""
 
     learning_rate: Positive = 1e-6
-    """Peak learning rate of AdamW. A tiny model takes 1e-4 to 1e-3, LoRA 1e-5."""
+    """Peak learning rate of AdamW: 1e-6 from 0.3 billion parameters, 1e-4 at 5 million, 4e-4 below 1 million; for LoRA
+    1e-5 from 0.5 billion."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
     decay: Literal["none", "linear", "cosine"] = "none"
@@ -363,11 +364,6 @@ class GRPOConfig(PhaseConfig):
     def needs_rewards(self) -> bool:
         """True if completions of training are graded."""
         return self.distillation.reward_coef > 0
-
-    @property
-    def packs(self) -> bool:
-        """True if the loss needs only numbers of sampled tokens, so that completions of a prompt may share a row."""
-        return self.loss.divergence == "preset" and self.distillation.distillation in ("none", "k1")
 
 
 # ---- presets

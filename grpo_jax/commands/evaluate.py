@@ -1,9 +1,11 @@
 """Measures a model on a task: greedy, avg@n, pass@k and maj@n, with 95% intervals over prompts.
 
 MODEL is a folder in Hugging Face format, an id on the hub, or the folder of a run. For a run, the command evaluates the
-newest checkpoint with the run's task, held-out prompts and sampling options, unless you give others. It executes the
-run's rewards, so evaluate only runs that you trust. If you give a task, all its rows are evaluated. --num-prompts does
-not change the completions. pass@k is the unbiased estimate; if rewards are not 0 or 1, it is the mean best of k.
+newest checkpoint with the run's task, held-out prompts and sampling options, unless you give others.
+
+It executes the run's rewards, so evaluate only runs that you trust. If you give a task, all its rows are evaluated.
+--num-prompts does not change the completions. pass@k is the unbiased estimate; if rewards are not 0 or 1, it is the
+mean best of k.
 
   grpo-jax evaluate DIR --task gsm8k --data DIR --samples 8 --max-tokens 256
   grpo-jax evaluate runs/train --samples 31
@@ -27,8 +29,8 @@ from rich.table import Table
 
 from grpo_jax.checks import check_effects, check_episodes, validate
 from grpo_jax.config import DecodingConfig, GRPOConfig, recipe
+from grpo_jax.data.prompts import hash_prompts
 from grpo_jax.data.text import Overlong, prompt_limit
-from grpo_jax.data.types import hash_prompts
 from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
@@ -36,6 +38,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.rounding import resolve_dtype
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
+from grpo_jax.prepare import try_rewards
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, num_heldout_calls, sample_heldout, summary
 from grpo_jax.rl.guards import check_tokens
@@ -46,7 +49,8 @@ from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.pretrained import Step, load_run, phase_of
 from grpo_jax.runs.progress import RunConsole, watched
 from grpo_jax.statistics import cell
-from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
+from grpo_jax.tasks.opening import open_task
+from grpo_jax.tasks.options import TaskOptions, check_task_options
 from grpo_jax.tasks.task import Task
 
 _MAX_GROUP = 16  # the most completions of a prompt to sample at once, which bounds the memory
@@ -165,7 +169,8 @@ def main(options: Options) -> None:
     with task_of as task:
         check_tokens(task)
         check_episodes(config.sampling, has_environment=task.environment is not None)
-        pretrained = for_texts(pretrained, task.heldout.ids.shape[1] + config.sampling.completion_width)
+        try_rewards(task, task.heldout.examples[0], pretrained, group_size)
+        pretrained = for_texts(pretrained, task.heldout.tokens.width + config.sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")

@@ -2,10 +2,11 @@
 
 A row is a JSON object with a prompt and the columns that its rewards need. A reward is a Python function of (examples,
 completions) that returns a number for each; an example is a row with its prompt as text. The function runs in a process
-of its own, which is killed when it hangs. Held-out prompts are evaluated before, during and after training. --control
-also trains on a coin toss, which must not learn. With --teacher another model judges each token, alongside the reward
-or instead of it. A model of 260 thousand parameters takes minutes on two CPU cores; one of a billion needs an
-accelerator.
+of its own, which is killed when it hangs.
+
+Held-out prompts are evaluated before, during and after training. --control also trains on a coin toss, which must not
+learn. With --teacher another model judges each token, alongside the reward or instead of it. A model of 260 thousand
+parameters takes minutes on two CPU cores; one of a billion needs an accelerator.
 
 Other methods are --method ppo, sft, reward-model, dpo and kto; each has a --help of its own.
 
@@ -38,7 +39,8 @@ from grpo_jax.prepare import (
     try_rewards,
 )
 from grpo_jax.runs import flags, report
-from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
+from grpo_jax.tasks.opening import open_task
+from grpo_jax.tasks.options import TaskOptions, check_task_options
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import CONTROL, train_with_control
 
@@ -101,9 +103,9 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
 def show_start(options: RewardOptions, models: Models, task: Task) -> None:
     """Prints what a run would begin with: the notes, the memory plan, and the first prompt with its rewards."""
     pretrained, prompts = models["policy"].pretrained, task.prompts(0)
-    scores = try_rewards(task, pretrained, run_of(options.train).sampling.group_size)
+    scores = try_rewards(task, prompts.examples[0], pretrained, run_of(options.train).sampling.group_size)
     _, _, plan = apply_memory_plan(options, models, task)
-    first = pretrained.tokenizer.decode(prompts.ids[0][prompts.mask[0]].tolist())
+    first = pretrained.tokenizer.decode(prompts.tokens.ids[0][prompts.tokens.mask[0]].tolist())
     lines = [*pretrained.notes, *task.notes, str(plan), f"the first prompt, as the model reads it: {first!r}"]
     for what, rewards in scores.items():
         lines.append(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in rewards.items())}")

@@ -1,9 +1,11 @@
 """Supervised fine-tuning on rows that have a prompt and a completion.
 
 The model learns the tokens of the completion and its EOS, and none of the prompt. Texts are packed into rows of the
-longest one's width, so that little padding is computed. Prompts are made and held out as for GRPO: with the same rows
-and options, what is held out here is held out there. The NLL of held-out completions is measured before, during and
-after training. With --teacher the model learns another model's probabilities at each token of the completions.
+longest one's width, so that little padding is computed.
+
+Prompts are made and held out as for GRPO: with the same rows and options, what is held out here is held out there. The
+NLL of held-out completions is measured before, during and after training. With --teacher the model learns another
+model's probabilities at each token of the completions.
 
   grpo-jax train --method sft --model DIR --task rows.jsonl
   grpo-jax train --method sft --model SMALL --teacher LARGE --distillation forward_kl --task rows.jsonl
@@ -23,9 +25,10 @@ from grpo_jax.commands.offline import Job, Reference, Values, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
+from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import Row, completion_text, is_plain_answer, read_messages, read_rows
 from grpo_jax.data.text import Encoded, answer_conversation, answer_prompts, fit_answers, prompt_limit, uses_chat
-from grpo_jax.data.types import Prompts, hash_prompts, hash_values, pad_prompts
+from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
@@ -223,7 +226,7 @@ def encode_texts(
     tokenizer, shape = pretrained.tokenizer, pretrained.config
     longest, overlong = shape.max_position_embeddings, config.model.overlong
     chat = make_chat(tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
-    training_rows, heldout_rows, row_notes, prompt_width = encode_rows(
+    training_rows, heldout_rows, row_notes, prompt_tokens = encode_rows(
         chat,
         rows,
         vocab_size=shape.vocab_size,
@@ -259,7 +262,7 @@ def encode_texts(
     notes.append(
         f"{count} texts to train on in {size} rows of {width} tokens: {size / config.num_rows:.3g} steps an epoch"
     )
-    padded = pad_prompts(*heldout_rows.take(), width=prompt_width, pad_id=padding_id(tokenizer, shape.vocab_size))
+    padded = pad_prompts(*heldout_rows.take(), width=prompt_tokens, pad_id=padding_id(tokenizer, shape.vocab_size))
     return training, heldout, padded, notes
 
 

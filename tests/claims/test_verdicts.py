@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from experiments.claims import simulated, verdicts
-from experiments.claims.questions import BY_ID, CLAIMS, HEADLINES, RETESTS, Claim
-from experiments.claims.verdicts import decide, needed, p_values
+from claims import simulated, verdicts
+from claims.questions import BY_ID, CLAIMS, HEADLINES, RETESTS, Claim
+from claims.verdicts import decide, needed, p_values
 
 
 def claim(name="it", low=0.0, high=math.inf, scale="difference"):
@@ -112,6 +112,12 @@ def test_seeds_that_are_needed_by_hand():
     assert needed(claim(), values, 1) == 33
     assert needed(claim(), values, 20) > 33
     assert needed(claim(), around(0.0, 1.0, 10), 1) is None
+
+
+@pytest.mark.parametrize(("seeds", "distance"), [(32, 0.0201), (33, 0.0198)])
+def test_the_difference_that_seeds_find_by_hand(seeds, distance):
+    (decision,) = decide([claim()], {"it": around(0.0, 0.03, 10)}).values()
+    assert verdicts.detectable(decision, 1, seeds) == pytest.approx(distance, abs=5e-5)
 
 
 def test_intervals_are_not_narrower_than_the_floor_allows():

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import load_golden, refused
+from tiny import load_golden, refused, whole_prompts
 
 from grpo_jax.models.config import RopeScaling
 from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
@@ -41,8 +41,8 @@ def test_other_models_stay_as_they_are():
 
 
 def states_of_group(policy, num_completion_tokens, params=PARAMS):
-    ids = jnp.ones((1, 10), jnp.int32)
-    return policy.hidden(params, ids, ids > 0, jnp.ones((1, 1, num_completion_tokens), jnp.int32))
+    prompts = whole_prompts(jnp.ones((1, 10), jnp.int32))
+    return policy.hidden(params, prompts, jnp.ones((1, 1, num_completion_tokens), jnp.int32))
 
 
 def states_of_row(policy, width, params=PARAMS):
@@ -51,8 +51,7 @@ def states_of_row(policy, width, params=PARAMS):
 
 
 def prefill(policy, max_tokens, params=PARAMS):
-    ids = jnp.ones((1, 10), jnp.int32)
-    return policy.prefill(params, ids, ids > 0, 1, max_tokens)[::2]
+    return policy.prefill(params, whole_prompts(jnp.ones((1, 10), jnp.int32)), 1, max_tokens)[::2]
 
 
 def widen(policy, slots, params=PARAMS):

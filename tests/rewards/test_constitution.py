@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import STORIES, needs_data, refused, save_tiny_model, tiny_config
+from tiny import STORIES, needs_data, refused, save_tiny_model, tiny_config, whole_prompts
 
 from experiments.tasks import arithmetic
 from grpo_jax.data.types import Completion, Prompt, Turn
@@ -36,7 +36,7 @@ def by_hand(model, text):
 
 @jax.jit
 def next_probabilities(params, ids):
-    hidden = POLICY.hidden(params, ids, jnp.ones_like(ids, bool), jnp.zeros((1, 1, 1), jnp.int32))
+    hidden = POLICY.hidden(params, whole_prompts(ids), jnp.zeros((1, 1, 1), jnp.int32))
     return jax.nn.softmax(hidden[0, 0, 0] @ POLICY.unembedding(params).T)
 
 
@@ -85,12 +85,14 @@ def test_a_judge_reads_messages_without_the_policys_template(model):
         judge("4+4", [{"prompt": Prompt("1+1=", template="another")}], [Completion("23")])
 
 
-def test_a_judge_reads_an_episode_turn_by_turn(model):
-    judge = model_judge(model, **OPTIONS | {"template": "{principle}{completion}"}, probability=False)
-    heard = Turn(Completion("7"), Completion("9no9"), None, {"role": "user", "content": "no"})
-    episode = Completion("79no98", turns=[heard, Turn(Completion("8"))])
-    expected = by_hand(model, "4+4=assistant: 7\nuser: no\nassistant: 8")
-    np.testing.assert_allclose(judge("4+4=", [{"prompt": "1+1="}], [episode]), [expected], rtol=1e-4)
+@needs_data
+def test_a_judge_reads_an_episode_turn_by_turn():
+    judge = model_judge(load_pretrained(STORIES), yes=("y",), no=("n",), template="{principle} {completion}")
+    first = Turn(Completion("a cat"), Completion("<s> a dog </s>"), None, {"role": "user", "content": "a dog"})
+    episode = Completion("a cat<s> a dog </s>a bird", turns=[first, Turn(Completion("a bird"))])
+    plain = Completion("assistant: a cat\nuser: a dog\nassistant: a bird")
+    row = {"prompt": "Once"}
+    assert judge("kind", [row], [episode]) == pytest.approx(judge("kind", [row], [plain]), rel=1e-4)
 
 
 def test_a_completion_brings_no_control_tokens(model):

@@ -25,11 +25,11 @@ from grpo_jax.config import with_options
 from grpo_jax.data.types import Component, hash_values
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.processes import Grader
-from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import checkpoint as seal
 from grpo_jax.runs.checkpoint import Checkpoints, best_step, check_seal, params_sha256, read_scores, saved_steps
 from grpo_jax.runs.files import hold, write_text
 from grpo_jax.runs.folder import RunFolder, fresh_folder
+from grpo_jax.step.types import TrainState
 from grpo_jax.train import train
 
 CONFIG = with_options(RUN, rollouts_every=0)
@@ -267,6 +267,22 @@ lock = hold(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
 """
+
+
+def test_a_run_that_resumes_on_other_devices_says_so(tmp_path, monkeypatch):
+    def resume():
+        run = open_run(tmp_path, CONFIG)
+        run.keep_inputs("grpo", {"rows": "a"})
+        return [line["message"] for line in run.lines("warnings.jsonl")]
+
+    assert resume() == resume() == []
+    monkeypatch.setattr(jax, "device_count", lambda: 3)
+    (message,) = resume()
+    assert "goes on with device 3 cpu: sums are rounded in another order" in message
+    monkeypatch.undo()
+    assert resume() == [message]  # those are the devices that it began with
+    monkeypatch.setattr(jax, "__version__", "1.2.3")
+    assert "goes on with jax 1.2.3" in resume()[-1]
 
 
 def test_a_folder_that_another_process_writes_to_is_refused_until_that_ends(tmp_path):

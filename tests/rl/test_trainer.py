@@ -156,9 +156,7 @@ def test_an_environment_answers_each_turn(folder, tmp_path):
             assert observations == ["1+"] * (len(completion.turns) - 1)
         return episode_return(examples, completions)
 
-    trainer = GRPOTrainer(
-        model, graded, environment=higher, environment_tokens=4, run_dir=tmp_path / "run", **options
-    )
+    trainer = GRPOTrainer(model, graded, environment=higher, environment_tokens=4, run_dir=tmp_path / "run", **options)
     trained = trainer.train(PROMPTS)
     assert json.loads((trainer.run.path / "results.json").read_text()) == {
         "params_sha256": params_sha256(trained.params)
@@ -217,7 +215,8 @@ BAD_OPTIONS = [
     ({"model": "nowhere"}, "no folder nowhere"),
     ({"clip_epsilon": 0.1, "epsilon_low": 0.2}, "give it or them"),
     ({"learnin_rate": 1e-3}, "no option learnin_rate: is it learning_rate?"),
-    ({"beta": 0.0}, "TRL's beta is kl_coef here"),
+    ({"preset": np.array(["grpo", "gspo"])}, "preset is array.*: choose among"),
+    ({"beta": 0.0}, "beta is called kl_coef here"),
     ({"zzz": 1}, "no option zzz: they are steps, "),
     ({"steps": "2"}, "steps is '2'"),
     ({"clip_epsilon": "0.2"}, "clip_epsilon is '0.2'"),

@@ -1,0 +1,195 @@
+"""Five claims again on stories260K, a pretrained language model: the runs of `questions/stories.toml`.
+
+Each setting is run with each seed, and a run whose file is on disk is not repeated: after a stop the same command
+continues. `--numbers` then adds the settings whose runs are all there to a file of numbers, of which
+`claims.reproduce --numbers` makes the pages.
+
+  python -m claims.pretrained --model DIR --numbers docs/results/numbers.json
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from claims.answers import hardware, measure_runs
+from claims.bench import Runs, Setting, code_checksum, read_run
+from claims.numbers import add_answer
+from claims.questions import QUESTIONS
+from experiments.stories import make_description
+from experiments.tasks.rewards import happy_sentences
+from experiments.tasks.stories import stories_task
+from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
+from grpo_jax.data.types import Component, Reward, Rewards
+from grpo_jax.errors import UsageError
+from grpo_jax.options import Size, options_of
+from grpo_jax.prepare import Loaded, load_model
+from grpo_jax.rl.grpo import grpo_method, make_group_advantage
+from grpo_jax.rl.programs import Programs, make_method_programs
+from grpo_jax.runs import flags
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.train import PHASES, evaluate_heldout, train_with_evaluation
+
+QUESTION = QUESTIONS["stories"]
+BASE = {"num_prompts": 8, "group_size": 8, "max_tokens": 64, "learning_rate": 1e-4, "eval_samples": 7}
+TESTBED: Any = None  # rewards are computed on the host, so there is none
+METRICS = ("entropy", "zero_spread_share", "ratio_deviation", "skipped")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the runs."""
+
+    model: str
+    """Folder of stories260K in Hugging Face's format."""
+    num_seeds: Size = 6
+    """Runs of each setting, with random seeds from 0 on."""
+    steps: Size = 200
+    """Training steps of a run."""
+    run_dir: Path = Path("runs/stories_claims")
+    """Folder of the runs. A run that is there is not repeated."""
+    only: tuple[str, ...] = ()
+    """Settings to run now, by name. None: all."""
+    numbers: Path | None = None
+    """File of numbers that the answer is added to. None: only the runs are made."""
+
+
+def main(config: Config) -> None:
+    """Makes the runs that are missing, seed by seed, and adds their numbers to a file.
+
+    Raises:
+      UsageError: There is no model, or a run or the file of numbers cannot be used.
+    """
+    if unknown := set(config.only) - QUESTION.settings.keys():
+        raise UsageError(f"there is no setting {', '.join(unknown)}: name some of {', '.join(QUESTION.settings)}")
+    model = load_model(ModelOptions(model=config.model), seed=0)
+    programs: dict[str, Programs] = {}  # a setting's programs serve all of its seeds
+    for seed, (row, options) in product(range(config.num_seeds), QUESTION.settings.items()):
+        file = file_of(config, options, seed)
+        if row in (config.only or QUESTION.settings) and not file.exists():
+            Console().print(f"seed {seed} of {row}", markup=False)
+            run_config = config_of(options, seed, config.steps)
+            task = make_task(model, run_config)
+            if row not in programs:
+                advantages = options.get("advantages", run_config.loss.preset)
+                programs[row] = make_setting_programs(model, task, run_config, advantages)
+            reward = make_coin(seed) if "coin" in options else task.reward
+            make_run(file, model, task, reward, run_config, programs[row])
+    if config.numbers:
+        add_answer(config.numbers, QUESTION.name, answer_of(config))
+
+
+# ---- runs
+
+
+def config_of(options: Mapping[str, Any], seed: int, steps: int) -> GRPOConfig:
+    """Returns the configuration of a setting's run."""
+    changed = {name: value for name, value in options.items() if name not in ("advantages", "coin")}
+    return recipe(**BASE | changed, steps=steps, seed=seed, checkpoint_every=0, rollouts_every=0)
+
+
+def make_task(model: Loaded, config: GRPOConfig) -> Task:
+    """Returns the task of happy stories for a run."""
+    return stories_task(
+        model.pretrained.tokenizer,
+        model.pretrained.eos_ids,
+        vocab_size=model.pretrained.config.vocab_size,
+        num_prompts=config.sampling.num_prompts,
+        seed=config.seed,
+    )
+
+
+def make_coin(seed: int) -> Rewards:
+    """Returns rewards of which a coin toss is learned, and that of the task is only measured."""
+    return {"happy": Component(happy_sentences, weight=0.0), "coin": Component(random_reward(seed))}
+
+
+def make_run(
+    file: Path, model: Loaded, task: Task, reward: Reward | Rewards, config: GRPOConfig, programs: Programs
+) -> None:
+    """Trains a setting with one seed, and writes its metrics and held-out rewards.
+
+    Args:
+      file: The file to write. The run has a folder of the same name.
+      model: The start.
+      task: The task with the seed of the run.
+      reward: The reward to learn from.
+      config: The configuration of the run.
+      programs: The programs of the setting.
+    """
+    started, models = time.perf_counter(), {"policy": model.params}
+    run = RunFolder(file.with_suffix(""), options_of(config), console=Console(quiet=True))
+    describe = make_description(model.policy, model.params, config)
+    start = evaluate_heldout(programs, model.params, task, config, run)
+    _, end = train_with_evaluation(models, task, config, run, programs, phase=PHASES[0], reward=reward, start=start)
+    lines = [line for line in run.lines() if "reward" in line]
+    metrics: dict[str, Any] = {name: [line[name] for line in lines] for name in METRICS} | {
+        "gold": [line.get("reward_happy", line["reward"]) for line in lines]
+    }
+    described = [describe(*held) for held in (start, end)]
+    metrics |= {name: [it[name] for it in described] for name in ("kl", "repeated")}
+    scores = [np.column_stack([held.evaluation.scores, held.evaluation.greedy]) for held in (start, end)]
+    temporary = file.with_suffix(".tmp.npz")
+    np.savez_compressed(temporary, scores=scores, seconds=time.perf_counter() - started, **metrics)
+    temporary.replace(file)
+
+
+def make_setting_programs(model: Loaded, task: Task, config: GRPOConfig, advantages: str) -> Programs:
+    """Returns the programs of GRPO with the advantages of a preset."""
+    method = grpo_method(model.policy, config)
+    method = method._replace(advantage=make_group_advantage(with_options(config, preset=advantages).loss))
+    return make_method_programs(method, model.policy, task, config)
+
+
+def file_of(config: Config, options: Mapping[str, Any], seed: int) -> Path:
+    """Returns the file of a run, named by a checksum of its options."""
+    known = json.dumps([BASE, dict(sorted(options.items())), config.steps, seed])
+    return config.run_dir.expanduser() / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.npz"
+
+
+# ---- numbers
+
+
+def answer_of(config: Config) -> dict[str, Any]:
+    """Returns the answer to the question, of the settings whose runs are all on disk."""
+    runs, seeds, seconds = dict[str, Runs](), range(config.num_seeds), 0.0
+    for row, options in QUESTION.settings.items():
+        files = [file_of(config, options, seed) for seed in seeds]
+        if all(file.exists() for file in files):
+            results = [read_run(file) for file in files]
+            stacked = {name: np.stack([run[name] for run in results]) for name in results[0]}
+            stacked["diverged"] = np.zeros(stacked["gold"].shape, bool)  # a run that diverges ends with an error
+            seconds += float(stacked.pop("seconds").sum())
+            runs[row] = Runs(Setting(TESTBED, "grpo", options, {}), stacked, stacked.pop("scores"))
+    known = runs.keys() | QUESTION.starts.keys()
+    question = replace(
+        QUESTION,
+        claims=[it for it in QUESTION.claims if known >= set(it.rows)],
+        also=[it for it in QUESTION.also if known >= set(it.rows)],
+        curves=[row for row in QUESTION.curves if row in known],
+    )
+    return measure_runs(question, runs) | {
+        "seconds": seconds,
+        "seeds": list(seeds),
+        "machine": hardware(),
+        "code": f"checksum {code_checksum()}",
+    }
+
+
+if __name__ == "__main__":
+    options = flags.read_flags(Config, prog="python -m claims.pretrained", description=__doc__)
+    flags.keep_programs()
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs each checkpoint
+    try:
+        main(options)
+    except UsageError as error:
+        flags.refuse(str(error))

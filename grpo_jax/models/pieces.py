@@ -1,0 +1,237 @@
+"""Pieces in which a batch is computed: whole prompts, or completions packed so that padding is not computed.
+
+Letters: N prompts of P tokens, G completions of T tokens each, R rows of packed completions, S tokens in a row, C
+pieces of n prompts or rows each.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.functional.products import traits_of_backend
+from grpo_jax.models.geometry import rows_of_packed_groups
+from grpo_jax.models.prompts import Array, PromptTokens, useful_widths
+from grpo_jax.models.sharding import BATCH, batch_parts, mesh_sizes, spread
+
+
+class Microbatches(NamedTuple):
+    """Pieces of a batch, each of the same shape."""
+
+    prompts: Array  # int32 [C, n], the prompt of each row
+    members: Array  # bool [C, n, G or 1], the completions of this prompt that are in the row
+    num_used: int | jax.Array  # pieces to compute, at most C; further pieces are empty
+    width: int | None  # S; None: completions are not packed
+    prompt_width: int | None = None  # a piece computes only so many last tokens of a prompt; None: all P
+
+
+# One entry for each width of prompts, the widest first. Empty: the batch is computed at once.
+Pieces = tuple[Microbatches, ...]
+
+
+class Sorting(NamedTuple):
+    """Widths to which pieces cut prompts, and the size of the pieces of each width."""
+
+    lengths: Array  # int [N], tokens of each prompt
+    widths: tuple[int, ...]  # ascending; every prompt fits the last width
+    rows: tuple[int, ...]  # number of prompts, or of rows of packed completions, in a piece of each width
+
+
+def by_prompts(num_prompts: int, pieces: int, sorting: Sorting | None = None) -> Pieces:
+    """Returns pieces of whole prompts. On a mesh each piece has equally many prompts of every part of the batch.
+
+    Args:
+      num_prompts: The number of prompts, N.
+      pieces: The number of pieces, C. Its product with the number of parts of the batch divides N.
+      sorting: The widths of prompts. Default: all prompts are computed at full width.
+    """
+    if pieces == 1 and sorting is None:
+        return ()
+    local = num_prompts // batch_parts()
+    prompts = jnp.arange(num_prompts, dtype=jnp.int32).reshape(-1, local)
+    return _cut(prompts, jnp.ones((*prompts.shape, 1), bool), local, local // pieces, None, sorting)
+
+
+def packed(lengths: jax.Array, width: int, rows: int, sorting: Sorting | None = None) -> Pieces:
+    """Returns pieces of packed completions. A row holds completions of one prompt, packed longest first.
+
+    On a mesh each part of the batch is packed separately, and a piece has rows of all parts. The fullest part
+    determines how many pieces are computed.
+
+    Args:
+      lengths: Tokens of each completion, int `[N, G]`, at most `width`; 0 for completions to leave out.
+      width: Tokens of a row, S.
+      rows: Rows of a piece, n. On a mesh, rows of each part of the batch.
+      sorting: The widths of prompts. Default: all prompts are computed at full width.
+    """
+    parts, num_prompts = batch_parts(), lengths.shape[0]
+    prompts, members, num_rows = jax.vmap(partial(_pack, width=width))(lengths.reshape(parts, -1, lengths.shape[-1]))
+    prompts += jnp.arange(0, num_prompts, num_prompts // parts, dtype=jnp.int32)[:, None]
+    return _cut(prompts, members, num_rows, rows, width, sorting)
+
+
+def _cut(
+    prompts: jax.Array,
+    members: jax.Array,
+    num_rows: int | jax.Array,
+    rows: int,
+    width: int | None,
+    sorting: Sorting | None,
+) -> Pieces:
+    """Cuts the rows of each part of a batch into pieces.
+
+    Args:
+      prompts: The prompt of each row, int32 `[parts, R]`; used rows come first.
+      members: The completions of each row, bool `[parts, R, G or 1]`.
+      num_rows: The number of used rows in each part.
+      rows: Rows of a piece, n. Ignored with `sorting`.
+      width: Tokens of a row, S. None: completions are not packed.
+      sorting: The widths of prompts. Rows are sorted by these widths and cut from the widest on. The last rows of a
+        width share a piece with the first rows of the next narrower width, so only the last piece has empty rows.
+    """
+    size = prompts.shape[1]
+    counts: list[Any] = [num_rows]
+    shapes: list[tuple[int | None, int]] = [(None, rows)]
+    if sorting is not None:
+        number = jnp.searchsorted(jnp.asarray(sorting.widths), sorting.lengths[prompts])
+        number = jnp.where(jnp.arange(size) < jnp.reshape(num_rows, (-1, 1)), number, -1)
+        order = jnp.argsort(-number, axis=-1, stable=True)
+        prompts = jnp.take_along_axis(prompts, order, axis=-1)
+        members = jnp.take_along_axis(members, order[..., None], axis=1)
+        counts = [jnp.sum(number >= place, axis=-1) for place in range(len(sorting.widths))]
+        shapes = list(zip(sorting.widths, sorting.rows, strict=True))
+    pieces: list[Microbatches] = []
+    taken: Any = 0
+    for count, (prompt_width, n) in zip(reversed(counts), reversed(shapes), strict=True):
+        left = count if isinstance(count, int) else jnp.maximum(jnp.max(count) - taken, 0)
+        places = jnp.arange(size + -size % n) + taken
+        is_used = places < jnp.reshape(num_rows, (-1, 1))
+        places = jnp.minimum(places, size - 1)
+        chosen, of_pieces = prompts[:, places], members[:, places] & is_used[..., None]
+        chosen, of_pieces = (_side_by_side(x.reshape(len(x), -1, n, *x.shape[2:])) for x in (chosen, of_pieces))
+        num_used = -(-left // n)
+        pieces.append(Microbatches(chosen, of_pieces, num_used, width, prompt_width))
+        taken += num_used * n
+    return tuple(pieces)
+
+
+def _side_by_side(x: jax.Array) -> jax.Array:
+    """Joins pieces of the parts of a batch, `[parts, C, n, ...]`, into pieces of all of it, `[C, parts · n, ...]`."""
+    x = x.swapaxes(0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _pack(lengths: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Packs one part of a batch. Returns the prompt and the members of each row, and how many rows are used."""
+    num_prompts, group_size = lengths.shape
+    numbers = jnp.arange(group_size)
+
+    def rows_of_group(lengths: jax.Array) -> jax.Array:
+        """Returns the row of each completion, `[G]`, by first-fit decreasing."""
+        before = numbers[:, None] < numbers
+        goes_first = (lengths[:, None] > lengths) | ((lengths[:, None] == lengths) & before)
+        order = _places(jnp.sum(goes_first, axis=0), group_size)  # the longest first
+
+        def place(used: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
+            row = jnp.argmax(used + length <= width)
+            return used.at[row].add(length), row
+
+        _, chosen = jax.lax.scan(place, jnp.zeros_like(lengths), lengths[order])
+        return jnp.zeros_like(chosen).at[order].set(chosen)
+
+    chosen = jax.vmap(rows_of_group)(lengths)
+    members = (chosen[:, None] == numbers[:, None]) & (lengths > 0)[:, None]  # [N, row, G]
+    members = members.reshape(-1, group_size)
+    is_used = jnp.any(members, axis=-1)
+    order = _true_places(is_used, num_prompts * group_size)
+    prompts = jnp.minimum(order // group_size, num_prompts - 1)
+    return prompts, jnp.pad(members, [(0, 1), (0, 0)])[order], jnp.sum(is_used, dtype=jnp.int32)
+
+
+def take(batch: Any, microbatches: Microbatches, number: Array) -> Any:
+    """Returns a piece of a batch, or of prompts. Completions that are not in the piece are masked."""
+    prompts, members = microbatches.prompts[number], microbatches.members[number]
+    piece = spread(jax.tree.map(lambda x: x[prompts], batch), BATCH)
+    if microbatches.prompt_width and isinstance(piece, PromptTokens):
+        return piece.cut(microbatches.prompt_width)
+    if microbatches.prompt_width:
+        piece = piece._replace(prompt=piece.prompt.cut(microbatches.prompt_width))
+    elif microbatches.width is None:
+        return piece
+    piece = piece._replace(completion_mask=piece.completion_mask & members[..., None])
+    if piece.weights is not None:
+        piece = piece._replace(weights=jnp.where(members[..., None], piece.weights, 0))
+    if microbatches.width is None:
+        return piece
+    tokens = jnp.arange(piece.completion_mask.shape[-1]) < lengths_of(piece.completion_mask)[..., None]
+    places = _true_places(tokens.reshape(len(prompts), -1), microbatches.width)
+    layout = rows_of_packed_groups(piece.prompt, piece.completion_ids, places)
+    return piece._replace(layout=layout)
+
+
+def lengths_of(completion_mask: jax.Array) -> jax.Array:
+    """Counts tokens up to the last true element of each mask: bool `[..., T]` -> int32 `[...]`."""
+    numbers = jnp.arange(1, completion_mask.shape[-1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(completion_mask, numbers, 0), axis=-1)
+
+
+def _true_places(chosen: jax.Array, width: int) -> jax.Array:
+    """Returns the indices of true elements, ascending: bool `[..., M]` -> int32 `[..., width]`, padded with M."""
+    ranks = jnp.where(chosen, jnp.cumsum(chosen, axis=-1) - 1, width)
+    flat = ranks.reshape(-1, ranks.shape[-1])
+    return jax.vmap(lambda ranks: _places(ranks, width))(flat).reshape(*chosen.shape[:-1], width)
+
+
+def _places(ranks: jax.Array, width: int) -> jax.Array:
+    """Returns the index of each rank: int `[M]` -> int32 `[width]`, padded with M. A sort compiles more slowly."""
+    (size,) = ranks.shape
+    places = jnp.arange(size, dtype=jnp.int32)
+    return jnp.full(width, size, jnp.int32).at[ranks].set(places, mode="drop")
+
+
+def computed_in_pieces(fn: Callable[[Any], Any], batch: Any, pieces: Pieces) -> Any:
+    """Computes a function of a batch one piece at a time. Completions must not depend on each other.
+
+    Args:
+      fn: A function from a batch to arrays `[N, ...]`. The second axis may be that of completions. Axes of tokens of
+        prompts have the width of the piece.
+      batch: N prompts with their completions, or N prompts.
+      pieces: The pieces of the batch.
+
+    Returns:
+      The arrays of the whole batch. They are 0 for completions that are in no piece, and before narrower prompts.
+    """
+    if not pieces:
+        return fn(batch)
+    num_prompts = jax.tree.leaves(batch)[0].shape[0]
+
+    def put(microbatches: Microbatches, number: jax.Array, total: Any) -> Any:
+        prompts, members = microbatches.prompts[number], microbatches.members[number]
+
+        def add(total: jax.Array, x: jax.Array) -> jax.Array:
+            ends = (slice(whole - part, None) for whole, part in zip(total.shape[1:], x.shape[1:], strict=True))
+            x = jnp.where(members.reshape(*members.shape, *[1] * (x.ndim - 2)), x, 0)
+            return total.at[(prompts, *ends)].add(x)
+
+        return jax.tree.map(add, total, fn(take(batch, microbatches, number)))
+
+    # The first pieces are the widest.
+    shapes = jax.eval_shape(lambda: fn(take(batch, pieces[0], 0)))
+    total = spread(jax.tree.map(lambda x: jnp.zeros((num_prompts, *x.shape[1:]), x.dtype), shapes), BATCH)
+    for microbatches in pieces:
+        total = jax.lax.fori_loop(0, microbatches.num_used, partial(put, microbatches), total)
+    return total
+
+
+def pieces_of_prompts(prompt: PromptTokens) -> Pieces:
+    """Returns pieces of prompts without completions. If their widths save little, or on a mesh, there is only one."""
+    num_prompts, tokens = len(prompt), traits_of_backend().piece_tokens
+    widths = useful_widths(prompt.widths.pieces, prompt.width, 0)
+    # On a mesh a piece would not be spread evenly.
+    if len(widths) < 2 or prompt.ids.size <= 2 * tokens or mesh_sizes() is not None:
+        return ()
+    sizes = tuple(min(max(1, tokens // width), num_prompts) for width in widths)
+    lengths = jnp.sum(jnp.asarray(prompt.mask), axis=-1, dtype=jnp.int32)
+    return by_prompts(num_prompts, 1, Sorting(lengths, widths, sizes))
