@@ -231,7 +231,6 @@ def shape_of(config: Config) -> Shape:
         max_tokens=config.max_tokens,
         microbatches=config.microbatches,
         piece_tokens=0,
-        packs=config.method == "grpo",
         lora_rank=config.lora_rank,
         param_dtype="bfloat16" if config.lora_rank else "float32",
         quantize=config.quantize,

@@ -74,7 +74,7 @@ class ModelOptions:
     """Training of the routers in models with experts. LoRA never trains them."""
     lora_rank: Annotated[int, at_least(0)] = 0
     """Rank of LoRA adapters, which are then all that is trained; 0: all parameters are trained."""
-    lora_alpha: Bound = 16.0
+    lora_alpha: Positive = 16.0
     """Scale of LoRA: the adapters' product is multiplied by alpha / rank."""
     lora_targets: tuple[Target, ...] = TARGETS
     """Projections that get adapters."""
@@ -364,11 +364,6 @@ class GRPOConfig(PhaseConfig):
     def needs_rewards(self) -> bool:
         """True if completions of training are graded."""
         return self.distillation.reward_coef > 0
-
-    @property
-    def packs(self) -> bool:
-        """True if the loss needs only numbers of sampled tokens, so that completions of a prompt may share a row."""
-        return self.loss.divergence == "preset" and self.distillation.distillation in ("none", "k1")
 
 
 # ---- presets

@@ -48,7 +48,7 @@ from grpo_jax.models.policy import decoder_policy, suits_cudnn
 from grpo_jax.models.projections import TARGETS, Target
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.pieces import Piece, choose_piece
+from grpo_jax.step.pieces import Piece, choose_piece
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -69,7 +69,6 @@ class Shape(NamedTuple):
     minibatches: int = 1
     microbatches: int = 0  # pieces of a minibatch; 0: piece_tokens decides
     piece_tokens: int = GPU.piece_tokens
-    packs: bool = True  # completions may be packed
     lora_rank: int = 0  # 0: all parameters are trained
     lora_targets: tuple[Target, ...] = TARGETS
     param_dtype: Dtype = "float32"  # dtype of the decoder's parameters
@@ -92,7 +91,6 @@ class Shape(NamedTuple):
             self.max_tokens,
             microbatches=self.microbatches,
             piece_tokens=self.piece_tokens,
-            packs=self.packs,
         )
 
     @property
@@ -491,7 +489,6 @@ def shape_of(
         minibatches=run.optimizer.minibatches,
         microbatches=run.optimizer.microbatches,
         piece_tokens=run.optimizer.piece_tokens,
-        packs=run.packs and not (critic and critic.bootstrap_truncated),  # then PPO reads values after completions
         lora_rank=options.lora_rank,
         lora_targets=options.lora_targets,
         param_dtype=options.param_dtype,

@@ -196,10 +196,10 @@ def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: An
     Returns:
       float32 `[N, G]`.
     """
-    prompt_ids, prompt_mask, ids, mask = arrays
+    prompt, ids, mask = arrays
     policy = decoder_policy(config)
     # Hidden state t predicts token t, so that one more column gives the state after the last token.
-    hidden = policy.hidden(params, prompt_ids, prompt_mask, jnp.pad(ids, [(0, 0), (0, 0), (0, 1)]))
+    hidden = policy.hidden(params, prompt, jnp.pad(ids, [(0, 0), (0, 0), (0, 1)]))
     last = jnp.take_along_axis(hidden, jnp.sum(mask, axis=-1)[..., None, None], axis=2)[:, :, 0]
 
     def total(tokens: jax.Array) -> jax.Array:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.text import Answers, answer_prompts, check_ids, encode_prompts
-from grpo_jax.data.types import Completion, Example, Prompt, Reward, pad_completions, pad_prompts
+from grpo_jax.data.types import Completion, Example, Prompt, Reward, pad_completions
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
 from grpo_jax.models.chat import Chat, decode, digest_of_template
@@ -136,7 +137,7 @@ def reward_function(
         check_ids([ids for row in rows for ids in (row.prompt, *row.answers)], model.config.vocab_size)
         score = partial(score_groups, model.config, model.params)
         return score_batches(
-            score, prompts, groups, batch_size=batch_size, prompt_width=max_prompt_tokens, width=max_tokens
+            score, prompts, groups, batch_size=batch_size, max_prompt_tokens=max_prompt_tokens, max_tokens=max_tokens
         )
 
     return reward
@@ -172,34 +173,34 @@ def score_batches(
     groups: Sequence[Sequence[Sequence[int]]],
     *,
     batch_size: int,
-    prompt_width: int | None = None,
-    width: int | None = None,
+    max_prompt_tokens: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[float]:
     """Scores groups of texts with a common beginning, in batches of one shape.
 
     Args:
-      score: (ids `[N, P]`, mask `[N, P]`, ids `[N, G, T]`, mask `[N, G, T]`) -> `[N, G]`. Prompts are padded on the
-        left, the texts after them on the right.
+      score: (prompts `[N, P]`, ids `[N, G, T]`, mask `[N, G, T]`) -> `[N, G]`. Prompts are padded on the left, the
+        texts after them on the right.
       prompts: M lists of at least one id.
       groups: M lists of G lists of ids, which may be empty.
       batch_size: The number of texts computed at once, or those of one prompt if a prompt has more.
-      prompt_width: The width of prompts, P. None: the smallest power of two from 32 on that fits the longest prompt, so
-        that few programs are compiled.
-      width: The width of the texts after prompts, T. None: likewise.
+      max_prompt_tokens: The width of prompts, P. None: the smallest power of two from 32 on that fits the longest
+        prompt, so that few programs are compiled.
+      max_tokens: The width of the texts after prompts, T. None: likewise.
 
     Returns:
       M · G scores.
     """
-    prompt_width = prompt_width or _width(prompts)
-    width = width or _width([ids for group in groups for ids in group])
+    max_prompt_tokens = max_prompt_tokens or _width(prompts)
+    max_tokens = max_tokens or _width([ids for group in groups for ids in group])
     count = max(batch_size // len(groups[0]), 1)
     scores = []
     for start in range(0, len(groups), count):
         # The last piece is filled up with the first group, so that it has the same shape.
         chosen = [i if i < len(groups) else 0 for i in range(start, start + count)]
-        padded = pad_prompts([prompts[i] for i in chosen], [{}] * count, width=prompt_width, pad_id=0)
-        arrays = pad_completions([groups[i] for i in chosen], width)
-        scores.append(np.asarray(score(padded.ids, padded.mask, *arrays)).reshape(-1))
+        padded = pad_prompts([prompts[i] for i in chosen], [{}] * count, width=max_prompt_tokens, pad_id=0)
+        arrays = pad_completions([groups[i] for i in chosen], max_tokens)
+        scores.append(np.asarray(score(padded.tokens, *arrays)).reshape(-1))
     return np.concatenate(scores)[: len(groups) * len(groups[0])].tolist()
 
 

@@ -14,9 +14,10 @@ from grpo_jax.data.episodes import (
     episode_return as episode_return,
     messages_of,
 )
-from grpo_jax.data.types import BadReward, Example
+from grpo_jax.data.types import Example
 from grpo_jax.models.chat import Chat, reply_encoder
 from grpo_jax.rewards.processes import Processes, ProcessOptions
+from grpo_jax.rewards.values import BadReward
 from grpo_jax.rewards.worker import digest_of_source
 from grpo_jax.tasks.adapters import load_factory, trl_tools
 from grpo_jax.tasks.options import TaskOptions

@@ -77,10 +77,11 @@ REFUSED = [
     ("dpo", "--keep-best --eval-every 0", "keep_best has no effect while eval_every is 0"),
     ("grpo", "--patience 2 --eval-every 0", "patience has no effect while eval_every is 0"),
     ("", "evaluate model --task rows.jsonl --tools game.py:add", "tools has no effect while max_turns is 1"),
-    ("grpo", "--num-generations 4", "no option num_generations: TRL's num_generations is group_size here"),
-    ("grpo", "--beta 0", "TRL's beta is kl_coef here"),
-    ("sft", "--bf16", "TRL's bf16 is dtype here"),
-    ("train", "--num-train-epochs=3", "TRL's num_train_epochs is steps here"),
+    ("grpo", "--num-generations 4", "no option num_generations: num_generations is called group_size here"),
+    ("grpo", "--beta 0", "beta is called kl_coef here"),
+    ("grpo", "--lr 1e-4", "no option lr: lr is called learning_rate here"),
+    ("sft", "--bf16", "bf16 is called dtype here"),
+    ("train", "--num-train-epochs=3", "num_train_epochs is called steps here"),
     ("sft", "--task ''", "--task is needed"),
     ("sft", "--task numbers.jsonl", "numbers.jsonl, line 2: column completion"),
     ("sft", "--completion-column answer", "set --completion-column"),
@@ -184,7 +185,7 @@ def test_a_prompt_of_a_million_characters_is_bounded_by_the_model_and_counted(tm
     given += ["--num-prompts", 2, "--run-dir", tmp_path / "run"]
     config = flags.parse(grpo.Config, None, [str(arg) for arg in given])
     with grpo.task_of(config, load_pretrained(STORIES)) as task:
-        assert task.prompts(0).ids.shape[1] <= 500  # 512 of the model, less 12
+        assert task.prompts(0).tokens.width <= 500  # 512 of the model, less 12
         assert "1 longer than 500 tokens" in " ".join(task.notes)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import load_golden, refused
+from tiny import load_golden, refused, whole_prompts
 
 from grpo_jax.models.geometry import rows_of_texts
 from grpo_jax.models.huggingface import Pretrained, for_texts
@@ -36,8 +36,9 @@ def test_other_models_stay_as_they_are():
 
 
 def states_of_group(policy, num_completion_tokens):
-    ids = jnp.ones((1, 10), jnp.int32)
-    return policy.hidden(PARAMS, ids, ids > 0, jnp.ones((1, 1, num_completion_tokens), jnp.int32))
+    return policy.hidden(
+        PARAMS, whole_prompts(jnp.ones((1, 10), jnp.int32)), jnp.ones((1, 1, num_completion_tokens), jnp.int32)
+    )
 
 
 def states_of_row(policy, width):
@@ -46,8 +47,7 @@ def states_of_row(policy, width):
 
 
 def prefill(policy, max_tokens):
-    ids = jnp.ones((1, 10), jnp.int32)
-    return policy.prefill(PARAMS, ids, ids > 0, 1, max_tokens)[::2]
+    return policy.prefill(PARAMS, whole_prompts(jnp.ones((1, 10), jnp.int32)), 1, max_tokens)[::2]
 
 
 def widen(policy, slots):

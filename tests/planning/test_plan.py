@@ -10,7 +10,7 @@ from tiny import refused
 
 from experiments.benchmarks.shapes import MID
 from grpo_jax import prepare
-from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
@@ -70,12 +70,9 @@ def test_the_shape_of_a_run_is_that_of_its_options():
     run = recipe("grpo", num_prompts=8, minibatches=2, divergence="full", ref_sync_steps=5, fsdp=2)
     shape = shape_of(run, ModelOptions(lora_rank=4, param_dtype="bfloat16"), 7, parts=4)
     assert (shape.num_prompts, shape.minibatches, shape.prompt_tokens, shape.fsdp) == (2, 2, 7, 2)
-    assert (shape.packs, shape.copies, shape.lora_rank, shape.critic) == (False, 2, 4, "none")
+    assert (shape.copies, shape.lora_rank, shape.critic) == (2, 4, "none")
     ppo = shape_of(PPOConfig(), ModelOptions(), 7, parts=1)
-    assert (ppo.packs, ppo.critic, ppo.group_size) == (True, "own", 1)
-    assert not shape_of(with_options(PPOConfig(), bootstrap_truncated=True), ModelOptions(), 7, parts=1).packs
-    for kind, packs in (("k1", True), ("jsd", False)):
-        assert shape_of(recipe(distillation=kind), ModelOptions(), 7, parts=1).packs == packs
+    assert (ppo.critic, ppo.group_size) == ("own", 1)
 
 
 def test_a_plan_is_one_line():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import STORIES, needs_data, refused, save_tiny_model, tiny_config
+from tiny import STORIES, needs_data, refused, save_tiny_model, tiny_config, whole_prompts
 
 from experiments.tasks import arithmetic
 from grpo_jax.data.types import Completion, Prompt
@@ -36,7 +36,7 @@ def by_hand(model, text):
 
 @jax.jit
 def next_probabilities(params, ids):
-    hidden = POLICY.hidden(params, ids, jnp.ones_like(ids, bool), jnp.zeros((1, 1, 1), jnp.int32))
+    hidden = POLICY.hidden(params, whole_prompts(ids), jnp.zeros((1, 1, 1), jnp.int32))
     return jax.nn.softmax(hidden[0, 0, 0] @ POLICY.unembedding(params).T)
 
 

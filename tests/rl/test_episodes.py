@@ -19,9 +19,9 @@ from grpo_jax.functional import turn_advantages
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Forward, noise_of
+from grpo_jax.step.scores import score_completion_tokens, states_of
 from grpo_jax.tasks.task import random_reward
 
 CONFIG = recipe(
@@ -128,8 +128,9 @@ def test_tokens_of_the_environment_have_no_gradient():
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def loss(hidden):
-        scores = score_completion_tokens(POLICY, PARAMS, batch, hidden=hidden)
-        return objective({"policy": PARAMS}, Forward(hidden, scores.logprobs, scores.entropy), batch)
+        states = states_of(POLICY, PARAMS, batch)._replace(hidden=hidden)
+        scores = score_completion_tokens(POLICY, PARAMS, batch, states)
+        return objective({"policy": PARAMS}, Forward(states, *scores), batch)
 
     value, gradient = loss(hidden)
     assert (np.asarray(gradient)[observed] == 0).all()
