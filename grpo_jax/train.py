@@ -23,7 +23,7 @@ from grpo_jax.rl.evaluate import (
 )
 from grpo_jax.rl.grade import grader_warnings
 from grpo_jax.rl.iteration import Programs, check_programs, compile_ahead, iterate, make_iteration
-from grpo_jax.rl.source import empty_batch
+from grpo_jax.rl.source import empty_queue
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
 from grpo_jax.runs.folder import RunFolder
@@ -83,8 +83,7 @@ def train(
     it = make_iteration(phase, programs, trained, frozen, task, reward or task.reward, config, timed=run.timed)
 
     def initial_state() -> TrainState:
-        queue = (empty_batch(task, config.sampling),) * config.sampling.staleness
-        return programs.initial_state(trained)._replace(queue=queue)
+        return programs.initial_state(trained)._replace(queue=empty_queue(task, config.sampling))
 
     def take_step(
         state: TrainState, step: int, on_dispatch: Callable[[], None]

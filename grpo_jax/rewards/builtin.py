@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.data.generators import generate, read_answer
 from grpo_jax.data.types import Completion, Example, Reward
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import opened_text
@@ -185,6 +186,29 @@ def _graded(
     return [float(a is not None and same(a, truth)) for a, truth in zip(answers, truths, strict=True)]
 
 
+def generator_score(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+    """Returns the scores that the generator of each row gives to the answers, 0 to 1. No answer has the score 0.
+
+    Raises:
+      UsageError: A row has no generator.
+      ValueError: A generator made another question than the row has.
+    """
+    return [_generator_score(*pair) for pair in zip(examples, completions, strict=True)]
+
+
+def _generator_score(example: Example, completion: Completion) -> float:
+    if "generator" not in example:
+        raise UsageError("generator_score grades rows of generators: take --task reasoning_gym:NAME")
+    dataset, entry = generate(example["generator"], example["level"], example["index"])
+    if entry["question"] != example["question"]:
+        raise ValueError(f"{example['generator']} made another question from the same index: set PYTHONHASHSEED=0")
+    answer = generator_vote(example, completion)
+    try:
+        return 0.0 if answer is None else float(dataset.score_answer(answer, entry))
+    except Exception:  # some generators cannot read every text
+        return 0.0
+
+
 # ---- votes: equal answers written in the same way
 
 
@@ -200,6 +224,11 @@ def formula_vote(example: Example, completion: Completion) -> Hashable | None:
     """
     value = read_formula(stated_answer(last_action(completion)) or "").value
     return None if value == "" else value
+
+
+def generator_vote(example: Example, completion: Completion) -> str | None:
+    """Returns the answer to a generator's question, where the prompt asked for it, or None without one."""
+    return read_answer(last_action(completion), example["answer_in"])
 
 
 # ---- formats and lengths

@@ -52,6 +52,7 @@ from grpo_jax.tasks.task import Task
 
 # Options that only the host reads: changing them needs no other programs. The sampler determines the devices.
 HOST_ONLY_OPTIONS = {"seed", "max_rollouts", "filter_metric", "max_skipped", "devices"}
+HOST_ONLY_OPTIONS |= {"curriculum", "curriculum_bound"}
 HOST_ONLY_OPTIONS |= options_of(LoggingConfig()).keys() | options_of(MeshConfig()).keys()
 
 LEARNED_AXES: Any = Learned(None, 0, None)  # type: ignore[arg-type]  # 0: split over devices; None: the same on all
@@ -246,15 +247,18 @@ def make_iteration(
 
     sample = sources.make_draw(programs.sampler, task, config)
 
-    def draw(policy: Params, index: int) -> Rollout:
+    def draw(policy: Params, *args: Any) -> Rollout:
         with timed("rollout"):
-            return sample(policy, index)
+            return sample(policy, *args)
 
     source = sources.make_source(draw, task, config)
     if config.sampling.max_rollouts > 1:
         # A phase may replace the rewards of the task with one function, which has no named components.
         metric = config.sampling.filter_metric if isinstance(reward, Mapping) else ""
         source = sources.with_spread(source, draw, timed_grade, report, config, devices, metric=metric)
+
+    if config.sampling.curriculum:
+        source = sources.by_solve_rate(draw, timed_grade, report, task, config.sampling, devices)
 
     def source_of_state(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[sources.Queue, Rollout]:
         return source(state.queue, join(state.params, frozen)["policy"], step, on_dispatch)

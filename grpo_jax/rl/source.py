@@ -23,6 +23,7 @@ from grpo_jax.rl.grade import episodes_of, take_prompts
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.types import SAMPLING, Batch, Rollout, noise_of, step_key
 from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups
+from grpo_jax.tasks.curriculum import add_step, empty_window
 from grpo_jax.tasks.task import Task
 
 
@@ -186,7 +187,8 @@ def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
 # ---- sources
 
 Queue = tuple[Any, ...]
-Draw = Callable[[Params, int], Rollout]  # (parameters of the policy, index of prompts and noise) -> rollout
+# (parameters of the policy, index of prompts and noise, other prompts than those of the index) -> rollout
+Draw = Callable[..., Rollout]
 Source = Callable[[Queue, Params, int, Callable[[], None]], tuple[Queue, Rollout]]
 
 
@@ -201,8 +203,8 @@ def make_draw(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
     numbers = to_devices(completion_numbers(config.sampling), sampler.devices)
     temperature = to_devices(group_temperatures(config.sampling), sampler.devices)
 
-    def draw(policy: Params, index: int) -> Rollout:
-        prompts = task.prompts(index)
+    def draw(policy: Params, index: int, prompts: Prompts | None = None) -> Rollout:
+        prompts = task.prompts(index) if prompts is None else prompts
         if len(prompts.examples) != config.sampling.num_prompts:
             raise UsageError(
                 f"the task gave {len(prompts.examples)} prompts for {config.sampling.num_prompts}: set its num_prompts"
@@ -243,6 +245,13 @@ def make_source(draw: Draw, task: Task, config: GRPOConfig) -> Source:
     return source
 
 
+def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
+    """Returns the queue before the first step, with the shapes of later ones."""
+    if sampling.curriculum:
+        return (empty_window(sampling.num_prompts, sampling.curriculum),)
+    return (empty_batch(task, sampling),) * sampling.staleness
+
+
 def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
     """Returns a batch of zeros with the shapes of sampled batches."""
     n, p = task.prompts(0).ids.shape
@@ -260,6 +269,48 @@ def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
     )
     episodes = episodes_of(task)
     return episodes.empty_episodes(batch, sampling) if episodes else batch
+
+
+# ---- curriculum
+
+
+def by_solve_rate(
+    draw: Draw,
+    grade: Callable[[Rollout], Rollout],
+    report: Callable[[Rollout, int], Rollout],
+    task: Task,
+    sampling: SamplingConfig,
+    devices: Devices,
+) -> Source:
+    """Returns the source that draws prompts by the rewards of earlier steps. Its queue holds their window.
+
+    Args:
+      draw: Samples a rollout, as returned by `make_draw`.
+      grade: Adds rewards to a rollout.
+      report: (rollout, step) -> rollout with metrics and warnings.
+      task: Supplies the curriculum.
+      sampling: The sampling options of the run.
+      devices: The devices that share the rows.
+    """
+    choose = task.curriculum
+    if choose is None:
+        raise UsageError("curriculum is set, but prompts of this task are all in the same order: leave it out")
+
+    def curriculum_source(
+        queue: Queue, policy: Params, step: int, on_dispatch: Callable[[], None]
+    ) -> tuple[Queue, Rollout]:
+        window = all_rows(queue[0], devices)
+        drawn = choose(window, step, sampling.curriculum_bound)
+        rollout = draw(policy, step, drawn.prompts)
+        on_dispatch()
+        rollout = report(grade(rollout), step)
+        graded = rollout.graded
+        assert graded is not None
+        rewards = graded.components.get(sampling.filter_metric, np.where(graded.applicable, graded.rewards, np.nan))
+        window = to_devices(add_step(window, drawn.numbers, rewards), devices)
+        return (window,), rollout._replace(metrics=rollout.metrics | drawn.metrics)
+
+    return curriculum_source
 
 
 # ---- dynamic sampling

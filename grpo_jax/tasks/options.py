@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.data.generators import PREFIX, AnswerIn, parse_generators
 from grpo_jax.data.rows import read_rows
 from grpo_jax.data.text import Overlong, uses_chat
 from grpo_jax.data.types import rng
@@ -32,7 +33,8 @@ class TaskOptions:
     """Options of the task: prompts, rewards and the environment."""
 
     task: str = ""
-    """gsm8k, math, or your own rows: a .jsonl or .json file, a folder with train.jsonl, an id on the hub."""
+    """gsm8k, math, your own rows (a file, a folder with train.jsonl, an id on the hub), or generators:
+    reasoning_gym:weight*name?option=value&option=value,name."""
     data: str = ""
     """Folder, file or hub id with the rows of gsm8k or math. math needs it."""
     reward: tuple[str, ...] = ()
@@ -52,6 +54,9 @@ class TaskOptions:
     template: str | None = None
     """Prompt with {column} where the text of a column goes, such as "Q: {question} A:". It replaces prompt_column or
     the task's own. None: no template."""
+    answer_in: AnswerIn = "tags"
+    """Place of the answer to a generator's question, which its prompt states: <answer> tags, the last line, the whole
+    text, or the text before the first --stop."""
     chat: bool | None = None
     """Put prompts that are text into the chat template, as the user's message. None: if the tokenizer has one."""
     system: str | None = None
@@ -91,6 +96,7 @@ def open_task(
     stop: Sequence[str] = (),
     chat_template_kwargs: str = "",
     training: bool = True,
+    has_levels: bool = False,
 ) -> Iterator[Task]:
     """Opens the task that the options name. Its rewards run in child processes that end with the block.
 
@@ -104,6 +110,7 @@ def open_task(
       stop: Texts that end a completion: see the option `stop`.
       chat_template_kwargs: Variables of the chat template, as JSON.
       training: False if the task is only evaluated, so that all rows may be held out.
+      has_levels: True for a curriculum, in which the levels of generators rise.
 
     Yields:
       The task.
@@ -124,7 +131,21 @@ def open_task(
     if tools and not chat:
         flag = "--tools" if options.tools else "--environment-factory"
         raise UsageError(f"{flag} needs a model with a chat template, which tells it of the tools, and --chat")
-    make = _task_maker(options, training)
+    if options.task.startswith(PREFIX):
+        from grpo_jax.tasks.generated import generated_task  # imported only by tasks with generators
+
+        if overlong != "drop":
+            raise UsageError("--overlong is for rows: a prompt of a generator that is too long is drawn again")
+        make: Any = partial(
+            generated_task,
+            generators=parse_generators(options.task.removeprefix(PREFIX)),
+            num_heldout=options.num_heldout or 200,
+            has_levels=has_levels,
+            answer_in=options.answer_in,
+            max_prompt_tokens=max_prompt_tokens,
+        )
+    else:
+        make = partial(_task_maker(options, training), max_prompt_tokens=max_prompt_tokens, overlong=overlong)
     graded = open_rewards(
         texts,
         group_size=group_size,
@@ -142,8 +163,6 @@ def open_task(
             vocab_size=pretrained.config.vocab_size,
             num_prompts=num_prompts,
             seed=seed,
-            max_prompt_tokens=max_prompt_tokens,
-            overlong=overlong,
             stop=stop,
             template=options.template,
             system=options.system,
@@ -164,9 +183,14 @@ def check_task_options(options: TaskOptions) -> tuple[str, ...]:
     Raises:
       UsageError: The options are invalid. The message is one sentence that says what to change.
     """
-    has_rows = options.task not in _REWARDS
+    is_generated = options.task.startswith(PREFIX)
+    has_rows = options.task not in _REWARDS and not is_generated
     if not options.task:
         raise UsageError("--task is needed: gsm8k, math, or a file with rows of your own")
+    if is_generated and options.heldout:
+        raise UsageError("--heldout is for rows: generators make held-out prompts of their own, so leave it out")
+    if not is_generated and options.answer_in != "tags":
+        raise UsageError("--answer-in is for generators: leave it out, or take --task reasoning_gym:NAME")
     if options.data and options.task not in ("gsm8k", "math"):
         raise UsageError("--data belongs to the tasks gsm8k and math: give your own rows as --task")
     if options.task == "math" and not options.data:
@@ -199,6 +223,8 @@ def _usual_rewards(options: TaskOptions) -> tuple[str, ...]:
     """Returns the default rewards. There are none if the environment's rewards are added up."""
     if options.environment_factory:
         return (f"get_reward=grpo_jax.tasks.adapters:reward_of_factory(factory={options.environment_factory!r})",)
+    if options.task.startswith(PREFIX) and not options.environment:
+        return ("score=generator_score",)
     return () if options.environment else _REWARDS.get(options.task, ())
 
 

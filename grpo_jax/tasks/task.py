@@ -35,6 +35,7 @@ from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render,
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
 from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_pieces
+from grpo_jax.tasks.curriculum import Drawn, Window, draw_by_solve_rate
 
 if TYPE_CHECKING:  # imported only by tasks with an environment
     from grpo_jax.data.episodes import Environment
@@ -69,6 +70,8 @@ class Task(NamedTuple):
     prompt_widths: tuple[int, ...] = ()
     batch_widths: tuple[int, ...] = ()
     rows: str = ""  # digest of all training rows; empty if prompts are generated from the seed
+    # (window, step, bound of the solve rate) -> the prompts of a step of a curriculum. None: the task has none
+    curriculum: Callable[[Window, int, float], Drawn] | None = None
 
 
 def inputs_of(task: Task) -> dict[str, str]:
@@ -196,29 +199,48 @@ def text_task(
     batch = batches(size, num_prompts, seed)
     lengths = np.array([len(ids) for _, ids in training.sample])
     longest = [lengths[batch(step) * len(lengths) // size].max() for step in range(_STEPS)]
-    pad_id = padding_id(tokenizer, vocab_size)
 
     def padded(rows: PromptRows, numbers: Iterable[int] | None = None) -> Prompts:
-        return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id)
+        return pad_prompts(*rows.take(numbers), width=width, pad_id=padding_id(tokenizer, vocab_size))
 
-    decoding = partial(decode, writer)
-    ends = make_stop(stop, partial(read_pieces, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
-    return Task(
+    def draw(window: Window, step: int, bound: float) -> Drawn:
+        numbers, metrics = draw_by_solve_rate(window, size, num_prompts, rng(seed, 1, step))
+        return Drawn(numbers, padded(training, numbers), metrics)
+
+    return assemble_task(
+        writer,
+        eos_ids,
+        vocab_size,
+        stop,
+        in_chat=bool(training.sample[0][0].messages),
         prompts=lambda step: padded(training, batch(step)),
         reward=reward,
         heldout=padded(heldout),
-        decode=decoding,
-        eos_ids=eos_ids,
-        pad_id=pad_id,
-        vocab_size=vocab_size,
-        stop=ends,
         notes=notes,
         answer=answer,
         prompt_widths=choose_widths([*lengths, width], most=4),
         batch_widths=choose_widths([*longest, width], most=3),
         rows=hash_values(*(training.rows[i : i + _DIGESTED] for i in range(0, size, _DIGESTED))),
-        extract_final=final_extractor(tokenizer, ends) if training.sample[0][0].messages else None,
+        curriculum=draw,
     )
+
+
+def assemble_task(
+    chat: Chat, eos_ids: tuple[int, ...], vocab_size: int, stop: Sequence[str], *, in_chat: bool, **fields: Any
+) -> Task:
+    """Makes a task whose completions are decoded by the tokenizer of a chat.
+
+    Args:
+      chat: The tokenizer and its chat template.
+      eos_ids, vocab_size, stop: See `text_task`.
+      in_chat: True if prompts are chat messages.
+      fields: The fields of `Task` that do not follow from these arguments.
+    """
+    decoding, pad_id = partial(decode, chat), padding_id(chat.tokenizer, vocab_size)
+    ends = make_stop(stop, partial(read_pieces, chat.tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
+    final = final_extractor(chat.tokenizer, ends) if in_chat else None
+    own: dict[str, Any] = {"decode": decoding, "eos_ids": eos_ids, "pad_id": pad_id, "vocab_size": vocab_size}
+    return Task(**own, **fields, stop=ends, extract_final=final)
 
 
 EncodedPrompt = tuple[Prompt, np.ndarray]  # the encoded text, and its token ids
@@ -414,13 +436,13 @@ def _prompt(row: Mapping[str, Any], where: str, *, prompt_column: str, template:
       UsageError: The prompt is neither text nor messages, or the template does not fit the row.
     """
     remedy = "put the prompt there, or set prompt_column or template"
-    prompt = column(row, prompt_column, where, remedy=remedy) if template is None else _fill(template, row, where)
+    prompt = column(row, prompt_column, where, remedy=remedy) if template is None else fill(template, row, where)
     if not isinstance(prompt, str):
         return read_prompt(prompt, f"{where}: column {prompt_column}")
     return prompt
 
 
-def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
+def fill(template: str, row: Mapping[str, Any], where: str) -> str:
     """Fills a template with the row's columns. Only names of columns are allowed: no attributes, indices or formats."""
     try:
         parts = list(string.Formatter().parse(template))
