@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.generators import generate, read_answer
+from grpo_jax.data.generators import generate, parse_generators, read_answer
 from grpo_jax.data.types import Completion, Example, Reward
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import opened_text
@@ -186,17 +186,24 @@ def _graded(
     return [float(a is not None and same(a, truth)) for a, truth in zip(answers, truths, strict=True)]
 
 
-def generator_score(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-    """Returns the scores that the generator of each row gives to the answers, 0 to 1. No answer has the score 0.
+def generator_score(generators: str = "") -> Reward:
+    """Makes a reward: the score that the generator of a row gives to the answer, 0 to 1; 0 without an answer.
+
+    Args:
+      generators: The generators to open at once, outside of any deadline, as `parse_generators` reads them.
+
+    Returns:
+      The reward.
 
     Raises:
-      UsageError: A row has no generator.
-      ValueError: A generator made another question than the row has.
+      UsageError: A generator cannot be opened.
     """
-    return [_generator_score(*pair) for pair in zip(examples, completions, strict=True)]
+    if generators:
+        parse_generators(generators)
+    return lambda examples, completions: [_score(*pair) for pair in zip(examples, completions, strict=True)]
 
 
-def _generator_score(example: Example, completion: Completion) -> float:
+def _score(example: Example, completion: Completion) -> float:
     if "generator" not in example:
         raise UsageError("generator_score grades rows of generators: take --task reasoning_gym:NAME")
     dataset, entry = generate(example["generator"], example["level"], example["index"])

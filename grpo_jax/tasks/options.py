@@ -224,7 +224,7 @@ def _usual_rewards(options: TaskOptions) -> tuple[str, ...]:
     if options.environment_factory:
         return (f"get_reward=grpo_jax.tasks.adapters:reward_of_factory(factory={options.environment_factory!r})",)
     if options.task.startswith(PREFIX) and not options.environment:
-        return ("score=generator_score",)
+        return (f"score=generator_score(generators={options.task.removeprefix(PREFIX)!r})",)
     return () if options.environment else _REWARDS.get(options.task, ())
 
 
