@@ -13,7 +13,7 @@ import jax
 
 from grpo_jax.checks import check_models, validate, validate_ppo
 from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, run_of, with_options
-from grpo_jax.data.types import Completion
+from grpo_jax.data.types import Completion, Example
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
@@ -259,7 +259,8 @@ def prepare(
       UsageError: Options do not work, or a reward fails. The message says what to change.
     """
     if run_of(options.train).needs_rewards:
-        try_rewards(task, models["policy"].pretrained, run_of(options.train).sampling.group_size)
+        row, group_size = task.prompts(0).examples[0], run_of(options.train).sampling.group_size
+        try_rewards(task, row, models["policy"].pretrained, group_size)
     options, models, plan = apply_memory_plan(options, models, task)
     config, sampler = run_of(options.train), None
     if engine.engine:
@@ -270,14 +271,17 @@ def prepare(
     return Prepared(options, models, task, programs, place(params, devices_of(config)), plan)
 
 
-def try_rewards(task: Task, pretrained: Pretrained, group_size: int) -> dict[str, dict[str, float | str | None]]:
-    """Calls each reward on the first prompt, so that rewards that always fail are noticed before anything is compiled.
+def try_rewards(
+    task: Task, row: Example, pretrained: Pretrained, group_size: int
+) -> dict[str, dict[str, float | str | None]]:
+    """Calls each reward on one prompt, so that rewards that always fail are noticed before anything is compiled.
 
     A call gets a group of equal completions: empty ones and, if the row has a column "solution" or "answer", those of
     the row. These calls do not count as failures of the run. Rewards of environments are not called.
 
     Args:
-      task: Supplies the prompts and the reward.
+      task: Supplies the reward.
+      row: The columns of the prompt.
       pretrained: The model with the tokenizer.
       group_size: The number of completions of a group, G.
 
@@ -290,7 +294,7 @@ def try_rewards(task: Task, pretrained: Pretrained, group_size: int) -> dict[str
     """
     if task.environment is not None:
         return {}
-    row, named = task.prompts(0).examples[0], named_components(task.reward)
+    named = named_components(task.reward)
     parts = [str(row[column]) for column in ("solution", "answer") if row.get(column) is not None]
     texts = {"the empty completion": ""} | ({"the row's own answer": "\n#### ".join(parts)} if parts else {})
     scores: dict[str, dict[str, float | str | None]] = {}
@@ -306,7 +310,7 @@ def try_rewards(task: Task, pretrained: Pretrained, group_size: int) -> dict[str
                 failures[name], left = failure, left - 1
     if failures and not left:
         name, failure = next(iter(failures.items()))
-        raise UsageError(f"the reward {name} fails on the first prompt, so the run does not begin: {failure}")
+        raise UsageError(f"the reward {name} fails on the first prompt, so nothing is sampled: {failure}")
     return scores
 
 

@@ -20,6 +20,12 @@ def exact_answer(examples: Sequence[Mapping[str, Any]], completions: Sequence[st
     return [float(text == example["answer"]) for example, text in zip(examples, completions, strict=True)]
 
 
+def first_number(examples: Sequence[Mapping[str, Any]], completions: Sequence[str]) -> list[float]:
+    """Returns 1 for a completion whose first number is the answer, else 0."""
+    numbers = (re.search(r"\d+", text) for text in completions)
+    return [float(it is not None and it[0] == example["answer"]) for example, it in zip(examples, numbers, strict=True)]
+
+
 def sum_of_numbers(examples: Sequence[Mapping[str, Any]], completions: Sequence[str]) -> list[float]:
     """Returns the sum of the numbers in each text modulo 97, from 0 to 96/97: trivial, and different in a group."""
     return [sum(map(int, text.split())) % 97 / 97 for text in completions]

@@ -36,6 +36,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.rounding import resolve_dtype
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
+from grpo_jax.prepare import try_rewards
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, num_heldout_calls, sample_heldout, summary
 from grpo_jax.rl.guards import check_tokens
@@ -166,6 +167,7 @@ def main(options: Options) -> None:
     with task_of as task:
         check_tokens(task)
         check_episodes(config.sampling, has_environment=task.environment is not None)
+        try_rewards(task, task.heldout.examples[0], pretrained, group_size)
         pretrained = for_texts(pretrained, task.heldout.ids.shape[1] + config.sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):

@@ -101,7 +101,7 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
 def show_start(options: RewardOptions, models: Models, task: Task) -> None:
     """Prints what a run would begin with: the notes, the memory plan, and the first prompt with its rewards."""
     pretrained, prompts = models["policy"].pretrained, task.prompts(0)
-    scores = try_rewards(task, pretrained, run_of(options.train).sampling.group_size)
+    scores = try_rewards(task, prompts.examples[0], pretrained, run_of(options.train).sampling.group_size)
     _, _, plan = apply_memory_plan(options, models, task)
     first = pretrained.tokenizer.decode(prompts.ids[0][prompts.mask[0]].tolist())
     lines = [*pretrained.notes, *task.notes, str(plan), f"the first prompt, as the model reads it: {first!r}"]

@@ -50,7 +50,7 @@ class Environment(NamedTuple):
 
     ask: Ask
     # text of a reply -> ids for the policy, with the delimiters of turns. Text never becomes a control token. Rows with
-    # variables of the chat template pass them as `kwargs`.
+    # variables of the chat template pass them as `kwargs`. After a turn that a stop text ended, `is_open` is True.
     encode: Callable[..., Sequence[int]]
     messages: dict[str, str]  # failure -> the last message about it
     # an episode -> its metrics by name; their means are logged with the prefix "environment_"
@@ -64,7 +64,7 @@ def environment(reply: ReplyFn, encode: Callable[[str], Sequence[int]]) -> Envir
     Args:
       reply: Maps (example, transcript, key) to a `Reply`. If it is async, the calls of all episodes run concurrently.
         A call that raises ends its episode.
-      encode: Maps the text of a reply to token ids.
+      encode: Maps the text of a reply to token ids. See `Environment` for the arguments that stop texts and rows add.
     """
     messages: dict[str, str] = {}
 

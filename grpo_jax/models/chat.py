@@ -353,8 +353,9 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
         delimiters.
 
     Returns:
-      (text, variables of the template) -> the tokens between the end of the policy's turn and its next turn. Special
-      tokens spelled out in the text are encoded as plain characters.
+      (text, variables of the template, `is_open`) -> the tokens between the end of the policy's turn and its next turn.
+      Special tokens spelled out in the text are encoded as plain characters. `is_open` is True if a stop text ended the
+      policy's turn. Then the tokens begin with the end of this turn.
 
     Raises:
       UsageError: The chat template knows none of the roles.
@@ -366,7 +367,7 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
         return tokenizer(text, add_special_tokens=False, **options)["input_ids"] if text else []
 
     if not (tokenizer.chat_template and roles):
-        return lambda text, kwargs={}: tokens(text, split_special_tokens=True)
+        return lambda text, kwargs={}, is_open=False: tokens(text, split_special_tokens=True)
     role = next((role for role in roles if _REPLY in _after_answer(chat, role, _REPLY)), "")
     if not role:
         raise UsageError(
@@ -379,7 +380,7 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
         before, _, after = _after_answer(row_chat, role, _REPLY).partition(_REPLY)
         return row_chat, before, _end_of_turn(row_chat, before), after
 
-    def encode(text: str, kwargs: Mapping[str, Any] = {}) -> list[int]:
+    def encode(text: str, kwargs: Mapping[str, Any] = {}, is_open: bool = False) -> list[int]:
         row_chat, before, mark, after = delimiters(json.dumps(kwargs))
         written = _after_answer(row_chat, role, text)
         if written.startswith(before) and written.endswith(after) and len(written) >= len(before) + len(after):
@@ -389,7 +390,7 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
             ids = [*tokens(before), *tokens(text, split_special_tokens=True), *tokens(after)]
         else:
             ids = tokens(before + text + after)
-        return ids[len(tokens(mark)) :]  # the policy has written the end of its turn
+        return ids if is_open else ids[len(tokens(mark)) :]  # else the policy has written the end of its turn
 
     return encode
 

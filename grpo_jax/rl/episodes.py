@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -174,9 +173,10 @@ def _outcome(
     room = sampling.environment_tokens - int(((sampled.turn[place] > 0) & ~is_policy).sum())
     if len(reply.text) > MAX_CHARACTERS:
         return "environment tokens", ()
-    kwargs = getattr(prompt, "kwargs", None)  # the row's own variables of the chat template
-    encode = partial(task.environment.encode, kwargs=kwargs) if kwargs else task.environment.encode
-    ids = encode(reply.text) if reply.ids is None else reply.ids
+    options = {"kwargs": getattr(prompt, "kwargs", None)}  # the row's own variables of the chat template
+    options["is_open"] = sampled.completion_ids[place][is_policy][-1] not in task.eos_ids
+    options = {name: value for name, value in options.items() if value}
+    ids = task.environment.encode(reply.text, **options) if reply.ids is None else reply.ids
     if len(ids) > room:
         return "environment tokens", ()
     unknown = [i for i in ids if not 0 <= i < task.vocab_size]

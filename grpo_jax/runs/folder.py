@@ -122,12 +122,13 @@ class RunFolder:
             )
         if differing or not file.exists():
             write_text(file, json.dumps(config, indent=2) + "\n")
-        self._warn_of_devices(ROUNDING_OPTIONS | began, ROUNDING_OPTIONS | now)
+        known = read_inputs(self.path).get(_MACHINE, machine())
+        self._warn_of_devices(_rounding_options(began) | known, _rounding_options(now) | machine())
 
     def _warn_of_devices(self, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Warns about changed options that change rounding."""
-        if differing := [name for name in ROUNDING_OPTIONS if began[name] != now[name]]:
-            before, after = (" ".join(f"--{name} {options[name]}" for name in differing) for options in (began, now))
+        """Warns about changed options, devices and versions that change rounding."""
+        if differing := [name for name in now if began.get(name) != now[name]]:
+            before, after = (" ".join(f"{name} {options.get(name)}" for name in differing) for options in (began, now))
             self.warn_once(
                 "devices",
                 f"the run began with {before} and goes on with {after}: sums are rounded in another order, so its "
@@ -150,7 +151,7 @@ class RunFolder:
         known = read_inputs(self.path)
         before = known.get(part, dict(inputs))
         check_inputs(self.path, before, inputs)
-        write_json(self.path / INPUTS_FILE, known | {part: dict(inputs)})
+        write_json(self.path / INPUTS_FILE, {_MACHINE: machine()} | known | {part: dict(inputs)})
 
     # ---- lines
 
@@ -355,7 +356,19 @@ FREE_OPTIONS |= {"engine_timeout", "engine_folder"}
 ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
+_MACHINE = "machine"  # the part of inputs.json that may change, with a warning
 _UNBEGUN = ("lock", f"{OPTIONS_FILE}*{TEMPORARY}")  # left by a run that was killed before it had written its options
+
+
+def machine() -> dict[str, str]:
+    """Returns what changes rounding beside options: JAX, the kind of device, and on a CPU the number of devices."""
+    device, number = jax.devices()[0], jax.device_count()
+    return {"jax": jax.__version__, "device": f"{number} cpu" if device.platform == "cpu" else device.device_kind}
+
+
+def _rounding_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that change only rounding, as a command line names them."""
+    return {f"--{name}": options.get(name, default) for name, default in ROUNDING_OPTIONS.items()}
 
 
 def read_inputs(folder: Path) -> dict[str, dict[str, str]]:

@@ -12,6 +12,7 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain, repeat
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, is_coin
 from grpo_jax.runs.progress import programs_so_far
 from grpo_jax.statistics import cell
 
-MAX_BYTES = 5_000_000  # the page leaves out rollouts to stay below this size
+MAX_BYTES = 5_000_000  # the page leaves out rollouts and curves to stay below this size
 _CURVE_POINTS = 500  # the largest number of points in a curve
 _PAGE_POINTS = 100_000  # the largest number of points in all curves together, about 1.2 MB
+_FEWEST_POINTS = 8  # of a curve, however many curves there are
+_OPTION_CHARACTERS = 4000  # of an option, such as a template, a warning or a result
 _TEXT_LIMITS = (None, 4000, 1000, 250)  # characters of a prompt, completion or column; None: no limit
 
 _LINE: Mapping[str, Any] = {"phase": str, "step": int}
@@ -60,7 +63,8 @@ def write_report(folder: Path) -> Path:
 
     The page has at most 5 MB. If there are too many rollouts, it shows evenly spaced steps, with the first and the
     last step. If texts are too long, it shows their beginning. If curves have too many points, it shows the lowest
-    and the highest value of each part. The page says what it leaves out.
+    and the highest value of each part, and if there are too many curves, the first ones. The page says what it leaves
+    out.
 
     Args:
       folder: The folder of the run.
@@ -83,17 +87,16 @@ def write_report(folder: Path) -> Path:
     ungraded = {name: 0 for line in metrics for name in line if name.startswith("ungraded_")}
     # Steps without ungraded completions do not log these counts.
     metrics = [ungraded | line if ungraded and "reward" in line else line for line in metrics]
-    curves, parts = _curves([*metrics, *times])
+    results = read_object(file) if (file := folder / "results.json").exists() else None
+    short = partial(_cut, characters=_OPTION_CHARACTERS)
     run = {
         "title": folder.resolve().name,
-        "options": flattened(options),
-        "warnings": [line["message"] for line in read_lines(folder / "warnings.jsonl", {"message": str})],
-        "results": read_object(results) if (results := folder / "results.json").exists() else None,
+        "options": {name: short(value) for name, value in flattened(options).items()},
+        "warnings": [short(line["message"]) for line in read_lines(folder / "warnings.jsonl", {"message": str})],
+        "results": results and {name: short(value) for name, value in results.items()},
         "ends": {line["phase"]: line["step"] for line in metrics},
         "coins": [phase for phase in names if is_coin(phase)],
         "side": [phase for phase in names if phase in SIDE_PHASES],
-        "curves": curves,
-        "parts": parts,
         "times": list(dict.fromkeys(chain.from_iterable(times))),
     }
     page = Path(__file__).with_name("report_page.html").read_text("utf-8")
@@ -101,7 +104,8 @@ def write_report(folder: Path) -> Path:
         digest = hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[0].encode()).digest()
         page = page.replace(f"<!--{tag} hash-->", f"sha256-{base64.b64encode(digest).decode()}")
     room = MAX_BYTES - len(page.encode()) - len(_json(run).encode()) - 2_000  # for the sentence about the rollouts
-    rollouts = _rollouts(groups, room)
+    run |= _curves([*metrics, *times], room // 2)
+    rollouts = _rollouts(groups, room - len(_json(run["curves"]).encode()))
     write_text(folder / "report.html", page.replace("<!--run-->", _json(run | rollouts)))
     return folder / "report.html"
 
@@ -127,8 +131,9 @@ def _cut(value: Any, characters: int | None) -> Any:
 Points = Sequence[tuple[int, float | None]]  # step and value; None is a gap
 
 
-def _curves(lines: Sequence[Line]) -> tuple[dict[str, dict[str, list[Any]]], int]:
-    """Returns curves by metric and phase, and the number of parts in thinned curves, or 0 if none was thinned.
+def _curves(lines: Sequence[Line], room: int) -> dict[str, Any]:
+    """Returns "curves" by metric and phase that fit into `room` bytes, the number of curves that are "left_out", and
+    the number of "parts" in thinned curves, or 0 if none was thinned.
 
     Null, NaN and infinity are gaps. A curve without any number is absent.
     """
@@ -139,12 +144,19 @@ def _curves(lines: Sequence[Line]) -> tuple[dict[str, dict[str, list[Any]]], int
                 number = None if value is None or not abs(value) < 1e300 else value
                 curves.setdefault((name, line["phase"]), []).append((line["step"], number))
     curves = {key: points for key, points in curves.items() if any(value is not None for _, value in points)}
-    parts = min(_CURVE_POINTS, max(60, _PAGE_POINTS // max(len(curves), 1))) // 2
+    parts = min(_CURVE_POINTS, max(_FEWEST_POINTS, _PAGE_POINTS // max(len(curves), 1))) // 2
     by_name: dict[str, dict[str, list[Any]]] = {}
+    left_out = 0
     for (name, phase), points in curves.items():
         is_counted = name.startswith("ungraded_")  # the page adds all steps up
-        by_name.setdefault(name, {})[phase] = _compact_curve(points if is_counted else _thin(points, parts))
-    return by_name, parts if any(len(points) > 2 * parts for points in curves.values()) else 0
+        curve = _compact_curve(points if is_counted else _thin(points, parts))
+        room -= len(_json([name, phase, curve]).encode())
+        if room < 0:
+            left_out += 1
+        else:
+            by_name.setdefault(name, {})[phase] = curve
+    is_thinned = any(len(points) > 2 * parts for points in curves.values())
+    return {"curves": by_name, "left_out": left_out, "parts": parts if is_thinned else 0}
 
 
 def _thin(points: Points, parts: int) -> Points:

@@ -4,14 +4,13 @@ import shlex
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 from command_helpers import refusal
 from tiny import STORIES, needs_data, refused, write_rows
 
 from grpo_jax import commands, prepare
-from grpo_jax.commands import grpo
-from grpo_jax.data.types import Component, Prompts
+from grpo_jax.commands import evaluate, grpo
+from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.rewards.processes import Grader
@@ -129,13 +128,11 @@ def test_a_dry_run_shows_the_start_and_loads_no_weights(folder, capsys):
 
 def test_rewards_are_tried_on_one_group_of_the_first_row():
     row, seen = {"prompt": "1+1=", "solution": "two", "answer": "2"}, []
-    prompts = Prompts(np.zeros((1, 1), np.int32), np.ones((1, 1), bool), [row])
     pretrained = SimpleNamespace(tokenizer=lambda text, **_: {"input_ids": list(text.encode())})
 
     def tried(**rewards):
         named = {name: Component(reward, 0.0 if name == "logged" else 1.0) for name, reward in rewards.items()}
-        task = SimpleNamespace(environment=None, reward=named, prompts=lambda step: prompts)
-        return prepare.try_rewards(task, pretrained, 3)
+        return prepare.try_rewards(SimpleNamespace(environment=None, reward=named), row, pretrained, 3)
 
     def words(rows, texts):
         seen.append((rows, list(texts)))
@@ -149,7 +146,7 @@ def test_rewards_are_tried_on_one_group_of_the_first_row():
     assert "IndexError" in scores["the empty completion"]["words"]
     assert scores["the row's own answer"]["words"] == 3.0
     for rewards in ({"fails": fails}, {"fails": fails, "logged": lambda rows, texts: [1.0] * len(texts)}):
-        with refused("the reward fails fails on the first prompt, so the run does not begin: RuntimeError: no such"):
+        with refused("the reward fails fails on the first prompt, so nothing is sampled: RuntimeError: no such"):
             tried(**rewards)
     tried(fails=fails, words=words)
     with Grader("grpo_jax.rewards.builtin:repetition", arguments={"n": 1e9}, chunk="prompt") as grader:
@@ -157,6 +154,19 @@ def test_rewards_are_tried_on_one_group_of_the_first_row():
             tried(grader=grader)
         assert not any(grader.counts.values())
         assert not grader.messages
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_rewards_that_cannot_answer_are_refused_before_sampling(folder, monkeypatch, capsys, command):
+    args = {"train": STARTS["task"], "evaluate": "evaluate model --task rows.jsonl --max-tokens 8"}[command].split()
+    monkeypatch.setattr(evaluate, "sample_and_score", lambda *_, **__: pytest.fail("it samples"))
+    monkeypatch.setattr(flags, "open_run", lambda *_: pytest.fail("the run begins"))
+    (folder / "raises.py").write_text("def low(rows, texts): raise RuntimeError('no such column')")
+    sentence = refusal(capsys, *args, "--reward", "raises.py:low")
+    assert "the reward low fails on the first prompt" in sentence
+    assert "no such column" in sentence
+    sentence = refusal(capsys, *args, "--reward", "rewards.py:low", "--reward-deadline", 1e-9)
+    assert "no answer within its deadline" in sentence
 
 
 def test_a_run_that_does_not_fit_into_memory_is_refused_before_it_begins(folder, monkeypatch, capsys):

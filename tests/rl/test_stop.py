@@ -19,7 +19,7 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of
 
-STOP, EOS = ("12", "3"), 6
+STOP, EOS, END = ("12", "3"), 6, 5  # END closes a turn that a stop text ended
 CONFIG = recipe(
     steps=4,
     num_prompts=4,
@@ -63,7 +63,11 @@ def test_rewards_read_the_text_before_a_stop_text():
 
 def test_stop_texts_end_each_turn_of_an_episode():
     config = with_options(CONFIG, max_turns=3, environment_tokens=6, max_tokens=12)
-    task = TASK._replace(environment=environment(lambda *_: Reply("1"), lambda text: [int(x) for x in text]))
+
+    def encode(text, is_open=False):
+        return [*([END] if is_open else []), *map(int, text)]
+
+    task = TASK._replace(environment=environment(lambda *_: Reply("1"), encode))
     out = sampled(task, config)
     turns = 0
     for text in (text for group in decode_groups(out, task) for text in group):
@@ -73,6 +77,8 @@ def test_stop_texts_end_each_turn_of_an_episode():
             assert turn.action.stopped == (end is not None)
             assert end in (None, len(turn.action.ids))
             assert not (turn.action.stopped and turn.action.truncated)
+            if turn.observation is not None:  # the reply closes a turn that has no end of its own
+                assert turn.observation.ids == ((END, 1) if turn.action.stopped else (1,))
         parts = [digits(turn.action.ids) + (turn.observation or "") for turn in text.turns[:-1]]
         assert text == "".join(parts) + text.turns[-1].action  # only the last stop text is cut off
         turns += sum(turn.action.stopped for turn in text.turns[1:])

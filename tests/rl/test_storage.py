@@ -269,6 +269,22 @@ time.sleep(600)
 """
 
 
+def test_a_run_that_resumes_on_other_devices_says_so(tmp_path, monkeypatch):
+    def resume():
+        run = open_run(tmp_path, CONFIG)
+        run.keep_inputs("grpo", {"rows": "a"})
+        return [line["message"] for line in run.lines("warnings.jsonl")]
+
+    assert resume() == resume() == []
+    monkeypatch.setattr(jax, "device_count", lambda: 3)
+    (message,) = resume()
+    assert "goes on with device 3 cpu: sums are rounded in another order" in message
+    monkeypatch.undo()
+    assert resume() == [message]  # those are the devices that it began with
+    monkeypatch.setattr(jax, "__version__", "1.2.3")
+    assert "goes on with jax 1.2.3" in resume()[-1]
+
+
 def test_a_folder_that_another_process_writes_to_is_refused_until_that_ends(tmp_path):
     other = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:

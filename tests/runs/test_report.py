@@ -244,3 +244,30 @@ def test_groups_that_cannot_be_cut_enough_are_left_out(tmp_path, monkeypatch):
     data = write_page(tmp_path / "run", metrics(1), [group(1, size=400)])
     assert data["rollouts"] == {}
     assert "too large" in data["about"]
+
+
+def test_long_options_and_many_curves_leave_the_page_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 100_000)
+    template = "é" * 100_000
+    make_run(tmp_path, [{**line, **{f"m{i}": i + 0.12345 for i in range(2000)}} for line in metrics(1, 2)], [group(1)])
+    for name in ("config.json", "results.json"):
+        (tmp_path / name).write_text(json.dumps({"template": template, "steps": 2}))
+    (tmp_path / "warnings.jsonl").write_text(json.dumps({"message": template}) + "\n")
+    page = write_report(tmp_path)
+    assert page.stat().st_size < 100_000
+    data = data_of(page)
+    shortened = f"{template[:4000]} … (96000 characters more)"
+    assert data["options"] == data["results"] == {"template": shortened, "steps": 2}
+    assert data["warnings"] == [shortened]
+    assert data["rollouts"]["grpo"]
+    known = len(metrics(1)[0].keys() - {"phase", "step"})
+    assert len(data["curves"]) + data["left_out"] == 2000 + known
+    assert min(len(data["curves"]), data["left_out"]) > 100
+    assert "reward" in data["curves"]
+
+
+def test_long_curves_become_shorter_before_any_is_left_out(tmp_path):
+    names = {f"metric_{i}": 1.5 for i in range(11_000)}
+    make_run(tmp_path, [{"phase": "grpo", "step": step, **names} for step in range(1, 21)])
+    data = data_of(write_report(tmp_path))
+    assert (len(data["curves"]), data["left_out"], data["parts"]) == (11_000, 0, 4)

@@ -7,8 +7,9 @@ noise. Each library runs with its defaults, and each peer also with settings tha
 entrant with a warm cache reads the programs that the entrant with a cold cache compiled. The figure shows the better
 settings of each peer, the table all of them. Each peer has a separate environment, which the first call makes.
 
-The race "words" makes the stories of a small pretrained model happier. The race "arithmetic" needs no model: it exports
-the warm start of experiments.arithmetic. A process whose folder is complete is not repeated.
+The race "words" makes the stories of a small pretrained model happier, and "real" teaches a larger base model the sums
+of experiments.real. The race "arithmetic" needs no model: it exports the warm start of experiments.arithmetic. A
+process whose folder is complete is not repeated.
 
   python -m experiments.benchmarks.race --race words --model DIR
 """
@@ -48,10 +49,10 @@ DEVICES = {
 class Config:
     """Options of the race."""
 
-    race: Literal["words", "arithmetic"] = "arithmetic"
-    """words: happier stories. arithmetic: additions, with a model that is made here."""
+    race: Literal["words", "arithmetic", "real"] = "arithmetic"
+    """words: happier stories. arithmetic: additions, with a model that is made here. real: sums, with a base model."""
     model: Path | None = None
-    """Folder of the initial model, a Llama decoder. words needs one trained on TinyStories."""
+    """Folder of the initial model. words needs a Llama trained on TinyStories, real a base model like Gemma 3 270M."""
     steps: Annotated[int, at_least(2)] | None = None
     """Steps of each process. None: those of the race."""
     seeds: Size = 3
@@ -77,8 +78,9 @@ def main(config: Config) -> None:
     device = config.device if config.device != "auto" else "gpu" if shutil.which("nvidia-smi") else "cpu"
     race, out = RACES[config.race], user_path(config.out).absolute() / config.race
     out.mkdir(parents=True, exist_ok=True)
-    if config.race == "words" and config.model is None:
-        raise UsageError("--model is needed: name the folder of a model that was trained on TinyStories")
+    if config.race != "arithmetic" and config.model is None:
+        made_for = {"words": "a model that was trained on TinyStories", "real": "a base model"}
+        raise UsageError(f"--model is needed: name the folder of {made_for[config.race]}")
     model = export_warm_start(out) if config.model is None else user_path(config.model).absolute()
     steps = config.steps or race.steps
     folders: dict[str, list[Path]] = {name: [] for name in config.entrants}

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from experiments.benchmarks.peers.peer_common import BETA, CLIP, MAX_GRAD_NORM
+from experiments.real import EXAMPLES, sums
 from experiments.tasks.arithmetic import arithmetic_task
+from experiments.tasks.rewards import first_number
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, text_task
 
 
 class Race(NamedTuple):
@@ -26,6 +28,7 @@ class Race(NamedTuple):
 RACES = {
     "words": Race("happy_sentences", num_prompts=8, max_tokens=64, steps=100, save_every=5),
     "arithmetic": Race("exact_answer", num_prompts=32, max_tokens=4, steps=200, save_every=10),
+    "real": Race("first_number", num_prompts=8, max_tokens=5, steps=40, save_every=20, learning_rate=1e-6),
 }
 
 
@@ -93,7 +96,18 @@ def race_task(name: str, pretrained: Pretrained, seed: int) -> Task:
     num_prompts = RACES[name].num_prompts
     if name == "arithmetic":
         return arithmetic_task(num_prompts=num_prompts, seed=seed)
-    vocab_size = pretrained.config.vocab_size
-    return stories_task(
-        pretrained.tokenizer, pretrained.eos_ids, vocab_size=vocab_size, num_prompts=num_prompts, seed=seed
+    tokenizer, eos_ids, vocab_size = pretrained.tokenizer, pretrained.eos_ids, pretrained.config.vocab_size
+    if name == "words":
+        return stories_task(tokenizer, eos_ids, vocab_size=vocab_size, num_prompts=num_prompts, seed=seed)
+    rows, heldout = sums()
+    return text_task(
+        tokenizer,
+        eos_ids,
+        rows,
+        vocab_size=vocab_size,
+        num_prompts=num_prompts,
+        seed=seed,
+        reward=first_number,
+        template=EXAMPLES + "{question}",
+        heldout_rows=heldout,
     )
