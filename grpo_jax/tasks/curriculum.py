@@ -87,8 +87,8 @@ def number_of(generator: int, level: int) -> int:
     return _LEVELS * generator + level
 
 
-def choose_levels(window: Window, tops: Sequence[int], bound: float) -> tuple[list[int], list[float]]:
-    """Returns the level of each generator, and its solve rate at its newest level in the window (NaN without prompts).
+def choose_levels(window: Window, tops: Sequence[int], bound: float) -> list[int]:
+    """Returns the level of each generator.
 
     A level is the newest one in the window, or the next if its solve rate is at least `bound` over at least 8 prompts.
     A generator that is not in the window begins again at level 0.
@@ -98,14 +98,12 @@ def choose_levels(window: Window, tops: Sequence[int], bound: float) -> tuple[li
       tops: The highest level of each generator.
       bound: The solve rate at which a level rises.
     """
-    levels, rates = [], []
+    levels = []
     for generator, top in enumerate(tops):
         numbers = np.where(window.numbers // _LEVELS == generator, window.numbers, -1)
         is_newest = (numbers == numbers.max()) & (numbers >= 0)
         solved, failed = window.solved[is_newest].sum(), window.failed[is_newest].sum()
-        rate = float(solved / (solved + failed)) if solved + failed else float("nan")
         level = int(numbers.max()) % _LEVELS if is_newest.any() else 0
-        rises = is_newest.sum() >= _LEAST and rate >= bound
+        rises = is_newest.sum() >= _LEAST and solved >= bound * (solved + failed) > 0
         levels.append(min(level + int(rises), top))
-        rates.append(rate)
-    return levels, rates
+    return levels

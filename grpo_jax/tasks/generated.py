@@ -5,25 +5,24 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.generators import AnswerIn, Generator, answer_format, generate, num_levels, written_answer
+from grpo_jax.data.generators import AnswerIn, Generator, answer_format, generate, highest_level
 from grpo_jax.data.rows import hash_of_prompt
-from grpo_jax.data.text import encode_prompts
-from grpo_jax.data.types import Example, Prompts, choose_widths, hash_values, pad_prompts, rng
+from grpo_jax.data.types import Example, Prompts, pad_prompts, rng
 from grpo_jax.errors import UsageError
-from grpo_jax.models.chat import make_chat, prompt_writer
 from grpo_jax.rewards.builtin import generator_vote
 from grpo_jax.tasks.curriculum import Drawn, Window, choose_levels, number_of
-from grpo_jax.tasks.task import Task, assemble_task, fill, padding_id
+from grpo_jax.tasks.task import EncodedPrompt, Task, text_task
 
 # The first template is a text for a base model to continue; the second is a user's message.
 TEMPLATES = ("Question: {question}\n{answer_format}\nAnswer:", "{question}\n{answer_format}")
-_SAMPLED = 64  # prompts of each level that decide the width
-_ROUNDS = 100  # redraws of the prompts that do not fit
-_HELDOUT, _SAMPLE, _TRAINING = 1, 2, 3  # streams of random numbers
+_HELDOUT_SHARE = 0.2  # of all questions, by their hashes; a larger share finds held-out rows faster
+_SAMPLED = 128  # rows of each level whose prompts decide the width
+_TRIES = 100  # rows generated for each that is taken
 _LARGEST = 2**31  # some generators take no larger index
+_HELDOUT, _SAMPLE, _TRAINING = range(3)  # streams of random numbers
 
 Levels = Sequence[int | None]  # one for each generator; None: its options decide
-Chosen = tuple[int, Example, np.ndarray]  # the number of the generator, the columns, the token ids
+Encode = Callable[[Sequence[Example]], dict[int, EncodedPrompt]]
 
 
 def generated_task(
@@ -31,136 +30,89 @@ def generated_task(
     eos_ids: tuple[int, ...],
     generators: Sequence[Generator],
     *,
-    vocab_size: int,
     num_prompts: int,
     seed: int,
     num_heldout: int = 200,
     has_levels: bool = False,
     answer_in: AnswerIn = "tags",
+    stop: Sequence[str] = (),
     chat: bool = False,
     template: str | None = None,
-    system: str | None = None,
-    max_prompt_tokens: int | None = None,
-    stop: Sequence[str] = (),
-    tools: Any = None,
-    chat_template_kwargs: Any = None,
-    **fields: Any,
+    **options: Any,
 ) -> Task:
     """Makes a task whose rows are a function of the seed, the step and, in a curriculum, the window.
 
-    The held-out set is the same for every seed. A prompt is drawn again if it is held out, is in the step already, or
-    has more tokens than `max_prompt_tokens` or than all of a sample of prompts.
+    The hash of a question decides whether it is held out, so it is the same for every seed, level and tokenizer. A row
+    is drawn again if its question is in the step already, or if its prompt is longer than all of a sample of rows.
 
     Args:
-      tokenizer, eos_ids, vocab_size, num_prompts, seed, stop, chat, tools, chat_template_kwargs: See `text_task`.
+      tokenizer, eos_ids, num_prompts, seed, stop, chat: See `text_task`.
       generators: The generators, as `parse_generators` returns them.
-      num_heldout: The number of held-out prompts. Fewer are held out if the generators make few different prompts.
+      num_heldout: The number of held-out prompts; fewer if the generators make few different questions.
       has_levels: True for a curriculum: prompts for training then begin at the lowest level of each generator.
       answer_in: The place of the answer in a completion, which the prompt states.
       template: Replaces the default template in TEMPLATES. The columns of a row are question, answer_format, solution
         (a completion that states the generator's own answer), generator, level, index and answer_in.
-      system, max_prompt_tokens: See `encode_rows`.
-      fields: Other fields of `Task`, such as reward.
+      options: Further arguments of `text_task`, such as vocab_size and reward.
 
     Raises:
       UsageError: A generator has no levels, or there are too few prompts that fit.
     """
-    writer = make_chat(tokenizer, eos_ids, chat_template_kwargs, tools)
-    write, written = prompt_writer(writer, chat, system), template or TEMPLATES[chat]
     if answer_in == "stop" and not stop:
         raise UsageError("--answer-in stop needs a text that ends the answer: give --stop")
-    sentence = answer_format(answer_in, *stop[:1])
+    shared = {"answer_format": answer_format(answer_in, *stop[:1]), "answer_in": answer_in}
     weights = np.array([generator.weight for generator in generators])
 
-    def row(generator: Generator, level: int | None, index: int) -> dict[str, Any]:
-        _, entry = generate(generator.text, level, index)
-        columns = {"question": entry["question"], "answer_format": sentence, "answer_in": answer_in}
-        columns |= {"generator": generator.text, "level": level, "index": index}
-        answer = entry["answer"]
-        return columns if answer is None else columns | {"solution": written_answer(str(answer), answer_in)}
+    def generate_row(kind: int, level: int | None, index: int) -> Example:
+        entry = generate(generators[kind].text, level, index)[1]
+        row = {"question": entry["question"], **shared, "generator": generators[kind].text}
+        row |= {"level": level, "index": index, "kind": kind}
+        solution = "<answer>{}</answer>" if answer_in == "tags" else "{}"
+        return row if entry["answer"] is None else row | {"solution": solution.format(entry["answer"])}
 
-    def choose(
-        noise: np.random.Generator, count: int, levels: Levels, limit: int | None, fits: Callable[[Example], bool]
-    ) -> list[Chosen]:
-        """Draws different prompts of at most `limit` tokens that fit, at most `count`."""
-        chosen: dict[str, Chosen] = {}
-        for _ in range(_ROUNDS):
-            if not (missing := count - len(chosen)):
+    def draw(
+        stream: Sequence[int], count: int, levels: Levels, encode: Encode | None = None
+    ) -> list[tuple[Example, EncodedPrompt | None]]:
+        """Draws at most `count` rows with different questions. Their prompts fit if there is `encode`."""
+        noise, chosen = rng(*stream), dict[str, Any]()
+        for _ in range(_TRIES * count):
+            if len(chosen) == count:
                 break
-            kinds = noise.choice(len(generators), missing, p=weights / weights.sum())
-            drawn = zip(kinds, noise.integers(0, _LARGEST, missing), strict=True)
-            rows = [row(generators[kind], levels[kind], int(index)) for kind, index in drawn]
-            prompts = [write(fill(written, columns, "a row")) for columns in rows]
-            encoded = encode_prompts(writer, prompts, max_prompt_tokens=limit, others=1)
-            for number, text, ids in zip(encoded.numbers, encoded.texts, encoded.token_ids, strict=True):
-                example = {**rows[number], "prompt": text}
-                if fits(example):
-                    chosen.setdefault(text, (int(kinds[number]), example, ids))
+            kind = int(noise.choice(len(generators), p=weights / weights.sum()))
+            row = generate_row(kind, levels[kind], int(noise.integers(_LARGEST)))
+            is_heldout = hash_of_prompt(row["question"]) < _HELDOUT_SHARE
+            prompt = encode([row]).get(0) if encode else None
+            if is_heldout == (stream[0] == _HELDOUT) and (prompt or not encode):
+                chosen.setdefault(row["question"], (row, prompt))
         return list(chosen.values())
 
-    tops = [num_levels(generator) - 1 for generator in generators] if has_levels else []
-    start: Levels = [0 if has_levels else None] * len(generators)
-    end: Levels = tops or start
-    # At most about half of the prompts are held out, if there are few.
     base: Levels = [None] * len(generators)
-
-    def is_low(example: Example) -> bool:
-        return hash_of_prompt(example["question"]) < 0.5
-
-    heldout = choose(rng(_HELDOUT), num_heldout, base, max_prompt_tokens, is_low)
-    held = {example["prompt"] for _, example, _ in heldout}
-
-    def is_new(example: Example) -> bool:
-        return example["prompt"] not in held
-
-    sample = choose(rng(_SAMPLE), _SAMPLED, end, max_prompt_tokens, is_new)
-    sample += choose(rng(_SAMPLE), _SAMPLED, start, max_prompt_tokens, is_new) if has_levels else []
+    tops = [highest_level(generator.text) for generator in generators] if has_levels else []
+    start: Levels = [0] * len(generators) if has_levels else base
+    heldout = [row for row, _ in draw((_HELDOUT,), num_heldout, base)]
+    sample = [row for levels in (tops, start) if levels for row, _ in draw((_SAMPLE,), _SAMPLED, levels)]
     if not heldout or not sample:
-        raise UsageError("no prompt is left: set options of the generators, or raise max_prompt_tokens")
-    lengths = [len(ids) for _, _, ids in sample]
-    width = max(*lengths, *(len(ids) for _, _, ids in heldout))
+        raise UsageError("the generators make too few different questions: set other options")
+    options |= {"heldout_rows": heldout, "template": template or TEMPLATES[chat], "chat": chat, "stop": stop}
+    task = text_task(tokenizer, eos_ids, sample, num_prompts=1, seed=0, answer=generator_vote, **options)
 
-    def padded(chosen: Sequence[Chosen]) -> Prompts:
-        ids, examples = [ids for _, _, ids in chosen], [example for _, example, _ in chosen]
-        return pad_prompts(ids, examples, width=width, pad_id=padding_id(tokenizer, vocab_size))
-
-    def at_levels(step: int, levels: Levels) -> list[Chosen]:
-        chosen = choose(rng(_TRAINING, seed, step), num_prompts, levels, width, is_new)
-        if len(chosen) < num_prompts:
+    def prompts_at(step: int, levels: Levels) -> Prompts:
+        drawn = draw((_TRAINING, seed, step), num_prompts, levels, task.encode)
+        if len(drawn) < num_prompts:
             raise UsageError(
-                f"the generators made {len(chosen)} different prompts that fit, and a step takes {num_prompts}: lower "
+                f"the generators made {len(drawn)} different prompts that fit, and a step takes {num_prompts}: lower "
                 "num_prompts, or set other options of the generators"
             )
-        return chosen
+        prompts = [(ids, {**row, "prompt": text}) for row, (text, ids) in drawn]
+        return pad_prompts(*zip(*prompts, strict=True), width=task.heldout.ids.shape[1], pad_id=task.pad_id)
 
-    def draw(window: Window, step: int, bound: float) -> Drawn:
-        levels, rates = choose_levels(window, tops, bound)
-        chosen = at_levels(step, levels)
-        metrics = {f"curriculum_level_{name}": float(level) for name, level in zip(names, levels, strict=True)}
-        numbers = np.array([number_of(kind, levels[kind]) for kind, _, _ in chosen])
-        solved = {f"curriculum_solved_{name}": rate for name, rate in zip(names, rates, strict=True) if rate >= 0}
-        return Drawn(numbers, padded(chosen), metrics | solved)
+    def curriculum(window: Window, step: int, bound: float) -> Drawn:
+        levels, metrics = choose_levels(window, tops, bound), dict[str, float]()
+        prompts = prompts_at(step, levels)
+        for number, (generator, level) in enumerate(zip(generators, levels, strict=True), 1):
+            metrics[f"curriculum_level_{number}_{generator.text.partition('?')[0]}"] = float(level)
+        return Drawn(np.array([number_of(row["kind"], row["level"]) for row in prompts.examples]), prompts, metrics)
 
-    names = [_label(generators, number) for number in range(len(generators))]
-    return assemble_task(
-        writer,
-        eos_ids,
-        vocab_size,
-        stop,
-        in_chat=bool(sample[0][1]["prompt"].messages),
-        prompts=lambda step: padded(at_levels(step, start)),
-        heldout=padded(heldout),
-        answer=generator_vote,
-        prompt_widths=choose_widths([*lengths, width], most=4),
-        batch_widths=(width,),
-        rows=hash_values(*(example for _, example, _ in sample)),  # another version makes other rows
-        curriculum=draw if has_levels else None,
-        **fields,
+    return task._replace(
+        prompts=lambda step: prompts_at(step, start), curriculum=curriculum if has_levels else None, encode=None
     )
-
-
-def _label(generators: Sequence[Generator], number: int) -> str:
-    """Returns the name of a generator in metrics."""
-    name = generators[number].name
-    same = [place for place, generator in enumerate(generators) if generator.name == name]
-    return name if len(same) == 1 else f"{name}_{same.index(number) + 1}"

@@ -134,18 +134,11 @@ def open_task(
     if options.task.startswith(PREFIX):
         from grpo_jax.tasks.generated import generated_task  # imported only by tasks with generators
 
-        if overlong != "drop":
-            raise UsageError("--overlong is for rows: a prompt of a generator that is too long is drawn again")
-        make: Any = partial(
-            generated_task,
-            generators=parse_generators(options.task.removeprefix(PREFIX)),
-            num_heldout=options.num_heldout or 200,
-            has_levels=has_levels,
-            answer_in=options.answer_in,
-            max_prompt_tokens=max_prompt_tokens,
-        )
+        generators, most = parse_generators(options.task.removeprefix(PREFIX)), options.num_heldout or 200
+        levels: dict[str, Any] = {"has_levels": has_levels, "answer_in": options.answer_in}
+        make: Any = partial(generated_task, generators=generators, num_heldout=most, **levels)
     else:
-        make = partial(_task_maker(options, training), max_prompt_tokens=max_prompt_tokens, overlong=overlong)
+        make = _task_maker(options, training)
     graded = open_rewards(
         texts,
         group_size=group_size,
@@ -163,6 +156,8 @@ def open_task(
             vocab_size=pretrained.config.vocab_size,
             num_prompts=num_prompts,
             seed=seed,
+            max_prompt_tokens=max_prompt_tokens,
+            overlong=overlong,
             stop=stop,
             template=options.template,
             system=options.system,

@@ -72,6 +72,8 @@ class Task(NamedTuple):
     rows: str = ""  # digest of all training rows; empty if prompts are generated from the seed
     # (window, step, bound of the solve rate) -> the prompts of a step of a curriculum. None: the task has none
     curriculum: Callable[[Window, int, float], Drawn] | None = None
+    # Other rows -> the numbers of those whose prompts have room, with the prompts. None: the task is not from rows
+    encode: "Callable[[Sequence[Mapping[str, Any]]], dict[int, EncodedPrompt]] | None" = None
 
 
 def inputs_of(task: Task) -> dict[str, str]:
@@ -199,48 +201,37 @@ def text_task(
     batch = batches(size, num_prompts, seed)
     lengths = np.array([len(ids) for _, ids in training.sample])
     longest = [lengths[batch(step) * len(lengths) // size].max() for step in range(_STEPS)]
+    pad_id = padding_id(tokenizer, vocab_size)
 
     def padded(rows: PromptRows, numbers: Iterable[int] | None = None) -> Prompts:
-        return pad_prompts(*rows.take(numbers), width=width, pad_id=padding_id(tokenizer, vocab_size))
+        return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id)
+
+    decoding = partial(decode, writer)
+    ends = make_stop(stop, partial(read_pieces, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
 
     def draw(window: Window, step: int, bound: float) -> Drawn:
+        del bound
         numbers, metrics = draw_by_solve_rate(window, size, num_prompts, rng(seed, 1, step))
         return Drawn(numbers, padded(training, numbers), metrics)
 
-    return assemble_task(
-        writer,
-        eos_ids,
-        vocab_size,
-        stop,
-        in_chat=bool(training.sample[0][0].messages),
+    return Task(
         prompts=lambda step: padded(training, batch(step)),
         reward=reward,
         heldout=padded(heldout),
+        decode=decoding,
+        eos_ids=eos_ids,
+        pad_id=pad_id,
+        vocab_size=vocab_size,
+        stop=ends,
         notes=notes,
         answer=answer,
         prompt_widths=choose_widths([*lengths, width], most=4),
         batch_widths=choose_widths([*longest, width], most=3),
         rows=hash_values(*(training.rows[i : i + _DIGESTED] for i in range(0, size, _DIGESTED))),
+        extract_final=final_extractor(tokenizer, ends) if training.sample[0][0].messages else None,
         curriculum=draw,
+        encode=partial(training.encode, overlong="drop"),
     )
-
-
-def assemble_task(
-    chat: Chat, eos_ids: tuple[int, ...], vocab_size: int, stop: Sequence[str], *, in_chat: bool, **fields: Any
-) -> Task:
-    """Makes a task whose completions are decoded by the tokenizer of a chat.
-
-    Args:
-      chat: The tokenizer and its chat template.
-      eos_ids, vocab_size, stop: See `text_task`.
-      in_chat: True if prompts are chat messages.
-      fields: The fields of `Task` that do not follow from these arguments.
-    """
-    decoding, pad_id = partial(decode, chat), padding_id(chat.tokenizer, vocab_size)
-    ends = make_stop(stop, partial(read_pieces, chat.tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
-    final = final_extractor(chat.tokenizer, ends) if in_chat else None
-    own: dict[str, Any] = {"decode": decoding, "eos_ids": eos_ids, "pad_id": pad_id, "vocab_size": vocab_size}
-    return Task(**own, **fields, stop=ends, extract_final=final)
 
 
 EncodedPrompt = tuple[Prompt, np.ndarray]  # the encoded text, and its token ids
@@ -252,7 +243,7 @@ class PromptRows(NamedTuple):
     rows: list[Mapping[str, Any]]  # [M]
     prompts: Sequence[EncodedPrompt | None]  # [M]; None: the prompt is encoded when it is taken
     sample: Sequence[EncodedPrompt]  # all prompts, or some that are spread over all rows, in the order of the rows
-    encode: Callable[[Sequence[Mapping[str, Any]]], list[EncodedPrompt]]
+    encode: Callable[..., dict[int, EncodedPrompt]]
 
     def take(self, numbers: Iterable[int] | None = None) -> tuple[list[np.ndarray], list[Example]]:
         """Returns the token ids of rows, and their columns with the encoded text as "prompt".
@@ -262,7 +253,8 @@ class PromptRows(NamedTuple):
         """
         numbers = list(range(len(self.rows)) if numbers is None else numbers)
         later = [number for number in numbers if self.prompts[number] is None]
-        encoded = dict(zip(later, self.encode([self.rows[number] for number in later]), strict=True)) if later else {}
+        encoded = self.encode([self.rows[number] for number in later]) if later else {}
+        encoded = {later[place]: prompt for place, prompt in encoded.items()}
         prompts = [self.prompts[number] or encoded[number] for number in numbers]
         examples = [{**self.rows[number], "prompt": text} for number, (text, _) in zip(numbers, prompts, strict=True)]
         return [ids for _, ids in prompts], examples
@@ -369,19 +361,23 @@ def _encoded_now(checked: np.ndarray, heldout_spellings: np.ndarray, max_prompt_
 
 
 def _encode_later(
-    encode: Callable[..., Encoded], vocab_size: int, width: int, rows: Sequence[Mapping[str, Any]]
-) -> list[EncodedPrompt]:
-    """Encodes prompts that should fit into `width` tokens. A prompt that does not fit loses its beginning."""
-    encoded = encode(rows, max_prompt_tokens=width, overlong="truncate", others=1)
+    encode: Callable[..., Encoded],
+    vocab_size: int,
+    width: int,
+    rows: Sequence[Mapping[str, Any]],
+    overlong: Overlong = "truncate",
+) -> dict[int, EncodedPrompt]:
+    """Encodes prompts that should fit into `width` tokens, by number. Others lose their beginning, or drop out."""
+    encoded = encode(rows, max_prompt_tokens=width, overlong=overlong, others=1)
     places = [getattr(row, "where", "a row") for row in rows]
-    if len(encoded.numbers) < len(rows):
+    if overlong == "truncate" and len(encoded.numbers) < len(rows):
         missing = min(set(range(len(rows))) - set(encoded.numbers))
         raise UsageError(f"{places[missing]}: its prompt has no tokens: leave the row out")
-    if encoded.summary:
+    if overlong == "truncate" and encoded.summary:
         warnings.warn(f"a prompt has more tokens than a sample of prompts: it keeps its last {width}", stacklevel=2)
-    for place, ids in zip(places, encoded.token_ids, strict=True):
-        check_ids([ids], vocab_size, place)
-    return _pairs(encoded)
+    for number, ids in zip(encoded.numbers, encoded.token_ids, strict=True):
+        check_ids([ids], vocab_size, places[number])
+    return dict(zip(encoded.numbers, _pairs(encoded), strict=True))
 
 
 def _pairs(encoded: Encoded) -> list[EncodedPrompt]:
@@ -436,13 +432,13 @@ def _prompt(row: Mapping[str, Any], where: str, *, prompt_column: str, template:
       UsageError: The prompt is neither text nor messages, or the template does not fit the row.
     """
     remedy = "put the prompt there, or set prompt_column or template"
-    prompt = column(row, prompt_column, where, remedy=remedy) if template is None else fill(template, row, where)
+    prompt = column(row, prompt_column, where, remedy=remedy) if template is None else _fill(template, row, where)
     if not isinstance(prompt, str):
         return read_prompt(prompt, f"{where}: column {prompt_column}")
     return prompt
 
 
-def fill(template: str, row: Mapping[str, Any], where: str) -> str:
+def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
     """Fills a template with the row's columns. Only names of columns are allowed: no attributes, indices or formats."""
     try:
         parts = list(string.Formatter().parse(template))

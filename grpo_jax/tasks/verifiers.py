@@ -1,7 +1,7 @@
 """Tasksets of the package verifiers as environments, by its protocols single-agent and user-sim.
 
 The policy is the agent that the task scores, with the harness "null": it writes messages and has no tools. When an
-episode ends, its messages become a trace of the package, and the task's rewards score it.
+episode ends, its messages become a trace of the package, which the task scores.
 """
 
 import inspect
@@ -15,13 +15,8 @@ from grpo_jax.errors import UsageError
 
 try:
     import verifiers.v1 as vf
-    from verifiers.v1 import graph
-    from verifiers.v1.dialects import parse_message
+    from verifiers.v1 import dialects, graph, session, state, trace as traces, types
     from verifiers.v1.envs.user_sim.env import DONE, PERSONA
-    from verifiers.v1.session import call_hook
-    from verifiers.v1.state import state_cls
-    from verifiers.v1.trace import AgentInfo, TraceTask
-    from verifiers.v1.types import Response
     from verifiers.v1.utils.decorators import discover_decorated
 except ImportError as error:
     raise UsageError(f"tasksets need the package verifiers: pip install 'verifiers>=0.4' ({error})") from None
@@ -31,7 +26,6 @@ Message = dict[str, Any]
 User = Callable[[Sequence[Message]], Awaitable[str]]
 
 _GREETING = "Hello! How can I help you today?"  # only the user reads it
-_MOST = 10_000  # messages of users that are remembered
 
 
 def verifiers_rows(taskset: Any, user: User | None = None) -> list[dict[str, Any]]:
@@ -39,8 +33,8 @@ def verifiers_rows(taskset: Any, user: User | None = None) -> list[dict[str, Any
 
     Args:
       taskset: A finite `verifiers.v1.Taskset`.
-      user: The user of user-sim, who opens the conversation. The prompt of a task is known only to this user. Default:
-        the prompt of the task opens it (single-agent).
+      user: The user of user-sim, who alone knows the prompt of a task, and opens the conversation. Default: the prompt
+        of the task opens it (single-agent).
 
     Raises:
       UsageError: The tasks need tools, interceptors or a runtime.
@@ -48,20 +42,12 @@ def verifiers_rows(taskset: Any, user: User | None = None) -> list[dict[str, Any
     rows = []
     for index, task in enumerate(taskset):
         _check(taskset, task)
-        prompt, system = task.data.prompt, task.data.system_prompt
-        messages = [{"role": "system", "content": system}] if system else []
-        if user is not None:
-            prompt = run_to_end(_ask(user, task, [])).strip()
-            if prompt == DONE:  # there is no conversation
-                continue
-        if not isinstance(prompt, str):
-            messages += [message.model_dump(exclude_none=True) for message in prompt or ()]
-        rows.append(
-            {
-                "prompt": [*messages, {"role": "user", "content": prompt}][: None if isinstance(prompt, str) else -1],
-                "index": index,
-            }
-        )
+        opening = task.data.prompt if user is None else run_to_end(_ask(user, task, []))
+        if user is None or opening != DONE:
+            first = {"role": "system", "content": task.data.system_prompt}
+            said = [types.UserMessage(content=opening)] if isinstance(opening, str) else opening
+            messages = [first] * bool(first["content"]) + [x.model_dump(exclude_none=True) for x in said]
+            rows.append({"prompt": messages, "index": index})
     return rows
 
 
@@ -70,76 +56,57 @@ def verifiers_environment(taskset: Any, user: User | None = None, *, max_turns: 
 
     Args:
       taskset: The taskset of the rows.
-      user: The user of user-sim, who answers until it writes `DONE` of the package. Default: the episode ends after the
-        first turn (single-agent).
+      user: The user of user-sim, who answers until it writes `DONE` of the package. It must give the same answers
+        again, since each reply replays the conversation. Default: an episode has one turn (single-agent).
       max_turns: The most messages of the user, with the first one, which is in the prompt.
 
     Returns:
       (example, transcript, key) -> reply, for the rows of `verifiers_rows`. It is async.
     """
-    tasks, remembered = list(taskset), dict[Any, str]()
-
-    async def answer(task: vf.Task, texts: Sequence[str]) -> str:
-        assert user is not None
-        if (task.data.idx, *texts) not in remembered:
-            if len(remembered) >= _MOST:
-                remembered.clear()
-            remembered[task.data.idx, *texts] = (await _ask(user, task, texts)).strip()
-        return remembered[task.data.idx, *texts]
+    tasks = list(taskset)
 
     async def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
         del key
-        task, messages = tasks[example["index"]], list(example["prompt"].messages)
-        if user is None:
-            return Reply(done=True, reward=await _score(task, messages, transcript, []))
-        # The words of the user in the transcript have the delimiters of turns, so the user is asked again.
-        texts, scenario = [messages[-1]["content"]], task
-        for turn in transcript[:-1]:
-            texts.append(turn.action.strip())
-            texts.append(await answer(scenario, texts))
-        task, heard = task.with_data(prompt=None), texts[2::2]
-        if len(transcript) < max_turns and not await _is_stopped(task, messages, transcript, heard):
-            text = await answer(scenario, [*texts, transcript[-1].action.strip()])
-            if text != DONE:
-                return Reply(text)
-        return Reply(done=True, reward=await _score(task, messages, transcript, heard))
+        task, messages = tasks[example["index"]], example["prompt"].messages
+        texts = [messages[-1]["content"], transcript[0].action.strip()]
+        for turn in transcript[1:]:  # observations have the delimiters of turns, so the user is asked again
+            texts += [await _ask(user, task, texts), turn.action.strip()]
+        played = task if user is None else task.with_data(prompt=None)
+        trace = await _trace(played, messages, transcript, texts[2::2])
+        stops = [await session.call_hook(stop, {traces.Trace: trace}) for stop in played.hooks("stop")]
+        goes_on = user is not None and len(transcript) < max_turns and not any(stops)
+        text = await _ask(user, task, texts) if goes_on else DONE
+        if text != DONE:
+            return Reply(text)
+        await played.finalize(trace, None)
+        await played.score(trace)
+        return Reply(done=True, reward=trace.reward)
 
     return reply
 
 
-async def _ask(user: User, task: vf.Task, texts: Sequence[str]) -> str:
+async def _ask(user: Any, task: vf.Task, texts: Sequence[str]) -> str:
     """Asks the user for its next message, after those of both sides in turn."""
     persona = PERSONA.replace("{done}", DONE).replace("{scenario}", task.data.prompt_text)
     roles = ("assistant", "user") * len(texts)
     said = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-    return await user([{"role": "system", "content": persona}, {"role": "user", "content": _GREETING}, *said])
+    return (await user([{"role": "system", "content": persona}, {"role": "user", "content": _GREETING}, *said])).strip()
 
 
-async def _trace(task: vf.Task, messages: Sequence[Message], turns: Transcript, heard: Sequence[str]) -> vf.Trace:
+async def _trace(task: vf.Task, messages: Sequence[Message], turns: Transcript, heard: Sequence[str]) -> Any:
     """Returns the package's trace of a transcript, in which the user answered with these texts."""
-    about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-    trace: vf.Trace = vf.Trace(task=about, state=state_cls(type(task))(), agent=AgentInfo(config=vf.AgentConfig()))
+    about = traces.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    agent = traces.AgentInfo(config=vf.AgentConfig())
+    trace: Any = traces.Trace(task=about, state=state.state_cls(type(task))(), agent=agent)
     await task.setup(trace, None)  # type: ignore[arg-type]
-    said = [parse_message(message) for message in messages]
+    said = [dialects.parse_message(message) for message in messages]
     for turn, text in zip(turns, [*heard, ""], strict=True):
-        action = vf.AssistantMessage(content=str(turn.action))
+        action = types.AssistantMessage(content=str(turn.action))
         finish: Any = "length" if turn.action.truncated else "stop"
-        response = Response(id="", created=0, model="", message=action, finish_reason=finish)
+        response = types.Response(id="", created=0, model="", message=action, finish_reason=finish)
         graph.prepare_turn(trace, said).commit(response)
-        said = [*said, action, vf.UserMessage(content=text)]
+        said = [*said, action, types.UserMessage(content=text)]
     return trace
-
-
-async def _is_stopped(task: vf.Task, *episode: Any) -> bool:
-    trace = await _trace(task, *episode)
-    return any([await call_hook(stop, {vf.Trace: trace}) for stop in task.hooks("stop")])
-
-
-async def _score(task: vf.Task, *episode: Any) -> float:
-    trace = await _trace(task, *episode)
-    await task.finalize(trace, None)  # type: ignore[arg-type]
-    await task.score(trace)
-    return trace.reward
 
 
 def _check(taskset: Any, task: vf.Task) -> None:
@@ -148,7 +115,7 @@ def _check(taskset: Any, task: vf.Task) -> None:
     needs = {
         "tools": task.toolsets(task.config) or taskset.toolsets(taskset.config),
         "interceptors": discover_decorated(task, "intercept"),
-        "a runtime": task.NEEDS_CONTAINER or any(x is not None and x.default is x.empty for x in runtimes),
+        "a runtime": task.NEEDS_CONTAINER or any(x and x.default is x.empty for x in runtimes),
     }
     for what, is_needed in needs.items():
         if is_needed:
