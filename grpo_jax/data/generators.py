@@ -91,13 +91,10 @@ def highest_level(text: str) -> int:
     Raises:
       UsageError: There is no curriculum, or the generator refuses its first level.
     """
-    factory, (name, *_), level = _factory(), text.split("?"), 0
-    if not factory.has_curriculum(name):
-        raise UsageError(f"the generator {name} has no levels: leave out --curriculum, or this generator")
     open_generator(text, 0)
-    most = max(len(attribute.levels) for attribute in factory.create_curriculum(name).attributes.values())
+    attributes, level = _factory().create_curriculum(text.partition("?")[0]).attributes.values(), 0
     with suppress(UsageError):
-        while level + 1 < most and open_generator(text, level + 1):
+        while level + 1 < max(len(attribute.levels) for attribute in attributes) and open_generator(text, level + 1):
             level += 1
     return level
 

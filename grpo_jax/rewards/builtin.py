@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.data.generators import generate, parse_generators, read_answer
+from grpo_jax.data.rows import column
 from grpo_jax.data.types import Completion, Example, Reward
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import opened_text
@@ -204,11 +205,10 @@ def generator_score(generators: str = "") -> Reward:
 
 
 def _score(example: Example, completion: Completion) -> float:
-    if "generator" not in example:
-        raise UsageError("generator_score grades rows of generators: take --task reasoning_gym:NAME")
-    dataset, entry = generate(example["generator"], example["level"], example["index"])
+    generator = column(example, "generator", remedy="take --task reasoning_gym:NAME")
+    dataset, entry = generate(generator, example["level"], example["index"])
     if entry["question"] != example["question"]:
-        raise ValueError(f"{example['generator']} made another question from the same index: set PYTHONHASHSEED=0")
+        raise ValueError(f"{generator} made another question from the same index: set PYTHONHASHSEED=0")
     answer = generator_vote(example, completion)
     try:
         return 0.0 if answer is None else float(dataset.score_answer(answer, entry))

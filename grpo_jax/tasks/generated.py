@@ -1,6 +1,6 @@
 """Tasks whose rows are generated when a step takes them. Nothing is stored, and there is no last row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from grpo_jax.data.types import Example, Prompts, pad_prompts, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.builtin import generator_vote
 from grpo_jax.tasks.curriculum import Drawn, Window, choose_levels, number_of
-from grpo_jax.tasks.task import EncodedPrompt, Task, text_task
+from grpo_jax.tasks.task import Task, text_task
 
 # The first template is a text for a base model to continue; the second is a user's message.
 TEMPLATES = ("Question: {question}\n{answer_format}\nAnswer:", "{question}\n{answer_format}")
@@ -22,7 +22,6 @@ _LARGEST = 2**31  # some generators take no larger index
 _HELDOUT, _SAMPLE, _TRAINING = range(3)  # streams of random numbers
 
 Levels = Sequence[int | None]  # one for each generator; None: its options decide
-Encode = Callable[[Sequence[Example]], dict[int, EncodedPrompt]]
 
 
 def generated_task(
@@ -70,10 +69,8 @@ def generated_task(
         solution = "<answer>{}</answer>" if answer_in == "tags" else "{}"
         return row if entry["answer"] is None else row | {"solution": solution.format(entry["answer"])}
 
-    def draw(
-        stream: Sequence[int], count: int, levels: Levels, encode: Encode | None = None
-    ) -> list[tuple[Example, EncodedPrompt | None]]:
-        """Draws at most `count` rows with different questions. Their prompts fit if there is `encode`."""
+    def draw(stream: Sequence[int], count: int, levels: Levels, encode: Any = None) -> list[tuple[Example, Any]]:
+        """Draws at most `count` rows with different questions, and with their prompts if there is `encode`."""
         noise, chosen = rng(*stream), dict[str, Any]()
         for _ in range(_TRIES * count):
             if len(chosen) == count:
@@ -99,19 +96,18 @@ def generated_task(
     def prompts_at(step: int, levels: Levels) -> Prompts:
         drawn = draw((_TRAINING, seed, step), num_prompts, levels, task.encode)
         if len(drawn) < num_prompts:
-            raise UsageError(
-                f"the generators made {len(drawn)} different prompts that fit, and a step takes {num_prompts}: lower "
-                "num_prompts, or set other options of the generators"
-            )
+            raise UsageError(f"the generators made {len(drawn)} different prompts for a step: lower num_prompts")
         prompts = [(ids, {**row, "prompt": text}) for row, (text, ids) in drawn]
         return pad_prompts(*zip(*prompts, strict=True), width=task.heldout.ids.shape[1], pad_id=task.pad_id)
 
     def curriculum(window: Window, step: int, bound: float) -> Drawn:
-        levels, metrics = choose_levels(window, tops, bound), dict[str, float]()
+        levels = choose_levels(window, tops, bound)
         prompts = prompts_at(step, levels)
-        for number, (generator, level) in enumerate(zip(generators, levels, strict=True), 1):
-            metrics[f"curriculum_level_{number}_{generator.text.partition('?')[0]}"] = float(level)
-        return Drawn(np.array([number_of(row["kind"], row["level"]) for row in prompts.examples]), prompts, metrics)
+        numbers = np.array([number_of(row["kind"], row["level"]) for row in prompts.examples])
+        return Drawn(numbers, prompts, dict(zip(names, map(float, levels), strict=True)))
+
+    texts = [generator.text.partition("?")[0] for generator in generators]
+    names = [f"curriculum_level_{number}_{text}" for number, text in enumerate(texts, 1)]
 
     return task._replace(
         prompts=lambda step: prompts_at(step, start), curriculum=curriculum if has_levels else None, encode=None

@@ -14,12 +14,11 @@ from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
 
 try:
-    import verifiers.v1 as vf
-    from verifiers.v1 import dialects, graph, session, state, trace as traces, types
+    from verifiers.v1 import configs, dialects, graph, session, state, trace as traces, types
     from verifiers.v1.envs.user_sim.env import DONE, PERSONA
     from verifiers.v1.utils.decorators import discover_decorated
-except ImportError as error:
-    raise UsageError(f"tasksets need the package verifiers: pip install 'verifiers>=0.4' ({error})") from None
+except ImportError:  # a package of its own
+    DONE = ""
 
 Message = dict[str, Any]
 # The conversation as the user sees it, whose own messages have the role "assistant" -> the next message of the user.
@@ -39,6 +38,8 @@ def verifiers_rows(taskset: Any, user: User | None = None) -> list[dict[str, Any
     Raises:
       UsageError: The tasks need tools, interceptors or a runtime.
     """
+    if not DONE:
+        raise UsageError("tasksets need the package verifiers of version 0.4: pip install 'verifiers>=0.4'")
     rows = []
     for index, task in enumerate(taskset):
         _check(taskset, task)
@@ -85,7 +86,7 @@ def verifiers_environment(taskset: Any, user: User | None = None, *, max_turns: 
     return reply
 
 
-async def _ask(user: Any, task: vf.Task, texts: Sequence[str]) -> str:
+async def _ask(user: Any, task: Any, texts: Sequence[str]) -> str:
     """Asks the user for its next message, after those of both sides in turn."""
     persona = PERSONA.replace("{done}", DONE).replace("{scenario}", task.data.prompt_text)
     roles = ("assistant", "user") * len(texts)
@@ -93,12 +94,12 @@ async def _ask(user: Any, task: vf.Task, texts: Sequence[str]) -> str:
     return (await user([{"role": "system", "content": persona}, {"role": "user", "content": _GREETING}, *said])).strip()
 
 
-async def _trace(task: vf.Task, messages: Sequence[Message], turns: Transcript, heard: Sequence[str]) -> Any:
+async def _trace(task: Any, messages: Sequence[Message], turns: Transcript, heard: Sequence[str]) -> Any:
     """Returns the package's trace of a transcript, in which the user answered with these texts."""
     about = traces.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-    agent = traces.AgentInfo(config=vf.AgentConfig())
+    agent = traces.AgentInfo(config=configs.agent.AgentConfig())
     trace: Any = traces.Trace(task=about, state=state.state_cls(type(task))(), agent=agent)
-    await task.setup(trace, None)  # type: ignore[arg-type]
+    await task.setup(trace, None)
     said = [dialects.parse_message(message) for message in messages]
     for turn, text in zip(turns, [*heard, ""], strict=True):
         action = types.AssistantMessage(content=str(turn.action))
@@ -109,7 +110,7 @@ async def _trace(task: vf.Task, messages: Sequence[Message], turns: Transcript, 
     return trace
 
 
-def _check(taskset: Any, task: vf.Task) -> None:
+def _check(taskset: Any, task: Any) -> None:
     hooks = [*task.hooks("metric"), *task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
     runtimes = [inspect.signature(hook).parameters.get("runtime") for hook in hooks]
     needs = {
@@ -117,6 +118,5 @@ def _check(taskset: Any, task: vf.Task) -> None:
         "interceptors": discover_decorated(task, "intercept"),
         "a runtime": task.NEEDS_CONTAINER or any(x and x.default is x.empty for x in runtimes),
     }
-    for what, is_needed in needs.items():
-        if is_needed:
-            raise UsageError(f"tasks of {type(taskset).__name__} need {what}: take a taskset whose agent only writes")
+    for what in (what for what, is_needed in needs.items() if is_needed):
+        raise UsageError(f"tasks of {type(taskset).__name__} need {what}: take a taskset whose agent only writes")
