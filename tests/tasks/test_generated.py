@@ -1,9 +1,11 @@
 """Tasks of generated rows, with a package in place of reasoning_gym, and with it where it is installed."""
 
 import importlib.util
+import json
 import re
 import sys
 import tracemalloc
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -15,12 +17,12 @@ from grpo_jax.data.generators import generate, highest_level, parse_generators, 
 from grpo_jax.data.types import Completion
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
+from grpo_jax.rewards.builtin import generator_score
 from grpo_jax.tasks.curriculum import add_step, empty_window
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 
-needs_package = pytest.mark.skipif(
-    importlib.util.find_spec("reasoning_gym") is None, reason="needs the package reasoning-gym"
-)
+HAS_PACKAGE = importlib.util.find_spec("reasoning_gym") is not None
+needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="needs the package reasoning-gym")
 
 FACTORY = '''
 from dataclasses import dataclass
@@ -268,3 +270,43 @@ def test_levels_rise_and_options_stay(pretrained):
             window = add_step(window, drawn.numbers, np.full((8, 4), reward))
         assert {example["level"] for example in task.heldout.examples} == {None}
     assert highest == [{0}, {0}, {1}, {1}]
+
+
+# ---- the package itself
+
+UNSOUND = {
+    "boxnet": "has no answer of its own",
+    "composite": "mixes others, which it needs",
+    "game_of_life_halting": "gives any answer the score 1",
+    "rush_hour": "has no answer of its own",
+}
+OWN_ANSWERS = {  # of entries whose answer is None
+    "graph_color": lambda metadata: json.dumps(metadata["possible_answer"]),
+    "propositional_logic": lambda metadata: metadata["example_answer"],
+    "rubiks_cube": lambda metadata: metadata["example_correct_answer"],
+}
+NAMES = sorted(import_module("reasoning_gym.factory").DATASETS) if HAS_PACKAGE else ["chain_sum"]
+
+
+@pytest.mark.slow
+@needs_package
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSOUND])
+def test_a_generator_scores_its_own_answer_highest(name):
+    indices = [int(x) for x in np.random.default_rng(0).integers(0, 2**31, 3)]
+    entries = [generate(name, None, index)[1] for index in indices]
+    own = [OWN_ANSWERS[name](x["metadata"]) if x["answer"] is None else str(x["answer"]) for x in entries]
+    columns = {"generator": name, "level": None, "answer_in": "text"}
+    rows = [{"question": x["question"], "index": i, **columns} for x, i in zip(entries, indices, strict=True)]
+
+    def scores(texts):
+        return np.array(generator_score()(rows, [Completion(text) for text in texts]))
+
+    assert (scores(own) == 1).all()
+    assert (np.minimum(scores(["a wrong answer"] * 3), scores([*own[1:], own[0]])) < 1).all()
+
+
+@pytest.mark.slow
+@needs_package
+def test_the_sound_generators_are_at_least_a_hundred():
+    assert set(NAMES) > UNSOUND.keys()
+    assert len(NAMES) - len(UNSOUND) >= 100

@@ -144,7 +144,7 @@ class Model(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def seat(tmp_path, monkeypatch):
-    """Starts the endpoint, and returns the configuration of an agent, whose program uses this environment's packages."""
+    """Starts the endpoint, and returns the configuration of an agent whose program uses installed packages."""
 
     async def prepare(self, script, env=None, *, activate=True):
         data = script.encode() if isinstance(script, str) else script
