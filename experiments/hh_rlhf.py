@@ -78,7 +78,7 @@ from grpo_jax.data.preferences import (
     read_preferences,
 )
 from grpo_jax.data.types import Component, Reward
-from grpo_jax.devices import num_devices, place
+from grpo_jax.devices import devices_of, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
 from grpo_jax.models.chat import Chat
@@ -198,7 +198,7 @@ def main(config: Config) -> None:
     programs = {"ppo": ppo._replace(sampler=grpo.sampler), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
     keep_description(run, model.pretrained, config.model, config.chat)
-    start = place(model.params, num_devices(config.ppo.run.devices))
+    start = place(model.params, devices_of(config.ppo.run))
     judge = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, start, thirds, judge, programs, run)
     matches = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]

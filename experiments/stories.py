@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments.tasks.stories import repeated_share, stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
-from grpo_jax.devices import num_devices, place
+from grpo_jax.devices import devices_of, place
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.prepare import load_model
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
         overlong=config.model.overlong,
     )
     programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
-    start = place(model.params, num_devices(config.train.devices))
+    start = place(model.params, devices_of(config.train))
     run = flags.open_run(config)
     keep_description(run, model.pretrained, config.model, chat=False)
     width = task.heldout.ids.shape[1] + config.train.sampling.max_tokens

@@ -31,6 +31,7 @@ from grpo_jax import functional as F
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.text import check_ids, encode_prompts
 from grpo_jax.data.types import Completion, Example, pad_prompts
+from grpo_jax.devices import ONE_DEVICE
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import Objective
 from grpo_jax.models.chat import Chat
@@ -221,7 +222,7 @@ def updates(
     without_kl = grpo_method(policy, with_options(options, kl_coef=0.0))
 
     trained, frozen = split({"policy": params})
-    step = jax.jit(partial(optimizer_step, without_kl, options, frozen, None, 1))
+    step = jax.jit(partial(optimizer_step, without_kl, options, frozen, None, ONE_DEVICE))
 
     def update(advantages: np.ndarray) -> tuple[Params, dict[str, float]]:
         state, metrics = step(programs.initial_state(trained), batch._replace(advantages=advantages))

@@ -18,7 +18,6 @@ from grpo_jax.config import (
 )
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.numerics import is_zero
-from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.options import check_ranges, options_of, suggestion
 
@@ -228,8 +227,7 @@ def _constants(loss: LossConfig) -> Sentences:
             yield f"{name} is {value}, but preset {loss.preset} has no such constant: leave it out"
         if value is None and number is not None:
             yield f"{name} is None, but preset {loss.preset} needs it: {number} is its own"
-    # GMPO clips the logarithm of a ratio, which has no least value.
-    if loss.epsilon_low is not None and loss.epsilon_low > 1 and published.term is not gmpo_term:
+    if loss.epsilon_low is not None and loss.epsilon_low > 1 and not published.bounds_log_ratio:
         yield f"epsilon_low is {loss.epsilon_low}: a ratio is at least 0, so set it to at most 1, which is no bound"
     if loss.delta is not None and loss.epsilon_high is not None and loss.delta <= 1 + loss.epsilon_high:
         yield f"delta is {loss.delta}: it must be above 1 + epsilon_high ({loss.epsilon_high}), or it is the clip"
@@ -311,7 +309,7 @@ def _updates(config: GRPOConfig, num_devices: int) -> Sentences:
     if num_prompts % pieces:
         product = f"minibatches x microbatches x devices / tensor, {pieces}"
         yield f"num_prompts is {num_prompts}: it must be a multiple of {product}"
-    if config.loss.objective.term is reinforce_term and options.epochs * options.minibatches > 1:
+    if not config.loss.objective.has_ratio and options.epochs * options.minibatches > 1:
         yield f"preset {config.loss.preset} has no ratio, so it can use a rollout once: set epochs and minibatches to 1"
 
 

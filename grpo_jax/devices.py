@@ -1,10 +1,10 @@
 """Running programs on one or many devices, moving arrays between host and devices, and measuring speed and memory.
 
-`Devices` describes how a program runs. With a number, each of that many devices holds all parameters. With a `Mesh`,
-parameters are sharded by the rules of `models.sharding`. Every program is a `jax.jit` of whole arrays. With a number
-above 1, computations that are independent for each row run in a `jax.pmap` inside it.
+`Devices` lists the devices of a program. Without a mesh, each of them holds all parameters. With a `Mesh`, parameters
+are sharded by the rules of `models.sharding`. Every program is a `jax.jit` of whole arrays. On several devices without
+a mesh, computations that are independent for each row run in a `jax.pmap` inside it.
 
-With several hosts, `Devices` is always a `Mesh` over the devices of all hosts, and arrays are spread over all of them.
+With several hosts, there is always a mesh over the devices of all hosts, and arrays are spread over all of them.
 Every host passes the whole array to `to_devices`, which puts only this host's part. `local_rows` reads the rows that
 lie on this host's devices.
 """
@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,6 @@ from grpo_jax.config import PhaseConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import backend_name
 from grpo_jax.models import sharding
-from grpo_jax.models.params import is_quantised
 
 AXIS = "data"
 COMPILING = "compile_ahead"  # name of the thread that compiles programs while others run
@@ -39,14 +39,38 @@ bytes_moved = {"to_devices": 0, "to_host": 0}
 
 
 class Mesh(NamedTuple):
-    """A grid of devices for a model that is larger than one device. Prompts are spread over data · fsdp."""
+    """The shape of a grid of devices for a model that is larger than one. Prompts are spread over data · fsdp."""
 
     data: int = 1
     fsdp: int = 1  # parameters are sharded, and each layer is gathered while it is computed
     tensor: int = 1  # parameters are sharded, and each device computes its heads and features; divides key-value heads
 
 
-Devices = int | Mesh
+@dataclass(frozen=True)
+class Devices:
+    """The devices that run a program, and how they share its work."""
+
+    listed: tuple[jax.Device, ...] = ()  # (): the first device of this process
+    mesh: Mesh | None = None  # None: each device holds all parameters
+
+    @property
+    def all(self) -> tuple[jax.Device, ...]:
+        """The devices, in the order in which they share rows."""
+        return self.listed or tuple(jax.local_devices()[:1])
+
+    @property
+    def is_single(self) -> bool:
+        """True for one device without a mesh."""
+        return len(self.all) == 1 and self.mesh is None
+
+
+ONE_DEVICE = Devices()
+
+
+def first_devices(shape: int | Mesh) -> Devices:
+    """Returns the first devices of all hosts, as many as a number or a mesh has."""
+    count, mesh = (math.prod(shape), shape) if isinstance(shape, Mesh) else (shape, None)
+    return Devices(tuple(jax.devices()[:count]), mesh)
 
 
 def num_devices(requested: int) -> int:
@@ -80,29 +104,34 @@ def devices_of(config: PhaseConfig) -> Devices:
     if hosts.count() > 1 and kind == "pmap":
         raise UsageError(f"pmap is of one host, and there are {hosts.count()}: leave out parallel, or set it to mesh")
     if hosts.count() == 1 and (kind == "pmap" or (kind == "auto" and fsdp * tensor == 1)):
-        return count
+        return first_devices(count)
     if count % (fsdp * tensor):
         raise UsageError(
             f"fsdp x tensor is {fsdp * tensor}, which does not divide the {count} devices of the run: set devices to a "
             "multiple, or to 0 for all"
         )
-    mesh = Mesh(count // (fsdp * tensor), fsdp, tensor)
-    if sum(map(len, rows_of_hosts(mesh, parts(mesh)))) > parts(mesh):
+    devices = first_devices(Mesh(count // (fsdp * tensor), fsdp, tensor))
+    if sum(map(len, rows_of_hosts(devices, parts(devices)))) > parts(devices):
         raise UsageError(
             f"tensor is {tensor}, but a host has {jax.local_device_count()} devices, and a group lies on those of one "
             "host: set tensor to a divisor of them, and fsdp to the rest"
         )
-    return mesh
+    return devices
+
+
+def sampling_devices(config: PhaseConfig) -> Devices:
+    """Returns the devices that sample completions: today those of the run."""
+    return devices_of(config)
 
 
 def size(devices: Devices) -> int:
     """Returns the number of devices."""
-    return math.prod(devices) if isinstance(devices, Mesh) else devices
+    return len(devices.all)
 
 
 def parts(devices: Devices) -> int:
     """Returns the number of parts into which the prompts of a batch are split. A group is never split."""
-    return devices.data * devices.fsdp if isinstance(devices, Mesh) else devices
+    return size(devices) if devices.mesh is None else devices.mesh.data * devices.mesh.fsdp
 
 
 # ---- programs
@@ -118,7 +147,7 @@ def map_rows(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
       fn: A function (values that all rows share, such as parameters, *trees of arrays `[n, ...]`) -> arrays `[n, ...]`.
       devices: The devices that the program runs on. N is a multiple of their `parts`.
     """
-    if isinstance(devices, Mesh) or devices == 1:
+    if devices.is_single or devices.mesh is not None:
         return fn
 
     def merge(x: jax.Array) -> jax.Array:
@@ -139,7 +168,7 @@ def sum_rows(fn: Callable[[Any, Any], tuple[Any, Any]], devices: Devices) -> Cal
       fn: A function (values that all rows share, a tree of arrays `[n, ...]`) -> sums and maxima over these rows.
       devices: The devices that the program runs on. N is a multiple of their `parts`.
     """
-    if isinstance(devices, Mesh) or devices == 1:
+    if devices.is_single or devices.mesh is not None:
         return fn
 
     def on_device(shared: Any, rows: Any) -> tuple[Any, Any]:
@@ -149,17 +178,17 @@ def sum_rows(fn: Callable[[Any, Any], tuple[Any, Any]], devices: Devices) -> Cal
     return lambda shared, rows: _mapped(on_device, devices, 1, None)(shared, _split(rows, devices))
 
 
-def _mapped(fn: Callable[..., Any], devices: int, num_rows: int, out_axes: int | None) -> Callable[..., Any]:
+def _mapped(fn: Callable[..., Any], devices: Devices, num_rows: int, out_axes: int | None) -> Callable[..., Any]:
     in_axes = (None, *[0] * num_rows)
-    return jax.pmap(fn, axis_name=AXIS, in_axes=in_axes, out_axes=out_axes, devices=jax.devices()[:devices])
+    return jax.pmap(fn, axis_name=AXIS, in_axes=in_axes, out_axes=out_axes, devices=devices.all)
 
 
-def _split(tree: Any, devices: int) -> Any:
-    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
+def _split(tree: Any, devices: Devices) -> Any:
+    return jax.tree.map(lambda x: x.reshape(size(devices), -1, *x.shape[1:]), tree)
 
 
 def jit_on_devices(
-    fn: Callable[..., Any], out_axes: Any = None, *, devices: Devices = 1, donate_argnums: tuple[int, ...] = ()
+    fn: Callable[..., Any], out_axes: Any = None, *, devices: Devices = ONE_DEVICE, donate_argnums: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
     """Compiles a function of whole arrays with `jax.jit`.
 
@@ -170,12 +199,12 @@ def jit_on_devices(
       devices: The devices that hold the arguments.
       donate_argnums: The positions of arguments whose memory may be reused.
     """
-    if devices == 1:
+    if devices.is_single:
         return jax.jit(fn, donate_argnums=donate_argnums)
 
     @wraps(fn)  # logs and profiles name the program
     def call(*args: Any) -> Any:
-        if isinstance(devices, Mesh):
+        if devices.mesh is not None:
             # `jax.set_mesh` around the call would not apply when the program is only lowered or traced.
             with jax.sharding.use_abstract_mesh(_mesh(devices).abstract_mesh):
                 result = fn(*args)
@@ -201,13 +230,13 @@ def num_cores() -> int:
 def spread_over(tree: Any, devices: Devices) -> Any:
     """Spreads leading axes `[N, ...]` over devices like `to_devices`, but inside a program. The program that takes the
     result is then compiled only once."""
-    return jax.lax.with_sharding_constraint(tree, _shardings(tree, devices, 0))
+    return tree if size(devices) == 1 else jax.lax.with_sharding_constraint(tree, _shardings(tree, devices, 0))
 
 
 # ---- where arrays are
 
 
-def to_devices(tree: Any, devices: Devices = 1, *, axes: Any = 0) -> Any:
+def to_devices(tree: Any, devices: Devices = ONE_DEVICE, *, axes: Any = 0) -> Any:
     """Moves arrays from the host to the devices. Arrays that are committed to devices already are not moved.
 
     Args:
@@ -305,8 +334,8 @@ def place(tree: Any, devices: Devices, axes: Any = None) -> Any:
     Raises:
       UsageError: The mesh would split key-value heads.
     """
-    if devices == 1:
-        first = jax.local_devices()[0]
+    if devices.is_single:
+        (first,) = devices.all
         return jax.tree.map(lambda x: x if getattr(x, "committed", False) else jax.device_put(x, first), tree)
     return jax.tree.map(_put, tree, shardings(tree, devices, axes))
 
@@ -325,19 +354,19 @@ def shardings(tree: Any, devices: Devices, axes: Any = None) -> Any:
     Raises:
       UsageError: The mesh would split key-value heads.
     """
-    if isinstance(devices, Mesh):
-        _check_heads(tree, devices)
+    if devices.mesh is not None:
+        _check_heads(tree, devices.mesh)
     return _shardings(tree, devices, axes)
 
 
 def load_shardings(devices: Devices) -> Callable[[Any], Any] | None:
     """Returns a function from shapes to shardings for loading a model, or None to load it on the first device, from
     which `place` copies it."""
-    return partial(shardings, devices=devices) if isinstance(devices, Mesh) else None
+    return partial(shardings, devices=devices) if devices.mesh is not None else None
 
 
 def _check_heads(params: Any, mesh: Mesh) -> None:
-    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantised):
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: hasattr(x, "shape")):
         heads = x.shape[-2] if [getattr(key, "key", "") for key in path[-2:]] == ["k_proj", "kernel"] else mesh.tensor
         if heads % mesh.tensor:
             raise UsageError(
@@ -348,13 +377,13 @@ def _check_heads(params: Any, mesh: Mesh) -> None:
 
 def _shardings(tree: Any, devices: Devices, axes: Any) -> Any:
     """Returns shardings for arrays that are spread (0), or for parameters and arrays on all devices (None)."""
-    if devices == 1:
-        return jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), tree)
+    if devices.is_single:
+        return jax.tree.map(lambda _: SingleDeviceSharding(devices.all[0]), tree)
     mesh = _mesh(devices)
-    names = sharding.BATCH if isinstance(devices, Mesh) else AXIS
+    names = AXIS if devices.mesh is None else sharding.BATCH
 
     def of_part(axis: int | None, part: Any) -> Any:
-        if axis is None and isinstance(devices, Mesh):
+        if axis is None and devices.mesh is not None:
             return jax.tree.map(partial(NamedSharding, mesh), sharding.specs(part, mesh.shape))
         spec = PartitionSpec() if axis is None else PartitionSpec(names)
         return jax.tree.map(lambda _: NamedSharding(mesh, spec), part)
@@ -363,10 +392,9 @@ def _shardings(tree: Any, devices: Devices, axes: Any) -> Any:
 
 
 def _mesh(devices: Devices) -> jax.sharding.Mesh:
-    used = jax.devices()[: size(devices)]
-    if isinstance(devices, Mesh):
-        return jax.make_mesh(devices, sharding.AXES, axis_types=(AxisType.Auto,) * 3, devices=used)
-    return jax.sharding.Mesh(np.asarray(used), (AXIS,))
+    if devices.mesh is None:
+        return jax.sharding.Mesh(np.asarray(devices.all), (AXIS,))
+    return jax.make_mesh(devices.mesh, sharding.AXES, axis_types=(AxisType.Auto,) * 3, devices=devices.all)
 
 
 # ---- speed and memory

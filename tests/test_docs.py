@@ -13,6 +13,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,19 +26,20 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
-from tiny import DATA, STORIES, needs_data
+from tiny import DATA, STORIES, change_json, needs_data
 
+from experiments.plan import DEVICES, Device, costs, traffic_of
 from experiments.planning.models import MODELS
 from grpo_jax import functional as F
 from grpo_jax.commands.train import module_of
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import Traits
 from grpo_jax.options import option_types
-from grpo_jax.planning.memory import GB, Shape, choose
+from grpo_jax.planning.memory import GB, Plan, Shape, choose
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.name: page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
-GUIDES = ["training.md", "engines.md", "performance.md", "scaling.md", "gsm8k.md"]
+GUIDES = ["training.md", "engines.md", "performance.md", "scaling.md", "one_gpu.md"]
 CELLS = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
 NOTEBOOK = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 
@@ -121,12 +123,24 @@ def test_the_example_of_memory_runs(capsys):
     assert "'params': 5.8" in capsys.readouterr().out
 
 
+ARRAYS = ("logprobs", "old_logprobs", "advantages", "mask")
+
+
 def test_losses_of_the_readme_print_the_number_in_the_comment(capsys):
     _, losses = programs("README.md")
     (stated,) = re.findall(r"^print\(loss\)  # (\S+)$", losses, re.M)
-    loss = execute(losses)["loss"]
+    names = execute(losses)
     assert float(capsys.readouterr().out) == pytest.approx(float(stated), abs=1e-5)
-    assert -1e-3 < loss < 0  # GSPO clips at 1 + 4e-4
+    method = names["method"]
+    assert names["weights"].sum() == pytest.approx(1)
+    assert method.loss(*(names[name] for name in ARRAYS), weights=None)[0] == names["loss"]  # the preset's own weights
+
+
+def test_the_readme_counts_presets_claims_and_verdicts():
+    text, results = PAGES["README.md"], (ROOT / "RESULTS.md").read_text()
+    assert f"[{len(F.PRESETS)} presets of published methods]" in text
+    (verdicts,) = re.findall(r"^\*\*Verdicts\.\*\* (Of all .*?)\.", results, re.M)
+    assert verdicts in " ".join(text.split())
 
 
 def test_the_reward_of_the_readme_gives_numbers():
@@ -175,6 +189,7 @@ def test_the_run_of_the_notebook_learns(monkeypatch):
 # ---- commands
 
 SHORT = " --steps 2 --num-prompts 8 --group-size 2 --max-tokens 8 --num-heldout 8 --eval-samples 1"
+BRIEF = " --num-heldout 8 --samples 1 --max-tokens 8"
 EXTENDED = "--steps 3"  # for the 200 of a page
 
 
@@ -198,19 +213,27 @@ def runnable(page: str) -> str:
         for line in code.replace("\\\n", " ").replace("--steps 200", EXTENDED).splitlines():
             command, _, comment = line.partition("  # ")
             is_new = "grpo-jax train" in command and "--resume" not in command
-            lines.append(command + SHORT * is_new + f"  # {comment}" * bool(comment))
+            is_of_model = "grpo-jax evaluate Qwen" in command
+            lines.append(command + SHORT * is_new + BRIEF * is_of_model + f"  # {comment}" * bool(comment))
     return "\n".join(lines) + "\n" * bool(lines)
 
 
 def shell(script: str, folder: Path) -> None:
-    """Runs commands with this tree and the tiny model."""
+    """Runs commands with this tree and the tiny model, which has a chat template like Qwen3's for the ids of Qwen."""
+    thinker = folder / "thinker"
+    shutil.copytree(STORIES, thinker)
+    thinks = "{% if enable_thinking is not defined %}<think>{% endif %}"
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}" + thinks
+    change_json(thinker / "tokenizer_config.json", chat_template=template)
     program = folder / "bin/grpo-jax"
     program.parent.mkdir()
     call = "from grpo_jax.commands import main; main()"
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(call)} "$@"\n')
     program.chmod(0o755)
     script = script.replace(".venv/bin/grpo-jax", "grpo-jax").replace(".venv/bin/python", sys.executable)
-    script = re.sub(r"(--model |model=\")(DIR|Qwen/\S+)", rf"\g<1>{STORIES}", script)
+    script = re.sub(r"(--model |model=\")DIR", rf"\g<1>{STORIES}", script)
+    script = re.sub(r"Qwen/\S+", str(thinker), script)
+    script = re.sub(r"--task gsm8k(?! --data)", "--task gsm8k --data gsm8k", script)  # there is no hub here
     paths = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{folder}"}
     subprocess.run(["bash", "-euxc", script], cwd=folder, env=os.environ | paths, check=True, timeout=900)
 
@@ -312,36 +335,54 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert "what predicts completion token" in (tmp_path / "api/grpo_jax.models.html").read_text()  # of Policy.hidden
 
 
-def planned(name: str, shape: Shape, limit: float) -> list[str]:
-    """Returns the planned GB of full training, and of training with LoRA; empty where no plan fits."""
-    cells = []
+def plans(name: str, shape: Shape, limit: float) -> list[Plan | None]:
+    """Returns the plans of full training, and of training with LoRA; None where no plan fits."""
+    chosen: list[Plan | None] = []
     for rank, dtype in ((0, "float32"), (16, "bfloat16")):
         shape = shape._replace(lora_rank=rank, param_dtype=dtype)
         try:
-            plan = choose(replace(MODELS[name], dtype="bfloat16", rounding="stochastic"), shape, int(limit))
+            chosen.append(choose(replace(MODELS[name], dtype="bfloat16", rounding="stochastic"), shape, int(limit)))
         except UsageError:
-            cells.append("")
-        else:
-            cells.append(f"{plan.estimate.peak / GB:.2g}" + ", remat" * (plan.model.remat == "layer"))
-    return cells
+            chosen.append(None)
+    return chosen
 
 
-ONE_GPU = Shape(num_prompts=16, prompt_tokens=272, piece_tokens=0)
-V5E_8 = ONE_GPU._replace(num_prompts=2, fsdp=8, traits=Traits("tpu"))
+def in_gib(plan: Plan | None) -> str:
+    """Returns the cell of a plan's peak."""
+    return f"{plan.estimate.peak / 2**30:.2g}" + ", remat" * (plan.model.remat == "layer") if plan else "—"
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
-def test_the_memory_for_gsm8k_is_the_planners(name):
-    cells = [*planned(name, ONE_GPU, 60 * GB), *planned(name, V5E_8, 16 * GB)]
-    assert f"| {name} | {' | '.join(cell or 'does not fit' for cell in cells)} |" in PAGES["gsm8k.md"]
+def minutes_of(plan: Plan | None, device: Device) -> str:
+    """Returns the cell of the least minutes of 500 steps."""
+    if not plan:
+        return "—"
+    sent = {program: sum(one.moved for one in each) for program, each in traffic_of(plan, 1).items()}
+    seconds = sum(
+        max(flops / device.flops, read / device.bandwidth, sent[program] / device.link)
+        for program, (flops, read) in costs(plan).items()
+    )
+    return f"{500 * seconds / 60:.0f}"
+
+
+ONE_GPU = Shape(num_prompts=8, prompt_tokens=272, piece_tokens=0)
+V5E_8 = ONE_GPU._replace(num_prompts=1, fsdp=8, traits=Traits("tpu"))
 
 
 @pytest.mark.parametrize("name", ["Gemma-3-270M", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
 def test_the_devices_that_models_fit_on_are_the_planners(name):
-    gpu, tpu = ONE_GPU._replace(num_prompts=8), V5E_8._replace(num_prompts=1)
-    devices = [(gpu, 0.9 * 16), (gpu, 0.9 * 24), (gpu, 0.9 * 80), (tpu, 16)]
-    cells = [" / ".join(cell or "—" for cell in planned(name, shape, limit * GB)) for shape, limit in devices]
+    gpus = [(ONE_GPU, 0.9 * memory) for memory in (16, 24, 80)]
+    cells = [" / ".join(map(in_gib, plans(name, shape, limit * GB))) for shape, limit in (*gpus, (V5E_8, 16))]
     assert f"| {name} | {' | '.join(cells)} |" in PAGES["scaling.md"]
+
+
+@pytest.mark.parametrize("name", ["Gemma-3-270M", "Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
+def test_the_least_minutes_of_runs_are_the_plans(name):
+    devices = {"rtx4090": 0.9 * 24, "l4": 0.9 * 24, "h100": 0.9 * 80, "v5e": 16}
+    cells = []
+    for device, limit in devices.items():
+        chosen = plans(name, V5E_8 if device == "v5e" else ONE_GPU, limit * GB)
+        cells.append(" / ".join(minutes_of(plan, DEVICES[device]) for plan in chosen))
+    assert f"| {name} | {' | '.join(cells)} |" in PAGES["one_gpu.md"]
 
 
 # ---- the tables of methods

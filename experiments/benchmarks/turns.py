@@ -27,7 +27,7 @@ from experiments.benchmarks.shapes import SHAPES, Shape, ShapeName, random_promp
 from grpo_jax.config import SamplingConfig, recipe
 from grpo_jax.data.episodes import Key, Reply, Transcript, environment
 from grpo_jax.data.types import Example, rng
-from grpo_jax.devices import to_devices, to_numpy
+from grpo_jax.devices import ONE_DEVICE, to_devices, to_numpy
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.episodes import EpisodePrograms, episode_programs, play
@@ -64,10 +64,10 @@ def main(config: Config) -> None:
     ).sampling
     policy = decoder_policy(shape.model)
     params = jax.block_until_ready(jax.jit(policy.init)(jax.random.key(0)))
-    programs = episode_programs(policy, task, sampling, 1)
+    programs = episode_programs(policy, task, sampling, ONE_DEVICE)
     # With the same width and a single sampled token, this program measures only the prompts.
     one = replace(sampling, max_tokens=1, environment_tokens=sampling.completion_width - 1)
-    prompts_alone = episode_programs(policy, task, one, 1)[0]
+    prompts_alone = episode_programs(policy, task, one, ONE_DEVICE)[0]
     rollouts = [measured(programs, prompts_alone, params, task, sampling, step) for step in range(config.rollouts + 1)]
     results = {name: statistics.median(line[name] for line in rollouts[1:]) for name in rollouts[0]}
     whole = sum(results[f"{name}_s"] for name in PARTS)
@@ -106,7 +106,7 @@ def measured(
     inputs = to_devices((prompts.ids, prompts.mask, completion_numbers(sampling), group_temperatures(sampling)))
     began = time.perf_counter()
     timed_programs, noise = (first_turn, next_turn), noise_of(0, SAMPLING, step)
-    out = play(timed_programs, params, inputs, noise, prompts.examples, task, sampling, 1)
+    out = play(timed_programs, params, inputs, noise, prompts.examples, task, sampling, ONE_DEVICE)
     host = time.perf_counter() - began - prefill[0] - whole[0] - aside[0]
     turn, separate = to_numpy((out.turn, out.completion_mask))
     return {

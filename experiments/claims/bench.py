@@ -78,8 +78,8 @@ class Config:
     """Questions to answer and print, without pages; names of files in experiments/claims/questions."""
     look: Literal[10, 20, 40] | None = None
     """Seeds of the look, for questions that the looks before left open. None: the first look, or `num_seeds`."""
-    out: Path = Path(".")
-    """Folder for RESULTS.md, and for its other pages in docs/."""
+    out: Path = Path("runs/results")
+    """Folder for RESULTS.md, and for its other pages in docs/. `--out .` replaces the pages of this repository."""
     numbers: tuple[Path, ...] = ()
     """Files of numbers to make the pages of, instead of runs. The first decides; others, of other machines, are put
     beside it."""

@@ -19,7 +19,7 @@ from experiments.claims.bench import SIZES
 from experiments.claims.figures import save_curves, save_forest, save_rows
 from experiments.claims.numbers import SCORES, Numbers, Result, read_numbers
 from experiments.claims.questions import Claim, Evidence, Scale
-from experiments.claims.verdicts import LOOKS, VERDICTS, Decision, standard_error
+from experiments.claims.verdicts import LOOKS, POWER, VERDICTS, Decision, detectable, standard_error
 from grpo_jax.runs.files import write_text
 from grpo_jax.statistics import Interval, interval_over_runs
 
@@ -27,13 +27,21 @@ UNLEARNED = "nothing learned"  # in place of a verdict
 WHY_UNLEARNED = "no setting's score rose above its start by more than chance, so there is no verdict; take more steps."
 MARKS = "¹²³⁴⁵⁶⁷⁸⁹"  # of the notes below the table
 PLACES = ("at the end", "on the way")  # of a score
+DIFFERS = (
+    "Options, prompts and random keys are the same on both. What differs is the processor, the version of jax, and the "
+    "starts: each machine trained its own, and rounding makes them different, so that the same seed is another draw."
+)
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
 PRETRAINED = (
     "Five claims were repeated in 200 steps of stories260K, a pretrained language model of 260,000 parameters. "
 )
+POSTS, NOTES = ("000", "001"), ("003",)  # sources without an author, and notes
 NOT_MEASURED = "–"
 AS_CLAIMED = ", as claimed"
 FAR = 1.96  # standard errors between two means: by chance one claim in twenty
+# How the verdicts of two machines compare.
+ONLY_FIRST, ONLY_SECOND = "decided only on the first machine", "decided only on the second machine"
+DIFFERENT = "different verdicts"
 
 
 def write_pages(files: Sequence[Path], out: Path) -> Path:
@@ -179,11 +187,18 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
     says = "GRPO or PPO: scores during training; a coin toss has random rewards"
     open_claims = [(it, of) for it in asked.CLAIMS if (of := numbers.claims[it.id]).verdict == "undecided"]
     notes = [" ".join(_measured(it.note, numbers)) for it in asked.HEADLINES if it.note]
-    again = [f"[Asked again]({link}replication.md) on another machine, {agreement(numbers, it)}." for it in others]
+    again = [f"{agreement(numbers, it)} See [every claim on both machines]({link}replication.md)." for it in others]
+    sources = Counter(claim.source[:3] for claim in asked.CLAIMS)
+    posts, of_notes = (sum(sources[name] for name in names) for names in (POSTS, NOTES))
     return _fill(
         "results",
         link=link,
         count=len(asked.CLAIMS),
+        posts=posts,
+        of_notes=of_notes,
+        papers=len(asked.CLAIMS) - posts - of_notes,
+        power=_power(numbers),
+        machines_of_ppo=_both_machines(numbers, others) if others else "",
         **families,
         steps=numbers.steps,
         num_prompts=numbers.num_prompts,
@@ -229,7 +244,37 @@ def _headlines_table(numbers: Numbers, link: str) -> str:
         for it in asked.HEADLINES
         for place, row in enumerate(row for row in it.evidence if row.question in numbers.questions)
     ]
-    return table(("question", "difference", "model", "who is ahead", *PLACES, "n"), rows)
+    return table(("question", "difference", "model", "verdict", *PLACES, "n"), rows)
+
+
+def _power(numbers: Numbers) -> str:
+    """Returns the differences that the rule finds, by the number of seeds."""
+    families = Counter(claim.family for claim in asked.CLAIMS)
+    measured = [
+        (numbers.claims[claim.id], families[claim.family])
+        for claim in asked.CLAIMS
+        if claim.scale == "difference" and numbers.claims[claim.id].seeds > 1
+    ]
+    if not measured:
+        return ""
+    found = [np.median([detectable(*it, look) for it in measured]) for look in (LOOKS[0], LOOKS[-1])]
+    return (
+        f"At the median of the claims, the rule finds a difference of {found[0]:.3f} with {LOOKS[0]} seeds and of "
+        f"{found[1]:.3f} with {LOOKS[-1]} seeds, with probability {POWER}. It rarely decides smaller ones."
+    )
+
+
+def _both_machines(first: Numbers, others: Sequence[Numbers], claim: str = "grpo_ppo") -> str:
+    """Returns a claim's number on each machine, and how far the machines are apart."""
+    rows = [
+        (of.questions[asked.BY_ID[claim].question].machine, str(it.seeds), _ours(asked.BY_ID[claim], it), it.verdict)
+        for of in (first, *others)
+        if (it := of.claims[claim]).seeds
+    ]
+    distances = [f"{apart(first.claims[claim], of.claims[claim]):.1f}" for of in others if of.claims[claim].seeds]
+    return table(("machine", "seeds", "accuracy of GRPO − PPO at the end", "verdict"), rows) + (
+        f"\n\nThe means are {' and '.join(distances)} standard errors apart. {DIFFERS}" if distances else ""
+    )
 
 
 def _evidence(row: Evidence, numbers: Numbers, link: str) -> tuple[str, ...]:
@@ -249,7 +294,7 @@ def _evidence(row: Evidence, numbers: Numbers, link: str) -> tuple[str, ...]:
     return (
         f"[{row.says}]({link}{row.question}.md)",
         row.model,
-        _ahead(row.sides, differences, verdicts),
+        _verdict_of(row, differences, verdicts),
         *cells,
         str(result.seeds if differences else 0),
     )
@@ -268,19 +313,20 @@ def _differences(row: Evidence, result: Result) -> dict[str, Interval]:
     }
 
 
-def _ahead(sides: Sequence[str], differences: Mapping[str, Interval], verdicts: Mapping[str, str]) -> str:
-    """Returns who is ahead, and where: in bold by a verdict, else by the intervals alone."""
-    leaning = {place: it for place, it in differences.items() if it.low > 0 or it.high < 0}
-    words = {place: sides[it.mean < 0] for place, it in differences.items()}
+def _verdict_of(row: Evidence, differences: Mapping[str, Interval], verdicts: Mapping[str, str]) -> str:
+    """Returns the verdict of a row, and who is ahead where its interval excludes 0; verdicts of the rule are bold."""
+    ahead = {
+        place: f": {row.sides[it.mean < 0]} ahead" for place, it in differences.items() if it.low > 0 or it.high < 0
+    }
     if verdicts:
-        decided = ((place, it in VERDICTS[1:] and place in leaning, it) for place, it in verdicts.items())
-        words = {place: f"**{words[place] if has_side else it}**" for place, has_side, it in decided}
-    elif leaning:
-        words = {place: f"leans to {words[place]}" for place in leaning}
+        words = {place: f"**{it}**{ahead.get(place, '') * (it in VERDICTS[1:])}" for place, it in verdicts.items()}
     elif not differences or math.isnan(next(iter(differences.values())).low):
-        return "not known"
+        return NOT_MEASURED
     else:
-        return f"unclear, a lead is at most {max(max(-it.low, it.high) for it in differences.values()):.3f}"
+        verdict = "undecided" if row.ids else "no claim"
+        words = {place: verdict + it for place, it in ahead.items()}
+        if not words:
+            return f"{verdict}, a lead is at most {max(max(-it.low, it.high) for it in differences.values()):.3f}"
     if len(set(words.values())) == 1 and words.keys() == differences.keys():
         return next(iter(words.values()))
     return "; ".join(f"{word} {place}" for place, word in words.items())
@@ -381,19 +427,19 @@ def _question_page(name: str, numbers: Numbers, folder: Path) -> str:
 
 
 def agreement(first: Numbers, other: Numbers) -> str:
-    """Returns how many intervals overlap, and what verdicts are to each other."""
+    """Returns sentences on how many intervals overlap, and how verdicts compare."""
     both = _both(first, other)
     verdicts = Counter(relation(one, two) for _, one, two in both)
     overlapping = sum(overlap(one.interval, two.interval) for _, one, two in both)
     distances = [apart(one, two) for _, one, two in both]
     far = sum(distance > FAR for distance in distances)
     turned = [claim.label for claim, one, two in both if turns(one, two)]
-    other_way = f"; who is ahead is another in {len(turned)} ({'; '.join(turned)})" if turned else ""
+    other_way = f" The sign differs in {len(turned)} ({'; '.join(turned)})." if turned else ""
     return (
-        f"of {len(both)} claims the intervals of {overlapping} overlap, and the means of {far} are more than {FAR} "
-        f"standard errors apart. The largest distance is {max(distances):.1f}; by chance alone the largest of "
+        f"The intervals of {overlapping} of {len(both)} claims overlap. The means of {far} are more than {FAR} "
+        f"standard errors apart, and the largest distance is {max(distances):.1f}. By chance alone, the largest of "
         f"{len(both)} is at least that in at most {by_chance(distances):.0%} of repetitions. Verdicts: "
-        f"{', '.join(f'{count} {word}' for word, count in verdicts.items())}{other_way}"
+        f"{', '.join(f'{count} {word}' for word, count in verdicts.items())}.{other_way}"
     )
 
 
@@ -402,8 +448,8 @@ def _elsewhere(first: Numbers, other: Numbers) -> str:
     both = _both(first, other)
     verdicts, seeds = Counter(relation(one, two) for _, one, two in both), max(two.seeds for _, _, two in both)
     return (
-        f"Another machine, with up to {seeds} seeds, decided {verdicts['decided again only']} of the undecided claims, "
-        f"and gave another verdict on {verdicts['different']} of the decided ones ([comparison](#again))."
+        f"Another machine, with up to {seeds} seeds, decided {verdicts[ONLY_SECOND]} of the undecided claims, and gave "
+        f"another verdict on {verdicts[DIFFERENT]} of the decided ones ([comparison](#again))."
     )
 
 
@@ -429,8 +475,9 @@ def _again(first: Numbers, other: Numbers) -> str:
     time = "" if math.isnan(seconds) else f", {_minutes(seconds)} minutes"
     one, two = (" and ".join(dict.fromkeys(it.machine for it in of.questions.values())) for of in (first, other))
     code = " and ".join(dict.fromkeys(it.code for it in other.questions.values()))
-    return f"First {one}; then {two}{time}, code {code}: {agreement(first, other)}.\n\n{other.source}\n\n" + table(
-        ("claim", "first", "again", "intervals overlap", "apart", "verdicts"), rows
+    machines = f"The first machine is {one}. The second is {two}{time}, code {code}."
+    return f"{machines} {agreement(first, other)}\n\n{other.source}\n\n" + table(
+        ("claim", "first machine", "second machine", "intervals overlap", "apart", "verdicts"), rows
     )
 
 
@@ -457,9 +504,9 @@ def turns(one: Decision, two: Decision) -> bool:
 
 
 def relation(one: Decision, two: Decision) -> str:
-    """Returns what two verdicts of a claim are to each other."""
+    """Returns how two verdicts of a claim compare."""
     if one.verdict == two.verdict:
-        return "undecided in both" if one.verdict == "undecided" else "the same"
+        return "undecided on both" if one.verdict == "undecided" else "the same verdict"
     if "undecided" in (one.verdict, two.verdict):
-        return "decided at first only" if two.verdict == "undecided" else "decided again only"
-    return "different"
+        return ONLY_FIRST if two.verdict == "undecided" else ONLY_SECOND
+    return DIFFERENT

@@ -3,15 +3,16 @@
 Each question is a file in experiments/claims/questions; `--only NAME` answers one and prints its table. What decides is
 in these files (claims and measures) and in `verdicts` (the rule), both fixed before the runs. The first look is at 10
 seeds. `--look 20` and `--look 40` add new seeds to the questions that have an undecided claim; runs that are there are
-never repeated, nor when only words, the rule or the page change. RESULTS.md has the answers, docs/results/ a page for
-each question and the numbers of all seeds, numbers.json. The pages are made of that file alone, without any run by
-`--numbers`. The last line of RESULTS.md is a checksum of all numbers, which the same seeds give again on the same kind
-of machine. Presets other than cpu write RESULTS-smoke.md and RESULTS-gpu.md.
+never repeated, nor when only words, the rule or the page change. The folder of --out (runs/results) gets RESULTS.md
+with the answers, and docs/results/ with a page for each question and the numbers of all seeds, numbers.json. `--out .`
+replaces the pages of this repository. With --numbers, the pages are made of such files, without any run. The last line
+of RESULTS.md is a checksum of all numbers, which the same seeds give again on the same kind of machine. Presets other
+than cpu write RESULTS-smoke.md and RESULTS-gpu.md.
 
   python -m experiments.claims.reproduce --preset cpu
   python -m experiments.claims.reproduce --preset cpu --look 20
   python -m experiments.claims.reproduce --preset cpu --only ablate_kl
-  python -m experiments.claims.reproduce --numbers docs/results/numbers.json docs/results/numbers2.json
+  python -m experiments.claims.reproduce --numbers docs/results/numbers.json docs/results/numbers2.json --out .
 """
 
 import os

@@ -137,6 +137,15 @@ def lone_level(family: int) -> float:
     return ALPHA / len(LOOKS) / (hypotheses * sum(1 / i for i in range(1, hypotheses + 1)))
 
 
+def detectable(decision: Decision, family: int, seeds: int) -> float:
+    """The distance of a mean from a bound at which this many seeds decide a claim with probability 0.8.
+
+    The deviation is the one seen, and the level that of a lone verdict in a family of so many claims.
+    """
+    quantiles = special.stdtrit(seeds - 1, 1 - lone_level(family)) + special.stdtrit(seeds - 1, POWER)
+    return float(quantiles) * standard_error(decision) * math.sqrt(decision.seeds / seeds)
+
+
 def needed(claim: Claim, values: Sequence[float] | np.ndarray, family: int, most: int = 10_000) -> int | None:
     """The seeds at which a claim would be decided with probability 0.8, if its mean and deviation are those seen.
 

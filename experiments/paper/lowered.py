@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config import GRPOConfig, PPOConfig, run_of
-from grpo_jax.devices import Devices, Mesh, devices_of, jit_on_devices, shardings
+from grpo_jax.devices import Devices, devices_of, jit_on_devices, shardings
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import Quantize, split
@@ -115,7 +115,7 @@ def params_of(
 
 def placed(tree: Any, devices: Devices) -> Any:
     """Shapes of parameters, with where `parallel.place` puts them."""
-    if not isinstance(devices, Mesh) and devices > 1:
+    if devices.mesh is None and not devices.is_single:
         return tree
     return jax.tree.map(
         lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), tree, shardings(tree, devices)
@@ -124,7 +124,7 @@ def placed(tree: Any, devices: Devices) -> Any:
 
 def spread(devices: Devices, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array of a batch, spread over devices."""
-    if not isinstance(devices, Mesh):
+    if devices.mesh is None:
         return placed(jax.ShapeDtypeStruct(shape, dtype), devices)
     leaf = jax.tree.leaves(shardings({"x": jax.ShapeDtypeStruct((1,), dtype)}, devices))[0]
     there = NamedSharding(leaf.mesh, PartitionSpec(BATCH))

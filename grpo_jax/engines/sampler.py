@@ -7,14 +7,14 @@ import numpy as np
 
 from grpo_jax.config import EngineOptions, GRPOConfig
 from grpo_jax.data.types import pad_completions
-from grpo_jax.devices import devices_of, to_devices, to_numpy
+from grpo_jax.devices import sampling_devices, to_devices, to_numpy
 from grpo_jax.engines.completions import request_body
 from grpo_jax.engines.engine import Completion, Engine
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.params import Adapted, holds_quantised
+from grpo_jax.models.params import Adapted, check_full_precision
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.source import Sampler
@@ -48,7 +48,7 @@ def sampler_of(
             params = rounded(params) if rounded else params
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
-    engine, devices, max_tokens = Engine(options, save, note=note), devices_of(config), config.sampling.max_tokens
+    engine, devices, max_tokens = Engine(options, save, note=note), sampling_devices(config), config.sampling.max_tokens
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
         ids, mask, numbers, temperature = to_numpy((prompts.ids, prompts.mask, numbers, temperature))
@@ -103,11 +103,9 @@ def completions_of(answers: list[Completion], shape: tuple[int, int], max_tokens
 
 def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
     """Checks that an engine supports the run, before the first request."""
-    if holds_quantised(pretrained.params):
-        raise UsageError(
-            "an engine samples by the original weights, and quantize trains on rounded ones: leave out quantize, or "
-            "leave out engine"
-        )
+    check_full_precision(
+        pretrained.params, "an engine samples with the original weights, so leave out quantize, or leave out engine"
+    )
     if task.environment is not None:
         raise UsageError("an engine samples no episodes of several turns: leave out engine, or the environment")
     sampling = config.sampling

@@ -76,6 +76,12 @@ class Objective(NamedTuple):
     """The term is one number per completion, repeated on its tokens, so that weights must not count the tokens."""
     takes_delta: bool = True
     """The term also takes the constant `delta` of `clipped_surrogate`."""
+    has_ratio: bool = True
+    """The term reads old_logprobs. If not, a rollout can be used for one step only."""
+    bounds_log_ratio: bool = False
+    """The epsilons bound the logarithm of the ratio, so that they may exceed 1."""
+    fixed_length: bool = False
+    """The weights divide by a length, `max_length`, which is the limit of completions in training."""
     min_group_size: int = 2
     """Smallest group whose completions the advantages can compare."""
 
@@ -159,6 +165,7 @@ class Objective(NamedTuple):
 _GROUP = ignore_lengths(group_advantages)
 _BY_SEQUENCE = Objective(_GROUP)
 _BY_TOKEN = Objective(_GROUP, aggregation=token_mean_weights)
+_ON_POLICY = _BY_TOKEN._replace(term=P.reinforce_term, constants=_NONE, takes_delta=False, has_ratio=False)
 _GRPO = Objective(_GROUP, kl_coef=0.04)
 _SEQUENCE_TERM = P.ratio_term(P.sequence_log_ratio, P.clipped_surrogate)
 _POST = Objective(
@@ -178,7 +185,9 @@ PRESETS: dict[str, Objective] = {
     "grpo": _GRPO,
     "rank": _GRPO._replace(advantages=ignore_lengths(A.rank_advantages)),
     # 2503.20783
-    "dr_grpo": Objective(ignore_lengths(A.centered_advantages), aggregation=L.constant_length_weights),
+    "dr_grpo": Objective(
+        ignore_lengths(A.centered_advantages), aggregation=L.constant_length_weights, fixed_length=True
+    ),
     # TRL's loss_type "bnpo", with the mean over the whole optimizer batch. TRL's mean is over the local batch, so that
     # its value depends on how the batch is split over devices and gradient accumulation.
     "bnpo": _BY_TOKEN,
@@ -209,9 +218,9 @@ PRESETS: dict[str, Objective] = {
         advantages=ignore_lengths(A.rank_advantages, ddof=0, eps=1e-8)
     ).with_constants(epsilon_low=0.15, epsilon_high=0.15),
     # 2507.20673; epsilons bound the log-ratio.
-    "gmpo": _BY_SEQUENCE._replace(term=P.gmpo_term, per_completion=True, takes_delta=False).with_constants(
-        epsilon_low=0.4, epsilon_high=0.4
-    ),
+    "gmpo": _BY_SEQUENCE._replace(
+        term=P.gmpo_term, per_completion=True, takes_delta=False, bounds_log_ratio=True
+    ).with_constants(epsilon_low=0.4, epsilon_high=0.4),
     # 2511.20347
     "sapo": _BY_SEQUENCE._replace(
         term=P.ratio_term(P.token_log_ratio, P.sapo_surrogate), constants=_NONE, takes_delta=False
@@ -227,11 +236,9 @@ PRESETS: dict[str, Objective] = {
     # 2602.10693
     "vespo": _BY_TOKEN._replace(term=P.vespo_term, constants=_NONE, takes_delta=False),
     # 2505.23585: exactly on-policy.
-    "opo": _BY_TOKEN._replace(advantages=A.opo_advantages, term=P.reinforce_term, constants=_NONE, takes_delta=False),
+    "opo": _ON_POLICY._replace(advantages=A.opo_advantages),
     # 2504.02546
-    "gpg": _BY_TOKEN._replace(
-        advantages=ignore_lengths(A.gpg_advantages), term=P.reinforce_term, constants=_NONE, takes_delta=False
-    ),
+    "gpg": _ON_POLICY._replace(advantages=ignore_lengths(A.gpg_advantages)),
     # 2602.02710
     "max_rl": _BY_TOKEN._replace(advantages=ignore_lengths(A.max_rl_advantages)),
     # 2508.08221

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from grpo_jax.errors import UsageError
@@ -10,7 +11,6 @@ from grpo_jax.options import Fraction, above, between, check_types
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "gelu", "relu"]
 Norms = Literal["before", "after", "around"]
-FileLayout = Literal["llama", "glm4", "phi3"]
 Dtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]
 Remat = Literal["none", "layer", "offload"]
@@ -57,7 +57,6 @@ class DeltaConfig(NamedTuple):
     key_head_dim: Annotated[int, between(1, 10**6)]
     value_head_dim: Annotated[int, between(1, 10**6)]
     conv_kernel_dim: Annotated[int, between(2, 100)]  # tokens that the convolution mixes
-    has_fused_tensors: bool = False  # files hold all projections of a key head together: Qwen3-Next
 
     @property
     def convolved(self) -> int:
@@ -156,10 +155,6 @@ class ModelConfig:
     attention_multiplier: _Number | None = None  # scores are q·k times this; None: see query_pre_attn_scalar. Granite
     logits_scaling: _Number = 1.0  # the divisor of the last norm's output, and thus of the logits: Granite
     hidden_act: Activation = "silu"  # Gemma: gelu_pytorch_tanh
-    # The tensors in files. "glm4": the two features of a rotated pair lie side by side, gate_proj and up_proj are one
-    # tensor, and norms have other names. "phi3": q_proj, k_proj and v_proj are one tensor, and so are gate_proj and
-    # up_proj.
-    file_layout: FileLayout = "llama"
     tie_word_embeddings: bool = True
     qkv_bias: bool = False  # Qwen2; Llama and Qwen3 with attention_bias
     o_bias: bool = False  # Llama and Qwen3 with attention_bias
@@ -202,66 +197,17 @@ class ModelConfig:
     longest_text: _Length | None = None
     # Routers of experts. "frozen": they have no gradient.
     router: Router = "trained"
+    # The family, which names tensors in files: see `families`. It has no part in what the decoder computes, nor in
+    # equality. None: the first family that has this configuration.
+    model_type: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_types(ModelConfig, vars(self))
-        if self.rope_scaling:
-            check_types(RopeScaling, self.rope_scaling._asdict())
-        if self.experts:
-            check_types(ExpertsConfig, self.experts._asdict())
-            _check_experts(self.experts)
-        elif self.router == "frozen":
-            raise UsageError('router "frozen" is of models with experts, and this one has none: set it to "trained"')
-        if self.rope_scaling and self.rope_scaling.rope_type == "llama3":
-            _, _, _, low, high, *_ = self.rope_scaling
-            if low is None or high is None or low >= high:
-                raise UsageError("the rope scaling llama3 needs a low_freq_factor that is below its high_freq_factor")
-        if self.rope_scaling and self.rope_scaling.rope_type == "longrope":
-            for name in ("short_factor", "long_factor"):
-                factors = getattr(self.rope_scaling, name) or ()
-                if len(factors) != self.rotated // 2:
-                    raise UsageError(
-                        f"the rope scaling longrope has {len(factors)} numbers in {name}: it needs "
-                        f"{self.rotated // 2}, one for each rotated pair of features"
-                    )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise UsageError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
-        if self.rotated % 2:
-            raise UsageError(
-                f"{self.rotated} features of a head would be rotated: head_dim · partial_rotary_factor must be even"
-            )
-        if self.delta:
-            check_types(DeltaConfig, self.delta._asdict())
-            if self.delta.num_value_heads % self.delta.num_key_heads:
-                raise UsageError("linear_num_value_heads must be a multiple of linear_num_key_heads")
-        if self.global_heads:
-            check_types(Heads, self.global_heads._asdict())
-            if self.num_attention_heads % self.global_heads.num_key_value_heads or self.global_heads.head_dim % 2:
-                raise UsageError(
-                    f"num_attention_heads must be a multiple of {self.global_heads}, with an even head_dim"
-                )
-        if self.experts and self.use_double_wide_mlp and self.num_kv_shared_layers:
-            raise UsageError("use_double_wide_mlp is not supported in models with experts")
-        if {READ.get(mixer, mixer) for mixer, _ in self.forms} - {mixer for mixer, _ in self.forms}:
-            raise UsageError(
-                "num_kv_shared_layers: each of the last layers needs an earlier layer with the same window"
-            )
-        if self.delta_layers and (not self.delta or len(self.delta_layers) == self.num_hidden_layers):
-            raise UsageError("a decoder needs the sizes of its delta nets, and at least one layer with attention")
-        if self.attention == "cudnn" and self.dtype != "bfloat16":
-            raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
-        for name in _NOT_COMPUTED.get(self.attention, ()):
-            if getattr(self, name):
-                raise UsageError(f'attention "{self.attention}" does not compute {name}: set it to "auto" or "shared"')
-        unfit = [size for size in self.head_dims if size % 8 or size > 256]
-        if self.attention == "cudnn" and unfit:
-            raise UsageError(
-                f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {unfit[0]}'
-                ': set it to "auto", "shared" or "xla"'
-            )
+        for part in (self.rope_scaling, self.experts, self.delta, self.global_heads):
+            if part:
+                check_types(type(part), part._asdict())
+        for sentence in _conflicts(self):
+            raise UsageError(sentence)
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -339,9 +285,49 @@ class ModelConfig:
         )
 
 
-def _check_experts(experts: ExpertsConfig) -> None:
-    if experts.num_experts_per_tok > experts.num_experts:
-        raise UsageError(
-            f"num_experts_per_tok is {experts.num_experts_per_tok}: it must be at most num_experts, "
-            f"{experts.num_experts}"
+def _conflicts(config: ModelConfig) -> Iterator[str]:
+    """Yields a sentence for each conflict between fields."""
+    heads, experts, delta, scaling = config.num_attention_heads, config.experts, config.delta, config.rope_scaling
+    if experts and experts.num_experts_per_tok > experts.num_experts:
+        most = experts.num_experts
+        yield f"num_experts_per_tok is {experts.num_experts_per_tok}: it must be at most num_experts, {most}"
+    if not experts and config.router == "frozen":
+        yield 'router "frozen" is of models with experts, and this one has none: set it to "trained"'
+    if scaling and scaling.rope_type == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        if low is None or high is None or low >= high:
+            yield "the rope scaling llama3 needs a low_freq_factor that is below its high_freq_factor"
+    if scaling and scaling.rope_type == "longrope":
+        for name in ("short_factor", "long_factor"):
+            factors, pairs = getattr(scaling, name) or (), config.rotated // 2
+            if len(factors) != pairs:
+                yield (
+                    f"the rope scaling longrope has {len(factors)} numbers in {name}: it needs {pairs}, one for each "
+                    "rotated pair of features"
+                )
+    if heads % config.num_key_value_heads:
+        yield f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({config.num_key_value_heads})"
+    if config.rotated % 2:
+        yield f"{config.rotated} features of a head would be rotated: head_dim · partial_rotary_factor must be even"
+    if delta and delta.num_value_heads % delta.num_key_heads:
+        yield "linear_num_value_heads must be a multiple of linear_num_key_heads"
+    if (others := config.global_heads) and (heads % others.num_key_value_heads or others.head_dim % 2):
+        yield f"num_attention_heads must be a multiple of {others}, with an even head_dim"
+    if experts and config.use_double_wide_mlp and config.num_kv_shared_layers:
+        yield "use_double_wide_mlp is not supported in models with experts"
+    mixers = {mixer for mixer, _ in config.forms}
+    if {READ.get(mixer, mixer) for mixer in mixers} - mixers:
+        yield "num_kv_shared_layers: each of the last layers needs an earlier layer with the same window"
+    if config.delta_layers and (not delta or len(config.delta_layers) == config.num_hidden_layers):
+        yield "a decoder needs the sizes of its delta nets, and at least one layer with attention"
+    if config.attention == "cudnn" and config.dtype != "bfloat16":
+        yield 'attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"'
+    for name in _NOT_COMPUTED.get(config.attention, ()):
+        if getattr(config, name):
+            yield f'attention "{config.attention}" does not compute {name}: set it to "auto" or "shared"'
+    unfit = [size for size in config.head_dims if size % 8 or size > 256]
+    if config.attention == "cudnn" and unfit:
+        yield (
+            f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {unfit[0]}: set it '
+            'to "auto", "shared" or "xla"'
         )

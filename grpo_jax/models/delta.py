@@ -22,17 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from grpo_jax.errors import missing
 from grpo_jax.models.cache import DeltaState
-from grpo_jax.models.config import DELTA_CHUNK, DeltaConfig, ModelConfig
+from grpo_jax.models.config import DELTA_CHUNK, DeltaConfig, Mixer, ModelConfig
 from grpo_jax.models.geometry import Geometry, LayerKind, positions_in_texts
+from grpo_jax.models.modules import Linear, RMSNorm, linears, nn
 from grpo_jax.models.sharding import BATCH, spread
-from grpo_jax.models.transformer import Linear, RMSNorm, linears
-
-try:
-    from flax import linen as nn
-except ModuleNotFoundError as error:
-    raise missing(error.name) from None
 
 einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # of float32 states
 
@@ -55,9 +49,10 @@ class DeltaNet(nn.Module):
     """A gated delta net as in Qwen3-Next and Qwen3.5: norm(o) · silu(z), projected to D features."""
 
     config: ModelConfig
+    mixer: Mixer = "delta"
 
     @nn.compact
-    def __call__(self, x, geometry: Geometry, kind: LayerKind, past: tuple[Any, DeltaState] | None = None):
+    def __call__(self, x, geometry: Geometry, kind: LayerKind, past: tuple[Any, DeltaState] | None = None, read=None):
         """Computes the delta net in the shape of x `[N, M, D]`, and the state after the prompts.
 
         With `past`, x holds the next tokens of completions, and the second result is the state after them.

@@ -21,17 +21,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from grpo_jax.errors import missing
-from grpo_jax.functional.products import traits_of_backend, transposed
+from grpo_jax.functional.products import rms_norm, traits_of_backend, transposed
 from grpo_jax.models import sharding
-from grpo_jax.models.config import ExpertsConfig
-from grpo_jax.models.params import is_quantised
-from grpo_jax.models.quantised import beside, dequantised
-
-try:
-    from flax import linen as nn
-except ModuleNotFoundError as error:
-    raise missing(error.name) from None
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.modules import ACTIVATIONS, MLP, Linear, declared, kernel_param, nn, norm
+from grpo_jax.models.quantised import usable_kernel
 
 
 class Routing(NamedTuple):
@@ -44,40 +38,65 @@ class Routing(NamedTuple):
 class Experts(nn.Module):
     """The mixture of experts of a layer."""
 
-    config: ExpertsConfig
-    activation: Callable[[jax.Array], jax.Array] = nn.silu
-    has_frozen_router: bool = False
-    is_decoding: bool = False  # computes the next tokens of completions; on a mesh kernels then stay sharded
+    model: ModelConfig  # has experts
+    is_decoding: bool  # computes the next tokens of completions; on a mesh kernels then stay sharded
 
     @nn.compact
-    def __call__(self, x, routed=None):
+    def __call__(self, x, routed):
         """Computes the mixture of x `[N, M, D]`, in the shape of x, and the `Routing` of its tokens.
 
-        The router reads `routed`, in the shape of x; None: it reads x.
+        The router reads `routed`, in the shape of x.
         """
-        config, width, normalise = self.config, x.shape[-1], self.config.norm_topk_prob
-        activation = partial(gated, limit=config.swiglu_limit, activation=self.activation)
-        shapes = {
-            "gate_proj": (config.num_experts, width, config.moe_intermediate_size),
-            "up_proj": (config.num_experts, width, config.moe_intermediate_size),
-            "down_proj": (config.num_experts, config.moe_intermediate_size, width),
-        }
-        has_bias = config.swiglu_limit is not None
-        shape = width, config.num_experts
-        router = Kernel(shape, has_bias, self.is_decoding, config.has_norms, name="router")(x, jnp.float32)
-        router = jax.lax.stop_gradient(router) if self.has_frozen_router else router
-        kernels = {
-            name: Kernel(shape, has_bias, self.is_decoding, name=name)(x, x.dtype) for name, shape in shapes.items()
-        }
+        config, width = self.model.experts, x.shape[-1]
+        assert config
+        activation = partial(gated, limit=config.swiglu_limit, activation=ACTIVATIONS[self.model.hidden_act])
+        kernel = partial(Kernel, has_bias=config.swiglu_limit is not None, is_decoding=self.is_decoding)
+        router = kernel((width, config.num_experts), has_scales=config.has_norms, name="router")(x, jnp.float32)
+        router = jax.lax.stop_gradient(router) if self.model.router == "frozen" else router
+        inner = config.moe_intermediate_size
+        shapes = {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
+        kernels = {name: kernel((config.num_experts, *shape), name=name)(x, x.dtype) for name, shape in shapes.items()}
 
         def mixed(x: jax.Array, routed: jax.Array, router: Any, kernels: Any) -> tuple[jax.Array, Routing]:
-            tokens, num_chosen = x.reshape(-1, width), config.num_experts_per_tok
-            routing, weights = route(routed.reshape(-1, width), **router, num_chosen=num_chosen, normalise=normalise)
+            tokens, routed = (y.reshape(-1, width) for y in (x, routed))
+            choose = partial(route, num_chosen=config.num_experts_per_tok, normalise=config.norm_topk_prob)
+            routing, weights = choose(routed, **router)
             mixed_tokens = mixture(tokens, routing.experts, weights, kernels, activation).reshape(x.shape)
             routing = jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), routing)
             return mixed_tokens, jax.lax.stop_gradient(routing)
 
-        return _shared_out(mixed, x, x if routed is None else routed, router, kernels, is_decoding=self.is_decoding)
+        return _shared_out(mixed, x, routed, router, kernels, is_decoding=self.is_decoding)
+
+
+def mix_experts(
+    config: ModelConfig, x: jax.Array, normed: jax.Array, *, is_decoding: bool
+) -> tuple[jax.Array, Routing]:
+    """Computes the mixture of experts of a layer, and the MLP that all tokens share if there is one.
+
+    Call this inside the layer's module. Gemma 4 has norms of both; others multiply the shared MLP by a gate.
+
+    Args:
+      config: The configuration of the decoder, which has experts.
+      x: The residual stream, `[N, M, D]`.
+      normed: x after the layer's norm.
+      is_decoding: True for the next tokens of completions.
+
+    Returns:
+      The sum in the shape of x, and the `Routing` of the tokens.
+    """
+    assert config.experts
+    width, has_norms = config.experts.shared_expert_intermediate_size, config.experts.has_norms
+    experts, experts_input, routed = Experts(config, is_decoding, name="experts"), normed, normed
+    if has_norms:
+        scale = jnp.full_like(x, x.shape[-1] ** -0.5, jnp.float32, x.shape[-1:])
+        experts_input, routed = norm(config, "experts_input_norm")(x), rms_norm(x, scale, config.rms_norm_eps)
+    mixed, routing = experts(experts_input, routed)
+    if not width:
+        return mixed, routing
+    shared = MLP(config, width, name="shared_expert")(normed)
+    if has_norms:
+        return norm(config, "experts_output_norm")(mixed) + norm(config, "shared_expert_norm")(shared), routing
+    return mixed + jax.nn.sigmoid(Linear((1,), False, name="shared_expert_gate")(normed)) * shared, routing
 
 
 class Kernel(nn.Module):
@@ -91,23 +110,19 @@ class Kernel(nn.Module):
     @nn.compact
     def __call__(self, x, dtype):
         """Returns the arrays by name, in the layout in which they are used with x."""
-        leaves = [leaf for leaf in "ab" if self.has_variable("lora", leaf)]
-        arrays: dict[str, Any] = {leaf: self.get_variable("lora", leaf).astype(dtype) for leaf in leaves}
-        kernel: Any = self.get_variable("params", "kernel")
-        if is_quantised(kernel):  # a mesh transfers the codes, which are smaller
-            kernel = beside(kernel, x) if self.is_decoding else sharding.put_together(str(self.name), "kernel", kernel)
-            arrays["kernel"] = dequantised(kernel, dtype)
-        else:
-            arrays["kernel"] = self.param("kernel", nn.initializers.zeros, self.shape).astype(dtype)
+        name, kernel = str(self.name), kernel_param(self, self.shape)
+        arrays: dict[str, Any] = {
+            leaf: self.get_variable("lora", leaf) for leaf in "ab" if self.has_variable("lora", leaf)
+        }
         if self.has_bias:
-            shape = (*self.shape[:-2], self.shape[-1])
-            arrays["bias"] = self.param("bias", nn.initializers.zeros, shape).astype(dtype)
+            arrays["bias"] = self.param("bias", declared, (*self.shape[:-2], self.shape[-1]))
         if self.has_scales:
             sizes = zip(("scale", "expert_scale"), self.shape, strict=True)
-            arrays |= {leaf: self.param(leaf, nn.initializers.ones, (size,)).astype(dtype) for leaf, size in sizes}
-        if self.is_decoding:
-            return arrays
-        return {leaf: sharding.put_together(str(self.name), leaf, y) for leaf, y in arrays.items()}
+            arrays |= {leaf: self.param(leaf, declared, (size,)) for leaf, size in sizes}
+        arrays = {leaf: y.astype(dtype) for leaf, y in arrays.items()}
+        if not self.is_decoding:
+            arrays = {leaf: sharding.put_together(name, leaf, y) for leaf, y in arrays.items()}
+        return arrays | {"kernel": usable_kernel(name, kernel, x, dtype, is_decoding=self.is_decoding)}
 
 
 def _shared_out(

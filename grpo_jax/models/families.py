@@ -2,13 +2,17 @@
 
 All families are settings of one decoder. transformers completes a file with its defaults and converts it to the format
 of version 5. Names that the family's class in transformers does not know are dropped. All files are then read in the
-same way, except for fields of Gemma. A row of FAMILIES holds the other fields of `ModelConfig`, which are the same in
-every model of the family.
+same way. A row of FAMILIES holds what is different: constant fields of `ModelConfig`, fields that only this family
+has, and the names of its tensors. A new family is a row, if this decoder computes all of its parts.
 """
 
+import itertools
 import os
+from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import numpy as np
 
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.models.config import DeltaConfig, ExpertsConfig, Heads, ModelConfig, RopeScaling
@@ -16,6 +20,33 @@ from grpo_jax.options import check_types
 
 File = dict[str, Any]  # the contents of a config.json
 Fields = dict[str, Any]  # fields of ModelConfig by name
+
+
+class Stored(NamedTuple):
+    """The tensor in which files hold a leaf, if it is more than a linear map or a vector under another name."""
+
+    name: str
+    # (config, number of the leaf's outputs) -> the leaf's part of the tensor, as an index. None: the whole tensor. If
+    # several leaves have one name and no part, they lie one behind the other, in the order of `projections`.
+    part: Callable[[ModelConfig, int], Any] | None = None
+    is_transposed: bool = True  # true for matrices [out, in]
+
+
+# A module, block or leaf in the parameters of a layer, such as "experts.router" -> its name in a layer of the files, in
+# which "{}" stands for the expert. The name of a leaf is complete; modules get ".weight" and ".bias".
+Names = dict[str, str | Stored]
+
+
+class Family(NamedTuple):
+    """What the models of a family share."""
+
+    name: str  # in the names of classes, such as Llama in LlamaForCausalLM
+    constants: Fields
+    names: Names
+    # A complete config.json -> the fields that only this family has. It raises if this decoder does not compute them.
+    read: Callable[[File], Fields] = lambda file: {}
+    scalings: tuple[str, ...] = get_args(get_type_hints(RopeScaling)["rope_type"])
+    packed_as: str | None = None  # the quant_method of files that can be read
 
 
 def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
@@ -39,8 +70,9 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
     _check(config)
     # A model without this number has no known limit, and no warning about long texts.
     longest = {"max_position_embeddings": config.get("max_position_embeddings")}
-    _, constants = FAMILIES[model_type]
-    return ModelConfig(**_fields(_complete(config)) | longest | constants, **overrides)
+    family, complete = FAMILIES[model_type], _complete(config)
+    fields = _fields(complete) | family.read(complete) | longest | family.constants
+    return ModelConfig(**fields, model_type=model_type, **overrides)
 
 
 def text_part(config: File) -> File:
@@ -54,7 +86,7 @@ def text_part(config: File) -> File:
         return config
     outer = {name: config[name] for name in ("eos_token_id", "dtype", "quantization_config") if name in config}
     text = text | {tie: config[tie]} if tie in config else text  # the class of the whole model reads the outer value
-    return outer | text | {"architectures": [f"{FAMILIES[text['model_type']][0]}ForCausalLM"]}
+    return outer | text | {"architectures": [f"{FAMILIES[text['model_type']].name}ForCausalLM"]}
 
 
 def config_to_huggingface(config: ModelConfig) -> File:
@@ -64,8 +96,8 @@ def config_to_huggingface(config: ModelConfig) -> File:
       config: The configuration of the decoder.
 
     Returns:
-      The contents of config.json for the first family that has this configuration, with `rope_parameters` as in
-      transformers 5.
+      The contents of config.json, with `rope_parameters` as in transformers 5. The family is `config.model_type`, or
+      else the first one that has this configuration.
 
     Raises:
       UsageError: No supported family has this combination of fields.
@@ -78,11 +110,20 @@ def config_to_huggingface(config: ModelConfig) -> File:
         except UsageError:
             return False
 
-    for model_type, (name, _) in FAMILIES.items():
-        written = {"architectures": [f"{name}ForCausalLM"], "model_type": model_type} | _file(model_type, config)
-        if reads_back(written):
+    for model_type in sorted(FAMILIES, key=lambda name: name != config.model_type):
+        names = {"architectures": [f"{FAMILIES[model_type].name}ForCausalLM"], "model_type": model_type}
+        if reads_back(written := names | _file(model_type, config)):
             return written
     raise UsageError(f"no model of transformers has this combination of options: {config}")
+
+
+def names_of(config: ModelConfig) -> Names:
+    """Returns the names of a decoder's tensors in files, by module.
+
+    Raises:
+      UsageError: No supported family has this configuration.
+    """
+    return _NAMES | FAMILIES[config.model_type or config_to_huggingface(config)["model_type"]].names
 
 
 # ---- fields of all files
@@ -122,8 +163,12 @@ def _complete(file: File) -> File:
             f"transformers cannot read config.json ({reason}): correct it, or download it again"
         ) from error
     known = config_class().to_dict() | {"head_dim": None}  # Qwen3-MoE reads it, but its class does not list it
-    if ("full_attention" in completed["rope_parameters"]) != ("full_attention" in known["rope_parameters"]):
+    rope, known_rope = completed["rope_parameters"], known["rope_parameters"]
+    if ("full_attention" in rope) != ("full_attention" in known_rope):
         raise UsageError("rope_parameters that differ between layers are not supported in this family")
+    share = rope.get("full_attention", rope).get("partial_rotary_factor")
+    if share not in (None, 1.0) and "partial_rotary_factor" not in known_rope.get("full_attention", known_rope):
+        raise UsageError(f"partial_rotary_factor {abbreviate(share)} is not supported in this family")
     return {name: value for name, value in completed.items() if name in known}
 
 
@@ -132,8 +177,8 @@ def _fields(file: File) -> Fields:
     heads, layers = file["num_attention_heads"], file["num_hidden_layers"]
     fields = {name: file[name] for name in (*_SIZES, *_SAME, *_CAPS, *_MULTIPLIERS) if file.get(name) is not None}
     fields = {"head_dim": file["hidden_size"] // heads} | fields | _rope(file) | _experts(file)
-    fields |= dict.fromkeys(("qkv_bias", "o_bias"), bool(file.get("attention_bias")))
-    fields |= {"mlp_bias": bool(file.get("mlp_bias"))}
+    biases = {"qkv_bias": file.get("qkv_bias", file.get("attention_bias")), "o_bias": file.get("attention_bias")}
+    fields |= {name: bool(value) for name, value in (biases | {"mlp_bias": file.get("mlp_bias")}).items()}
     fields["unrotated_layers"] = tuple(i for i, rotated in enumerate(file.get("no_rope_layers") or ()) if not rotated)
     kinds = file.get("layer_types") or ["sliding_attention"] * layers
     sliding = tuple(layer for layer in range(layers) if kinds[layer] == "sliding_attention")
@@ -145,27 +190,33 @@ def _fields(file: File) -> Fields:
         raise UsageError(f"layer_types {abbreviate(sorted(unknown))} are not supported")
     delta = tuple(layer for layer in range(layers) if kinds[layer] == "linear_attention")
     if delta:
-        sizes = [file[f"linear_{name}"] for name in DeltaConfig._fields[:-1]]
-        fields["delta"] = DeltaConfig(*sizes)._replace(has_fused_tensors=file["model_type"] == "qwen3_next")
+        fields["delta"] = DeltaConfig(*[file[f"linear_{name}"] for name in DeltaConfig._fields])
         fields["delta_layers"] = delta
-    for dropout in ("resid_pdrop", "embd_pdrop", "attention_dropout"):
-        if file["model_type"] == "phi3" and file[dropout]:
-            raise UsageError(f"{dropout} {abbreviate(file[dropout])} is not supported, only 0")
-    if file["model_type"].startswith("gemma"):
-        fields["embedding_multiplier"] = file["hidden_size"] ** 0.5
-        fields["hidden_act"] = file.get("hidden_activation") or file["hidden_act"]
+    fields["hidden_act"] = file.get("hidden_activation") or fields["hidden_act"]
     fields["hidden_act"] = _SYNONYMS.get(fields["hidden_act"], fields["hidden_act"])
     if delta and fields["hidden_act"] != "silu":  # their convolutions have it too
         raise UsageError(f"hidden_act {abbreviate(fields['hidden_act'])} is not supported with delta nets, only silu")
-    if file["model_type"] == "gemma4_text":
-        fields |= _gemma4(file)
-    if file["model_type"] == "gemma3_text" and file["attn_logit_softcapping"] is not None:
-        raise UsageError("attn_logit_softcapping is not supported in Gemma 3")  # transformers does not compute it
     return fields
 
 
+def _phi3(file: File) -> Fields:
+    for dropout in ("resid_pdrop", "embd_pdrop", "attention_dropout"):
+        if file[dropout]:
+            raise UsageError(f"{dropout} {abbreviate(file[dropout])} is not supported, only 0")
+    return {}
+
+
+def _gemma(file: File) -> Fields:
+    return {"embedding_multiplier": file["hidden_size"] ** 0.5}
+
+
+def _gemma3(file: File) -> Fields:
+    if file["attn_logit_softcapping"] is not None:
+        raise UsageError("attn_logit_softcapping is not supported in Gemma 3")  # transformers does not compute it
+    return _gemma(file)
+
+
 def _gemma4(file: File) -> Fields:
-    """Returns the fields that only Gemma 4 has."""
     layers = range(file["num_hidden_layers"])
     is_global = [kind == "full_attention" for kind in file["layer_types"]]
     per_layer = {int(layer): heads for layer, heads in (file.get("per_layer_config") or {}).items()}
@@ -180,7 +231,7 @@ def _gemma4(file: File) -> Fields:
         heads["turning"] = rope.get("partial_rotary_factor", 1.0)
     if file["hidden_size_per_layer_input"] and file["vocab_size_per_layer_input"] != file["vocab_size"]:
         raise UsageError("vocab_size_per_layer_input must be vocab_size")
-    fields = {name: file[name] for name in _SMALL}
+    fields = _gemma(file) | _gemma4_experts(file) | {name: file[name] for name in _SMALL}
     return fields | {"global_heads": Heads(**heads, keys_are_values=file["attention_k_eq_v"])}
 
 
@@ -199,10 +250,8 @@ def _experts(file: File) -> Fields:
     """Returns the field of the mixture of experts, if the model has one."""
     if file.get("swiglu_alpha", 1.702) != 1.702:
         raise UsageError(f"swiglu_alpha {abbreviate(file['swiglu_alpha'])} is not supported, only 1.702")
-    if "enable_moe_block" in file:
-        return _gemma4_experts(file)
     num_experts = file.get("num_local_experts", file.get("num_experts"))
-    if not num_experts:
+    if not num_experts or "num_experts_per_tok" not in file:  # Gemma 4 has another name for it
         return {}
     sizes = num_experts, file["num_experts_per_tok"]
     width: Any = file.get("moe_intermediate_size", file.get("intermediate_size"))
@@ -231,6 +280,7 @@ def _file(model_type: str, config: ModelConfig) -> File:
         "hidden_activation": config.hidden_act,
         "vocab_size_per_layer_input": config.vocab_size,
         "attention_bias": config.qkv_bias,
+        "qkv_bias": config.qkv_bias,
         "use_sliding_window": config.sliding_window is not None,
         "layer_types": [
             "linear_attention" if form.mixer == "delta" else "sliding_attention" if window else "full_attention"
@@ -268,9 +318,9 @@ def _file(model_type: str, config: ModelConfig) -> File:
 def _check(file: File) -> None:
     """Refuses a file that needs a feature which no family has, or whose sizes transformers could not read."""
     quantization = file.get("quantization_config")
-    is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    method, packed_as = quantization and quantization.get("quant_method"), FAMILIES[file["model_type"]].packed_as
     harmless: dict[str, tuple[Any, ...]] = {
-        "quantization_config": (None, quantization) if is_mxfp4 and file["model_type"] == "gpt_oss" else (None,),
+        "quantization_config": (None, quantization) if packed_as and method == packed_as else (None,),
         # Gemma 4 has "vision": tokens of images see each other, and those of texts do not.
         "use_bidirectional_attention": (None, False, "vision"),
         "is_causal": (None, True),
@@ -297,27 +347,25 @@ def _rope(file: File) -> Fields:
     rope, local = file["rope_parameters"], None
     if "full_attention" in rope:
         rope, local = rope["full_attention"], rope["sliding_attention"]
-        if file["model_type"] == "gemma4_text":  # `_gemma4` reads the share of features that turn
-            if rope["rope_type"] not in ("default", "proportional") or rope.get("factor", 1.0) != 1:
-                raise UsageError(f"rope scaling {abbreviate(rope)} is not supported in Gemma 4")
-            rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-        if _scaling(local, file):
+        if local["rope_type"] != "default":
             raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
     fields = {"rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, file)}
-    if (share := rope.get("partial_rotary_factor")) not in (None, 1.0):
-        if file["model_type"] not in _PARTLY_ROTATED:
-            raise UsageError(f"partial_rotary_factor {abbreviate(share)} is not supported in this family")
-        fields["partial_rotary_factor"] = share
+    if local is None and rope.get("partial_rotary_factor") is not None:
+        fields["partial_rotary_factor"] = rope["partial_rotary_factor"]
     return fields if local is None else fields | {"rope_local_base_freq": local["rope_theta"]}
 
 
 def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
     if rope["rope_type"] == "default":
         return None
-    if rope["rope_type"] not in _SCALINGS:
+    if rope["rope_type"] not in (scalings := FAMILIES[file["model_type"]].scalings):
         raise UsageError(
-            f"rope scaling {abbreviate(rope)} is not supported, only {_SCALINGS}: choose a model with one of these"
+            f"rope scaling {abbreviate(rope)} is not supported, only {scalings}: choose a model with one of these"
         )
+    if rope["rope_type"] == "proportional":  # some pairs of features do not turn: see `_gemma4`
+        if rope.get("factor", 1.0) != 1:
+            raise UsageError(f"rope scaling {abbreviate(rope)} is not supported, only with factor 1")
+        return None
     longest = file["max_position_embeddings"]
     fields = {name: rope[name] for name in RopeScaling._fields if rope.get(name) is not None}
     fields = {"original_max_position_embeddings": longest} | fields
@@ -326,10 +374,6 @@ def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
     if rope["rope_type"] == "longrope":
         fields |= {name: tuple(fields[name]) for name in ("short_factor", "long_factor") if name in fields}
     return RopeScaling(**fields)
-
-
-_PARTLY_ROTATED = ("phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4")
-_SCALINGS = get_args(get_type_hints(RopeScaling)["rope_type"])
 
 
 def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
@@ -343,34 +387,138 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     return rope
 
 
+# ---- parts of tensors
+
+
+def _adjacent_pairs(config: ModelConfig, num_outputs: int) -> np.ndarray:
+    """Returns the features of q_proj or k_proj in files that rotate the features (2i, 2i + 1), for a decoder that
+    rotates (i, i + E/2). Queries and keys change places of features alike, so scores do not change."""
+    features = np.arange(config.head_dim)
+    pairs, rest = np.split(features, [config.rotated])
+    head = np.concatenate([pairs[::2], pairs[1::2], rest])
+    return (np.arange(0, num_outputs, config.head_dim)[:, None] + head).reshape(-1)
+
+
+def _of_key_heads(parts: str, tensor: str) -> Callable[[ModelConfig, int], np.ndarray]:
+    """Returns the outputs of these parts, each for all key heads, of a delta net's tensor in Qwen3-Next.
+
+    The tensor holds all of its parts for one key head after those for another.
+    """
+
+    def outputs(config: ModelConfig, _: int) -> np.ndarray:
+        delta = config.delta
+        assert delta
+        values = delta.num_value_heads // delta.num_key_heads  # value heads of a key head
+        sizes = dict.fromkeys("qk", delta.key_head_dim) | dict.fromkeys("vz", values * delta.value_head_dim)
+        sizes |= dict.fromkeys("ba", values)
+        starts = dict(zip(tensor, itertools.accumulate((sizes[part] for part in tensor), initial=0), strict=False))
+        heads = sum(sizes[part] for part in tensor) * np.arange(delta.num_key_heads)[:, None]
+        return np.concatenate([(heads + starts[part] + np.arange(sizes[part])).reshape(-1) for part in parts])
+
+    return outputs
+
+
+def _alternating(first: int) -> Callable[[ModelConfig, int], Any]:
+    """Returns every second output: gpt-oss."""
+    return lambda config, _: np.s_[..., first::2]
+
+
 # ---- families
 
+
+# Norms: in files post_attention_layernorm is the norm before the MLP or, in models with output norms, the norm after
+# attention.
+_NAMES: Names = {
+    "input_norm": "input_layernorm",
+    "attention_output_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+    "attention": "self_attn",
+    "attention.sinks": "self_attn.sinks",
+    "mlp": "mlp",
+    "delta": "linear_attn",
+    "delta.conv.taps": "linear_attn.conv1d.weight",
+    "delta.decay.log_rate": "linear_attn.A_log",
+    "delta.decay.bias": "linear_attn.dt_bias",
+    "experts": "mlp.experts.{}",
+    "experts.router": "mlp.gate",
+    "shared_expert": "mlp.shared_expert",
+    "shared_expert_gate": "mlp.shared_expert_gate",
+}
+_NORMS_AROUND: Names = {"post_attention_norm": "pre_feedforward_layernorm"}
+_GATE_UP: Names = {"mlp.gate_proj": "mlp.gate_up_proj", "mlp.up_proj": "mlp.gate_up_proj"}
+_PHI3_NAMES: Names = _GATE_UP | {f"attention.{name}_proj": "self_attn.qkv_proj" for name in "qkv"}
+_GLM4_NAMES: Names = _GATE_UP | {
+    "attention_output_norm": "post_self_attn_layernorm",
+    "mlp_output_norm": "post_mlp_layernorm",
+    "attention.q_proj": Stored("self_attn.q_proj", _adjacent_pairs),
+    "attention.k_proj": Stored("self_attn.k_proj", _adjacent_pairs),
+}
+_MIXTRAL_NAMES: Names = {
+    "experts.router": "block_sparse_moe.gate",
+    "experts.gate_proj": "block_sparse_moe.experts.{}.w1",
+    "experts.up_proj": "block_sparse_moe.experts.{}.w3",
+    "experts.down_proj": "block_sparse_moe.experts.{}.w2",
+}
+_QWEN3_NEXT_NAMES: Names = {
+    "delta.in_proj_qkv": Stored("linear_attn.in_proj_qkvz", _of_key_heads("qkv", "qkvz")),
+    "delta.in_proj_z": Stored("linear_attn.in_proj_qkvz", _of_key_heads("z", "qkvz")),
+    "delta.in_proj_b": Stored("linear_attn.in_proj_ba", _of_key_heads("b", "ba")),
+    "delta.in_proj_a": Stored("linear_attn.in_proj_ba", _of_key_heads("a", "ba")),
+}
+_GPT_OSS_NAMES: Names = {
+    "experts.router": "mlp.router",
+    "experts.gate_proj.kernel": Stored("mlp.experts.gate_up_proj", _alternating(0), is_transposed=False),
+    "experts.gate_proj.bias": Stored("mlp.experts.gate_up_proj_bias", _alternating(0)),
+    "experts.up_proj.kernel": Stored("mlp.experts.gate_up_proj", _alternating(1), is_transposed=False),
+    "experts.up_proj.bias": Stored("mlp.experts.gate_up_proj_bias", _alternating(1)),
+    "experts.down_proj.kernel": Stored("mlp.experts.down_proj", is_transposed=False),
+    "experts.down_proj.bias": "mlp.experts.down_proj_bias",
+}
+_GEMMA4_NAMES: Names = _NORMS_AROUND | {
+    "experts.gate_proj.kernel": "experts.gate_up_proj",
+    "experts.up_proj.kernel": "experts.gate_up_proj",
+    "experts.down_proj.kernel": "experts.down_proj",
+    "experts.router": "router.proj",
+    "experts.router.scale": "router.scale",
+    "experts.router.expert_scale": "router.per_expert_scale",
+    "experts_input_norm": "pre_feedforward_layernorm_2",
+    "experts_output_norm": "post_feedforward_layernorm_2",
+    "shared_expert": "mlp",
+    "shared_expert_norm": "post_feedforward_layernorm_1",
+    "per_layer.per_layer_input_gate": "per_layer_input_gate",
+    "per_layer.per_layer_projection": "per_layer_projection",
+    "per_layer_norm": "post_per_layer_input_norm",
+    "layer_scale.scale": "layer_scalar",
+}
 
 _QWEN_NEXT: Fields = {"qk_norm": True, "zero_centered_norms": True, "gated_attention": True}
 _OLMO: Fields = {"norms": "after", "qk_norm": True, "qk_norm_across_heads": True}
 _GEMMA: Fields = {"zero_centered_norms": True}
 _GEMMA4: Fields = {"norms": "around", "qk_norm": True, "value_norm": True, "layer_scales": True}
-# By model_type: the family's name in class names, such as LlamaForCausalLM, and the fields that all its models share.
-# A configuration that fits several families is written as the first of them.
-FAMILIES: dict[str, tuple[str, Fields]] = {
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", {}),
-    "qwen2": ("Qwen2", {"qkv_bias": True}),
-    "qwen3": ("Qwen3", {"qk_norm": True}),
-    "smollm3": ("SmolLM3", {}),
-    "olmo2": ("Olmo2", _OLMO),
-    "olmo3": ("Olmo3", _OLMO),
-    "phi3": ("Phi3", {"file_layout": "phi3"}),
-    "granite": ("Granite", {}),
-    "glm4": ("Glm4", {"norms": "around", "file_layout": "glm4", "o_bias": False}),
-    "gemma": ("Gemma", _GEMMA),
-    "gemma2": ("Gemma2", _GEMMA | {"norms": "around"}),
-    "gemma3_text": ("Gemma3", _GEMMA | {"norms": "around", "qk_norm": True}),
-    "mixtral": ("Mixtral", {}),
-    "qwen3_moe": ("Qwen3Moe", {"qk_norm": True}),
-    "qwen3_5_text": ("Qwen3_5", _QWEN_NEXT),
-    "qwen3_5_moe_text": ("Qwen3_5Moe", _QWEN_NEXT),
-    "qwen3_next": ("Qwen3Next", _QWEN_NEXT),
-    "gpt_oss": ("GptOss", {"attention_sinks": True, "hidden_act": "silu"}),
-    "gemma4_text": ("Gemma4", _GEMMA4 | {"attention_multiplier": 1.0}),
+# By model_type. A configuration without a model_type is written as the first family that it fits.
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama", {}, {}),
+    "mistral": Family("Mistral", {}, {}),
+    "qwen2": Family("Qwen2", {"qkv_bias": True}, {}),
+    "qwen3": Family("Qwen3", {"qk_norm": True}, {}),
+    "smollm3": Family("SmolLM3", {}, {}),
+    "olmo2": Family("Olmo2", _OLMO, {}),
+    "olmo3": Family("Olmo3", _OLMO, {}),
+    "phi3": Family("Phi3", {}, _PHI3_NAMES, _phi3),
+    "granite": Family("Granite", {}, {}),
+    "glm4": Family("Glm4", {"norms": "around", "o_bias": False}, _GLM4_NAMES),
+    "gemma": Family("Gemma", _GEMMA, {}, _gemma),
+    "gemma2": Family("Gemma2", _GEMMA | {"norms": "around"}, _NORMS_AROUND, _gemma),
+    "gemma3_text": Family("Gemma3", _GEMMA | {"norms": "around", "qk_norm": True}, _NORMS_AROUND, _gemma3),
+    "mixtral": Family("Mixtral", {}, _MIXTRAL_NAMES),
+    "qwen2_moe": Family("Qwen2Moe", {}, {}),
+    "qwen3_moe": Family("Qwen3Moe", {"qk_norm": True}, {}),
+    "qwen3_5_text": Family("Qwen3_5", _QWEN_NEXT, {}),
+    "qwen3_5_moe_text": Family("Qwen3_5Moe", _QWEN_NEXT, {}),
+    "qwen3_next": Family("Qwen3Next", _QWEN_NEXT, _QWEN3_NEXT_NAMES),
+    "gpt_oss": Family("GptOss", {"attention_sinks": True, "hidden_act": "silu"}, _GPT_OSS_NAMES, packed_as="mxfp4"),
+    "gemma4_text": Family(
+        "Gemma4", _GEMMA4 | {"attention_multiplier": 1.0}, _GEMMA4_NAMES, _gemma4, scalings=("proportional",)
+    ),
 }

@@ -22,7 +22,7 @@ from grpo_jax.models.chat import Chat, turn_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
 from grpo_jax.models.heads import Headed, without_vocabulary
-from grpo_jax.models.params import Adapted, Params, Quantize, holds_quantised
+from grpo_jax.models.params import Adapted, Params, Quantize, check_full_precision
 from grpo_jax.models.weights import (
     ignored_index,
     load_params,
@@ -245,10 +245,7 @@ def save_pretrained(
     decoder = params.decoder if isinstance(params, Headed) else params
     if isinstance(decoder, Adapted):
         raise UsageError("these parameters have adapters: save lora.merge of them, or peft.save_adapter")
-    if holds_quantised(decoder):
-        raise UsageError(
-            "these parameters are quantised: save the original ones, or quantised.dequantise_params of them"
-        )
+    check_full_precision(decoder, "save the original ones, or quantised.dequantise_params of them")
     source = None if source is None else Path(source)
     dtype = np.dtype(dtype or decoder["embedding"].dtype)
     written = text_part(read_json(source / "config.json")) if source else config_to_huggingface(config)
@@ -269,6 +266,7 @@ def save_pretrained(
         if source:
             with suppress(UsageError):  # a tokenizer that cannot be loaded is copied as it is
                 _name_turn_end(partial)
+        config = replace(config, model_type=written["model_type"])
         save_params(partial, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return Path(folder).expanduser()
 

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import Adapted, Params, holds_quantised
-from grpo_jax.models.quantised import split_shape
-
-Target = Literal[
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
-]  # fmt: skip
-TARGETS: tuple[Target, ...] = get_args(Target)
+from grpo_jax.models.params import Adapted, Params, check_full_precision
+from grpo_jax.models.projections import TARGETS, Target, split_shape
 
 
 def add_adapters(
@@ -73,11 +67,11 @@ def merge(params: Adapted) -> Params:
     Raises:
       UsageError: W is quantised, and cannot hold the sum in its few bits.
     """
-    if holds_quantised(params.base):
-        raise UsageError(
-            "the base of these adapters is quantised: merge them into the original one, as "
-            "params._replace(base=load_pretrained(folder).params), or into quantised.dequantise_params(params.base)"
-        )
+    check_full_precision(
+        params.base,
+        "merge adapters into the original ones, as params._replace(base=load_pretrained(folder).params), or into "
+        "quantised.dequantise_params(params.base)",
+    )
     layers = {block: dict(modules) for block, modules in params.base["layers"].items()}
     for block, adapted in params.adapters["layers"].items():
         for name, adapter in adapted.items():

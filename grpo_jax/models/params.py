@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from grpo_jax.errors import UsageError
+
 Params = Any  # the parameters of a network, as nested dicts of arrays
 Format = Literal["int8", "nf4"]
 Quantize = Literal["none", "int8", "nf4"]
@@ -72,6 +74,16 @@ def format_of(params: Any) -> Quantize:
 def holds_quantised(params: Any) -> bool:
     """Returns whether any kernel in a tree of parameters is quantised."""
     return format_of(params) != "none"
+
+
+def check_full_precision(params: Any, remedy: str) -> None:
+    """Checks that no kernel is quantised.
+
+    Raises:
+      UsageError: A kernel is quantised. The message ends with the remedy.
+    """
+    if holds_quantised(params):
+        raise UsageError(f"these parameters are quantised: {remedy}")
 
 
 TRAINED_ROLES = ("policy", "critic")

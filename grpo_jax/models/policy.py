@@ -36,6 +36,7 @@ from grpo_jax.models.geometry import (
     slots_of,
 )
 from grpo_jax.models.layers import by_layer
+from grpo_jax.models.modules import decoding_layout
 from grpo_jax.models.params import Adapted, variables
 from grpo_jax.models.rounding import round_stochastically, round_to_nearest
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
@@ -43,7 +44,6 @@ from grpo_jax.models.transformer import (
     Params,
     compute_next,
     compute_rows,
-    decoding_layout,
     initial_params,
     param_shapes,
 )

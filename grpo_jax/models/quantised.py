@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.products import delayed_on_mesh, delayed_until
+from grpo_jax.functional.products import delayed_on_mesh, delayed_until, traits_of_backend
 from grpo_jax.models.params import Format, Params, Quantised, Quantize, holds_quantised, is_quantised
-from grpo_jax.models.sharding import mesh_sizes
+from grpo_jax.models.projections import PROJECTIONS, split_shape
+from grpo_jax.models.sharding import mesh_sizes, put_together
 
 _BLOCK = 64  # weights in a group of nf4, as in QLoRA
 
@@ -74,6 +75,29 @@ def beside(kernel: Quantised, x: jax.Array) -> Quantised:
     return delayed_on_mesh(kernel, x)
 
 
+def usable_kernel(name: str, kernel: Any, x: jax.Array, dtype: Any, *, is_decoding: bool = False) -> jax.Array:
+    """Returns the kernel of one layer as an array that is multiplied by x. In decoding it stays sharded on a mesh.
+
+    Args:
+      name: The name of the projection.
+      kernel: The kernel, an array or `Quantised`.
+      x: The array that is multiplied by the kernel.
+      dtype: The dtype of the result.
+      is_decoding: True in the loop over tokens.
+    """
+    if not is_quantised(kernel):
+        kernel = kernel.astype(dtype)
+        return kernel if is_decoding else put_together(name, "kernel", kernel)
+    # A mesh transfers the codes, which are smaller.
+    return dequantised(beside(kernel, x) if is_decoding else put_together(name, "kernel", kernel), dtype)
+
+
+def max_unrolled(params: Params) -> int:
+    """Returns the largest number of layers that are compiled one by one instead of as a loop."""
+    traits = traits_of_backend()
+    return traits.unrolled_quantised_layers if holds_quantised(params) else traits.unrolled_layers
+
+
 def quantise_params(params: Params, format: Quantize) -> Params:
     """Quantises the kernels of all projections.
 
@@ -95,8 +119,7 @@ def quantise_params(params: Params, format: Quantize) -> Params:
 
     def leaf(path: Any, x: jax.Array) -> Any:
         names = [str(getattr(key, "key", "")) for key in path]
-        is_kernel = names[-4:-3] == ["layers"] and names[-1] == "kernel"  # layers, block, projection, kernel
-        is_projection = is_kernel and names[-2] != "router"
+        is_projection = names[-1] == "kernel" and names[-2] in PROJECTIONS
         return quantise(x, *split_shape(names[-2], x.shape)[1:], format) if is_projection else x
 
     return jax.tree_util.tree_map_with_path(leaf, params)
@@ -110,14 +133,6 @@ def dequantise_params(params: Params, dtype: Any = jnp.float32) -> Params:
       dtype: The dtype of the dequantised kernels.
     """
     return jax.tree.map(lambda x: dequantised(x, dtype) if is_quantised(x) else x, params, is_leaf=is_quantised)
-
-
-def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Splits the shape of a kernel `[L, *in, *out]` into (layers, in, out). Only o_proj contracts two axes, heads and
-    features. For a mixture's kernel `[L, X, in, out]` the first part is (layers, experts)."""
-    stacked = 2 if name in ("gate_proj", "up_proj", "down_proj") and len(kernel_shape) == 4 else 1
-    axes = stacked + (2 if name == "o_proj" else 1)
-    return kernel_shape[:stacked], kernel_shape[stacked:axes], kernel_shape[axes:]
 
 
 # ---- the two formats, for matrices [..., I, O]

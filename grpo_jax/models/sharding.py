@@ -19,26 +19,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-AXES = DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+from grpo_jax.models.projections import DATA, FSDP, PROJECTIONS, TENSOR, Axes
+
+AXES = DATA, FSDP, TENSOR
 BATCH = DATA, FSDP  # the axes that prompts are spread along
 MODEL = FSDP, TENSOR  # the axes that features are sharded along if no other dimension is
 
-Axes = str | tuple[str, ...] | None  # the mesh axes along which one dimension of an array is sharded
-
-# The axes of each projection's inputs and outputs. Heads are never split into features.
-_PROJECTIONS: dict[str, tuple[tuple[Axes, ...], tuple[Axes, ...]]] = {
-    "q_proj": ((FSDP,), (TENSOR, None)),
-    "k_proj": ((FSDP,), (TENSOR, None)),
-    "v_proj": ((FSDP,), (TENSOR, None)),
-    "o_proj": ((TENSOR, None), (FSDP,)),
-    "gate_proj": ((FSDP,), (TENSOR,)),
-    "up_proj": ((FSDP,), (TENSOR,)),
-    "down_proj": ((TENSOR,), (FSDP,)),
-    **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ((FSDP,), (None,))),
-    "out_proj": ((None,), (FSDP,)),
-    "per_layer_input_gate": ((FSDP,), (None,)),
-    "per_layer_projection": ((None,), (FSDP,)),
-}
 # The axes of parameters, by the last one to three names of their path. Others, such as norms, are whole on every
 # device, and so is the leading axis L of stacked layers. Embeddings are sharded only by features, so that slices of the
 # vocabulary stay local.
@@ -46,7 +32,7 @@ _PARAMETERS: dict[tuple[str | None, ...], tuple[Axes, ...]] = {
     ("embedding",): (None, MODEL),
     ("unembedding",): (None, MODEL),
 }
-for _name, (_in, _out) in _PROJECTIONS.items():
+for _name, (_in, _out, *_) in PROJECTIONS.items():
     _PARAMETERS |= {
         (_name, "kernel"): (*_in, *_out),
         (_name, "transposed"): (_out[0], _in[0]),  # from `transformer.decoding_layout`
@@ -170,5 +156,5 @@ def unembedding_axes(vocab_size: int) -> tuple[Axes, Axes]:
 
 def decoding_axes(module: str) -> tuple[Axes, Axes]:
     """Returns the axes of the features of a projection's inputs and outputs in decoding."""
-    inputs, outputs = _PROJECTIONS[module]
+    inputs, outputs, *_ = PROJECTIONS[module]
     return decoding(inputs[0]), decoding(outputs[0])

@@ -12,7 +12,6 @@ that share one key-value head, E features of a head, L layers, V vocabulary.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,28 +20,21 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from grpo_jax.errors import missing
-from grpo_jax.functional.products import product, rms_norm, times_transposed, traits_of_backend
+from grpo_jax.functional.products import product, rms_norm
 from grpo_jax.models import sharding
 from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
 from grpo_jax.models.cache import KeyValues, Memory, Prefix
-from grpo_jax.models.config import READ, Activation, Form, Mixer, ModelConfig
+from grpo_jax.models.config import READ, FeedForward, Form, Mixer, ModelConfig
+from grpo_jax.models.delta import DeltaNet
+from grpo_jax.models.experts import mix_experts
 from grpo_jax.models.geometry import Geometry, LayerKind, geometry_of_rows, layer_kinds, rows_of_prompts
 from grpo_jax.models.layers import Results, Shared, layer_params, layers_with, scan_layers
-from grpo_jax.models.params import Params as Params, holds_quantised, is_quantised
-from grpo_jax.models.quantised import beside, dequantised
-from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
-
-try:
-    from flax import linen as nn
-except ModuleNotFoundError as error:
-    raise missing(error.name) from None
-
+from grpo_jax.models.modules import MLP, Linear, PerLayerInput, declared, linears, nn, norm
+from grpo_jax.models.params import Params as Params
+from grpo_jax.models.quantised import max_unrolled
+from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, spread
 
 Collections = Mapping[str, Params]  # the variables of linen: "params", and "lora" if there are adapters
-
-# Modules only declare shapes. The initial values come from `initial_params`.
-_declared = nn.initializers.zeros
 
 
 def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> Params:
@@ -177,7 +169,7 @@ def compute_rows(
             shared = shared | {form.mixer: memory}
         return x, shared, (memory, routing)
 
-    unroll = has_gradient and unrolls(config, quantised=holds_quantised(params))
+    unroll = has_gradient and unrolls(config, params)
     x = embed(config, params, ids, BATCH)
     layers = {name: tree["layers"] for name, tree in variables.items()}
     layers |= layer_inputs(config, params, ids, x, BATCH)
@@ -228,14 +220,13 @@ def compute_next(
 _KEPT = ("projected", "attended", "middle", "gated", "output", "routed")
 
 
-def unrolls(config: ModelConfig, *, quantised: bool) -> bool:
+def unrolls(config: ModelConfig, params: Params) -> bool:
     """Returns whether layers are compiled one by one instead of as a loop.
 
     With remat "layer" little is saved, so a loop copies little. On a mesh a loop gathers one layer at a time.
     """
-    traits = traits_of_backend()
-    limit = traits.unrolled_quantised_layers if quantised else traits.unrolled_layers
-    return config.num_hidden_layers <= limit and config.remat == "none" and sharding.mesh_sizes() is None
+    is_shallow = config.num_hidden_layers <= max_unrolled(params)
+    return is_shallow and config.remat == "none" and sharding.mesh_sizes() is None
 
 
 def rematerialised(block: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
@@ -257,10 +248,7 @@ def rematerialised(block: Callable[..., Any], config: ModelConfig) -> Callable[.
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then + MLP(norm(x)); or norm(attention(x)), or norm(attention(norm(x))): see `Norms`.
-
-    A mixture of experts may replace the MLP.
-    """
+    """x + mixer(norm(x)), then + feed_forward(norm(x)); or norm(mixer(x)), or norm(mixer(norm(x))): see `Norms`."""
 
     config: ModelConfig
     form: Form
@@ -283,37 +271,12 @@ class Block(nn.Module):
 
         x = checkpoint_name(spread(x, rows), "input")
         normed = before("input_norm", x)
-        if self.form.mixer == "delta":
-            from grpo_jax.models.delta import DeltaNet
-
-            mixed, after_tokens = DeltaNet(config, name="delta")(normed, geometry, kind, past)
-        else:
-            attention = Attention(config, self.form.mixer, name=self.form.mixer)
-            mixed, after_tokens = attention(normed, geometry, kind, past, read)
+        mixer = _MIXERS[self.form.mixer](config, self.form.mixer, name=self.form.mixer)
+        mixed, memory = mixer(normed, geometry, kind, past, read)
         x = checkpoint_name(spread(x + after("attention_output_norm", mixed), rows), "middle")
         normed = before("post_attention_norm", x)  # norm of the residual stream after attention
-        if self.form.feed_forward == "experts":
-            from grpo_jax.models.experts import Experts
-
-            assert config.experts
-            is_frozen, is_decoding = config.router == "frozen", past is not None
-            width, activation = config.experts.shared_expert_intermediate_size, _ACTIVATIONS[config.hidden_act]
-            experts = Experts(config.experts, activation, is_frozen, is_decoding, name="experts")
-            experts_input, routed = normed, None
-            if config.experts.has_norms:
-                scale = jnp.full_like(x, x.shape[-1] ** -0.5, jnp.float32, x.shape[-1:])
-                experts_input, routed = norm(config, "experts_input_norm")(x), rms_norm(x, scale, config.rms_norm_eps)
-            mixed, routing = experts(experts_input, routed)
-            if width:
-                shared = MLP(config, width, name="shared_expert")(normed)
-                if config.experts.has_norms:
-                    mixed = norm(config, "experts_output_norm")(mixed)
-                    mixed += norm(config, "shared_expert_norm")(shared)
-                else:
-                    mixed += jax.nn.sigmoid(Linear((1,), False, name="shared_expert_gate")(normed)) * shared
-        else:
-            width = config.intermediate_size * (2 if self.form.feed_forward == "wide_mlp" else 1)
-            mixed, routing = MLP(config, width, name=self.form.feed_forward)(normed), None
+        feed_forward = _FEED_FORWARD[self.form.feed_forward]
+        mixed, routing = feed_forward(config, x, normed, is_decoding=past is not None)
         x = x + after("mlp_output_norm", mixed)
         if size := config.hidden_size_per_layer_input:
             features = self.get_variable("inputs", "features", jnp.zeros((*x.shape[:2], size), x.dtype))
@@ -321,7 +284,7 @@ class Block(nn.Module):
         if config.layer_scales:
             scale = self.param("layer_scale", lambda _: {"scale": jnp.ones(1)})["scale"]
             x = x * jax.lax.stop_gradient(scale).astype(x.dtype)
-        return spread(x, rows), after_tokens, routing
+        return spread(x, rows), memory, routing
 
 
 class Attention(nn.Module):
@@ -373,7 +336,7 @@ class Attention(nn.Module):
         scale = config.attention_multiplier
         if config.query_pre_attn_scalar is not None:
             scale = config.query_pre_attn_scalar**-0.5
-        sinks = self.param("sinks", _declared, (heads,)) if config.attention_sinks else None
+        sinks = self.param("sinks", declared, (heads,)) if config.attention_sinks else None
         scores = Scores(scale, config.attn_logit_softcapping, sinks)
         if past is None:
             assert read is not None
@@ -387,192 +350,23 @@ class Attention(nn.Module):
         return out(attended), None if is_reader else memory
 
 
-_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
-    "silu": nn.silu,
-    "gelu_pytorch_tanh": partial(nn.gelu, approximate=True),
-    "gelu": partial(nn.gelu, approximate=False),
-    "relu": nn.relu,
+def _mlp(
+    config: ModelConfig, x: jax.Array, normed: jax.Array, *, is_decoding: bool, name: str = "mlp", factor: int = 1
+) -> tuple[jax.Array, None]:
+    return MLP(config, factor * config.intermediate_size, name=name)(normed), None
+
+
+# Kind of mixer -> module (x, geometry, kind of the layer, past, read) -> (mixed x, memory): see `Attention`
+_MIXERS: dict[Mixer, Any] = {
+    "attention": Attention,
+    "global_attention": Attention,
+    "reader": Attention,
+    "global_reader": Attention,
+    "delta": DeltaNet,
 }
-
-
-class MLP(nn.Module):
-    """down(activation(gate(x)) · up(x)), with this number of features between."""
-
-    config: ModelConfig
-    width: int
-
-    @nn.compact
-    def __call__(self, x):
-        """Computes the MLP of x `[..., D]`, in the shape of x."""
-        config, activation = self.config, _ACTIVATIONS[self.config.hidden_act]
-
-        sizes = {"gate_proj": (self.width,), "up_proj": (self.width,)}
-        gate, up = (checkpoint_name(y, "gated") for y in linears(self, x, sizes, config.mlp_bias))
-        return Linear((config.hidden_size,), config.mlp_bias, name="down_proj")(activation(gate) * up)
-
-
-class PerLayerInput(nn.Module):
-    """projection(activation(gate(x)) · features), with the features of the tokens that only this layer reads."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x, features):
-        """Computes the change of x `[N, M, D]` from features `[N, M, d]`, in the shape of x."""
-        gate = Linear((features.shape[-1],), False, name="per_layer_input_gate")(x)
-        gated = _ACTIVATIONS[self.config.hidden_act](gate) * features
-        return Linear((self.config.hidden_size,), False, name="per_layer_projection")(gated)
-
-
-def linears(
-    module: nn.Module, x: jax.Array, out_shapes: Mapping[str, tuple[int, ...]], use_bias: bool
-) -> list[jax.Array]:
-    """Applies several linear maps to the same x, with one product if `decoding_layout` has joined their matrices.
-
-    Args:
-      module: The module that contains the maps.
-      x: The input, `[..., in]`.
-      out_shapes: The shape of an output, `*out`, of each map by its name.
-      use_bias: True if the maps have biases.
-
-    Returns:
-      The output `[..., *out]` of each map.
-    """
-    products: list[jax.Array] | list[None] = [None] * len(out_shapes)
-    if module.has_variable("params", "joined"):
-        ends = list(itertools.accumulate(math.prod(shape) for shape in out_shapes.values()))
-        matrix: jax.Array = module.get_variable("params", "joined")
-        products = jnp.split(times_transposed(x, matrix, x.dtype), ends[:-1], axis=-1)
-    maps = (Linear(shape, use_bias, name=name) for name, shape in out_shapes.items())
-    return [linear(x, y) for linear, y in zip(maps, products, strict=True)]
-
-
-class Linear(nn.Module):
-    """x W + b, plus x A B if the collection "lora" has A and B for this map.
-
-    The parameters are `kernel` `[*in, *out]`, which may be `Quantised`, and `bias` `[*out]`. Adapters have `a`
-    `[*in, R]` and `b` `[R, *out]`. In the `decoding_layout`, the kernel is replaced by a matrix `transposed`
-    `[out, in]`, or, if it is quantised, only renamed to `quantised`.
-    """
-
-    out_shape: tuple[int, ...]
-    use_bias: bool
-    in_axes: int = 1  # trailing axes of x that are contracted
-
-    @nn.compact
-    def __call__(self, x, y=None):
-        """Maps x `[..., *in]` to `[..., *out]`, in the dtype of x. If x W is known already, y is x W, `[..., out]`."""
-        if self._decodes():
-            of_input, of_output = sharding.decoding_axes(str(self.name))
-            rows = spread(x.reshape(-1, math.prod(x.shape[x.ndim - self.in_axes :])), DATA, of_input)
-            if self.has_variable("params", "transposed"):
-                y = times_transposed(rows, self.get_variable("params", "transposed"), x.dtype)
-            else:
-                matrix = dequantised(beside(self.get_variable("params", "quantised"), rows), x.dtype)
-                y = product(rows, matrix.reshape(rows.shape[-1], -1))
-            y = spread(y, DATA, of_output)
-        if y is not None:
-            y = y.reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
-        else:
-            kernel: Any = self.get_variable("params", "kernel")
-            if is_quantised(kernel):  # a mesh transfers the codes, which are smaller
-                kernel = dequantised(put_together(str(self.name), "kernel", kernel), x.dtype)
-            else:
-                kernel = self.param("kernel", _declared, (*x.shape[-self.in_axes :], *self.out_shape))
-                kernel = self._whole("kernel", kernel, x)
-            y = product(x, kernel, self.in_axes)
-        if self.has_variable("lora", "a"):
-            a: jax.Array = self.get_variable("lora", "a")
-            b: jax.Array = self.get_variable("lora", "b")
-            y = y + product(product(x, self._whole("a", a, x), self.in_axes), self._whole("b", b, x))
-        if self.use_bias:
-            y = y + self._whole("bias", self.param("bias", _declared, self.out_shape), x).astype(x.dtype)
-        return y
-
-    def _decodes(self) -> bool:
-        """Returns whether the parameters have the layout of `decoding_layout`."""
-        return self.has_variable("params", "transposed") or self.has_variable("params", "quantised")
-
-    def _whole(self, leaf: str, param: jax.Array, x: jax.Array) -> jax.Array:
-        """Gathers a parameter on a mesh, in the dtype of x. In decoding it stays sharded."""
-        return param if self._decodes() else put_together(str(self.name), leaf, param.astype(x.dtype))
-
-
-def norm(config: ModelConfig, name: str | None = None) -> "RMSNorm":
-    """Makes a norm of the decoder, with its name in the tree of parameters."""
-    return RMSNorm(config.rms_norm_eps, config.zero_centered_norms, name=name)
-
-
-class RMSNorm(nn.Module):
-    """x / √(mean x² + ε) · scale, in float32. 1910.07467. The parameter is `scale`, or `offset`, which is scale − 1."""
-
-    eps: float
-    zero_centered: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        """Normalises x `[..., D]`."""
-        scale = self.param("offset" if self.zero_centered else "scale", _declared, (x.shape[-1],))
-        if self.zero_centered:
-            scale = 1 + scale.astype(jnp.float32)
-        return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # see `product`
-
-
-# The projections of the input of attention, of a delta net, and of the MLP.
-_OF_ATTENTION, _OF_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-_OF_ONE_INPUT = (*_OF_ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", *_OF_MLP)
-
-
-def decoding_layout(params: Params, config: ModelConfig) -> Params:
-    """Converts parameters of the scanned decoder to those of the decoder with separate layers.
-
-    Kernels become matrices [out, in], named "transposed", in the dtype of the computation. With the few rows of a
-    decode step, XLA on CPU multiplies fastest by these. Matrices of linear maps with the same input become one matrix,
-    named "joined". Quantised kernels are only renamed to "quantised", since as matrices they would take the memory that
-    they save.
-
-    Args:
-      params: The collection "params" or "lora".
-      config: The configuration of the decoder.
-
-    Returns:
-      The tree with `layer_0`, `layer_1`, … instead of `layers`.
-    """
-
-    def cast(kernel: Any) -> Any:
-        return kernel if is_quantised(kernel) else kernel.astype(config.dtype)
-
-    def transposed(name: str, kernel: jax.Array) -> jax.Array:
-        inputs = math.prod(kernel.shape[: 2 if name == "o_proj" else 1])
-        return kernel.astype(config.dtype).reshape(inputs, -1).T
-
-    def part(tree: Params) -> Params:
-        """Converts the parameters of attention, a delta net, MLP or experts."""
-        if "sinks" in tree:
-            return {"sinks": tree["sinks"]} | part({name: x for name, x in tree.items() if name != "sinks"})
-        if "router" in tree:  # the kernels of experts are multiplied by group, and keep their layout
-            return {
-                name: x if name == "router" else jax.tree.map(cast, x, is_leaf=is_quantised) for name, x in tree.items()
-            }
-        tree = {
-            name: {"quantised" if is_quantised(leaf) else key: leaf for key, leaf in x.items()}
-            for name, x in tree.items()
-        }
-        matrices = {name: transposed(name, x["kernel"]) for name, x in tree.items() if "kernel" in x}
-        rest = {
-            name: {key: x[key] for key in x if key != "kernel"} if name in matrices else x for name, x in tree.items()
-        }
-        of_one_input = () if sharding.mesh_sizes() else _OF_ONE_INPUT  # a mesh shards each matrix separately
-        joined = [matrices.pop(name) for name in of_one_input if name in matrices]
-        for name, matrix in matrices.items():
-            rest[name]["transposed"] = matrix
-        return rest | ({"joined": jnp.concatenate(joined)} if joined else {})
-
-    def block(number: int) -> Params:
-        layer = layer_params(config, params["layers"], number)
-        return {
-            name: tree if name.endswith(("_norm", "_gate", "_scale")) else part(tree) for name, tree in layer.items()
-        }
-
-    rest = {name: value for name, value in params.items() if name != "layers"}
-    return rest | {f"layer_{i}": block(i) for i in range(config.num_hidden_layers)}
+# Kind of feed-forward part -> function (config, residual stream, its norm, is_decoding) -> (change, routing)
+_FEED_FORWARD: dict[FeedForward, Callable[..., tuple[jax.Array, Any]]] = {
+    "mlp": _mlp,
+    "wide_mlp": partial(_mlp, name="wide_mlp", factor=2),
+    "experts": mix_experts,
+}

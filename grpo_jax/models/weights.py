@@ -5,6 +5,7 @@ Tensors are read and written one at a time, so that memory holds the parameters 
 
 import itertools
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -20,11 +21,13 @@ import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
 from grpo_jax.errors import UsageError, missing
-from grpo_jax.models.config import READ, DeltaConfig, ExpertsConfig, Mixer, ModelConfig
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import Names, Stored, names_of
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.layers import layers_with
 from grpo_jax.models.params import Params, Quantised, Quantize, is_quantised
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.projections import PROJECTIONS, split_shape
 from grpo_jax.models.quantised import quantise, quantise_params
 from grpo_jax.models.rounding import round_leaf
 
@@ -38,8 +41,6 @@ except ModuleNotFoundError as error:
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Mixtral's names of an expert's projections. Its mixture is named block_sparse_moe instead of mlp.
-_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LARGEST = 1e6  # the largest plausible weight: models have weights below a thousand, and float16 ends at 65504
 
 
@@ -83,234 +84,92 @@ def headed_layout(config: ModelConfig) -> Headed:
     return Headed(tensor_layout(config), Tensor("score.weight", (1, config.hidden_size), False))  # type: ignore[arg-type]
 
 
-# Names of norms in the parameters and in folders. In folders post_attention_layernorm is the norm before the MLP or, in
-# models with output norms, the norm after attention.
-_NORMS: dict[str, dict[str, str]] = {
-    "before": {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
-    "after": {
-        "attention_output_norm": "post_attention_layernorm",
-        "mlp_output_norm": "post_feedforward_layernorm",
-    },
-    "around": {
-        "input_norm": "input_layernorm",
-        "attention_output_norm": "post_attention_layernorm",
-        "post_attention_norm": "pre_feedforward_layernorm",
-        "mlp_output_norm": "post_feedforward_layernorm",
-    },
-    "experts": {
-        "shared_expert_norm": "post_feedforward_layernorm_1",
-        "experts_input_norm": "pre_feedforward_layernorm_2",
-        "experts_output_norm": "post_feedforward_layernorm_2",
-    },
-    "glm4": {
-        "input_norm": "input_layernorm",
-        "attention_output_norm": "post_self_attn_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "mlp_output_norm": "post_mlp_layernorm",
-    },
+# Names of leaves outside layers
+_OUTSIDE: Names = {
+    "embedding": _EMBEDDING,
+    "final_norm": "model.norm",
+    "unembedding": _HEAD,
+    "per_layer.embedding": "model.embed_tokens_per_layer.weight",
+    "per_layer.projection": "model.per_layer_model_projection",
+    "per_layer.norm": "model.per_layer_projection_norm",
 }
+# Kinds of blocks whose tensors have the names of another kind
+_NAMED_AS = dict.fromkeys(("global_attention", "reader", "global_reader"), "attention") | {"wide_mlp": "mlp"}
 
 
 def tensor_layout(config: ModelConfig) -> dict[str, Any]:
-    """Returns a `Tensor` for every leaf of the scanned decoder's parameters, in the same tree."""
-    width, layer = config.hidden_size, "model.layers.{}"
+    """Returns a `Tensor` for every leaf of the scanned decoder's parameters, in the same tree.
 
-    def norm(name: str, size: int) -> dict[str, Tensor]:
-        return {"offset" if config.zero_centered_norms else "scale": Tensor(f"{name}.weight", (size,), False)}
+    Shapes follow from the parameters, and names from the family.
 
-    def attention(mixer: Mixer) -> dict[str, Any]:
-        heads = config.heads_of(mixer)
-        queries, keys = (heads.head_dim * n for n in (config.num_attention_heads, heads.num_key_value_heads))
-        out_sizes = {"q_proj": queries * (1 + config.gated_attention), "k_proj": keys, "v_proj": keys}
-        sizes = {"q": queries, "k": keys} if config.qk_norm_across_heads else dict.fromkeys("qk", heads.head_dim)
-        absent = ("k_proj", "v_proj", "k") if mixer in READ else ("v_proj",) if heads.keys_are_values else ()
-        out_sizes, sizes = ({x: y for x, y in named.items() if x not in absent} for named in (out_sizes, sizes))
-        module: dict[str, Any] = _linears(f"{layer}.self_attn", width, out_sizes, config.qkv_bias)
-        module |= _linears(f"{layer}.self_attn", queries, {"o_proj": width}, config.o_bias)
-        if config.attention_sinks:
-            module["sinks"] = Tensor(f"{layer}.self_attn.sinks", (config.num_attention_heads,), False)
-        if config.qk_norm:
-            module |= {f"{x}_norm": norm(f"{layer}.self_attn.{x}_norm", size) for x, size in sizes.items()}
-        if config.file_layout == "glm4":
-            module |= {name: _from_adjacent_pairs(config, module[name]) for name in ("q_proj", "k_proj")}
-        if config.file_layout == "phi3":
-            module |= _fused(f"{layer}.self_attn.qkv_proj.weight", width, out_sizes)
-        return module
-
-    def mlp(inner: int) -> dict[str, Any]:
-        module = _linears(f"{layer}.mlp", width, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
-        module |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
-        if config.file_layout in ("glm4", "phi3"):
-            module |= _fused(f"{layer}.mlp.gate_up_proj.weight", width, {"gate_proj": inner, "up_proj": inner})
-        return module
-
-    modules: dict[str, Any] = {mixer: attention(mixer) for mixer, _ in config.forms if mixer != "delta"}
-    modules |= {"mlp": mlp(config.intermediate_size), "wide_mlp": mlp(2 * config.intermediate_size)}
-    if config.layer_scales:
-        modules["layer_scale"] = {"scale": Tensor(f"{layer}.layer_scalar", (1,), False)}
-    if config.delta:
-        modules["delta"] = _delta_layout(config, config.delta)
-    norms = dict(_NORMS["glm4" if config.file_layout == "glm4" else config.norms])
-    if config.experts and config.experts.has_norms:
-        norms |= _NORMS["experts"]
-    modules |= {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in norms.items()}
-    if config.experts:
-        modules["experts"] = _experts_layout(config, config.experts)
-        if shared := config.experts.shared_expert_intermediate_size:
-            module = f"{layer}.mlp" if config.experts.has_norms else f"{layer}.mlp.shared_expert"
-            modules["shared_expert"] = _linears(module, width, {"gate_proj": shared, "up_proj": shared}, False)
-            modules["shared_expert"] |= _linears(module, shared, {"down_proj": width}, False)
-            if not config.experts.has_norms:
-                modules["shared_expert_gate"] = {"kernel": Tensor(f"{module}_gate.weight", (1, width), True)}
-    if size := config.hidden_size_per_layer_input:
-        modules["per_layer"] = _linears(layer, width, {"per_layer_input_gate": size}, False)
-        modules["per_layer"] |= _linears(layer, size, {"per_layer_projection": width}, False)
-        modules["per_layer_norm"] = norm(f"{layer}.post_per_layer_input_norm", width)
-    layers = {}
-    for module, tree in modules.items():
-        if numbers := tuple(layers_with(config, module)):
-            layers[module] = jax.tree.map(lambda x, n=numbers: x._replace(layers=n), tree, is_leaf=_is_tensor)
-    layout = {
-        "embedding": Tensor(_EMBEDDING, (config.vocab_size, width), False),
-        "final_norm": norm("model.norm", width),
-        "layers": layers,
-    }
-    if size:
-        count = config.num_hidden_layers * size
-        layout["per_layer"] = {
-            "embedding": Tensor("model.embed_tokens_per_layer.weight", (config.vocab_size, count), False),
-            "projection": {"kernel": Tensor("model.per_layer_model_projection.weight", (count, width), True)},
-            "norm": norm("model.per_layer_projection_norm", size),
-        }
-    if not config.tie_word_embeddings:
-        layout["unembedding"] = Tensor(_HEAD, (config.vocab_size, width), False)
-    return layout
-
-
-def _fused(name: str, inputs: int, out_sizes: dict[str, int]) -> dict[str, dict[str, Tensor]]:
-    """Returns linear maps with the same input, by name, whose rows lie one behind the other in one tensor."""
-    ends = itertools.accumulate(out_sizes.values())
-    whole = Tensor(name, (sum(out_sizes.values()), inputs), True)
-    return {
-        name: {"kernel": whole._replace(part=np.s_[end - size : end])}
-        for (name, size), end in zip(out_sizes.items(), ends, strict=True)
-    }
-
-
-def _from_adjacent_pairs(config: ModelConfig, projection: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns q_proj or k_proj of files that rotate the features (2i, 2i + 1), for a decoder that rotates (i, i + E/2).
-
-    Queries and keys change places of features alike, so scores do not change.
+    Raises:
+      UsageError: No supported family has this configuration.
     """
-    features = np.arange(config.head_dim)
-    head = np.concatenate(
-        [features[: config.rotated : 2], features[1 : config.rotated : 2], features[config.rotated :]]
-    )
-
-    def reordered(tensor: Tensor) -> Tensor:
-        starts = np.arange(0, tensor.shape[0], config.head_dim)
-        return tensor._replace(part=(starts[:, None] + head).reshape(-1))
-
-    return {name: reordered(tensor) for name, tensor in projection.items()}
-
-
-def _delta_layout(config: ModelConfig, delta: DeltaConfig) -> dict[str, Any]:
-    """Returns the part of `tensor_layout` for delta nets."""
-    module, heads = "model.layers.{}.linear_attn", delta.num_value_heads
-    values = heads * delta.value_head_dim
-    sizes = {"in_proj_qkv": delta.convolved, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-    projections = _linears(module, config.hidden_size, sizes, False)
-    if delta.has_fused_tensors:
-        projections = _fused_delta_projections(config.hidden_size, delta)
-    projections |= _linears(module, values, {"out_proj": config.hidden_size}, False)
-    return projections | {
-        "conv": {"taps": Tensor(f"{module}.conv1d.weight", (delta.convolved, 1, delta.conv_kernel_dim), False)},
-        "decay": {
-            "log_rate": Tensor(f"{module}.A_log", (heads,), False),
-            "bias": Tensor(f"{module}.dt_bias", (heads,), False),
-        },
-        "norm": {"scale": Tensor(f"{module}.norm.weight", (delta.value_head_dim,), False)},
-    }
+    leaves, tree = jax.tree_util.tree_flatten_with_path(_shapes(config))
+    names, tensors = names_of(config), {}
+    in_one_tensor: dict[tuple[str, tuple[int, ...]], list[tuple[str, ...]]] = {}
+    for path, leaf in leaves:
+        place = tuple(entry.key for entry in path)
+        tensor = tensors[place] = _tensor(config, names, place, leaf.shape)
+        in_one_tensor.setdefault((tensor.name, tensor.layers), []).append(place)
+    for places in in_one_tensor.values():
+        if len(places) > 1:
+            places.sort(key=lambda place: list(PROJECTIONS).index(place[-2]))
+            tensors |= zip(places, _joined([tensors[place] for place in places]), strict=True)
+    return jax.tree.unflatten(tree, tensors.values())
 
 
-def _fused_delta_projections(width: int, delta: DeltaConfig) -> dict[str, Any]:
-    """Returns the projections of Qwen3-Next. Two tensors hold those of one key head after those of another."""
-    values = delta.num_value_heads // delta.num_key_heads  # value heads of a key head
-    sizes = {"q": delta.key_head_dim, "k": delta.key_head_dim}
-    sizes |= dict.fromkeys("vz", values * delta.value_head_dim)
+def _tensor(config: ModelConfig, names: Names, place: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
+    """Returns the tensor of a leaf, which may be only a part of the tensor: see `_joined`.
 
-    def tensor(name: str, sizes: dict[str, int], parts: str) -> Tensor:
-        """Returns the rows of these parts, each for all key heads."""
-        starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-        total = sum(sizes.values())
-        rows = [h * total + starts[part] + np.arange(sizes[part]) for part in parts for h in range(delta.num_key_heads)]
-        shape = total * delta.num_key_heads, width
-        return Tensor(f"model.layers.{{}}.linear_attn.{name}.weight", shape, True, part=np.concatenate(rows))
-
-    leaves = {"in_proj_qkv": tensor("in_proj_qkvz", sizes, "qkv"), "in_proj_z": tensor("in_proj_qkvz", sizes, "z")}
-    leaves |= {f"in_proj_{part}": tensor("in_proj_ba", {"b": values, "a": values}, part) for part in "ba"}
-    return {name: {"kernel": leaf} for name, leaf in leaves.items()}
-
-
-def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Any]:
-    """Returns the part of `tensor_layout` for experts instead of an MLP. Mixtral uses different names."""
-    width, inner = config.hidden_size, experts.moe_intermediate_size
-    if experts.has_norms:
-        return _normed_experts_layout(width, inner, experts.num_experts)
-    if experts.swiglu_limit is not None:
-        return _fused_experts_layout(width, inner, experts.num_experts)
-    shapes = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
-    names = {name: name for name in shapes} if config.qk_norm else _MIXTRAL_NAMES
-    stem = f"model.layers.{{}}.{'mlp' if config.qk_norm else 'block_sparse_moe'}"
-    return {"router": {"kernel": Tensor(f"{stem}.gate.weight", (experts.num_experts, width), True)}} | {
-        name: {"kernel": Tensor(f"{stem}.experts.{{}}.{names[name]}.weight", shape, True)}
-        for name, shape in shapes.items()
-    }
+    Args:
+      config: The configuration of the decoder.
+      names: The names of the family.
+      place: The keys of the leaf in the tree.
+      shape: The shape of the leaf.
+    """
+    module, leaf, layers = place[-2:][0], place[-1], tuple[int, ...]()
+    if place[0] != "layers":
+        stored = _stored(_OUTSIDE, place)
+    else:
+        block, *rest = place[1:]
+        stored, layers = _stored(names, (_NAMED_AS.get(block, block), *rest)), tuple(layers_with(config, block))
+        shape = shape[1 + stored.name.count("{}") :]
+        stored = stored._replace(name=f"model.layers.{{}}.{stored.name}")
+    linear = leaf == "kernel" and stored.is_transposed
+    if leaf == "kernel":
+        is_projection = module in PROJECTIONS
+        stacked, *sides = split_shape(module, shape) if is_projection else (shape[:-2], shape[-2:-1], shape[-1:])
+        shape = (*stacked, *map(math.prod, reversed(sides) if linear else sides))
+    elif leaf == "bias" and module in PROJECTIONS:
+        count = len(PROJECTIONS[module].outputs)
+        shape = (*shape[:-count], math.prod(shape[-count:]))
+    elif leaf == "taps":  # a convolution of each feature by itself has one input
+        shape = (shape[0], 1, shape[1])
+    part = stored.part and stored.part(config, shape[-2 if linear else -1])
+    return Tensor(stored.name, shape, linear, layers, part)
 
 
-def _normed_experts_layout(width: int, inner: int, num_experts: int) -> dict[str, Any]:
-    """Returns the experts of Gemma 4, whose gate_proj and up_proj lie one behind the other in one tensor."""
-    layer = "model.layers.{}"
-    both = Tensor(f"{layer}.experts.gate_up_proj", (num_experts, 2 * inner, width), True)
-    return {
-        "gate_proj": {"kernel": both._replace(part=np.s_[:, :inner])},
-        "up_proj": {"kernel": both._replace(part=np.s_[:, inner:])},
-        "down_proj": {"kernel": Tensor(f"{layer}.experts.down_proj", (num_experts, width, inner), True)},
-        "router": {
-            "kernel": Tensor(f"{layer}.router.proj.weight", (num_experts, width), True),
-            "scale": Tensor(f"{layer}.router.scale", (width,), False),
-            "expert_scale": Tensor(f"{layer}.router.per_expert_scale", (num_experts,), False),
-        },
-    }
+def _stored(names: Names, place: tuple[str, ...]) -> Stored:
+    """Returns the name of a leaf, from that of the leaf itself or of the innermost module that has a name."""
+    for end in range(len(place), 0, -1):
+        if found := names.get(".".join(place[:end])):
+            stored = found if isinstance(found, Stored) else Stored(found)
+            suffix = [*place[end:-1], "bias" if place[-1] == "bias" else "weight"] if end < len(place) else []
+            return stored._replace(name=".".join([stored.name, *suffix]))
+    raise KeyError(place)
 
 
-def _fused_experts_layout(width: int, inner: int, num_experts: int) -> dict[str, Any]:
-    """Returns the experts of gpt-oss, whose gate_proj and up_proj take turns in one tensor."""
-    module = "model.layers.{}.mlp"
-    shape = num_experts, width, 2 * inner
-    parts = {"gate_proj": np.s_[..., ::2], "up_proj": np.s_[..., 1::2]}
-    layout: dict[str, Any] = {
-        name: {
-            "kernel": Tensor(f"{module}.experts.gate_up_proj", shape, False, part=part),
-            "bias": Tensor(f"{module}.experts.gate_up_proj_bias", shape[::2], False, part=part),
-        }
-        for name, part in parts.items()
-    }
-    layout["down_proj"] = {
-        "kernel": Tensor(f"{module}.experts.down_proj", (num_experts, inner, width), False),
-        "bias": Tensor(f"{module}.experts.down_proj_bias", (num_experts, width), False),
-    }
-    return layout | _linears(module, width, {"router": num_experts}, True)
-
-
-def _linears(module: str, inputs: int, out_sizes: dict[str, int], bias: bool) -> dict[str, dict[str, Tensor]]:
-    """Returns the tensors of linear maps with the same input, by name."""
-    layout = {}
-    for name, outputs in out_sizes.items():
-        layout[name] = {"kernel": Tensor(f"{module}.{name}.weight", (outputs, inputs), True)}
-        if bias:
-            layout[name]["bias"] = Tensor(f"{module}.{name}.bias", (outputs,), False)
-    return layout
+def _joined(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns leaves that are in one tensor: parts of their own, or one behind the other."""
+    axis, after = (-2, (slice(None),)) if tensors[0].linear else (-1, ())
+    sizes = [tensor.shape[axis] for tensor in tensors]
+    shape = list(tensors[0].shape)
+    shape[axis] = sum(sizes)
+    return [
+        x._replace(shape=tuple(shape), part=(..., slice(end - size, end), *after) if x.part is None else x.part)
+        for x, size, end in zip(tensors, sizes, itertools.accumulate(sizes), strict=True)
+    ]
 
 
 def _is_tensor(x: Any) -> bool:

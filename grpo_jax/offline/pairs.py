@@ -25,7 +25,7 @@ from scipy import special
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.rows import batches
 from grpo_jax.data.types import pad_completions, pad_prompts
-from grpo_jax.devices import Devices
+from grpo_jax.devices import ONE_DEVICE, Devices
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import bradley_terry_loss, kto_kl, kto_loss, token_mean_weights
 from grpo_jax.models.config import ModelConfig
@@ -173,7 +173,7 @@ def score_pairs(
     pairs: EncodedPairs,
     *,
     num_pairs: int = 16,
-    devices: Devices = 1,
+    devices: Devices = ONE_DEVICE,
 ) -> np.ndarray:
     """Scores both completions of all pairs, `num_pairs` at a time with one compiled program.
 

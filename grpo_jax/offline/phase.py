@@ -12,8 +12,8 @@ import numpy as np
 from grpo_jax.config import AdamWConfig, CheckpointConfig, PhaseConfig
 from grpo_jax.data.types import Line, Skipped
 from grpo_jax.devices import (
+    ONE_DEVICE,
     Devices,
-    Mesh,
     all_rows,
     devices_of,
     jit_on_devices,
@@ -176,7 +176,7 @@ def _read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[
 
 @cache
 def row_scorer(
-    score: Callable[..., jax.Array], *constants: Hashable, devices: Devices = 1
+    score: Callable[..., jax.Array], *constants: Hashable, devices: Devices = ONE_DEVICE
 ) -> Callable[[Any, Any], np.ndarray]:
     """Compiles a function that scores rows, once for all calls with the same arguments.
 
@@ -191,7 +191,7 @@ def row_scorer(
     program = jit_on_devices(partial(score, *constants), 0, devices=devices)
 
     def call(params: Any, batch: Any) -> np.ndarray:
-        return all_rows(program(params, to_devices(batch, devices) if isinstance(devices, Mesh) else batch), devices)
+        return all_rows(program(params, batch if devices.mesh is None else to_devices(batch, devices)), devices)
 
     return call
 
@@ -225,5 +225,5 @@ def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
     devices = devices_of(config)
     pieces = config.microbatches * parts(devices)
     if rows < 1 or rows % pieces:
-        along = "data x fsdp" if isinstance(devices, Mesh) else "devices"
+        along = "devices" if devices.mesh is None else "data x fsdp"
         raise UsageError(f"{name} is {rows}: it must be a multiple of microbatches x {along}, {pieces}, and at least 1")

@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import Packed
-from grpo_jax.devices import Devices
+from grpo_jax.devices import ONE_DEVICE, Devices
 from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token_mean_weights, weighted_sum
 from grpo_jax.models.geometry import rows_of_texts
 from grpo_jax.models.policy import Policy
@@ -144,7 +144,7 @@ def teacher_divergence(
 
 
 def text_nll(
-    policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1
+    policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = ONE_DEVICE
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns −Σ log π over the completion tokens of each text, in nats, and the number of these tokens.
 
@@ -160,13 +160,18 @@ def text_nll(
     return _sum_texts(row_scorer(token_nll, policy, devices=devices), params, batches)
 
 
-def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1) -> float:
+def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = ONE_DEVICE) -> float:
     """Returns −mean log π over all completion tokens of the batches, in nats. Arguments are those of `text_nll`."""
     return _mean(*text_nll(policy, params, batches, devices=devices))
 
 
 def mean_divergence(
-    policy: Policy, params: Params, batches: Iterable[Packed], *, target: DistillationTarget, devices: Devices = 1
+    policy: Policy,
+    params: Params,
+    batches: Iterable[Packed],
+    *,
+    target: DistillationTarget,
+    devices: Devices = ONE_DEVICE,
 ) -> float:
     """Returns the mean divergence from the teacher over all completion tokens of the batches, in nats.
 

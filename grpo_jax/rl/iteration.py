@@ -30,6 +30,7 @@ from grpo_jax.devices import (
     num_cores,
     peak_flops,
     pop_bytes_moved,
+    sampling_devices,
     size,
     to_devices,
     to_numpy,
@@ -87,8 +88,8 @@ def make_method_programs(
       config: The configuration of the run, already validated.
       sampler: Samples completions on the devices of the run. Default: the policy samples.
     """
-    sampler = sampler or make_sampler(policy, task, config.sampling, devices=devices_of(config))
-    devices = sampler.devices
+    sampler = sampler or make_sampler(policy, task, config.sampling, devices=sampling_devices(config))
+    devices = devices_of(config)
 
     placement: Any = {"devices": devices, "prompt_widths": task.prompt_widths}
 

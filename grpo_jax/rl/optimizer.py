@@ -10,7 +10,7 @@ import optax
 from grpo_jax.config import AdamWConfig, GRPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import adaptive_kl_coef
-from grpo_jax.models.params import Adapted, holds_quantised
+from grpo_jax.models.params import Adapted, check_full_precision
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import Hook, TrainState
 
@@ -23,8 +23,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
     """
     if isinstance(params, Adapted):
         raise UsageError("these parameters have adapters: train the first of models.params.split(params)")
-    if holds_quantised(params):
-        raise UsageError("quantised parameters are frozen: train adapters on them (lora.add_adapters)")
+    check_full_precision(params, "they are frozen, so train adapters on them (lora.add_adapters)")
     return TrainState(params, optimizer.init(params), jnp.int32(0), {})
 
 

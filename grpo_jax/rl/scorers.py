@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.devices import Devices, map_rows
+from grpo_jax.devices import ONE_DEVICE, Devices, map_rows
 from grpo_jax.functional import TokenLogprobs, token_logprobs
 from grpo_jax.models.geometry import Rows, rows_of_groups, rows_of_packed_groups
 from grpo_jax.models.policy import Policy
@@ -30,7 +30,7 @@ def score_rollout(
     models: Params,
     batch: Batch,
     *,
-    devices: Devices = 1,
+    devices: Devices = ONE_DEVICE,
     prompt_widths: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Runs the scorers of a method over a rollout.

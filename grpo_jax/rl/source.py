@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_jax.config import GRPOConfig, SamplingConfig
 from grpo_jax.data.types import Prompts, useful_widths
-from grpo_jax.devices import Devices, all_rows, jit_on_devices, map_rows, place, size, spread_over, to_devices
+from grpo_jax.devices import ONE_DEVICE, Devices, all_rows, jit_on_devices, map_rows, place, spread_over, to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -76,7 +76,7 @@ class Sampler(NamedTuple):
         return all_rows(self.sample(place(params, self.devices), *args)[1], self.devices)
 
 
-def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, devices: Devices = 1) -> Sampler:
+def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, devices: Devices = ONE_DEVICE) -> Sampler:
     """Makes the sampler of a run, which is compiled at its first call.
 
     Args:
@@ -395,7 +395,7 @@ def _concatenate(rollouts: list[Rollout]) -> Rollout:
     return Rollout(joined, rollouts[0].batch, graded, counts, warnings)
 
 
-def select_groups(batches: list[Batch], groups: np.ndarray, devices: Devices = 1) -> Batch:
+def select_groups(batches: list[Batch], groups: np.ndarray, devices: Devices = ONE_DEVICE) -> Batch:
     """Selects N groups of several batches of N by their numbers. One program serves any number of batches.
 
     Args:
@@ -418,4 +418,4 @@ def select_groups(batches: list[Batch], groups: np.ndarray, devices: Devices = 1
 def _choose(chosen: Batch, batch: Batch, places: jax.Array, *, devices: Devices) -> Batch:
     """Selects groups from the concatenation of both batches, and shards them over devices."""
     picked = jax.tree.map(lambda one, other: jnp.concatenate([one, other])[places], chosen, batch)
-    return spread_over(picked, devices) if size(devices) > 1 else picked
+    return spread_over(picked, devices)

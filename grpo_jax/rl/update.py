@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.devices import Devices, size, spread_over, sum_rows
-from grpo_jax.functional import constant_length_weights
+from grpo_jax.devices import ONE_DEVICE, Devices, spread_over, sum_rows
 from grpo_jax.models.params import join
 from grpo_jax.models.rounding import changed_share
 from grpo_jax.models.sharding import laid_out
@@ -42,7 +41,7 @@ def learn(
     rewards: RewardArrays,
     seed_and_step: tuple[Array, Array],
     *,
-    devices: Devices = 1,
+    devices: Devices = ONE_DEVICE,
     prompt_widths: tuple[int, ...] = (),
 ) -> tuple[TrainState, Learned]:
     """Computes advantages, takes all optimizer steps on a rollout, and runs the method's hooks.
@@ -92,7 +91,7 @@ def update_epochs(
     batch: Batch,
     config: GRPOConfig,
     seed_and_step: tuple[Array, Array],
-    devices: Devices = 1,
+    devices: Devices = ONE_DEVICE,
 ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
     """Takes the optimizer steps on a rollout.
 
@@ -120,7 +119,7 @@ def update_epochs(
 
         def minibatch(prompts: jax.Array) -> Batch:
             chosen = jax.tree.map(lambda x: x[prompts], batch)
-            return spread_over(chosen, devices) if size(devices) > 1 else chosen
+            return spread_over(chosen, devices)
 
         order = minibatch_order(*seed_and_step, num_prompts, epochs=epochs, minibatches=minibatches)
         state, history = jax.lax.scan(lambda state, prompts: optimizer_step(state, minibatch(prompts)), state, order)
@@ -158,7 +157,7 @@ def optimizer_step(
         return loss_of(method, models_of(trained, *others), piece)
 
     rate, weights_of = method.schedule(steps_taken(state)), method.aggregation
-    if weights_of is constant_length_weights:
+    if config.loss.objective.fixed_length:
         # With an environment the mask also has room for observations, which do not count.
         longest = min(minibatch.completion_ids.shape[-1], config.sampling.max_tokens)
         weights_of = partial(weights_of, max_length=longest)
@@ -204,7 +203,7 @@ def train_step(
     weights_of: Callable[[jax.Array], jax.Array],
     optimizer: optax.GradientTransformation,
     pieces: Callable[[Any], Pieces] = lambda rows: (),
-    devices: Devices = 1,
+    devices: Devices = ONE_DEVICE,
     rounded: Callable[[Params], Params] | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Takes one optimizer step. Gradients that are not finite change only the count of skipped steps.

@@ -114,6 +114,12 @@ def test_seeds_that_are_needed_by_hand():
     assert needed(claim(), around(0.0, 1.0, 10), 1) is None
 
 
+@pytest.mark.parametrize(("seeds", "distance"), [(32, 0.0201), (33, 0.0198)])
+def test_the_difference_that_seeds_find_by_hand(seeds, distance):
+    (decision,) = decide([claim()], {"it": around(0.0, 0.03, 10)}).values()
+    assert verdicts.detectable(decision, 1, seeds) == pytest.approx(distance, abs=5e-5)
+
+
 def test_intervals_are_not_narrower_than_the_floor_allows():
     mean, low, high = verdicts.interval(claim(), [0.01] * 10)
     assert high - mean == pytest.approx(2.262 * 0.0017 / math.sqrt(10), rel=1e-3)

@@ -175,6 +175,19 @@ MODELS = {
         "qwen3_moe",
         EXPERTS | {"num_hidden_layers": 5, "mlp_only_layers": [0, 3]} | {"num_experts": 4, "num_experts_per_tok": 2},
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {"num_hidden_layers": 5, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12}
+        | {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True}
+        | {"mlp_only_layers": [1], "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7}
+        | {"max_window_layers": 3},
+    ),
+    "qwen2_moe_plain": (
+        "qwen2_moe",
+        TIED
+        | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12, "qkv_bias": False}
+        | {"num_experts": 4, "num_experts_per_tok": 2},
+    ),
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",

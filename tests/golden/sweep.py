@@ -44,6 +44,7 @@ BASES = [
     "gemma2_untied",
     "gemma3_capped",
     "mixtral",
+    "qwen2_moe_plain",
     "qwen3_moe",
     "qwen3_5",
     "qwen3_5_moe",

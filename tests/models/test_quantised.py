@@ -189,11 +189,11 @@ def test_experts_are_quantised_one_by_one_and_routers_are_not():
 
 def test_what_frozen_bits_cannot_be(tmp_path):
     params = adapted("int8")
-    with refused("quantised parameters are frozen: train adapters"):
+    with refused("quantised: they are frozen, so train adapters"):
         init_state(params.base, None)
     with refused("quantised already"):
         quantise_params(params.base, "nf4")
-    with refused(r"merge them into the original one, as params._replace"):
+    with refused(r"merge adapters into the original ones, as params._replace"):
         merge(params)
     with refused("quantised: save the original ones"):
         save_pretrained(tmp_path / "out", params.base, CONFIG)

@@ -16,9 +16,10 @@ from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, 
 from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, of_prompts, widen
 from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling, Rotation
 from grpo_jax.models.layers import by_layer, layer_params, repetition
+from grpo_jax.models.modules import RMSNorm, norm
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.sharding import BATCH
-from grpo_jax.models.transformer import Block, RMSNorm, compute_rows, embed, norm, param_shapes
+from grpo_jax.models.transformer import Block, compute_rows, embed, param_shapes
 
 LLAMA = ModelConfig(29, 32, 48, 2, 4, 2, 8)
 # Every option at once, more than any architecture has: one program to compile instead of one for each.

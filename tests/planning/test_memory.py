@@ -1,7 +1,6 @@
-"""Compares the estimate of memory with real parameters, with the compiler's plans, and with README's table."""
+"""Compares the estimate of memory with real parameters and with the compiler's plans."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import pytest
@@ -9,7 +8,6 @@ from tiny import slow_unless
 
 from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
-from experiments.paper.memory_table import table
 from experiments.planning.models import MODELS
 from grpo_jax.config import DistillationConfig, PPOConfig, recipe, with_options
 from grpo_jax.functional.products import CPU
@@ -19,7 +17,6 @@ from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
 from grpo_jax.rl.distillation import output_bytes
 
-README = Path(__file__).parents[2] / "README.md"
 MIXTURE = replace(TINY, experts=ExpertsConfig(8, 2, TINY.intermediate_size // 2, norm_topk_prob=True))
 DELTA = replace(TINY, delta=DeltaConfig(2, 4, 32, 32, 4), delta_layers=(0, 2), gated_attention=True)
 SHARED_EXPERT = replace(DELTA, experts=ExpertsConfig(8, 2, 256, True, shared_expert_intermediate_size=256))
@@ -178,10 +175,6 @@ def test_a_mesh_divides_parameters_and_leaves_the_rest_to_the_prompts():
     assert cut.params == (one.params - norms) // 8 + norms
     assert cut.cache == pytest.approx(one.cache / 2, abs=1)
     assert cut.optimizer == 2 * cut.params
-
-
-def test_readme_has_the_table():
-    assert table() in README.read_text()
 
 
 PUBLISHED_SIZES = [

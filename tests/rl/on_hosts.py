@@ -85,10 +85,10 @@ def updates(folder: Path, options: hosts.HostOptions) -> None:
 
     number = jax.device_count()
     for name, mesh in (("decoder", cases.Mesh(fsdp=number)), ("ppo", cases.Mesh(2, number // 2))):
-        expected = cases.gradients(name, mesh)
+        expected = cases.gradients(name, cases.first_devices(mesh))
         if hosts.is_first():
             np.savez(folder / f"{name}.npz", *jax.tree.leaves(expected))
-    actual = cases.sampled(cases.Mesh(2, number // 2))
+    actual = cases.sampled(cases.first_devices(cases.Mesh(2, number // 2)))
     if hosts.is_first():
         np.savez(folder / "sampled.npz", ids=actual.completion_ids, logprobs=actual.sampler_logprobs)
     shape, run = traffic.shape_and_run(number)

@@ -20,7 +20,20 @@ from tiny import GOLDEN, digit_task, load_golden, recorder, says_three, slow_unl
 from grpo_jax.config import DistillationConfig, GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.types import Prompts
-from grpo_jax.devices import Devices, Mesh, devices_of, load_shardings, parts, place, shardings, to_devices
+from grpo_jax.devices import (
+    Devices,
+    Mesh,
+    devices_of,
+    first_devices,
+    jit_on_devices,
+    load_shardings,
+    map_rows,
+    parts,
+    place,
+    shardings,
+    size,
+    to_devices,
+)
 from grpo_jax.functional import dpo_loss
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.heads import Headed, add_head
@@ -68,14 +81,16 @@ TEACHER = decoder_policy(dataclasses.replace(OTHER, num_key_value_heads=8))
 EXPERTS = dataclasses.replace(MODEL, qk_norm=True, experts=ExpertsConfig(5, 2, 16, norm_topk_prob=True))
 TASK = Task(None, None, None, None, (EOS,), PAD, MODEL.vocab_size)
 
-PLACES = PMAP, FSDP, TENSOR, ALL = 8, Mesh(fsdp=8), Mesh(tensor=8), Mesh(2, 2, 2)
+PLACES = PMAP, FSDP, TENSOR, ALL = tuple(map(first_devices, (8, Mesh(fsdp=8), Mesh(tensor=8), Mesh(2, 2, 2))))
+ONE = first_devices(1)
 
 
 def on(devices: Devices, config: Any) -> Any:
     """The configuration of a run there."""
-    if isinstance(devices, int):
-        return with_options(config, devices=devices)
-    return with_options(config, devices=math.prod(devices), parallel="mesh", fsdp=devices.fsdp, tensor=devices.tensor)
+    if devices.mesh is None:
+        return with_options(config, devices=size(devices))
+    _, fsdp, tensor = devices.mesh
+    return with_options(config, devices=size(devices), parallel="mesh", fsdp=fsdp, tensor=tensor)
 
 
 # ---- updates
@@ -170,7 +185,7 @@ UPDATES = [
 def test_updates_have_the_gradients_of_one_device(name, devices):
     # Features of experts are added up in parts, once more than of an MLP: in the order of the rows sorted by expert.
     has_experts = "experts" in name or name == "offload"
-    compare(gradients(name.replace("offload", "experts"), 1), gradients(name, devices), 2e-6 if has_experts else 1e-6)
+    compare(gradients(name.replace("offload", "experts"), ONE), gradients(name, devices), 2e-6 if has_experts else 1e-6)
 
 
 def compare(one: Any, other: Any, most: float = 1e-6) -> None:
@@ -214,7 +229,7 @@ SAMPLERS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "name"), SAMPLERS)
 def test_the_same_noise_gives_the_same_tokens(devices, name):
-    one, other = sampled(1, name), sampled(devices, name)
+    one, other = sampled(ONE, name), sampled(devices, name)
     # Rounding may decide between two tokens, and all that follow then differ.
     same = (one.completion_ids == other.completion_ids).all(-1)
     assert (~same).sum() <= 1
@@ -305,7 +320,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [ALL, 1, PMAP, FSDP, Mesh(data=1, fsdp=4, tensor=2)])
+@pytest.mark.parametrize("devices", [ALL, ONE, PMAP, FSDP, first_devices(Mesh(data=1, fsdp=4, tensor=2))])
 def test_a_run_of_a_mesh_goes_on_to_the_bit_and_on_other_devices_to_rounding(tmp_path, whole, devices):
     run_on(ALL, tmp_path, steps=2)
     state, run = run_on(devices, tmp_path)
@@ -323,13 +338,26 @@ def test_a_run_of_a_mesh_goes_on_to_the_bit_and_on_other_devices_to_rounding(tmp
 
 def test_what_a_mesh_does_not_divide_stays_whole():
     params = {"layers": {"mlp": {"gate_proj": {"kernel": np.ones((2, 6, 10))}}}, "embedding": np.ones((3, 6))}
-    placed = place(params, Mesh(fsdp=2, tensor=4))
+    placed = place(params, first_devices(Mesh(fsdp=2, tensor=4)))
     assert placed["layers"]["mlp"]["gate_proj"]["kernel"].addressable_shards[0].data.shape == (2, 3, 10)
     assert placed["embedding"].addressable_shards[0].data.shape == (3, 3)
 
 
+@pytest.mark.parametrize("mesh", [None, Mesh(data=2)], ids=["pmap", "mesh"])
+def test_programs_run_on_any_list_of_devices(mesh):
+    devices = Devices((jax.devices()[5], jax.devices()[2]), mesh)
+    twice = jit_on_devices(map_rows(lambda shared, rows: shared * rows, devices), 0, devices=devices)
+    result = twice(place(np.float32(2), devices), to_devices(np.arange(4.0), devices))
+    assert [shard.device for shard in sorted(result.addressable_shards, key=lambda x: x.index[0].start)] == [
+        *devices.listed
+    ]
+    np.testing.assert_array_equal(result, [0, 2, 4, 6])
+    last = Devices(jax.devices()[7:])
+    assert jit_on_devices(lambda x: x, devices=last)(to_devices(np.ones(2), last)).devices() == {jax.devices()[7]}
+
+
 def test_a_model_is_read_onto_the_mesh():
-    (model, params), mesh = load_golden("llama"), Mesh(fsdp=2, tensor=2)
+    (model, params), mesh = load_golden("llama"), first_devices(Mesh(fsdp=2, tensor=2))
     actual = load_params(GOLDEN / "llama", model, sharding=load_shardings(mesh))
     expected = place(params, mesh)
     assert jax.tree.map(lambda x: x.sharding, actual) == jax.tree.map(lambda x: x.sharding, expected)
@@ -403,7 +431,7 @@ PHASES = ("prompts", "packed", "teacher", "dpo", "kto", "reward model")
 
 @pytest.mark.parametrize(("name", "devices"), slow_unless([("packed", ALL)], itertools.product(PHASES, PLACES)))
 def test_a_step_has_the_gradients_of_one_device(name, devices):
-    (expected, metrics), (actual, others) = gradients_of_phase(name, 1), gradients_of_phase(name, devices)
+    (expected, metrics), (actual, others) = gradients_of_phase(name, ONE), gradients_of_phase(name, devices)
     assert min(np.linalg.norm(leaf) for leaf in jax.tree.leaves(expected)) > 0
     compare((expected, metrics, 0), (actual, others, 0))
     assert name != "kto" or metrics["kl"] > 1
@@ -423,4 +451,4 @@ def test_evaluations_have_the_numbers_of_one_device(devices):
             offline_pairs.pair_rewards, SCORER, place(HEADED, devices), PAIRS, num_pairs=N, devices=devices
         ),
     ):
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), score(devices), score(1))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), score(devices), score(ONE))

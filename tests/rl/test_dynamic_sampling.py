@@ -9,7 +9,7 @@ from tiny import digit_prompts as prompts
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Prompts, Span
-from grpo_jax.devices import to_devices
+from grpo_jax.devices import ONE_DEVICE, first_devices, to_devices
 from grpo_jax.rl.grade import token_texts
 from grpo_jax.rl.source import make_source, select_groups, to_batch, with_spread
 from grpo_jax.rl.types import Graded, Rollout
@@ -62,7 +62,13 @@ def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
         return draw(index)  # the first draw has the number of the step, 0, and the others follow behind the last step
 
     source = with_spread(
-        make_source(numbered, None, config), numbered, lambda rollout: rollout, report, config, 1, metric=metric
+        make_source(numbered, None, config),
+        numbered,
+        lambda rollout: rollout,
+        report,
+        config,
+        ONE_DEVICE,
+        metric=metric,
     )
     begun = []
     queue, rollout = source((), "policy", 0, lambda: begun.append(True))
@@ -121,8 +127,9 @@ def test_spread_of_a_component_is_what_counts():
     np.testing.assert_array_equal(by_raw.prompts.ids[:, 0], [1, 10])
 
 
-@pytest.mark.parametrize(("devices", "draws"), [(1, 2), (2, 3)])
-def test_groups_on_the_devices_are_those_of_numpy(devices, draws):
+@pytest.mark.parametrize(("count", "draws"), [(1, 2), (2, 3)])
+def test_groups_on_the_devices_are_those_of_numpy(count, draws):
+    devices = first_devices(count)
     batches = [made_up(number, [SPREAD] * 4).batch for number in range(draws)]
     on_devices = [to_devices(batch, devices) for batch in batches]
     whole = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)

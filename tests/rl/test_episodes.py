@@ -14,7 +14,7 @@ from tiny import digit_prompts, digit_task, random_params, refused, tiny_config
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.episodes import Reply, environment, episode_return
 from grpo_jax.data.types import Component, rng
-from grpo_jax.devices import Mesh
+from grpo_jax.devices import Mesh, first_devices
 from grpo_jax.functional import turn_advantages
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups
@@ -184,14 +184,14 @@ def test_a_reward_in_place_of_the_tasks_is_in_place_of_the_environments(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, Mesh(data=2), Mesh(tensor=2)], ids=["pmap", "data", "tensor"])
-def test_devices_sample_the_same_episodes(devices):
-    shape = tiny_config(V, num_key_value_heads=2)
+@pytest.mark.parametrize("shape", [2, Mesh(data=2), Mesh(tensor=2)], ids=["pmap", "data", "tensor"])
+def test_devices_sample_the_same_episodes(shape):
+    model = tiny_config(V, num_key_value_heads=2)
     one, many = (
-        make_sampler(decoder_policy(shape), PLAYED, CONFIG.sampling, devices=where).complete(
-            random_params(shape), prompts(0), *INPUTS
+        make_sampler(decoder_policy(model), PLAYED, CONFIG.sampling, devices=where).complete(
+            random_params(model), prompts(0), *INPUTS
         )
-        for where in (1, devices)
+        for where in map(first_devices, (1, shape))
     )
     assert one.turn.max() == 3
     for name in ("completion_ids", "completion_mask", "turn", "ending", "truncated"):

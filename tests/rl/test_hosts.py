@@ -114,10 +114,10 @@ def test_updates_on_several_hosts_have_the_gradients_of_one(tmp_path, number, de
     compiled update exchanges is what is planned."""
     finish(launch(tmp_path, number=number, devices=devices, updates=True))
     for name in ("decoder", "ppo"):
-        expected = cases.gradients(name, 1)
+        expected = cases.gradients(name, cases.ONE)
         actual = list(np.load(tmp_path / f"{name}.npz").values())
         cases.compare(expected, jax.tree.unflatten(jax.tree.structure(expected), actual))
-    one, other = cases.sampled(1), np.load(tmp_path / "sampled.npz")
+    one, other = cases.sampled(cases.ONE), np.load(tmp_path / "sampled.npz")
     same = (one.completion_ids == other["ids"]).all(-1)
     assert (~same).sum() <= 1  # rounding may decide between two tokens
     np.testing.assert_allclose(other["logprobs"][same], one.sampler_logprobs[same], atol=1e-5)

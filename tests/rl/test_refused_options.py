@@ -11,7 +11,7 @@ from grpo_jax.checks import validate, validate_ppo
 from grpo_jax.config import PPOConfig, with_options
 from grpo_jax.data.packing import pack, packed_batches
 from grpo_jax.data.types import Component
-from grpo_jax.devices import Mesh, place
+from grpo_jax.devices import Mesh, first_devices, place
 from grpo_jax.hosts import HostOptions, start
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
@@ -142,7 +142,7 @@ CALLS = [
     (lambda: guards.check_tokens(TASK._replace(eos_ids=())), "EOS"),
     (lambda: guards.check_tokens(TASK._replace(vocab_size=5)), "EOS"),
     (  # key-value heads are never cut
-        lambda: place(jax.eval_shape(decoder_policy(TWO_HEADS).init, jax.random.key(0)), Mesh(tensor=4)),
+        lambda: place(jax.eval_shape(decoder_policy(TWO_HEADS).init, jax.random.key(0)), first_devices(Mesh(tensor=4))),
         "2 key-value heads",
     ),
     *(

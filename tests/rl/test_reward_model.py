@@ -209,7 +209,7 @@ def load_headed(folder):
 # Of each family that transformers has a classifier of; without torch no program is compiled.
 FAMILIES = ["llama", "mistral_window", "qwen2", "qwen3", "smollm3_window", "olmo2_biases", "olmo3"]
 FAMILIES += ["phi4_mini", "glm4", "gemma", "gemma2_untied", "gemma3_capped", "qwen3_5"]
-FAMILIES += ["qwen3_moe", "qwen3_next", "mixtral", "gpt_oss"]
+FAMILIES += ["qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "gpt_oss"]
 
 
 @pytest.mark.parametrize("name", slow_unless(("llama", "gemma3_capped"), FAMILIES))

@@ -13,7 +13,7 @@ from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.episodes import Reply, environment
-from grpo_jax.devices import Mesh
+from grpo_jax.devices import ONE_DEVICE, Mesh, first_devices
 from grpo_jax.rl.grade import decode_groups, token_texts
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
@@ -36,7 +36,7 @@ TASK = digit_task(says_three, prompts)._replace(stop=digit_stop(*STOP))
 INPUTS = completion_numbers(CONFIG.sampling), group_temperatures(CONFIG.sampling), noise_of(0, SAMPLING, 0)
 
 
-def sampled(task, config=CONFIG, devices=1):
+def sampled(task, config=CONFIG, devices=ONE_DEVICE):
     return make_sampler(POLICY, task, config.sampling, devices=devices).complete(PARAMS, prompts(0), *INPUTS)
 
 
@@ -85,9 +85,9 @@ def test_stop_texts_end_each_turn_of_an_episode():
     assert turns > 4  # a text does not end the next turn too, and states begin anew
 
 
-@pytest.mark.parametrize("devices", [2, Mesh(data=2), Mesh(tensor=2)], ids=["pmap", "data", "tensor"])
-def test_devices_stop_at_the_same_tokens(devices):
-    one, many = sampled(TASK), sampled(TASK, devices=devices)
+@pytest.mark.parametrize("shape", [2, Mesh(data=2), Mesh(tensor=2)], ids=["pmap", "data", "tensor"])
+def test_devices_stop_at_the_same_tokens(shape):
+    one, many = sampled(TASK), sampled(TASK, devices=first_devices(shape))
     np.testing.assert_array_equal(one.completion_ids, many.completion_ids)
     np.testing.assert_array_equal(one.truncated, many.truncated)
     assert not one.truncated.all()

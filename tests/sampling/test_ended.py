@@ -13,6 +13,7 @@ from tiny import ragged_prompts, random_params, randomly_adapted, row_numbers, s
 
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Prompts
+from grpo_jax.devices import first_devices
 from grpo_jax.functional.products import GPU
 from grpo_jax.models import geometry
 from grpo_jax.models.config import ModelConfig
@@ -108,7 +109,7 @@ def test_every_device_leaves_its_own_completions_behind(traits, assume):
     wide = Prompts(*random_prompts(32, V), [])
     inputs = random_table(V), wide, row_numbers(32, 8), np.ones((32, 8), np.float32), noise_of(2, SAMPLING, 0)
     one = make_sampler(markov_policy(), task, sampling).complete(*inputs)
-    eight = make_sampler(policy, task, sampling, devices=8).complete(*inputs)
+    eight = make_sampler(policy, task, sampling, devices=first_devices(8)).complete(*inputs)
     assert_same(one, eight)
     jax.effects_barrier()
     lengths = eight.completion_mask.sum(-1).reshape(8, -1)

@@ -51,7 +51,7 @@ class SumTask(vf.Task[SumData]):
 
 class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
     def load(self):
-        for a in range(1, 13):
+        for a in range(1, 6):
             data = SumData(prompt=f"{a} + 3?", system_prompt="You add." if a % 2 else None, answer=str(a + 3))
             yield SumTask(data, self.config.task)
 
@@ -83,7 +83,7 @@ class WordTask(vf.Task[WordData, WordState]):
 
 class WordTaskset(vf.Taskset[WordTask, vf.TasksetConfig]):
     def load(self):
-        for word in ("cat", "dog", "bird", "fish", "bear", "frog"):
+        for word in ("cat", "dog", "bird"):
             said = [
                 vf.UserMessage(content=f"{word}!"),
                 vf.AssistantMessage(content="How?"),

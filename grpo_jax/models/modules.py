@@ -1,0 +1,210 @@
+"""Modules that several kinds of layers share: linear maps, norms and MLPs.
+
+Letters: see `transformer`. R is the rank of adapters.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from grpo_jax.errors import missing
+from grpo_jax.functional.products import product, rms_norm, times_transposed
+from grpo_jax.models import sharding
+from grpo_jax.models.config import Activation, ModelConfig
+from grpo_jax.models.layers import layer_params
+from grpo_jax.models.params import Params, is_quantised
+from grpo_jax.models.projections import PROJECTIONS, split_shape
+from grpo_jax.models.quantised import usable_kernel
+from grpo_jax.models.sharding import DATA, put_together, spread
+
+try:
+    from flax import linen as nn  # other modules import it from here
+except ModuleNotFoundError as error:
+    raise missing(error.name) from None
+
+# Modules only declare shapes. The initial values come from `transformer.initial_params`.
+declared = nn.initializers.zeros
+
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": nn.silu,
+    "gelu_pytorch_tanh": partial(nn.gelu, approximate=True),
+    "gelu": partial(nn.gelu, approximate=False),
+    "relu": nn.relu,
+}
+
+
+class MLP(nn.Module):
+    """down(activation(gate(x)) · up(x)), with this number of features between."""
+
+    config: ModelConfig
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        """Computes the MLP of x `[..., D]`, in the shape of x."""
+        config, activation = self.config, ACTIVATIONS[self.config.hidden_act]
+
+        sizes = {"gate_proj": (self.width,), "up_proj": (self.width,)}
+        gate, up = (checkpoint_name(y, "gated") for y in linears(self, x, sizes, config.mlp_bias))
+        return Linear((config.hidden_size,), config.mlp_bias, name="down_proj")(activation(gate) * up)
+
+
+class PerLayerInput(nn.Module):
+    """projection(activation(gate(x)) · features), with the features of the tokens that only this layer reads."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x, features):
+        """Computes the change of x `[N, M, D]` from features `[N, M, d]`, in the shape of x."""
+        gate = Linear((features.shape[-1],), False, name="per_layer_input_gate")(x)
+        gated = ACTIVATIONS[self.config.hidden_act](gate) * features
+        return Linear((self.config.hidden_size,), False, name="per_layer_projection")(gated)
+
+
+def linears(
+    module: nn.Module, x: jax.Array, out_shapes: Mapping[str, tuple[int, ...]], use_bias: bool
+) -> list[jax.Array]:
+    """Applies several linear maps to the same x, with one product if `decoding_layout` has joined their matrices.
+
+    Args:
+      module: The module that contains the maps.
+      x: The input, `[..., in]`.
+      out_shapes: The shape of an output, `*out`, of each map by its name.
+      use_bias: True if the maps have biases.
+
+    Returns:
+      The output `[..., *out]` of each map.
+    """
+    products: list[jax.Array] | list[None] = [None] * len(out_shapes)
+    if module.has_variable("params", "joined"):
+        ends = list(itertools.accumulate(math.prod(shape) for shape in out_shapes.values()))
+        matrix: jax.Array = module.get_variable("params", "joined")
+        products = jnp.split(times_transposed(x, matrix, x.dtype), ends[:-1], axis=-1)
+    maps = (Linear(shape, use_bias, name=name) for name, shape in out_shapes.items())
+    return [linear(x, y) for linear, y in zip(maps, products, strict=True)]
+
+
+class Linear(nn.Module):
+    """x W + b, plus x A B if the collection "lora" has A and B for this map.
+
+    The parameters are `kernel` `[*in, *out]`, which may be `Quantised`, and `bias` `[*out]`. Adapters have `a`
+    `[*in, R]` and `b` `[R, *out]`. In the `decoding_layout`, the kernel is replaced by a matrix `transposed`
+    `[out, in]`, or, if it is quantised, only renamed to `quantised`.
+    """
+
+    out_shape: tuple[int, ...]
+    use_bias: bool
+    in_axes: int = 1  # trailing axes of x that are contracted
+
+    @nn.compact
+    def __call__(self, x, y=None):
+        """Maps x `[..., *in]` to `[..., *out]`, in the dtype of x. If x W is known already, y is x W, `[..., out]`."""
+        if self._decodes():
+            of_input, of_output = sharding.decoding_axes(str(self.name))
+            rows = spread(x.reshape(-1, math.prod(x.shape[x.ndim - self.in_axes :])), DATA, of_input)
+            if self.has_variable("params", "transposed"):
+                y = times_transposed(rows, self.get_variable("params", "transposed"), x.dtype)
+            else:
+                codes: Any = self.get_variable("params", "quantised")
+                matrix = usable_kernel(str(self.name), codes, rows, x.dtype, is_decoding=True)
+                y = product(rows, matrix.reshape(rows.shape[-1], -1))
+            y = spread(y, DATA, of_output)
+        if y is not None:
+            y = y.reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
+        else:
+            kernel = kernel_param(self, (*x.shape[-self.in_axes :], *self.out_shape))
+            y = product(x, usable_kernel(str(self.name), kernel, x, x.dtype), self.in_axes)
+        if self.has_variable("lora", "a"):
+            a: jax.Array = self.get_variable("lora", "a")
+            b: jax.Array = self.get_variable("lora", "b")
+            y = y + product(product(x, self._whole("a", a, x), self.in_axes), self._whole("b", b, x))
+        if self.use_bias:
+            y = y + self._whole("bias", self.param("bias", declared, self.out_shape), x).astype(x.dtype)
+        return y
+
+    def _decodes(self) -> bool:
+        """Returns whether the parameters have the layout of `decoding_layout`."""
+        return self.has_variable("params", "transposed") or self.has_variable("params", "quantised")
+
+    def _whole(self, leaf: str, param: jax.Array, x: jax.Array) -> jax.Array:
+        """Gathers a parameter on a mesh, in the dtype of x. In decoding it stays sharded."""
+        return param if self._decodes() else put_together(str(self.name), leaf, param.astype(x.dtype))
+
+
+def kernel_param(module: nn.Module, shape: tuple[int, ...]) -> Any:
+    """Returns the parameter `kernel` of a module, which may be `Quantised`, or declares its shape."""
+    if module.has_variable("params", "kernel"):
+        return module.get_variable("params", "kernel")
+    return module.param("kernel", declared, shape)
+
+
+def norm(config: ModelConfig, name: str | None = None) -> "RMSNorm":
+    """Makes a norm of the decoder, with its name in the tree of parameters."""
+    return RMSNorm(config.rms_norm_eps, config.zero_centered_norms, name=name)
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean x² + ε) · scale, in float32. 1910.07467. The parameter is `scale`, or `offset`, which is scale − 1."""
+
+    eps: float
+    zero_centered: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        """Normalises x `[..., D]`."""
+        scale = self.param("offset" if self.zero_centered else "scale", declared, (x.shape[-1],))
+        if self.zero_centered:
+            scale = 1 + scale.astype(jnp.float32)
+        return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # see `product`
+
+
+def decoding_layout(params: Params, config: ModelConfig) -> Params:
+    """Converts parameters of the scanned decoder to those of the decoder with separate layers.
+
+    Kernels become matrices [out, in], named "transposed", in the dtype of the computation. With the few rows of a
+    decode step, XLA on CPU multiplies fastest by these. Matrices of linear maps with the same input become one matrix,
+    named "joined". Quantised kernels are only renamed to "quantised", since as matrices they would take the memory that
+    they save.
+
+    Args:
+      params: The collection "params" or "lora".
+      config: The configuration of the decoder.
+
+    Returns:
+      The tree with `layer_0`, `layer_1`, … instead of `layers`.
+    """
+
+    can_join = sharding.mesh_sizes() is None  # a mesh shards each matrix separately
+
+    def transposed(name: str, kernel: jax.Array) -> jax.Array:
+        _, inputs, _ = split_shape(name, kernel.shape)
+        return kernel.astype(config.dtype).reshape(math.prod(inputs), -1).T
+
+    def block(tree: Params) -> Params:
+        projections = {name: dict(tree[name]) for name in PROJECTIONS if name in tree}
+        if "router" in tree:  # the kernels of experts are multiplied by group, and keep their layout
+            cast = partial(jax.tree.map, lambda x: x if is_quantised(x) else x.astype(config.dtype))
+            return tree | cast(projections, is_leaf=is_quantised)
+        joined = []
+        for name, leaves in projections.items():
+            kernel = leaves.pop("kernel", None)  # adapters have none
+            if is_quantised(kernel):
+                leaves["quantised"] = kernel
+            elif kernel is not None and PROJECTIONS[name].is_joined and can_join:
+                joined.append(transposed(name, kernel))
+            elif kernel is not None:
+                leaves["transposed"] = transposed(name, kernel)
+        return tree | projections | ({"joined": jnp.concatenate(joined)} if joined else {})
+
+    layers = {
+        f"layer_{i}": {name: block(tree) for name, tree in layer_params(config, params["layers"], i).items()}
+        for i in range(config.num_hidden_layers)
+    }
+    return {name: value for name, value in params.items() if name != "layers"} | layers
