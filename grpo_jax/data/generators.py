@@ -9,8 +9,6 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
 from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.options import suggestion
 
@@ -71,6 +69,8 @@ def open_generator(text: str, level: int | None = None, seed: int = 0) -> Any:
     Raises:
       UsageError: The package is not installed, or it has no such generator or options.
     """
+    import yaml  # processes of rewards load this module without it
+
     factory, (name, _, written) = _factory(), text.partition("?")
     if name not in factory.DATASETS:
         raise UsageError(f"reasoning_gym has no generator {name}: {suggestion(name, factory.DATASETS)}")

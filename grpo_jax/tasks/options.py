@@ -55,8 +55,8 @@ class TaskOptions:
     """Prompt with {column} where the text of a column goes, such as "Q: {question} A:". It replaces prompt_column or
     the task's own. None: no template."""
     answer_in: AnswerIn = "tags"
-    """Place of the answer to a generator's question, which its prompt states: <answer> tags, the last line, the whole
-    text, or the text before the first --stop."""
+    """Place of a generator's answer, which the prompt states: <answer> tags, the last line, the whole text, or the text
+    before the first --stop."""
     chat: bool | None = None
     """Put prompts that are text into the chat template, as the user's message. None: if the tokenizer has one."""
     system: str | None = None
