@@ -1,11 +1,12 @@
 """Two-digit addition: does GRPO bring out an ability that the model has but rarely shows?
 
-First, supervised training fits a small new decoder to additions of which 70% have a wrong label (too large by one).
-The model then answers a quarter to a third of the problems correctly. GRPO trains it with a reward that says only
-whether an answer is correct. The control trains the same model with a coin toss as the reward: its accuracy drifts
-between 0.1 and 0.4, and must not rise. The run takes one to two minutes on two CPU cores. Expect the sampled accuracy
-on held-out additions to rise from about 0.3 to above 0.9. Compared with the paper, there is no pretrained model and no
-natural language.
+First, supervised training fits a small new decoder to additions of which 70% have a wrong label (too large by one). The
+model then answers a quarter to a third of the problems correctly. GRPO trains it with a reward that says only whether
+an answer is correct.
+
+The control trains the same model with a coin toss as the reward: its accuracy drifts between 0.1 and 0.4, and must not
+rise. The run takes one to two minutes on two CPU cores. Expect the sampled accuracy on held-out additions to rise from
+about 0.3 to above 0.9. Compared with the paper, there is no pretrained model and no natural language.
 
   python -m experiments.arithmetic
 """

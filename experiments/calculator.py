@@ -1,10 +1,10 @@
 """Sums and products: does GRPO teach a policy to call a tool where, and only where, it helps?
 
-A small decoder first learns to call a calculator a quarter of the time, to copy its result, to add digits by heart,
-and to guess products. A right answer then earns 1 and a call costs 0.2: products need the call, sums earn more
-without it. The control gets a coin toss as its reward. The run takes some minutes on two CPU cores. Expect right
-answers to products to rise from about 0.25 to above 0.9, calls for products to rise to nearly all, and calls for sums
-to fall.
+A small decoder first learns to call a calculator a quarter of the time, to copy its result, to add digits by heart, and
+to guess products. A right answer then earns 1 and a call costs 0.2: products need the call, sums earn more without it.
+
+The control gets a coin toss as its reward. The run takes some minutes on two CPU cores. Expect right answers to
+products to rise from about 0.25 to above 0.9, calls for products to rise to nearly all, and calls for sums to fall.
 
   python -m experiments.calculator
 """

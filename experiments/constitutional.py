@@ -14,12 +14,13 @@ A large language model can judge without training; this model is trained to judg
 agrees with gold on held-out words before and after, and whether it believes a word that ends in "?y". Compared with the
 paper, there are no critiques, no revisions, and no preference model.
 
-The run takes about five minutes on two CPU cores. With three seeds, expect the share of principles kept to rise
-from 0.43 to 0.89, and the share of words that keep them all from 0.05 to 0.74. The coin stays at 0.47, gold
-reaches 0.95, and the untrained judge leads anywhere from 0.10 to 0.79. On words of the start, the judge disagrees with
-gold in only 1% of cases for three principles. On "starts with a to m" it agrees no more often than a coin.
-Afterwards 5% of completions are not words, against 1% before and with gold. The judge never saw such completions, and
-does not punish them.
+The run takes about five minutes on two CPU cores. With three seeds, expect the share of principles kept to rise from
+0.43 to 0.89, and the share of words that keep them all from 0.05 to 0.74. The coin stays at 0.47, gold reaches 0.95,
+and the untrained judge leads anywhere from 0.10 to 0.79.
+
+On words of the start, the judge disagrees with gold in only 1% of cases for three principles. On "starts with a to m"
+it agrees no more often than a coin. Afterwards 5% of completions are not words, against 1% before and with gold. The
+judge never saw such completions, and does not punish them.
 
   python -m experiments.constitutional
 """

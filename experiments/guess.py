@@ -2,15 +2,18 @@
 
 A small decoder first learns the rules from a player that ignores half of the answers. Then it plays: it guesses, reads
 the environment's answer, which names the ends of the remaining interval, and guesses again, all in one completion. The
-loss does not cover the answers. The decoder wins if it names the number within four guesses. The reward of a turn is
-its change of the share of games that halving would still win; a game's rewards add up to 1 if it was won, else 0.
+loss does not cover the answers.
 
-The measure is the share of games won on held-out intervals, over all hidden numbers. Halving wins all of them. The
-best policy without answers wins 0.35 of them, so a higher share needs the answers; "above blind" scales this to 1 for
-halving. Two controls begin at the same start. One gets a coin toss as its reward, and should not improve. The other
-gets a coin toss as each answer, and cannot win more than the best policy without answers. The run takes minutes on two
-CPU cores. Expect the share of games won to rise from about 0.41 to about 0.93, to end at 0.38 to 0.40 with a coin toss
-as the reward, and to stay near 0.3 with noise as answers.
+The decoder wins if it names the number within four guesses. The reward of a turn is its change of the share of games
+that halving would still win; a game's rewards add up to 1 if it was won, else 0.
+
+The measure is the share of games won on held-out intervals, over all hidden numbers. Halving wins all of them. The best
+policy without answers wins 0.35 of them, so a higher share needs the answers; "above blind" scales this to 1 for
+halving. Two controls begin at the same start. One gets a coin toss as its reward, and should not improve.
+
+The other gets a coin toss as each answer, and cannot win more than the best policy without answers. The run takes
+minutes on two CPU cores. Expect the share of games won to rise from about 0.41 to about 0.93, to end at 0.38 to 0.40
+with a coin toss as the reward, and to stay near 0.3 with noise as answers.
 
   python -m experiments.guess
 """

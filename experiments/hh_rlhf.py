@@ -3,11 +3,11 @@
 A hash of how each dialogue begins divides the pairs into thirds:
 
 - The first third trains the policy (SFT on the chosen answers) and the reward model (from the SFT policy). PPO, GRPO
-  and the control then start from the SFT policy and train on the prompts of this third. The control is GRPO on a coin
-  toss.
-- The second third trains the judge, which is another reward model. It is trained once.
-- The last third is held out. Its pairs test both reward models. The policies answer its prompts, and the judge scores
-  the answers.
+and the control then start from the SFT policy and train on the prompts of this third. The control is GRPO on a coin
+toss.
+
+- The second third trains the judge, which is another reward model. It is trained once. - The last third is held out.
+Its pairs test both reward models. The policies answer its prompts, and the judge scores the answers.
 
 Each seed trains everything anew except the judge.
 

@@ -15,10 +15,11 @@ GRPO's paper.
 
 Expect gold to be 1.1 at the start. It ends at 2.2 [1.1, 3.2] with online, 1.0 with the coin and 4.1 with gold itself.
 With frozen it rises to 1.3 within 30 steps and then falls to between 0.5 and -8.4, depending on the seed. Meanwhile the
-frozen reward model reports ever higher scores, because it likes repeated letters. Online ends above frozen for each of
-three seeds, and also above frozen at its best. With three seeds no interval confirms this, because the fall of frozen
-differs too much between seeds. With two seeds more (`--seed 3 --num-seeds 2`), online ends above frozen
-by 8.3 [3.8, 12.8], and above frozen at its best by 1.0 [0.5, 1.5].
+frozen reward model reports ever higher scores, because it likes repeated letters.
+
+Online ends above frozen for each of three seeds, and also above frozen at its best. With three seeds no interval
+confirms this, because the fall of frozen differs too much between seeds. With two seeds more (`--seed 3 --num-seeds
+2`), online ends above frozen by 8.3 [3.8, 12.8], and above frozen at its best by 1.0 [0.5, 1.5].
 
 For its first 100 steps, online is misled as well, by a reward model of few labels. At the end, the reward models order
 only 0.57 and 0.62 of the pairs of their own policies as gold does. The run takes about ten minutes on two CPU cores. It

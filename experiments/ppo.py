@@ -1,9 +1,11 @@
 """PPO and GRPO on the additions of `experiments.arithmetic`: do both solve them, each with its own tuned settings?
 
 Three runs begin at the same warm start and sample equally many completions per step: PPO with a critic that starts from
-the policy, GRPO, and the control, which is PPO on a coin toss. Learning rates and KL were chosen by the training reward
-on two other seeds. Three seeds, with three runs each, take about six minutes in total on two CPU cores. Expect the
-sampled held-out accuracy to rise from about 0.3 to above 0.95 for both PPO and GRPO.
+the policy, GRPO, and the control, which is PPO on a coin toss.
+
+Learning rates and KL were chosen by the training reward on two other seeds. Three seeds, with three runs each, take
+about six minutes in total on two CPU cores. Expect the sampled held-out accuracy to rise from about 0.3 to above 0.95
+for both PPO and GRPO.
 
 `--critic shared` gives PPO a critic that shares the policy's layers. `--group-size 1 --num-prompts 256` gives PPO a
 different prompt for each completion, which GRPO cannot use.

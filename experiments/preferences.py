@@ -2,12 +2,15 @@
 
 Completions are three tokens of eight, so all 512 completions of a prompt can be enumerated, and every result below is
 exact. A completion is worth u = Σₜ w(prompt, oₜ). The start samples two completions, and the first is chosen with
-probability σ(u₁ − u₂) (Bradley and Terry). The policy with the highest J = E u − β KL(π ‖ π_ref) is π* ∝ π_ref
-exp(u/β) (2305.18290, equation 4). DPO never sees u. At β = 1 its loss is least at π* itself. The control learns from
-the same pairs, but a coin toss decides which completion is chosen.
+probability σ(u₁ − u₂) (Bradley and Terry).
+
+The policy with the highest J = E u − β KL(π ‖ π_ref) is π* ∝ π_ref exp(u/β) (2305.18290, equation 4). DPO never sees u.
+At β = 1 its loss is least at π* itself. The control learns from the same pairs, but a coin toss decides which
+completion is chosen.
 
 "accuracy" is how often the implicit reward is higher for the chosen completion, over all possible pairs. π* has the
 highest possible accuracy, and "below π*" is the distance to it. Each seed takes one and a half minutes on a CPU core.
+
 Expect DPO to gain 0.93 to 0.97 of the J that π* gains, and to be 0.002 to 0.003 below its accuracy. Expect the control
 to gain nothing. Compared with the paper, there is no pretrained model, no supervised start, and no natural language.
 

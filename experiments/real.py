@@ -2,10 +2,12 @@
 
 Each command is printed before it runs, in a process of its own. `sums` teaches a base model additions of numbers up to
 20 from three solved examples in the prompt. It is made for a model of up to half a billion parameters on two CPU cores,
-where Gemma 3 270M takes about 20 minutes. `gsm8k` is made for one GPU: the model first learns the solutions of GSM8K's
-training problems, and then GRPO trains it with the reward for correct answers. The control of each task trains from the
-same start on a coin toss, and should not learn. At the end the exported folder is evaluated like any other model. A
-command that has ended is not repeated, and one that was interrupted resumes.
+where Gemma 3 270M takes about 20 minutes.
+
+`gsm8k` is made for one GPU: the model first learns the solutions of GSM8K's training problems, and then GRPO trains it
+with the reward for correct answers. The control of each task trains from the same start on a coin toss, and should not
+learn. At the end the exported folder is evaluated like any other model. A command that has ended is not repeated, and
+one that was interrupted resumes.
 
   python -m experiments.real --model DIR
   python -m experiments.real --model DIR --task gsm8k --data DIR

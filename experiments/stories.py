@@ -1,10 +1,11 @@
 """Happier stories: GRPO on a small pretrained model, with a KL to its start that keeps the stories readable.
 
 The reward is the share of sentences that say something happy (experiments/tasks/rewards.py). The control gets a coin
-toss as its reward and must stay near the start. The run takes about a minute on two CPU cores with
-the 260-thousand-parameter TinyStories model. Expect the held-out reward to rise from about 0.2 to 0.8. The KL is a
-setting of this experiment; another --preset replaces it. Compared with the paper, there is no learned reward model, and
-the reference is never refreshed.
+toss as its reward and must stay near the start. The run takes about a minute on two CPU cores with the
+260-thousand-parameter TinyStories model.
+
+Expect the held-out reward to rise from about 0.2 to 0.8. The KL is a setting of this experiment; another --preset
+replaces it. Compared with the paper, there is no learned reward model, and the reference is never refreshed.
 
   python -m experiments.stories --model DIR
   python -m experiments.stories --model DIR --lora-rank 4 --learning-rate 3e-3

@@ -2,10 +2,11 @@
 
 The settings are the chapter's (https://huggingface.co/learn/llm-course/chapter12/3b): two prompts, four completions
 each of one token, top-k 10, temperature 0.7, ε 0.2, β 0.04. Each step names the function that computes it. If the
-chapter is wrong, a correction states its claim and the right answer, with the number that shows it. The numbers are the
-same each time. A model that cannot do the arithmetic earns nothing and learns nothing. The script shows this, and then
-uses another reward, which differs between its completions. It takes twenty seconds on two CPU cores with
-the 260-thousand-parameter TinyStories model.
+chapter is wrong, a correction states its claim and the right answer, with the number that shows it.
+
+The numbers are the same each time. A model that cannot do the arithmetic earns nothing and learns nothing. The script
+shows this, and then uses another reward, which differs between its completions. It takes twenty seconds on two CPU
+cores with the 260-thousand-parameter TinyStories model.
 
   python -m experiments.walkthrough --model DIR
 """

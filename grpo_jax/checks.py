@@ -19,7 +19,7 @@ from grpo_jax.config import (
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.numerics import is_zero
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.options import check_ranges, options_of, suggestion
+from grpo_jax.options import FLOAT32, check_ranges, options_of, suggestion
 
 Sentences = Iterator[str]
 
@@ -198,7 +198,8 @@ def _sampling(config: GRPOConfig, compares_groups: bool) -> Sentences:
     tokens = options.num_prompts * options.group_size * options.max_tokens
     if tokens >= 2**31:
         yield f"num_prompts x group_size x max_tokens is {tokens}: a rollout has less than 2^31 tokens, so lower one"
-    if not 0 < options.temperature + options.temperature_spread < float("inf"):
+    hottest = options.temperature + options.temperature_spread
+    if not (hottest > 0 and FLOAT32.contains(hottest)):
         yield f"temperature_spread is {options.temperature_spread}: temperature plus this must be above 0, and finite"
     if options.filter_metric and options.max_rollouts == 1 and not options.curriculum:
         yield f'filter_metric "{options.filter_metric}" needs dynamic sampling: leave it out, or raise max_rollouts'

@@ -46,15 +46,17 @@ def between(least: float, most: float, words: str | None = None) -> Range:
     return Range(lambda number: least <= number <= most, words or f"between {least} and {most}")
 
 
-FINITE = Range(lambda number: number < math.inf, "finite")
+# Others would become 0 or infinity on the devices. Numbers below the smallest normal one count as 0 there.
+FLOAT32 = Range(lambda number: number == 0 or 2.0**-126 <= abs(number) < 2.0**128, "a number that float32 holds")
+FLOAT32_OR_INFINITE = Range(lambda number: number == math.inf or FLOAT32.contains(number), f"{FLOAT32.words}, or inf")
 STORABLE = Range(lambda number: number < 2**31, "below 2^31")  # counters and array sizes hold no more
 
 Count = Annotated[int, at_least(0), STORABLE]
 Size = Annotated[int, at_least(1), STORABLE]
 Seed = Annotated[int, between(0, 2**32 - 1, "between 0 and 2^32 - 1")]  # keys of random numbers hold no more
-Weight = Annotated[float, at_least(0), FINITE]
-Positive = Annotated[float, above(0), FINITE]
-Bound = Annotated[float, above(0)]  # infinity is no bound
+Weight = Annotated[float, at_least(0), FLOAT32]
+Positive = Annotated[float, above(0), FLOAT32]
+Bound = Annotated[float, above(0), FLOAT32_OR_INFINITE]  # infinity is no bound
 Fraction = Annotated[float, between(0, 1)]
 Share = Annotated[float, above(0), Range(lambda number: number <= 1, "at most 1")]
 
@@ -192,7 +194,7 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if origin is Literal:
-        return value in args
+        return isinstance(value, (*map(type, args),)) and value in args  # arrays compare by element
     if origin in (Union, UnionType):
         return any(fits(value, arg) for arg in args)
     if origin is Callable:
@@ -225,17 +227,19 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-# Options of TRL that have another name here.
+# Options that have another name in TRL, or that people guess.
 COUNTERPARTS = {"num_generations": "group_size", "num_iterations": "epochs", "max_completion_length": "max_tokens"}
 COUNTERPARTS |= {"per_device_train_batch_size": "num_prompts", "num_train_epochs": "steps", "beta": "kl_coef"}
-COUNTERPARTS |= {"loss_type": "preset", "bf16": "dtype", "epsilon": "epsilon_low"}
+COUNTERPARTS |= {"loss_type": "preset", "bf16": "dtype", "epsilon": "epsilon_low", "lr": "learning_rate"}
+COUNTERPARTS |= {"batch_size": "num_prompts", "max_steps": "steps", "gradient_accumulation_steps": "microbatches"}
+COUNTERPARTS |= {"model_name_or_path": "model", "output_dir": "run_dir", "lora_r": "lora_rank", "dataset": "task"}
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Returns a hint for an unknown name: the closest known names, or else all of them."""
     known = list(known)
     if COUNTERPARTS.get(name) in known:
-        return f"TRL's {name} is {COUNTERPARTS[name]} here"
+        return f"{name} is called {COUNTERPARTS[name]} here"
     close = difflib.get_close_matches(str(name), known, 3)  # YAML has names that are numbers
     return f"is it {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
 

@@ -293,13 +293,14 @@ def test_a_file_of_options_that_does_not_fit_is_refused_in_one_sentence(tmp_path
 
 # ---- ranges of options
 
+BEYOND_FLOAT32 = dict.fromkeys([math.inf, 10**400, 1e39, 1e-39, 1e-300], "a number that float32 holds")
 TYPES = {
     "Count": (grpo_options.Count, [0, 3, 2**31 - 1], {-1: "at least 0", 2**31: r"below 2\^31", 10**30: r"below 2\^31"}),
     "Size": (grpo_options.Size, [1, 2**31 - 1], {0: "at least 1", 2**31: r"below 2\^31"}),
     "Seed": (grpo_options.Seed, [0, 2**32 - 1], {-1: r"between 0 and 2\^32 - 1", 2**32: "between 0 and"}),
-    "Weight": (grpo_options.Weight, [0.0, 1e30], {-0.1: "at least 0", math.inf: "finite", math.nan: "at least 0"}),
-    "Positive": (grpo_options.Positive, [1e-30, 10**400], {0.0: "above 0", math.inf: "finite", math.nan: "above 0"}),
-    "Bound": (grpo_options.Bound, [1e-30, math.inf], {0.0: "above 0", math.nan: "above 0"}),
+    "Weight": (grpo_options.Weight, [0.0, 1e30], {-0.1: "at least 0", math.nan: "at least 0"} | BEYOND_FLOAT32),
+    "Positive": (grpo_options.Positive, [1e-30, 3e38], {0.0: "above 0", math.nan: "above 0"} | BEYOND_FLOAT32),
+    "Bound": (grpo_options.Bound, [1e-30, math.inf], {0.0: "above 0", math.nan: "above 0", 1e-300: "a number that"}),
     "Fraction": (
         grpo_options.Fraction,
         [0, 0.5, 1.0],
@@ -308,7 +309,9 @@ TYPES = {
     "Share": (grpo_options.Share, [0.1, 1], {0.0: "above 0", 1.1: "at most 1", math.nan: "above 0"}),
     "optional": (grpo_options.Size | None, [None, 1], {0: "at least 1"}),
     "several": (
-        Annotated[float, grpo_options.at_least(-1), grpo_options.FINITE, grpo_options.Range(lambda x: x != 0, "not 0")],
+        Annotated[
+            float, grpo_options.at_least(-1), grpo_options.FLOAT32, grpo_options.Range(lambda x: x != 0, "not 0")
+        ],
         [-1.0, 1.0],
         {0.0: "not 0"},
     ),

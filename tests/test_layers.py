@@ -7,19 +7,19 @@ import pytest
 from faults import load_faults
 
 ROOT = Path(__file__).parents[1]
-# From the bottom layer up. A name is a folder or a module of grpo_jax, or the folder of experiments.
+# From the bottom layer up. A name is a folder or a module of grpo_jax, or the folder of experiments or claims.
 ORDER = (
     *("errors", "functional", "options", "models", "sampling", "statistics", "data", "rewards", "tasks"),
     *("config", "checks", "hosts", "devices", "rl", "planning", "offline", "engines", "runs"),
-    *("prepare", "train", "fit", "trainer", "commands", "experiments"),
+    *("prepare", "train", "fit", "trainer", "commands", "experiments", "claims"),
 )
-FILES = sorted(file for folder in ("grpo_jax", "experiments") for file in (ROOT / folder).rglob("*.py"))
+FILES = sorted(file for folder in ("grpo_jax", "experiments", "claims") for file in (ROOT / folder).rglob("*.py"))
 
 
 def layer(module: str) -> str:
     """The layer of a module's full name."""
     parts = module.split(".")
-    return "experiments" if parts[0] == "experiments" else (parts[1] if len(parts) > 1 else "")
+    return parts[0] if parts[0] in ("experiments", "claims") else (parts[1] if len(parts) > 1 else "")
 
 
 def imported(file: Path) -> set[str]:
@@ -30,7 +30,7 @@ def imported(file: Path) -> set[str]:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return {name for name in names if name.split(".")[0] in ("grpo_jax", "experiments")}
+    return {name for name in names if name.split(".")[0] in ("grpo_jax", "experiments", "claims")}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))

@@ -67,6 +67,11 @@ def test_the_package_alone_needs_jax_and_chex_and_lists_commands_without_them(ca
     assert capsys.readouterr().err == sentence
 
 
+def test_the_program_runs_as_a_module():
+    assert python("-m", "grpo_jax").stdout.startswith("usage: grpo-jax COMMAND")
+    assert "no command 'trian'" in python("-m", "grpo_jax", "trian").stderr
+
+
 def test_pure_functions_load_neither_a_framework_nor_the_rest_of_the_library():
     names = python("-c", "import grpo_jax.functional, sys; print(*sys.modules)").stdout.split()
     assert not {"flax", "optax", "orbax", "transformers"} & {name.split(".")[0] for name in names}

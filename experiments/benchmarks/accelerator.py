@@ -3,9 +3,11 @@
 The script writes a model with random weights into a folder and trains it with the command's defaults in bfloat16. An
 iteration samples, decodes, rewards, scores and learns. Each shape runs three times: with completions of full length,
 with lengths that follow a geometric distribution, and for two iterations with the programs of the first run in the
-compilation cache. Unless the shape trains adapters, another process times the three compiled programs one at a time,
-and computes their share of the device's speed and bandwidth. The results are a table and a JSON file that name the
-device, the versions and the commit. A shape takes at most ten minutes on an H100.
+compilation cache.
+
+Unless the shape trains adapters, another process times the three compiled programs one at a time, and computes their
+share of the device's speed and bandwidth. The results are a table and a JSON file that name the device, the versions
+and the commit. A shape takes at most ten minutes on an H100.
 
   python -m experiments.benchmarks.accelerator qwen2.5-0.5b
 """

@@ -3,9 +3,11 @@
 The benchmark has a decoder with random weights, completions of full length (except for long-tail), a separate
 reference, one optimizer step per rollout, and float32. TRL's and Tunix's trainers do the same work at the same shapes.
 Each line describes one iteration as `grpo_jax.train` runs it, with text and rewards. The first line includes the
-compilation. The last line has medians over the iterations from the third to the last but one, the peak memory of the
-process, and the speed of a matrix product for comparison. The last iteration waits for two updates, because the loop
-reads each update while it samples the next rollout. Use `taskset -c 0` for one core.
+compilation.
+
+The last line has medians over the iterations from the third to the last but one, the peak memory of the process, and
+the speed of a matrix product for comparison. The last iteration waits for two updates, because the loop reads each
+update while it samples the next rollout. Use `taskset -c 0` for one core.
 
   python -m experiments.benchmarks.step --shape tiny
 """

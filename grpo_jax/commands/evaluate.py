@@ -1,9 +1,11 @@
 """Measures a model on a task: greedy, avg@n, pass@k and maj@n, with 95% intervals over prompts.
 
 MODEL is a folder in Hugging Face format, an id on the hub, or the folder of a run. For a run, the command evaluates the
-newest checkpoint with the run's task, held-out prompts and sampling options, unless you give others. It executes the
-run's rewards, so evaluate only runs that you trust. If you give a task, all its rows are evaluated. --num-prompts does
-not change the completions. pass@k is the unbiased estimate; if rewards are not 0 or 1, it is the mean best of k.
+newest checkpoint with the run's task, held-out prompts and sampling options, unless you give others.
+
+It executes the run's rewards, so evaluate only runs that you trust. If you give a task, all its rows are evaluated.
+--num-prompts does not change the completions. pass@k is the unbiased estimate; if rewards are not 0 or 1, it is the
+mean best of k.
 
   grpo-jax evaluate DIR --task gsm8k --data DIR --samples 8 --max-tokens 256
   grpo-jax evaluate runs/train --samples 31

@@ -2,10 +2,11 @@
 
 A row is a JSON object with a prompt and the columns that its rewards need. A reward is a Python function of (examples,
 completions) that returns a number for each; an example is a row with its prompt as text. The function runs in a process
-of its own, which is killed when it hangs. Held-out prompts are evaluated before, during and after training. --control
-also trains on a coin toss, which must not learn. With --teacher another model judges each token, alongside the reward
-or instead of it. A model of 260 thousand parameters takes minutes on two CPU cores; one of a billion needs an
-accelerator.
+of its own, which is killed when it hangs.
+
+Held-out prompts are evaluated before, during and after training. --control also trains on a coin toss, which must not
+learn. With --teacher another model judges each token, alongside the reward or instead of it. A model of 260 thousand
+parameters takes minutes on two CPU cores; one of a billion needs an accelerator.
 
 Other methods are --method ppo, sft, reward-model, dpo and kto; each has a --help of its own.
 

@@ -1,10 +1,11 @@
 """Trains a policy on ratings: single completions that are labelled good or bad (KTO, 2402.01306).
 
 --data are rows with prompt, completion and label (true or false). Rows with chosen and rejected, as for --method dpo,
-give a good and a bad completion. A share is held out by a hash of the prompt. The policy learns to move towards good
-completions and away from bad ones, compared with the model that it starts from (the reference). Each step estimates the
-distance from the reference on completions of other prompts. Start from a model that was trained on such completions:
-`--method sft`.
+give a good and a bad completion. A share is held out by a hash of the prompt.
+
+The policy learns to move towards good completions and away from bad ones, compared with the model that it starts from
+(the reference). Each step estimates the distance from the reference on completions of other prompts. Start from a model
+that was trained on such completions: `--method sft`.
 
   grpo-jax train --method kto --model DIR --data FILE.jsonl
   grpo-jax train --method kto --model DIR --data FILE.jsonl --undesirable-weight 0.5

@@ -2,9 +2,10 @@
 
 Model, task and rewards are given as for GRPO. A critic foresees the reward of a completion, so a prompt needs only one;
 with --group-size 8 it gets as many as in GRPO. The critic starts from the policy's weights, and takes as much memory
-again; --critic shared makes it a head on the policy's decoder. The trainer subtracts the KL to the start from the
-reward. Held-out prompts are evaluated before, during and after training; --control also trains on a coin toss. Export
-and evaluation of the run take the policy and leave the critic.
+again; --critic shared makes it a head on the policy's decoder.
+
+The trainer subtracts the KL to the start from the reward. Held-out prompts are evaluated before, during and after
+training; --control also trains on a coin toss. Export and evaluation of the run take the policy and leave the critic.
 
   grpo-jax train --method ppo --model DIR --task rows.jsonl --reward my_rewards.py:solved
   grpo-jax train --method ppo --model DIR --task gsm8k --data DIR --critic shared --num-prompts 256

@@ -1,12 +1,14 @@
 """Trains a reward model on preferences, and measures how often it prefers the chosen one of two held-out answers.
 
 --data are rows with prompt, chosen and rejected, or transcripts of HH-RLHF; a share is held out by a hash of the
-prompt. The model gets a scalar head and learns −log σ(r_chosen − r_rejected). The run leaves the folder
-reward-model, which `load_reward_model` turns into a reward, and transformers into a classifier. For comparison, the
-command prints how often the shorter answer was chosen. With the TinyStories model of 260 thousand parameters and the
-2,312 pairs of harmless-base's test set, expect an accuracy of 0.53 to 0.61, depending on the held-out quarter. It takes
-one to two minutes on two CPU cores. Such a model learns little more than that shorter answers were preferred. The
-papers' pretraining on preferences and ensembles are left out.
+prompt. The model gets a scalar head and learns −log σ(r_chosen − r_rejected). The run leaves the folder reward-model,
+which `load_reward_model` turns into a reward, and transformers into a classifier. For comparison, the command prints
+how often the shorter answer was chosen.
+
+With the TinyStories model of 260 thousand parameters and the 2,312 pairs of harmless-base's test set, expect an
+accuracy of 0.53 to 0.61, depending on the held-out quarter. It takes one to two minutes on two CPU cores. Such a model
+learns little more than that shorter answers were preferred. The papers' pretraining on preferences and ensembles are
+left out.
 
   grpo-jax train --method reward-model --model DIR --data FILE.jsonl.gz
 """

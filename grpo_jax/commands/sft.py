@@ -1,9 +1,11 @@
 """Supervised fine-tuning on rows that have a prompt and a completion.
 
 The model learns the tokens of the completion and its EOS, and none of the prompt. Texts are packed into rows of the
-longest one's width, so that little padding is computed. Prompts are made and held out as for GRPO: with the same rows
-and options, what is held out here is held out there. The NLL of held-out completions is measured before, during and
-after training. With --teacher the model learns another model's probabilities at each token of the completions.
+longest one's width, so that little padding is computed.
+
+Prompts are made and held out as for GRPO: with the same rows and options, what is held out here is held out there. The
+NLL of held-out completions is measured before, during and after training. With --teacher the model learns another
+model's probabilities at each token of the completions.
 
   grpo-jax train --method sft --model DIR --task rows.jsonl
   grpo-jax train --method sft --model SMALL --teacher LARGE --distillation forward_kl --task rows.jsonl

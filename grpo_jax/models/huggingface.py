@@ -136,7 +136,9 @@ def model_folder(name: str | Path) -> Path:
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.suffix == ".safetensors":
-        raise UsageError(f"there is no folder {name}: name one of a Hugging Face model, or an id on the hub")
+        raise UsageError(
+            f"there is no folder {name}: name one of a Hugging Face model, or its id on the hub, OWNER/NAME"
+        )
     from huggingface_hub import snapshot_download
 
     try:

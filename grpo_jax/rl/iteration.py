@@ -341,11 +341,14 @@ def read_line(
 
     name, most = f"{phase}_{step:06d}_{first_skipped + 1}", min(config.optimizer.max_skipped, config.num_updates)
     reward, warnings = rollout.metrics["reward"], dict(rollout.warnings)
+    words = ["no reward" if reward is None else f"reward {reward:.3f}"]
+    words += [f"KL {metrics['kl']:.3g}"] if "kl" in metrics else []
+    words += [f"length {rollout.metrics['length_mean']:.1f}"]
     if damaged := damage(rollout.metrics | metrics):
         warnings.pop("spread", None)  # equal rewards are then not the fault of the prompts
     return Line(
         metrics=rollout.metrics | metrics,
-        words="no reward" if reward is None else f"reward {reward:.3f}",
+        words=", ".join(words),
         warnings=warnings | damaged | ({} if config.sampling.staleness else ratio_warning(metrics)),
         groups=groups,
         times=times,

@@ -83,9 +83,9 @@ class HasOutput(Protocol):
 
 # Options that --help shows first, in this order, if a command has them. Options outside the groups follow.
 FIRST_OPTIONS = (
-    *("model", "task", "data", "reward", "method", "preset", "critic", "steps", "num_prompts", "group_size"),
-    *("max_tokens", "temperature", "learning_rate", "kl_coef", "lora_rank", "dtype", "eval_every", "devices"),
-    *("run_dir", "resume", "config"),
+    *("model", "task", "data", "template", "chat", "system", "reward", "num_heldout", "dry_run", "method", "preset"),
+    *("critic", "steps", "num_prompts", "group_size", "max_tokens", "stop", "temperature", "learning_rate", "kl_coef"),
+    *("lora_rank", "dtype", "eval_every", "devices", "run_dir", "wandb", "resume", "config"),
 )
 _NARROWEST = 40  # columns; with fewer than three, the layout of the help never ends
 Config = TypeVar("Config", bound=HasOutput)

@@ -168,7 +168,7 @@ class RunFolder:
         update_flops: float = 0.0,
         peak_flops: float | None = None,
         numbers: Mapping[str, float] | None = None,
-    ) -> None:
+    ) -> Mapping[str, float | None]:
         """Writes a line of times.jsonl: the seconds of each part since the last line, and its throughput.
 
         Args:
@@ -178,6 +178,9 @@ class RunFolder:
           update_flops: The floating-point operations of the part "update"; 0: unknown.
           peak_flops: The peak FLOP/s of the devices, if known. `mfu` is the fraction of it that was achieved.
           numbers: Further numbers to log.
+
+        Returns:
+          The numbers of the line.
         """
         seconds = dict(self._seconds)
         line = {"s": round(time.perf_counter() - self._started, 3)}
@@ -193,6 +196,7 @@ class RunFolder:
         line |= numbers or {}
         self._log("times.jsonl", {"phase": phase, "step": step, **line})
         self._seconds.clear()
+        return line
 
     def log_rollout(self, phase: str, step: int, groups: list[dict[str, Any]]) -> None:
         """Writes lines of rollouts.jsonl, one for each group."""

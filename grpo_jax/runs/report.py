@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -287,7 +288,7 @@ def explain_control(run: RunFolder, names: Iterable[str], *, control: str = "con
 
 
 def finish(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: str, started: float) -> None:
-    """Writes results.json and report.html, and prints the checksum and the time. Only the first host does this.
+    """Writes results.json and report.html, and prints the time and the next command. Only the first host does this.
 
     Args:
       run: The folder of the run.
@@ -299,5 +300,7 @@ def finish(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: st
         return
     explain_control(run, rows)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
-    run.say(f"SHA-256 of the trained parameters: {checksum}")
     say_end(run, started)
+    if (run.path / "model").is_dir() and not (run.path / "reward-model").exists():  # which is exported already
+        name = shlex.quote(str(run.path))
+        run.say(f"next: grpo-jax evaluate {name}; grpo-jax export {name} NEW_FOLDER")

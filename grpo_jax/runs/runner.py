@@ -201,9 +201,8 @@ def run_steps(
                 nonlocal pending
                 if pending is not None:
                     line = pending()
-                    write_line(run, phase, reached, line, evaluated)
-                    if line.words:
-                        show(reached, line.words)
+                    if words := write_line(run, phase, reached, line, evaluated):
+                        show(reached, words)
                 pending = None
 
             try:
@@ -240,7 +239,7 @@ def is_stale(scores: Mapping[int, float], patience: int) -> bool:
     return patience > 0 and len(scores) > 0 and sum(step > best_step(scores) for step in scores) >= patience
 
 
-def write_line(run: RunFolder, phase: str, step: int, line: Line, evaluated: dict[str, float]) -> None:
+def write_line(run: RunFolder, phase: str, step: int, line: Line, evaluated: dict[str, float]) -> str:
     """Writes the metrics, rollouts, times and warnings of a step.
 
     Args:
@@ -249,6 +248,9 @@ def write_line(run: RunFolder, phase: str, step: int, line: Line, evaluated: dic
       step: The number of the step, from 1.
       line: The metrics, rollouts, times and warnings.
       evaluated: The numbers of an evaluation after the step.
+
+    Returns:
+      The words that describe the step in the progress, with the sampled tokens per second; "" for none.
 
     Raises:
       FloatingPointError: Gradients were not finite too many times in a row.
@@ -259,8 +261,9 @@ def write_line(run: RunFolder, phase: str, step: int, line: Line, evaluated: dic
     if line.skipped is not None:
         _keep_skipped(run, line.skipped)
     run.log_rollout(phase, step, list(line.groups))
-    if line.times is not None:
-        run.log_times(phase, step, **line.times)
+    times = {} if line.times is None else run.log_times(phase, step, **line.times)
+    rate = times.get("rollout_tokens_per_s")
+    return line.words + (f", {rate:,.0f} tokens/s" if line.words and rate else "")
 
 
 def _keep_skipped(run: RunFolder, skipped: Skipped) -> None:

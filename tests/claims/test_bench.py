@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tiny import refused
 
-from experiments.claims import answers, bench as benches
-from experiments.claims.bench import Bench, Config, make_setting
-from experiments.claims.questions import COIN, FOLDER, PAGES, QUESTIONS, START, read_question
-from experiments.claims.testbeds import ARITHMETIC
+from claims import answers, bench as benches
+from claims.bench import Bench, Config, make_setting
+from claims.questions import COIN, FOLDER, PAGES, QUESTIONS, START, read_question
+from claims.testbeds import ARITHMETIC
 from experiments.tasks import arithmetic
 from experiments.whole_run import History, heldout_of
 from grpo_jax.models.config import ModelConfig
@@ -154,7 +154,7 @@ def test_a_question_that_does_not_fit_is_refused(tmp_path, text, reason):
 
 @pytest.mark.slow
 def test_every_table_has_its_controls(tmp_path):
-    command = [sys.executable, "-m", "experiments.claims.reproduce", "--preset", "smoke"]
+    command = [sys.executable, "-m", "claims.reproduce", "--preset", "smoke"]
     folders = ["--run-dir", str(tmp_path / "runs"), "--out", str(tmp_path)]
     interrupted = subprocess.Popen([*command, *folders])
     while not list((tmp_path / "runs/smoke/runs").glob("*.npz")):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tiny import refused
 
-from experiments.claims import answers, bench as benches, columns
-from experiments.claims.bench import Runs, make_setting
-from experiments.claims.columns import gold_at_equal_kl, read_column
-from experiments.claims.questions import CLAIMS, QUESTIONS, START, Comparison, Question
+from claims import answers, bench as benches, columns
+from claims.bench import Runs, make_setting
+from claims.columns import gold_at_equal_kl, read_column
+from claims.questions import CLAIMS, QUESTIONS, START, Comparison, Question
 
 
 def runs_of(gold, scores=None, **metrics):

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims.questions import FACTS
-from experiments.claims.testbeds import ARITHMETIC
+from claims.questions import FACTS
+from claims.testbeds import ARITHMETIC
 from grpo_jax import functional as F
 from grpo_jax.devices import update_flops
 from grpo_jax.models.policy import decoder_policy

@@ -13,13 +13,14 @@ import pytest
 from scipy import stats
 from tiny import refused
 
-from experiments.claims import answers, figures, numbers, pages, reproduce
-from experiments.claims.bench import Bench, Config
-from experiments.claims.numbers import Decision, Interval
-from experiments.claims.questions import BY_ID, CLAIMS, COIN, HEADLINES, PAGES, QUESTIONS, START
-from experiments.claims.testbeds import ADDITIONS, WORDS
+from claims import answers, figures, numbers, pages, reproduce
+from claims.bench import Bench, Config
+from claims.numbers import Decision, Interval
+from claims.questions import BY_ID, CLAIMS, COIN, HEADLINES, PAGES, QUESTIONS, START
+from claims.testbeds import ADDITIONS, WORDS
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.files import write_json
+from grpo_jax.runs.progress import in_time
 
 ROOT = Path(__file__).parents[2]
 MEANS = {"grpo_ppo": 0.001, "kl_none": 0.2, "kl_high": 0.05, "clip_none": -0.05, "samples_to_target": np.log(0.4)}
@@ -323,6 +324,15 @@ def test_one_question_is_printed_without_pages(config, asked, capsys):
     assert (config.out / "RESULTS-smoke.md").read_text() == page
     with refused("there is no question ablate_kk: name some of ablate_clip, "):
         reproduce.main(reproduce.replace(config, only=("ablate_kk",)))
+
+
+def test_a_start_says_how_long_it_may_take(tmp_path):
+    committed = numbers.read_numbers(ROOT / "docs" / "results" / "numbers.json").questions
+    seconds = 2 * (committed["ablate_kl"].seconds + committed["staleness"].seconds)  # of 10 seeds each
+    bench = Bench(Config(num_seeds=20, run_dir=tmp_path))
+    sentence = reproduce.expected_time(bench, ["ablate_kl", "staleness"])
+    assert sentence == f"they may take up to {in_time(seconds)} on two CPU cores"
+    assert "nobody has measured" in reproduce.expected_time(bench, ["ablate_kl", "unknown"])
 
 
 def test_where_nothing_learned_there_is_no_verdict():

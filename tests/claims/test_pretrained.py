@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny import refused
 
-from experiments.claims import pretrained
-from experiments.claims.questions import QUESTIONS, RETESTS
+from claims import pretrained
+from claims.questions import QUESTIONS, RETESTS
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT.parent / "shared/data/stories260K-hf"

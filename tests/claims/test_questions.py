@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.claims import annotators, groups
-from experiments.claims.enumeration import all_completions, quality
+from claims import annotators, groups
+from claims.enumeration import all_completions, quality
 from grpo_jax.config import recipe
 from grpo_jax.data.types import pad_prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.claims import testbeds
+from claims import testbeds
 from experiments.tasks import arithmetic, letters
 from grpo_jax.data.types import rng
 from grpo_jax.models.config import ModelConfig

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from experiments.claims import simulated, verdicts
-from experiments.claims.questions import BY_ID, CLAIMS, HEADLINES, RETESTS, Claim
-from experiments.claims.verdicts import decide, needed, p_values
+from claims import simulated, verdicts
+from claims.questions import BY_ID, CLAIMS, HEADLINES, RETESTS, Claim
+from claims.verdicts import decide, needed, p_values
 
 
 def claim(name="it", low=0.0, high=math.inf, scale="difference"):

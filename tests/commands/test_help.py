@@ -35,15 +35,16 @@ def test_help_shows_the_first_options_and_says_how_to_see_all(capsys, monkeypatc
     types = option_types(COMMANDS[method])
     first, everything = (page(capsys, monkeypatch, "--method", method, flag) for flag in ("--help", "--help-all"))
     assert lines_in_80_columns(first) <= 140
-    assert 15 <= len(names_in(first)) <= 30
+    assert 15 <= len(names_in(first)) <= 31
+    assert all(len(paragraph.split()) < 80 for paragraph in first.partition("--help-all")[0].split("\n\n"))
     assert "--method {grpo,ppo,sft,reward-model,dpo,kto}" in everything
     assert {"model", "steps", "learning_rate", "run_dir"} <= names_in(first) < names_in(everything) == types.keys()
     assert f"\n--help-all shows all {len(types)} options.\n" in first
 
 
-def test_help_of_grpo_has_about_twenty_options_with_their_texts_and_defaults(capsys, monkeypatch):
+def test_help_of_grpo_shows_first_options_with_texts_and_defaults(capsys, monkeypatch):
     text = page(capsys, monkeypatch, "-h", "--steps", "3", "--preset", "companion_post")
-    assert 20 <= len(names_in(text)) <= 25
+    assert {"template", "chat", "system", "num_heldout", "wandb", "stop", "dry_run"} <= names_in(text)
     words = " ".join(text.replace("│", " ").split())
     assert "--num-prompts INT Prompts of a rollout. (default: 32)" in words
     assert "after it. (default: 0.7)" in words  # of the preset

@@ -1,5 +1,6 @@
 """Checks rows, rewards and environments of a user's files from the command line to a table, and graders that fail."""
 
+import re
 import shutil
 import time
 
@@ -56,7 +57,10 @@ def test_rows_and_rewards_of_files_then_the_checkpoint_evaluated_alone(folder, t
     assert ["".join(texts) for texts in group["tokens"]] == group["completions"]
     assert set(group["components"]) == {"low", "digit", "length"}
     assert set(results) == {"before", "after", "params_sha256"}  # no control unless it is asked for
-    assert "held-out prompts" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "held-out prompts" in printed
+    assert re.search(r"step 1 of 2, reward \d\.\d+, KL \S+, length \d+\.\d, [\d,]+ tokens/s", printed)
+    assert printed.endswith(f"next: grpo-jax evaluate {tmp_path}/run; grpo-jax export {tmp_path}/run NEW_FOLDER\n")
 
     # The task and the length are the run's; how many prompts are sampled at once makes no difference.
     numbers = evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, "--num-prompts", 3)

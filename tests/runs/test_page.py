@@ -303,7 +303,8 @@ def test_ticks_are_round_numbers(show):
         "reward": ([2, 2.0001], ["1.8", "2.0", "2.2"]),
         "kl": ([0.85, 0.87], ["0.85", "0.86", "0.87"]),  # which is not constant
         "entropy": ([0, 2e-7], ["0", "1e-7", "2e-7"]),
-        "length_mean": ([1e6, 3e6], ["1000000", "2000000", "3000000"]),
+        "length_mean": ([63.8, 64], ["62", "64", "66"]),  # no part of a token
+        "tokens": ([1e6, 3e6], ["1000000", "2000000", "3000000"]),
     }
     page = show(
         [{"phase": "grpo", "step": i} | {name: values[i] for name, (values, _) in ticks.items()} for i in (0, 1)]

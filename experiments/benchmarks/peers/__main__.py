@@ -2,9 +2,10 @@
 
 This library with its defaults, TRL's GRPOTrainer and Tunix's GRPOLearner take turns on the same core, with the same
 decoder, losses and settings. Each peer has a separate environment, which the first call makes with pip (TRL's takes 2
-GB with the CPU build of torch, more with another). A number of the table is the median over the iterations of a process
-from the third to the last but one, because our last iteration waits for two updates. A ratio compares two processes of
-one round: the peer's CPU time over ours.
+GB with the CPU build of torch, more with another).
+
+A number of the table is the median over the iterations of a process from the third to the last but one, because our
+last iteration waits for two updates. A ratio compares two processes of one round: the peer's CPU time over ours.
 
   python -m experiments.benchmarks.peers --shape tiny --rounds 3
 """

@@ -3,9 +3,11 @@
 All train the same model with the same prompts, reward, lengths, loss and optimizer, one process after another, on the
 same core or on a GPU. The clock starts with the process, so it includes imports and compilation. It stands still while
 a snapshot of the policy is saved. Afterwards this library evaluates all snapshots on held-out prompts with the same
-noise. Each library runs with its defaults, and each peer also with settings that are faster on a core of a CPU. An
-entrant with a warm cache reads the programs that the entrant with a cold cache compiled. The figure shows the better
-settings of each peer, the table all of them. Each peer has a separate environment, which the first call makes.
+noise.
+
+Each library runs with its defaults, and each peer also with settings that are faster on a core of a CPU. An entrant
+with a warm cache reads the programs that the entrant with a cold cache compiled. The figure shows the better settings
+of each peer, the table all of them. Each peer has a separate environment, which the first call makes.
 
 The race "words" makes the stories of a small pretrained model happier, and "real" teaches a larger base model the sums
 of experiments.real. The race "arithmetic" needs no model: it exports the warm start of experiments.arithmetic. A

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from experiments.claims.bench import Bench
-from experiments.claims.questions import COIN, START
+from claims.bench import Bench
+from claims.questions import COIN, START
 from experiments.common import collect
 from grpo_jax.statistics import calibration
 

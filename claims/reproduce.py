@@ -1,20 +1,23 @@
 """The claims of the sources, measured and decided: runs the questions, and writes RESULTS.md.
 
-Each question is a file in experiments/claims/questions; `--only NAME` answers one and prints its table. What decides is
-in these files (claims and measures) and in `verdicts` (the rule), both fixed before the runs. The first look is at 10
-seeds. `--look 20` and `--look 40` add new seeds to the questions that have an undecided claim; runs that are there are
-never repeated, nor when only words, the rule or the page change. The folder of --out (runs/results) gets RESULTS.md
-with the answers, and docs/results/ with a page for each question and the numbers of all seeds, numbers.json. `--out .`
-replaces the pages of this repository. With --numbers, the pages are made of such files, without any run. The last line
-of RESULTS.md is a checksum of all numbers, which the same seeds give again on the same kind of machine. Presets other
-than cpu write RESULTS-smoke.md and RESULTS-gpu.md.
+Each question is a file in claims/questions; `--only NAME` answers one and prints its table. What decides is in these
+files (claims and measures) and in `verdicts` (the rule), both fixed before the runs. The first look is at 10 seeds.
+`--look 20` and `--look 40` add new seeds to the questions that have an undecided claim; runs that are there are never
+repeated, nor when only words, the rule or the page change. The command says how long it may take, and continues where
+it was stopped.
 
-  python -m experiments.claims.reproduce --preset cpu
-  python -m experiments.claims.reproduce --preset cpu --look 20
-  python -m experiments.claims.reproduce --preset cpu --only ablate_kl
-  python -m experiments.claims.reproduce --numbers docs/results/numbers.json docs/results/numbers2.json --out .
+The folder of --out (runs/results) gets RESULTS.md with the answers, and docs/results/ with a page for each question and
+the numbers of all seeds, numbers.json. `--out .` replaces the pages of this repository. With --numbers, the pages are
+made of such files, without any run. The last line of RESULTS.md is a checksum of all numbers, which the same seeds give
+again on the same kind of machine. Presets other than cpu write RESULTS-smoke.md and RESULTS-gpu.md.
+
+  python -m claims.reproduce --preset cpu
+  python -m claims.reproduce --preset cpu --look 20
+  python -m claims.reproduce --preset cpu --only ablate_kl
+  python -m claims.reproduce --numbers docs/results/numbers.json docs/results/numbers2.json --out .
 """
 
+import math
 import os
 import signal
 import sys
@@ -28,10 +31,10 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from experiments.claims import answers
-from experiments.claims.bench import Bench, Config, cores
-from experiments.claims.numbers import judge, result_of, write_numbers
-from experiments.claims.pages import (
+from claims import answers
+from claims.bench import Bench, Config, cores
+from claims.numbers import judge, read_numbers, result_of, write_numbers
+from claims.pages import (
     UNLEARNED,
     WHY_UNLEARNED,
     folder_of,
@@ -40,12 +43,14 @@ from experiments.claims.pages import (
     with_interval,
     write_pages,
 )
-from experiments.claims.questions import BY_ID, CLAIMS, COIN, PAGES, QUESTIONS
-from experiments.claims.verdicts import LOOKS, interval
+from claims.questions import BY_ID, CLAIMS, COIN, PAGES, QUESTIONS
+from claims.verdicts import LOOKS, interval
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, report
+from grpo_jax.runs.progress import in_time
 from grpo_jax.runs.report import explain_control
 
+ROOT = Path(__file__).parents[1]
 Answers = Mapping[str, Mapping[str, Any]]  # by question, as `answers.answer` returns them
 
 
@@ -101,13 +106,28 @@ def is_open(name: str, known: Answers) -> bool:
 
 def answer_all(bench: Bench, names: Sequence[str]) -> Answers:
     """Returns the answers to questions; those on disk are read."""
-    known = dict[str, Mapping[str, Any]]()
+    known = {name: it for name in names if (it := answers.present_answer(bench, name))}
+    if missing := [name for name in names if name not in known]:
+        bench.run.say(f"{len(missing)} of {len(names)} questions are open: {expected_time(bench, missing)}")
     with bench.run.progress("question", len(names)) as progress:
-        for place, name in enumerate(names):
-            bench.say = partial(_say, progress, place, name)
-            known[name] = answers.present_answer(bench, name) or answers.answer(bench, name)
+        for name in missing:
+            bench.say = partial(_say, progress, len(known), name)
+            known[name] = answers.answer(bench, name)
         progress(len(names), "")
-    return known
+    return {name: known[name] for name in names}
+
+
+def expected_time(bench: Bench, names: Sequence[str]) -> str:
+    """Returns a sentence on the time that questions take, by the time that the committed results took per seed.
+
+    Some of their runs may be on disk already. Then it takes less.
+    """
+    file = folder_of(ROOT, bench.preset) / "numbers.json"
+    results = read_numbers(file).questions if file.exists() else {}
+    seconds = sum(results[name].seconds / results[name].seeds if name in results else math.nan for name in names)
+    if math.isnan(seconds):
+        return "nobody has measured how long they take"
+    return f"they may take up to {in_time(seconds * len(bench.seeds))} on two CPU cores"
 
 
 def _say(progress: Callable[[int, str], None], place: int, name: str, words: str) -> None:
@@ -152,4 +172,4 @@ def run_guarded(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_guarded(flags.read_flags(Config, prog="python -m experiments.claims.reproduce", description=__doc__))
+    run_guarded(flags.read_flags(Config, prog="python -m claims.reproduce", description=__doc__))

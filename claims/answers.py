@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.claims.bench import Bench, Runs, code_checksum, cores, make_setting
-from experiments.claims.columns import PAIRED, Column, compare, learning_curve, read_column, start_of
-from experiments.claims.figures import save_curves, save_rows
-from experiments.claims.groups import SIGNAL, gradient_signal
-from experiments.claims.numbers import result_of, start_row, with_nan
-from experiments.claims.questions import QUESTIONS, Comparison, Question
+from claims.bench import Bench, Runs, code_checksum, cores, make_setting
+from claims.columns import PAIRED, Column, compare, learning_curve, read_column, start_of
+from claims.figures import save_curves, save_rows
+from claims.groups import SIGNAL, gradient_signal
+from claims.numbers import result_of, start_row, with_nan
+from claims.questions import QUESTIONS, Comparison, Question
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.files import read_object, write_json
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from experiments.claims.bench import Bench
-from experiments.claims.testbeds import ADDITIONS
+from claims.bench import Bench
+from claims.testbeds import ADDITIONS
 from experiments.tasks.arithmetic import EOS_ID, PAD_ID
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.models.policy import Policy, decoder_policy

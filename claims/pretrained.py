@@ -2,9 +2,9 @@
 
 Each setting is run with each seed, and a run whose file is on disk is not repeated: after a stop the same command
 continues. `--numbers` then adds the settings whose runs are all there to a file of numbers, of which
-`experiments.claims.reproduce --numbers` makes the pages.
+`claims.reproduce --numbers` makes the pages.
 
-  python -m experiments.claims.pretrained --model DIR --numbers docs/results/numbers.json
+  python -m claims.pretrained --model DIR --numbers docs/results/numbers.json
 """
 
 import hashlib
@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments.claims.answers import hardware, measure_runs
-from experiments.claims.bench import Runs, Setting, code_checksum, read_run
-from experiments.claims.numbers import add_answer
-from experiments.claims.questions import QUESTIONS
+from claims.answers import hardware, measure_runs
+from claims.bench import Runs, Setting, code_checksum, read_run
+from claims.numbers import add_answer
+from claims.questions import QUESTIONS
 from experiments.stories import make_description
 from experiments.tasks.rewards import happy_sentences
 from experiments.tasks.stories import stories_task
@@ -186,7 +186,7 @@ def answer_of(config: Config) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    options = flags.read_flags(Config, prog="python -m experiments.claims.pretrained", description=__doc__)
+    options = flags.read_flags(Config, prog="python -m claims.pretrained", description=__doc__)
     flags.keep_programs()
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs each checkpoint
     try:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.claims.bench import Size
-from experiments.claims.questions import BY_ID, CLAIMS, COIN, PAGES, QUESTIONS, RETESTS, START
-from experiments.claims.verdicts import UNDECIDED, Decision, decide, decide_once, needed
+from claims.bench import Size
+from claims.questions import BY_ID, CLAIMS, COIN, PAGES, QUESTIONS, RETESTS, START
+from claims.verdicts import UNDECIDED, Decision, decide, decide_once, needed
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.files import finite, read_object, write_text
 from grpo_jax.statistics import Interval, interval_over_runs

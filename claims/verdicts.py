@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy import special, stats
 
-from experiments.claims.questions import Claim, Scale
+from claims.questions import Claim, Scale
 from grpo_jax.statistics import Interval
 
 Verdict = Literal["no difference that matters", "supported", "contradicted", "undecided"]

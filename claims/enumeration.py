@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims.bench import Bench, make_setting
-from experiments.claims.questions import COIN, START
-from experiments.claims.testbeds import ARITHMETIC, first_prompts
+from claims.bench import Bench, make_setting
+from claims.questions import COIN, START
+from claims.testbeds import ARITHMETIC, first_prompts
 from experiments.common import collect
 from experiments.tasks.arithmetic import EOS_ID, MAX_TOKENS, PAD_ID
 from experiments.whole_run import DeviceTask

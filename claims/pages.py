@@ -14,12 +14,12 @@ from string import Template
 
 import numpy as np
 
-from experiments.claims import questions as asked
-from experiments.claims.bench import SIZES
-from experiments.claims.figures import save_curves, save_forest, save_rows
-from experiments.claims.numbers import SCORES, Numbers, Result, read_numbers
-from experiments.claims.questions import Claim, Evidence, Scale
-from experiments.claims.verdicts import LOOKS, POWER, VERDICTS, Decision, detectable, standard_error
+from claims import questions as asked
+from claims.bench import SIZES
+from claims.figures import save_curves, save_forest, save_rows
+from claims.numbers import SCORES, Numbers, Result, read_numbers
+from claims.questions import Claim, Evidence, Scale
+from claims.verdicts import LOOKS, POWER, VERDICTS, Decision, detectable, standard_error
 from grpo_jax.runs.files import write_text
 from grpo_jax.statistics import Interval, interval_over_runs
 

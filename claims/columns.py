@@ -6,9 +6,9 @@ from functools import partial
 
 import numpy as np
 
-from experiments.claims.bench import Runs
-from experiments.claims.questions import Comparison
-from experiments.claims.testbeds import ALL_RIGHT, has_carry
+from claims.bench import Runs
+from claims.questions import Comparison
+from claims.testbeds import ALL_RIGHT, has_carry
 from experiments.whole_run import OF_SAMPLING
 from grpo_jax.errors import UsageError
 from grpo_jax.statistics import best_of

@@ -20,8 +20,8 @@ import numpy as np
 from rich.console import Console
 
 import grpo_jax
+from claims.testbeds import TESTBEDS, Testbed
 from experiments import whole_run
-from experiments.claims.testbeds import TESTBEDS, Testbed
 from grpo_jax.checks import validate
 from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.errors import UsageError
@@ -75,7 +75,7 @@ class Config:
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
     only: tuple[str, ...] = ()
-    """Questions to answer and print, without pages; names of files in experiments/claims/questions."""
+    """Questions to answer and print, without pages; names of files in claims/questions."""
     look: Literal[10, 20, 40] | None = None
     """Seeds of the look, for questions that the looks before left open. None: the first look, or `num_seeds`."""
     out: Path = Path("runs/results")
@@ -217,7 +217,7 @@ class Bench:
         """
         if not 0 <= config.seed < 2**31:
             raise UsageError(f"seed is {config.seed}: it must be between 0 and 2^31 - 1")
-        self.size, self.say = size_of(config), say
+        self.preset, self.size, self.say = config.preset, size_of(config), say
         some = range(config.seed, config.seed + self.size.seeds + len(TUNED_ON))
         self.seeds = [seed for seed in some if seed not in TUNED_ON][: self.size.seeds]
         options = {"code": code_checksum(), **self.size._replace(seeds=0)._asdict()}
@@ -386,7 +386,7 @@ def code_checksum() -> str:
 
 
 def _sources() -> list[Path]:
-    experiments, package = Path(__file__).parents[1], Path(grpo_jax.__file__).parent
+    experiments, package = Path(whole_run.__file__).parent, Path(grpo_jax.__file__).parent
     parts = ("functional", "models", "sampling", "data", "tasks", "rl", "offline")
     folders = [experiments / "tasks", *(package / part for part in parts)]
     of_package = [file for folder in folders for file in sorted(folder.rglob("*.py"))]

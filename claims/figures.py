@@ -9,8 +9,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from experiments.claims.questions import COIN, START, Claim
-from experiments.claims.verdicts import BANDS, Decision
+from claims.questions import COIN, START, Claim
+from claims.verdicts import BANDS, Decision
 from grpo_jax.statistics import Interval
 
 matplotlib.use("Agg")

@@ -1,12 +1,14 @@
 """How often the rule of `verdicts` is wrong, and how often it finds a difference, on numbers of known means.
 
-Whole families of claims with all their looks are simulated, as `questions` has them. Means are put where a
-verdict is false: at no difference, at the edge of what matters, and at the bound of the claim's own range. Deviations
-are those seen over seeds, 0.0029 to 0.01 where tasks are nearly solved and 0.025 to 0.05 where they are not; claims are
-independent, or share half of their variance, as claims with a common arm do; values are normal, or have Student's tails
-at 3 degrees. The last two lines have for each claim the deviation that its own seeds had. Five minutes on two cores.
+Whole families of claims with all their looks are simulated, as `questions` has them. Means are put where a verdict is
+false: at no difference, at the edge of what matters, and at the bound of the claim's own range.
 
-  python -m experiments.claims.simulated
+Deviations are those seen over seeds, 0.0029 to 0.01 where tasks are nearly solved and 0.025 to 0.05 where they are not;
+claims are independent, or share half of their variance, as claims with a common arm do; values are normal, or have
+Student's tails at 3 degrees. The last two lines have for each claim the deviation that its own seeds had. Five minutes
+on two cores.
+
+  python -m claims.simulated
 """
 
 import math
@@ -20,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import tyro
 
-from experiments.claims.numbers import read_numbers
-from experiments.claims.questions import CLAIMS, Claim
-from experiments.claims.verdicts import BANDS, LOOKS, Decision, Verdict, decide, standard_error
+from claims.numbers import read_numbers
+from claims.questions import CLAIMS, Claim
+from claims.verdicts import BANDS, LOOKS, Decision, Verdict, decide, standard_error
 
 DEVIATIONS = (0.0029, 0.01, 0.025, 0.05)
 WAYS = {"normal": (0.0, math.inf), "correlated": (0.5, math.inf), "heavy tails": (0.0, 3.0)}  # correlation, degrees
@@ -150,4 +152,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, prog="python -m experiments.claims.simulated", description=__doc__))
+    main(tyro.cli(Config, prog="python -m claims.simulated", description=__doc__))
