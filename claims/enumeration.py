@@ -19,11 +19,12 @@ from claims.testbeds import ARITHMETIC, first_prompts
 from experiments.common import collect
 from experiments.tasks.arithmetic import EOS_ID, MAX_TOKENS, PAD_ID
 from experiments.whole_run import DeviceTask
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.ppo import critic_policy
 from grpo_jax.sampling.sampler import Completions
@@ -58,7 +59,7 @@ def all_completions(policy: Policy, params: Params, prompts: Prompts, *, length:
     rows = all_token_lists(vocabulary, length)
     # The probabilities of the last token depend on the tokens before it alone.
     asked = all_token_lists(vocabulary, length - 1)
-    each = np.asarray(_next_tokens(policy, params, prompts.ids, prompts.mask, asked), np.float64)
+    each = np.asarray(_next_tokens(policy, params, prompts.tokens, asked), np.float64)
     running = np.cumsum(rows == eos_id, axis=1) - (rows == eos_id) == 0
     chosen = each[:, np.arange(len(rows))[:, None] // vocabulary, np.arange(length), rows]
     chosen = np.where(running, chosen, rows == pad_id)
@@ -67,7 +68,7 @@ def all_completions(policy: Policy, params: Params, prompts: Prompts, *, length:
 
 def rewards_of(task: DeviceTask, tree: Tree, prompts: Prompts) -> jax.Array:
     """Gold scores of all completions, `[N, L]`."""
-    ids, mask = (jnp.broadcast_to(x, (len(prompts.ids), *x.shape)) for x in (tree.ids, tree.mask))
+    ids, mask = (jnp.broadcast_to(x, (len(prompts.examples), *x.shape)) for x in (tree.ids, tree.mask))
     unread = jnp.zeros(ids.shape)
     written = Completions(ids, mask, unread, None, jnp.zeros(ids.shape[:2], bool))
     return task.gold(task.targets(prompts.examples), written, jax.random.key(0))
@@ -83,7 +84,7 @@ def values_of(policy: Policy, critic: Headed, tree: Tree, prompts: Prompts) -> j
       prompts: N.
     """
     vocabulary = tree.probabilities.shape[1]
-    values = _values(policy, critic, prompts.ids, prompts.mask, all_token_lists(vocabulary, tree.ids.shape[1] - 1))
+    values = _values(policy, critic, prompts.tokens, all_token_lists(vocabulary, tree.ids.shape[1] - 1))
     return jnp.repeat(values, vocabulary, axis=1)  # whatever the last token is
 
 
@@ -122,17 +123,17 @@ def expectation(tree: Tree, values: np.ndarray, t: int) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnums=0)
-def _next_tokens(policy: Policy, params: Params, ids: jax.Array, mask: jax.Array, rows: jax.Array) -> jax.Array:
+def _next_tokens(policy: Policy, params: Params, prompt: PromptTokens, rows: jax.Array) -> jax.Array:
     """Probabilities of each token of rows and of the one behind, `[N, rows, T, V]`."""
-    forced = jnp.broadcast_to(jnp.pad(rows, [(0, 0), (0, 1)]), (len(ids), len(rows), rows.shape[1] + 1))
-    hidden = policy.hidden(params, ids, mask, forced)
+    forced = jnp.broadcast_to(jnp.pad(rows, [(0, 0), (0, 1)]), (len(prompt), len(rows), rows.shape[1] + 1))
+    hidden = policy.hidden(params, prompt, forced)
     return jax.nn.softmax(jnp.einsum("ngtd,vd->ngtv", hidden, policy.unembedding(params)))
 
 
 @partial(jax.jit, static_argnums=0)
-def _values(policy: Policy, critic: Headed, ids: jax.Array, mask: jax.Array, rows: jax.Array) -> jax.Array:
-    forced = jnp.broadcast_to(rows, (len(ids), *rows.shape))
-    return heads.values(policy, critic, ids, mask, forced, jnp.ones(forced.shape, bool))
+def _values(policy: Policy, critic: Headed, prompt: PromptTokens, rows: jax.Array) -> jax.Array:
+    forced = jnp.broadcast_to(rows, (len(prompt), *rows.shape))
+    return heads.values(policy, critic, prompt, forced, jnp.ones(forced.shape, bool))
 
 
 # ---- the question `gae_bias_variance`

@@ -16,6 +16,7 @@ from claims.testbeds import ADDITIONS
 from experiments.tasks.arithmetic import EOS_ID, PAD_ID
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.source import to_batch
@@ -29,7 +30,7 @@ SIGNAL = "signal in a prompt's gradient"  # the name of its column
 def make_gradients(policy: Policy, config: GRPOConfig) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Returns a function of groups to gradients of the method's own loss on one group, before any step.
 
-    It takes params, prompt ids, prompt mask, completions `[N, G, ...]`, rewards `[N, G]` and sets `[R, N]`, the weights
+    It takes params, prompts, completions `[N, G, ...]`, rewards `[N, G]` and sets `[R, N]`, the weights
     of groups in a mean. It returns the norm of each group's gradient, `[N]`, and the means over sets, `[R, D]`.
 
     Args:
@@ -39,15 +40,16 @@ def make_gradients(policy: Policy, config: GRPOConfig) -> Callable[..., tuple[ja
     method = grpo_method(policy, config)
 
     def of_group(params: Params, group: tuple) -> jax.Array:
-        ids, mask, completions, rewards = jax.tree.map(lambda x: x[None], group)
+        prompt, completions, rewards = jax.tree.map(lambda x: x[None], group)
         ones = jnp.ones(rewards.shape)
-        batch, _, _ = method.advantage(RewardArrays(rewards, ones > 0), to_batch(ids, mask, ones, completions), 0.0)
+        batch, _, _ = method.advantage(RewardArrays(rewards, ones > 0), to_batch(prompt, ones, completions), 0.0)
         batch = batch._replace(weights=method.aggregation(batch.completion_mask))
-        return ravel_pytree(jax.grad(lambda params: loss_of(method, {"policy": params}, batch)[0])(params))[0]
+        gradient = jax.grad(lambda params: loss_of(method, (None, {}), {"policy": params}, batch)[0])
+        return ravel_pytree(gradient(params))[0]
 
     @jax.jit
-    def gradients_of(params, ids, mask, completions, rewards, sets) -> tuple[jax.Array, jax.Array]:
-        gradients = jax.lax.map(partial(of_group, params), (ids, mask, completions, rewards))
+    def gradients_of(params, prompt, completions, rewards, sets) -> tuple[jax.Array, jax.Array]:
+        gradients = jax.lax.map(partial(of_group, params), (prompt, completions, rewards))
         return jnp.linalg.norm(gradients, axis=-1), sets @ gradients
 
     return gradients_of
@@ -84,18 +86,18 @@ def gradient_signal(bench: Bench, seed: int, group_size: int, *, prompts: int = 
     task = ADDITIONS.task(num_prompts=prompts, seed=seed, heldout=1)
     drawn, params = task.task.prompts(0), bench.start(ADDITIONS, seed)
     examples = [example for example in drawn.examples for _ in range(2)]
-    ids, mask = (np.repeat(x, 2, axis=0) for x in (drawn.ids, drawn.mask))
-    completions = _sampled(params, ids, mask, step_key(seed, SAMPLING, 0), group_size)
+    prompt = drawn.tokens.take(np.repeat(np.arange(len(drawn.examples)), 2))
+    completions = _sampled(params, prompt, step_key(seed, SAMPLING, 0), group_size)
     rewards = task.reward(task.targets(examples), completions, step_key(seed, REWARD, 0))
     pairs = np.repeat(np.eye(prompts), 2, axis=1) / 2
-    return signal(*jax.device_get(_gradients()(params, ids, mask, completions, rewards, pairs)))
+    return signal(*jax.device_get(_gradients()(params, prompt, completions, rewards, pairs)))
 
 
 @partial(jax.jit, static_argnames="pool")
-def _sampled(params: Params, ids: jax.Array, mask: jax.Array, key: jax.Array, pool: int) -> Completions:
-    policy, rows = decoder_policy(ADDITIONS.model), jnp.arange(ids.shape[0] * pool).reshape(-1, pool)
+def _sampled(params: Params, prompt: PromptTokens, key: jax.Array, pool: int) -> Completions:
+    policy, rows = decoder_policy(ADDITIONS.model), jnp.arange(len(prompt) * pool).reshape(-1, pool)
     length = ADDITIONS.max_tokens
-    return sample_groups(policy, params, ids, mask, rows, key, max_tokens=length, eos_ids=(EOS_ID,), pad_id=PAD_ID)
+    return sample_groups(policy, params, prompt, rows, key, max_tokens=length, eos_ids=(EOS_ID,), pad_id=PAD_ID)
 
 
 @cache

@@ -33,7 +33,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.options import Size, options_of
 from grpo_jax.prepare import Loaded, load_model
 from grpo_jax.rl.grpo import grpo_method, make_group_advantage
-from grpo_jax.rl.iteration import Programs, make_method_programs
+from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task, random_reward

@@ -20,14 +20,15 @@ from experiments.common import completions_batch, warm_start
 from experiments.tasks import arithmetic, letters
 from experiments.whole_run import DeviceTask
 from grpo_jax.config import with_options
-from grpo_jax.data.types import Example, Prompts, pad_completions, rng
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import Example, pad_completions, rng
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.rl.types import Batch
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
+from grpo_jax.step.types import Batch
 
 UNSOLVABLE = 0.1  # share of additions whose answer is never right, the same ones for every seed
 WRONG, WRONG_CARRIED = 0.5, 0.97  # shares of wrong labels in the start of `ADDITIONS`
@@ -243,7 +244,7 @@ def _start_of_words(seed: int, steps: int, run: RunFolder) -> Params:
 
 def first_prompts(prompts: Prompts, count: int) -> Prompts:
     """The first of some prompts."""
-    return Prompts(prompts.ids[:count], prompts.mask[:count], prompts.examples[:count])
+    return prompts.take(np.arange(count))
 
 
 # The last, `draw`, is the seed of a run.

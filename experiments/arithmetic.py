@@ -21,7 +21,7 @@ import numpy as np
 from experiments import common
 from experiments.tasks import arithmetic
 from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params

@@ -17,7 +17,7 @@ from experiments import plots
 from experiments.tasks.characters import Characters
 from grpo_jax import hosts
 from grpo_jax.data.packing import Packed
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.fit import fit
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
@@ -27,12 +27,12 @@ from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.options import Positive, Size
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.iteration import Programs
-from grpo_jax.rl.types import Batch
+from grpo_jax.rl.programs import Programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 
 # ---- small new models
@@ -73,7 +73,7 @@ def completions_batch(prompts: Prompts, ids: np.ndarray, mask: np.ndarray) -> Ba
       ids: The tokens of the completions, int32 `[N, 1, T]`.
       mask: The tokens to train on, bool `[N, 1, T]`.
     """
-    return Batch(prompts.ids, prompts.mask, ids, mask, np.ones(ids.shape[:2], np.float32))
+    return Batch(prompts.tokens, ids, mask, np.ones(ids.shape[:2], np.float32))
 
 
 def warm_start(

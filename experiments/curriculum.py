@@ -24,7 +24,8 @@ import numpy as np
 from experiments.common import Seeds, WarmOptions, collect, imitate, over_seeds, print_over_seeds, save_over_seeds
 from experiments.tasks.characters import Characters, encode_examples
 from grpo_jax.config import GRPOConfig, recipe, with_options
-from grpo_jax.data.types import Completion, Example, Prompts, rng
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import Completion, Example, rng
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import decoder_policy

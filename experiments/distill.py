@@ -43,12 +43,13 @@ from grpo_jax.options import Positive, Size, Weight
 from grpo_jax.rl.distillation import make_distillation_programs
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.types import SAMPLING, Batch, noise_of
+from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import HeldoutResult, evaluate_heldout, train_with_evaluation
 

@@ -93,8 +93,8 @@ from grpo_jax.prepare import Loaded, load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
+from grpo_jax.rl.programs import Programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import RunFolder

@@ -54,13 +54,14 @@ from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Size
 from grpo_jax.rl.grade import grade_completions
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
-from grpo_jax.rl.types import LABELLING, Batch, noise_of
+from grpo_jax.rl.types import LABELLING, noise_of
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import HeldoutResult, evaluate_heldout, train_with_evaluation
 

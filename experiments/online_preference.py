@@ -52,11 +52,11 @@ from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Fraction, Size
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
-from grpo_jax.rl.iteration import Programs
-from grpo_jax.rl.types import Batch
+from grpo_jax.rl.programs import Programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import evaluate_heldout, train_with_evaluation
 

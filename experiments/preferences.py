@@ -40,6 +40,7 @@ from grpo_jax.fit import fit
 from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import (
     PairBatch,
@@ -51,10 +52,10 @@ from grpo_jax.offline.pairs import (
 )
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.options import Positive, Seed, Size
-from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
+from grpo_jax.step.types import TrainState
 
 VOCAB, TOKENS, PROMPTS = 8, 3, 4
 POLICY = decoder_policy(ModelConfig(VOCAB, 32, 64, 2, 2, 2, 16, initializer_range=0.3))
@@ -221,7 +222,8 @@ def log_probabilities(params: Params) -> np.ndarray:
 def _log_probabilities(params: Params) -> jax.Array:
     prompts = np.arange(PROMPTS, dtype=np.int32)[:, None]
     ids = np.broadcast_to(COMPLETIONS, (PROMPTS, *COMPLETIONS.shape))
-    everything = PairBatch(prompts, np.ones_like(prompts, bool), ids, np.ones_like(ids, bool), np.zeros(PROMPTS))
+    prompt, mask = PromptTokens(prompts, np.ones_like(prompts, bool)), np.ones_like(ids, bool)
+    everything = PairBatch(prompt, ids, mask, np.zeros(PROMPTS))
     return pair_logprobs(POLICY, params, everything)
 
 

@@ -29,12 +29,12 @@ from grpo_jax.prepare import load_model
 from grpo_jax.rl.evaluate import Evaluation, Samples
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.runs.report import finish
 from grpo_jax.statistics import cell
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch
 from grpo_jax.train import train_with_control
 
 
@@ -75,13 +75,13 @@ def main(config: Config) -> None:
     start = place(model.params, devices_of(config.train))
     run = flags.open_run(config)
     keep_description(run, model.pretrained, config.model, chat=False)
-    width = task.heldout.ids.shape[1] + config.train.sampling.max_tokens
+    width = task.heldout.tokens.width + config.train.sampling.max_tokens
     run.warn(length_warning(width, model.pretrained.config.max_position_embeddings))
     stories: list[str] = []
     describe = make_description(model.policy, start, config.train)
 
     def examine(evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:
-        prompts, completions = calls[0].prompts, calls[0].completions
+        prompts, completions = calls[0].prompts.tokens, calls[0].completions
         stories.append(task.decode([*prompts.ids[0][prompts.mask[0]], *completions.completion_ids[0, 0]]))
         return describe(evaluation, calls)
 
@@ -119,7 +119,7 @@ def make_description(
             sampled = mask & chosen[..., None]
             # The sampler's log-probabilities have this temperature.
             temperature = np.full(chosen.shape, config.sampling.temperature, np.float32)
-            scores = score(start, Batch(call.prompts.ids, call.prompts.mask, ids, mask, temperature))
+            scores = score(start, Batch(call.prompts.tokens, ids, mask, temperature))
             start_logprob += float(np.asarray(scores.logprobs)[sampled].sum())
             logprob += float(call.completions.sampler_logprobs[sampled].sum())
             tokens += sampled.sum()

@@ -30,8 +30,9 @@ from experiments import chapter
 from experiments.chapter import signed
 from grpo_jax import functional as F
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
+from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.text import check_ids, encode_prompts
-from grpo_jax.data.types import Completion, Example, pad_prompts
+from grpo_jax.data.types import Completion, Example
 from grpo_jax.devices import ONE_DEVICE
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import Objective
@@ -46,13 +47,14 @@ from grpo_jax.prepare import load_model
 from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.guards import has_spread
-from grpo_jax.rl.iteration import Programs
-from grpo_jax.rl.scorers import score_completion_tokens
+from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
-from grpo_jax.rl.types import SAMPLING, Array, Batch, Graded, noise_of
+from grpo_jax.rl.types import SAMPLING, Graded, noise_of
 from grpo_jax.rl.update import optimizer_step
 from grpo_jax.runs import flags
 from grpo_jax.sampling.sampler import Completions
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Array, Batch
 from grpo_jax.tasks.task import Task
 
 CONSOLE = Console(highlight=False)
@@ -165,8 +167,8 @@ def main(config: Config) -> Walk:
     heading("3. Advantages: (reward − mean) / (standard deviation + ε)", "functional.group_advantages")
     show_advantages(graded.rewards, advantages)
 
-    heading("4. Log-probabilities of the sampled tokens", "rl.scorers.score_completion_tokens")
-    batch = to_batch(task.heldout.ids, task.heldout.mask, temperature, sampled)
+    heading("4. Log-probabilities of the sampled tokens", "step.scores.score_completion_tokens")
+    batch = to_batch(task.heldout.tokens, temperature, sampled)
     start = np.asarray(score(params, batch).logprobs)
     plain = np.asarray(score(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
     # The initial policy is both the sampler and the reference.
@@ -182,7 +184,7 @@ def main(config: Config) -> Walk:
     heading("7. One optimizer step", "rl.update.optimizer_step")
     updated, metrics = updates(policy, programs, options, params, batch)
 
-    heading("8. The same completions after the update", "rl.scorers.score_completion_tokens")
+    heading("8. The same completions after the update", "step.scores.score_completion_tokens")
     after = terms(np.asarray(score(updated, batch).logprobs), batch, algorithm)
     show_terms(tokens, after, mask)
     say(f"loss of a second pass over this rollout: {after.loss:.4f}")
@@ -223,7 +225,7 @@ def updates(
     without_kl = grpo_method(policy, with_options(options, kl_coef=0.0))
 
     trained, frozen = split({"policy": params})
-    step = jax.jit(partial(optimizer_step, without_kl, options, frozen, None, ONE_DEVICE))
+    step = jax.jit(partial(optimizer_step, without_kl, options, frozen, ONE_DEVICE))
 
     def update(advantages: np.ndarray) -> tuple[Params, dict[str, float]]:
         state, metrics = step(programs.initial_state(trained), batch._replace(advantages=advantages))
@@ -282,7 +284,7 @@ def exact_kl(policy: Policy, params: Params, reference: Params, batch: Batch) ->
     """KL(π ‖ π_ref) over the whole vocabulary, at each sampled token of a batch, `[N, G, T]`."""
 
     def logits(params: Params) -> jax.Array:
-        hidden = policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+        hidden = policy.hidden(params, batch.prompt, batch.completion_ids)
         unembedding = policy.unembedding(params)
         products = jnp.einsum("ngtd,vd->ngtv", hidden, unembedding, preferred_element_type=jnp.float32)
         return products / batch.temperature[..., None, None]

@@ -22,16 +22,19 @@ from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
 from grpo_jax.models.params import join, split
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl.evaluate import heldout_calls
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.optimizer import init_state
+from grpo_jax.rl.hooks import with_fixed_reference
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, sample_completions, to_batch
-from grpo_jax.rl.types import EVALUATION, REWARD, SAMPLING, Array, Method, RewardArrays, TrainState, step_key
+from grpo_jax.rl.types import EVALUATION, REWARD, SAMPLING, Method, RewardArrays, step_key
 from grpo_jax.rl.update import learn, models_of
 from grpo_jax.sampling.sampler import Completions
+from grpo_jax.step.optimizer import init_state
+from grpo_jax.step.types import Array, TrainState
 from grpo_jax.tasks.task import Task
 
 # Metrics of the rollout of a step, before its updates.
@@ -63,8 +66,7 @@ class DeviceTask(NamedTuple):
 class Prompts(NamedTuple):
     """Prompts on the device, with leading axes of steps or calls."""
 
-    ids: Array  # int32 [..., N, P]
-    mask: Array  # bool [..., N, P]
+    tokens: PromptTokens  # [..., N, P]
     targets: Any  # [..., N, ...]
 
 
@@ -146,16 +148,16 @@ def whole_run(
     fields = options_of(config).keys()
 
     def run(params: Params, prompts: Prompts, heldout: Heldout, seed: Array, options: Mapping[str, Array]) -> History:
-        if prompts.ids.shape[:2] != (loop.steps, loop.sampling.num_prompts):
+        if prompts.tokens.ids.shape[:2] != (loop.steps, loop.sampling.num_prompts):
             raise UsageError(
-                f"prompts are {prompts.ids.shape[1]} of {prompts.ids.shape[0]} steps, but the run has "
+                f"prompts are {prompts.tokens.ids.shape[1]} of {prompts.tokens.ids.shape[0]} steps, but the run has "
                 f"{loop.sampling.num_prompts} of {loop.steps}: make both by prompts_of and the task's num_prompts"
             )
         settings = with_options(config, **{name: value for name, value in options.items() if name in fields})
         rewarded = partial(task.reward, **{name: value for name, value in options.items() if name not in fields})
         method, chosen = make_method(policy, settings), run_of(settings)
-        trained, frozen = split(params)
-        common = _Run(policy, method, task.task, rewarded, task.gold, chosen, params["policy"], frozen, seed)
+        trained, frozen = split(with_fixed_reference(params, chosen))
+        common = _Run(policy, method, task.task, rewarded, task.gold, chosen, frozen, seed)
         temperature = chosen.sampling.temperature if heldout_temperature is None else heldout_temperature
         evaluate = partial(_evaluate, common, heldout, temperature)
 
@@ -218,7 +220,6 @@ class _Run(NamedTuple):
     reward: DeviceReward
     gold: DeviceReward
     config: GRPOConfig
-    start: Params  # the policy's parameters where training starts: the reference, unless it moves
     frozen: Any
     seed: Array
 
@@ -232,7 +233,7 @@ class _Carry(NamedTuple):
 
 def _iterate(run: _Run, carry: _Carry, inputs: tuple[Array, Prompts]) -> tuple[_Carry, dict[str, jax.Array]]:
     """Takes one iteration of the loop: sample, reward, score, learn."""
-    policy, method, task, reward, gold, config, start, frozen, seed = run
+    policy, method, task, reward, gold, config, frozen, seed = run
     step, prompts = inputs
     state, earlier = carry
     # The ordinary loop samples rollouts ahead. Here the policy of that earlier step samples the same rollout now.
@@ -241,21 +242,21 @@ def _iterate(run: _Run, carry: _Carry, inputs: tuple[Array, Prompts]) -> tuple[_
     numbers = jnp.asarray(completion_numbers(config.sampling))
 
     # ---- sample, and reward
-    actor, ids, key = join(oldest, frozen["policy"]), (prompts.ids, prompts.mask), step_key(seed, SAMPLING, step)
-    completions = sample_completions(policy, task, config.sampling, actor, ids, numbers, temperature, key)
+    actor, prompt, key = join(oldest, frozen["policy"]), prompts.tokens, step_key(seed, SAMPLING, step)
+    completions = sample_completions(policy, task, config.sampling, actor, prompt, numbers, temperature, key)
     rewards = reward(prompts.targets, completions, step_key(seed, REWARD, step))
     scores = gold(prompts.targets, completions, step_key(seed, REWARD, step))
 
     # ---- score
-    batch = to_batch(prompts.ids, prompts.mask, temperature, completions)
-    models = models_of(state.params, frozen, start, state.extras)
+    batch = to_batch(prompt, temperature, completions)
+    models = models_of(state.params, frozen, state.extras)
     batch = batch._replace(**score_rollout(method, config, models, batch))
     if takes_sampler_logprobs(config):
         batch = batch._replace(old_logprobs=completions.sampler_logprobs)
 
     # ---- learn
     graded = RewardArrays(rewards, jnp.ones(rewards.shape, bool))
-    state, learned = learn(method, config, state, frozen, start, batch, graded, (seed, step))
+    state, learned = learn(method, config, state, frozen, batch, graded, (seed, step))
     return _Carry(state, tuple(later)), _sampling_metrics(completions, rewards, scores) | learned.metrics
 
 
@@ -269,7 +270,7 @@ def _evaluate(run: _Run, heldout: Heldout, temperature: Array, state: TrainState
             run.task,
             run.config.sampling,
             actor,
-            (heldout.prompts.ids, heldout.prompts.mask),
+            heldout.prompts.tokens,
             heldout.numbers,
             jnp.where(heldout.greedy, 0.0, temperature),
             key,
@@ -298,7 +299,7 @@ def _sampling_metrics(completions: Completions, rewards: jax.Array, scores: jax.
 
 
 def _encoded(task: DeviceTask, prompts: Any) -> Prompts:
-    return Prompts(prompts.ids, prompts.mask, task.targets(prompts.examples))
+    return Prompts(prompts.tokens, task.targets(prompts.examples))
 
 
 def stacked(trees: Sequence[Any]) -> Any:

@@ -370,11 +370,6 @@ class GRPOConfig(PhaseConfig):
         """True if completions of training are graded."""
         return self.distillation.reward_coef > 0
 
-    @property
-    def packs(self) -> bool:
-        """True if the loss needs only numbers of sampled tokens, so that completions of a prompt may share a row."""
-        return self.loss.divergence == "preset" and self.distillation.distillation in ("none", "k1")
-
 
 # ---- presets
 

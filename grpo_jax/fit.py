@@ -8,9 +8,9 @@ from grpo_jax.config import LoggingConfig
 from grpo_jax.devices import devices_of, place, shardings
 from grpo_jax.models.params import join, split
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs, take_step
-from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.runner import run_steps
+from grpo_jax.step.types import TrainState
 
 
 def fit(

@@ -27,7 +27,7 @@ from grpo_jax.planning.memory import Plan, choose, shape_of
 from grpo_jax.rewards.reward import named_components, try_reward
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, keep_files
@@ -331,7 +331,7 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     Raises:
       UsageError: Nothing fits. The message names options that would.
     """
-    config, width = run_of(options.train), task.prompts(0).ids.shape[-1]
+    config, width = run_of(options.train), task.prompts(0).tokens.width
     longest = width + config.sampling.completion_width
     models = {role: loaded_for_texts(model, longest) for role, model in models.items()}
     policy, devices = models["policy"], devices_of(config)
@@ -364,12 +364,13 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
     run.say(str(plan))
     if not plan.fits:
         run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
-    if len(widths := prepared.programs.sampler.prompt_widths) > 1:
+    group_tokens = prepared.programs.sampler.group_tokens
+    if group_tokens and len(widths := prepared.task.heldout.tokens.batch_widths(group_tokens)) > 1:
         words = ", ".join(map(str, widths))
         run.say(f"prompts are sampled at widths of {words} tokens; the first step of each width compiles a program")
     keep_description(run, pretrained, prepared.options.model, chat)
     for role, model in prepared.models.items():
         if role != "policy":
             keep_files(run, role, model.pretrained)
-    width = prepared.task.heldout.ids.shape[1] + prepared.programs.config.sampling.completion_width
+    width = prepared.task.heldout.tokens.width + prepared.programs.config.sampling.completion_width
     run.warn(length_warning(width, pretrained.config.max_position_embeddings))

@@ -22,19 +22,20 @@ from grpo_jax.rl.evaluate import (
     summary,
 )
 from grpo_jax.rl.grade import grader_warnings
-from grpo_jax.rl.iteration import Programs, check_programs, compile_ahead, iterate, make_iteration
-from grpo_jax.rl.source import empty_queue
-from grpo_jax.rl.types import TrainState
+from grpo_jax.rl.hooks import with_fixed_reference
+from grpo_jax.rl.iteration import iterate, make_iteration
+from grpo_jax.rl.programs import Programs, check_programs, compile_ahead
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import watched
 from grpo_jax.runs.runner import run_steps
 from grpo_jax.statistics import paired_difference
+from grpo_jax.step.types import TrainState
 from grpo_jax.tasks.task import Task, inputs_of, random_reward
 
 CONTROL = "control"
 PHASES = ("grpo", CONTROL)
-STATE_AXES: Any = TrainState(None, None, None, None, 0)  # type: ignore[arg-type]  # rollouts are spread over devices
+STATE_AXES: Any = TrainState(None, None, None, None, 0)  # type: ignore[arg-type]  # 0: spread over devices
 
 
 def train(
@@ -79,11 +80,11 @@ def train(
         run.warn_once(note, note)
     run.keep_inputs(phase, inputs_of(task))
     devices, logging = programs.sampler.devices, config.logging
-    trained, frozen = split(placement.place(params, devices))
+    trained, frozen = split(with_fixed_reference(placement.place(params, devices), config))
     it = make_iteration(phase, programs, trained, frozen, task, reward or task.reward, config, timed=run.timed)
 
     def initial_state() -> TrainState:
-        return programs.initial_state(trained)._replace(queue=empty_queue(task, config.sampling))
+        return programs.initial_state(trained)._replace(source=it.initial_source())
 
     def take_step(
         state: TrainState, step: int, on_dispatch: Callable[[], None]

@@ -20,9 +20,9 @@ def states_of_rows(params, rows):
     return states(params, rows.predicting(rows.tokens)), None
 
 
-def prefill(params, prompt_ids, prompt_mask, group_size, max_tokens):
-    del prompt_mask, group_size, max_tokens
-    return states(params, prompt_ids[:, -1]), lambda cache, ids, step: (states(params, ids), cache), ()
+def prefill(params, prompt, group_size, max_tokens):
+    del group_size, max_tokens
+    return states(params, prompt.ids[:, -1]), lambda cache, ids, step: (states(params, ids), cache), ()
 
 
 def decoder(params):

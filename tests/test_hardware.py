@@ -14,12 +14,13 @@ from grpo_jax.config import recipe
 from grpo_jax.devices import memory_limit, peak_flops
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.rl import source
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.rl.update import learn
+from grpo_jax.step.optimizer import init_state
 
 MODEL = ModelConfig(32, 16, 24, 2, 2, 1, 8, dtype="bfloat16", remat="layer")
 N, G, P, T = 4, 2, 5, 6
@@ -36,7 +37,7 @@ def shape(*axes, dtype=jnp.float32):
 
 KEY = jax.eval_shape(jax.random.key, 0)
 PARAMS = jax.eval_shape(POLICY.init, KEY)
-PROMPTS = shape(N, P, dtype=jnp.int32), shape(N, P, dtype=jnp.bool_)
+PROMPTS = PromptTokens(shape(N, P, dtype=jnp.int32), shape(N, P, dtype=jnp.bool_))
 REWARDS = RewardArrays(shape(N, G), shape(N, G, dtype=jnp.bool_))
 NUMBER = shape(dtype=jnp.uint32)
 
@@ -46,11 +47,11 @@ score = partial(score_rollout, METHOD, CONFIG)
 update = partial(learn, METHOD, CONFIG)
 
 SAMPLE = PARAMS, PROMPTS, shape(N, G, dtype=jnp.int32), shape(N, G), KEY
-BATCH = source.to_batch(*PROMPTS, shape(N, G), jax.eval_shape(sample, *SAMPLE))
+BATCH = source.to_batch(PROMPTS, shape(N, G), jax.eval_shape(sample, *SAMPLE))
 SCORE = {"policy": PARAMS, "reference": PARAMS}, BATCH
 SCORED = BATCH._replace(**jax.eval_shape(score, *SCORE))
 STATE = jax.eval_shape(lambda params: init_state(params, METHOD.optimizer), {"policy": PARAMS})
-LEARN = STATE, {"policy": None}, None, SCORED, REWARDS, (NUMBER, NUMBER)
+LEARN = STATE, {"policy": None}, SCORED, REWARDS, (NUMBER, NUMBER)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A module imports only from its own layer and from lower layers. Each fault quotes a line that its module has."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 # From the bottom layer up. A name is a folder or a module of grpo_jax, or the folder of experiments or claims.
 ORDER = (
     *("errors", "functional", "options", "models", "sampling", "statistics", "data", "rewards", "tasks"),
-    *("config", "checks", "hosts", "devices", "rl", "planning", "offline", "engines", "runs"),
-    *("prepare", "train", "fit", "trainer", "commands", "experiments", "claims"),
+    *("config", "checks", "hosts", "devices", "step", "offline", "rl", "planning", "engines", "runs"),
+    *("prepare", "train", "fit", "trainer", "commands", "__main__", "experiments", "claims"),
 )
 FILES = sorted(file for folder in ("grpo_jax", "experiments", "claims") for file in (ROOT / folder).rglob("*.py"))
 
@@ -40,6 +41,16 @@ def test_imports_point_down(file):
     own = layer(".".join(file.relative_to(ROOT).with_suffix("").parts))
     wrong = {name for name in imported(file) if layer(name) in ORDER and ORDER.index(layer(name)) > ORDER.index(own)}
     assert not wrong
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports inside functions count too. `from package import module` is an import of the module."""
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
+    modules.pop("grpo_jax")  # the face of the package
+    graph = {name: imported(file) & modules.keys() - {name} for name, file in modules.items()}
+    for names in graph.values():
+        names -= {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    tuple(TopologicalSorter(graph).static_order())  # raises an error that names the circle
 
 
 def test_every_module_has_a_layer():

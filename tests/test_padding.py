@@ -7,14 +7,14 @@ from tiny import row_numbers, sampler_of
 
 from experiments.tasks.characters import Characters
 from grpo_jax.data.packing import pack
-from grpo_jax.data.types import pad_prompts
+from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups, grade_completions, readable
-from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import Rollout
 from grpo_jax.sampling.sampler import Completions
+from grpo_jax.step.scores import score_completion_tokens
 from grpo_jax.tasks.task import Task
 
 TEXT = Characters("abc")
@@ -31,7 +31,7 @@ def params():
 
 def sample(params, pad_id):
     sample = sampler_of(POLICY, max_tokens=6, eos_ids=(EOS,), pad_id=pad_id)
-    return jax.device_get(sample(params, PROMPTS.ids, PROMPTS.mask, row_numbers(2, 16), jax.random.key(1), 2.0))
+    return jax.device_get(sample(params, PROMPTS.tokens, row_numbers(2, 16), jax.random.key(1), 2.0))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_what_is_sampled_does_not_depend_on_the_padding_id(params, completions, 
 
 
 def test_it_is_scored_with_the_probability_that_it_was_sampled_with(params, completions, inside):
-    batch = to_batch(PROMPTS.ids, PROMPTS.mask, np.full((2, 16), 2.0, np.float32), completions)
+    batch = to_batch(PROMPTS.tokens, np.full((2, 16), 2.0, np.float32), completions)
     scores = jax.jit(lambda params: score_completion_tokens(POLICY, params, batch))(params)
     mask = completions.completion_mask
     np.testing.assert_allclose(np.asarray(scores.logprobs)[mask], completions.sampler_logprobs[mask], atol=1e-5)
@@ -72,7 +72,7 @@ def test_it_is_part_of_the_text_and_of_what_is_written_of_it(completions, inside
     sampled = completions.completion_ids[i, j, :length].tolist()
     assert list(texts[i][j].ids) == [token for token in sampled if token != EOS]
     assert PAD in texts[i][j].ids
-    batch = to_batch(PROMPTS.ids, PROMPTS.mask, np.full((2, 16), 2.0, np.float32), completions)
+    batch = to_batch(PROMPTS.tokens, np.full((2, 16), 2.0, np.float32), completions)
     rollout = Rollout(PROMPTS, batch, graded=grade_completions(PROMPTS, completions, TASK, TASK.reward))
     group = readable(rollout, completions, completions.sampler_logprobs, np.zeros((2, 16)), TASK, 1)[i]
     assert group["lengths"][j] == len(group["tokens"][j]) == len(group["logprobs"][j]) == length

@@ -14,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax.data.types import Prompts, pad_prompts, rng
+from grpo_jax.data.prompts import Prompts, pad_prompts
+from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface
@@ -23,6 +24,7 @@ from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.lora import TARGETS, add_adapters
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.stopping import Pieces, Stop, make_stop
@@ -109,22 +111,22 @@ def states_of_texts(policy: Policy, params: Any, ids: Any, texts: Any) -> jax.Ar
 
 
 def sampler_of(policy: Policy, **options: Any) -> Callable[..., Completions]:
-    """Returns a compiled sampler: (params, prompt_ids, prompt_mask, rows, key, temperature, truncation) -> outputs."""
+    """Returns a compiled sampler: (params, prompt, rows, key, temperature, truncation) -> outputs."""
 
-    def sample(params, prompt_ids, prompt_mask, rows, key, temperature=1.0, truncation=None):
+    def sample(params, prompt, rows, key, temperature=1.0, truncation=None):
         limits = {"temperature": temperature, "truncation": truncation}
-        return sample_groups(policy, params, prompt_ids, prompt_mask, rows, key, **limits, **options)
+        return sample_groups(policy, params, prompt, rows, key, **limits, **options)
 
     return jax.jit(sample)
 
 
-def decoded_states(policy: Policy, params: Any, prompt_ids: Any, prompt_mask: Any, completions: Any) -> jax.Array:
+def decoded_states(policy: Policy, params: Any, prompt: PromptTokens, completions: Any) -> jax.Array:
     """Returns the state before each token of completions `[N, G, T]` and behind the last, `[N, G, T + 1, D]`.
 
     The tokens are decoded one after the other.
     """
     _, group_size, tokens = completions.shape
-    first, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, group_size, tokens + 1)
+    first, decode, cache = policy.prefill(params, prompt, group_size, tokens + 1)
 
     def step(cache: Any, token: Any) -> Any:
         state, cache = decode(cache, *token)
@@ -138,17 +140,22 @@ def decoded_states(policy: Policy, params: Any, prompt_ids: Any, prompt_mask: An
 # ---- prompts and tasks
 
 
-def ragged_prompts(lengths: Any, vocab_size: int, width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns random ids `[N, P]` of prompts, padded on the left with 0, and their mask."""
+def whole_prompts(ids: Any) -> PromptTokens:
+    """Returns prompts `[N, P]` without padding."""
+    return PromptTokens(ids, np.ones(ids.shape, bool))
+
+
+def ragged_prompts(lengths: Any, vocab_size: int, width: int | None = None) -> PromptTokens:
+    """Returns prompts `[N, P]` of random ids, padded on the left with 0."""
     lengths = np.asarray(lengths)[:, None]
     width = lengths.max() if width is None else width
     mask = np.arange(width) >= width - lengths
-    return np.random.default_rng(0).integers(0, vocab_size, mask.shape, np.int32) * mask, mask
+    return PromptTokens(np.random.default_rng(0).integers(0, vocab_size, mask.shape, np.int32) * mask, mask)
 
 
-def two_groups() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns prompts of 2 and 5 tokens, their mask, and two completions of 4 tokens for each, of 24 ids."""
-    return *ragged_prompts([2, 5], 24), np.random.default_rng(0).integers(0, 24, (2, 2, 4), np.int32)
+def two_groups() -> tuple[PromptTokens, np.ndarray]:
+    """Returns prompts of 2 and 5 tokens, and two completions of 4 tokens for each, of 24 ids."""
+    return ragged_prompts([2, 5], 24), np.random.default_rng(0).integers(0, 24, (2, 2, 4), np.int32)
 
 
 def row_numbers(num_prompts: int, group_size: int) -> np.ndarray:

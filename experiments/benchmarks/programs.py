@@ -25,12 +25,13 @@ from rich.table import Table
 
 from experiments.benchmarks.shapes import SHAPES, Shape, ShapeName, cost_of
 from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.params import split
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import make_method_programs
+from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import RewardArrays, noise_of
@@ -103,15 +104,15 @@ def measure(
     timed = partial(_timed, repeats=repeats, trace=trace)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
-    inputs = Prompts(ids, np.ones(ids.shape, bool), [])
-    prompts = jnp.asarray(inputs.ids), jnp.asarray(inputs.mask)
+    inputs = Prompts(PromptTokens(ids, np.ones(ids.shape, bool)), [])
+    prompt = jax.tree.map(jnp.asarray, inputs.tokens)
     task = Task(lambda _: inputs, lambda *_: [], inputs, str, (-1,), 0, model.vocab_size)
     method = grpo_method(policy, run)
     programs = make_method_programs(method, policy, task, run)
     params = jax.jit(policy.init)(jax.random.key(0))
-    trained, frozen = split({"policy": params})
+    trained, frozen = split({"policy": params, "reference": params})
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))
-    arguments = *prompts, numbers, temperature, noise_of(0, 0, 0)
+    arguments = prompt, numbers, temperature, noise_of(0, 0, 0)
     results: dict[str, float] = {}
     assert programs.sampler.program
     if "sample" in names:
@@ -120,9 +121,9 @@ def measure(
         shapes = jax.eval_shape(programs.sampler.program, params, *arguments)
         completions = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         completions = completions._replace(completion_mask=jnp.ones_like(completions.completion_mask))
-    batch = to_batch(*prompts, temperature, completions)
+    batch = to_batch(prompt, temperature, completions)
     if "score" in names:
-        models = models_of(trained, frozen, params, {})
+        models = models_of(trained, frozen, {})
         fields = timed("score", jax.jit(partial(score_rollout, method, run)), results, models, batch)
         if "sample" in names:  # the parameters are the same, so only rounding differs
             results["mismatch"] = float(jnp.mean(jnp.abs(batch.sampler_logprobs - fields["ref_logprobs"])))
@@ -130,7 +131,7 @@ def measure(
         batch = batch._replace(ref_logprobs=jnp.zeros(batch.completion_ids.shape))
         rewards = RewardArrays(jnp.asarray(rng.random(numbers.shape, np.float32)), numbers >= 0)
         state = programs.initial_state(trained)  # a copy, because the start remains as the reference
-        timed("learn", programs.learn, results, state, frozen, params, batch, rewards, jnp.zeros(2, jnp.uint32))
+        timed("learn", programs.learn, results, state, frozen, batch, rewards, jnp.zeros(2, jnp.uint32))
     return results
 
 

@@ -29,6 +29,7 @@ from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.geometry import geometry_of_step, rows_of_groups
 from grpo_jax.models.modules import decoding_layout
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params, compute_next
 from grpo_jax.sampling.sampler import sample_groups
 
@@ -55,12 +56,16 @@ class Options:
     tokens: int = 64
 
 
+def whole(ids: jax.Array) -> PromptTokens:
+    """Returns prompts without padding, `[N, P]`."""
+    return PromptTokens(ids, jnp.ones(ids.shape, bool))
+
+
 def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs decode steps on all tokens but the last: hidden states `[N, G, T − 1, D]`, experts `[..., L, J]`."""
     policy = decoder_policy(config)
     n, g, size = completions.shape
-    mask = jnp.ones(ids.shape, bool)
-    _, _, (prefix, _) = policy.prefill(params, ids, mask, g, size)
+    _, _, (prefix, _) = policy.prefill(params, whole(ids), g, size)
     separate = {"params": decoding_layout(params, config)}
     values = jnp.zeros((n * config.num_key_value_heads * g, size - 1, config.head_dim), config.dtype)
     cache = tuple(KeyValues(cache_keys(values), values) for _ in range(config.num_hidden_layers))
@@ -87,10 +92,10 @@ def compare(config: ModelConfig, options: Options) -> tuple[float, float, float,
     ids = jnp.asarray(rng.integers(0, config.vocab_size, (options.prompts, options.prompt_tokens)), jnp.int32)
     rows = jnp.arange(options.prompts * options.group_size).reshape(options.prompts, -1)
     sampler = partial(sample_groups, policy, max_tokens=options.tokens, eos_ids=())
-    sampled = jax.jit(sampler)(params, ids, jnp.ones(ids.shape, bool), rows, jax.random.key(1))
+    sampled = jax.jit(sampler)(params, whole(ids), rows, jax.random.key(1))
     completions = sampled.completion_ids
     _, by_step = jax.jit(partial(decoded, config))(params, ids, completions)
-    hidden, routing = jax.jit(policy.states)(params, rows_of_groups(ids, jnp.ones(ids.shape, bool), completions))
+    hidden, routing = jax.jit(policy.states)(params, rows_of_groups(whole(ids), completions))
     scores = token_logprobs(hidden, policy.unembedding(params), completions, temperature=1.0)
     # State t predicts token t. The first state belongs to the prompt, and no decode step computes it.
     same = np.sort(by_step, axis=-1) == np.sort(routing.experts[:, :, 1:], axis=-1)

@@ -1,13 +1,16 @@
 """Decoders and rollouts for benchmarks, and the least operations and bytes that their programs need."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from experiments.planning.models import MODELS
-from grpo_jax.data.types import Prompts, rng
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import rng
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.prompts import PromptTokens, PromptWidths, choose_widths
 
 
 class Shape(NamedTuple):
@@ -68,6 +71,13 @@ def prompt_lengths(shape: Shape) -> np.ndarray:
     return lengths
 
 
+@cache
+def _prompt_widths(shape: Shape) -> PromptWidths:
+    lengths = prompt_lengths(shape)
+    longest = lengths.reshape(-1, shape.num_prompts).max(axis=-1)
+    return PromptWidths(choose_widths(lengths, most=4), choose_widths(longest, most=3))
+
+
 def end_ids(shape: Shape) -> list[int]:
     """Returns the ids that end a completion; none if all completions have full length."""
     return list(range(shape.model.vocab_size // shape.mean_length)) if shape.mean_length else []
@@ -79,7 +89,7 @@ def random_prompts(shape: Shape, step: int, *, seed: int = 0, below: int = 0) ->
     ids = rng(seed, step).integers(0, limit, (shape.num_prompts, shape.prompt)).astype(np.int32)
     rows = (step * shape.num_prompts + np.arange(shape.num_prompts)) % _ROWS
     mask = np.arange(shape.prompt) >= shape.prompt - prompt_lengths(shape)[rows][:, None]
-    return Prompts(ids, mask, [{"prompt": str(row[-16:])} for row in ids])
+    return Prompts(PromptTokens(ids, mask, widths=_prompt_widths(shape)), [{"prompt": str(row[-16:])} for row in ids])
 
 
 class Cost(NamedTuple):

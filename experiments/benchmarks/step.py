@@ -27,12 +27,13 @@ import tyro
 from rich.console import Console
 
 from experiments.benchmarks.programs import matmul_flops
-from experiments.benchmarks.shapes import SHAPES, ShapeName, end_ids, prompt_lengths, random_prompts
+from experiments.benchmarks.shapes import SHAPES, ShapeName, end_ids, random_prompts
 from grpo_jax.config import recipe
-from grpo_jax.data.types import Completion, Example, Prompts, choose_widths
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import Completion, Example
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import make_method_programs
+from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.runs import progress
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
@@ -86,9 +87,6 @@ def main(config: Config) -> None:
     vocab_size = shape.model.vocab_size
     ends = tuple(end_ids(shape)) or (-1,)
     task = Task(prompts, reward, prompts(0), lambda ids: " ".join(map(str, ids)), ends, 0, vocab_size)
-    lengths = prompt_lengths(shape)
-    longest = lengths.reshape(-1, shape.num_prompts).max(axis=-1)
-    task = task._replace(prompt_widths=choose_widths(lengths, most=4), batch_widths=choose_widths(longest, most=3))
     params = jax.block_until_ready(jax.jit(policy.init)(jax.random.key(0)))
     ready = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -103,7 +103,7 @@ def measured(
         return timed(programs[1], whole, params, episodes, replies, counts, continues)
 
     prompts = task.prompts(step)
-    inputs = to_devices((prompts.ids, prompts.mask, completion_numbers(sampling), group_temperatures(sampling)))
+    inputs = to_devices((prompts.tokens, completion_numbers(sampling), group_temperatures(sampling)))
     began = time.perf_counter()
     timed_programs, noise = (first_turn, next_turn), noise_of(0, SAMPLING, step)
     out = play(timed_programs, params, inputs, noise, prompts.examples, task, sampling, ONE_DEVICE)

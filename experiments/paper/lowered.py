@@ -17,11 +17,13 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import Quantize, split
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.sharding import BATCH
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import Programs, make_method_programs
+from grpo_jax.rl.hooks import with_fixed_reference
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import RewardArrays
@@ -52,32 +54,30 @@ def lowered(
     run, results = run_of(config), dict[str, jax.stages.Lowered]()
     made: Any = programs_of(model, config)
     made_of = params_of(model, config, lora_rank=lora_rank, param_dtype=param_dtype, quantize=quantize)
-    params = placed(made_of, devices_of(run))
+    params = with_fixed_reference(placed(made_of, devices_of(run)), run)
     trained, frozen = split(params)
     n, g = run.sampling.num_prompts, run.sampling.group_size
     array = partial(spread, devices_of(run))
-    prompts = array((n, prompt), jnp.int32), array((n, prompt), bool)
+    prompts = PromptTokens(array((n, prompt), jnp.int32), array((n, prompt), bool))
     temperature, seed_and_step = array((n, g), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
     noise = jax.ShapeDtypeStruct((3,), jnp.uint32)
-    sampling = params["policy"], *prompts, array((n, g), jnp.int32), temperature, noise
+    sampling = params["policy"], prompts, array((n, g), jnp.int32), temperature, noise
     if "sample" in programs:
         results["sample"] = made.sampler.program.lower(*sampling)
     completions = jax.eval_shape(made.sampler.program, *sampling)
     completions = jax.tree.map(lambda x: array(x.shape, x.dtype), completions)
-    batch = to_batch(*prompts, temperature, completions)
-    start = params["policy"] if run.loss.objective.has_reference else None
+    batch = to_batch(prompts, temperature, completions)
     if made.method.scorers:
         scorers = partial(score_rollout, made.method, run, devices=devices_of(run))
         score: Any = jit_on_devices(scorers, 0, devices=devices_of(run))
-        models = params if start is None else params | {"reference": start}
         if "score" in programs:
-            results["score"] = score.lower(models, batch)
-        fields = jax.eval_shape(score, models, batch)
+            results["score"] = score.lower(params, batch)
+        fields = jax.eval_shape(score, params, batch)
         batch = batch._replace(**jax.tree.map(lambda x: array(x.shape, x.dtype), fields))
     if "learn" in programs:
         state = placed(jax.eval_shape(made.initial_state, trained), devices_of(run))
         rewards = RewardArrays(array((n, g), jnp.float32), array((n, g), bool))
-        results["learn"] = made.learn.lower(state, frozen, start, batch, rewards, seed_and_step)
+        results["learn"] = made.learn.lower(state, frozen, batch, rewards, seed_and_step)
     return results
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from experiments.tasks.characters import Characters, characters_task, encode_examples
 from experiments.tasks.rewards import exact_answer
-from grpo_jax.data.types import Example, Prompts, rng
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import Example, rng
 from grpo_jax.tasks.task import Task
 
 TEXT = Characters("0123456789+=")

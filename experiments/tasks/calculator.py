@@ -12,7 +12,8 @@ import numpy as np
 
 from experiments.tasks.characters import Characters, characters_task, encode_examples
 from grpo_jax.data.episodes import Key, Reply, Transcript, environment, episode_return
-from grpo_jax.data.types import Completion, Example, Prompts, rng
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import Completion, Example, rng
 from grpo_jax.tasks.task import Task
 
 TEXT = Characters("0123456789+*=[];")

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, check_num_prompts, pad_prompts, rng
+from grpo_jax.data.prompts import Prompts, pad_prompts
+from grpo_jax.data.types import Answer, Example, Reward, Rewards, check_num_prompts, rng
 from grpo_jax.errors import missing
 from grpo_jax.tasks.task import Task
 

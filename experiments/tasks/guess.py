@@ -25,7 +25,8 @@ import numpy as np
 
 from experiments.tasks.characters import Characters, characters_task, encode_examples
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript, environment
-from grpo_jax.data.types import Completion, Example, Number, Prompts, rng
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import Completion, Example, Number, rng
 from grpo_jax.tasks.task import Task
 
 NUMBERS = "0123456789abcdefghijklmnopqrstuvwxyz"

@@ -32,10 +32,11 @@ from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
-from grpo_jax.rl.types import LABELLING, TrainState, noise_of
+from grpo_jax.rl.types import LABELLING, noise_of
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.step.types import TrainState
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 
@@ -136,7 +137,7 @@ def train_online(
 def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> Rewards:
     """Returns the task's rewards and "reward_model", which always has the same shapes."""
     assert isinstance(task.reward, Mapping)
-    shapes = {"max_prompt_tokens": task.heldout.ids.shape[1], "max_tokens": config.sampling.max_tokens}
+    shapes = {"max_prompt_tokens": task.heldout.tokens.width, "max_tokens": config.sampling.max_tokens}
     size = config.sampling.num_prompts * config.sampling.group_size
     return {"reward_model": Component(reward_function(model, batch_size=size, **shapes)), **task.reward}
 
@@ -200,7 +201,7 @@ def _train_reward_model(
     phase: str,
 ) -> RewardModel:
     """Trains the reward model on these preferences, as a phase of the run."""
-    max_prompt_tokens, max_tokens = widths = task.heldout.ids.shape[1], config.sampling.max_tokens
+    max_prompt_tokens, max_tokens = widths = task.heldout.tokens.width, config.sampling.max_tokens
     pairs = encode_preferences(
         Chat(model.tokenizer, model.eos_ids),
         preferences,

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from experiments.tasks.rewards import happy_sentences, sentences
+from grpo_jax.data.prompts import Prompts, pad_prompts
 from grpo_jax.data.text import Encoded, Overlong, check_ids, encode_prompts
-from grpo_jax.data.types import Prompts, check_num_prompts, pad_prompts, rng
+from grpo_jax.data.types import check_num_prompts, rng
 from grpo_jax.models.chat import Chat, decode
 from grpo_jax.tasks.task import Task, padding_id
 

@@ -29,8 +29,8 @@ from rich.table import Table
 
 from grpo_jax.checks import check_effects, check_episodes, validate
 from grpo_jax.config import DecodingConfig, GRPOConfig, recipe
+from grpo_jax.data.prompts import hash_prompts
 from grpo_jax.data.text import Overlong, prompt_limit
-from grpo_jax.data.types import hash_prompts
 from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
@@ -49,7 +49,8 @@ from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.pretrained import Step, load_run, phase_of
 from grpo_jax.runs.progress import RunConsole, watched
 from grpo_jax.statistics import cell
-from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
+from grpo_jax.tasks.opening import open_task
+from grpo_jax.tasks.options import TaskOptions, check_task_options
 from grpo_jax.tasks.task import Task
 
 _MAX_GROUP = 16  # the most completions of a prompt to sample at once, which bounds the memory
@@ -170,7 +171,7 @@ def main(options: Options) -> None:
         check_tokens(task)
         check_episodes(config.sampling, has_environment=task.environment is not None)
         try_rewards(task, task.heldout.examples[0], pretrained, group_size)
-        pretrained = for_texts(pretrained, task.heldout.ids.shape[1] + config.sampling.completion_width)
+        pretrained = for_texts(pretrained, task.heldout.tokens.width + config.sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")

@@ -39,7 +39,8 @@ from grpo_jax.prepare import (
     try_rewards,
 )
 from grpo_jax.runs import flags, report
-from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
+from grpo_jax.tasks.opening import open_task
+from grpo_jax.tasks.options import TaskOptions, check_task_options
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import CONTROL, train_with_control
 
@@ -104,7 +105,7 @@ def show_start(options: RewardOptions, models: Models, task: Task) -> None:
     pretrained, prompts = models["policy"].pretrained, task.prompts(0)
     scores = try_rewards(task, prompts.examples[0], pretrained, run_of(options.train).sampling.group_size)
     _, _, plan = apply_memory_plan(options, models, task)
-    first = pretrained.tokenizer.decode(prompts.ids[0][prompts.mask[0]].tolist())
+    first = pretrained.tokenizer.decode(prompts.tokens.ids[0][prompts.tokens.mask[0]].tolist())
     lines = [*pretrained.notes, *task.notes, str(plan), f"the first prompt, as the model reads it: {first!r}"]
     for what, rewards in scores.items():
         lines.append(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in rewards.items())}")

@@ -25,9 +25,10 @@ from grpo_jax.commands.offline import Job, Reference, Values, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
+from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import Row, completion_text, is_plain_answer, read_messages, read_rows
 from grpo_jax.data.text import Encoded, answer_conversation, answer_prompts, fit_answers, prompt_limit, uses_chat
-from grpo_jax.data.types import Prompts, hash_prompts, hash_values, pad_prompts
+from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
@@ -225,7 +226,7 @@ def encode_texts(
     tokenizer, shape = pretrained.tokenizer, pretrained.config
     longest, overlong = shape.max_position_embeddings, config.model.overlong
     chat = make_chat(tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
-    training_rows, heldout_rows, row_notes, prompt_width = encode_rows(
+    training_rows, heldout_rows, row_notes, prompt_tokens = encode_rows(
         chat,
         rows,
         vocab_size=shape.vocab_size,
@@ -261,7 +262,7 @@ def encode_texts(
     notes.append(
         f"{count} texts to train on in {size} rows of {width} tokens: {size / config.num_rows:.3g} steps an epoch"
     )
-    padded = pad_prompts(*heldout_rows.take(), width=prompt_width, pad_id=padding_id(tokenizer, shape.vocab_size))
+    padded = pad_prompts(*heldout_rows.take(), width=prompt_tokens, pad_id=padding_id(tokenizer, shape.vocab_size))
     return training, heldout, padded, notes
 
 

@@ -51,7 +51,7 @@ def sampler_of(
     engine, devices, max_tokens = Engine(options, save, note=note), sampling_devices(config), config.sampling.max_tokens
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        ids, mask, numbers, temperature = to_numpy((prompts.ids, prompts.mask, numbers, temperature))
+        ids, mask, numbers, temperature = to_numpy((prompts.tokens.ids, prompts.tokens.mask, numbers, temperature))
         bodies = [
             request_body(
                 ids[i][mask[i]].tolist(),

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from grpo_jax.models.attention import Angles, rotary_angles
 from grpo_jax.models.cache import Prefix
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.prompts import PromptTokens
 
-_ARRAYS = ("prompt_ids", "prompt_mask", "ids", "numbers", "places")
+_ARRAYS = ("prompt", "ids", "numbers", "places")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=_ARRAYS, meta_fields=("longest", "shape"))
@@ -34,8 +35,7 @@ _ARRAYS = ("prompt_ids", "prompt_mask", "ids", "numbers", "places")
 class Rows:
     """The tokens of R rows, and the texts or completions that they belong to."""
 
-    prompt_ids: jax.Array  # int [R, P], padded on the left
-    prompt_mask: jax.Array  # bool [R, P]
+    prompt: PromptTokens  # [R, P]
     ids: jax.Array  # int [R, G, S]
     longest: int  # the maximum number of tokens of a completion, or of a text, that a pass computes
     # int [R, G, S]: completions of a part are numbered from 1, and padding is 0. None: a part is one completion
@@ -53,7 +53,7 @@ class Rows:
     def tokens(self) -> jax.Array:
         """The tokens that a pass computes, `[R, P + G·I]`."""
         parts = self.ids[..., : self.inputs].reshape(len(self.ids), -1)
-        return jnp.concatenate([self.prompt_ids, parts], axis=-1)
+        return jnp.concatenate([self.prompt.ids, parts], axis=-1)
 
     def predicting(self, x: jax.Array) -> jax.Array:
         """Shifts values computed at each token to the tokens that they predict.
@@ -65,7 +65,7 @@ class Rows:
           Values for the tokens of the parts, `[R, G, S, ...]`: at s the value of the token before s. For the first
           token of a completion that is the last token of the prompt; without a prompt, this value is arbitrary.
         """
-        width = self.prompt_ids.shape[-1]
+        width = self.prompt.width
         shape = (*self.ids.shape, *x.shape[2:])
         prompt, parts = jnp.split(x, [width], axis=1)
         last = prompt[:, None, -1:] if width else jnp.zeros_like(x, shape=(1, 1, 1, *shape[3:]))
@@ -81,6 +81,13 @@ class Rows:
         """Expands values of completions, `[R, G]`, to tokens: `[R, G, S]`, or an array that broadcasts against it."""
         return x[..., None] if self.numbers is None else _take(x, self.numbers[:, 0] - 1)[:, None]
 
+    def pack(self, x: jax.Array) -> jax.Array:
+        """Moves values of the tokens of completions, `[R, G, T, ...]`, to the parts, `[R, G, S, ...]`."""
+        if self.places is None:
+            return x
+        flat = x.reshape(len(x), -1, *x.shape[3:])
+        return jax.vmap(lambda row, places: jnp.take(row, places, axis=0, mode="clip"))(flat, self.places)[:, None]
+
     def unpack(self, x: jax.Array) -> jax.Array:
         """Moves values for tokens of the parts, `[R, G, S, ...]`, to completions `[R, G, T, ...]`.
 
@@ -93,24 +100,50 @@ class Rows:
         return whole.reshape(len(x), *self.shape, *x.shape[3:])
 
 
-def rows_of_prompts(prompt_ids: jax.Array, prompt_mask: jax.Array) -> Rows:
+class TokenStates(NamedTuple):
+    """States of a model that predict the tokens of completions, in the layout of the pass that computed them."""
+
+    rows: Rows
+    hidden: jax.Array  # [R, G, S, D]
+    routing: Any = None  # `experts.Routing` of the completions, with axes [N, G, T, L], if the model has experts
+
+    def map(self, fn: Callable[..., Any], *others: Any) -> Any:
+        """Computes values of each token from its state.
+
+        Args:
+          fn: (states `[..., D]`, *others in the same layout) -> values of tokens `[...]`, or a tree of them.
+          others: `TokenStates` of another model for the same completions, or trees of arrays: `[N, G, T, ...]` for
+            tokens, `[N, G]` for completions. `fn` gets the latter as arrays that broadcast against `[...]`.
+
+        Returns:
+          The values `[N, G, T, ...]`. They are 0 for tokens that the pass left out.
+        """
+        rows = self.rows
+
+        def laid_out(other: Any) -> Any:
+            if isinstance(other, TokenStates):
+                return other.hidden
+            return jax.tree.map(lambda x: rows.of_completions(x) if x.ndim == 2 else rows.pack(x), other)
+
+        return jax.tree.map(rows.unpack, fn(self.hidden, *map(laid_out, others)))
+
+
+def rows_of_prompts(prompt: PromptTokens) -> Rows:
     """Lays out prompts `[N, P]` without completions."""
-    return rows_of_groups(prompt_ids, prompt_mask, jnp.zeros((len(prompt_ids), 1, 1), jnp.int32))
+    return rows_of_groups(prompt, jnp.zeros((len(prompt), 1, 1), jnp.int32))
 
 
-def rows_of_groups(prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array) -> Rows:
+def rows_of_groups(prompt: PromptTokens, completion_ids: jax.Array) -> Rows:
     """Lays out each prompt `[N, P]` with its completions `[N, G, T]`, each as a part with its padding."""
-    return Rows(prompt_ids, jnp.asarray(prompt_mask), jnp.asarray(completion_ids), completion_ids.shape[-1] - 1)
+    prompt, completion_ids = jax.tree.map(jnp.asarray, (prompt, completion_ids))
+    return Rows(prompt, completion_ids, completion_ids.shape[-1] - 1)
 
 
-def rows_of_packed_groups(
-    prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array, places: jax.Array
-) -> Rows:
+def rows_of_packed_groups(prompt: PromptTokens, completion_ids: jax.Array, places: jax.Array) -> Rows:
     """Lays out each prompt with some tokens of its completions, all in one part.
 
     Args:
-      prompt_ids: The tokens of the prompts, int `[N, P]`, padded on the left.
-      prompt_mask: True on tokens of the prompt, bool `[N, P]`.
+      prompt: The prompts, `[N, P]`.
       completion_ids: The tokens of the completions, int `[N, G, T]`.
       places: The tokens to lay out, int `[N, S]`, as ascending indices among the prompt's G·T tokens; G·T for padding.
     """
@@ -118,7 +151,7 @@ def rows_of_packed_groups(
     is_token = places < group_size * size
     ids = jnp.where(is_token, _take(completion_ids, places), 0)[:, None]
     numbers = jnp.where(is_token, places // size + 1, 0)[:, None]
-    return Rows(prompt_ids, prompt_mask, ids, size, numbers, places, (group_size, size))
+    return Rows(prompt, ids, size, numbers, places, (group_size, size))
 
 
 def rows_of_texts(ids: jax.Array, texts: jax.Array) -> Rows:
@@ -130,7 +163,7 @@ def rows_of_texts(ids: jax.Array, texts: jax.Array) -> Rows:
     """
     none = jnp.zeros((len(ids), 0), jnp.int32)
     ids, numbers = (jnp.asarray(x).astype(jnp.int32)[:, None] for x in (ids, texts))
-    return Rows(none, none.astype(bool), ids, ids.shape[-1], numbers)
+    return Rows(PromptTokens(none, none.astype(bool)), ids, ids.shape[-1], numbers)
 
 
 def positions_in_texts(texts: jax.Array) -> jax.Array:
@@ -239,7 +272,7 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
     Raises:
       UsageError: The rows are wider than the configuration allows: see `ModelConfig.longest_text`.
     """
-    prompt_mask, numbers, size = rows.prompt_mask, rows.numbers, rows.inputs
+    prompt_mask, numbers, size = rows.prompt.mask, rows.numbers, rows.inputs
     (n, width), group_size = prompt_mask.shape, rows.ids.shape[1]
     config.check_width(width + rows.longest)
     of_prompt = prompt_positions(prompt_mask)

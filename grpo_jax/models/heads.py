@@ -17,6 +17,7 @@ from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.params import Adapted, Headed as Headed, Params
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 
 
 def add_head(config: ModelConfig, params: Params) -> tuple[ModelConfig, Headed]:
@@ -49,8 +50,7 @@ def without_vocabulary(config: ModelConfig) -> ModelConfig:
 def values(
     policy: Policy,
     params: Headed,
-    prompt_ids: jax.Array,
-    prompt_mask: jax.Array,
+    prompt: PromptTokens,
     completion_ids: jax.Array,
     completion_mask: jax.Array,
 ) -> jax.Array:
@@ -61,8 +61,7 @@ def values(
     Args:
       policy: The functions of the decoder.
       params: The parameters of the decoder and the head.
-      prompt_ids: The tokens of the prompts, int `[N, P]`.
-      prompt_mask: True on tokens of the prompt, bool `[N, P]`; at least one per row.
+      prompt: The prompts, `[N, P]`, each of at least one token.
       completion_ids: The tokens of the completions, int `[N, G, T]`.
       completion_mask: True on tokens of the completion, bool `[N, G, T]`.
 
@@ -70,11 +69,11 @@ def values(
       Values, float32 `[N, G, T + 1]`. Value t is computed after the prompt and t tokens. For a critic it is the value
       of the state in which token t is chosen, or, after the last token, of the final state. Later values are arbitrary.
     """
-    prompt_ids, prompt_mask = _gathered(prompt_ids, prompt_mask, at_end=True)
+    ids, mask = _gathered(prompt.ids, prompt.mask, at_end=True)
     completion_ids, _ = _gathered(completion_ids, completion_mask, at_end=False)
     # Hidden state t predicts token t. One more column yields the state after the last token.
     one_more = jnp.pad(completion_ids, [(0, 0), (0, 0), (0, 1)])
-    hidden = policy.hidden(params.decoder, prompt_ids, prompt_mask, one_more)
+    hidden = policy.hidden(params.decoder, dataclasses.replace(prompt, ids=ids, mask=mask), one_more)
     return read(hidden, params.head)
 
 
@@ -86,20 +85,19 @@ def read(hidden: jax.Array, head: jax.Array) -> jax.Array:
 def scores(
     policy: Policy,
     params: Headed,
-    prompt_ids: jax.Array,
-    prompt_mask: jax.Array,
+    prompt: PromptTokens,
     completion_ids: jax.Array,
     completion_mask: jax.Array,
 ) -> jax.Array:
     """Returns the value at the last token of each text, which is the prompt's last token if the completion is empty.
 
     Args:
-      policy, params, prompt_ids, prompt_mask, completion_ids, completion_mask: See `values`.
+      policy, params, prompt, completion_ids, completion_mask: See `values`.
 
     Returns:
       Scores, float32 `[N, G]`.
     """
-    everywhere = values(policy, params, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    everywhere = values(policy, params, prompt, completion_ids, completion_mask)
     length = jnp.sum(completion_mask, axis=-1, keepdims=True, dtype=jnp.int32)
     return jnp.take_along_axis(everywhere, length, axis=-1)[..., 0]
 

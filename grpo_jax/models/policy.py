@@ -28,6 +28,7 @@ from grpo_jax.models.cache import (
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import (
     Rows,
+    TokenStates,
     geometry_of_rows,
     geometry_of_step,
     geometry_of_tokens,
@@ -38,6 +39,8 @@ from grpo_jax.models.geometry import (
 from grpo_jax.models.layers import by_layer
 from grpo_jax.models.modules import decoding_layout
 from grpo_jax.models.params import Adapted, variables
+from grpo_jax.models.pieces import computed_in_pieces, pieces_of_prompts
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.rounding import round_stochastically, round_to_nearest
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import (
@@ -59,10 +62,9 @@ class Policy(NamedTuple):
     # (params, `geometry.Rows`) -> (hidden [R, G, S, D]: at s, the state that predicts token s of a part; the experts of
     # these states, as `experts.Routing` with axes [R, G, S, L], or None if the model has no experts)
     states: Callable[[Params, Rows], tuple[jax.Array, Any]]
-    # (params, prompt_ids [N, P], prompt_mask [N, P], group_size, max_tokens)
+    # (params, `prompts.PromptTokens` [N, P], group_size, max_tokens)
     # -> (hidden [N, D] that predicts the first completion token, decode, cache),
-    # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache). A sampler of prompts of unequal lengths also passes
-    # `widths`, ascending, to which prompts may be cut
+    # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache)
     prefill: Callable[..., tuple[jax.Array, Callable[..., Any], Any]]
     # (cache, chosen int [R], indices among the N·G completions) -> cache of R prompts with one completion each.
     # None: ended completions are decoded too until the last completion of the batch ends
@@ -84,18 +86,20 @@ class Policy(NamedTuple):
     # params -> the numbers that products use, if these have fewer bits than the parameters; None: they are the same
     rounded: Callable[[Params], Params] | None = None
 
-    def hidden(
-        self, params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array
-    ) -> jax.Array:
+    def hidden(self, params: Params, prompt: PromptTokens, completion_ids: jax.Array) -> jax.Array:
         """Returns hidden states `[N, G, T, D]` of completions. State t predicts completion token t.
 
         Args:
           params: The parameters of the model.
-          prompt_ids: The tokens of the prompts, int `[N, P]`, padded on the left.
-          prompt_mask: True on tokens of the prompt, bool `[N, P]`.
+          prompt: The prompts, `[N, P]`.
           completion_ids: The tokens of the completions, int `[N, G, T]`.
         """
-        return self.states(params, rows_of_groups(prompt_ids, prompt_mask, completion_ids))[0]
+        return self.states(params, rows_of_groups(prompt, completion_ids))[0]
+
+    def predict(self, params: Params, rows: Rows) -> TokenStates:
+        """Returns the states that predict the tokens of completions, and their routing if the model has experts."""
+        hidden, routing = self.states(params, rows)
+        return TokenStates(rows, hidden, jax.tree.map(rows.unpack, routing))
 
     def head(self, params: Params) -> tuple[jax.Array, float | None]:
         """Returns the unembedding `[V, D]` and the softcap, which turn hidden states into logits."""
@@ -184,49 +188,6 @@ def _states(config: ModelConfig, params: Params, rows: Rows) -> tuple[jax.Array,
     return jax.tree.map(rows.predicting, (hidden, routing))
 
 
-def _compute_at_widths(
-    compute: Callable[[jax.Array, jax.Array], Any], ids: jax.Array, mask: jax.Array, widths: tuple[int, ...]
-) -> Any:
-    """Computes prompts in pieces of similar length, the longest first, so that little padding is computed.
-
-    Args:
-      compute: A function of tokens and mask, `[n, w]`, to arrays `[n, ...]`, in which some axes may have size w.
-      ids: The tokens of the prompts, int `[N, P]`, padded on the left.
-      mask: True on tokens of the prompt, bool `[N, P]`.
-      widths: Widths of pieces, ascending; the last is P. With fewer than two, all prompts are computed at once.
-
-    Returns:
-      The arrays of all prompts, in which these axes have size P. They are padded on the left with zeros.
-    """
-    num_prompts, tokens = len(ids), traits_of_backend().piece_tokens
-    # On a mesh a piece would not be spread evenly.
-    if len(widths) < 2 or ids.size <= 2 * tokens or mesh_sizes() is not None:
-        return compute(ids, mask)
-    ids, mask = jnp.asarray(ids), jnp.asarray(mask)
-    number = jnp.searchsorted(jnp.asarray(widths), jnp.sum(mask, axis=-1, dtype=jnp.int32))
-    order = jnp.argsort(-number, stable=True)
-    total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, ids, mask))
-
-    def put(width: int, places: jax.Array, begin: Any, piece: jax.Array, total: Any) -> Any:
-        # The last piece may compute the last prompt several times.
-        prompts = order[jnp.minimum(begin + piece * places.size + places, num_prompts - 1)]
-
-        def put_array(total: jax.Array, x: jax.Array) -> jax.Array:
-            ends = (slice(whole - part, None) for whole, part in zip(total.shape[1:], x.shape[1:], strict=True))
-            return total.at[(prompts, *ends)].set(x)
-
-        return jax.tree.map(put_array, total, compute(ids[prompts, -width:], mask[prompts, -width:]))
-
-    begin: Any = 0
-    for place, width in reversed([*enumerate(widths)]):
-        size = min(max(1, tokens // width), num_prompts)
-        # Prompts that fill up the pieces of a wider width are not computed again.
-        num_pieces = -(-jnp.maximum(jnp.sum(number >= place) - begin, 0) // size)
-        total = jax.lax.fori_loop(0, num_pieces, partial(put, width, jnp.arange(size), begin), total)
-        begin += num_pieces * size
-    return total
-
-
 def _decoding(config: ModelConfig) -> dict[str, Any]:
     """Makes the functions of a `Policy` that compute completions token by token: prefill, decoder, select, widen."""
 
@@ -242,24 +203,18 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
         """Returns the slots of a layer without a window. If all layers have one, the largest number works as well."""
         return max(layer.values.shape[-2] for layer in key_values(completions))
 
-    def prefill(
-        params: Params,
-        prompt_ids: jax.Array,
-        prompt_mask: jax.Array,
-        group_size: int,
-        max_tokens: int,
-        widths: tuple[int, ...] = (),
-    ):
-        def compute(ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, list[Memory]]:
-            seen = geometry_of_rows(config, rows_of_prompts(ids, mask))
-            hidden, results = compute_rows(config, _variables(config, params), ids, seen)
+    def prefill(params: Params, prompt: PromptTokens, group_size: int, max_tokens: int):
+        def compute(prompt: PromptTokens) -> tuple[jax.Array, list[Memory]]:
+            seen = geometry_of_rows(config, rows_of_prompts(prompt))
+            hidden, results = compute_rows(config, _variables(config, params), prompt.ids, seen)
             return hidden[:, -1], [memory for memory, _ in by_layer(results)]
 
-        config.check_width(prompt_ids.shape[-1] + max_tokens)
-        hidden, memories = _compute_at_widths(compute, prompt_ids, prompt_mask, widths)
+        config.check_width(prompt.width + max_tokens)
+        prompt = jax.tree.map(jnp.asarray, prompt)
+        hidden, memories = computed_in_pieces(compute, prompt, pieces_of_prompts(prompt))
         separate = layout(params)
         layers = tuple(of_prompts(memory) if isinstance(memory, KeyValues) else None for memory in memories)
-        prefix = Prefix(layers, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
+        prefix = Prefix(layers, jnp.asarray(prompt.mask), jnp.sum(prompt.mask, axis=-1, dtype=jnp.int32))
 
         def begin(memory: Memory, slots: int) -> Memory:
             """Returns the memory of completions before their first token."""

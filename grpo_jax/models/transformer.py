@@ -31,6 +31,7 @@ from grpo_jax.models.geometry import Geometry, LayerKind, geometry_of_rows, laye
 from grpo_jax.models.layers import Results, Shared, layer_params, layers_with, scan_layers
 from grpo_jax.models.modules import MLP, Linear, PerLayerInput, declared, linears, nn, norm
 from grpo_jax.models.params import Params as Params
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.quantised import max_unrolled
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, spread
 
@@ -71,7 +72,7 @@ def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> 
 def param_shapes(config: ModelConfig) -> Params:
     """Returns the shapes of the decoder's parameters, as a tree of `jax.ShapeDtypeStruct`."""
     token = jnp.zeros((1, 1), jnp.int32)
-    geometry = geometry_of_rows(config, rows_of_prompts(token, token == 0))
+    geometry = geometry_of_rows(config, rows_of_prompts(PromptTokens(token, token == 0)))
     x = jnp.zeros((1, 1, config.hidden_size), config.dtype)
     layers: Params = {}
     for form, kind in dict(zip(config.forms, layer_kinds(config), strict=True)).items():

@@ -23,26 +23,27 @@ import numpy as np
 from scipy import special
 
 from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.rows import batches
-from grpo_jax.data.types import pad_completions, pad_prompts
+from grpo_jax.data.types import pad_completions
 from grpo_jax.devices import ONE_DEVICE, Devices
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import bradley_terry_loss, kto_kl, kto_loss, token_mean_weights
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import Headed, scores
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import Objective, row_scorer
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import Array, Batch, Logs
 from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Array, Batch, Logs
 
 
 class PairBatch(NamedTuple):
     """N prompts of P tokens, with two completions of T tokens each."""
 
-    prompt_ids: Array  # int32 [N, P], padded on the left
-    prompt_mask: Array  # bool [N, P]
+    prompt: PromptTokens  # [N, P]
     completion_ids: Array  # int32 [N, 2, T], chosen and rejected; for KTO, rated and mismatched
     completion_mask: Array  # bool [N, 2, T]; a pair without tokens only fills up the batch
     margin: Array  # float32 [N]; for reward models
@@ -128,22 +129,22 @@ def pair_batches(
 
     def batch(step: int) -> PairBatch:
         numbers = np.concatenate([order(step), np.arange(count, num_pairs)])  # no pair has these numbers
-        padded = pad_pairs(pairs, numbers, *shape)
+        padded = pad_pairs(pairs, numbers, shape)
         return padded if ref_logprobs is None else padded._replace(ref_logprobs=ref_logprobs[numbers])
 
     return batch
 
 
-def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, prompt_width: int, width: int) -> PairBatch:
-    """Returns the pairs with these numbers as arrays. Numbers beyond the last pair give empty answers."""
+def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, shape: tuple[int, int]) -> PairBatch:
+    """Returns the pairs with these numbers as arrays, with shape (P, T). Other numbers give empty answers."""
     is_real = numbers < len(pairs.prompts)
     chosen = np.where(is_real, numbers, 0)
-    prompts = pad_prompts([pairs.prompts[i] for i in chosen], [{}] * len(chosen), width=prompt_width, pad_id=0)
-    ids, mask = pad_completions([pairs.answers[i] for i in chosen], width)
+    prompts = pad_prompts([pairs.prompts[i] for i in chosen], [{}] * len(chosen), width=shape[0], pad_id=0)
+    ids, mask = pad_completions([pairs.answers[i] for i in chosen], shape[1])
     margin = np.array(pairs.margins, np.float32)[chosen]
     desirable = None if pairs.desirable is None else np.array(pairs.desirable)[chosen]
     mask &= is_real[:, None, None]
-    return PairBatch(prompts.ids, prompts.mask, ids, mask, margin, desirable=desirable)
+    return PairBatch(prompts.tokens, ids, mask, margin, desirable=desirable)
 
 
 def pair_widths(pairs: EncodedPairs) -> tuple[int, int]:
@@ -153,7 +154,7 @@ def pair_widths(pairs: EncodedPairs) -> tuple[int, int]:
 
 def whole_batch(pairs: EncodedPairs) -> PairBatch:
     """Returns all pairs as one batch, to evaluate their scores."""
-    return pad_pairs(pairs, np.arange(len(pairs.prompts)), *pair_widths(pairs))
+    return pad_pairs(pairs, np.arange(len(pairs.prompts)), pair_widths(pairs))
 
 
 # ---- scores
@@ -162,7 +163,8 @@ def whole_batch(pairs: EncodedPairs) -> PairBatch:
 def pair_logprobs(policy: Policy, params: Params, batch: PairBatch) -> jax.Array:
     """Returns the log-probabilities of the G completions of each prompt, summed over tokens, float32 `[N, G]`."""
     temperature = jnp.ones(batch.completion_ids.shape[:2], jnp.float32)
-    scored = score_completion_tokens(policy, params, Batch(*batch[:4], temperature))
+    completions = Batch(batch.prompt, batch.completion_ids, batch.completion_mask, temperature)
+    scored = score_completion_tokens(policy, params, completions)
     return jnp.sum(jnp.where(batch.completion_mask, scored.logprobs, 0), axis=-1)
 
 
@@ -190,7 +192,7 @@ def score_pairs(
     """
     size, widths = len(pairs.prompts), pair_widths(pairs)
     program = row_scorer(score, model, devices=devices)
-    pieces = (pad_pairs(pairs, np.arange(at, at + num_pairs), *widths) for at in range(0, size, num_pairs))
+    pieces = (pad_pairs(pairs, np.arange(at, at + num_pairs), widths) for at in range(0, size, num_pairs))
     return np.concatenate([program(params, piece) for piece in pieces])[:size]
 
 
@@ -295,7 +297,7 @@ def reward_model_objective(config: ModelConfig, *, center_coef: float = 0.0) -> 
 
 def pair_rewards(config: ModelConfig, params: Headed, batch: PairBatch) -> jax.Array:
     """Returns the rewards of both completions, float32 `[N, 2]`."""
-    return scores(decoder_policy(config), params, *batch[:4])
+    return scores(decoder_policy(config), params, batch.prompt, batch.completion_ids, batch.completion_mask)
 
 
 def reward_terms(rewards: Array, batch: PairBatch, *, center_coef: float = 0.0) -> tuple[jax.Array, PairMetrics]:

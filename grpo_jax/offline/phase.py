@@ -24,12 +24,12 @@ from grpo_jax.devices import (
 )
 from grpo_jax.errors import UsageError
 from grpo_jax.models.params import join
+from grpo_jax.models.pieces import Pieces, by_prompts, computed_in_pieces
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import Seed, Size, check_number, check_ranges
-from grpo_jax.rl.optimizer import init_state, learning_rate_schedule, make_optimizer, steps_taken
-from grpo_jax.rl.pieces import Pieces, by_prompts, computed_in_pieces
-from grpo_jax.rl.types import Logs, TrainState
-from grpo_jax.rl.update import train_step
+from grpo_jax.step.optimizer import init_state, learning_rate_schedule, make_optimizer, steps_taken
+from grpo_jax.step.types import Logs, TrainState
+from grpo_jax.step.update import train_step
 
 _MAX_SKIPPED = 5  # steps in a row without finite gradients
 
@@ -103,7 +103,7 @@ def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitProg
             state,
             frozen,
             batch,
-            loss_fn=lambda trained, frozen, batch: objective.loss_fn(join(trained, frozen), batch),
+            loss_fn=lambda frozen, trained, batch: objective.loss_fn(join(trained, frozen), batch),
             weights_of=objective.aggregation,
             optimizer=optimizer,
             pieces=pieces,

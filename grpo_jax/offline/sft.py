@@ -18,14 +18,14 @@ import numpy as np
 from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import Packed
 from grpo_jax.devices import ONE_DEVICE, Devices
-from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token_mean_weights, weighted_sum
-from grpo_jax.models.geometry import rows_of_texts
+from grpo_jax.functional import masked_sum, token_mean_weights, weighted_sum
+from grpo_jax.models.geometry import TokenStates, rows_of_texts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import Objective, row_scorer
-from grpo_jax.rl.distillation import outputs_of_states, token_divergence
-from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
-from grpo_jax.rl.types import Batch, Logs
+from grpo_jax.step.divergence import outputs_of_states, token_divergence
+from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.step.types import Batch, Logs
 
 
 class DistillationTarget(NamedTuple):
@@ -63,8 +63,8 @@ def distillation_objective(policy: Policy, target: DistillationTarget) -> Object
 
 def text_loss(policy: Policy, params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:
     """L = −Σ w log π(oₜ): next-token loss on the completion, none on the prompt."""
-    scores = score_tokens(policy, params, batch)
-    # In packed rows the first token of a text is scored after the end of another text; the mask excludes it.
+    batch = as_completions(batch)
+    scores = score_completion_tokens(policy, params, batch)
     loss = weighted_sum(-scores.logprobs, batch.weights, batch.completion_mask)
     return loss, Logs({"entropy": masked_sum(scores.entropy, batch.completion_mask)})
 
@@ -73,56 +73,35 @@ def distillation_loss(
     policy: Policy, params: Params, batch: Batch | Packed, *, target: DistillationTarget
 ) -> tuple[jax.Array, Logs]:
     """L = Σ w [D_T − λ log π(oₜ)]; logs the means of divergence, NLL and entropy over tokens."""
-    hidden = predicting_states(policy, params["policy"], batch)
-    scores = score_tokens(policy, params["policy"], batch, hidden)
-    divergence = teacher_divergence(policy, target, params, batch, hidden)
+    batch = as_completions(batch)
+    states = states_of(policy, params["policy"], batch)
+    scores = score_completion_tokens(policy, params["policy"], batch, states)
+    divergence = divergence_of_states(policy, target, params, batch, states)
     loss = weighted_sum(divergence - target.nll_coef * scores.logprobs, batch.weights, batch.completion_mask)
     means = {"distillation": divergence, "nll": -scores.logprobs, "entropy": scores.entropy}
     return loss, Logs({name: masked_sum(x, batch.completion_mask) for name, x in means.items()})
 
 
-# ---- scores of tokens, at a temperature of 1, or at the temperature of a sampled batch
+def as_completions(batch: Batch | Packed) -> Batch:
+    """Returns packed rows as completions of empty prompts, one a row. The temperature is 1.
 
-
-def predicting_states(policy: Policy, params: Params, batch: Batch | Packed) -> jax.Array:
-    """Returns the states that predict each token, `[N, G, T, D]` or `[B, S, D]`.
-
-    They are meaningless for the first tokens of packed texts.
+    The first token of a text is scored after the end of another text; the mask excludes it.
     """
     if not isinstance(batch, Packed):
-        return hidden_states(policy, params, batch)
-    return policy.states(params, rows_of_texts(batch.ids, batch.texts))[0][:, 0]
-
-
-def score_tokens(
-    policy: Policy, params: Params, batch: Batch | Packed, hidden: jax.Array | None = None
-) -> TokenLogprobs:
-    """Returns log-probabilities and entropies of tokens, `[N, G, T]` or `[B, S]`.
-
-    Args:
-      policy: The model's functions.
-      params: The parameters of the policy.
-      batch: The completions.
-      hidden: The policy's `predicting_states`, if they are already computed.
-    """
-    hidden = predicting_states(policy, params, batch) if hidden is None else hidden
-    if not isinstance(batch, Packed):
-        return score_completion_tokens(policy, params, batch, hidden=hidden)
-    return token_logprobs(hidden, policy.unembedding(params), jnp.asarray(batch.ids), softcap=policy.softcap)
+        return batch
+    ids, mask = (jnp.asarray(x)[:, None] for x in (batch.ids, batch.completion_mask))
+    weights = None if batch.weights is None else batch.weights[:, None]
+    layout, temperature = rows_of_texts(batch.ids, batch.texts), jnp.ones((len(ids), 1), jnp.float32)
+    return Batch(layout.prompt, ids, mask, temperature, weights=weights, layout=layout)
 
 
 def token_nll(policy: Policy, params: Params, batch: Batch | Packed) -> jax.Array:
     """−log π(oₜ), `[N, G, T]` or `[B, S]`."""
-    return -score_tokens(policy, params, batch).logprobs
+    logprobs = score_completion_tokens(policy, params, as_completions(batch)).logprobs
+    return -logprobs.reshape(batch.completion_mask.shape)
 
 
-def teacher_divergence(
-    policy: Policy,
-    target: DistillationTarget,
-    params: Params,
-    batch: Batch | Packed,
-    hidden: jax.Array | None = None,
-) -> jax.Array:
+def teacher_divergence(policy: Policy, target: DistillationTarget, params: Params, batch: Batch | Packed) -> jax.Array:
     """Returns the divergence of the policy from its teacher at each token, in nats, `[N, G, T]` or `[B, S]`.
 
     Args:
@@ -130,14 +109,24 @@ def teacher_divergence(
       target: The teacher and the loss.
       params: The parameters of policy and teacher, by role.
       batch: The completions.
-      hidden: The policy's `predicting_states`, if they are already computed.
     """
-    hidden = predicting_states(policy, params["policy"], batch) if hidden is None else hidden
-    ours, taught = policy.head(params["policy"]), target.teacher.head(params["teacher"])
-    temperature = 1.0 if isinstance(batch, Packed) else batch.temperature[..., None]
-    states = jax.lax.stop_gradient(predicting_states(target.teacher, params["teacher"], batch))
-    outputs = outputs_of_states(target.divergence, states, taught, temperature, vocab_size=len(ours[0]))
-    return token_divergence(target.divergence, hidden, ours, taught, outputs, temperature)
+    completions = as_completions(batch)
+    states = states_of(policy, params["policy"], completions)
+    return divergence_of_states(policy, target, params, completions, states).reshape(batch.completion_mask.shape)
+
+
+def divergence_of_states(
+    policy: Policy, target: DistillationTarget, params: Params, batch: Batch, states: TokenStates
+) -> jax.Array:
+    """Returns `teacher_divergence`, `[N, G, T]`, from the states of the policy."""
+    heads = policy.head(params["policy"]), target.teacher.head(params["teacher"])
+
+    def divergence(hidden: jax.Array, taught: jax.Array, temperature: jax.Array) -> jax.Array:
+        outputs = outputs_of_states(target.divergence, heads[1], taught, temperature, vocab_size=len(heads[0][0]))
+        return token_divergence(target.divergence, heads, hidden, outputs, temperature)
+
+    taught = jax.lax.stop_gradient(states_of(target.teacher, params["teacher"], batch))
+    return states.map(divergence, taught, batch.temperature)
 
 
 # ---- evaluation

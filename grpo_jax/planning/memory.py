@@ -48,7 +48,7 @@ from grpo_jax.models.policy import decoder_policy, suits_cudnn
 from grpo_jax.models.projections import TARGETS, Target
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.pieces import Piece, choose_piece
+from grpo_jax.step.pieces import Piece, choose_piece
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -69,7 +69,6 @@ class Shape(NamedTuple):
     minibatches: int = 1
     microbatches: int = 0  # pieces of a minibatch; 0: piece_tokens decides
     piece_tokens: int = GPU.piece_tokens
-    packs: bool = True  # completions may be packed
     lora_rank: int = 0  # 0: all parameters are trained
     lora_targets: tuple[Target, ...] = TARGETS
     param_dtype: Dtype = "float32"  # dtype of the decoder's parameters
@@ -92,7 +91,6 @@ class Shape(NamedTuple):
             self.max_tokens,
             microbatches=self.microbatches,
             piece_tokens=self.piece_tokens,
-            packs=self.packs,
         )
 
     @property
@@ -433,7 +431,7 @@ def _scorer(model: ModelConfig, shape: Shape) -> int:
 
 # The largest share of a device that a plan may use. The estimate was up to 10% too low in our measurements on a CPU.
 _SHARE = 0.85
-GB = 1e9
+GB, GIB = 1e9, 2**30
 
 
 class Plan(NamedTuple):
@@ -458,13 +456,13 @@ class Plan(NamedTuple):
     def __str__(self) -> str:
         pieces = self.shape.num_pieces
         microbatches = f"{pieces} microbatch{'es' if pieces > 1 else ''}"
-        sizes = f"about {_in_gb(self.estimate.peak)} of {_in_gb(self.limit)} GB"
+        sizes = f"about {_in_gib(self.estimate.peak)} of {_in_gib(self.limit)} GiB"
         return f"plan: {microbatches}, remat {self.model.remat}: {sizes}"
 
 
-def _in_gb(size: int) -> str:
-    """Formats bytes in GB, with two significant digits below 10 GB."""
-    return f"{size / GB:.0f}" if size >= 10 * GB else f"{size / GB:.2g}"
+def _in_gib(size: int) -> str:
+    """Formats bytes in GiB, with two significant digits below 10 GiB."""
+    return f"{size / GIB:.0f}" if size >= 10 * GIB else f"{size / GIB:.2g}"
 
 
 def shape_of(
@@ -491,7 +489,6 @@ def shape_of(
         minibatches=run.optimizer.minibatches,
         microbatches=run.optimizer.microbatches,
         piece_tokens=run.optimizer.piece_tokens,
-        packs=run.packs and not (critic and critic.bootstrap_truncated),  # then PPO reads values after completions
         lora_rank=options.lora_rank,
         lora_targets=options.lora_targets,
         param_dtype=options.param_dtype,
@@ -567,10 +564,10 @@ def _describe_what_fits(model: ModelConfig, shape: Shape, limit: int, smallest: 
             break
     ways.append(("num_prompts 1", model, shape._replace(num_prompts=1, minibatches=1)))
     plans = [(words, in_fewest_bytes(decoder, changed)) for words, decoder, changed in ways]
-    what_fits = [f"{words} (about {_in_gb(plan.estimate.peak)} GB)" for words, plan in plans if plan.fits]
+    what_fits = [f"{words} (about {_in_gib(plan.estimate.peak)} GiB)" for words, plan in plans if plan.fits]
     instead = ", or ".join(what_fits) or "a smaller model, or fewer and shorter completions"
     return (
-        f"the run needs about {_in_gb(smallest.estimate.peak)} GB of {_in_gb(limit)} on each device, even in the "
+        f"the run needs about {_in_gib(smallest.estimate.peak)} GiB of {_in_gib(limit)} on each device, even in the "
         f"smallest microbatches with remat layer: set {instead}; or set microbatches and remat, which are then not "
         "planned"
     )

@@ -196,10 +196,10 @@ def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: An
     Returns:
       float32 `[N, G]`.
     """
-    prompt_ids, prompt_mask, ids, mask = arrays
+    prompt, ids, mask = arrays
     policy = decoder_policy(config)
     # Hidden state t predicts token t, so that one more column gives the state after the last token.
-    hidden = policy.hidden(params, prompt_ids, prompt_mask, jnp.pad(ids, [(0, 0), (0, 0), (0, 1)]))
+    hidden = policy.hidden(params, prompt, jnp.pad(ids, [(0, 0), (0, 0), (0, 1)]))
     last = jnp.take_along_axis(hidden, jnp.sum(mask, axis=-1)[..., None, None], axis=2)[:, :, 0]
 
     def total(tokens: jax.Array) -> jax.Array:
@@ -228,11 +228,12 @@ def _without(pattern: re.Pattern[str] | None, text: str) -> str:
 
 def _plain(value: Any) -> str:
     """Returns the value of a column as text, with one line for each chat message. A single message is its content."""
-    value = list(getattr(value, "messages", ())) or value  # the prompt without the policy's chat template
+    value = list(getattr(value, "messages", ())) or value  # without the policy's chat template
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
         return str(value[0]["content"])
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
-        return "\n".join(f"{message['role']}: {message.get('content') or message['tool_calls']}" for message in value)
+        lines = ((it["role"], it.get("content") or it.get("tool_calls", "")) for it in value)
+        return "\n".join(f"{role}: {content}" for role, content in lines)
     return str(value)
 
 

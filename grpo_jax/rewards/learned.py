@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.text import Answers, answer_prompts, check_ids, encode_prompts
-from grpo_jax.data.types import Completion, Example, Prompt, Reward, pad_completions, pad_prompts
+from grpo_jax.data.types import Completion, Example, Prompt, Reward, pad_completions
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
-from grpo_jax.models.chat import Chat, decode, digest_of_template
+from grpo_jax.models.chat import Chat, decode, digest_of_template, known_role
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import Headed, score_groups
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
@@ -86,8 +87,9 @@ def reward_function(
     The model reads chat messages and the completion in its own chat template. As in transformers, the score is taken at
     the last token that is not padding. A prompt is computed once for consecutive completions, such as those of a group.
 
-    Prompts without messages stay text. If the reward model's tokenizer then decodes a completion's token ids to the
-    same text, as when it shares its tokenizer with the policy, these ids are used. Otherwise the text is encoded.
+    An episode in a chat is read turn by turn. Prompts without messages stay text. If the reward model's tokenizer then
+    decodes a completion's token ids to the same text, as when it shares its tokenizer with the policy, these ids are
+    used. Otherwise the text is encoded.
 
     Args:
       model: The reward model.
@@ -126,20 +128,44 @@ def reward_function(
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         if not completions:
             return []
-        group_size = common_group_size([example["prompt"] for example in examples])
-        starts = range(0, len(completions), group_size)
+        given = [example["prompt"] for example in examples]
+        pairs = [last_turn(chat, *pair) for pair in zip(given, completions, strict=True)]
+        # Each episode has a history of its own.
+        is_shared = all(prompt is whole for (prompt, _), whole in zip(pairs, given, strict=True))
+        group_size = common_group_size(given) if is_shared else 1
+        starts = range(0, len(pairs), group_size)
         rows = encode(
-            [examples[start]["prompt"] for start in starts],
-            [completions[start : start + group_size] for start in starts],
+            [pairs[start][0] for start in starts],
+            [[answer for _, answer in pairs[start : start + group_size]] for start in starts],
         )
         prompts, groups = [row.prompt for row in rows], [[ids[:max_tokens] for ids in row.answers] for row in rows]
         check_ids([ids for row in rows for ids in (row.prompt, *row.answers)], model.config.vocab_size)
         score = partial(score_groups, model.config, model.params)
         return score_batches(
-            score, prompts, groups, batch_size=batch_size, prompt_width=max_prompt_tokens, width=max_tokens
+            score, prompts, groups, batch_size=batch_size, max_prompt_tokens=max_prompt_tokens, max_tokens=max_tokens
         )
 
     return reward
+
+
+def last_turn(chat: Chat, prompt: Any, completion: Completion) -> tuple[Any, Completion]:
+    """Moves all turns but the last of an episode to the end of its prompt, if both are chat messages.
+
+    Args:
+      chat: The template that will write the messages. Observations in a role that it lacks become the user's.
+      prompt: The prompt.
+      completion: The completion, of one turn or several.
+
+    Returns:
+      The prompt and the completion, which are unchanged without such turns.
+    """
+    history = getattr(completion, "messages", [])[:-1]
+    if not (history and getattr(prompt, "messages", ())):
+        return prompt, completion
+    roles = {message["role"] for message in history} - {"assistant"}
+    known = {role: known_role(chat, (role, "user")) for role in roles} | {"assistant": "assistant"}
+    turns = [{**message, "role": known[message["role"]]} for message in history]
+    return Prompt(prompt, [*prompt.messages, *turns], prompt.kwargs, prompt.template), completion.actions[-1]
 
 
 def check_template(tokenizer: Any, prompts: Sequence[Any], *, quotes: bool = False) -> None:
@@ -172,34 +198,34 @@ def score_batches(
     groups: Sequence[Sequence[Sequence[int]]],
     *,
     batch_size: int,
-    prompt_width: int | None = None,
-    width: int | None = None,
+    max_prompt_tokens: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[float]:
     """Scores groups of texts with a common beginning, in batches of one shape.
 
     Args:
-      score: (ids `[N, P]`, mask `[N, P]`, ids `[N, G, T]`, mask `[N, G, T]`) -> `[N, G]`. Prompts are padded on the
-        left, the texts after them on the right.
+      score: (prompts `[N, P]`, ids `[N, G, T]`, mask `[N, G, T]`) -> `[N, G]`. Prompts are padded on the left, the
+        texts after them on the right.
       prompts: M lists of at least one id.
       groups: M lists of G lists of ids, which may be empty.
       batch_size: The number of texts computed at once, or those of one prompt if a prompt has more.
-      prompt_width: The width of prompts, P. None: the smallest power of two from 32 on that fits the longest prompt, so
-        that few programs are compiled.
-      width: The width of the texts after prompts, T. None: likewise.
+      max_prompt_tokens: The width of prompts, P. None: the smallest power of two from 32 on that fits the longest
+        prompt, so that few programs are compiled.
+      max_tokens: The width of the texts after prompts, T. None: likewise.
 
     Returns:
       M · G scores.
     """
-    prompt_width = prompt_width or _width(prompts)
-    width = width or _width([ids for group in groups for ids in group])
+    max_prompt_tokens = max_prompt_tokens or _width(prompts)
+    max_tokens = max_tokens or _width([ids for group in groups for ids in group])
     count = max(batch_size // len(groups[0]), 1)
     scores = []
     for start in range(0, len(groups), count):
         # The last piece is filled up with the first group, so that it has the same shape.
         chosen = [i if i < len(groups) else 0 for i in range(start, start + count)]
-        padded = pad_prompts([prompts[i] for i in chosen], [{}] * count, width=prompt_width, pad_id=0)
-        arrays = pad_completions([groups[i] for i in chosen], width)
-        scores.append(np.asarray(score(padded.ids, padded.mask, *arrays)).reshape(-1))
+        padded = pad_prompts([prompts[i] for i in chosen], [{}] * count, width=max_prompt_tokens, pad_id=0)
+        arrays = pad_completions([groups[i] for i in chosen], max_tokens)
+        scores.append(np.asarray(score(padded.tokens, *arrays)).reshape(-1))
     return np.concatenate(scores)[: len(groups) * len(groups[0])].tolist()
 
 

@@ -28,18 +28,10 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from grpo_jax.data.types import (
-    MESSAGE_CHARACTERS,
-    REASONS,
-    BadReward,
-    Checked,
-    Completion,
-    Earned,
-    Example,
-    reward_from_json,
-)
+from grpo_jax.data.types import MESSAGE_CHARACTERS, Checked, Completion, Earned, Example
 from grpo_jax.errors import UsageError
 from grpo_jax.options import Size, check_number
+from grpo_jax.rewards.values import REASONS, BadReward, reward_from_json
 
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
 _CHILD = "from grpo_jax.rewards.worker import main; main()"

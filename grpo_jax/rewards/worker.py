@@ -22,14 +22,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from grpo_jax.data.coroutines import awaited, run_to_end
-from grpo_jax.data.types import (
-    MESSAGE_CHARACTERS,
-    BadReward,
-    checked_rewards,
-    hash_file,
-    one_line,
-)
+from grpo_jax.data.types import MESSAGE_CHARACTERS, hash_file
 from grpo_jax.errors import UsageError
+from grpo_jax.rewards.values import BadReward, checked_rewards, one_line
 
 _STDERR = 2
 _WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and its allocations

@@ -7,6 +7,7 @@ For each token the update needs its hidden state, or its k likeliest tokens, or 
 Letters as in `types`, and: V tokens that both policy and teacher have, E features of the teacher.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,14 +24,13 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import grpo_method, masked, of_top_entropy
 from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.iteration import Programs, make_method_programs
-from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
+from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.source import Sampler
-from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays, TeacherOutputs
+from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
+from grpo_jax.step.divergence import outputs_of_states, token_divergence
+from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.step.types import Array, Batch, Logs, TeacherOutputs
 from grpo_jax.tasks.task import Task
-
-# The last layer, from hidden states to logits: the unembedding `[V, D]`, and the softcap of `Policy`.
-Head = tuple[jax.Array, float | None]
 
 
 def make_distillation_programs(
@@ -99,14 +99,8 @@ def teacher_term(policy: Policy, teacher: Policy, config: DistillationConfig) ->
     """c Σ w D, the divergence of the policy from its teacher (`token_divergence`)."""
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        divergence = token_divergence(
-            config,
-            forward.states,
-            policy.head(models["policy"]),
-            teacher.head(models["teacher"]),
-            batch.teacher,
-            batch.temperature[..., None],
-        )
+        heads = policy.head(models["policy"]), teacher.head(models["teacher"])
+        divergence = forward.states.map(partial(token_divergence, config, heads), batch.teacher, batch.temperature)
         loss = config.distillation_coef * F.weighted_sum(divergence, batch.weights, batch.completion_mask)
         return loss, Logs({"distillation": F.masked_sum(divergence, batch.completion_mask)})
 
@@ -127,28 +121,8 @@ def teacher_outputs(
     """
     if config.distillation == "k1":
         return TeacherOutputs(logprobs=score_completion_tokens(teacher, params, batch).logprobs)
-    hidden = hidden_states(teacher, params, batch)
-    return outputs_of_states(config, hidden, teacher.head(params), batch.temperature[..., None], vocab_size=vocab_size)
-
-
-def outputs_of_states(
-    config: DistillationConfig, hidden: jax.Array, head: Head, temperature: jax.Array | float, *, vocab_size: int
-) -> TeacherOutputs:
-    """Returns the teacher's outputs that `token_divergence` needs: hidden states, or the likeliest tokens.
-
-    Args:
-      config: The distillation options of the run. The kind is not k1.
-      hidden: The hidden states of the teacher, `[..., T, E]`.
-      head: The last layer of the teacher.
-      temperature: The sampling temperature, which broadcasts against `[..., T]`.
-      vocab_size: The number of tokens of the policy, as in `teacher_outputs`.
-    """
-    if not config.distillation_top_k:
-        return TeacherOutputs(hidden=hidden)
-    unembedding, softcap = head[0][:vocab_size], head[1]
-    ids = F.top_tokens(hidden, unembedding, config.distillation_top_k)
-    logits = F.bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
-    return TeacherOutputs(ids=ids, logits=logits)
+    outputs = partial(outputs_of_states, config, teacher.head(params), vocab_size=vocab_size)
+    return states_of(teacher, params, batch).map(outputs, batch.temperature)
 
 
 def output_bytes(config: DistillationConfig, teacher: ModelConfig) -> int:
@@ -189,42 +163,3 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: Los
         return batch._replace(advantages=advantages), logged, logs | {"distillation": k1}
 
     return taught
-
-
-def token_divergence(
-    config: DistillationConfig,
-    hidden: jax.Array,
-    student: Head,
-    teacher: Head,
-    outputs: TeacherOutputs | None,
-    temperature: jax.Array | float,
-) -> jax.Array:
-    """Returns the divergence of a policy from its teacher at each token, of the kind that the options set.
-
-    Tokens that only one model has, such as padding of embeddings, are excluded from both distributions. If the policy
-    samples a padding token that its teacher lacks, the teacher embeds its own last token instead.
-
-    Args:
-      config: The distillation options of the run.
-      hidden: The hidden states of the policy, `[..., T, D]`.
-      student: The last layer of the policy.
-      teacher: The last layer of the teacher.
-      outputs: The outputs of the teacher, as returned by `teacher_outputs`.
-      temperature: The sampling temperature, applied to both models. It broadcasts against `[..., T]`.
-
-    Returns:
-      The divergence of each token, `[..., T]`, in nats.
-    """
-    assert outputs is not None
-    kind, beta, size = config.distillation, config.distillation_beta, min(len(student[0]), len(teacher[0]))
-    unembedding, ref_softcap = student[0][:size], teacher[1]
-    common: Any = {"temperature": temperature, "softcap": student[1]}
-    if config.distillation_top_k:
-        logits = F.bucket_logits(hidden, unembedding, outputs.ids, **common)
-        if kind == "jsd":
-            return F.jsd_full(logits, outputs.logits, beta=beta)
-        return F.kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
-    of_teacher = outputs.hidden, teacher[0][:size]
-    if kind == "jsd":
-        return F.token_jsd(hidden, unembedding, *of_teacher, beta=beta, ref_softcap=ref_softcap, **common)
-    return F.token_kl(hidden, unembedding, *of_teacher, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common)

@@ -15,15 +15,14 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import place_and_reason
-from grpo_jax.rl.grade import decoded
-from grpo_jax.rl.source import at_widths, truncation_of
-from grpo_jax.rl.types import Batch, Graded, step_key
+from grpo_jax.rl.types import Graded, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
-from grpo_jax.sampling.sampler import Completions
+from grpo_jax.sampling.sampler import Completions, truncation_of
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 
 # The two compiled programs, which serve any number of turns:
-# (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Episodes after one turn, and
+# (params, prompt, numbers, temperature, noise) -> Episodes after one turn, and
 # (params, episodes, replies [N, G, R], counts [N, G], continues [N, G]) -> Episodes; `episodes` is donated
 EpisodePrograms = tuple[Callable[..., Episodes], Callable[..., Episodes]]
 
@@ -45,7 +44,7 @@ def episode_sampler(
     programs = episode_programs(policy, task, sampling, devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        inputs = prompts.ids, prompts.mask, numbers, temperature
+        inputs = prompts.tokens, numbers, temperature
         return play(programs, params, inputs, noise, prompts.examples, task, sampling, devices)
 
     return draw
@@ -55,24 +54,23 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
     """Makes the programs of `begin_episodes` and `continue_episodes`, which are compiled at their first call."""
     common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids, "stop": task.stop}
 
-    def begin_rows(shared, prompt_ids, prompt_mask, numbers, temperature) -> Episodes:
+    def begin_rows(shared, prompt, numbers, temperature) -> Episodes:
         params, noise = shared
         return begin_episodes(
-            at_widths(policy, task, prompt_ids.shape[-1]),
+            policy,
             params,
-            prompt_ids,
-            prompt_mask,
+            prompt,
             numbers,
             step_key(*noise),
             environment_tokens=sampling.environment_tokens,
             temperature=temperature,
-            truncation=truncation_of(sampling),
+            truncation=truncation_of(sampling.top_k, sampling.top_p, sampling.min_p),
             pad_id=task.pad_id,
             **common,
         )
 
-    def first_turn(params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Episodes:
-        return map_rows(begin_rows, devices)((params, noise), prompt_ids, prompt_mask, numbers, temperature)
+    def first_turn(params, prompt, numbers, temperature, noise) -> Episodes:
+        return map_rows(begin_rows, devices)((params, noise), prompt, numbers, temperature)
 
     def next_turn(params, episodes, replies, counts, continues) -> Episodes:
         def continue_rows(params, *rows) -> Episodes:
@@ -100,7 +98,7 @@ def play(
     Args:
       programs: The programs of `episode_programs`.
       params: The parameters of the policy.
-      inputs: The arrays prompt_ids, prompt_mask, numbers and temperature, on the devices.
+      inputs: The prompts, numbers and temperature, on the devices.
       noise: The arguments (seed, stream, index) of `step_key`, uint32 `[3]`. With the numbers of completion and turn
         they are the key of a reply.
       examples: The N examples of the prompts.
@@ -112,7 +110,7 @@ def play(
       The completions, on the devices.
     """
     assert task.environment
-    numbers = to_numpy(inputs[2])
+    numbers = to_numpy(inputs[1])
     first_turn, next_turn = programs
     episodes = first_turn(params, *inputs, to_devices(noise, devices, axes=None))
     rewards = np.full((*numbers.shape, sampling.max_turns), np.nan, np.float32)
@@ -198,6 +196,8 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
       first: The number of the first turn to return. Default: 1.
     """
     assert sampled.turn is not None
+    assert task.environment
+    read = task.environment.read
     turn = sampled.turn[place]
     tokens = slice(int(np.argmax(turn == first)), np.count_nonzero(turn))  # turns ascend, and are 0 after the end
     actions: dict[int, list[int]] = defaultdict(list)
@@ -210,12 +210,13 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
     def one(number: int) -> Turn:
         content = [token for token in actions[number] if token not in task.eos_ids]
         reply, reward = observations.get(number), float(sampled.turn_rewards[(*place, number - 1)])
-        action = decoded(task, content, truncated=False)
+        action = task.read(content, truncated=False)
         action.truncated = actions[number][-1] not in task.eos_ids and not action.stopped
         return Turn(
             action,
             Completion(task.decode(reply), reply) if reply else None,
             None if math.isnan(reward) else reward,
+            read(reply) if read and reply else None,
         )
 
     return tuple(one(number) for number in actions)

@@ -7,13 +7,14 @@ import jax
 import numpy as np
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import Completion, Prompts
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import Completion
 from grpo_jax.devices import all_rows, place
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import share_out
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import RewardScores, score_completions
-from grpo_jax.rl.grade import decode_groups, final_texts, take_prompts
+from grpo_jax.rl.grade import decode_groups, final_texts
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import EVALUATION, noise_of
 from grpo_jax.sampling.sampler import Completions
@@ -119,7 +120,7 @@ def heldout_calls(
         # Copies of the greedy completion fill up the shape: they end when it ends, so they take no extra steps.
         sample = np.where(counted, sample, samples)
         numbers = (prompt * (_MAX_SAMPLES + 1) + sample).astype(np.int32)
-        yield Samples(take_prompts(heldout, prompt[:, 0]), numbers, sample == samples, counted, None)  # type: ignore[arg-type]
+        yield Samples(heldout.take(prompt[:, 0]), numbers, sample == samples, counted, None)  # type: ignore[arg-type]
 
 
 def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: int = _BLOCK) -> Evaluation:

@@ -2,14 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from grpo_jax.config import BY_PART, AdvantagesOf, GRPOConfig
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.text import token_pieces
-from grpo_jax.data.types import Completion, Example, Prompts, Reward, Rewards, Span
+from grpo_jax.data.types import Completion, Example, Reward, Rewards, Span
 from grpo_jax.devices import Devices, gather_rows, local_numbers, local_rows
 from grpo_jax.hosts import gather
 from grpo_jax.rewards.reward import (
@@ -28,8 +29,17 @@ from grpo_jax.sampling.stopping import before_stop
 from grpo_jax.tasks.task import Task
 
 
-def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: Devices) -> Callable[[Rollout], Rollout]:
-    """Returns the function that adds rewards, and counts of ungraded completions, to a rollout.
+class Grading(NamedTuple):
+    """The rewards of a run, as functions of rollouts."""
+
+    grade: Callable[[Rollout], Rollout]  # adds rewards, and counts of ungraded completions
+    # (rollout, step) -> rollout with metrics and warnings. Raises if the run cannot learn
+    report: Callable[[Rollout, int], Rollout]
+    arrays: Callable[[Graded, int], RewardArrays]  # (rewards, T) -> arrays from which advantages are computed
+
+
+def make_grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: Devices) -> Grading:
+    """Returns the functions that grade the rollouts of a run.
 
     Args:
       task: Decodes completions, and supplies an environment if there is one.
@@ -37,34 +47,19 @@ def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: D
       config: The configuration of the run.
       devices: The devices that share the rows.
     """
-    reward = reward if config.needs_rewards else no_reward
-    episodes = episodes_of(task)
+    read, episodes = reward if config.needs_rewards else no_reward, episodes_of(task)
+    is_first = True
 
     def grade(rollout: Rollout) -> Rollout:
-        before = ungraded_counts(reward)
+        before = ungraded_counts(read)
         completions = read_completions(rollout)
-        prompts = take_prompts(rollout.prompts, local_numbers(devices, len(rollout.prompts.examples)))
-        graded = grade_completions(prompts, completions, task, reward)
+        prompts = rollout.prompts.take(local_numbers(devices, len(rollout.prompts.examples)))
+        graded = grade_completions(prompts, completions, task, read)
         if episodes and config.loss.advantages_of == "turns":
-            counted = shares_a_function(reward, task.reward)
-            graded = graded._replace(parts=episodes.turn_parts(completions, counted))
-        counts = _sum_everywhere(reward, new_counts(before, ungraded_counts(reward)))
+            graded = graded._replace(parts=episodes.turn_parts(completions, shares_a_function(read, task.reward)))
+        counts = _sum_everywhere(read, new_counts(before, ungraded_counts(read)))
         everywhere = gather_rows("rewards", graded, devices)
-        return rollout._replace(graded=everywhere, metrics=counts, warnings=grader_warnings(reward))
-
-    return grade
-
-
-def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Callable[[Rollout, int], Rollout]:
-    """Returns the function that adds metrics and warnings to a graded rollout, and raises if the run cannot learn.
-
-    Args:
-      task: The task, with an environment if there is one.
-      reward: One reward function, or several with weights.
-      config: The configuration of the run.
-    """
-    is_graded, episodes = config.needs_rewards, episodes_of(task)
-    is_first = True
+        return rollout._replace(graded=everywhere, metrics=counts, warnings=grader_warnings(read))
 
     def report(rollout: Rollout, step: int) -> Rollout:
         nonlocal is_first
@@ -73,7 +68,7 @@ def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Calla
         if step == 0:  # a resumed run must continue like an uninterrupted run
             check_first_rewards(graded, reward)
         metrics = rollout_metrics(graded)
-        warnings = rollout_warnings(graded, task, step + 1, is_graded=is_graded)
+        warnings = rollout_warnings(graded, task, step + 1, is_graded=config.needs_rewards)
         if episodes:
             if is_first:
                 episodes.check_first_episodes(task, graded)
@@ -84,7 +79,10 @@ def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Calla
         is_first = False
         return rollout._replace(metrics=metrics | rollout.metrics, warnings=warnings | rollout.warnings)
 
-    return report
+    def arrays(graded: Graded, num_tokens: int) -> RewardArrays:
+        return reward_arrays(graded, config.loss.advantages_of, num_tokens, reward)
+
+    return Grading(grade, report, arrays)
 
 
 def grader_warnings(reward: Reward | Rewards) -> dict[str, str]:
@@ -159,11 +157,6 @@ def final_texts(task: Task, examples: Sequence[Example], texts: Sequence[Complet
     return list(map(task.extract_final, examples, texts))
 
 
-def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:
-    """Selects prompts by their numbers."""
-    return Prompts(prompts.ids[rows], prompts.mask[rows], [prompts.examples[row] for row in rows])
-
-
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
     """Decodes completions to `[N][G]` texts without EOS. The text of an episode includes the observations."""
     episodes, (num_prompts, group_size) = episodes_of(task), completions.truncated.shape
@@ -176,14 +169,7 @@ def decode_groups(completions: Completions, task: Task) -> list[list[Completion]
 def read_text(task: Task, completions: Completions, content: Any, place: tuple[int, int]) -> Completion:
     """Returns the text of a completion, from its tokens where `content` `[N, G, T]` is true."""
     ids = completions.completion_ids[place][content[place]].tolist()
-    return decoded(task, ids, truncated=bool(completions.truncated[place]))
-
-
-def decoded(task: Task, ids: Sequence[int], *, truncated: bool) -> Completion:
-    """Returns a completion, or the action of a turn, from its tokens without EOS. The text ends before a stop text."""
-    whole = task.decode(ids)
-    text = before_stop(whole, task.stop)
-    return Completion(text, ids, truncated, stopped=text != whole)
+    return task.read(ids, truncated=bool(completions.truncated[place]))
 
 
 def episodes_of(task: Task) -> Any:

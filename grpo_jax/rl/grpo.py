@@ -19,17 +19,14 @@ from grpo_jax.devices import devices_of, parts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.iteration import Programs, make_method_programs
-from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer, moving_parts
-from grpo_jax.rl.scorers import (
-    hidden_and_routing,
-    hidden_states,
-    old_scorer,
-    reference_scorer,
-    score_completion_tokens,
-)
+from grpo_jax.rl.hooks import make_hooks
+from grpo_jax.rl.programs import Programs, make_method_programs
+from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.source import Sampler
-from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays
+from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
+from grpo_jax.step.optimizer import learning_rate_schedule, make_optimizer
+from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.step.types import Array, Batch, Logs
 from grpo_jax.tasks.task import Task
 
 
@@ -59,11 +56,12 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
       config: The configuration of the run.
     """
 
-    def score(models: Params, batch: Batch) -> F.TokenLogprobs:
-        return score_completion_tokens(policy, models["policy"], batch)
+    def score(models: Params, batch: Batch) -> dict[str, jax.Array]:
+        scores = score_completion_tokens(policy, models["policy"], batch)
+        return {"old_logprobs": scores.logprobs, "old_entropy": scores.entropy}
 
     schedule = learning_rate_schedule(config.optimizer, config.num_updates)
-    initial_extras, hooks = moving_parts(config)
+    initial_extras, hooks = make_hooks(config)
     terms, summarise = policy_terms(policy, config.loss), lambda metrics: metrics
     if policy.num_experts is not None:
         terms, summarise = (*terms, _routing_term(policy.num_experts)), _busiest_expert
@@ -78,7 +76,6 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         initial_extras=initial_extras,
         hooks=hooks,
         rounded=policy.rounded,
-        packs=config.packs,
         summarise=summarise,
     )
 
@@ -102,7 +99,7 @@ def _routing_term(num_experts: int) -> LossTerm:
     from grpo_jax.models.experts import load  # not loaded for dense models
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        return jnp.zeros(()), Logs(load(forward.routing, batch.completion_mask, num_experts))
+        return jnp.zeros(()), Logs(load(forward.states.routing, batch.completion_mask, num_experts))
 
     return term
 
@@ -121,7 +118,8 @@ def make_group_advantage(config: LossConfig) -> Advantage:
     compare = {"components": by_component, **dict.fromkeys(BY_PART, by_part)}.get(config.advantages_of)
 
     def advantage(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, Any]]:
-        total, logs, batch = penalized_rewards(rewards.rewards, batch, config, kl_coef)
+        penalty, logs, batch = kl_in_reward(batch, config, kl_coef)
+        total = rewards.rewards if penalty is None else rewards.rewards - jnp.sum(penalty, axis=-1)
         if compare is not None:
             advantages = compare(rewards)
         else:
@@ -146,34 +144,27 @@ def by_part(rewards: RewardArrays) -> jax.Array:
     return jnp.where(is_bad[..., None], jnp.nan, advantages)  # a reward that is NaN stays visible
 
 
-def penalized_rewards(
-    rewards: Array, batch: Batch, config: LossConfig, kl_coef: Array
-) -> tuple[Array, dict[str, jax.Array], Batch]:
-    """rᵢ − β Σₜ k1, if the KL is in the reward. The loss then needs no reference.
+def kl_in_reward(
+    batch: Batch, config: LossConfig, kl_coef: Array
+) -> tuple[jax.Array | None, dict[str, jax.Array], Batch]:
+    """β k1ₜ, the penalty of each token if the KL is in the reward. The loss then needs no reference.
 
     Args:
-      rewards: The rewards of completions, `[N, G]`.
       batch: The scored batch, with old and reference log-probabilities.
       config: The loss options of the run.
       kl_coef: The coefficient β of the step.
 
     Returns:
-      Rewards for the advantages, metrics of the KL, and the batch for the loss.
+      The penalty `[N, G, T]`, 0 on masked tokens, or None if there is none; metrics of the KL, k1 per token and per
+      completion, in nats; and the batch for the loss.
     """
     if not (config.kl_in_reward and config.objective.has_reference):
-        return rewards, {}, batch
-    penalized = F.kl_penalized_rewards(
-        rewards, batch.old_logprobs, batch.ref_logprobs, batch.completion_mask, kl_coef=kl_coef
-    )
-    return penalized, kl_logs(batch, kl_coef), batch._replace(ref_logprobs=None)
-
-
-def kl_logs(batch: Batch, kl_coef: Array) -> dict[str, jax.Array]:
-    """Returns metrics of a KL in the reward: mean k1 per token and per completion, in nats, and its coefficient."""
+        return None, {}, batch
     mask = batch.completion_mask
-    total = jnp.sum(jnp.where(mask, batch.old_logprobs - batch.ref_logprobs, 0))
+    k1 = jnp.where(mask, F.kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
     counts = {"kl": jnp.sum(mask), "kl_completion": jnp.sum(jnp.any(mask, axis=-1))}
-    return {name: total / jnp.maximum(count, 1) for name, count in counts.items()} | {"kl_coef": jnp.asarray(kl_coef)}
+    logs = {name: jnp.sum(k1) / jnp.maximum(count, 1) for name, count in counts.items()}
+    return kl_coef * k1, logs | {"kl_coef": jnp.asarray(kl_coef)}, batch._replace(ref_logprobs=None)
 
 
 def masked(batch: Batch, config: LossConfig) -> Batch:
@@ -215,9 +206,8 @@ def forward_of(policy: Policy) -> Callable[[Params, Batch], Forward]:
     """Returns the forward pass shared by the terms of a loss."""
 
     def forward(models: Params, batch: Batch) -> Forward:
-        states, routing = hidden_and_routing(policy, models["policy"], batch)
-        scores = score_completion_tokens(policy, models["policy"], batch, hidden=states)
-        return Forward(states, scores.logprobs, scores.entropy, routing)
+        states = states_of(policy, models["policy"], batch)
+        return Forward(states, *score_completion_tokens(policy, models["policy"], batch, states))
 
     return forward
 
@@ -261,18 +251,22 @@ def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
     """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        reference = models["reference"]
-        kl = F.token_kl(
-            forward.states,
-            policy.unembedding(models["policy"]),
-            hidden_states(policy, reference, batch),
-            policy.unembedding(reference),
-            temperature=batch.temperature[..., None],
-            reverse=config.divergence == "reverse",
-            softcap=policy.softcap,
-            ref_softcap=policy.softcap,
-        )
-        mask = batch.completion_mask
+        unembeddings = [policy.unembedding(models[role]) for role in ("policy", "reference")]
+
+        def divergence(states: jax.Array, ref_states: jax.Array, temperature: jax.Array) -> jax.Array:
+            return F.token_kl(
+                states,
+                unembeddings[0],
+                ref_states,
+                unembeddings[1],
+                temperature=temperature,
+                reverse=config.divergence == "reverse",
+                softcap=policy.softcap,
+                ref_softcap=policy.softcap,
+            )
+
+        reference = states_of(policy, models["reference"], batch)
+        kl, mask = forward.states.map(divergence, reference, batch.temperature), batch.completion_mask
         return config.kl_coef * F.weighted_sum(kl, batch.weights, mask), Logs({"kl": F.masked_sum(kl, mask)})
 
     return term

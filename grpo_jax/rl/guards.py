@@ -82,7 +82,7 @@ def check_tokens(task: Task) -> None:
             f"the model has the tokens 0 to {last}, and no EOS among {task.eos_ids}, so no completion could end: take "
             "the model's own tokenizer"
         )
-    largest = task.heldout.ids.max(initial=task.pad_id)
+    largest = task.heldout.tokens.ids.max(initial=task.pad_id)
     if largest > last:
         raise UsageError(
             f"a prompt has token {largest}, but the model has the tokens 0 to {last}: take the model's own tokenizer"

@@ -15,26 +15,23 @@ import optax
 
 from grpo_jax import functional as F
 from grpo_jax.checks import validate_ppo
-from grpo_jax.config import PPOConfig
+from grpo_jax.config import CriticConfig, PPOConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.geometry import TokenStates
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import grpo_method, kl_logs, masked, optimizer_of
+from grpo_jax.rl.grpo import grpo_method, kl_in_reward, masked, optimizer_of
 from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.iteration import Programs, make_method_programs
-from grpo_jax.rl.optimizer import learning_rate_schedule
-from grpo_jax.rl.scorers import (
-    hidden_states,
-    old_scorer,
-    reference_scorer,
-    score_completion_tokens,
-    unpack_completions,
-)
+from grpo_jax.rl.programs import Programs, make_method_programs
+from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.source import Sampler
-from grpo_jax.rl.types import Array, Batch, Forward, Logs, LossTerm, Method, RewardArrays
+from grpo_jax.rl.types import Forward, LossTerm, Method, RewardArrays
+from grpo_jax.step.optimizer import learning_rate_schedule
+from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.step.types import Array, Batch, Logs
 from grpo_jax.tasks.task import Task
 
 
@@ -90,7 +87,8 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
     """
     run, grpo = config.run, grpo_method(policy, config.run)
 
-    has_ends = config.critic.bootstrap_truncated  # packed completions have no value after the last token
+    bootstraps = config.critic.bootstrap_truncated
+    values = ("old_values", "end_values") if bootstraps else ("old_values",)
     critic_options = replace(run.optimizer, learning_rate=config.critic.critic_learning_rate)
     critic_schedule = learning_rate_schedule(critic_options, run.num_updates)
     # One optimizer for both, but each gradient is clipped by its own norm.
@@ -102,8 +100,8 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         terms=(*grpo.terms, value_term(critic, config)),
         advantage=lambda rewards, batch, kl_coef: critic_advantage(rewards, batch, kl_coef, config=config),
         optimizer=optimizer,
-        scorers=(*old_scorer(partial(score, policy, critic), run, values=True), *reference_scorer(policy, run)),
-        packs=grpo.packs and not has_ends,
+        scorers=(*old_scorer(partial(score, policy, critic), run, values), *reference_scorer(policy, run)),
+        scores_ends=bootstraps,
     )
 
 
@@ -113,94 +111,76 @@ def critic_advantage(
     """Returns a batch with the advantages and returns of tokens; means of advantages over completions; metrics."""
     # Neither policy nor critic learns from completions to which no reward applies.
     batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, rewards.applicable))
-    by_token, returns = token_advantages(rewards.rewards, batch, kl_coef, config=config)
-    mask, logs, loss = batch.completion_mask, value_logs(batch, returns), config.run.loss
-    if loss.kl_in_reward and batch.ref_logprobs is not None:
-        logs |= kl_logs(batch, kl_coef)
-        batch = batch._replace(ref_logprobs=None)  # the loss needs none
-    batch = masked(batch._replace(advantages=by_token, returns=returns), loss)
+    penalty, logs, batch = kl_in_reward(batch, config.run.loss, kl_coef)
+    by_token, returns = token_advantages(rewards.rewards, batch, penalty, options=config.critic)
+    mask, logs = batch.completion_mask, value_logs(batch, returns) | logs
+    batch = masked(batch._replace(advantages=by_token, returns=returns), config.run.loss)
     return batch, masked_mean(by_token, mask, axis=-1), logs
 
 
-def score(policy: Policy, critic: Policy, models: Params, batch: Batch) -> tuple[jax.Array, ...]:
+def score(policy: Policy, critic: Policy, models: Params, batch: Batch) -> dict[str, jax.Array]:
     """Scores completions with policy and critic. If they share a decoder, one forward pass serves both.
 
     Args:
       policy: The functions of the model.
       critic: The functions of the critic's decoder.
       models: Parameters by role.
-      batch: The sampled batch.
+      batch: The sampled batch, or a piece of it. For values at the end, it has one more token (`scorers.with_ends`).
 
     Returns:
-      Log-probabilities and entropies `[N, G, T]`, and values `[N, G, T + 1]`.
+      Fields of the batch: `old_logprobs`, `old_entropy`, `old_values` and `end_values`, that of the last token.
     """
-    params, headed = models["policy"], models["critic"]
-    if batch.packed is not None:
-        states = hidden_states(policy, params, batch)
-        values = token_values(critic, models, states, batch)
-        scores = score_completion_tokens(policy, params, batch, hidden=states)
-        return *scores, jnp.pad(values, [(0, 0), (0, 0), (0, 1)])  # the value of the end is not read
-    if headed.decoder is not None:
-        values = heads.values(critic, headed, *batch[:4])
-        return *score_completion_tokens(policy, params, batch), values
-    # Hidden state t predicts token t, and the value of the end is read from one more.
-    longer = jnp.pad(batch.completion_ids, [(0, 0), (0, 0), (0, 1)])
-    states = policy.hidden(params, batch.prompt_ids, batch.prompt_mask, longer)
-    scores = score_completion_tokens(policy, params, batch, hidden=states[..., :-1, :])
-    return *scores, heads.read(states, headed.head)
+    states = states_of(policy, models["policy"], batch)
+    scores = score_completion_tokens(policy, models["policy"], batch, states)
+    values = token_values(critic, models, states, batch)
+    last = jnp.sum(batch.completion_mask, axis=-1, keepdims=True, dtype=jnp.int32) - 1
+    ends = jnp.take_along_axis(values, jnp.maximum(last, 0), axis=-1)
+    names = "old_logprobs", "old_entropy", "old_values", "end_values"
+    return dict(zip(names, (*scores, values, ends), strict=True))
 
 
-def token_values(critic: Policy, models: Params, states: jax.Array, batch: Batch) -> jax.Array:
+def token_values(critic: Policy, models: Params, states: TokenStates, batch: Batch) -> jax.Array:
     """Returns values of the states in which tokens are chosen, `[N, G, T]`.
 
     Args:
       critic: The functions of the critic's decoder.
       models: Parameters by role.
-      states: The hidden states of the policy, which a shared critic reads.
-      batch: A piece of a batch.
+      states: The states of the policy, which a shared critic reads.
+      batch: A batch, or a piece of it.
     """
     headed = models["critic"]
-    if headed.decoder is None:
-        return unpack_completions(heads.read(states, headed.head), batch)
-    if batch.packed is None:
-        return heads.values(critic, headed, *batch[:4])[..., :-1]
-    return unpack_completions(heads.read(hidden_states(critic, headed.decoder, batch), headed.head), batch)
+    states = states if headed.decoder is None else states_of(critic, headed.decoder, batch)
+    return states.map(partial(heads.read, head=headed.head))
 
 
 def token_advantages(
-    rewards: jax.Array, batch: Batch, kl_coef: Array, *, config: PPOConfig
+    rewards: jax.Array, batch: Batch, penalty: jax.Array | None, *, options: CriticConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """GAE of a rollout, of rₜ = 1[last] r − β k1ₜ. The second term is there if the KL is in the reward. 1506.02438.
+    """GAE of a rollout, of rₜ = 1[last] r − penaltyₜ. 1506.02438.
 
     Args:
       rewards: The rewards of completions, `[N, G]`.
-      batch: The scored batch, with old values, and with old and reference log-probabilities if there is a KL in the
-        reward.
-      kl_coef: The coefficient β of the step.
-      config: The configuration of the run.
+      batch: The scored batch, with old values.
+      penalty: The penalty of each token, as returned by `grpo.kl_in_reward`.
+      options: The options of the options.
 
     Returns:
       Advantages A, whitened if `whiten` is set, and returns A + V from before whitening, both `[N, G, T]`.
     """
-    critic, loss, mask = config.critic, config.run.loss, batch.completion_mask
-    by_token = F.rewards_at_end(rewards, mask)
-    if loss.kl_in_reward and loss.objective.has_reference:
-        by_token -= kl_coef * jnp.where(mask, F.kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
-    length = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
-    after = jnp.take_along_axis(batch.old_values, length, axis=-1)[..., 0]
-    values = jnp.where(mask, batch.old_values[..., :-1], 0)
+    mask = batch.completion_mask
+    by_token = F.rewards_at_end(rewards, mask) - (0 if penalty is None else penalty)
+    values = jnp.where(mask, batch.old_values, 0)
     advantages = F.generalized_advantages(
         by_token,
         values,
         mask,
-        gamma=critic.gamma,
-        lam=critic.gae_lambda,
-        # After an end-of-text token the value is 0.
-        bootstrap=jnp.where(batch.truncated & critic.bootstrap_truncated, after, 0),
-        num_steps=critic.gae_steps,
+        gamma=options.gamma,
+        lam=options.gae_lambda,
+        bootstrap=jnp.where(batch.truncated, batch.end_values[..., 0], 0) if options.bootstrap_truncated else None,
+        num_steps=options.gae_steps,
     )
     returns = advantages + values
-    if critic.whiten:
+    if options.whiten:
         # A NaN reward stays visible in its completion, but does not affect other completions.
         finite = jnp.isfinite(advantages)
         whitened = F.whiten(jnp.where(finite, advantages, 0), mask & finite)
@@ -217,7 +197,7 @@ def value_term(critic: Policy, config: PPOConfig) -> LossTerm:
         returns = jnp.where(mask, batch.returns, 0)  # invalid numbers there would make the gradient NaN
         error, means = F.critic_loss(values, returns), {}
         if options.value_clip is not None:
-            old_values = jnp.where(mask, batch.old_values[..., :-1], 0)
+            old_values = jnp.where(mask, batch.old_values, 0)
             error = F.critic_loss(values, returns, old_values=old_values, clip=options.value_clip)
             held_back = jnp.abs(values - old_values) > options.value_clip
             held_back &= error > F.critic_loss(values, returns)
@@ -238,7 +218,7 @@ def value_logs(batch: Batch, returns: jax.Array) -> dict[str, jax.Array]:
       batch: The scored batch, with old values.
       returns: The returns of tokens, `[N, G, T]`.
     """
-    values, mask = batch.old_values[..., :-1], batch.completion_mask
+    values, mask = batch.old_values, batch.completion_mask
     return {
         "value_mean": masked_mean(values, mask),
         "returns_mean": masked_mean(returns, mask),

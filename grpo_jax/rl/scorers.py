@@ -4,24 +4,20 @@ They need no rewards, so the devices run them while graders work.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, map_rows
-from grpo_jax.functional import TokenLogprobs, token_logprobs
-from grpo_jax.models.geometry import Rows, rows_of_groups, rows_of_packed_groups
+from grpo_jax.models.pieces import computed_in_pieces, lengths_of
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.pieces import choose_pieces, computed_in_pieces
-from grpo_jax.rl.types import Batch, Method, Scorer
-
-if TYPE_CHECKING:
-    from grpo_jax.models.experts import Routing
+from grpo_jax.rl.types import Method, Scorer
+from grpo_jax.step.pieces import choose_pieces
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch
 
 
 def score_rollout(
@@ -31,7 +27,6 @@ def score_rollout(
     batch: Batch,
     *,
     devices: Devices = ONE_DEVICE,
-    prompt_widths: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Runs the scorers of a method over a rollout.
 
@@ -41,7 +36,6 @@ def score_rollout(
       models: Parameters by role, before the update.
       batch: The sampled batch.
       devices: The devices that share the rows.
-      prompt_widths: Widths of prompts, ascending, as in `pieces.choose_pieces`.
 
     Returns:
       Fields of the batch, `[N, G, ...]`.
@@ -51,32 +45,42 @@ def score_rollout(
         def score_piece(piece: Batch) -> dict[str, Any]:
             return {name: array for scorer in method.scorers for name, array in scorer(models, piece).items()}
 
-        return computed_in_pieces(score_piece, rows, choose_pieces(method, config, rows, prompt_widths))
+        tokens = rows.completion_ids.shape[-1]
+        rows = with_ends(rows) if method.scores_ends else rows
+        scores = computed_in_pieces(score_piece, rows, choose_pieces(config, rows))
+        return jax.tree.map(lambda x: x[:, :, :tokens], scores)
 
     return map_rows(score_rows, devices)(models, batch)
 
 
+def with_ends(batch: Batch) -> Batch:
+    """Adds one token to each completion. The state that predicts it is the one after the last token."""
+    ids = jnp.pad(batch.completion_ids, [(0, 0), (0, 0), (0, 1)])
+    return batch._replace(
+        completion_ids=ids,
+        completion_mask=jnp.arange(ids.shape[-1]) <= lengths_of(batch.completion_mask)[..., None],
+    )
+
+
 def old_scorer(
-    score: Callable[[Params, Batch], tuple[jax.Array, ...]], config: GRPOConfig, *, values: bool = False
+    score: Callable[[Params, Batch], dict[str, jax.Array]], config: GRPOConfig, values: tuple[str, ...] = ()
 ) -> tuple[Scorer, ...]:
     """Returns the scorer of the policy before the update, or no scorer if the update does not need it.
 
     Args:
-      score: (models by role, batch) -> log-probabilities and entropies `[N, G, T]`, and values `[N, G, T + 1]` of a
-        critic.
-      config: The configuration of the run, which determines if log-probabilities and entropies are needed.
-      values: True if the values of a critic are needed.
+      score: (models by role, batch) -> fields of the batch, among them `old_logprobs` and `old_entropy`.
+      config: The configuration of the run, which determines if these two are needed.
+      values: Further fields that are needed, such as the values of a critic.
     """
-    needed = {
-        "old_logprobs": needs_old_logprobs(config),
-        "old_entropy": config.loss.top_entropy < 1,
-        "old_values": values,
-    }
+    needed = [*values]
+    needed += ["old_logprobs"] if needs_old_logprobs(config) else []
+    needed += ["old_entropy"] if config.loss.top_entropy < 1 else []
 
     def scorer(models: Params, batch: Batch) -> dict[str, Any]:
-        return {name: x for name, x in zip(needed, score(models, batch), strict=False) if needed[name]}
+        fields = score(models, batch)
+        return {name: fields[name] for name in needed}
 
-    return (scorer,) if any(needed.values()) else ()
+    return (scorer,) if needed else ()
 
 
 def reference_scorer(policy: Policy, config: GRPOConfig) -> tuple[Scorer, ...]:
@@ -112,56 +116,3 @@ def takes_sampler_logprobs(config: GRPOConfig) -> bool:
     With staleness an earlier policy sampled, so the ratio includes how far the policy has moved since.
     """
     return config.loss.objective.ratio_to_sampler or config.loss.old_logprobs == "sampler"
-
-
-def score_completion_tokens(
-    policy: Policy, params: Params, batch: Batch, *, hidden: jax.Array | None = None
-) -> TokenLogprobs:
-    """Computes log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`.
-
-    Args:
-      policy: The functions of the model.
-      params: The parameters of the model.
-      batch: The batch of completions. With packed completions, tokens that are not in the piece get 0.
-      hidden: The result of `hidden_states`. Default: it is computed.
-    """
-    rows = rows_of(batch)
-    hidden = policy.states(params, rows)[0] if hidden is None else hidden
-    scores = _token_logprobs(policy, params, hidden, rows.ids, rows.of_completions(batch.temperature))
-    return jax.tree.map(rows.unpack, scores)
-
-
-def rows_of(batch: Batch) -> Rows:
-    """Lays out a batch for the decoder."""
-    groups = batch.prompt_ids, batch.prompt_mask, batch.completion_ids
-    return rows_of_groups(*groups) if batch.packed is None else rows_of_packed_groups(*groups, batch.packed)
-
-
-def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
-    """Returns the hidden states that predict each completion token: `[N, G, T, D]`, or `[N, 1, S, D]` if packed."""
-    return policy.states(params, rows_of(batch))[0]
-
-
-def hidden_and_routing(policy: Policy, params: Params, batch: Batch) -> tuple[jax.Array, "Routing | None"]:
-    """Returns `hidden_states`, and their routing in each layer, `[N, G, T, L]`, if the model has experts."""
-    rows = rows_of(batch)
-    hidden, routing = policy.states(params, rows)
-    return hidden, jax.tree.map(rows.unpack, routing)
-
-
-def unpack_completions(x: jax.Array, batch: Batch) -> jax.Array:
-    """Arranges values of tokens as `[N, G, T, ...]`. See `Rows.unpack`."""
-    return rows_of(batch).unpack(x)
-
-
-def _token_logprobs(
-    policy: Policy, params: Params, hidden: jax.Array, ids: jax.Array, temperature: jax.Array
-) -> TokenLogprobs:
-    """Computes `token_logprobs`. On a mesh tokens are sharded over all devices, including the tensor axis."""
-    scored = partial(token_logprobs, unembedding=policy.unembedding(params), softcap=policy.softcap)
-    if mesh_sizes() is None:
-        return scored(hidden, ids=ids, temperature=temperature)
-    temperature = jnp.broadcast_to(temperature, ids.shape)
-    rows = spread((hidden.reshape(-1, hidden.shape[-1]), ids.ravel(), temperature.ravel()), AXES)
-    scores = spread(scored(rows[0], ids=rows[1], temperature=rows[2]), AXES)
-    return spread(jax.tree.map(lambda x: x.reshape(ids.shape), scores), BATCH)

@@ -1,8 +1,7 @@
 """Sources of rollouts: they dispatch the sampling of completions, without waiting for it.
 
-A `Sampler` samples completions, either with the policy in this process or with a server (`engines`). A source is a
-function (queue, parameters of the policy, step, on_dispatch) -> (queue, rollout). It calls `on_dispatch` once the
-devices have begun to sample. Dynamic sampling wraps a source.
+A `Sampler` samples completions, either with the policy in this process or with a server (`engines`). A `Source` makes
+rollouts of them, and calls `on_dispatch` once the devices have begun to sample. Dynamic sampling wraps a source.
 """
 
 from collections.abc import Callable
@@ -14,15 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, SamplingConfig
-from grpo_jax.data.types import Prompts, useful_widths
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import ONE_DEVICE, Devices, all_rows, jit_on_devices, map_rows, place, spread_over, to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grade import episodes_of, take_prompts
+from grpo_jax.rl.grade import episodes_of
 from grpo_jax.rl.guards import has_spread
-from grpo_jax.rl.types import SAMPLING, Batch, Rollout, noise_of, step_key
-from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups
+from grpo_jax.rl.types import SAMPLING, Rollout, noise_of, step_key
+from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups, truncation_of
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.curriculum import add_step, empty_window
 from grpo_jax.tasks.task import Task
 
@@ -34,11 +35,10 @@ class Sampler(NamedTuple):
     # on the host, all other arguments are on the devices
     draw: Callable[..., Completions]
     devices: Devices
-    # The compiled program: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the
-    # devices. None: an engine samples, or several programs sample episodes
+    # The compiled program, (params, prompt, numbers, temperature, noise) -> Completions, on the devices. None: an
+    # engine samples, or several programs sample episodes
     program: Callable[..., Completions] | None = None
-    # Widths to which prompts are padded for sampling, ascending. Each compiles a program at its first use. Empty: P
-    prompt_widths: tuple[int, ...] = ()
+    group_tokens: int = 0  # tokens of a prompt's completions, G · T. 0: prompts are never cut
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
@@ -61,15 +61,14 @@ class Sampler(NamedTuple):
           UsageError: The prompts are not padded on the left.
           Interruption: An engine does not answer.
         """
-        if not prompts.mask[:, -1].all():
-            raise UsageError("prompts must be padded on the left: data.types.pad_prompts does it")
-        longest, widest = int(prompts.mask.sum(axis=-1).max()), prompts.ids.shape[1]
-        begin = widest - next((width for width in self.prompt_widths if width >= longest), widest)
-        ids, mask, numbers, temperature = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
-        columns = to_devices((prompts.ids[:, begin:], prompts.mask[:, begin:]), self.devices) if begin else (ids, mask)
-        narrow = prompts._replace(ids=columns[0], mask=columns[1])
-        completions = self.draw(params, narrow, numbers, temperature, noise)
-        return to_batch(ids, mask, temperature, completions), completions
+        tokens = prompts.tokens
+        if not tokens.mask[:, -1].all():
+            raise UsageError("prompts must be padded on the left: data.prompts.pad_prompts does it")
+        narrow = tokens.narrowed(self.group_tokens) if self.group_tokens else tokens
+        prompt, numbers, temperature = to_devices((tokens, numbers, temperature), self.devices)
+        narrow = prompt if narrow is tokens else to_devices(narrow, self.devices)
+        completions = self.draw(params, prompts._replace(tokens=narrow), numbers, temperature, noise)
+        return to_batch(prompt, temperature, completions), completions
 
     def complete(self, params: Params, *args: Any) -> Completions:
         """Samples as `sample` does, and returns NumPy arrays. The parameters may be on a single device."""
@@ -88,28 +87,26 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
     Raises:
       UsageError: The task has an environment, but the policy cannot continue after its replies.
     """
-    group_tokens, longest = sampling.group_size * sampling.completion_width, max(task.batch_widths, default=0)
-    widths = useful_widths(task.batch_widths, longest, group_tokens)
+    group_tokens = sampling.group_size * sampling.completion_width
     if task.environment is not None:
         from grpo_jax.rl.episodes import episode_sampler  # loaded only for tasks with an environment
 
-        return Sampler(episode_sampler(policy, task, sampling, devices), devices, prompt_widths=widths)
+        return Sampler(episode_sampler(policy, task, sampling, devices), devices, group_tokens=group_tokens)
 
-    def sample(params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions:
-        def sample_rows(shared, prompt_ids, prompt_mask, numbers, temperature) -> Completions:
+    def sample(params, prompt, numbers, temperature, noise) -> Completions:
+        def sample_rows(shared, prompt, numbers, temperature) -> Completions:
             params, noise = shared
-            prompts = prompt_ids, prompt_mask
-            return sample_completions(policy, task, sampling, params, prompts, numbers, temperature, step_key(*noise))
+            return sample_completions(policy, task, sampling, params, prompt, numbers, temperature, step_key(*noise))
 
-        return map_rows(sample_rows, devices)((params, noise), prompt_ids, prompt_mask, numbers, temperature)
+        return map_rows(sample_rows, devices)((params, noise), prompt, numbers, temperature)
 
     run_program = jit_on_devices(sample, 0, devices=devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
         noise = to_devices(noise, devices, axes=None)
-        return run_program(params, prompts.ids, prompts.mask, numbers, temperature, noise)
+        return run_program(params, prompts.tokens, numbers, temperature, noise)
 
-    return Sampler(draw, devices, run_program, widths)
+    return Sampler(draw, devices, run_program, group_tokens)
 
 
 def sample_completions(
@@ -117,7 +114,7 @@ def sample_completions(
     task: Task,
     sampling: SamplingConfig,
     params: Params,
-    prompts: tuple[jax.Array, jax.Array],
+    prompt: PromptTokens,
     numbers: jax.Array,
     temperature: jax.Array,
     key: jax.Array,
@@ -128,46 +125,31 @@ def sample_completions(
       policy, params: The functions and parameters of the model.
       task: Supplies the special tokens.
       sampling: The sampling options of the run.
-      prompts: Token ids int32 and mask bool, `[N, P]`.
+      prompt: The prompts, `[N, P]`.
       numbers: The numbers of the completions, int32 `[N, G]`, which key the noise of each.
       temperature: The temperature of each completion, `[N, G]`.
       key: The key of the noise, consumed.
     """
     policy = policy if sampling.narrow_decoding else policy._replace(select=None)
     return sample_groups(
-        at_widths(policy, task, prompts[0].shape[-1]),
+        policy,
         params,
-        *prompts,
+        prompt,
         numbers,
         key,
         max_tokens=sampling.max_tokens,
         eos_ids=task.eos_ids,
         temperature=temperature,
-        truncation=truncation_of(sampling),
+        truncation=truncation_of(sampling.top_k, sampling.top_p, sampling.min_p),
         pad_id=task.pad_id,
         stop=task.stop,
     )
 
 
-def at_widths(policy: Policy, task: Task, prompt: int) -> Policy:
-    """Returns the policy that computes prompts of up to `prompt` tokens at the task's widths, if they save work."""
-    widths = useful_widths(task.prompt_widths, prompt, 0)
-    return policy._replace(prefill=partial(policy.prefill, widths=widths)) if len(widths) > 1 else policy
-
-
-def truncation_of(sampling: SamplingConfig) -> Truncation:
-    """Returns the truncation (top-k, top-p, min-p) that the options set."""
-    return Truncation(
-        top_k=sampling.top_k or None,
-        top_p=sampling.top_p if sampling.top_p < 1 else None,
-        min_p=sampling.min_p or None,
-    )
-
-
-def to_batch(prompt_ids: Any, prompt_mask: Any, temperature: Any, completions: Completions) -> Batch:
+def to_batch(prompt: PromptTokens, temperature: Any, completions: Completions) -> Batch:
     """Combines prompts and completions into a batch."""
     fields = {name: x for name, x in completions._asdict().items() if name in Batch._fields}
-    return Batch(prompt_ids, prompt_mask, temperature=temperature, **fields)
+    return Batch(prompt, temperature=temperature, **fields)
 
 
 def group_temperatures(sampling: SamplingConfig) -> Any:
@@ -186,10 +168,16 @@ def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
 
 # ---- sources
 
-Queue = tuple[Any, ...]
 # (parameters of the policy, index of prompts and noise, other prompts than those of the index) -> rollout
 Draw = Callable[..., Rollout]
-Source = Callable[[Queue, Params, int, Callable[[], None]], tuple[Queue, Rollout]]
+
+
+class Source(NamedTuple):
+    """A source of rollouts, with a state that only it reads."""
+
+    # (state, parameters of the policy, step, on_dispatch) -> (state, rollout)
+    sample: Callable[[Any, Params, int, Callable[[], None]], tuple[Any, Rollout]]
+    initial_state: Callable[[], Any] = tuple  # returns arrays [N, ...]
 
 
 def make_draw(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
@@ -215,51 +203,62 @@ def make_draw(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
     return draw
 
 
-# ---- staleness
-
-
 def make_source(draw: Draw, task: Task, config: GRPOConfig) -> Source:
-    """Returns the source that samples each rollout `staleness` steps before the update that uses it.
-
-    Without staleness the current policy samples. With staleness rollouts wait in a queue, so that the devices sample
-    one rollout while graders work on another. The initial policy samples the first `staleness` + 1 rollouts. The last
-    steps still sample rollouts for later steps, so that a run can be extended.
+    """Returns the source in which the current policy samples, or an older policy if the run sets `staleness`.
 
     Args:
       draw: Samples a rollout, as returned by `make_draw`.
       task: Supplies the prompts.
       config: The configuration of the run.
     """
-    staleness = config.sampling.staleness
+    if config.sampling.staleness:
+        return sampled_ahead(draw, task, config.sampling)
 
-    def source(queue: Queue, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Queue, Rollout]:
+    def sample(state: Any, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
+        rollout = draw(policy, step)
+        on_dispatch()
+        return state, rollout
+
+    return Source(sample)
+
+
+# ---- staleness
+
+
+def sampled_ahead(draw: Draw, task: Task, sampling: SamplingConfig) -> Source:
+    """Returns the source that samples each rollout `staleness` steps before the update that uses it.
+
+    Rollouts wait in a queue, the state of the source, so that the devices sample one rollout while graders work on
+    another. The initial policy samples the first `staleness` + 1 rollouts. The last steps still sample rollouts for
+    later steps, so that a run can be extended.
+
+    Args:
+      draw: Samples a rollout, as returned by `make_draw`.
+      task: Supplies the prompts.
+      sampling: The sampling options of the run.
+    """
+    staleness = sampling.staleness
+
+    def sample(
+        queue: tuple[Batch, ...], policy: Params, step: int, on_dispatch: Callable[[], None]
+    ) -> tuple[tuple[Batch, ...], Rollout]:
         if step == 0:
             queue = tuple(draw(policy, index).batch for index in range(staleness))
         newest = draw(policy, step + staleness)
         on_dispatch()
-        if not staleness:
-            return queue, newest
         batch, *others = (*queue, newest.batch)
-        return tuple(others), Rollout(task.prompts(step), batch)
+        return tuple(others), Rollout(task.prompts(step), batch, is_fresh=False)
 
-    return source
-
-
-def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
-    """Returns the queue before the first step, with the shapes of later ones."""
-    if sampling.curriculum:
-        return (empty_window(sampling.num_prompts, sampling.curriculum),)
-    return (empty_batch(task, sampling),) * sampling.staleness
+    return Source(sample, lambda: (empty_batch(task, sampling),) * staleness)
 
 
 def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
     """Returns a batch of zeros with the shapes of sampled batches."""
-    n, p = task.prompts(0).ids.shape
-    shape = n, sampling.group_size, sampling.completion_width
-    is_truncated = truncation_of(sampling) != truncation_of(SamplingConfig())
+    prompt = task.prompts(0).tokens
+    shape = len(prompt), sampling.group_size, sampling.completion_width
+    is_truncated = truncation_of(sampling.top_k, sampling.top_p, sampling.min_p) != Truncation()
     batch = Batch(
-        prompt_ids=np.zeros((n, p), np.int32),
-        prompt_mask=np.zeros((n, p), bool),
+        prompt=jax.tree.map(np.zeros_like, prompt),
         completion_ids=np.zeros(shape, np.int32),
         completion_mask=np.zeros(shape, bool),
         temperature=np.zeros(shape[:2], np.float32),
@@ -282,7 +281,7 @@ def by_solve_rate(
     sampling: SamplingConfig,
     devices: Devices,
 ) -> Source:
-    """Returns the source that draws prompts by the rewards of earlier steps. Its queue holds their window.
+    """Returns the source that draws prompts by the rewards of earlier steps. Their window is its state.
 
     Args:
       draw: Samples a rollout, as returned by `make_draw`.
@@ -296,10 +295,8 @@ def by_solve_rate(
     if choose is None:
         raise UsageError("curriculum is set, but prompts of this task are all in the same order: leave it out")
 
-    def curriculum_source(
-        queue: Queue, policy: Params, step: int, on_dispatch: Callable[[], None]
-    ) -> tuple[Queue, Rollout]:
-        window = all_rows(queue[0], devices)
+    def sample(state: Any, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
+        window = all_rows(state, devices)
         drawn = choose(window, step, sampling.curriculum_bound)
         rollout = draw(policy, step, drawn.prompts)
         on_dispatch()
@@ -308,9 +305,9 @@ def by_solve_rate(
         assert graded is not None
         rewards = graded.components.get(sampling.filter_metric, np.where(graded.applicable, graded.rewards, np.nan))
         window = to_devices(add_step(window, drawn.numbers, rewards), devices)
-        return (window,), rollout._replace(metrics=rollout.metrics | drawn.metrics)
+        return window, rollout._replace(metrics=rollout.metrics | drawn.metrics)
 
-    return curriculum_source
+    return Source(sample, partial(empty_window, sampling.num_prompts, sampling.curriculum))
 
 
 # ---- dynamic sampling
@@ -347,10 +344,8 @@ def with_spread(
     """
     num_groups, most = config.sampling.num_prompts, config.sampling.max_rollouts
 
-    def spread_source(
-        queue: Queue, policy: Params, step: int, on_dispatch: Callable[[], None]
-    ) -> tuple[Queue, Rollout]:
-        queue, first = source(queue, policy, step, on_dispatch)
+    def sample(state: Any, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
+        state, first = source.sample(state, policy, step, on_dispatch)
         rollouts = [grade(first)]
         spread = has_spread(rollouts[0].graded, metric)
         while spread.sum() < num_groups and len(rollouts) < most:
@@ -362,7 +357,7 @@ def with_spread(
         everything = report(_concatenate(rollouts), step)
         chosen = np.sort(np.argsort(~spread, stable=True)[:num_groups]) if len(rollouts) > 1 else np.arange(num_groups)
         rollout = Rollout(
-            take_prompts(everything.prompts, chosen),
+            everything.prompts.take(chosen),
             select_groups([rollout.batch for rollout in rollouts], chosen, devices),
             jax.tree.map(lambda x: x[chosen], everything.graded),
         )
@@ -373,17 +368,16 @@ def with_spread(
             "groups: raise max_rollouts, or choose easier or harder prompts"
         }
         warnings = everything.warnings | (filled if share > 0 else {})
-        return queue, rollout._replace(metrics=metrics, warnings=warnings)
+        return state, rollout._replace(metrics=metrics, warnings=warnings, is_fresh=first.is_fresh)
 
-    return spread_source
+    return source._replace(sample=sample)
 
 
 def _concatenate(rollouts: list[Rollout]) -> Rollout:
     """Returns all groups of several rollouts, without their batches."""
     prompts = [rollout.prompts for rollout in rollouts]
     joined = prompts[0]._replace(
-        ids=np.concatenate([each.ids for each in prompts]),
-        mask=np.concatenate([each.mask for each in prompts]),
+        tokens=jax.tree.map(lambda *parts: np.concatenate(parts), *[each.tokens for each in prompts]),
         examples=[example for each in prompts for example in each.examples],
     )
     counts: dict[str, Any] = {}

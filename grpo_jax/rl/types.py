@@ -14,67 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.data.types import Prompts
-from grpo_jax.functional import Metrics
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.models.geometry import TokenStates
 from grpo_jax.models.transformer import Params
+from grpo_jax.step.types import Array, Batch, Logs, TrainState
 
 _NOTHING: Any = MappingProxyType({})  # read-only, since it is shared
-
-Array = Any  # jax.Array on a device, np.ndarray on the host
-
-
-class TrainState(NamedTuple):
-    """Everything that a checkpoint holds.
-
-    It has no iterator and no key: data and noise are functions of (seed, step), and the name of the checkpoint is the
-    step.
-    """
-
-    params: Any  # the trained parameters, of one model or by role ("policy", "critic")
-    opt_state: optax.OptState
-    skipped: Array  # int32, optimizer steps skipped in a row because gradients were not finite
-    extras: dict[str, Any]  # values that hooks update: "reference" and "kl_coef"
-    queue: tuple[Any, ...] = ()  # batches that wait for their step, oldest first
-
-
-class TeacherOutputs(NamedTuple):
-    """Outputs of a teacher that the loss needs. A field is None if the kind of distillation does not need it."""
-
-    logprobs: Array = None  # [N, G, T], log-probabilities of the sampled tokens
-    hidden: Array = None  # [N, G, T, E], hidden states
-    ids: Array = None  # int32 [N, G, T, K], the likeliest tokens
-    logits: Array = None  # [N, G, T, K + 1], logits of these tokens, and one for all other tokens together
-
-
-class Batch(NamedTuple):
-    """Completions to learn from, on the devices."""
-
-    prompt_ids: Array  # int32 [N, P], padded on the left
-    prompt_mask: Array  # bool [N, P]
-    completion_ids: Array  # int32 [N, G, T]
-    completion_mask: Array  # bool [N, G, T], the tokens that the policy wrote
-    temperature: Array  # [N, G], the sampling temperature
-    # ---- from the sampler
-    sampler_logprobs: Array = None  # [N, G, T], after temperature
-    truncated_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
-    truncated: Array = None  # bool [N, G], true if no token ended the completion
-    # ---- for episodes, as in `Completions`; None: there is one turn
-    turn: Array = None  # int32 [N, G, T]
-    turn_rewards: Array = None  # float32 [N, G, K]
-    ending: Array = None  # int8 [N, G]
-    # ---- from scorers; None if the update does not need the field
-    old_logprobs: Array = None  # [N, G, T]; None: those of the current policy, without gradient
-    ref_logprobs: Array = None  # [N, G, T]
-    old_entropy: Array = None  # [N, G, T], in nats
-    old_values: Array = None  # [N, G, T + 1], values of a critic before the updates
-    teacher: TeacherOutputs | None = None
-    # ---- from the rewards
-    advantages: Array = None  # [N, G], or [N, G, T]
-    returns: Array = None  # [N, G, T], the targets of a critic
-    # ---- from the masks of a whole optimizer batch
-    weights: Array = None  # [N, G, T]
-    # ---- only for pieces with packed completions
-    packed: Array = None  # int32 [N, S], indices of tokens among the G·T of their prompt, ascending; G·T for padding
 
 
 class Graded(NamedTuple):
@@ -98,6 +43,7 @@ class Rollout(NamedTuple):
     graded: Graded | None = None  # None: not graded yet
     metrics: dict[str, Any] = _NOTHING  # metrics of grading, as Python numbers
     warnings: dict[str, str] = _NOTHING  # key -> sentence for the user
+    is_fresh: bool = True  # the current policy sampled it
 
 
 class RewardArrays(NamedTuple):
@@ -116,17 +62,9 @@ REWARD_AXES = RewardArrays(0, 0, 0, None, 0)  # 0: split over devices; None: the
 class Forward(NamedTuple):
     """One differentiated forward pass over a piece of a batch."""
 
-    states: jax.Array  # hidden states that predict each token: [N, G, T, D], or [N, 1, S, D] if packed
+    states: TokenStates  # the states that predict the tokens
     logprobs: jax.Array  # [N, G, T], after the sampler's temperature
     entropy: jax.Array  # [N, G, T], in nats
-    routing: Any = None  # `models.experts.Routing` if the model has experts
-
-
-class Logs(NamedTuple):
-    """Metrics of a loss, which can be combined over the pieces of a batch."""
-
-    means: Metrics  # name -> (weighted sum, weight)
-    maxima: Mapping[str, jax.Array] = {}  # over pieces; `average_over_updates` must know each name
 
 
 Scorer = Callable[[Params, Batch], dict[str, Any]]  # (models by role, batch) -> fields of the batch
@@ -151,7 +89,7 @@ class Method(NamedTuple):
     initial_extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> initial extras
     hooks: tuple[Hook, ...] = ()
     rounded: Callable[[Params], Params] | None = None  # `Policy.rounded`
-    packs: bool = False  # true if scorers and terms accept packed completions
+    scores_ends: bool = False  # true if scorers also compute the state after the last token
     # metrics of an optimizer step -> metrics to log
     summarise: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda metrics: metrics
 

@@ -269,7 +269,8 @@ def write_line(run: RunFolder, phase: str, step: int, line: Line, evaluated: dic
 def _keep_skipped(run: RunFolder, skipped: Skipped) -> None:
     """Writes the batch of a skipped step to a file, and stops the run after too many in a row."""
     file = run.path / f"skipped_{skipped.name}.npz"
-    arrays: Any = {name: np.asarray(value) for name, value in skipped.arrays().items() if value is not None}
+    leaves = jax.tree_util.tree_leaves_with_path(dict(skipped.arrays()))
+    arrays: Any = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x) for path, x in leaves}
     if run.writes:
         np.savez_compressed(file, **arrays)
     run.warn_once("skipped", f"gradients of {skipped.name} are not finite: the step is skipped, its batch is in {file}")

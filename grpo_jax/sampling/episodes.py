@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from grpo_jax.models.geometry import AT_ONCE
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.sampler import (
     Running,
@@ -41,8 +42,7 @@ class Episodes(NamedTuple):
 def begin_episodes(
     policy: Policy,
     params: Params,
-    prompt_ids: jax.Array,
-    prompt_mask: jax.Array,
+    prompt: PromptTokens,
     rows: jax.Array,
     key: jax.Array,
     *,
@@ -57,7 +57,7 @@ def begin_episodes(
     """Samples the first turn of G episodes for each of N prompts. The tokens are those that `sample_groups` samples.
 
     Args:
-      policy, params, prompt_ids, prompt_mask, rows, key, temperature, truncation, pad_id: See `sample_groups`.
+      policy, params, prompt, rows, key, temperature, truncation, pad_id: See `sample_groups`.
       max_tokens: The maximum number of tokens that the policy samples in an episode.
       environment_tokens: The maximum number of tokens of all replies in an episode. T is the sum of both.
       eos_ids: The tokens that end a turn. The ending token belongs to the turn.
@@ -68,7 +68,7 @@ def begin_episodes(
     """
     size = max_tokens + environment_tokens
     running = initial_state(rows, key, size, temperature, truncation, pad_id, stop)
-    extend, state = start_decoding(policy, params, prompt_ids, prompt_mask, running, size, eos_ids, stop)
+    extend, state = start_decoding(policy, params, prompt, running, size, eos_ids, stop)
     _, cache, running = jax.lax.while_loop(partial(is_running, max_tokens=max_tokens), extend, state)
     out = running.out._replace(turn=running.out.completion_mask.astype(jnp.int32))
     lengths = jnp.sum(out.completion_mask, axis=-1, dtype=jnp.int32)

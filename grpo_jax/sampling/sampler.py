@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.functional.products import multiplies_by_columns, times_transposed, traits_of_backend
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.stopping import STOPPED, Stop
@@ -38,6 +39,11 @@ class Truncation(NamedTuple):
     top_k: jax.Array | int | None = None  # the number of likeliest tokens to keep; 0 or less keeps all
     top_p: jax.Array | float | None = None  # keep the fewest likeliest tokens whose total probability is at least this
     min_p: jax.Array | float | None = None  # keep tokens with at least this fraction of the largest probability
+
+
+def truncation_of(top_k: int, top_p: float, min_p: float) -> Truncation:
+    """Returns the limits that options set, in which a `top_k` of 0, a `top_p` of 1 and a `min_p` of 0 mean none."""
+    return Truncation(top_k=top_k or None, top_p=top_p if top_p < 1 else None, min_p=min_p or None)
 
 
 def truncate(logits: jax.Array, truncation: Truncation, shape: tuple[int, ...]) -> jax.Array:
@@ -192,8 +198,7 @@ class Completions(NamedTuple):
 def sample_groups(
     policy: Policy,
     params: Params,
-    prompt_ids: jax.Array,
-    prompt_mask: jax.Array,
+    prompt: PromptTokens,
     rows: jax.Array,
     key: jax.Array,
     *,
@@ -215,8 +220,7 @@ def sample_groups(
     Args:
       policy: The functions of the model.
       params: The parameters of the model.
-      prompt_ids: The tokens of the prompts, int `[N, P]`, padded on the left.
-      prompt_mask: True on tokens of the prompt, bool `[N, P]`; at least one per row.
+      prompt: The prompts, `[N, P]`, each of at least one token.
       rows: The numbers of the completions, int `[N, G]`, unique within a step. They determine the noise.
       key: The random key of a step; consumed.
       max_tokens: The maximum number of tokens of a completion, T.
@@ -235,7 +239,7 @@ def sample_groups(
     rooms = rooms_of(max_tokens) if policy.widen else (max_tokens,)
     # Nothing reads the cache of an ended completion, so it need not stay valid.
     policy = policy._replace(forgets=False)
-    extend, state = start_decoding(policy, params, prompt_ids, prompt_mask, running, rooms[0], eos_ids, stop)
+    extend, state = start_decoding(policy, params, prompt, running, rooms[0], eos_ids, stop)
     widths = _widths(policy, params, state[1], rows.size, max_tokens)
     for room, wider in itertools.pairwise(rooms):
         until = partial(is_running, max_tokens=room, fewer=widths[0] if widths else 0)
@@ -289,8 +293,7 @@ def initial_state(
 def start_decoding(
     policy: Policy,
     params: Params,
-    prompt_ids: jax.Array,
-    prompt_mask: jax.Array,
+    prompt: PromptTokens,
     running: Running,
     room: int,
     eos_ids: tuple[int, ...],
@@ -301,7 +304,7 @@ def start_decoding(
     If `policy.forgets`, the cache stays valid for completions that have ended.
 
     Args:
-      policy, params, prompt_ids, prompt_mask, eos_ids, stop: See `sample_groups`.
+      policy, params, prompt, eos_ids, stop: See `sample_groups`.
       running: The completions before the first token.
       room: The number of tokens per completion that the cache has room for.
 
@@ -309,7 +312,7 @@ def start_decoding(
       A function that extends the state (step, cache, running) by one token, and the state after the first token.
     """
     shape = running.last_ids.shape
-    hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], room)
+    hidden, decode, cache = policy.prefill(params, prompt, shape[1], room)
     logits_of = make_logits(policy, params)
 
     def add(running: Running, hidden: jax.Array, step: jax.Array) -> Running:

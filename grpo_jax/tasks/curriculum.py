@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.prompts import Prompts
 
 _LEVELS = 1000  # the number of a prompt of a generator is _LEVELS · generator + level
 _LEAST = 8  # prompts of a level in the window before it may rise

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.data.generators import AnswerIn, Generator, answer_format, generate, highest_level
+from grpo_jax.data.prompts import Prompts, pad_prompts
 from grpo_jax.data.rows import hash_of_prompt
-from grpo_jax.data.types import Example, Prompts, pad_prompts, rng
+from grpo_jax.data.types import Example, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.builtin import generator_vote
 from grpo_jax.tasks.curriculum import Drawn, Window, choose_levels, number_of
@@ -98,7 +99,8 @@ def generated_task(
         if len(drawn) < num_prompts:
             raise UsageError(f"the generators made {len(drawn)} different prompts for a step: lower num_prompts")
         prompts = [(ids, {**row, "prompt": text}) for row, (text, ids) in drawn]
-        return pad_prompts(*zip(*prompts, strict=True), width=task.heldout.ids.shape[1], pad_id=task.pad_id)
+        width, widths = task.heldout.tokens.width, task.heldout.tokens.widths
+        return pad_prompts(*zip(*prompts, strict=True), width=width, pad_id=task.pad_id, widths=widths)
 
     def curriculum(window: Window, step: int, bound: float) -> Drawn:
         levels = choose_levels(window, tops, bound)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import batches, column, hash_of_prompt, kind_of, read_prompt
 from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, progress
 from grpo_jax.data.types import (
@@ -20,18 +21,15 @@ from grpo_jax.data.types import (
     Completion,
     Example,
     Prompt,
-    Prompts,
     Reward,
     Rewards,
     check_num_prompts,
-    choose_widths,
-    hash_prompts,
     hash_values,
-    pad_prompts,
     rng,
 )
 from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, row_kwargs, with_kwargs
+from grpo_jax.models.prompts import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
 from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_pieces
@@ -65,15 +63,22 @@ class Task(NamedTuple):
     environment: "Environment | None" = None  # answers each turn; None: a completion has a single turn
     # Extracts the text that rewards and votes read, of completions that are no episodes. None: they read all text
     extract_final: Callable[[Example, Completion], Completion] | None = None
-    # The widths that prompts are padded to, in pieces and by the longest prompts of steps: `data.types.choose_widths`.
-    # Empty: all prompts have about the same length.
-    prompt_widths: tuple[int, ...] = ()
-    batch_widths: tuple[int, ...] = ()
     rows: str = ""  # digest of all training rows; empty if prompts are generated from the seed
     # (window, step, bound of the solve rate) -> the prompts of a step of a curriculum. None: the task has none
     curriculum: Callable[[Window, int, float], Drawn] | None = None
     # Other rows -> the numbers of those whose prompts have room, with the prompts. None: the task is not from rows
     encode: "Callable[[Sequence[Mapping[str, Any]]], dict[int, EncodedPrompt]] | None" = None
+
+    def read(self, ids: Sequence[int], *, truncated: bool) -> Completion:
+        """Returns a completion, or the action of a turn, from its tokens without EOS. Its text ends before a stop text.
+
+        Args:
+          ids: The token ids.
+          truncated: True if no token ended the completion.
+        """
+        whole = self.decode(ids)
+        text = before_stop(whole, self.stop)
+        return Completion(text, ids, truncated, stopped=text != whole)
 
 
 def inputs_of(task: Task) -> dict[str, str]:
@@ -201,10 +206,11 @@ def text_task(
     batch = batches(size, num_prompts, seed)
     lengths = np.array([len(ids) for _, ids in training.sample])
     longest = [lengths[batch(step) * len(lengths) // size].max() for step in range(_STEPS)]
+    widths = PromptWidths(choose_widths([*lengths, width], most=4), choose_widths([*longest, width], most=3))
     pad_id = padding_id(tokenizer, vocab_size)
 
     def padded(rows: PromptRows, numbers: Iterable[int] | None = None) -> Prompts:
-        return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id)
+        return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id, widths=widths)
 
     decoding = partial(decode, writer)
     ends = make_stop(stop, partial(read_pieces, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
@@ -225,8 +231,6 @@ def text_task(
         stop=ends,
         notes=notes,
         answer=answer,
-        prompt_widths=choose_widths([*lengths, width], most=4),
-        batch_widths=choose_widths([*longest, width], most=3),
         rows=hash_values(*(training.rows[i : i + _DIGESTED] for i in range(0, size, _DIGESTED))),
         extract_final=final_extractor(tokenizer, ends) if training.sample[0][0].messages else None,
         curriculum=draw,

@@ -10,13 +10,13 @@ import pytest
 from claims import annotators, groups
 from claims.enumeration import all_completions, quality
 from grpo_jax.config import recipe
-from grpo_jax.data.types import pad_prompts
+from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import Batch
 from grpo_jax.sampling.sampler import Completions
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch
 
 V, T, EOS, PAD = 4, 3, 2, 3
 POLICY = decoder_policy(ModelConfig(V, 8, 16, 1, 1, 1, 8, initializer_range=1.0))
@@ -53,7 +53,7 @@ def test_all_completions_have_the_probabilities_of_the_scorer(tree):
     np.testing.assert_allclose(tree.probabilities.sum((1, 2, 3)), 1, rtol=1e-6)
 
     ids, mask = (np.broadcast_to(x, (2, *x.shape)) for x in (tree.ids, tree.mask))
-    batch = Batch(PROMPTS.ids, PROMPTS.mask, ids, mask, np.ones(ids.shape[:2], np.float32))
+    batch = Batch(PROMPTS.tokens, ids, mask, np.ones(ids.shape[:2], np.float32))
     logprobs = np.asarray(jax.jit(lambda params: score_completion_tokens(POLICY, params, batch))(PARAMS).logprobs)
     expected = np.exp(np.where(mask, logprobs, 0).sum(-1)) * np.all(mask | (ids == PAD), axis=-1)
     np.testing.assert_allclose(tree.probabilities.reshape(2, -1), expected, rtol=1e-4, atol=1e-9)
@@ -103,15 +103,13 @@ def test_gradients_of_groups():
     drawn = Completions(ids, ids >= 0, logprobs, None, np.zeros(ids.shape[:2], bool))
     teach = groups.make_gradients(POLICY, recipe(kl_coef=0.0))
     rewards = np.array([[1.0, 1, 0, 0], [0.5] * 4], np.float32)
-    norms, means = teach(
-        PARAMS, PROMPTS.ids, PROMPTS.mask, drawn, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32)
-    )
+    norms, means = teach(PARAMS, PROMPTS.tokens, drawn, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32))
     assert norms[0] > 0.01
     assert norms[1] == 0  # equal rewards teach exactly nothing
     assert np.linalg.norm(means[0]) == pytest.approx(float(norms[0]), rel=1e-5)
     np.testing.assert_allclose(means[1], means[0] / 2, rtol=1e-4, atol=1e-7)
     # Advantages are divided by the deviation, so larger rewards teach no more.
-    scaled, _ = teach(PARAMS, PROMPTS.ids, PROMPTS.mask, drawn, 3 * rewards, np.eye(2, dtype=np.float32))
+    scaled, _ = teach(PARAMS, PROMPTS.tokens, drawn, 3 * rewards, np.eye(2, dtype=np.float32))
     np.testing.assert_allclose(scaled[0], norms[0], rtol=1e-3)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import whole_prompts
 
 from claims import testbeds
 from experiments.tasks import arithmetic, letters
@@ -136,15 +137,15 @@ def test_a_coarse_sampler_has_other_probabilities_than_what_scores():
     params, ids = jax.jit(exact.init)(jax.random.key(0)), jnp.array([[0, 1]])
 
     def first_and_second(policy):
-        last, decode, cache = policy.prefill(params, ids, ids >= 0, 1, 3)
+        last, decode, cache = policy.prefill(params, whole_prompts(ids), 1, 3)
         return last, decode(cache, jnp.array([[2]]), jnp.int32(0))[0]
 
     for of_exact, of_coarse in zip(first_and_second(exact), first_and_second(coarse), strict=True):
         error = np.abs(of_coarse / of_exact - 1)
         assert 0.001 < error.max() <= 2**-3 + 1e-6  # half of the last of two bits
     assert (
-        coarse.hidden(params, ids, ids >= 0, ids[:, None]).tolist()
-        == exact.hidden(params, ids, ids >= 0, ids[:, None]).tolist()
+        coarse.hidden(params, whole_prompts(ids), ids[:, None]).tolist()
+        == exact.hidden(params, whole_prompts(ids), ids[:, None]).tolist()
     )
 
 

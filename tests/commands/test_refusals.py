@@ -185,7 +185,7 @@ def test_a_prompt_of_a_million_characters_is_bounded_by_the_model_and_counted(tm
     given += ["--num-prompts", 2, "--run-dir", tmp_path / "run"]
     config = flags.parse(grpo.Config, None, [str(arg) for arg in given])
     with grpo.task_of(config, load_pretrained(STORIES)) as task:
-        assert task.prompts(0).ids.shape[1] <= 500  # 512 of the model, less 12
+        assert task.prompts(0).tokens.width <= 500  # 512 of the model, less 12
         assert "1 longer than 500 tokens" in " ".join(task.notes)
 
 

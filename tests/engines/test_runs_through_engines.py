@@ -12,7 +12,7 @@ from tiny import STORIES, digit_prompts, digit_task, needs_data, read_lines, ref
 
 from grpo_jax.commands import grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
-from grpo_jax.data.types import pad_prompts
+from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.engines.sampler import sampler_of, seed_of
 from grpo_jax.errors import Interruption
 from grpo_jax.models import huggingface, peft, weights

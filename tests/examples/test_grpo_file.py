@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import recorder
+from tiny import recorder, whole_prompts
 
 from grpo_jax.config import recipe
 from grpo_jax.models.params import split
 from grpo_jax.models.policy import Policy
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.optimizer import init_state
-from grpo_jax.rl.types import Batch, RewardArrays
+from grpo_jax.rl.types import RewardArrays
 from grpo_jax.rl.update import learn
+from grpo_jax.step.optimizer import init_state
+from grpo_jax.step.types import Batch
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples/grpo.py"
@@ -57,7 +58,7 @@ def hidden_states(params, tokens):
 
 
 def states(params, rows):
-    prompts = jnp.repeat(rows.prompt_ids[:, None], rows.ids.shape[1], axis=1)
+    prompts = jnp.repeat(rows.prompt.ids[:, None], rows.ids.shape[1], axis=1)
     return hidden_states(params, jnp.concatenate([prompts, rows.ids], axis=-1))[:, :, P - 1 : -1], None
 
 
@@ -97,8 +98,8 @@ def gradients_of_trainer(params, batch, rewards, updates):
     method = grpo_method(POLICY, config)._replace(optimizer=recorder(updates, RATE))
     trained, frozen = split({"policy": params})
     as_tokens = {name: batch[name] for name in ("completion_ids", "completion_mask", "old_logprobs", "ref_logprobs")}
-    mine = Batch(batch["tokens"][:, 0, :P], np.ones((N, P), bool), **as_tokens, temperature=np.ones((N, G), np.float32))
-    program = jax.jit(lambda *arrays: learn(method, config, arrays[0], frozen, None, *arrays[1:]))
+    mine = Batch(whole_prompts(batch["tokens"][:, 0, :P]), **as_tokens, temperature=np.ones((N, G), np.float32))
+    program = jax.jit(lambda *arrays: learn(method, config, arrays[0], frozen, *arrays[1:]))
     clock = np.uint32(0), np.uint32(0)
     state, _ = program(init_state(trained, method.optimizer), mine, RewardArrays(rewards, np.ones((N, G), bool)), clock)
     recorded = state.opt_state.gradients["policy"]

@@ -20,11 +20,11 @@ from grpo_jax.models.params import Adapted, split
 from grpo_jax.models.peft import load_adapter
 from grpo_jax.prepare import load_model
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.optimizer import init_state
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.pretrained import keep_description, load_run
+from grpo_jax.step.optimizer import init_state
 
 LORA = "--lora-rank 2 --lora-alpha 6 --lora-targets q_proj o_proj down_proj"
 LORA += " --param-dtype bfloat16 --remat layer --attention xla"

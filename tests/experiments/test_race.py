@@ -77,7 +77,7 @@ def test_a_plan_has_the_prompts_of_the_task_and_whole_sizes(tmp_path):
     plan = plans.make_plan("arithmetic", entrant, folder, tmp_path, steps=13, seed=1)
     prompts = [arithmetic_task(num_prompts=32, seed=1).prompts(step) for step in range(13)]
     assert plan.prompts == [[example["prompt"] for example in step.examples] for step in prompts]
-    assert plan.ids == [step.ids.tolist() for step in prompts]
+    assert plan.ids == [step.tokens.ids.tolist() for step in prompts]
     assert plan.answers[prompts[12].examples[0]["prompt"]] == prompts[12].examples[0]["answer"]
     assert plan.snapshots == [1, 10, 13]
     assert plan.settings == {"train_micro_batch_size": 8, "other": 3}

@@ -5,14 +5,14 @@ import pytest
 from tiny import Characters
 
 from experiments.tasks import arithmetic, stories
-from grpo_jax.data.types import pad_prompts
+from grpo_jax.data.prompts import pad_prompts
 
 
 def test_arithmetic_prompts_are_a_function_of_seed_and_step():
     task, same, other = (arithmetic.arithmetic_task(num_prompts=16, seed=seed) for seed in (0, 0, 1))
-    np.testing.assert_array_equal(task.prompts(3).ids, same.prompts(3).ids)
-    assert (task.prompts(3).ids != task.prompts(4).ids).any()
-    assert (task.prompts(3).ids != other.prompts(3).ids).any()
+    np.testing.assert_array_equal(task.prompts(3).tokens.ids, same.prompts(3).tokens.ids)
+    assert (task.prompts(3).tokens.ids != task.prompts(4).tokens.ids).any()
+    assert (task.prompts(3).tokens.ids != other.prompts(3).tokens.ids).any()
 
 
 def test_heldout_additions_are_in_no_training_prompt_of_either_phase():
@@ -28,12 +28,12 @@ def test_arithmetic_by_hand():
     # 7 + 58 = 65, written with the last digit first.
     prompts = arithmetic.encode_pairs([7 * 100 + 58])
     assert prompts.examples == [{"prompt": "07+58=", "answer": "56"}]
-    assert arithmetic.TEXT.decode(prompts.ids[0].tolist()) == "07+58="
+    assert arithmetic.TEXT.decode(prompts.tokens.ids[0].tolist()) == "07+58="
     texts = ["56", "65", "56?", "", "561"]
     assert arithmetic.exact_answer(prompts.examples * 5, texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
     padded = pad_prompts([[5], [6, 7]], [{}, {}], width=3, pad_id=0)
-    np.testing.assert_array_equal(padded.ids, [[0, 0, 5], [0, 6, 7]])
-    np.testing.assert_array_equal(padded.mask, [[False, False, True], [False, True, True]])
+    np.testing.assert_array_equal(padded.tokens.ids, [[0, 0, 5], [0, 6, 7]])
+    np.testing.assert_array_equal(padded.tokens.mask, [[False, False, True], [False, True, True]])
 
 
 def test_mixed_answers_are_wrong_as_often_as_asked():

@@ -5,13 +5,13 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import STORIES, Characters, needs_data, refused
+from tiny import STORIES, Characters, needs_data, refused, whole_prompts
 
 from experiments import chapter, walkthrough
 from grpo_jax.data.types import Completion
 from grpo_jax.functional import kl_k3
 from grpo_jax.models.policy import Policy
-from grpo_jax.rl.types import Batch
+from grpo_jax.step.types import Batch
 
 CORRECTIONS = [
     # 10 2 5 5 are no answers to x = 4; of 8 half are right: ½ / √(8 · ¼ / 7).
@@ -63,7 +63,7 @@ def test_the_exact_kl():
     new, old = jnp.log(jnp.array([0.9, 0.1])), jnp.log(jnp.array([0.5, 0.5]))
     one, none = np.ones((1, 1), np.float32), np.zeros((1, 1, 1), np.int32)
     for temperature, expected in ((1.0, 0.3681), (0.5, 81 / 82 * np.log(162 / 82) + 1 / 82 * np.log(2 / 82))):
-        batch = Batch(none[0], one > 0, none, none == 0, temperature * one)
+        batch = Batch(whole_prompts(none[0]), none, none == 0, temperature * one)
         kl = walkthrough.exact_kl(policy, new, old, batch)
         np.testing.assert_allclose(kl, [[[expected]]], atol=5e-5)
 

@@ -14,8 +14,8 @@ from grpo_jax.config import PPOConfig, recipe, run_of, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import evaluate, sample_heldout
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import make_method_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.train import train
 

@@ -13,10 +13,10 @@ from grpo_jax.models.config import DeltaConfig, ModelConfig
 from grpo_jax.models.delta import Tokens, apply_in_chunks, apply_token, convolve
 from grpo_jax.models.geometry import rows_of_groups, rows_of_packed_groups
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import to_batch
 from grpo_jax.sampling.episodes import begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import sample_groups
+from grpo_jax.step.scores import score_completion_tokens
 
 R, S, H, A, B = 2, 21, 3, 4, 5
 
@@ -105,7 +105,7 @@ POLICY, PROMPTS = decoder_policy(CONFIG), ragged_prompts([5, 1, 3], 24)
 
 
 def scored(params, completions):
-    batch = to_batch(*PROMPTS, np.full(completions.completion_ids.shape[:2], 1.3, np.float32), completions)
+    batch = to_batch(PROMPTS, np.full(completions.completion_ids.shape[:2], 1.3, np.float32), completions)
     return score_completion_tokens(POLICY, params, batch).logprobs
 
 
@@ -118,7 +118,7 @@ def test_replies_continue_the_state_of_their_completion():
     def three_turns(params):
         options = {"max_tokens": 30, "eos_ids": (7, 8, 9)}
         episodes = begin_episodes(
-            POLICY, params, *PROMPTS, numbers, jax.random.key(1), environment_tokens=80, temperature=1.3, **options
+            POLICY, params, PROMPTS, numbers, jax.random.key(1), environment_tokens=80, temperature=1.3, **options
         )
         for _ in range(2):
             continues = jnp.ones((3, 4), bool)
@@ -138,7 +138,7 @@ def test_an_episode_that_waits_absorbs_no_token():
     @partial(jax.jit, static_argnums=1)
     def two_turns(params, waits):
         start = begin_episodes(
-            POLICY, params, *PROMPTS, numbers, jax.random.key(1), environment_tokens=6, temperature=1.3, **options
+            POLICY, params, PROMPTS, numbers, jax.random.key(1), environment_tokens=6, temperature=1.3, **options
         )
         for counts, continues in ([(nothing, False)] * waits) + [(all_tokens, True)]:
             flags = jnp.full((3, 4), continues)
@@ -154,7 +154,7 @@ def test_an_episode_that_waits_absorbs_no_token():
 def test_completions_that_leave_the_batch_take_their_states_along(assume):
     numbers, options = row_numbers(3, 16), {"max_tokens": 40, "eos_ids": (7, 8, 9), "temperature": 1.3}
     params, sample = random_params(CONFIG, 0.15), partial(sample_groups, **options)
-    inputs = params, *PROMPTS, numbers, jax.random.key(0)
+    inputs = params, PROMPTS, numbers, jax.random.key(0)
     whole = jax.jit(partial(sample, POLICY._replace(select=None)))(*inputs)
     assume(narrows_from=1, grows_from=1)
     narrow = jax.jit(partial(sample, POLICY))(*inputs)
@@ -171,7 +171,7 @@ def test_packed_completions_continue_from_their_prompt():
     places = np.argsort(~is_token.reshape(3, -1), axis=-1, stable=True)[:, :14]
     places = np.where(np.arange(14) < lengths.sum(-1, keepdims=True), places, 24).astype(np.int32)
     states, params = jax.jit(POLICY.states), random_params(CONFIG, 0.15)
-    whole, _ = states(params, rows_of_groups(*PROMPTS, ids))
-    rows = rows_of_packed_groups(*PROMPTS, ids, places)
+    whole, _ = states(params, rows_of_groups(PROMPTS, ids))
+    rows = rows_of_packed_groups(PROMPTS, ids, places)
     packed = rows.unpack(states(params, rows)[0])
     np.testing.assert_allclose(packed[is_token], np.asarray(whole)[is_token], atol=2e-5)

@@ -16,7 +16,8 @@ from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.experts import Routing, busiest, grouped_product, load, mixture, route
 from grpo_jax.models.geometry import rows_of_groups, rows_of_packed_groups
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.optimizer import make_optimizer
+from grpo_jax.models.prompts import PromptTokens
+from grpo_jax.step.optimizer import make_optimizer
 
 TOKENS, EXPERTS, CHOSEN, WIDTH, INNER = 37, 6, 3, 8, 5
 # An expert without tokens among them, and one with more rows than a block.
@@ -151,16 +152,16 @@ def test_the_routing_of_states_is_there_for_packed_completions_too():
     """Three completions of a prompt in one row, against the same beside each other; and in their order."""
     policy = decoder_policy(MODEL)
     params, rng = jax.jit(policy.init)(jax.random.key(0)), np.random.default_rng(0)
-    ids, mask = rng.integers(0, 29, (2, 4)), np.array([[False, True, True, True], [True] * 4])
+    prompt = PromptTokens(rng.integers(0, 29, (2, 4)), np.array([[False, True, True, True], [True] * 4]))
     completions, lengths = rng.integers(0, 29, (2, 3, 5)), (2, 5, 3)
     assert policy.num_experts == 5
     states = jax.jit(policy.states)
-    hidden, routing = states(params, rows_of_groups(ids, mask, completions))
+    hidden, routing = states(params, rows_of_groups(prompt, completions))
     assert routing.experts.shape == (2, 3, 5, 2, 2)
     assert routing.entropy.shape == (2, 3, 5, 2)
-    np.testing.assert_allclose(hidden, jax.jit(policy.hidden)(params, ids, mask, completions), atol=1e-5)
+    np.testing.assert_allclose(hidden, jax.jit(policy.hidden)(params, prompt, completions), atol=1e-5)
     places = np.concatenate([5 * i + np.arange(length) for i, length in enumerate(lengths)])
-    rows = rows_of_packed_groups(ids, mask, completions, np.broadcast_to(places, (2, 10)))
+    rows = rows_of_packed_groups(prompt, completions, np.broadcast_to(places, (2, 10)))
     of_row = jax.tree.map(lambda x: x[:, 0], states(params, rows)[1])
     expected = [np.concatenate([x[:, i, :length] for i, length in enumerate(lengths)], axis=1) for x in routing]
     np.testing.assert_array_equal(np.sort(of_row.experts), np.sort(expected[0]))

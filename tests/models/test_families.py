@@ -22,9 +22,9 @@ from grpo_jax.models.peft import adaptable, load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import dequantise_params, quantise_params
 from grpo_jax.models.weights import load_params, read_json
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import Batch
 from grpo_jax.sampling.sampler import Truncation, sample_groups
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch
 
 FULLEST = {
     "llama": "llama_biases",
@@ -78,9 +78,8 @@ def prompts():
 
 
 def a_batch(completion_ids):
-    ids, mask = prompts()
     temperature = np.full((N, G), 0.7, np.float32)
-    return Batch(ids, mask, completion_ids, np.ones((N, G, T), bool), temperature)
+    return Batch(prompts(), completion_ids, np.ones((N, G, T), bool), temperature)
 
 
 def test_all_families_are_here():
@@ -111,8 +110,8 @@ def test_in_bfloat16_a_scoring_pass_is_close_to_the_sampler(family):
     config, params = golden(family)
     policy = decoder_policy(replace(config, dtype="bfloat16"))
     sample = tiny.sampler_of(policy, max_tokens=32, eos_ids=(5,))
-    sampled = jax.device_get(sample(params, *prompts(), tiny.row_numbers(N, 16), jax.random.key(0)))
-    batch = Batch(*prompts(), sampled.completion_ids, sampled.completion_mask, np.ones((N, 16), np.float32))
+    sampled = jax.device_get(sample(params, prompts(), tiny.row_numbers(N, 16), jax.random.key(0)))
+    batch = Batch(prompts(), sampled.completion_ids, sampled.completion_mask, np.ones((N, 16), np.float32))
     logprobs = jax.jit(partial(score_completion_tokens, policy))(params, batch).logprobs
     difference = np.abs(logprobs - sampled.sampler_logprobs)[sampled.completion_mask]
     print(
@@ -138,7 +137,7 @@ def test_adapters_are_sampled_as_they_are_scored_merged_and_exported(family, kin
 
     sample = tiny.sampler_of(policy, max_tokens=T, eos_ids=(99,))
     score = jax.jit(lambda params, ids: score_completion_tokens(policy, params, a_batch(ids)).logprobs)
-    sampled = sample(used, *prompts(), tiny.row_numbers(N, G), jax.random.key(0), 0.7, Truncation(top_k=9))
+    sampled = sample(used, prompts(), tiny.row_numbers(N, G), jax.random.key(0), 0.7, Truncation(top_k=9))
     scores = score(used, sampled.completion_ids)
     np.testing.assert_allclose(sampled.sampler_logprobs, scores, atol=1e-4)
     np.testing.assert_allclose(score(merge(plain), sampled.completion_ids), scores, atol=1e-4)
@@ -210,15 +209,15 @@ def test_programs_are_made_for_accelerators(family, kind, platform, monkeypatch)
     if kind != "none":
         params = adapted(family)._replace(base=quantise_params(params, kind))
 
-    def both(trained, frozen, ids, mask, batch, key):
+    def both(trained, frozen, prompt, batch, key):
         def loss(trained):
             return jnp.sum(score_completion_tokens(policy, join(trained, frozen), batch).logprobs)
 
         options = {"max_tokens": T, "temperature": 1.0, "eos_ids": (2,), "pad_id": 0}
-        sampled = sample_groups(policy, join(trained, frozen), ids, mask, tiny.row_numbers(N, G), key, **options)
+        sampled = sample_groups(policy, join(trained, frozen), prompt, tiny.row_numbers(N, G), key, **options)
         return jax.grad(loss)(trained), sampled
 
-    arguments = *split(params), *prompts(), a_batch(np.zeros((N, G, T), np.int32)), jax.random.key(0)
+    arguments = *split(params), prompts(), a_batch(np.zeros((N, G, T), np.int32)), jax.random.key(0)
     program = jax.jit(both).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
     assert "while" in program
 

@@ -15,6 +15,7 @@ from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.layers import layers_with
 from grpo_jax.models.peft import adaptable, load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.planning.memory import num_params
 
 NAMES = sorted(file.parent.name for file in GOLDEN.glob("*/config.json"))
@@ -43,7 +44,7 @@ def padded(ids, length, group_size=1):
     """Returns a prompt of `length` tokens behind three of padding, and the rest as the last of its completions."""
     prompt, rest = np.pad(ids[:, :length], ((0, 0), (3, 0))), ids[:, length:]
     completions = np.stack([rest[:, ::-1]] * (group_size - 1) + [rest], axis=1)
-    return prompt, np.broadcast_to(np.arange(length + 3) >= 3, prompt.shape), completions
+    return PromptTokens(prompt, np.broadcast_to(np.arange(length + 3) >= 3, prompt.shape)), completions
 
 
 def golden_of(name):
@@ -93,7 +94,7 @@ def test_logits_and_gradients(name, tmp_path):
     @partial(jax.value_and_grad, has_aux=True)
     def loss(params, batch):
         hidden, unembedding = policy.hidden(params, *batch)[:, -1], policy.unembedding(params)
-        logprobs = token_logprobs(hidden, unembedding, batch[2][:, -1], softcap=policy.softcap).logprobs
+        logprobs = token_logprobs(hidden, unembedding, batch[1][:, -1], softcap=policy.softcap).logprobs
         return -jnp.mean(logprobs), softcapped(hidden @ unembedding.T, policy.softcap)
 
     (value, logits), gradients = jax.jit(loss)(params, padded(golden["ids"], 9, 2))
@@ -120,11 +121,11 @@ def test_logits_one_token_after_the_other(name):
 def test_logits_after_a_reply_when_another_completion_has_left(name):
     """Five tokens are decoded and eight are appended at once. Then eight are appended to the second text only."""
     config, params, golden = golden_of(name)
-    policy, (ids, mask, completions) = decoder_policy(config), padded(golden["ids"], 9)
+    policy, (prompt, completions) = decoder_policy(config), padded(golden["ids"], 9)
 
     @jax.jit
     def logits(params):
-        _, decode, cache = policy.prefill(params, ids, mask, 1, 13)
+        _, decode, cache = policy.prefill(params, prompt, 1, 13)
         for step in range(5):
             _, cache = decode(cache, completions[:, :, step], jnp.int32(step))
         lengths, append = jnp.full((2, 1), 5), policy.decoder(params)

@@ -20,7 +20,7 @@ from grpo_jax.models.params import Adapted, join, split
 from grpo_jax.models.peft import adaptable, load_adapter, save_adapter, targets_of
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import load_params, read_json
-from grpo_jax.rl.optimizer import init_state
+from grpo_jax.step.optimizer import init_state
 
 ADAPTER = GOLDEN / "llama/adapter"  # q_proj, v_proj, o_proj and down_proj with r = 3, by PEFT
 CONFIG, BASE = load_golden("llama")  # all seven kernels have different shapes
@@ -37,9 +37,9 @@ def hidden(params):
 
 def loss(params):
     """Sums the states of the first completion token, in which all projections take part: a smaller program."""
-    ids, mask, completions = two_groups()
+    prompt, completions = two_groups()
     weights = np.random.default_rng(1).normal(size=(2, 1, 1, 16)).astype(np.float32)
-    return jnp.sum(weights * POLICY.hidden(params, ids, mask, completions[..., :1]))
+    return jnp.sum(weights * POLICY.hidden(params, prompt, completions[..., :1]))
 
 
 # ---- what adapters compute

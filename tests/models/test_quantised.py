@@ -19,7 +19,7 @@ from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise, quantise_params
 from grpo_jax.models.weights import load_params
-from grpo_jax.rl.optimizer import init_state
+from grpo_jax.step.optimizer import init_state
 
 CONFIG, BASE = load_golden("llama")
 POLICY = decoder_policy(CONFIG)
@@ -150,7 +150,7 @@ def test_programs_dequantise_one_layer_at_a_time(kind, experts):
         return jnp.sum(policy.hidden(join(trained, frozen), *two_groups()) ** 2)
 
     def sample(params):
-        first, decode, cache = policy.prefill(params, *two_groups()[:2], 2, 8)
+        first, decode, cache = policy.prefill(params, two_groups()[0], 2, 8)
 
         def step(i, carry):
             return decode(carry[1], jnp.argmax(carry[0], -1), i)

@@ -14,13 +14,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny import DATA, row_numbers, sampler_of, states_of_texts, write_rows
+from tiny import DATA, row_numbers, sampler_of, states_of_texts, whole_prompts, write_rows
 
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import Batch
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import text_task
 
 FOLDER = os.environ.get("GRPO_JAX_MODEL", "")
@@ -47,7 +47,7 @@ def test_ids_equal_those_of_transformers(model, texts):
     task = text_task(model.tokenizer, model.eos_ids, rows, reward=lambda rows, texts: [0.0], chat=False, **options)
     prompts, tokenizer = task.prompts(0), AutoTokenizer.from_pretrained(FOLDER)
     assert len(prompts.examples) == 200
-    for ids, mask, example in zip(prompts.ids, prompts.mask, prompts.examples, strict=True):
+    for ids, mask, example in zip(prompts.tokens.ids, prompts.tokens.mask, prompts.examples, strict=True):
         assert ids[mask].tolist() == tokenizer(example["prompt"]).input_ids
 
 
@@ -79,11 +79,11 @@ def test_logits_equal_those_of_transformers(model, texts):
 
 
 def test_the_sampler_and_the_trainer_agree(model, texts):
-    policy, ids = decoder_policy(model.config), np.array([model.tokenizer.encode(text)[:16] for text in texts[:2]])
-    mask = np.ones(ids.shape, bool)
+    policy = decoder_policy(model.config)
+    prompt = whole_prompts(np.array([model.tokenizer.encode(text)[:16] for text in texts[:2]]))
     sample = sampler_of(policy, max_tokens=16, eos_ids=model.eos_ids)
-    sampled = jax.device_get(sample(model.params, ids, mask, row_numbers(2, 2), jax.random.key(0)))
-    batch = Batch(ids, mask, sampled.completion_ids, sampled.completion_mask, np.ones((2, 2), np.float32))
+    sampled = jax.device_get(sample(model.params, prompt, row_numbers(2, 2), jax.random.key(0)))
+    batch = Batch(prompt, sampled.completion_ids, sampled.completion_mask, np.ones((2, 2), np.float32))
     logprobs = jax.jit(lambda params: score_completion_tokens(policy, params, batch).logprobs)(model.params)
     largest = float(np.abs(logprobs - sampled.sampler_logprobs)[sampled.completion_mask].max())
     print(f"\nlog-probabilities of the sampler and of the trainer differ by at most {largest:.2g}")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import load_golden
+from tiny import load_golden, whole_prompts
 
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.policy import decoder_policy
@@ -102,7 +102,7 @@ def moved_model():
 def logits(config, params):
     ids = jnp.arange(20, dtype=jnp.int32)[None] % config.vocab_size
     policy = decoder_policy(config)
-    return policy.hidden(params, ids[:, :1], jnp.ones((1, 1), bool), ids[:, None])
+    return policy.hidden(params, whole_prompts(ids[:, :1]), ids[:, None])
 
 
 def test_updates_show_at_once_only_with_stochastic_rounding():

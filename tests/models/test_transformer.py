@@ -1,6 +1,6 @@
 """The decoder against repeated prompts, NumPy loops and itself in other forms."""
 
-import dataclasses
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -8,7 +8,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import decoded_states, load_golden, ragged_prompts, random_params, refused, slow_unless
+from tiny import decoded_states, load_golden, ragged_prompts, random_params, refused, slow_unless, whole_prompts
 
 from grpo_jax.functional.products import assume_traits
 from grpo_jax.models import geometry
@@ -18,12 +18,13 @@ from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling, Rota
 from grpo_jax.models.layers import by_layer, layer_params, repetition
 from grpo_jax.models.modules import RMSNorm, norm
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens, PromptWidths
 from grpo_jax.models.sharding import BATCH
 from grpo_jax.models.transformer import Block, compute_rows, embed, param_shapes
 
 LLAMA = ModelConfig(29, 32, 48, 2, 4, 2, 8)
 # Every option at once, more than any architecture has: one program to compile instead of one for each.
-ALL = dataclasses.replace(
+ALL = replace(
     LLAMA,
     rope_scaling=RopeScaling("llama3", 4.0, 16, 1.0, 4.0),
     rope_local_base_freq=20.0,
@@ -44,9 +45,9 @@ ALL = dataclasses.replace(
     sliding_window=3,
     sliding_layers=(1,),
 )
-MIXTURE = dataclasses.replace(LLAMA, qk_norm=True, experts=ExpertsConfig(5, 2, 12, norm_topk_prob=True))
+MIXTURE = replace(LLAMA, qk_norm=True, experts=ExpertsConfig(5, 2, 12, norm_topk_prob=True))
 # Experts in every other layer behind two dense layers, which are not part of a period.
-SPARSE = dataclasses.replace(MIXTURE, num_hidden_layers=6, dense_layers=(0, 1, 3, 5))
+SPARSE = replace(MIXTURE, num_hidden_layers=6, dense_layers=(0, 1, 3, 5))
 NAMES = ["llama", "all options", "experts"]
 MOST_OPTIONS = pytest.mark.parametrize(
     "config",
@@ -64,7 +65,7 @@ rows_seen = jax.jit(geometry.geometry_of_rows, static_argnums=0)
 
 
 def geometry_of(config, ids, mask):
-    return geometry.geometry_of_rows(config, geometry.rows_of_prompts(ids, mask))
+    return geometry.geometry_of_rows(config, geometry.rows_of_prompts(PromptTokens(ids, mask)))
 
 
 def ragged_batch():
@@ -72,18 +73,18 @@ def ragged_batch():
     rng = np.random.default_rng(0)
     completions = rng.integers(0, LLAMA.vocab_size, (N, G, T), dtype=np.int32)
     return (
-        *ragged_prompts(PROMPT_LENGTHS, LLAMA.vocab_size),
+        ragged_prompts(PROMPT_LENGTHS, LLAMA.vocab_size),
         completions,
         np.arange(T) < rng.integers(1, T + 1, (N, G, 1)),
     )
 
 
-def repeated_hidden(config, params, prompt_ids, prompt_mask, completion_ids):
+def repeated_hidden(config, params, prompt, completion_ids):
     """`Policy.hidden` the plain way: each completion behind its own copy of the prompt."""
     n, g, t = completion_ids.shape
-    width = prompt_ids.shape[-1]
-    ids = jnp.concatenate([jnp.repeat(prompt_ids, g, axis=0), completion_ids.reshape(n * g, t)], axis=-1)
-    mask = jnp.concatenate([jnp.repeat(prompt_mask, g, axis=0), jnp.ones((n * g, t), bool)], axis=-1)
+    width = prompt.width
+    ids = jnp.concatenate([jnp.repeat(prompt.ids, g, axis=0), completion_ids.reshape(n * g, t)], axis=-1)
+    mask = jnp.concatenate([jnp.repeat(prompt.mask, g, axis=0), jnp.ones((n * g, t), bool)], axis=-1)
     hidden = compute_rows(config, {"params": params}, ids, geometry_of(config, ids, mask))[0]
     return hidden[:, width - 1 : -1].reshape(n, g, t, -1)
 
@@ -109,7 +110,7 @@ def loss_and_grads(hidden_fn, config):
     def loss(params):
         hidden = hidden_fn(config, params, *inputs)
         logprobs = jax.nn.log_softmax(hidden @ decoder_policy(config).unembedding(params).T)
-        return jnp.sum(weights * jnp.take_along_axis(logprobs, inputs[2][..., None], axis=-1)[..., 0]), hidden
+        return jnp.sum(weights * jnp.take_along_axis(logprobs, inputs[1][..., None], axis=-1)[..., 0]), hidden
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(random_params(config, 0.1))
 
@@ -129,29 +130,31 @@ def test_shared_prompt_equals_repeated_prompt(config):
 
 
 def test_one_completion_token():
-    ids, mask, completions, _ = ragged_batch()
-    first = jax.jit(partial(shared_hidden, ALL))(random_params(ALL, 0.1), ids, mask, completions[..., :1])
+    prompt, completions, _ = ragged_batch()
+    first = jax.jit(partial(shared_hidden, ALL))(random_params(ALL, 0.1), prompt, completions[..., :1])
     assert first.shape == (N, G, 1, ALL.hidden_size)
     np.testing.assert_allclose(first, loss_and_grads(shared_hidden, ALL)[0][1][:, :, :1], atol=1e-5)
 
 
 @pytest.fixture(scope="module")
 def hidden_fn():
-    """ids, mask, completions -> hidden states behind wide padding, compiled once."""
+    """prompts, completions -> hidden states behind wide padding, compiled once."""
     compiled = jax.jit(partial(shared_hidden, ALL))
 
-    def hidden(ids, mask, completions):
-        wide = (np.pad(x, ((0, 0), (5, 0))) for x in (ids, mask))
-        return np.asarray(compiled(random_params(ALL, 0.1), *wide, completions))
+    def hidden(prompt, completions):
+        wide = jax.tree.map(lambda x: np.pad(x, ((0, 0), (5, 0))), prompt)
+        return np.asarray(compiled(random_params(ALL, 0.1), wide, completions))
 
     return hidden
 
 
 def test_width_and_ids_of_padding_do_not_matter(hidden_fn):
-    ids, mask, completions, _ = ragged_batch()
-    hidden = hidden_fn(ids, mask, completions)
+    prompt, completions, _ = ragged_batch()
+    hidden = hidden_fn(prompt, completions)
     np.testing.assert_allclose(hidden, loss_and_grads(shared_hidden, ALL)[0][1], atol=1e-5)
-    np.testing.assert_array_equal(hidden_fn(np.where(mask, ids, 17), mask, completions), hidden)
+    np.testing.assert_array_equal(
+        hidden_fn(replace(prompt, ids=np.where(prompt.mask, prompt.ids, 17)), completions), hidden
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,25 +164,26 @@ def test_prompts_may_be_computed_at_several_widths(name, piece_tokens):
     """Prompts of 6, 4 and 1 tokens. Pieces of 4 tokens have one prompt each, and the last has it twice; a piece of 8
     tokens has the prompts of 4 and 1."""
     config = ALL if name == "all options" else load_golden("qwen3_next")[0]
-    policy, params, (*inputs, _) = decoder_policy(config), random_params(config, 0.1), ragged_batch()
-    inputs[0], inputs[2] = (x % config.vocab_size for x in (inputs[0], inputs[2]))
-    at_widths = policy._replace(prefill=partial(policy.prefill, widths=(2, 4, 6)))
+    policy, params, (prompt, completions, _) = decoder_policy(config), random_params(config, 0.1), ragged_batch()
+    prompt, completions = replace(prompt, ids=prompt.ids % config.vocab_size), completions % config.vocab_size
+    narrow = replace(prompt, widths=PromptWidths((2, 4, 6)))
     with assume_traits(piece_tokens=piece_tokens):
-        states = jax.jit(partial(decoded_states, at_widths))(params, *inputs)
-    expected = jax.jit(partial(shared_hidden, config))(params, *inputs)
+        states = jax.jit(partial(decoded_states, policy))(params, narrow, completions)
+    expected = jax.jit(partial(shared_hidden, config))(params, prompt, completions)
     np.testing.assert_allclose(states[:, :, :-1], expected, atol=1e-5)
 
 
 def test_each_token_reaches_what_follows_it_and_nothing_else(hidden_fn):
-    ids, mask, completions, _ = ragged_batch()
-    before, reached = hidden_fn(ids, mask, completions), np.zeros((2, N, G, T), bool)
-    of_completion, of_prompt = completions.copy(), ids.copy()
+    prompt, completions, _ = ragged_batch()
+    before, reached = hidden_fn(prompt, completions), np.zeros((2, N, G, T), bool)
+    of_completion, of_prompt = completions.copy(), prompt.ids.copy()
     of_completion[1, 2, 2] = (of_completion[1, 2, 2] + 1) % ALL.vocab_size
     reached[0, 1, 2, 3:] = True  # at t is what predicts token t, so token 2 is first seen at 3
     of_prompt[1, 0] = (of_prompt[1, 0] + 1) % ALL.vocab_size  # row 1 has no padding
     reached[1, 1] = True
-    for changed, expected in zip(((ids, of_completion), (of_prompt, completions)), reached, strict=True):
-        np.testing.assert_array_equal((hidden_fn(changed[0], mask, changed[1]) != before).any(-1), expected)
+    other = replace(prompt, ids=of_prompt)
+    for changed, expected in zip(((prompt, of_completion), (other, completions)), reached, strict=True):
+        np.testing.assert_array_equal((hidden_fn(*changed) != before).any(-1), expected)
 
 
 # ---- other forms of the same decoder
@@ -195,7 +199,8 @@ def test_layers_that_repeat_are_one_loop(modules, expected):
 
 @pytest.mark.parametrize("config", [ALL, MIXTURE, SPARSE], ids=[*NAMES[1:], "some experts"])
 def test_scanned_layers_equal_separate_layers(config):
-    params, (ids, mask, *_) = {"params": random_params(config, 0.1)}, ragged_batch()
+    params, (prompt, *_) = {"params": random_params(config, 0.1)}, ragged_batch()
+    ids, mask = prompt.ids, prompt.mask
 
     @jax.jit
     def one_by_one(params):
@@ -218,7 +223,7 @@ def test_scanned_layers_equal_separate_layers(config):
 def test_a_loop_over_layers_and_remat_change_neither_values_nor_gradients(remat, assume):
     (expected_value, _), expected_grads = loss_and_grads(shared_hidden, ALL)
     assume(unrolled_layers=0)  # without remat they are unrolled on a CPU
-    (value, _), grads = loss_and_grads.__wrapped__(shared_hidden, dataclasses.replace(ALL, remat=remat))
+    (value, _), grads = loss_and_grads.__wrapped__(shared_hidden, replace(ALL, remat=remat))
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
 
@@ -227,7 +232,7 @@ def test_remat_stores_less_for_the_backward_pass():
     *inputs, _ = ragged_batch()
 
     def stored(remat):
-        config = dataclasses.replace(LLAMA, remat=remat)
+        config = replace(LLAMA, remat=remat)
 
         def backward(params):
             return jax.vjp(lambda params: shared_hidden(config, params, *inputs), params)[1]
@@ -245,7 +250,7 @@ def test_inputs_of_layers_go_to_the_host_and_come_back(platform):
 
     def moves(remat):
         def loss(params):
-            return jnp.sum(shared_hidden(dataclasses.replace(LLAMA, remat=remat), params, *inputs))
+            return jnp.sum(shared_hidden(replace(LLAMA, remat=remat), params, *inputs))
 
         program = jax.export.export(jax.jit(jax.grad(loss)), platforms=[platform])(random_params(LLAMA, 0.1))
         return program.mlir_module().count('_xla_buffer_placement = "pinned_host"')
@@ -256,7 +261,7 @@ def test_inputs_of_layers_go_to_the_host_and_come_back(platform):
 
 def test_bfloat16_is_close_to_float32():
     *inputs, _ = ragged_batch()
-    config = dataclasses.replace(ALL, dtype="bfloat16")
+    config = replace(ALL, dtype="bfloat16")
     half = jax.jit(lambda params: shared_hidden(config, params, *inputs))(random_params(ALL, 0.1))
     (_, exact), _ = loss_and_grads(shared_hidden, ALL)
     assert half.dtype == jnp.bfloat16
@@ -273,9 +278,9 @@ def num_equations(jaxpr):
 
 def test_more_layers_do_not_grow_the_program():
     def size(layers):
-        config = dataclasses.replace(LLAMA, num_hidden_layers=layers)
+        config = replace(LLAMA, num_hidden_layers=layers)
         ids = jnp.zeros((1, 3), jnp.int32)
-        inputs = ids, rows_seen(config, geometry.rows_of_prompts(ids, ids > 0))
+        inputs = ids, rows_seen(config, geometry.rows_of_prompts(whole_prompts(ids)))
         gradient = jax.grad(lambda params: jnp.sum(compute_rows(config, {"params": params}, *inputs)[0]))
         return num_equations(jax.make_jaxpr(gradient)(param_shapes(config)).jaxpr)
 
@@ -299,9 +304,11 @@ def test_who_may_look_where_in_a_group(window):
         for key in range(query + 1):
             row[i, query, key] = (allowed[i, key] and place[i, query] - place[i, key] < near) or key == query
 
-    config = dataclasses.replace(LLAMA, sliding_window=window)
+    config = replace(LLAMA, sliding_window=window)
     # The last token of a completion is not computed.
-    rows = geometry.rows_of_groups(np.zeros((n, p), np.int32), prompt_mask, np.zeros((n, g, s + 1), np.int32))
+    rows = geometry.rows_of_groups(
+        PromptTokens(np.zeros((n, p), np.int32), prompt_mask), np.zeros((n, g, s + 1), np.int32)
+    )
     seen_rows = rows_seen(config, rows)
     ((of_prompt, of_completions),) = seen_rows.masks
     np.testing.assert_array_equal(of_prompt[:, 0, 0, 0], row[:, :p, :p])
@@ -327,7 +334,7 @@ def test_who_may_look_where_in_packed_texts(window):
         for key in range(query + 1):
             same = texts[0, query] == texts[0, key] > 0 and positions[0, query] - positions[0, key] < near
             expected[query, key] = same or key == query
-    config = dataclasses.replace(LLAMA, sliding_window=window)
+    config = replace(LLAMA, sliding_window=window)
     seen_rows = rows_seen(config, geometry.rows_of_texts(np.zeros((1, 7), np.int32), texts))
     seen = np.asarray(seen_rows.masks[0][1][0, 0, 0, 0])
     np.testing.assert_array_equal(seen[:5], expected[:5])
@@ -474,7 +481,7 @@ IMPOSSIBLE_SETTINGS = [
 @pytest.mark.parametrize(("change", "named"), IMPOSSIBLE_SETTINGS)
 def test_settings_that_cannot_work(change, named):
     with refused(named):
-        dataclasses.replace(LLAMA, **change)
+        replace(LLAMA, **change)
 
 
 def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
@@ -500,7 +507,7 @@ def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
 @MOST_OPTIONS
 def test_new_parameters_have_the_standard_deviation_of_the_configuration(config):
     """The mean of n squares has a standard deviation of √(2/n); the bound is five of them."""
-    params = jax.jit(decoder_policy(dataclasses.replace(config, initializer_range=0.5)).init)(jax.random.key(0))
+    params = jax.jit(decoder_policy(replace(config, initializer_range=0.5)).init)(jax.random.key(0))
     seen = []
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if path[-1].key == "scale":

@@ -97,9 +97,8 @@ ESTIMATED = {
 def test_estimates_of_programs_are_nearly_never_too_low(name):
     model, options, programs = ESTIMATED[name]
     shape = Shape(**NARROW | {"prompt_tokens": 16, "piece_tokens": CPU.piece_tokens, "traits": CPU} | options)
-    shape = shape._replace(packs=shape.critic == "none")
     run = {key: getattr(shape, key) for key in NARROW}
-    config = recipe(**run) if shape.packs else with_options(PPOConfig(), **run)
+    config = recipe(**run) if shape.critic == "none" else with_options(PPOConfig(), **run)
     ratios = compare_with_compiler(model, config, shape, programs)
     assert all(LEAST < ratio < MOST for ratio in ratios.values()), ratios
 

@@ -15,15 +15,17 @@ from grpo_jax.config import recipe
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.devices import devices_of, place, to_devices, to_numpy
 from grpo_jax.models.params import split
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.offline import phase
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
 from grpo_jax.rl import update
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.iteration import Programs
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays, TrainState
+from grpo_jax.rl.programs import Programs
+from grpo_jax.rl.types import REWARD_AXES, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch, TrainState
 
 LINES = ("metrics.jsonl", "rollouts.jsonl")
 # The configuration of a run on bigrams, whose programs many tests share.
@@ -91,9 +93,9 @@ def assert_same_means(one, other) -> None:
 def recording(programs: Programs, seen: list) -> Programs:
     """Wraps the programs so that each step appends (batch, rewards, advantages) to a list, in NumPy."""
 
-    def learn(state, frozen, start, batch, rewards, seed_and_step):
+    def learn(state, frozen, batch, rewards, seed_and_step):
         before = to_numpy((batch, rewards))
-        state, learned = programs.learn(state, frozen, start, batch, rewards, seed_and_step)
+        state, learned = programs.learn(state, frozen, batch, rewards, seed_and_step)
         seen.append((*before, to_numpy(learned.advantages)))
         return state, learned
 
@@ -116,7 +118,7 @@ def compilations_of(run) -> list[int]:
 
 def loss_of(method):
     """Returns the loss of a method, a function of (models by role, batch with weights)."""
-    return partial(update.loss_of, method)
+    return partial(update.loss_of, method, (None, {}))
 
 
 def ragged_batch(shape, vocab_size, *, prompt_lengths=None, lengths=None, shortest=0) -> Batch:
@@ -137,8 +139,9 @@ def ragged_batch(shape, vocab_size, *, prompt_lengths=None, lengths=None, shorte
         return noise.uniform(low, high, (n, g, *axes)).astype(np.float32)
 
     return Batch(
-        noise.integers(0, vocab_size, (n, p)).astype(np.int32),
-        np.arange(p) >= p - prompt_lengths[:, None],
+        PromptTokens(
+            noise.integers(0, vocab_size, (n, p)).astype(np.int32), np.arange(p) >= p - prompt_lengths[:, None]
+        ),
         noise.integers(0, vocab_size, (n, g, t)).astype(np.int32),
         np.arange(t) < lengths[..., None],
         numbers(low=0.8, high=1.2),
@@ -147,7 +150,8 @@ def ragged_batch(shape, vocab_size, *, prompt_lengths=None, lengths=None, shorte
         old_logprobs=numbers(t),
         ref_logprobs=numbers(t),
         old_entropy=numbers(t, low=0.5, high=2.0),
-        old_values=numbers(t + 1, low=-1.5, high=1.5),
+        old_values=numbers(t, low=-1.5, high=1.5),
+        end_values=numbers(1, low=-1.5, high=1.5),
         advantages=numbers(low=-1.5, high=1.5),
     )
 
@@ -205,12 +209,13 @@ class Placed(NamedTuple):
     seed_and_step: Any  # seed and step
 
     def scored(self, programs: Programs, reference=None) -> "Placed":
-        batch = programs.score(self.state.params, self.state.extras, self.frozen, reference, self.batch)
+        frozen = self.frozen if reference is None else self.frozen | {"reference": reference}
+        batch = programs.score(self.state.params, self.state.extras, frozen, self.batch)
         return self._replace(batch=batch)
 
     def learned(self, programs: Programs):
         """Returns the state after the update, and the update's other results, in NumPy."""
-        return to_numpy(programs.learn(self.state, self.frozen, None, self.batch, self.rewards, self.seed_and_step))
+        return to_numpy(programs.learn(self.state, self.frozen, self.batch, self.rewards, self.seed_and_step))
 
 
 def placed(programs: Programs, start, batch: Batch, rewards: RewardArrays, seed_and_step=(3, 5)) -> Placed:

@@ -73,9 +73,7 @@ CURRICULUM = with_options(RUN, curriculum=3)
 def choose(window, step, bound):
     """Draws from 20 prompts."""
     numbers, metrics = draw_by_solve_rate(window, 20, 8, rng(0, step))
-    everything = digit_prompts(0, count=20)
-    prompts = everything._replace(ids=everything.ids[numbers], mask=everything.mask[numbers])
-    return Drawn(numbers, prompts._replace(examples=[everything.examples[i] for i in numbers]), metrics)
+    return Drawn(numbers, digit_prompts(0, count=20).take(numbers), metrics)
 
 
 def trained(path, config=CURRICULUM, **options):
@@ -104,7 +102,7 @@ def test_a_run_draws_from_the_rewards_before(whole):
     for line in lines:
         shares = [line[f"curriculum_{kind}"] for kind in ("new", "hard", "middle", "easy")]
         assert sum(shares) == pytest.approx(1)
-    (window,) = state.queue
+    window = state.source
     rewards = (np.asarray(window.solved) / 4)[:, -1]
     assert rewards.mean() == pytest.approx(lines[-1]["reward"], abs=1e-6)
 

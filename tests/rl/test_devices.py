@@ -19,7 +19,7 @@ from tiny import GOLDEN, digit_task, load_golden, recorder, says_three, slow_unl
 
 from grpo_jax.config import DistillationConfig, GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.data.packing import Packed
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import (
     Devices,
     Mesh,
@@ -45,15 +45,16 @@ from grpo_jax.models.weights import load_params
 from grpo_jax.offline import pairs as offline_pairs
 from grpo_jax.offline.phase import Objective, SupervisedConfig
 from grpo_jax.offline.sft import DistillationTarget, distillation_objective, mean_divergence, sft_objective, text_nll
-from grpo_jax.rl import pieces
 from grpo_jax.rl.distillation import distillation_method
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.iteration import Programs, make_method_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.types import Batch, Method, noise_of
+from grpo_jax.rl.types import Method, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.step import pieces
+from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 
@@ -209,10 +210,14 @@ def compare(one: Any, other: Any, most: float = 1e-6) -> None:
 def sampled(devices: Devices, name: str = "decoder") -> Any:
     """Completions of all prompts."""
     config, batch = recipe(num_prompts=N, group_size=G, max_tokens=12).sampling, a_batch()
-    mask = np.array(batch.prompt_mask)
+    mask = np.array(batch.prompt.mask)
     mask[:, -1] = True
     sampler = make_sampler(case_of(name).policy, TASK, config, devices=devices)
-    inputs = Prompts(batch.prompt_ids, mask, []), completion_numbers(config), group_temperatures(config)
+    inputs = (
+        Prompts(dataclasses.replace(batch.prompt, mask=mask), []),
+        completion_numbers(config),
+        group_temperatures(config),
+    )
     return sampler.complete(case_of(name).start["policy"], *inputs, noise_of(0, 0, 0))
 
 
@@ -259,12 +264,12 @@ def wide_program(name: str, devices: Mesh) -> Any:
     sampler, state = make_sampler(policy, TASK, config.sampling, devices=devices), start.state
     batch, numbers, policy_params = start.batch, completion_numbers(config.sampling), state.params["policy"]
     numbers, noise = to_devices(numbers, devices), to_devices(noise_of(0, 0, 0), devices, axes=None)
-    to_sample = policy_params, batch.prompt_ids, batch.prompt_mask, numbers, batch.temperature, noise
-    to_score = state.params, state.extras, start.frozen, reference, batch
+    to_sample = policy_params, batch.prompt, numbers, batch.temperature, noise
+    to_score = state.params, state.extras, start.frozen | {"reference": reference}, batch
     fn, args, held = {
         "sample": (sampler.program, to_sample, policy_params),
-        "score": (jax.jit(programs.score), to_score, to_score[:4]),
-        "learn": (programs.learn, (state, start.frozen, None, batch, start.rewards, start.seed_and_step), state),
+        "score": (jax.jit(programs.score), to_score, to_score[:3]),
+        "learn": (programs.learn, (state, start.frozen, batch, start.rewards, start.seed_and_step), state),
     }[name]
     return fn.lower(*args).compile(), held
 
@@ -404,7 +409,7 @@ class Phase(NamedTuple):
 
 
 def phase_named(name: str) -> Phase:
-    pairs = offline_pairs.pad_pairs(PAIRS, np.arange(N), WIDTH, WIDTH)
+    pairs = offline_pairs.pad_pairs(PAIRS, np.arange(N), (WIDTH, WIDTH))
     if name == "reward model":
         return Phase(offline_pairs.reward_model_objective(SCORER, center_coef=0.01), HEADED, pairs)
     if name == "dpo":

@@ -15,14 +15,16 @@ from experiments.tasks import arithmetic
 from grpo_jax import functional as F
 from grpo_jax.config import DistillationConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.packing import pack, packed_pieces
-from grpo_jax.data.types import pad_completions, pad_prompts
+from grpo_jax.data.prompts import pad_prompts
+from grpo_jax.data.types import pad_completions
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.offline.sft import DistillationTarget, distillation_loss, mean_divergence
 from grpo_jax.prepare import load_teacher
 from grpo_jax.rl.distillation import distillation_method, make_distillation_programs
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
-from grpo_jax.rl.types import Batch, RewardArrays
+from grpo_jax.rl.types import RewardArrays
+from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.step.types import Batch
 from grpo_jax.train import train
 
 WIDTH = 9
@@ -46,7 +48,7 @@ def some_rewards() -> RewardArrays:
 
 
 def logits_of(params, batch):
-    hidden = hidden_states(POLICY, params, batch)
+    hidden = states_of(POLICY, params, batch).hidden
     return hidden @ POLICY.unembedding(params).T / batch.temperature[..., None, None]
 
 
@@ -104,7 +106,7 @@ def test_a_loss_on_packed_texts_is_the_divergence_and_the_nll_of_each_alone():
     noise = np.random.default_rng(0)
     prompts, texts = ([noise.integers(0, V, noise.integers(1, 5)).tolist() for _ in range(12)] for _ in range(2))
     rows, padded = pack(prompts, texts, width=8), pad_prompts(prompts, [{} for _ in prompts], width=4, pad_id=0)
-    alone = Batch(padded.ids, padded.mask, *pad_completions([[x] for x in texts], 4), np.ones((12, 1), np.float32))
+    alone = Batch(padded.tokens, *pad_completions([[x] for x in texts], 4), np.ones((12, 1), np.float32))
     divergence = DistillationConfig("forward_kl")
     target = DistillationTarget(POLICY, divergence, nll_coef=0.3)
 

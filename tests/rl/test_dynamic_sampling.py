@@ -8,8 +8,10 @@ from rl_helpers import RUN, Stop, assert_same_runs, open_run, run_programs, stop
 from tiny import digit_prompts as prompts
 
 from grpo_jax.config import recipe, with_options
-from grpo_jax.data.types import Prompts, Span
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import Span
 from grpo_jax.devices import ONE_DEVICE, first_devices, to_devices
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.rl.grade import token_texts
 from grpo_jax.rl.source import make_source, select_groups, to_batch, with_spread
 from grpo_jax.rl.types import Graded, Rollout
@@ -35,7 +37,7 @@ def made_up(number: int, rewards, parts=None) -> Rollout:
     tokens = np.broadcast_to(names[:, None, None], (*rewards.shape, 2))
     completions = Completions(tokens, tokens >= 0, None, None, rewards > 9)
     examples = [{"prompt": str(name)} for name in names]
-    first = Prompts(tokens[:, 0], tokens[:, 0] >= 0, examples)
+    first = Prompts(PromptTokens(tokens[:, 0], tokens[:, 0] >= 0), examples)
     components = {"raw": rewards if parts is None else np.asarray(parts, np.float32)}
     spans = np.empty(rewards.shape, object)
     for i, j in np.ndindex(spans.shape):
@@ -43,7 +45,7 @@ def made_up(number: int, rewards, parts=None) -> Rollout:
     graded = Graded(
         rewards, ~np.isnan(rewards), components, tokens[..., 0], completions.truncated, names / 100, spans, {}
     )
-    return Rollout(first, to_batch(first.ids, first.mask, tokens[..., 0] * 1.0, completions), graded=graded)
+    return Rollout(first, to_batch(first.tokens, tokens[..., 0] * 1.0, completions), graded=graded)
 
 
 def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
@@ -71,8 +73,8 @@ def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
         metric=metric,
     )
     begun = []
-    queue, rollout = source((), "policy", 0, lambda: begun.append(True))
-    assert (queue, len(begun), len(seen)) == ((), 1, 1)
+    state, rollout = source.sample((), "policy", 0, lambda: begun.append(True))
+    assert (state, len(begun), len(seen)) == ((), 1, 1)
     return rollout, seen[0]
 
 
@@ -102,10 +104,10 @@ def test_the_first_groups_with_spread_are_taken(rollouts, limit, expected, drawn
     assert rollout.metrics["all"] == len(everything.prompts.examples) == len(everything.graded.rewards) == 3 * drawn
     graded = rollout.graded
     for names in (
-        rollout.batch.prompt_ids[:, 0],
+        rollout.batch.prompt.ids[:, 0],
         rollout.batch.completion_ids[:, 0, 0],
         rollout.batch.temperature[:, 0],
-        rollout.prompts.ids[:, 0],
+        rollout.prompts.tokens.ids[:, 0],
         [int(example["prompt"]) for example in rollout.prompts.examples],
         graded.lengths[:, 0],
         100 * graded.distinct,
@@ -124,7 +126,7 @@ def test_spread_of_a_component_is_what_counts():
     assert by_sum.metrics["rollouts"] == 1
     by_raw, _ = sample_until_spread(lambda number: both[number], max_rollouts=2, num_prompts=2, metric="raw")
     assert by_raw.metrics["rollouts"] == 2
-    np.testing.assert_array_equal(by_raw.prompts.ids[:, 0], [1, 10])
+    np.testing.assert_array_equal(by_raw.prompts.tokens.ids[:, 0], [1, 10])
 
 
 @pytest.mark.parametrize(("count", "draws"), [(1, 2), (2, 3)])
@@ -149,10 +151,10 @@ def test_groups_on_the_devices_are_those_of_numpy(count, draws):
 def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_path):
     programs, scored = run_programs(), []
 
-    def score(trained, extras, frozen, start, batch):
-        if not isinstance(batch.prompt_ids, jax.core.Tracer):  # the program is traced in advance
-            scored.append(batch.prompt_ids.shape)
-        return programs.score(trained, extras, frozen, start, batch)
+    def score(trained, extras, frozen, batch):
+        if not isinstance(batch.prompt.ids, jax.core.Tracer):  # the program is traced in advance
+            scored.append(batch.prompt.ids.shape)
+        return programs.score(trained, extras, frozen, batch)
 
     whole, cut = (open_run(tmp_path / name, CONFIG) for name in ("whole", "cut"))
     expected = train_grpo(TASK, CONFIG, whole, programs._replace(score=score))

@@ -19,9 +19,9 @@ from grpo_jax.functional import turn_advantages
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Forward, noise_of
+from grpo_jax.step.scores import score_completion_tokens, states_of
 from grpo_jax.tasks.task import random_reward
 
 CONFIG = recipe(
@@ -128,8 +128,9 @@ def test_tokens_of_the_environment_have_no_gradient():
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def loss(hidden):
-        scores = score_completion_tokens(POLICY, PARAMS, batch, hidden=hidden)
-        return objective({"policy": PARAMS}, Forward(hidden, scores.logprobs, scores.entropy), batch)
+        states = states_of(POLICY, PARAMS, batch)._replace(hidden=hidden)
+        scores = score_completion_tokens(POLICY, PARAMS, batch, states)
+        return objective({"policy": PARAMS}, Forward(states, *scores), batch)
 
     value, gradient = loss(hidden)
     assert (np.asarray(gradient)[observed] == 0).all()
@@ -213,7 +214,8 @@ def test_an_environment_reads_what_was_said_and_heard():
         return Reply("12", reward=0.25)
 
     completions = sample(reply)
-    texts = decode_groups(completions, PLAYED)
+    played = PLAYED.environment._replace(read=lambda ids: {"role": "tool", "content": f"it says {ids}"})
+    texts = decode_groups(completions, PLAYED._replace(environment=played))
     assert {key[:3] for key in seen} == {(0, SAMPLING, 0)}
     assert {key[3] for key in seen} == set(range(16))
     for i, j in np.ndindex(4, 4):
@@ -223,6 +225,9 @@ def test_an_environment_reads_what_was_said_and_heard():
             assert prompt == prompts(0).examples[i]["prompt"]
             assert told == [(turn.action.ids, (1, 2)) for turn in turns[:number]] + [(turns[number].action.ids, None)]
         assert [turn.reward for turn in turns] == [0.25] * len(turns)
+        heard = {"role": "tool", "content": "it says [1, 2]"}
+        said = [{"role": "assistant", "content": turn.action} for turn in turns]
+        assert texts[i][j].messages == [x for message in said for x in (message, heard)][:-1]
         own = completions.completion_ids[i, j][completions.completion_mask[i, j]]
         assert [x for turn in turns for x in turn.action.ids] == [x for x in own.tolist() if x != EOS]
         assert "12".join(turn.action for turn in turns) == texts[i][j]

@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.iteration import check_programs
+from grpo_jax.rl.programs import check_programs
 from grpo_jax.rl.types import Graded
 from grpo_jax.statistics import paired_difference
 
@@ -147,7 +148,8 @@ def test_a_run_that_skips_every_update_ends_in_an_error(tmp_path):
 
 
 def right_padded(step):
-    return prompts(step)._replace(mask=prompts(step).mask[:, ::-1])
+    tokens = prompts(step).tokens
+    return prompts(step)._replace(tokens=replace(tokens, mask=tokens.mask[:, ::-1]))
 
 
 BAD_TASKS = [

@@ -18,12 +18,13 @@ from grpo_jax.data.types import Component, Span
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.rl.grade import grade_completions, reward_arrays
 from grpo_jax.rl.grpo import by_part, corrected_advantages, make_programs
-from grpo_jax.rl.iteration import make_method_programs
-from grpo_jax.rl.optimizer import sync_reference
-from grpo_jax.rl.types import Batch, Graded, TrainState
+from grpo_jax.rl.hooks import sync_reference
+from grpo_jax.rl.programs import make_method_programs
+from grpo_jax.rl.types import Graded
 from grpo_jax.rl.update import average_over_updates
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.sampling.sampler import Completions
+from grpo_jax.step.types import Batch, TrainState
 from grpo_jax.tasks.task import random_reward
 
 # ---- learning and logging
@@ -140,7 +141,7 @@ def an_update(**logprobs):
     """One prompt, two completions of two tokens; the second has one token and no end."""
     mask, truncated = np.array([[[True, True], [True, False]]]), np.array([[False, True]])
     advantages = np.array([[2.0, -1.0]], np.float32)
-    return Batch(None, None, None, mask, None, truncated=truncated, advantages=advantages, **logprobs)
+    return Batch(None, None, mask, None, truncated=truncated, advantages=advantages, **logprobs)
 
 
 CORRECTIONS = [
@@ -257,7 +258,7 @@ def grade(ids, reward) -> Graded:
     """Grades completions of the first prompt."""
     ids = np.array(ids, np.int32)
     first = prompts(0)
-    first = first._replace(ids=first.ids[:1], mask=first.mask[:1], examples=first.examples[:1])
+    first = first.take(np.arange(1))
     completions = Completions(ids, ids != PAD, None, None, ~(ids == EOS).any(-1))
     return grade_completions(first, completions, MARKED, reward)
 

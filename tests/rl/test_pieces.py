@@ -1,6 +1,6 @@
 """Pieces of a batch: which there are, and that packed completions and narrow prompts change no number."""
 
-import dataclasses
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -8,21 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V
-from rl_helpers import assert_same_gradient, assert_same_means, loss_of, placed, ragged_batch
+from rl_helpers import assert_same_gradient, assert_same_means, placed, ragged_batch
 from tiny import random_params, recorder, slow_unless, task_of_tokens, tiny_config
 
 from grpo_jax.config import PPOConfig, recipe, with_options
-from grpo_jax.data.types import Prompts, choose_widths, useful_widths
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU, assume_traits
-from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl import pieces as rl_pieces, ppo
+from grpo_jax.models import heads, pieces as cut
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.prompts import PromptTokens, PromptWidths, choose_widths, useful_widths
+from grpo_jax.rl import ppo
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import make_method_programs
-from grpo_jax.rl.scorers import score_completion_tokens
+from grpo_jax.rl.programs import make_method_programs
+from grpo_jax.rl.scorers import with_ends
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.types import SAMPLING, Batch, RewardArrays, noise_of
-from grpo_jax.rl.update import accumulate_grads
+from grpo_jax.rl.types import SAMPLING, RewardArrays, noise_of
+from grpo_jax.rl.update import loss_of
+from grpo_jax.step import pieces as rl_pieces
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch
+from grpo_jax.step.update import accumulate_grads
 
 N, G, P, T = 8, 2, 48, 4
 WIDTHS = (16, 24, 48)
@@ -39,7 +45,8 @@ def a_batch() -> Batch:
     batch = ragged_batch((N, G, P, T), V, prompt_lengths=PROMPT_LENGTHS, lengths=LENGTHS)
     batch.completion_mask[0, 0, 1] = False
     noise = np.random.default_rng(1)
-    return batch._replace(returns=noise.normal(size=(N, G, T)).astype(np.float32))
+    prompt = replace(batch.prompt, widths=PromptWidths((24, P)))
+    return batch._replace(prompt=prompt, returns=noise.normal(size=(N, G, T)).astype(np.float32))
 
 
 # ---- which pieces there are
@@ -78,23 +85,15 @@ def test_the_shape_of_rows_by_hand(prompts, expected):
 PIECES = [
     ({}, rl_pieces.Piece(8, 1, 128, True)),
     ({"piece_tokens": 512}, rl_pieces.Piece(4, 1, 128, True)),
-    ({"packs": False}, rl_pieces.Piece(1, 8, 128)),
     ({"microbatches": 2}, rl_pieces.Piece(2, 8, 128)),
     ({"piece_tokens": 5_000}, rl_pieces.Piece(4, 8, 128)),
 ]
 
 
 @pytest.mark.parametrize(("changes", "expected"), PIECES)
-def test_pieces_are_packed_unless_their_number_is_an_option_or_the_method_does_not_pack(changes, expected):
-    assert (
-        rl_pieces.choose_piece(4, 16, 8, 128, **{"microbatches": 0, "piece_tokens": 1_024, "packs": True} | changes)
-        == expected
-    )
-
-
-def test_a_method_that_reads_the_value_after_a_completion_does_not_pack():
-    reading = with_options(PPOConfig(), bootstrap_truncated=True)
-    assert not ppo.ppo_method(POLICY, POLICY, reading).packs
+def test_pieces_are_packed_unless_their_number_is_given(changes, expected):
+    options = {"microbatches": 0, "piece_tokens": 1_024} | changes
+    assert rl_pieces.choose_piece(4, 16, 8, 128, **options) == expected
 
 
 def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out():
@@ -114,17 +113,17 @@ def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out()
 def test_pieces_of_several_widths_by_hand():
     """Widths 16, 24 and 48 hold 4, 3 and 1 prompts. Pieces of 1, 2 and 4 prompts: the first has the prompt of 48
     tokens; two have those of 20, 24 and 17 and one shorter prompt; and the last has the other three."""
-    pieces = rl_pieces.by_prompts(N, 8, rl_pieces.PromptWidths(jnp.asarray(PROMPT_LENGTHS), WIDTHS, (4, 2, 1)))
+    pieces = cut.by_prompts(N, 8, cut.Sorting(jnp.asarray(PROMPT_LENGTHS), WIDTHS, (4, 2, 1)))
     assert [x.prompt_width for x in pieces] == [48, 24, 16]
     assert [int(x.num_used) for x in pieces] == [1, 2, 1]
     assert pieces[0].prompts[0].tolist() == [1]
     assert pieces[1].prompts[:2].tolist() == [[4, 6], [7, 0]]
     assert pieces[2].prompts[0, :3].tolist() == [2, 3, 5]
     assert pieces[2].members[0, :, 0].tolist() == [True, True, True, False]
-    assert rl_pieces.take(a_batch(), pieces[1], 0).prompt_ids.shape == (2, 24)
+    assert cut.take(a_batch(), pieces[1], 0).prompt.ids.shape == (2, 24)
 
 
-compiled = jax.jit(rl_pieces.packed, static_argnums=(1, 2))
+compiled = jax.jit(cut.packed, static_argnums=(1, 2))
 
 
 def rows_of(lengths, width, rows):
@@ -160,15 +159,15 @@ def test_each_completion_is_in_one_row_and_no_row_is_too_long(rows, width):
 
 def test_a_piece_masks_what_it_does_not_compute():
     batch = a_batch()._replace(weights=np.ones((N, G, T), np.float32))
-    lengths = rl_pieces.lengths_of(batch.completion_mask)
+    lengths = cut.lengths_of(batch.completion_mask)
     assert lengths.tolist() == LENGTHS.tolist()  # up to the last token that is learned from
     pieces = rows_of(lengths, 8, 2)
-    piece_of = jax.jit(lambda number: rl_pieces.take(jax.tree.map(jnp.asarray, batch), pieces, number))
+    piece_of = jax.jit(lambda number: cut.take(jax.tree.map(jnp.asarray, batch), pieces, number))
     taken = [jax.device_get(piece_of(number)) for number in range(int(pieces.num_used))]
     assert sum(piece.completion_mask.sum() for piece in taken) == batch.completion_mask.sum()
     piece = taken[0]
     assert not piece.weights[~piece.completion_mask.any(-1)].any()
-    assert piece.packed.shape == (2, 8)
+    assert piece.layout.ids.shape == (2, 1, 8)
 
 
 # ---- the numbers of the whole
@@ -182,7 +181,7 @@ def of_grpo(preset="grpo", policy=None, params=None):
 
 
 def of_decoder(**changes):
-    config = dataclasses.replace(MODEL, **changes)
+    config = replace(MODEL, **changes)
     return of_grpo(policy=decoder_policy(config), params=random_params(config))
 
 
@@ -214,12 +213,30 @@ CASES = {
 
 def pieces_of(kind, method, batch):
     if kind == PACKED:
-        return rl_pieces.packed(rl_pieces.lengths_of(batch.completion_mask), 8, 2)
-    config = recipe(piece_tokens=40 if kind == BOTH else 64)
-    return rl_pieces.choose_pieces(method._replace(packs=kind == BOTH), config, batch, (24, P))
+        return cut.packed(cut.lengths_of(batch.completion_mask), 8, 2)
+    if kind == NARROW:
+        return cut.by_prompts(N, N, cut.Sorting(jnp.sum(batch.prompt.mask, axis=-1), (24, P), (1, 1)))
+    return rl_pieces.choose_pieces(recipe(piece_tokens=40), batch)
 
 
-@pytest.mark.parametrize("name", slow_unless(("both",), CASES))
+def whole_vocabulary():
+    """The KL over the whole vocabulary, from a reference that is not the policy."""
+    policy, params = decoder_policy(MODEL), random_params(MODEL)
+    method = grpo_method(policy, recipe(divergence="full", kl_coef=0.3))
+    reference = jax.tree.map(lambda x: 1.1 * x, params)
+    terms = [lambda models, *rest, term=term: term(models | {"reference": reference}, *rest) for term in method.terms]
+    return method._replace(terms=tuple(terms)), {"policy": params}, partial(score_completion_tokens, policy, params)
+
+
+CASES["whole vocabulary"] = (PACKED, whole_vocabulary)
+
+
+def summed(method, models, weighted, pieces):
+    """The sums (gradients, loss and metrics) and the maxima of a batch in these pieces."""
+    return accumulate_grads(partial(loss_of, method), lambda _: pieces, ((None, {}), models), weighted)
+
+
+@pytest.mark.parametrize("name", slow_unless(("both", "whole vocabulary"), CASES))
 def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
     kind, make = CASES[name]
     method, models, score = make()
@@ -231,24 +248,22 @@ def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
     def both(batch, in_pieces):
         pieces = pieces_of(kind, method, batch) if in_pieces else ()
         weighted = batch._replace(weights=method.aggregation(batch.completion_mask, num_completions=N * G))
-        return rl_pieces.computed_in_pieces(score, batch, pieces), accumulate_grads(
-            loss_of(method), models, weighted, pieces
-        )
+        return cut.computed_in_pieces(score, batch, pieces), summed(method, models, weighted, pieces)
 
-    scores, (gradient, loss, logs) = jax.device_get(both(batch, False))
+    scores, ((gradient, loss, means), _) = jax.device_get(both(batch, False))
     mask = batch.completion_mask
     spoiled = {
         x: jnp.where(mask, getattr(batch, x), jnp.nan) for x in ("old_logprobs", "sampler_logprobs", "old_entropy")
     }
     for each in (batch, batch._replace(**spoiled)):
-        actual, (other, other_loss, other_logs) = jax.device_get(both(each, True))
+        actual, ((other, other_loss, other_means), _) = jax.device_get(both(each, True))
         for x, y in zip(jax.tree.leaves(scores), jax.tree.leaves(actual), strict=True):
             x, y = (np.where(mask, array[..., :T], 0) for array in (x, y))
             assert np.abs(x[mask]).max() > 0
             np.testing.assert_allclose(y, x, atol=1e-5)
         assert_same_gradient(gradient, other, 5e-6)
         np.testing.assert_allclose(other_loss, loss, rtol=1e-5)
-        assert_same_means(logs.means, other_logs.means)
+        assert_same_means(means, other_means)
 
 
 def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_the_whole():
@@ -260,7 +275,7 @@ def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_the_whole():
     @jax.jit
     def both(batch):
         kinds = [(), pieces_of(PACKED, method, batch)]
-        return [accumulate_grads(loss_of(method), models, batch, pieces) for pieces in kinds]
+        return [summed(method, models, batch, pieces) for pieces in kinds]
 
     jax.tree.map(np.testing.assert_array_equal, *both(batch))
 
@@ -272,9 +287,10 @@ def test_pieces_on_two_devices_have_the_gradient_of_the_whole(options):
     method = method._replace(optimizer=recorder(1))
     for widths, more in ((), {}), (WIDTHS, {"devices": 2} | options):
         config = recipe(num_prompts=N, group_size=G, max_tokens=T, piece_tokens=64, **more)
-        programs = make_method_programs(method, decoder_policy(MODEL), TASK._replace(prompt_widths=widths), config)
+        programs = make_method_programs(method, decoder_policy(MODEL), TASK, config)
         noise = np.random.default_rng(2).normal(size=(N, G)).astype(np.float32)
-        start = placed(programs, models, a_batch(), RewardArrays(noise, np.ones((N, G), bool)))
+        batch = a_batch()._replace(prompt=replace(a_batch().prompt, widths=PromptWidths(widths)))
+        start = placed(programs, models, batch, RewardArrays(noise, np.ones((N, G), bool)))
         gradients.append(start.learned(programs)[0].opt_state.gradients)
     assert_same_gradient(*gradients, 2e-6)
 
@@ -286,14 +302,55 @@ def test_tokens_are_those_of_the_full_width():
     """
     sampling = recipe(num_prompts=2, group_size=G, max_tokens=T).sampling
     policy, params, noise = decoder_policy(MODEL), random_params(MODEL), np.random.default_rng(0)
-    tasks = TASK, TASK._replace(batch_widths=WIDTHS, prompt_widths=WIDTHS)
-    whole, narrow = (make_sampler(policy, task, sampling) for task in tasks)
+    whole, narrow = (make_sampler(policy, TASK, sampling) for _ in range(2))
     for longest in (48, 30, 20):
         mask = np.arange(P) >= P - np.array([[longest], [5]])
-        prompts = Prompts(noise.integers(0, V, (2, P)).astype(np.int32), mask, [])
+        prompt = PromptTokens(noise.integers(0, V, (2, P)).astype(np.int32), mask)
+        narrower = replace(prompt, widths=PromptWidths(WIDTHS, WIDTHS))
         inputs = completion_numbers(sampling), group_temperatures(sampling), noise_of(0, SAMPLING, longest)
         with assume_traits(piece_tokens=16):
-            one, other = (sampler.complete(params, prompts, *inputs) for sampler in (whole, narrow))
+            one, other = (
+                sampler.complete(params, Prompts(tokens, []), *inputs)
+                for sampler, tokens in ((whole, prompt), (narrow, narrower))
+            )
         assert (one.completion_ids == other.completion_ids).all()
         np.testing.assert_allclose(one.sampler_logprobs, other.sampler_logprobs, atol=1e-5)
     assert narrow.program._cache_size() == 2
+
+
+def test_packed_completions_have_the_values_after_their_ends():
+    _, models, score = of_ppo("own")
+    batch = with_ends(jax.tree.map(jnp.asarray, a_batch()))
+    pieces = cut.packed(cut.lengths_of(batch.completion_mask), 10, 2)
+    actual = jax.jit(lambda batch: cut.computed_in_pieces(score, batch, pieces))(batch)["end_values"]
+    values = heads.values(decoder_policy(MODEL), models["critic"], batch.prompt, *batch[1:3])
+    expected = np.take_along_axis(np.asarray(values), LENGTHS[..., None], axis=-1)
+    assert np.ptp(expected) > 0.1
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_a_model_may_read_more_of_a_prompt_than_its_tokens():
+    """A model that only repeats a number, which comes with each prompt, when it samples and when it scores."""
+
+    def states(params, rows):
+        return jnp.broadcast_to(repeated(rows.prompt)[:, None, None], (*rows.ids.shape, V)), None
+
+    def repeated(prompt):
+        return 50 * jax.nn.one_hot(prompt.extras, V)
+
+    def prefill(params, prompt, group_size, max_tokens):
+        def decode(cache, ids, step):
+            return jnp.broadcast_to(cache[:, None], (*ids.shape, V)), cache
+
+        return repeated(prompt), decode, repeated(prompt)
+
+    policy, numbers = Policy(None, lambda params: params, states, prefill), np.arange(N, dtype=np.int32) % V
+    sampling = recipe(num_prompts=N, group_size=G, max_tokens=T).sampling
+    prompt = replace(a_batch().prompt, extras=numbers)
+    inputs = completion_numbers(sampling), group_temperatures(sampling), noise_of(0, SAMPLING, 0)
+    batch, _ = make_sampler(policy, TASK, sampling).sample(jnp.eye(V), Prompts(prompt, []), *inputs)
+    ended = np.asarray(batch.completion_mask)
+    assert (np.asarray(batch.completion_ids) == numbers[:, None, None])[ended].all()
+    pieces = cut.packed(cut.lengths_of(batch.completion_mask), 8, 2)
+    scores = cut.computed_in_pieces(partial(score_completion_tokens, policy, jnp.eye(V)), batch, pieces)
+    np.testing.assert_allclose(scores.logprobs, 0, atol=1e-5)

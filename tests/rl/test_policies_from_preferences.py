@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rl_helpers import assert_close, phase_step, some_pairs
 from scipy import special
-from tiny import random_params, refused, tiny_config
+from tiny import random_params, refused, tiny_config, whole_prompts
 
 from grpo_jax.config import with_options
 from grpo_jax.data.preferences import EncodedPairs, Rating, read_ratings, with_mismatched
@@ -33,7 +33,7 @@ CASES = {
 
 def table_states(params, rows):
     """Logits of two tokens. Token 0 of the prompt i has the log-probabilities [i, 0], and token 1 those of [i, 1]."""
-    logprobs = jnp.take_along_axis(params[rows.prompt_ids[:, 0]], rows.ids[..., :1], axis=1)
+    logprobs = jnp.take_along_axis(params[rows.prompt.ids[:, 0]], rows.ids[..., :1], axis=1)
     pair = logprobs, jnp.log(-jnp.expm1(logprobs))
     return jnp.where(rows.ids[..., None] == 0, jnp.stack(pair, -1), jnp.stack(pair[::-1], -1)), None
 
@@ -48,7 +48,7 @@ def table_batch():
     ids = np.broadcast_to(np.array([0, 1], np.int32)[:, None], (size, 2, width))
     ref_logprobs = np.sum(REF * MASK, axis=-1)
     extra = {"margin": np.zeros(size, np.float32), "ref_logprobs": ref_logprobs, "desirable": DESIRABLE}
-    return offline_pairs.PairBatch(prompts, np.ones_like(prompts, bool), ids, MASK, **extra)
+    return offline_pairs.PairBatch(whole_prompts(prompts), ids, MASK, **extra)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -164,7 +164,7 @@ def test_a_pair_has_the_log_probabilities_of_its_texts_alone():
 
     @jax.jit
     def alone(prompt, ids):
-        hidden = POLICY.hidden(PARAMS, prompt, jnp.ones_like(prompt, bool), ids)
+        hidden = POLICY.hidden(PARAMS, whole_prompts(prompt), ids)
         return jnp.sum(token_logprobs(hidden, POLICY.unembedding(PARAMS), ids).logprobs)
 
     for side in (0, 1):
@@ -174,7 +174,7 @@ def test_a_pair_has_the_log_probabilities_of_its_texts_alone():
 
 def test_the_gradient_is_dpos():
     """∇ = −β σ(−β h) (∇ log π(c) − ∇ log π(r)), the mean over pairs; the row that fills up the batch counts nothing."""
-    batch = offline_pairs.pad_pairs(PAIRS, np.array([0, 1, 2, 99]), 3, 4)
+    batch = offline_pairs.pad_pairs(PAIRS, np.array([0, 1, 2, 99]), (3, 4))
     reference = np.concatenate([REFERENCE[:3] + np.array([[1.0, -2.0]]), np.zeros((1, 2))]).astype(np.float32)
     batch = batch._replace(ref_logprobs=reference, weights=offline_pairs.pair_weights(batch.completion_mask))
     np.testing.assert_allclose(batch.weights, [1 / 3] * 3 + [0])

@@ -12,9 +12,10 @@ from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
-from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.grpo import grpo_method, kl_in_reward
 from grpo_jax.rl.ppo import explained_variance, ppo_method, token_advantages
-from grpo_jax.rl.types import Batch, RewardArrays
+from grpo_jax.rl.types import RewardArrays
+from grpo_jax.step.types import Batch
 
 PARAMS = {"policy": TABLE, "critic": Headed({"before": TABLE["before"]}, jnp.zeros(D))}
 HEAD = jnp.linspace(-1, 1, D)
@@ -36,7 +37,9 @@ def valued(batch: Batch, values=None, truncated=None) -> Batch:
     """With what a critic said, and what was cut off."""
     shape = batch.completion_mask.shape
     values = np.zeros((*shape[:2], shape[2] + 1), np.float32) if values is None else values
-    return batch._replace(old_values=values, truncated=np.zeros(shape[:2], bool) if truncated is None else truncated)
+    ends = np.take_along_axis(values, batch.completion_mask.sum(-1, keepdims=True), -1)
+    truncated = np.zeros(shape[:2], bool) if truncated is None else truncated
+    return batch._replace(old_values=values[..., :-1], end_values=ends, truncated=truncated)
 
 
 # ---- advantages
@@ -51,8 +54,9 @@ def test_advantages_are_those_of_a_loop(steps):
     assert goes_on.any()
     assert not goes_on.all()
     config = of_ppo(gamma=0.9, gae_lambda=0.8, gae_steps=steps, kl_coef=0.3, whiten=False, bootstrap_truncated=True)
+    penalty, _, _ = kl_in_reward(batch, config.run.loss, 0.3)
     actual, returns = token_advantages(
-        rewards.astype(np.float32), valued(batch, values.astype(np.float32), goes_on), 0.3, config=config
+        rewards.astype(np.float32), valued(batch, values.astype(np.float32), goes_on), penalty, options=config.critic
     )
     expected = np.zeros(batch.completion_mask.shape)
     for row in np.ndindex(4, 2):
@@ -72,14 +76,14 @@ def test_advantages_are_those_of_a_loop(steps):
 
 def test_advantages_are_whitened_over_the_tokens_of_the_batch_and_a_nan_spoils_its_own_row():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
-    actual, returns = token_advantages(rewards, valued(batch), 0.0, config=of_ppo(kl_coef=0.0))
+    actual, returns = token_advantages(rewards, valued(batch), None, options=of_ppo().critic)
     mask = batch.completion_mask
     of_tokens = np.asarray(actual)[mask]
     assert of_tokens.mean() == pytest.approx(0, abs=1e-5)
     assert of_tokens.std(ddof=1) == pytest.approx(1, abs=1e-3)
     assert np.asarray(returns).max() == 7  # the critic learns rewards as they are
     rewards[1, 0] = np.nan
-    actual, _ = token_advantages(rewards, valued(batch), 0.0, config=of_ppo(kl_coef=0.0))
+    actual, _ = token_advantages(rewards, valued(batch), None, options=of_ppo().critic)
     assert np.isnan(actual[1, 0][mask[1, 0]]).all()
     others = np.delete(np.asarray(actual).reshape(8, -1), 2, axis=0)
     assert np.isfinite(others).all()
@@ -101,7 +105,7 @@ def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2) ** 2
     config = of_ppo(kl_coef=0.1, kl_in_reward=False, gae_lambda=1.0, whiten=False)
     centered = np.asarray(centered_advantages(jnp.asarray(rewards)))
-    by_token, returns = token_advantages(centered, valued(batch), 0.0, config=config)
+    by_token, returns = token_advantages(centered, valued(batch), None, options=config.critic)
     weights = config.run.loss.objective.aggregation(batch.completion_mask)
     of_grpo = batch._replace(advantages=centered, weights=weights)
     for_ppo = of_grpo._replace(advantages=by_token, returns=returns, old_values=np.zeros_like(batch.old_values))
@@ -112,7 +116,7 @@ def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos():
     def gradients(params):
         of_both = jax.grad(lambda params: loss_of_both(params, for_ppo)[0])(params)
         alone = jax.grad(lambda policy: loss_alone({"policy": policy}, of_grpo)[0])(params["policy"])
-        return of_both, alone, POLICY.hidden(params["policy"], *batch[:3])
+        return of_both, alone, POLICY.hidden(params["policy"], *batch[:2])
 
     actual, expected, hidden = gradients(PARAMS)
     assert_close(actual["policy"], expected, atol=1e-6)
@@ -134,11 +138,11 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
 
     @jax.jit
     def everything(params):
-        values = heads.values(POLICY, params["critic"], *batch[:4])[..., :-1]
-        return gradient(params, batch), values, POLICY.hidden(params["policy"], *batch[:3])
+        values = heads.values(POLICY, params["critic"], *batch[:3])[..., :-1]
+        return gradient(params, batch), values, POLICY.hidden(params["policy"], *batch[:2])
 
     ((_, logs), actual), values, hidden = jax.device_get(everything(params))
-    old_values = batch.old_values[..., :-1]
+    old_values = batch.old_values
     clipped = np.clip(values, old_values - 0.2, old_values + 0.2)
     bound = (clipped - returns) ** 2 > (values - returns) ** 2
     slope = np.where(bound | ~batch.completion_mask, 0, values - returns)
@@ -156,8 +160,8 @@ def test_a_shared_decoder_has_the_sum_of_both_gradients():
     batch = batch._replace(weights=config.run.loss.objective.aggregation(batch.completion_mask))
 
     def critic_alone(params):
-        values = heads.values(POLICY, Headed(params["policy"], params["critic"].head), *batch[:4])[..., :-1]
-        error = critic_loss(values, batch.returns, old_values=batch.old_values[..., :-1], clip=config.critic.value_clip)
+        values = heads.values(POLICY, Headed(params["policy"], params["critic"].head), *batch[:3])[..., :-1]
+        error = critic_loss(values, batch.returns, old_values=batch.old_values, clip=config.critic.value_clip)
         return weighted_sum(error, batch.weights, batch.completion_mask)
 
     def policy_alone(params):
@@ -196,9 +200,8 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     batch = a_batch()._replace(ref_logprobs=None, truncated=truncated)
     method = ppo_method(POLICY, POLICY, config)
     actual, advantages, logs = method.advantage(RewardArrays(rewards, applicable), batch, 0.0)
-    length = batch.completion_mask[0, 0].sum()
     expected = np.full((4, 2), 0.5)
-    expected[0] = [0.5 + batch.old_values[0, 0, length], 0]
+    expected[0] = [0.5 + batch.end_values[0, 0, 0], 0]
     returns = expected[..., None] * batch.completion_mask
     np.testing.assert_allclose(actual.returns, returns, atol=1e-5)
     assert advantages.shape == (4, 2)

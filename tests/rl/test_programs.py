@@ -197,6 +197,6 @@ def test_a_minibatch_that_is_skipped_is_dumped_by_its_number_with_its_prompts(tm
     dumped = np.load(next(tmp_path.glob("*.npz")))
     assert dumped["prompts"].tolist() == [2]
     assert np.isnan(dumped["advantages"]).any(-1).tolist() == [number == 2 for number in range(N)]
-    np.testing.assert_array_equal(dumped["prompt_ids"], prompts(2).ids)
+    np.testing.assert_array_equal(dumped["prompt.ids"], prompts(2).tokens.ids)
     assert dumped["completion_ids"].shape == (N, G, T)
     assert [line["skipped"] for line in run.lines()] == [0, 0, 1, 0, 0, 0]

@@ -3,6 +3,7 @@
 import copy
 import json
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from rl_helpers import assert_close, some_pairs
 from scipy import special
-from tiny import random_params, randomly_adapted, refused, save_tiny_model, slow_unless, tiny_config
+from tiny import random_params, randomly_adapted, refused, save_tiny_model, slow_unless, tiny_config, whole_prompts
 
 from experiments.tasks import arithmetic
 from grpo_jax.data.preferences import (
@@ -21,13 +22,14 @@ from grpo_jax.data.preferences import (
     read_preferences,
     split_preferences,
 )
-from grpo_jax.data.types import Completion, Prompt
+from grpo_jax.data.types import Completion, Prompt, Turn
 from grpo_jax.models import heads
 from grpo_jax.models.chat import Chat, digest_of_template
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.offline.pairs import evaluate_pairs, pad_pairs, pair_weights, reward_model_objective
 from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
@@ -71,7 +73,7 @@ def test_padding_does_not_move_a_score_wherever_it_is_and_values_are_scores_of_b
     def last_state(text):
         """Of a text alone: no padding, no group, no split into prompt and completion."""
         nothing = jnp.zeros((1, 1, 1), jnp.int32)
-        return POLICY.hidden(LOOKING.decoder, text[None], jnp.ones_like(text, bool)[None], nothing)[0, 0, 0]
+        return POLICY.hidden(LOOKING.decoder, whole_prompts(text[None]), nothing)[0, 0, 0]
 
     def score(prompt, text):
         return float(last_state(jnp.array(prompt + text)) @ LOOKING.head)
@@ -80,12 +82,12 @@ def test_padding_does_not_move_a_score_wherever_it_is_and_values_are_scores_of_b
     expected = np.array([[score(prompt, text) for text in group] for prompt, group in pairs])
     assert np.ptp(expected) > 1
     for side in ("left", "right", "middle"):
-        ids, mask = padded(PROMPTS, 9, side)
+        prompt = PromptTokens(*padded(PROMPTS, 9, side))
         arrays = (np.stack(part) for part in zip(*(padded(group, 8, side) for group in COMPLETIONS), strict=True))
-        actual = heads.score_groups(CONFIG, LOOKING, ids, mask, *arrays)
+        actual = heads.score_groups(CONFIG, LOOKING, prompt, *arrays)
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
     arrays = [np.stack(part) for part in zip(*(padded(group, 4, "right") for group in COMPLETIONS), strict=True)]
-    values = jax.jit(partial(heads.values, POLICY))(LOOKING, *padded(PROMPTS, 4, "left"), *arrays)
+    values = jax.jit(partial(heads.values, POLICY))(LOOKING, PromptTokens(*padded(PROMPTS, 4, "left")), *arrays)
     assert values.shape == (2, 3, 5)
     for i, j in np.ndindex(2, 3):
         beginnings = [COMPLETIONS[i][j][:t] for t in range(0, len(COMPLETIONS[i][j]) + 1, 2)]
@@ -140,12 +142,12 @@ PAIRS, OBJECTIVE = some_pairs(64, VOCAB), reward_model_objective(CONFIG, center_
 def test_the_gradient_of_a_pair_is_bradley_and_terrys():
     """∂ −log σ(d − m) = −σ(m − d) ∂d with d = r_c − r_r; and ∂ c s² = 2 c s ∂s with s = r_c + r_r."""
     pairs = some_pairs(5, VOCAB)._replace(margins=[0.0, 0.5, 1.0, 0.0, 2.0])
-    batch = pad_pairs(pairs, np.arange(6), 3, 4)  # the sixth is no pair
+    batch = pad_pairs(pairs, np.arange(6), (3, 4))  # the sixth is no pair
     batch = batch._replace(weights=pair_weights(batch.completion_mask))
     np.testing.assert_allclose(batch.weights, [0.2] * 5 + [0])
     gradient = jax.jit(jax.value_and_grad(partial(OBJECTIVE.loss_fn, batch=batch), has_aux=True))
     (loss, logs), grads = gradient(LOOKING)
-    rewards, pull = jax.vjp(jax.jit(lambda params: heads.scores(POLICY, params, *batch[:4])[:5]), LOOKING)
+    rewards, pull = jax.vjp(jax.jit(lambda params: heads.scores(POLICY, params, *batch[:3])[:5]), LOOKING)
     chosen, rejected = np.asarray(rewards, np.float64).T
     slope, total = -special.expit(np.array(pairs.margins) - chosen + rejected), 0.02 * (chosen + rejected)
     outer = np.stack([total + slope, total - slope], -1) / 5
@@ -161,7 +163,7 @@ def test_the_gradient_of_a_pair_is_bradley_and_terrys():
 @pytest.mark.slow
 def test_adapters_below_the_head_are_merged():
     params = LOOKING._replace(decoder=randomly_adapted(LOOKING.decoder))
-    arrays = pad_pairs(PAIRS, np.arange(4), 3, 4)[:4]
+    arrays = pad_pairs(PAIRS, np.arange(4), (3, 4))[:3]
     whole, merged, without = (heads.score_groups(CONFIG, p, *arrays) for p in (params, heads.merge(params), LOOKING))
     np.testing.assert_allclose(whole, merged, rtol=1e-4, atol=1e-5)
     assert np.abs(whole - without).max() > 0.1
@@ -196,7 +198,8 @@ def test_what_transformers_wrote_scores_as_it_does_there():
     config, params = load_headed(GOLDEN / "classifier")
     ids = golden["ids"]
     mask = ids != 0
-    actual = heads.score_groups(config, params, ids[:, :7], mask[:, :7], ids[:, None, 7:], mask[:, None, 7:])
+    prompt = PromptTokens(ids[:, :7], mask[:, :7])
+    actual = heads.score_groups(config, params, prompt, ids[:, None, 7:], mask[:, None, 7:])
     np.testing.assert_allclose(actual, golden["logits"], rtol=1e-4, atol=1e-4)
 
 
@@ -232,7 +235,9 @@ def test_transformers_reads_a_saved_reward_model(name, tmp_path):
     with torch.no_grad():
         expected = model(tokens, attention_mask=(tokens != model.config.pad_token_id).long()).logits.numpy()
     mask = np.ones_like(ids, bool)
-    actual = heads.score_groups(config, params, ids[:, :5], mask[:, :5], ids[:, None, 5:], mask[:, None, 5:])
+    actual = heads.score_groups(
+        config, params, PromptTokens(ids[:, :5], mask[:, :5]), ids[:, None, 5:], mask[:, None, 5:]
+    )
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -283,24 +288,62 @@ def test_groups_batches_and_ids_do_not_change_a_reward(reward_model):
     assert reward_model([], []) == []
 
 
-def test_messages_are_read_in_the_reward_models_template(reward_model, tmp_path):
+@pytest.fixture
+def chatting(reward_model, tmp_path):
+    """The reward model with a template in which the roles user, tool and assistant are 1, 3 and 2."""
     tokenizer = copy.deepcopy(reward_model.tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}{{ '1' if m.role == 'user' else '2' }}{{ m.content }}="
+    tokenizer.chat_template = "{% for m in messages %}{{ {'user': '1', 'tool': '3'}.get(m.role, '2') }}{{ m.content }}="
     tokenizer.chat_template += "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": arithmetic.EOS_ID}))
-    model = reward_model._replace(tokenizer=tokenizer, folder=tmp_path)
-    messages, answers = [{"role": "user", "content": "3+4"}], ["7", "12"]
-    example = {"prompt": Prompt("the policy's own template", messages, template="another")}
-    expected = []
-    for answer in answers:
-        # As AutoModelForSequenceClassification: the last token that is not padding, which here is the template's EOS.
-        whole = [*messages, {"role": "assistant", "content": answer}]
-        ids = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
-        assert ids[-1] == arithmetic.EOS_ID
-        ids = np.array(ids[:-1], np.int32)[None]
-        nothing = np.zeros((1, 1, 1), np.int32)
-        expected.append(float(heads.score_groups(CONFIG, LOOKING, ids, ids >= 0, nothing, nothing > 0)[0, 0]))
-    np.testing.assert_allclose(reward_function(model)([example] * 2, answers), expected, rtol=1e-4, atol=1e-4)
+    return reward_model._replace(tokenizer=tokenizer, folder=tmp_path)
+
+
+USER = {"role": "user", "content": "3+4"}
+# The policy has another template than the reward model.
+IN_CHAT = {"prompt": Prompt("the policy's own template", [USER], template="another")}
+
+
+def score_of(tokenizer, messages):
+    """Returns the score of AutoModelForSequenceClassification: at the last token that is not padding, or EOS here."""
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert ids[-1] == arithmetic.EOS_ID
+    ids = np.array(ids[:-1], np.int32)[None]
+    nothing = np.zeros((1, 1, 1), np.int32)
+    return float(heads.score_groups(CONFIG, LOOKING, whole_prompts(ids), nothing, nothing > 0)[0, 0])
+
+
+def episode(role, *texts):
+    """Returns an episode of the policy and an environment, whose observations have the policy's delimiters."""
+    messages = [{"role": role, "content": text} for text in texts[1::2]]
+    heard = [(Completion(f"9{message['content']}9"), None, message) for message in messages]
+    turns = [Turn(Completion(text), *rest) for text, rest in zip_longest(texts[::2], heard, fillvalue=())]
+    return Completion("".join(texts), turns=turns)
+
+
+ROLES = [("user", False, "user"), ("tool", False, "tool"), ("tool", True, "user")]
+
+
+@pytest.mark.parametrize(("role", "is_refused", "read"), ROLES)
+def test_an_episode_is_read_turn_by_turn(chatting, role, is_refused, read):
+    tokenizer = chatting.tokenizer
+    if is_refused:
+        refusal = "{{ raise_exception('no tools') if messages[-1].role == 'tool' }}"
+        tokenizer.chat_template = refusal + tokenizer.chat_template
+    episodes = [episode(role, "8", "43", "7"), episode(role, "5"), episode(role, "5", "9+", "6", "43", "7")]
+    roles = [{"role": "assistant"}, {"role": read}] * 2 + [{"role": "assistant"}]
+    texts = [["8", "43", "7"], ["5"], ["5", "9+", "6", "43", "7"]]
+    expected = [
+        score_of(tokenizer, [USER, *(kind | {"content": text} for kind, text in zip(roles, turns, strict=False))])
+        for turns in texts
+    ]
+    assert len(set(np.round(expected, 3))) == 3
+    np.testing.assert_allclose(chatting([IN_CHAT] * 3, episodes), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_messages_are_read_in_the_reward_models_template(chatting, reward_model):
+    model, tokenizer, answers = chatting, chatting.tokenizer, ["7", "12"]
+    expected = [score_of(tokenizer, [USER, {"role": "assistant", "content": answer}]) for answer in answers]
+    np.testing.assert_allclose(reward_function(model)([IN_CHAT] * 2, answers), expected, rtol=1e-4, atol=1e-4)
     with refused("another chat template"):
         reward_function(model)([{"prompt": Prompt("3+4", template="another")}], ["7"])
     text = {"prompt": Prompt("3+4=", template=digest_of_template(tokenizer))}

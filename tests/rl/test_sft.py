@@ -11,15 +11,16 @@ from rl_helpers import Stop, assert_same_files, stopping
 from tiny import random_params, tiny_config
 
 from grpo_jax.data.packing import pack, packed_batches, packed_pieces
-from grpo_jax.data.types import pad_completions, pad_prompts
+from grpo_jax.data.prompts import pad_prompts
+from grpo_jax.data.types import pad_completions
 from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
 from grpo_jax.offline.sft import mean_nll, sft_objective, text_nll
-from grpo_jax.rl.types import Batch, Logs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import programs_so_far
+from grpo_jax.step.types import Batch, Logs
 
 POLICY = decoder_policy(tiny_config(16))
 PARAMS = random_params(tiny_config(16))
@@ -70,7 +71,7 @@ def test_packed_rows_have_the_loss_and_gradients_of_texts_alone():
     packed = pack(prompts, completions, width=16)
     ids, mask = pad_completions([[completion] for completion in completions], 5)
     padded = pad_prompts(prompts, [{} for _ in prompts], width=4, pad_id=0)
-    alone = Batch(padded.ids, padded.mask, ids, mask, np.ones((len(prompts), 1), np.float32))
+    alone = Batch(padded.tokens, ids, mask, np.ones((len(prompts), 1), np.float32))
     loss_fn = sft_objective(POLICY).loss_fn
 
     def loss(params, batch):

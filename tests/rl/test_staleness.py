@@ -57,8 +57,8 @@ def test_tokens_of_a_step_are_those_of_the_policy_of_so_many_steps_before(tmp_pa
     assert len(seen) == STEPS
     for step, (batch, _, _) in enumerate(seen):
         expected = sampled_by(programs, params_after(run, step - STALENESS), step)
-        for name in ("prompt_ids", "completion_ids", "completion_mask", "sampler_logprobs"):
-            np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name))
+        for name in ("prompt", "completion_ids", "completion_mask", "sampler_logprobs"):
+            jax.tree.map(np.testing.assert_array_equal, getattr(batch, name), getattr(expected, name))
         present = sampled_by(programs, params_after(run, step), step)
         differs.append(bool((batch.sampler_logprobs != present.sampler_logprobs).any()))
         # What people read is of the same rollout.
@@ -74,7 +74,7 @@ def test_tokens_of_a_step_are_those_of_the_policy_of_so_many_steps_before(tmp_pa
 def test_a_run_can_be_extended_for_its_queue_holds_rollouts_past_the_last_step(tmp_path, programs, whole):
     short = with_options(CONFIG, steps=4)
     state, run = trained(tmp_path, programs, short)
-    for index, batch in enumerate(state.queue, start=4):
+    for index, batch in enumerate(state.source, start=4):
         expected = sampled_by(programs, params_after(run, index - STALENESS), index)
         jax.tree.map(np.testing.assert_array_equal, to_numpy(batch), expected)
     assert_same_runs(trained(tmp_path, programs), whole)
@@ -109,7 +109,7 @@ def test_a_checkpoint_holds_a_queue_of_rollouts_and_no_copies_of_parameters(whol
     mismatch = [line["first_sampler_mismatch"] for line in run.lines()]
     assert mismatch[0] == pytest.approx(1, abs=1e-5)  # the start is the policy
     assert min(mismatch[1:]) > 1.001
-    assert len(state.queue) == STALENESS
+    assert len(state.source) == STALENESS
     with run.checkpoints("grpo", keep=STEPS) as checkpoints:
         restored, step = checkpoints.restore(lambda: jax.tree.map(jnp.zeros_like, state))
     assert step == STEPS
@@ -118,7 +118,7 @@ def test_a_checkpoint_holds_a_queue_of_rollouts_and_no_copies_of_parameters(whol
     shapes = [x.shape for x in jax.tree.leaves(state)]
     for shape in {x.shape for x in jax.tree.leaves(PARAMS)}:
         assert shapes.count(shape) == 3 * len(PARAMS)
-    assert [batch.completion_ids.shape for batch in restored.queue] == [(8, 4, 3)] * STALENESS
+    assert [batch.completion_ids.shape for batch in restored.source] == [(8, 4, 3)] * STALENESS
 
 
 def test_the_samplers_numbers_as_old_ones_put_staleness_into_the_ratio(tmp_path):

@@ -14,17 +14,17 @@ def markov_policy(on_decode=lambda step, num_rows: None):
     distributions. A prompt of one token follows an imagined token 0.
     """
 
-    def context(prompt_ids, prompt_mask):
-        return jnp.where(prompt_mask[:, -2], prompt_ids[:, -2], 0), prompt_ids[:, -1]
+    def context(prompt):
+        return jnp.where(prompt.mask[:, -2], prompt.ids[:, -2], 0), prompt.ids[:, -1]
 
     def states(table, rows):
         last = rows.predicting(rows.tokens)
-        before_prompt = jnp.pad(jnp.where(rows.prompt_mask, rows.prompt_ids, 0), [(0, 0), (1, 0)])[:, :-1]
+        before_prompt = jnp.pad(jnp.where(rows.prompt.mask, rows.prompt.ids, 0), [(0, 0), (1, 0)])[:, :-1]
         before_parts = last[..., : rows.inputs].reshape(len(last), -1)
         return table[rows.predicting(jnp.concatenate([before_prompt, before_parts], axis=-1)), last], None
 
-    def prefill(table, prompt_ids, prompt_mask, group_size, max_tokens):
-        before, last = context(prompt_ids, prompt_mask)
+    def prefill(table, prompt, group_size, max_tokens):
+        before, last = context(prompt)
 
         def decode(cache, ids, step):
             jax.debug.callback(on_decode, step, ids.size)

@@ -12,7 +12,7 @@ from markov import markov_policy, random_table
 from tiny import ragged_prompts, random_params, randomly_adapted, row_numbers, sampler_of, task_of_tokens
 
 from grpo_jax.config import recipe
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import first_devices
 from grpo_jax.functional.products import GPU
 from grpo_jax.models import geometry
@@ -74,7 +74,7 @@ def test_ended_completions_that_are_left_behind_change_nothing(eos_ids, limits, 
     policy = markov_policy(lambda step, num_rows: counts.append(int(num_rows)))
     samples = both(policy, max_tokens=TOKENS, eos_ids=tuple(eos_ids), pad_id=29)
     for seed in range(3):
-        inputs = random_table(V), *PROMPTS, ROWS, jax.random.key(seed), TEMPERATURE, limits
+        inputs = random_table(V), PROMPTS, ROWS, jax.random.key(seed), TEMPERATURE, limits
         out, whole = (sample(*inputs) for sample in samples)
         assert_same(out, whole, TEMPERATURE)
     jax.effects_barrier()
@@ -87,7 +87,7 @@ def test_the_completions_that_are_left_are_decoded_alone():
     policy = markov_policy(lambda step, num_rows: counts.append(int(num_rows)))
     table = np.zeros((16,) * 3, np.float32)
     sample = sampler_of(policy, max_tokens=TOKENS, eos_ids=(0,))
-    lengths = np.asarray(sample(table, *PROMPTS, ROWS, jax.random.key(0)).completion_mask).sum(-1)
+    lengths = np.asarray(sample(table, PROMPTS, ROWS, jax.random.key(0)).completion_mask).sum(-1)
     jax.effects_barrier()
     assert len(counts) == lengths.max() - 1  # the first token comes from the prompt
     # Those that run, and no more than four times as many, or 8.
@@ -106,7 +106,7 @@ def test_every_device_leaves_its_own_completions_behind(traits, assume):
     task, counts = task_of_tokens((3, 7), 0, V), []
     policy = markov_policy(lambda step, num_rows: counts.append(int(num_rows)))
     sampling = recipe(max_tokens=TOKENS, num_prompts=32, group_size=8).sampling
-    wide = Prompts(*random_prompts(32, V), [])
+    wide = Prompts(random_prompts(32, V), [])
     inputs = random_table(V), wide, row_numbers(32, 8), np.ones((32, 8), np.float32), noise_of(2, SAMPLING, 0)
     one = make_sampler(markov_policy(), task, sampling).complete(*inputs)
     eight = make_sampler(policy, task, sampling, devices=first_devices(8)).complete(*inputs)
@@ -143,7 +143,7 @@ def test_a_decoder_says_the_same_when_completions_leave_and_its_cache_grows(conf
     params = randomly_adapted(params, rank) if rank else params
     rows, options = row_numbers(*shape), {"max_tokens": TOKENS, "eos_ids": tuple(range(3, 9)), "pad_id": 1}
     temperature = np.linspace(0, 1.5, rows.size, dtype=np.float32).reshape(rows.shape)
-    batches = [(params, *random_prompts(shape[0], 50), rows, jax.random.key(seed), temperature) for seed in range(3)]
+    batches = [(params, random_prompts(shape[0], 50), rows, jax.random.key(seed), temperature) for seed in range(3)]
     whole_sample = sampler_of(policy._replace(select=None), **options)
     expected = [jax.device_get(whole_sample(*batch)) for batch in batches]
     assume(**traits)
@@ -191,13 +191,13 @@ def test_layers_with_a_window_forget_what_it_does_not_see(layers, monkeypatch, a
     config = replace(CONFIG, num_key_value_heads=2, sliding_window=3, sliding_layers=layers)
     policy, params = decoder_policy(config), random_params(config)
     prompts = random_prompts(SHAPE[0], 50)
-    inputs = params, *prompts, row_numbers(*SHAPE), jax.random.key(0)
+    inputs = params, prompts, row_numbers(*SHAPE), jax.random.key(0)
     options = {"max_tokens": 21, "eos_ids": (3,), "pad_id": 1}
     expected = sampler_of(policy, **options)(*inputs)
     monkeypatch.setattr(geometry, "AT_ONCE", 2)
 
     def slots(params):
-        return [layer.values for layer in policy.prefill(params, *prompts, SHAPE[1], 21)[2][1]]
+        return [layer.values for layer in policy.prefill(params, prompts, SHAPE[1], 21)[2][1]]
 
     assert {x.shape[-2] for x in jax.eval_shape(slots, params)} == ({5} if layers is None else {21, 5})
     assert_same(sampler_of(policy, **options)(*inputs), expected, atol=1e-5)

@@ -11,15 +11,18 @@ from tiny import row_numbers, sampler_of
 
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.rl.source import to_batch
 from grpo_jax.sampling.episodes import begin_episodes, continue_episodes
+from grpo_jax.step.scores import score_completion_tokens, states_of
 
 V, EOS, OWN, OTHERS = 9, (7, 8), 9, 44
 N, G = 2, 3
 PLAIN = ModelConfig(V, 16, 24, 2, 4, 2, 4, initializer_range=0.4)
 WINDOW = dataclasses.replace(PLAIN, sliding_window=3, sliding_layers=(1,))
-PROMPTS = np.array([[0, 0, 1, 2], [3, 4, 5, 6]], np.int32), np.array([[False, False, True, True], [True] * 4])
+PROMPTS = PromptTokens(
+    np.array([[0, 0, 1, 2], [3, 4, 5, 6]], np.int32), np.array([[False, False, True, True], [True] * 4])
+)
 NUMBERS = row_numbers(N, G)
 # Tokens of the environment after the first and the second turn: none, few, and more than are computed at a time.
 COUNTS = np.array([[[1, 0, 40], [2, 3, 1]], [[1, 2, 3], [5, 33, 1]]])
@@ -35,7 +38,7 @@ def programs_of(config):
     policy, params = decoder_policy(config), params_of(config)
 
     def begin(numbers):
-        inputs = (*PROMPTS, numbers, jax.random.key(1))
+        inputs = (PROMPTS, numbers, jax.random.key(1))
         return begin_episodes(
             policy,
             params,
@@ -80,7 +83,7 @@ def config(request):
 
 def test_the_first_turn_is_a_completion_without_an_environment(config):
     sample = sampler_of(decoder_policy(config), max_tokens=OWN, eos_ids=EOS, pad_id=0)
-    alone = sample(params_of(config), *PROMPTS, NUMBERS, jax.random.key(1), 1.3)
+    alone = sample(params_of(config), PROMPTS, NUMBERS, jax.random.key(1), 1.3)
     first = programs_of(config)[0](NUMBERS).running.out
     np.testing.assert_array_equal(first.completion_ids[..., :OWN], alone.completion_ids)
     np.testing.assert_array_equal(first.completion_mask[..., :OWN], alone.completion_mask)
@@ -91,13 +94,13 @@ def test_the_first_turn_is_a_completion_without_an_environment(config):
 
 def test_probabilities_are_those_of_the_same_tokens_in_one_pass(config):
     out = played(config)
-    batch, policy = to_batch(*PROMPTS, np.full((N, G), 1.3, np.float32), out), decoder_policy(config)
+    batch, policy = to_batch(PROMPTS, np.full((N, G), 1.3, np.float32), out), decoder_policy(config)
 
     @jax.jit
     def scored(params):
-        hidden = hidden_states(policy, params, batch)
-        logits = jnp.einsum("ngtd,vd->ngtv", hidden, policy.unembedding(params)) / 1.3
-        return score_completion_tokens(policy, params, batch, hidden=hidden).logprobs, logits
+        states = states_of(policy, params, batch)
+        logits = jnp.einsum("ngtd,vd->ngtv", states.hidden, policy.unembedding(params)) / 1.3
+        return score_completion_tokens(policy, params, batch, states).logprobs, logits
 
     logprobs, logits = jax.device_get(scored(params_of(config)))
     mask = out.completion_mask
@@ -122,12 +125,12 @@ def test_completions_that_wait_for_a_long_first_turn_keep_what_a_window_still_se
     def two_turns(params):
         options = {"max_tokens": 2 * LONG, "eos_ids": EOS[:1]}
         first = begin_episodes(
-            policy, params, *PROMPTS, numbers, jax.random.key(3), environment_tokens=8, temperature=1.3, **options
+            policy, params, PROMPTS, numbers, jax.random.key(3), environment_tokens=8, temperature=1.3, **options
         )
         # One token, so that the first one of the second turn depends on two of the first turn in a window of 3.
         replies, counts = jnp.full((*numbers.shape, 1), 5, jnp.int32), jnp.ones(numbers.shape, jnp.int32)
         second = continue_episodes(policy, params, first, replies, counts, jnp.ones(numbers.shape, bool), **options)
-        batch = to_batch(*PROMPTS, np.full(numbers.shape, 1.3, np.float32), second.running.out)
+        batch = to_batch(PROMPTS, np.full(numbers.shape, 1.3, np.float32), second.running.out)
         return first.lengths, second.running.out, score_completion_tokens(policy, params, batch).logprobs
 
     lengths, out, logprobs = jax.device_get(two_turns(params))

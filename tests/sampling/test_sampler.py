@@ -14,6 +14,7 @@ from tiny import ragged_prompts, random_params, row_numbers, sampler_of
 from grpo_jax.functional import token_logprobs
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.rl.types import step_key
 from grpo_jax.sampling.sampler import Truncation, draw_noise, sample_categorical, truncate
 
@@ -161,8 +162,10 @@ def test_truncation_equals_sorting(logits, top_k, top_p, min_p):
 # ---- a fake policy: a Markov chain of second order
 
 
-PROMPTS = np.array([[9, 9, 0], [1, 2, 1], [9, 2, 0]], np.int32)
-PROMPT_MASK = np.array([[False, False, True], [True, True, True], [False, True, True]])
+PROMPTS = PromptTokens(
+    np.array([[9, 9, 0], [1, 2, 1], [9, 2, 0]], np.int32),
+    np.array([[False, False, True], [True, True, True], [False, True, True]]),
+)
 
 
 def test_sequences_have_their_exact_probabilities():
@@ -181,7 +184,7 @@ def test_sequences_have_their_exact_probabilities():
         }
 
     sample = sampler_of(markov_policy(), max_tokens=tokens, eos_ids=(eos,))
-    out = sample(table, PROMPTS, PROMPT_MASK, row_numbers(3, group_size), jax.random.key(0))
+    out = sample(table, PROMPTS, row_numbers(3, group_size), jax.random.key(0))
     for prompt, context in enumerate([(0, 0), (2, 1), (2, 0)]):
         expected = outcomes(*context)
         assert sum(expected.values()) == pytest.approx(1)
@@ -198,14 +201,14 @@ def test_completions_hold_what_they_say():
     vocab_size, tokens, eos_ids, pad_id = 6, 7, (2, 5), 4
     table, policy = random_table(vocab_size), markov_policy()
     sample = sampler_of(policy, max_tokens=tokens, eos_ids=eos_ids, pad_id=pad_id)
-    out = sample(table, PROMPTS, PROMPT_MASK, row_numbers(3, 40), jax.random.key(0))
+    out = sample(table, PROMPTS, row_numbers(3, 40), jax.random.key(0))
     ids, mask = np.asarray(out.completion_ids), np.asarray(out.completion_mask)
     ends = np.isin(ids, eos_ids) & mask
     expected_mask = np.cumsum(ends, axis=-1) - ends == 0  # up to and including the first end
     np.testing.assert_array_equal(mask, expected_mask)
     np.testing.assert_array_equal(out.truncated, ~ends.any(-1))
     assert (ids[~mask] == pad_id).all()
-    logits = policy.hidden(table, PROMPTS, PROMPT_MASK, ids)
+    logits = policy.hidden(table, PROMPTS, ids)
     logprobs = np.take_along_axis(log_softmax(logits), ids[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(out.sampler_logprobs, np.where(mask, logprobs, 0), atol=1e-5)
     assert out.truncated_logprobs is None
@@ -218,16 +221,16 @@ def test_completions_hold_what_they_say():
 # ---- noise is keyed by key, row and position alone
 
 
-TABLE, SIX, SIX_MASK = random_table(10), np.tile(PROMPTS, (2, 1)), np.tile(PROMPT_MASK, (2, 1))
+TABLE, SIX = random_table(10), PROMPTS.take(np.tile(np.arange(3), 2))
 
 
 @pytest.fixture(scope="module")
 def markov_sample():
-    """(prompt_ids, prompt_mask, rows, key, temperature) -> completions of 12 tokens."""
+    """(prompts, rows, key, temperature) -> completions of 12 tokens."""
     sample = sampler_of(markov_policy(), max_tokens=12, eos_ids=())
 
-    def run(prompts, mask, rows, key, temperature=1.0):
-        return sample(TABLE, prompts, mask, rows, key, np.broadcast_to(np.float32(temperature), rows.shape))
+    def run(prompts, rows, key, temperature=1.0):
+        return sample(TABLE, prompts, rows, key, np.broadcast_to(np.float32(temperature), rows.shape))
 
     return run
 
@@ -243,8 +246,8 @@ def test_noise_is_that_of_a_key_folded_with_row_and_position():
 @pytest.fixture(scope="module")
 def one_prompt_sample(markov_sample):
     """(rows [6, 4], key) -> ids [6, 4, 12], all after the same prompt."""
-    prompts, mask = np.repeat(PROMPTS[:1], 6, axis=0), np.repeat(PROMPT_MASK[:1], 6, axis=0)
-    return lambda rows, key: np.asarray(markov_sample(prompts, mask, rows, key).completion_ids)
+    prompts = PROMPTS.take(np.zeros(6, int))
+    return lambda rows, key: np.asarray(markov_sample(prompts, rows, key).completion_ids)
 
 
 def test_rows_keys_and_steps_have_noise_of_their_own(one_prompt_sample):
@@ -256,9 +259,9 @@ def test_rows_keys_and_steps_have_noise_of_their_own(one_prompt_sample):
 
 def test_temperature_0_is_greedy_in_its_rows_with_logprobs_at_temperature_1(markov_sample):
     temperature = np.resize(np.array([0, 2, 2, 0, 0], np.float32), (6, 4))
-    out = markov_sample(SIX, SIX_MASK, row_numbers(6, 4), jax.random.key(0), temperature)
+    out = markov_sample(SIX, row_numbers(6, 4), jax.random.key(0), temperature)
     ids = np.asarray(out.completion_ids)
-    logits = np.asarray(markov_policy().hidden(TABLE, SIX, SIX_MASK, ids))
+    logits = np.asarray(markov_policy().hidden(TABLE, SIX, ids))
     np.testing.assert_array_equal((ids == logits.argmax(-1)).all(-1), temperature == 0)
     scaled = logits / np.where(temperature == 0, 1, temperature)[..., None, None]
     expected = np.take_along_axis(log_softmax(scaled), ids[..., None], axis=-1)[..., 0]
@@ -296,7 +299,7 @@ def score(params, prompts):
 
     @jax.jit
     def compute(params, ids, temperature):
-        hidden, unembedding = POLICY.hidden(params, *prompts, ids), POLICY.unembedding(params)
+        hidden, unembedding = POLICY.hidden(params, prompts, ids), POLICY.unembedding(params)
         logprobs = token_logprobs(hidden, unembedding, ids, temperature=temperature[..., None]).logprobs
         return logprobs, hidden @ unembedding.T / temperature[..., None, None]
 
@@ -324,7 +327,7 @@ def test_a_scorer_finds_the_log_probabilities_of_the_sampler(params, prompts, sa
         dtypes = np.int32, np.float32, np.float32
         limits = [np.broadcast_to(np.asarray(x, dtype), MIXED.shape) for x, dtype in zip(limits, dtypes, strict=True)]
     truncation = None if limits is None else Truncation(*limits)
-    out = sample(params, *prompts, row_numbers(8, GROUP), jax.random.key(1), temperature, truncation)
+    out = sample(params, prompts, row_numbers(8, GROUP), jax.random.key(1), temperature, truncation)
     ids, mask = np.asarray(out.completion_ids), np.asarray(out.completion_mask)
     logprobs, logits = map(np.asarray, score(ids, temperature))
     deviation = abs(np.expm1(np.where(mask, logprobs - out.sampler_logprobs, 0)))
@@ -346,17 +349,17 @@ def test_a_scorer_finds_the_log_probabilities_of_the_sampler(params, prompts, sa
 def test_a_scorer_finds_the_log_probabilities_of_long_completions(params, prompts, max_tokens):
     """A CPU's cache holds the keys of 96 tokens in three blocks; that of 256 grows."""
     sample = sampler_of(POLICY, max_tokens=max_tokens, eos_ids=(), pad_id=PAD_ID)
-    out = sample(params, *prompts, row_numbers(8, GROUP), jax.random.key(1))
-    hidden = jax.jit(POLICY.hidden)(params, *prompts, out.completion_ids)
+    out = sample(params, prompts, row_numbers(8, GROUP), jax.random.key(1))
+    hidden = jax.jit(POLICY.hidden)(params, prompts, out.completion_ids)
     scored = token_logprobs(hidden, POLICY.unembedding(params), out.completion_ids, temperature=1.0).logprobs
     np.testing.assert_allclose(scored, out.sampler_logprobs, atol=3e-5)  # rounding of sums, of logits up to 6
 
 
 def test_batch_group_and_prompt_width_do_not_change_samples(params, prompts, sample):
     rows, key = row_numbers(8, GROUP), jax.random.key(1)
-    whole = sample(params, *prompts, rows, key, MIXED, None)
+    whole = sample(params, prompts, rows, key, MIXED, None)
     part, members, wide = slice(3, 6), slice(1, 3), ((0, 0), (4, 0))
-    inputs = [np.pad(x[part], wide) for x in prompts]
-    other = sample(params, *inputs, rows[part, members], key, MIXED[part, members], None)
+    others = jax.tree.map(lambda x: np.pad(x[part], wide), prompts)
+    other = sample(params, others, rows[part, members], key, MIXED[part, members], None)
     np.testing.assert_array_equal(other.completion_ids, whole.completion_ids[part, members])
     np.testing.assert_allclose(other.sampler_logprobs, whole.sampler_logprobs[part, members], atol=1e-5)

@@ -141,11 +141,11 @@ def favouring(sets, size, width=8):
     for number, ids in enumerate(sets, width + 1):
         after[ids, number], features[ids, number], features[ids, width] = 1, 3, 1 - np.log(len(ids))
 
-    def prefill(params, prompt_ids, prompt_mask, group_size, max_tokens, widths=()):
+    def prefill(params, prompt, group_size, max_tokens):
         def decode(cache, ids, step):
             return params[0][ids], cache
 
-        return params[0][prompt_ids[:, -1]], decode, jnp.zeros((len(prompt_ids), group_size))
+        return params[0][prompt.ids[:, -1]], decode, jnp.zeros((len(prompt), group_size))
 
     return Policy(lambda key: None, lambda params: params[1], None, prefill), (after, features)
 
@@ -176,7 +176,7 @@ def test_a_thousand_completions_are_those_cut_afterwards(name, texts, tokens):
     cut, whole = (sampler_of(policy, stop=each, **options) for each in (stop, None))
     counts = {"stopped": 0, "across": 0}
     for call in range(25):
-        inputs = params, *prompts, row_numbers(5, 8), jax.random.key(call)
+        inputs = params, prompts, row_numbers(5, 8), jax.random.key(call)
         left, right = jax.device_get((cut(*inputs), whole(*inputs)))
         for place in np.ndindex(5, 8):
             ids = right.completion_ids[place][right.completion_mask[place]].tolist()
@@ -202,7 +202,7 @@ def test_states_follow_completions_that_are_left_behind(assume):
     words = [bytes([65 + i]) for i in range(12)]
     pieces = Pieces(words, words, np.zeros(12, bool), np.zeros(12, bool))
     stop = make_stop(["AB", "CD", "EEF", "GA", "HH", "IK"], lambda: pieces)
-    inputs = random_table(12) / 2, *ragged_prompts([2] * 16, 12), row_numbers(16, 8), jax.random.key(1)
+    inputs = random_table(12) / 2, ragged_prompts([2] * 16, 12), row_numbers(16, 8), jax.random.key(1)
     out = jax.device_get(sampler_of(policy, max_tokens=64, eos_ids=(), stop=stop)(*inputs))
     jax.effects_barrier()
     assert {128, 32} <= set(counts)

@@ -31,7 +31,7 @@ def make(rows, tokenizer=None, **options):
 
 def texts(prompts):
     """What the ids say."""
-    return ["".join(map(chr, ids[mask])) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
+    return ["".join(map(chr, ids[mask])) for ids, mask in zip(prompts.tokens.ids, prompts.tokens.mask, strict=True)]
 
 
 def trained(task, steps=1):
@@ -87,9 +87,11 @@ def test_a_resumed_task_sees_what_it_would_have_seen():
     first, again, other = (make(WORDS, num_prompts=8, seed=seed) for seed in (0, 0, 1))
     for _ in range(20):
         first.prompts(0)
-    np.testing.assert_array_equal(first.prompts(37).ids, again.prompts(37).ids)
-    assert (first.prompts(37).ids != other.prompts(37).ids).any()
-    np.testing.assert_array_equal(first.heldout.ids, other.heldout.ids)  # the split is no matter of the seed
+    np.testing.assert_array_equal(first.prompts(37).tokens.ids, again.prompts(37).tokens.ids)
+    assert (first.prompts(37).tokens.ids != other.prompts(37).tokens.ids).any()
+    np.testing.assert_array_equal(
+        first.heldout.tokens.ids, other.heldout.tokens.ids
+    )  # the split is no matter of the seed
 
 
 # --- what is held out ---
@@ -148,8 +150,8 @@ def test_dropped_prompts_are_counted_and_the_width_is_of_the_longest_of_both_par
         "training: dropped of 4 prompts: 1 longer than 4 tokens, 1 empty",
         "held out: dropped of 2 prompts: 1 longer than 4 tokens",
     )
-    assert task.heldout.ids.shape == (1, 4)
-    assert task.prompts(0).ids.shape == (1, 4)
+    assert task.heldout.tokens.ids.shape == (1, 4)
+    assert task.prompts(0).tokens.ids.shape == (1, 4)
     assert sorted(trained(task, 2)) == ["12", "123"]
     assert [e["prompt"] for e in task.prompts(0).examples] == trained(task)  # of the rows that are left
 
@@ -207,9 +209,9 @@ def test_prompts_that_are_encoded_when_they_are_taken_are_the_same(options, few_
         one, other = later.prompts(step), at_once.prompts(step)
         assert texts(one) == texts(other)
         assert one.examples == other.examples
-    width = at_once.heldout.ids.shape[1]
-    assert width <= later.heldout.ids.shape[1] <= min(width + 7, options.get("max_prompt_tokens", width + 7))
-    assert later.prompt_widths[-1] == later.batch_widths[-1] == later.heldout.ids.shape[1]
+    width = at_once.heldout.tokens.width
+    assert width <= later.heldout.tokens.width <= min(width + 7, options.get("max_prompt_tokens", width + 7))
+    assert {widths[-1] for widths in later.heldout.tokens.widths} == {later.heldout.tokens.width}
 
 
 def test_one_bad_row_among_many_is_refused_before_anything_is_encoded(tmp_path):
@@ -447,7 +449,7 @@ def test_gsm8k_and_math500_are_read_as_they_come(tmp_path):
     example = prompts.examples[0]
     assert example["prompt"].startswith(f"Question: {example['question']}\n")
     assert example["prompt"].endswith('"#### 72".\nAnswer:')
-    assert task.decode(prompts.ids[0][prompts.mask[0]].tolist()) == f"<s> {example['prompt']}"
+    assert task.decode(prompts.tokens.ids[0][prompts.tokens.mask[0]].tolist()) == f"<s> {example['prompt']}"
     bare, solved = (math_rows(DATA / f"math500/math500_{name}.jsonl") for name in ("prompt_answer", "with_solutions"))
     assert len(bare) == len(solved) == 500
     for one, other in zip(bare, solved, strict=True):

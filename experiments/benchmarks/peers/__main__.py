@@ -86,7 +86,7 @@ def shape_plan(shape: Shape, steps: int, folder: Path) -> Plan:
     ends = [*end_ids(shape), eos]
     write_json(home / "generation_config.json", {"eos_token_id": ends})
     prompts = [random_prompts(shape, step, below=unknown) for step in range(steps)]
-    ids = [[row[mask].tolist() for row, mask in zip(p.ids, p.mask, strict=True)] for p in prompts]
+    ids = [[row[mask].tolist() for row, mask in zip(p.tokens.ids, p.tokens.mask, strict=True)] for p in prompts]
     return Plan(
         folder=str(folder),
         model=str(home),

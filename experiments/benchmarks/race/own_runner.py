@@ -14,12 +14,13 @@ import numpy as np
 from experiments.benchmarks.race.races import RACES, race_config, race_task
 from grpo_jax.config import ModelOptions
 from grpo_jax.data.types import Completion, Example
+from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.models.weights import save_params
 from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
-from grpo_jax.rl.scorers import score_completion_tokens
-from grpo_jax.rl.types import Batch
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.step.scores import score_completion_tokens
+from grpo_jax.step.types import Batch
 from grpo_jax.train import train
 
 
@@ -56,7 +57,8 @@ def main(recorder: Recorder) -> None:
 
     ids, mask = (np.array(rows) for rows in plan.first_prompts())
     probe = np.array(plan.probe, np.int32)[:, None]
-    batch = Batch(ids.astype(np.int32), mask, probe, np.ones(probe.shape, bool), np.ones(probe.shape[:2], np.float32))
+    prompt = PromptTokens(ids.astype(np.int32), mask)
+    batch = Batch(prompt, probe, np.ones(probe.shape, bool), np.ones(probe.shape[:2], np.float32))
     recorder.finish(score_completion_tokens(models["policy"].policy, pretrained.params, batch).logprobs[:, 0])
 
 

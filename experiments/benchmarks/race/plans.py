@@ -41,7 +41,10 @@ def make_plan(name: str, entrant: Entrant, model: Path, folder: Path, *, steps: 
         model=str(model),
         seed=seed,
         prompts=[[example["prompt"] for example in step.examples] for step in prompts],
-        ids=[[ids[mask].tolist() for ids, mask in zip(step.ids, step.mask, strict=True)] for step in prompts],
+        ids=[
+            [ids[mask].tolist() for ids, mask in zip(step.tokens.ids, step.tokens.mask, strict=True)]
+            for step in prompts
+        ],
         answers={example["prompt"]: example["answer"] for example in examples if "answer" in example},
         reward=race.reward,
         group=race.group_size,

@@ -1,6 +1,7 @@
-"""The pieces in which a batch is computed: whole prompts, or completions packed so that padding is not computed.
+"""Pieces in which a batch is computed: whole prompts, or completions packed so that padding is not computed.
 
-Letters as in `types`, and: R rows of packed completions, S tokens in a row, C pieces of n prompts or rows each.
+Letters: N prompts of P tokens, G completions of T tokens each, R rows of packed completions, S tokens in a row, C
+pieces of n prompts or rows each.
 """
 
 from collections.abc import Callable
@@ -10,26 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import useful_widths
 from grpo_jax.functional.products import traits_of_backend
-from grpo_jax.models.sharding import BATCH, batch_parts, spread
-from grpo_jax.rl.types import Array, Batch, Method
-
-# Packing computes a prompt again for each of its rows. This is the largest extra cost when no completion is padded.
-_MAX_OVERHEAD = 1.12
-# The largest number of full-length completions in a row. Each query also attends over masked keys of earlier
-# completions in its row: with 16 short completions in a row, an update without any padding took 1.9 times as long.
-_MAX_TOGETHER = 2
-
-
-class Piece(NamedTuple):
-    """The shape of each piece of a batch, chosen before there is a batch."""
-
-    rows: int  # number of rows: a prompt followed by completions
-    texts: int  # completions of a row that are padded to one width; 1 if they are packed
-    width: int  # tokens of each padded completion, or of all packed completions in a row
-    is_packed: bool = False
+from grpo_jax.models.geometry import rows_of_packed_groups
+from grpo_jax.models.prompts import Array, PromptTokens, useful_widths
+from grpo_jax.models.sharding import BATCH, batch_parts, mesh_sizes, spread
 
 
 class Microbatches(NamedTuple):
@@ -46,7 +31,7 @@ class Microbatches(NamedTuple):
 Pieces = tuple[Microbatches, ...]
 
 
-class PromptWidths(NamedTuple):
+class Sorting(NamedTuple):
     """Widths to which pieces cut prompts, and the size of the pieces of each width."""
 
     lengths: Array  # int [N], tokens of each prompt
@@ -54,119 +39,7 @@ class PromptWidths(NamedTuple):
     rows: tuple[int, ...]  # number of prompts, or of rows of packed completions, in a piece of each width
 
 
-def choose_pieces(method: Method, config: GRPOConfig, batch: Batch, widths: tuple[int, ...] = ()) -> Pieces:
-    """Returns the pieces in which one device computes its rows of a batch.
-
-    Args:
-      method: The method, which decides if completions may be packed.
-      config: The configuration of the run.
-      batch: N prompts with their completions.
-      widths: Widths of prompts, ascending (`data.types.choose_widths`). A piece has the least width that fits its
-        longest prompt.
-    """
-    num_prompts, group_size, tokens = batch.completion_ids.shape
-    local, prompt, group_tokens = num_prompts // batch_parts(), batch.prompt_ids.shape[-1], group_size * tokens
-    microbatches, piece_tokens = config.optimizer.microbatches, config.optimizer.piece_tokens
-    piece_tokens = piece_tokens or traits_of_backend().piece_tokens
-    choose = partial(
-        choose_piece,
-        group_size=group_size,
-        tokens=tokens,
-        microbatches=microbatches,
-        piece_tokens=piece_tokens,
-        packs=method.packs,
-    )
-    widths = useful_widths(widths, prompt, group_tokens)
-    piece = choose(local, prompt)
-    if len(widths) == 1 or (piece.rows == local and not piece.is_packed):
-        sorting = None
-    else:
-        # Most prompts are short, so the narrowest width decides whether completions are packed.
-        piece = choose(local, widths[0])
-        row = piece.width * piece.texts
-        fitting = (piece.rows if microbatches else max(1, piece_tokens // (width + row)) for width in widths)
-        lengths = jnp.sum(batch.prompt_mask, axis=-1, dtype=jnp.int32)
-        sorting = PromptWidths(lengths, widths, tuple(min(rows, local) for rows in fitting))
-    if piece.is_packed:
-        return packed(lengths_of(batch.completion_mask), piece.width, piece.rows, sorting)
-    return by_prompts(num_prompts, local // piece.rows, sorting)
-
-
-def choose_piece(
-    num_prompts: int, prompt: int, group_size: int, tokens: int, *, microbatches: int, piece_tokens: int, packs: bool
-) -> Piece:
-    """Chooses the shape of the pieces in which a batch is computed.
-
-    Args:
-      num_prompts: The number of prompts on one device, N.
-      prompt: Tokens of a prompt, P.
-      group_size: Completions of a prompt, G.
-      tokens: Tokens of a completion, T.
-      microbatches: The number of pieces of whole prompts. 0: `piece_tokens` decides, and completions are packed if that
-        saves work.
-      piece_tokens: The largest number of tokens of a piece, as in `choose_microbatches`.
-      packs: True if completions may be packed.
-    """
-    whole = prompt + group_size * tokens
-    rows = choose_rows(num_prompts, prompt, group_size, tokens, piece_tokens) if packs and not microbatches else None
-    if rows is not None:
-        return Piece(rows[1], 1, rows[0], is_packed=True)
-    microbatches = microbatches or choose_microbatches(num_prompts, whole, piece_tokens)
-    return Piece(-(-num_prompts // microbatches), group_size, tokens)
-
-
-def choose_microbatches(num_prompts: int, tokens: int, piece_tokens: int) -> int:
-    """Chooses the number of pieces of whole prompts in which a batch is computed.
-
-    A batch of up to two pieces stays whole: split in two, batches of 1,500 and 1,800 tokens took up to a quarter
-    longer.
-
-    Args:
-      num_prompts: The number of prompts on one device, N.
-      tokens: Tokens of one prompt with its completions, including padding.
-      piece_tokens: The largest number of tokens of a piece. One prompt with its completions may exceed it.
-
-    Returns:
-      A divisor of num_prompts.
-    """
-    if num_prompts * tokens <= 2 * piece_tokens:
-        return 1
-    return num_prompts // _largest_divisor(num_prompts, tokens, piece_tokens)
-
-
-def choose_rows(
-    num_prompts: int, prompt: int, group_size: int, tokens: int, piece_tokens: int
-) -> tuple[int, int] | None:
-    """Chooses the shape of pieces of packed completions, if packing can save work.
-
-    Args:
-      num_prompts: The number of prompts on one device, N.
-      prompt: Tokens of a prompt, P.
-      group_size: Completions of a prompt, G.
-      tokens: Tokens of a completion, T.
-      piece_tokens: The largest number of tokens of a piece.
-
-    Returns:
-      Tokens of a row and rows of a piece, or None if completions should not be packed.
-    """
-    whole = prompt + group_size * tokens
-    if choose_microbatches(num_prompts, whole, piece_tokens) == 1:
-        return None
-    for together in range(1, min(_MAX_TOGETHER + 1, group_size)):
-        rows, width = -(-group_size // together), together * tokens
-        if rows * (prompt + width) <= _MAX_OVERHEAD * whole:
-            # Slightly larger than other pieces, so that rows of full length also fill the last piece.
-            limit = piece_tokens * 9 // 8
-            return width, _largest_divisor(num_prompts * rows, prompt + width, limit)
-    return None
-
-
-def _largest_divisor(number: int, tokens: int, limit: int) -> int:
-    """Returns the largest divisor d with d · tokens ≤ limit; 1 if there is none."""
-    return max((d for d in range(1, number + 1) if number % d == 0 and d * tokens <= limit), default=1)
-
-
-def by_prompts(num_prompts: int, pieces: int, sorting: PromptWidths | None = None) -> Pieces:
+def by_prompts(num_prompts: int, pieces: int, sorting: Sorting | None = None) -> Pieces:
     """Returns pieces of whole prompts. On a mesh each piece has equally many prompts of every part of the batch.
 
     Args:
@@ -181,7 +54,7 @@ def by_prompts(num_prompts: int, pieces: int, sorting: PromptWidths | None = Non
     return _cut(prompts, jnp.ones((*prompts.shape, 1), bool), local, local // pieces, None, sorting)
 
 
-def packed(lengths: jax.Array, width: int, rows: int, sorting: PromptWidths | None = None) -> Pieces:
+def packed(lengths: jax.Array, width: int, rows: int, sorting: Sorting | None = None) -> Pieces:
     """Returns pieces of packed completions. A row holds completions of one prompt, packed longest first.
 
     On a mesh each part of the batch is packed separately, and a piece has rows of all parts. The fullest part
@@ -205,7 +78,7 @@ def _cut(
     num_rows: int | jax.Array,
     rows: int,
     width: int | None,
-    sorting: PromptWidths | None,
+    sorting: Sorting | None,
 ) -> Pieces:
     """Cuts the rows of each part of a batch into pieces.
 
@@ -278,12 +151,13 @@ def _pack(lengths: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array, jax.
 
 
 def take(batch: Any, microbatches: Microbatches, number: Array) -> Any:
-    """Returns a piece of a batch. Completions that are not in the piece are masked."""
+    """Returns a piece of a batch, or of prompts. Completions that are not in the piece are masked."""
     prompts, members = microbatches.prompts[number], microbatches.members[number]
     piece = spread(jax.tree.map(lambda x: x[prompts], batch), BATCH)
-    begin = -(microbatches.prompt_width or 0)
-    if begin:
-        piece = piece._replace(prompt_ids=piece.prompt_ids[:, begin:], prompt_mask=piece.prompt_mask[:, begin:])
+    if microbatches.prompt_width and isinstance(piece, PromptTokens):
+        return piece.cut(microbatches.prompt_width)
+    if microbatches.prompt_width:
+        piece = piece._replace(prompt=piece.prompt.cut(microbatches.prompt_width))
     elif microbatches.width is None:
         return piece
     piece = piece._replace(completion_mask=piece.completion_mask & members[..., None])
@@ -292,7 +166,9 @@ def take(batch: Any, microbatches: Microbatches, number: Array) -> Any:
     if microbatches.width is None:
         return piece
     tokens = jnp.arange(piece.completion_mask.shape[-1]) < lengths_of(piece.completion_mask)[..., None]
-    return piece._replace(packed=_true_places(tokens.reshape(len(prompts), -1), microbatches.width))
+    places = _true_places(tokens.reshape(len(prompts), -1), microbatches.width)
+    layout = rows_of_packed_groups(piece.prompt, piece.completion_ids, places)
+    return piece._replace(layout=layout)
 
 
 def lengths_of(completion_mask: jax.Array) -> jax.Array:
@@ -319,12 +195,13 @@ def computed_in_pieces(fn: Callable[[Any], Any], batch: Any, pieces: Pieces) -> 
     """Computes a function of a batch one piece at a time. Completions must not depend on each other.
 
     Args:
-      fn: A function from a batch to arrays `[N, G, ...]`.
-      batch: N prompts with their completions.
+      fn: A function from a batch to arrays `[N, ...]`. The second axis may be that of completions. Axes of tokens of
+        prompts have the width of the piece.
+      batch: N prompts with their completions, or N prompts.
       pieces: The pieces of the batch.
 
     Returns:
-      The arrays of the whole batch. They are 0 for completions that are in no piece.
+      The arrays of the whole batch. They are 0 for completions that are in no piece, and before narrower prompts.
     """
     if not pieces:
         return fn(batch)
@@ -334,12 +211,27 @@ def computed_in_pieces(fn: Callable[[Any], Any], batch: Any, pieces: Pieces) -> 
         prompts, members = microbatches.prompts[number], microbatches.members[number]
 
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
-            return total.at[prompts].add(jnp.where(members.reshape(*members.shape, *[1] * (x.ndim - 2)), x, 0))
+            ends = (slice(whole - part, None) for whole, part in zip(total.shape[1:], x.shape[1:], strict=True))
+            x = jnp.where(members.reshape(*members.shape, *[1] * (x.ndim - 2)), x, 0)
+            return total.at[(prompts, *ends)].add(x)
 
         return jax.tree.map(add, total, fn(take(batch, microbatches, number)))
 
+    # The first pieces are the widest.
     shapes = jax.eval_shape(lambda: fn(take(batch, pieces[0], 0)))
     total = spread(jax.tree.map(lambda x: jnp.zeros((num_prompts, *x.shape[1:]), x.dtype), shapes), BATCH)
     for microbatches in pieces:
         total = jax.lax.fori_loop(0, microbatches.num_used, partial(put, microbatches), total)
     return total
+
+
+def pieces_of_prompts(prompt: PromptTokens) -> Pieces:
+    """Returns pieces of prompts without completions. If their widths save little, or on a mesh, there is only one."""
+    num_prompts, tokens = len(prompt), traits_of_backend().piece_tokens
+    widths = useful_widths(prompt.widths.pieces, prompt.width, 0)
+    # On a mesh a piece would not be spread evenly.
+    if len(widths) < 2 or prompt.ids.size <= 2 * tokens or mesh_sizes() is not None:
+        return ()
+    sizes = tuple(min(max(1, tokens // width), num_prompts) for width in widths)
+    lengths = jnp.sum(jnp.asarray(prompt.mask), axis=-1, dtype=jnp.int32)
+    return by_prompts(num_prompts, 1, Sorting(lengths, widths, sizes))

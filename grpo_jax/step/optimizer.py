@@ -1,18 +1,16 @@
-"""The initial state of training, the optimizer, and hooks that run after the updates of an iteration."""
+"""The initial state of training, and the optimizer."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.config import AdamWConfig, GRPOConfig
+from grpo_jax.config import AdamWConfig
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.models.params import Adapted, check_full_precision
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.types import Hook, TrainState
+from grpo_jax.step.types import TrainState
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -81,54 +79,3 @@ def has_weight_decay(params: Params) -> Any:
 def steps_taken(state: TrainState) -> jax.Array:
     """Returns the number of optimizer steps that changed the parameters, without skipped steps."""
     return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]
-
-
-# ---- hooks, which update the reference and the coefficient of the KL
-
-
-def moving_parts(config: GRPOConfig) -> tuple[Callable[[Any], dict[str, Any]], tuple[Hook, ...]]:
-    """Returns a function from trained parameters to initial `TrainState.extras`, and the hooks that update these."""
-    moves, adapts = config.reference.ref_sync_steps > 0, config.reference.kl_target is not None
-
-    def extras(trained: Any) -> dict[str, Any]:
-        # A copy, since the update donates the state.
-        reference = {"reference": jax.tree.map(jnp.copy, trained["policy"])} if moves else {}
-        return reference | ({"kl_coef": jnp.float32(config.loss.kl_coef)} if adapts else {})
-
-    hooks = (sync_reference(config) if moves else None, adapt_kl_coef(config) if adapts else None)
-    return extras, tuple(hook for hook in hooks if hook is not None)
-
-
-def sync_reference(config: GRPOConfig) -> Hook:
-    """θ_ref ← α θ + (1 − α) θ_ref every `ref_sync_steps` iterations. TR-DPO (2404.09656)."""
-
-    def hook(state: TrainState, metrics: Any, step: Any) -> TrainState:
-        due = (step + 1) % config.reference.ref_sync_steps == 0
-        alpha = jnp.where(due, config.reference.ref_mixup_alpha, 0.0)
-        reference = jax.tree.map(
-            lambda new, old: (alpha * new + (1 - alpha) * old).astype(old.dtype),
-            state.params["policy"],
-            state.extras["reference"],
-        )
-        return state._replace(extras=state.extras | {"reference": reference})
-
-    return hook
-
-
-def adapt_kl_coef(config: GRPOConfig) -> Hook:
-    """Moves β towards `kl_target` (`functional.adaptive_kl_coef`). 1909.08593."""
-
-    target = config.reference.kl_target
-    assert target is not None
-
-    def hook(state: TrainState, metrics: Any, step: Any) -> TrainState:
-        kl_coef = adaptive_kl_coef(
-            state.extras["kl_coef"],
-            metrics["kl_completion"],
-            target=target,
-            num_samples=config.sampling.num_prompts * config.sampling.group_size,
-            horizon=config.reference.kl_horizon,
-        )
-        return state._replace(extras=state.extras | {"kl_coef": kl_coef})
-
-    return hook

@@ -1,0 +1,1 @@
+"""One optimizer step, which `rl` and `offline` share: scores of tokens, pieces of a batch, gradients, the optimizer."""
