@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Line, Reward, Rewards
-from grpo_jax.devices import to_devices, update_flops
+from grpo_jax.devices import devices_of, to_devices, update_flops
 from grpo_jax.models.params import TRAINED_ROLES, join
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grade import make_grading
@@ -90,7 +90,8 @@ def make_iteration(
       config: The configuration of the run.
       timed: Adds the seconds of a block to the time of the named part of the iteration.
     """
-    devices, grading = programs.sampler.devices, make_grading(task, reward, config, programs.sampler.devices)
+    devices = devices_of(config)
+    grading = make_grading(task, reward, config, devices)
 
     def grade(rollout: Rollout) -> Rollout:
         with timed("rollout"):

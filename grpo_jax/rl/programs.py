@@ -132,7 +132,7 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
     """
     if programs.compiling or num_cores() == 1:  # on one core it would only take memory
         return
-    config, devices = programs.config, programs.sampler.devices
+    config, devices = programs.config, devices_of(programs.config)
     sampled = empty_batch(task, config.sampling)  # here, because threads must not share the prompts
 
     def compile_for_shapes() -> None:
