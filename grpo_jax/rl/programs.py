@@ -33,6 +33,7 @@ from grpo_jax.tasks.task import Task
 
 # Options that only the host reads: changing them needs no other programs. The sampler determines the devices.
 HOST_ONLY_OPTIONS = {"seed", "max_rollouts", "filter_metric", "max_skipped", "devices"}
+HOST_ONLY_OPTIONS |= {"curriculum", "curriculum_bound"}
 HOST_ONLY_OPTIONS |= options_of(LoggingConfig()).keys() | options_of(MeshConfig()).keys()
 
 LEARNED_AXES: Any = Learned(None, 0, None)  # type: ignore[arg-type]  # 0: split over devices; None: the same on all
