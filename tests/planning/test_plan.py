@@ -6,11 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from tiny import refused
+from tiny import refused, whole_prompts
 
 from experiments.benchmarks.shapes import MID
 from grpo_jax import prepare
 from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
@@ -96,7 +97,7 @@ class Options(RunOptions):
 def plan_with(monkeypatch, options: RunOptions, limit: int):
     monkeypatch.setattr(prepare, "memory_limit", lambda devices: limit)
     loaded = Loaded(decoder_policy(SMALL), None, Pretrained(SMALL, None, None, (), Path(), ()))
-    task = SimpleNamespace(prompts=lambda step: SimpleNamespace(ids=np.zeros((4, 16))))
+    task = SimpleNamespace(prompts=lambda step: Prompts(whole_prompts(np.zeros((4, 16), np.int32)), []))
     options, models, plan = apply_memory_plan(options, {"policy": loaded}, task)
     return options, models["policy"], plan
 
