@@ -45,6 +45,7 @@ from grpo_jax.models.weights import read_json
 from grpo_jax.options import Count, Size, Weight, check_ranges
 from grpo_jax.planning.memory import (
     GB,
+    GIB,
     Estimate,
     Plan,
     Shape,
@@ -264,13 +265,13 @@ def in_words(number: int) -> str:
 
 
 def memory_table(of: Estimate) -> Table:
-    """Returns the table of GB on one device, by part; absent parts, such as a teacher, are left out."""
-    table = Table("GB of a device", "", box=None)
+    """Returns the table of GiB on one device, by part; absent parts, such as a teacher, are left out."""
+    table = Table("GiB of a device", "", box=None)
     for name, size in of._asdict().items():
         if size:
-            table.add_row(name, f"{size / GB:.2f}")
+            table.add_row(name, f"{size / GIB:.2f}")
     for name in ("held", "sampling", "learning", "peak"):
-        table.add_row(f"[bold]{name}[/]", f"{getattr(of, name) / GB:.2f}")
+        table.add_row(f"[bold]{name}[/]", f"{getattr(of, name) / GIB:.2f}")
     return table
 
 
@@ -363,7 +364,7 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
     if not config.topology:
         in_float32 = plan._replace(model=replace(plan.model, dtype="float32"))
         ours, traffic = estimate(plan.model, plan.shape._replace(traits=CPU)), traffic_of(in_float32, data)
-    table = Table("program", "", "planned GB", "compiled GB", "compiled / planned", "s to compile", box=None)
+    table = Table("program", "", "planned GiB", "compiled GiB", "compiled / planned", "s to compile", box=None)
     run = run_of_plan(config, plan, data)
     for program in config.programs:
         began = time.perf_counter()
@@ -389,7 +390,7 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
             rows.append(("step", last_step_bytes(plan), max(map(total, moved_in_loops(text)))))
         for name, planned, results in rows:
             share = f"{results / planned:.2f}" if planned else ""
-            table.add_row(program, name, f"{planned / GB:.2f}", f"{results / GB:.2f}", share, took)
+            table.add_row(program, name, f"{planned / GIB:.2f}", f"{results / GIB:.2f}", share, took)
     return table
 
 

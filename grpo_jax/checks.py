@@ -95,6 +95,7 @@ NEEDS: Mapping[str, tuple[str, Any]] = {
     **dict.fromkeys(("engine_kind", "engine_timeout", "engine_folder"), ("engine", "")),
     **dict.fromkeys(("keep_best", "patience"), ("eval_every", 0)),
     "tools": ("max_turns", 1),
+    "curriculum_bound": ("curriculum", 0),
 }
 
 
@@ -147,6 +148,7 @@ def _distillation(config: GRPOConfig) -> Sentences:
     has_advantages = options.distillation == "k1"
     without_effect = {
         "max_rollouts": config.sampling.max_rollouts > 1,
+        "curriculum": config.sampling.curriculum > 0,
         "advantages_of": loss.advantages_of != "sum",
         "kl_in_reward": loss.kl_in_reward and loss.kl_coef > 0,
         "top_entropy": loss.top_entropy < 1 and not has_advantages,
@@ -199,8 +201,11 @@ def _sampling(config: GRPOConfig, compares_groups: bool) -> Sentences:
     hottest = options.temperature + options.temperature_spread
     if not (hottest > 0 and FLOAT32.contains(hottest)):
         yield f"temperature_spread is {options.temperature_spread}: temperature plus this must be above 0, and finite"
-    if options.filter_metric and options.max_rollouts == 1:
+    if options.filter_metric and options.max_rollouts == 1 and not options.curriculum:
         yield f'filter_metric "{options.filter_metric}" needs dynamic sampling: leave it out, or raise max_rollouts'
+    for name, value, off in (("staleness", options.staleness, 0), ("max_rollouts", options.max_rollouts, 1)):
+        if options.curriculum and value != off:
+            yield f"curriculum draws prompts by the rewards of all steps before: leave it out, or set {name} to {off}"
 
 
 def _episodes(options: SamplingConfig, has_environment: bool) -> Sentences:

@@ -204,7 +204,12 @@ class SamplingConfig(DecodingConfig):
     """Dynamic sampling (DAPO, with 10): largest number of rollouts that a step samples until num_prompts groups have
     differing rewards. 1: off."""
     filter_metric: str = ""
-    """The reward that dynamic sampling compares. Empty: the weighted sum."""
+    """The reward that dynamic sampling compares, or a curriculum's solve rate. Empty: the weighted sum."""
+    curriculum: Count = 0
+    """Steps of the window whose solve rates decide which prompts are drawn; levels of generators rise. 0: every prompt
+    once an epoch."""
+    curriculum_bound: Share = 0.75
+    """Solve rate in the window at which the level of a generator rises."""
     staleness: Count = 0
     """Age in steps of the policy that samples, so that sampling overlaps with grading. `correction` can weigh the
     difference. 0: the current policy samples."""

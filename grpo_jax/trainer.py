@@ -17,7 +17,7 @@ from grpo_jax.data.text import Message, prompt_limit
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, abbreviate, user_path
-from grpo_jax.models.chat import Chat, make_chat, reply_encoder
+from grpo_jax.models.chat import Chat, make_chat, reply_encoder, reply_reader
 from grpo_jax.models.families import NOT_IN_FILES
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import merge
@@ -185,7 +185,7 @@ def _environment(reply: ReplyFn, has_tools: bool, chat: Chat) -> Environment:
     """Makes an environment from a function. With tools, its replies may have the role "tool"."""
     roles = ("tool", "user") if has_tools else ("user",)
     environment = environment_of(reply, reply_encoder(chat, roles=roles))
-    return environment._replace(measure=count_calls if has_tools else None)
+    return environment._replace(read=reply_reader(chat, roles=roles), measure=count_calls if has_tools else None)
 
 
 def _settings_of(pretrained: Pretrained) -> dict[str, Any]:

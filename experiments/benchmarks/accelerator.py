@@ -81,8 +81,8 @@ class Measured(NamedTuple):
     compilation_s: float  # time of the first iteration minus the median
     compilations: int  # programs compiled in the first iteration
     cache_reads: int  # programs read from the compilation cache instead
-    peak_gb: float
-    planned_gb: float
+    peak_gib: float
+    planned_gib: float
     mismatch: float  # mean probability ratio of trainer and sampler
 
 
@@ -221,8 +221,8 @@ def summary(times: list[dict[str, Any]], metrics: list[dict[str, Any]], answer: 
         compilation_s=ends[0] - iteration,
         compilations=times[0]["compilations"],
         cache_reads=times[0]["cache_reads"],
-        peak_gb=max(line["peak_memory_mb"] for line in times) * 2**20 / 1e9,
-        planned_gb=float(planned[1]) if planned else float("nan"),
+        peak_gib=max(line["peak_memory_mb"] for line in times) / 2**10,
+        planned_gib=float(planned[1]) if planned else float("nan"),
         mismatch=statistics.mean(line["first_sampler_mismatch"] for line in metrics),
     )
 

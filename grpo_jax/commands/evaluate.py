@@ -165,6 +165,7 @@ def main(options: Options) -> None:
         stop=options.stop,
         chat_template_kwargs=options.chat_template_kwargs,
         training=of_run,
+        has_levels=of_run and saved.get("curriculum", 0) > 0,
     )
     with task_of as task:
         check_tokens(task)

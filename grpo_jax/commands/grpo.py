@@ -125,6 +125,7 @@ def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextMa
         overlong=options.model.overlong,
         stop=sampling.stop,
         chat_template_kwargs=options.model.chat_template_kwargs,
+        has_levels=sampling.curriculum > 0,
     )
 
 

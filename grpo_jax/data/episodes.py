@@ -53,6 +53,8 @@ class Environment(NamedTuple):
     # variables of the chat template pass them as `kwargs`. After a turn that a stop text ended, `is_open` is True.
     encode: Callable[..., Sequence[int]]
     messages: dict[str, str]  # failure -> the last message about it
+    # ids of a reply -> its chat message; None: replies have no delimiters
+    read: Callable[[Sequence[int]], Mapping[str, Any]] | None = None
     # an episode -> its metrics by name; their means are logged with the prefix "environment_"
     measure: Callable[[Completion], Mapping[str, float]] | None = None
     source: str = ""  # digest of the file that the function was loaded from; empty: it is not from a file

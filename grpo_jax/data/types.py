@@ -36,6 +36,8 @@ class Turn(NamedTuple):
     action: "Completion"
     observation: "Completion | None" = None  # None at the end of the episode
     reward: Number = None  # the environment's reward for the turn
+    # the observation as the chat message that the template wrote; None: it has no delimiters
+    message: Mapping[str, Any] | None = None
 
 
 class Completion(str):
@@ -78,6 +80,14 @@ class Completion(str):
     def observations(self) -> tuple["Completion", ...]:
         """The observations of the environment. The last action of an episode may have none."""
         return tuple(turn.observation for turn in self.turns if turn.observation is not None)
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """The chat messages of the turns; empty if an observation is no message."""
+        if any(turn.observation is not None and turn.message is None for turn in self.turns):
+            return []
+        both = (({"role": "assistant", "content": str(turn.action)}, turn.message) for turn in self.turns)
+        return [message for pair in both for message in pair if message]
 
     def __getnewargs__(self):
         # Lets pickle send completions to another process.

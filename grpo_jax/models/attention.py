@@ -55,7 +55,7 @@ def _frequencies(rotation: Rotation | None, features: int) -> tuple[jax.Array, f
     if turning < 1:
         frequencies = jnp.where(jnp.arange(features // 2) < int(turning * features // 2), frequencies, 0)
     scaling = rotation.scaling
-    if scaling is None:
+    if scaling is None or scaling.rope_type == "dynamic":  # `ModelConfig.check_width` refuses texts that it changes
         return frequencies, 1.0
     if scaling.rope_type == "longrope":
         return _longrope(frequencies, scaling, is_long=rotation.is_long)

@@ -368,11 +368,7 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
 
     if not (tokenizer.chat_template and roles):
         return lambda text, kwargs={}, is_open=False: tokens(text, split_special_tokens=True)
-    role = next((role for role in roles if _REPLY in _after_answer(chat, role, _REPLY)), "")
-    if not role:
-        raise UsageError(
-            f"the chat template has no turn of the role {' or '.join(roles)}: take another model or template"
-        )
+    role = known_role(chat, roles)
 
     @cache
     def delimiters(kwargs: str) -> tuple[Chat, str, str, str]:
@@ -393,6 +389,52 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
         return ids if is_open else ids[len(tokens(mark)) :]  # else the policy has written the end of its turn
 
     return encode
+
+
+def reply_reader(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[[Sequence[int]], Message] | None:
+    """Makes the function that inverts `reply_encoder`.
+
+    Args:
+      chat, roles: See `reply_encoder`.
+
+    Returns:
+      The tokens of a reply -> its chat message. Text without the delimiters of the template is the content as it is.
+      None: replies have no delimiters.
+    """
+    if not (chat.tokenizer.chat_template and roles):
+        return None
+    role = known_role(chat, roles)
+    before, _, after = _after_answer(chat, role, _REPLY).partition(_REPLY)
+    mark = _end_of_turn(chat, before)
+    before = before[before.find(mark) + len(mark) :].lstrip()  # the policy has written the end of its turn
+    # Decoding may drop spaces next to special tokens, here as in a reply.
+    before = chat.tokenizer.decode(chat.tokenizer(before, add_special_tokens=False)["input_ids"])
+    end = "".join(after.split(maxsplit=1)[:1])  # variables of the template may change what follows it
+    space = after[: after.find(end)]
+
+    def read(ids: Sequence[int]) -> Message:
+        text = chat.tokenizer.decode(ids, skip_special_tokens=False).removeprefix(mark)  # after a stop text
+        content = text.lstrip().removeprefix(before) if before else text
+        if end and end in content:
+            content = content.rpartition(end)[0].removesuffix(space)
+        return {"role": role, "content": content}
+
+    return read
+
+
+def known_role(chat: Chat, roles: Sequence[str]) -> str:
+    """Returns the first of some roles after the assistant's that the chat template writes.
+
+    Raises:
+      UsageError: The template writes none of them.
+    """
+    chat = chat._replace(tools=None)
+    role = next((role for role in roles if _REPLY in _after_answer(chat, role, _REPLY)), "")
+    if not role:
+        raise UsageError(
+            f"the chat template has no turn of the role {' or '.join(roles)}: take another model or template"
+        )
+    return role
 
 
 def _after_answer(chat: Chat, role: str, content: str) -> str:

@@ -69,10 +69,11 @@ class RopeScaling(NamedTuple):
 
     linear: all positions are divided by the factor (2306.15595). llama3: long waves are stretched by the factor
     (2407.21783). yarn: long waves are stretched, short waves stay, and scores are larger (2309.00071). longrope: each
-    wave is stretched by a factor of its own, and scores are larger (2402.13753).
+    wave is stretched by a factor of its own, and scores are larger (2402.13753). dynamic: nothing changes within the
+    original context, and longer texts are refused.
     """
 
-    rope_type: Literal["linear", "llama3", "yarn", "longrope"]
+    rope_type: Literal["linear", "llama3", "yarn", "longrope", "dynamic"]
     factor: _Number
     original_max_position_embeddings: _Length  # the original training context, in tokens
     # ---- only for llama3
@@ -263,11 +264,19 @@ class ModelConfig:
         return (self.longest_text or 0) > (self.longest_short_text or math.inf)
 
     def check_width(self, width: int) -> None:
-        """Checks that the factors of longrope are chosen, if texts of this many tokens may need the long ones.
+        """Checks that texts of this many tokens have known rotations.
 
         Raises:
-          UsageError: The width exceeds the original context, and `longest_text` is None.
+          UsageError: The width exceeds the original context of longrope, and `longest_text` is None; or it exceeds the
+            original context of dynamic scaling.
         """
+        scaling = self.rope_scaling
+        if scaling and scaling.rope_type == "dynamic" and width > scaling.original_max_position_embeddings:
+            raise UsageError(
+                f"texts of up to {width} tokens exceed the {scaling.original_max_position_embeddings} of this model, "
+                "whose dynamic rope scaling would then rotate each text differently: lower max_prompt_tokens or "
+                "max_tokens"
+            )
         if self.longest_text is None and width > (self.longest_short_text or math.inf):
             raise UsageError(
                 f"texts of up to {width} tokens may need the long factors of longrope, which all texts then share: set "

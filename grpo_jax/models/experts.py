@@ -24,8 +24,7 @@ from jax.sharding import PartitionSpec
 from grpo_jax.functional.products import rms_norm, traits_of_backend, transposed
 from grpo_jax.models import sharding
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.modules import ACTIVATIONS, MLP, Linear, declared, kernel_param, nn, norm
-from grpo_jax.models.quantised import usable_kernel
+from grpo_jax.models.modules import ACTIVATIONS, MLP, Linear, declared, kernel_param, nn, norm, usable_kernel
 
 
 class Routing(NamedTuple):

@@ -368,6 +368,8 @@ def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
         return None
     longest = file["max_position_embeddings"]
     fields = {name: rope[name] for name in RopeScaling._fields if rope.get(name) is not None}
+    if rope["rope_type"] == "dynamic":
+        fields["original_max_position_embeddings"] = longest  # transformers reads no other value
     fields = {"original_max_position_embeddings": longest} | fields
     if rope["rope_type"] in ("yarn", "longrope") and rope.get("factor") is None:
         fields["factor"] = longest / fields["original_max_position_embeddings"]
@@ -381,8 +383,8 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling := config.rope_scaling:
         fields = {x: y for x, y in scaling._asdict().items() if y != scaling._field_defaults.get(x, ...)}
-        if scaling.rope_type == "linear":
-            del fields["original_max_position_embeddings"]  # transformers does not know it for linear scaling
+        if scaling.rope_type in ("linear", "dynamic"):
+            del fields["original_max_position_embeddings"]  # transformers does not know it for these
         rope |= {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     return rope
 

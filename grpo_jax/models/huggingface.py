@@ -112,9 +112,13 @@ def for_texts(pretrained: Pretrained, longest: int) -> Pretrained:
 
     Returns:
       The model with `ModelConfig.longest_text`, and with a note if the texts are long.
+
+    Raises:
+      UsageError: The model has dynamic scaling, and texts may exceed its original context.
     """
     config = pretrained.config
     if config.longest_short_text is None:
+        config.check_width(longest)
         return pretrained
     config = replace(config, longest_text=max(longest, config.longest_text or 0))
     note = (

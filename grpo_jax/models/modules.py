@@ -20,7 +20,7 @@ from grpo_jax.models.config import Activation, ModelConfig
 from grpo_jax.models.layers import layer_params
 from grpo_jax.models.params import Params, is_quantised
 from grpo_jax.models.projections import PROJECTIONS, split_shape
-from grpo_jax.models.quantised import usable_kernel
+from grpo_jax.models.quantised import beside, dequantised
 from grpo_jax.models.sharding import DATA, put_together, spread
 
 try:
@@ -143,6 +143,23 @@ def kernel_param(module: nn.Module, shape: tuple[int, ...]) -> Any:
     if module.has_variable("params", "kernel"):
         return module.get_variable("params", "kernel")
     return module.param("kernel", declared, shape)
+
+
+def usable_kernel(name: str, kernel: Any, x: jax.Array, dtype: Any, *, is_decoding: bool = False) -> jax.Array:
+    """Returns the kernel of one layer as an array that is multiplied by x. In decoding it stays sharded on a mesh.
+
+    Args:
+      name: The name of the projection.
+      kernel: The kernel, an array or `Quantised`.
+      x: The array that is multiplied by the kernel.
+      dtype: The dtype of the result.
+      is_decoding: True in the loop over tokens.
+    """
+    if not is_quantised(kernel):
+        kernel = kernel.astype(dtype)
+        return kernel if is_decoding else put_together(name, "kernel", kernel)
+    # A mesh transfers the codes, which are smaller.
+    return dequantised(beside(kernel, x) if is_decoding else put_together(name, "kernel", kernel), dtype)
 
 
 def norm(config: ModelConfig, name: str | None = None) -> "RMSNorm":

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.products import delayed_on_mesh, delayed_until, traits_of_backend
+from grpo_jax.functional.products import delayed_on_mesh, delayed_until
 from grpo_jax.models.params import Format, Params, Quantised, Quantize, holds_quantised, is_quantised
 from grpo_jax.models.projections import PROJECTIONS, split_shape
-from grpo_jax.models.sharding import mesh_sizes, put_together
+from grpo_jax.models.sharding import mesh_sizes
 
 _BLOCK = 64  # weights in a group of nf4, as in QLoRA
 
@@ -73,29 +73,6 @@ def beside(kernel: Quantised, x: jax.Array) -> Quantised:
     if mesh_sizes() is None:
         return replace(kernel, codes=delayed_until(kernel.codes, x))
     return delayed_on_mesh(kernel, x)
-
-
-def usable_kernel(name: str, kernel: Any, x: jax.Array, dtype: Any, *, is_decoding: bool = False) -> jax.Array:
-    """Returns the kernel of one layer as an array that is multiplied by x. In decoding it stays sharded on a mesh.
-
-    Args:
-      name: The name of the projection.
-      kernel: The kernel, an array or `Quantised`.
-      x: The array that is multiplied by the kernel.
-      dtype: The dtype of the result.
-      is_decoding: True in the loop over tokens.
-    """
-    if not is_quantised(kernel):
-        kernel = kernel.astype(dtype)
-        return kernel if is_decoding else put_together(name, "kernel", kernel)
-    # A mesh transfers the codes, which are smaller.
-    return dequantised(beside(kernel, x) if is_decoding else put_together(name, "kernel", kernel), dtype)
-
-
-def max_unrolled(params: Params) -> int:
-    """Returns the largest number of layers that are compiled one by one instead of as a loop."""
-    traits = traits_of_backend()
-    return traits.unrolled_quantised_layers if holds_quantised(params) else traits.unrolled_layers
 
 
 def quantise_params(params: Params, format: Quantize) -> Params:

@@ -20,19 +20,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from grpo_jax.functional.products import product, rms_norm
+from grpo_jax.functional.products import product, rms_norm, traits_of_backend
 from grpo_jax.models import sharding
 from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
 from grpo_jax.models.cache import KeyValues, Memory, Prefix
 from grpo_jax.models.config import READ, FeedForward, Form, Mixer, ModelConfig
-from grpo_jax.models.delta import DeltaNet
-from grpo_jax.models.experts import mix_experts
 from grpo_jax.models.geometry import Geometry, LayerKind, geometry_of_rows, layer_kinds, rows_of_prompts
 from grpo_jax.models.layers import Results, Shared, layer_params, layers_with, scan_layers
 from grpo_jax.models.modules import MLP, Linear, PerLayerInput, declared, linears, nn, norm
-from grpo_jax.models.params import Params as Params
+from grpo_jax.models.params import Params as Params, holds_quantised
 from grpo_jax.models.prompts import PromptTokens
-from grpo_jax.models.quantised import max_unrolled
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, spread
 
 Collections = Mapping[str, Params]  # the variables of linen: "params", and "lora" if there are adapters
@@ -226,8 +223,9 @@ def unrolls(config: ModelConfig, params: Params) -> bool:
 
     With remat "layer" little is saved, so a loop copies little. On a mesh a loop gathers one layer at a time.
     """
-    is_shallow = config.num_hidden_layers <= max_unrolled(params)
-    return is_shallow and config.remat == "none" and sharding.mesh_sizes() is None
+    traits = traits_of_backend()
+    limit = traits.unrolled_quantised_layers if holds_quantised(params) else traits.unrolled_layers
+    return config.num_hidden_layers <= limit and config.remat == "none" and sharding.mesh_sizes() is None
 
 
 def rematerialised(block: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
@@ -357,17 +355,29 @@ def _mlp(
     return MLP(config, factor * config.intermediate_size, name=name)(normed), None
 
 
+def _delta_net(*args: Any, **kwargs: Any) -> nn.Module:
+    from grpo_jax.models.delta import DeltaNet  # like experts, not loaded for models without them
+
+    return DeltaNet(*args, **kwargs)
+
+
+def _experts(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+    from grpo_jax.models.experts import mix_experts
+
+    return mix_experts(*args, **kwargs)
+
+
 # Kind of mixer -> module (x, geometry, kind of the layer, past, read) -> (mixed x, memory): see `Attention`
 _MIXERS: dict[Mixer, Any] = {
     "attention": Attention,
     "global_attention": Attention,
     "reader": Attention,
     "global_reader": Attention,
-    "delta": DeltaNet,
+    "delta": _delta_net,
 }
 # Kind of feed-forward part -> function (config, residual stream, its norm, is_decoding) -> (change, routing)
 _FEED_FORWARD: dict[FeedForward, Callable[..., tuple[jax.Array, Any]]] = {
     "mlp": _mlp,
     "wide_mlp": partial(_mlp, name="wide_mlp", factor=2),
-    "experts": mix_experts,
+    "experts": _experts,
 }

@@ -174,7 +174,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         choosing=max(prefill, 3 * FLOAT32 * rows * model.vocab_size // shape.tensor),
         scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
         gradients=trained * min(shape.num_pieces, 2),
-        activations=_activations(model, shape) + _rounded(model, shape),
+        activations=_activations(model, shape),
     )
 
 
@@ -285,13 +285,6 @@ def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
         of_values = model.delta.num_value_heads * model.delta.value_head_dim
         mixed = model.delta.convolved + 2 * of_values + 2 * model.delta.num_value_heads
     return mixed + 2 * features // shape.tensor + streams * model.hidden_size
-
-
-def _rounded(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of the trained layers after stochastic rounding, which are float32 arrays."""
-    if model.rounding == "nearest" or model.dtype == "float32" or shape.lora_rank:
-        return 0
-    return FLOAT32 * size_on_device(decoder_shapes(model)["layers"], shape.mesh)
 
 
 def _is_fused(model: ModelConfig, shape: Shape) -> bool:
@@ -431,7 +424,7 @@ def _scorer(model: ModelConfig, shape: Shape) -> int:
 
 # The largest share of a device that a plan may use. The estimate was up to 10% too low in our measurements on a CPU.
 _SHARE = 0.85
-GB = 1e9
+GB, GIB = 1e9, 2**30
 
 
 class Plan(NamedTuple):
@@ -456,13 +449,13 @@ class Plan(NamedTuple):
     def __str__(self) -> str:
         pieces = self.shape.num_pieces
         microbatches = f"{pieces} microbatch{'es' if pieces > 1 else ''}"
-        sizes = f"about {_in_gb(self.estimate.peak)} of {_in_gb(self.limit)} GB"
+        sizes = f"about {_in_gib(self.estimate.peak)} of {_in_gib(self.limit)} GiB"
         return f"plan: {microbatches}, remat {self.model.remat}: {sizes}"
 
 
-def _in_gb(size: int) -> str:
-    """Formats bytes in GB, with two significant digits below 10 GB."""
-    return f"{size / GB:.0f}" if size >= 10 * GB else f"{size / GB:.2g}"
+def _in_gib(size: int) -> str:
+    """Formats bytes in GiB, with two significant digits below 10 GiB."""
+    return f"{size / GIB:.0f}" if size >= 10 * GIB else f"{size / GIB:.2g}"
 
 
 def shape_of(
@@ -564,10 +557,10 @@ def _describe_what_fits(model: ModelConfig, shape: Shape, limit: int, smallest: 
             break
     ways.append(("num_prompts 1", model, shape._replace(num_prompts=1, minibatches=1)))
     plans = [(words, in_fewest_bytes(decoder, changed)) for words, decoder, changed in ways]
-    what_fits = [f"{words} (about {_in_gb(plan.estimate.peak)} GB)" for words, plan in plans if plan.fits]
+    what_fits = [f"{words} (about {_in_gib(plan.estimate.peak)} GiB)" for words, plan in plans if plan.fits]
     instead = ", or ".join(what_fits) or "a smaller model, or fewer and shorter completions"
     return (
-        f"the run needs about {_in_gb(smallest.estimate.peak)} GB of {_in_gb(limit)} on each device, even in the "
+        f"the run needs about {_in_gib(smallest.estimate.peak)} GiB of {_in_gib(limit)} on each device, even in the "
         f"smallest microbatches with remat layer: set {instead}; or set microbatches and remat, which are then not "
         "planned"
     )

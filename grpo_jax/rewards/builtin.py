@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.data.generators import generate, parse_generators, read_answer
+from grpo_jax.data.rows import column
 from grpo_jax.data.types import Completion, Example, Reward
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import opened_text
@@ -185,6 +187,35 @@ def _graded(
     return [float(a is not None and same(a, truth)) for a, truth in zip(answers, truths, strict=True)]
 
 
+def generator_score(generators: str = "") -> Reward:
+    """Makes a reward: the score that the generator of a row gives to the answer, 0 to 1; 0 without an answer.
+
+    Args:
+      generators: The generators to open at once, outside of any deadline, as `parse_generators` reads them.
+
+    Returns:
+      The reward.
+
+    Raises:
+      UsageError: A generator cannot be opened.
+    """
+    if generators:
+        parse_generators(generators)
+    return lambda examples, completions: [_score(*pair) for pair in zip(examples, completions, strict=True)]
+
+
+def _score(example: Example, completion: Completion) -> float:
+    generator = column(example, "generator", remedy="take --task reasoning_gym:NAME")
+    dataset, entry = generate(generator, example["level"], example["index"])
+    if entry["question"] != example["question"]:
+        raise ValueError(f"{generator} made another question from the same index: set PYTHONHASHSEED=0")
+    answer = generator_vote(example, completion)
+    try:
+        return 0.0 if answer is None else float(dataset.score_answer(answer, entry))
+    except Exception:  # some generators cannot read every text
+        return 0.0
+
+
 # ---- votes: equal answers written in the same way
 
 
@@ -200,6 +231,11 @@ def formula_vote(example: Example, completion: Completion) -> Hashable | None:
     """
     value = read_formula(stated_answer(last_action(completion)) or "").value
     return None if value == "" else value
+
+
+def generator_vote(example: Example, completion: Completion) -> str | None:
+    """Returns the answer to a generator's question, where the prompt asked for it, or None without one."""
+    return read_answer(last_action(completion), example["answer_in"])
 
 
 # ---- formats and lengths

@@ -228,11 +228,12 @@ def _without(pattern: re.Pattern[str] | None, text: str) -> str:
 
 def _plain(value: Any) -> str:
     """Returns the value of a column as text, with one line for each chat message. A single message is its content."""
-    value = list(getattr(value, "messages", ())) or value  # the prompt without the policy's chat template
+    value = list(getattr(value, "messages", ())) or value  # without the policy's chat template
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
         return str(value[0]["content"])
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
-        return "\n".join(f"{message['role']}: {message.get('content') or message['tool_calls']}" for message in value)
+        lines = ((it["role"], it.get("content") or it.get("tool_calls", "")) for it in value)
+        return "\n".join(f"{role}: {content}" for role, content in lines)
     return str(value)
 
 

@@ -18,7 +18,7 @@ from grpo_jax.data.text import Answers, answer_prompts, check_ids, encode_prompt
 from grpo_jax.data.types import Completion, Example, Prompt, Reward, pad_completions
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
-from grpo_jax.models.chat import Chat, decode, digest_of_template
+from grpo_jax.models.chat import Chat, decode, digest_of_template, known_role
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import Headed, score_groups
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
@@ -87,8 +87,9 @@ def reward_function(
     The model reads chat messages and the completion in its own chat template. As in transformers, the score is taken at
     the last token that is not padding. A prompt is computed once for consecutive completions, such as those of a group.
 
-    Prompts without messages stay text. If the reward model's tokenizer then decodes a completion's token ids to the
-    same text, as when it shares its tokenizer with the policy, these ids are used. Otherwise the text is encoded.
+    An episode in a chat is read turn by turn. Prompts without messages stay text. If the reward model's tokenizer then
+    decodes a completion's token ids to the same text, as when it shares its tokenizer with the policy, these ids are
+    used. Otherwise the text is encoded.
 
     Args:
       model: The reward model.
@@ -127,11 +128,15 @@ def reward_function(
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         if not completions:
             return []
-        group_size = common_group_size([example["prompt"] for example in examples])
-        starts = range(0, len(completions), group_size)
+        given = [example["prompt"] for example in examples]
+        pairs = [last_turn(chat, *pair) for pair in zip(given, completions, strict=True)]
+        # Each episode has a history of its own.
+        is_shared = all(prompt is whole for (prompt, _), whole in zip(pairs, given, strict=True))
+        group_size = common_group_size(given) if is_shared else 1
+        starts = range(0, len(pairs), group_size)
         rows = encode(
-            [examples[start]["prompt"] for start in starts],
-            [completions[start : start + group_size] for start in starts],
+            [pairs[start][0] for start in starts],
+            [[answer for _, answer in pairs[start : start + group_size]] for start in starts],
         )
         prompts, groups = [row.prompt for row in rows], [[ids[:max_tokens] for ids in row.answers] for row in rows]
         check_ids([ids for row in rows for ids in (row.prompt, *row.answers)], model.config.vocab_size)
@@ -141,6 +146,26 @@ def reward_function(
         )
 
     return reward
+
+
+def last_turn(chat: Chat, prompt: Any, completion: Completion) -> tuple[Any, Completion]:
+    """Moves all turns but the last of an episode to the end of its prompt, if both are chat messages.
+
+    Args:
+      chat: The template that will write the messages. Observations in a role that it lacks become the user's.
+      prompt: The prompt.
+      completion: The completion, of one turn or several.
+
+    Returns:
+      The prompt and the completion, which are unchanged without such turns.
+    """
+    history = getattr(completion, "messages", [])[:-1]
+    if not (history and getattr(prompt, "messages", ())):
+        return prompt, completion
+    roles = {message["role"] for message in history} - {"assistant"}
+    known = {role: known_role(chat, (role, "user")) for role in roles} | {"assistant": "assistant"}
+    turns = [{**message, "role": known[message["role"]]} for message in history]
+    return Prompt(prompt, [*prompt.messages, *turns], prompt.kwargs, prompt.template), completion.actions[-1]
 
 
 def check_template(tokenizer: Any, prompts: Sequence[Any], *, quotes: bool = False) -> None:

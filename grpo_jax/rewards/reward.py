@@ -224,7 +224,7 @@ _SPEC = re.compile(
     re.DOTALL,
 )
 _BUILTIN = (
-    *("exact_answer", "gsm8k_answer", "gsm8k_official", "math_answer"),
+    *("exact_answer", "gsm8k_answer", "gsm8k_official", "math_answer", "generator_score"),
     *("matches", "length", "overlong_penalty", "repetition"),
 )
 

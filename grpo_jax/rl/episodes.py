@@ -196,6 +196,8 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
       first: The number of the first turn to return. Default: 1.
     """
     assert sampled.turn is not None
+    assert task.environment
+    read = task.environment.read
     turn = sampled.turn[place]
     tokens = slice(int(np.argmax(turn == first)), np.count_nonzero(turn))  # turns ascend, and are 0 after the end
     actions: dict[int, list[int]] = defaultdict(list)
@@ -214,6 +216,7 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
             action,
             Completion(task.decode(reply), reply) if reply else None,
             None if math.isnan(reward) else reward,
+            read(reply) if read and reply else None,
         )
 
     return tuple(one(number) for number in actions)

@@ -15,14 +15,14 @@ import numpy as np
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Line, Reward, Rewards
-from grpo_jax.devices import to_devices, update_flops
+from grpo_jax.devices import devices_of, to_devices, update_flops
 from grpo_jax.models.params import TRAINED_ROLES, join
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grade import make_grading
 from grpo_jax.rl.guards import make_damage_check
 from grpo_jax.rl.lines import read_line
 from grpo_jax.rl.programs import Programs
-from grpo_jax.rl.source import make_draw, make_source, with_spread
+from grpo_jax.rl.source import by_solve_rate, make_draw, make_source, with_spread
 from grpo_jax.rl.types import REWARD_AXES, Learned, Rollout
 from grpo_jax.step.types import Batch, TrainState
 from grpo_jax.tasks.task import Task
@@ -90,7 +90,8 @@ def make_iteration(
       config: The configuration of the run.
       timed: Adds the seconds of a block to the time of the named part of the iteration.
     """
-    devices, grading = programs.sampler.devices, make_grading(task, reward, config, programs.sampler.devices)
+    devices = devices_of(config)
+    grading = make_grading(task, reward, config, devices)
 
     def grade(rollout: Rollout) -> Rollout:
         with timed("rollout"):
@@ -100,15 +101,18 @@ def make_iteration(
 
     sample = make_draw(programs.sampler, task, config)
 
-    def draw(policy: Params, index: int) -> Rollout:
+    def draw(policy: Params, *args: Any) -> Rollout:
         with timed("rollout"):
-            return sample(policy, index)
+            return sample(policy, *args)
 
     source = make_source(draw, task, config)
     if config.sampling.max_rollouts > 1:
         # A phase may replace the rewards of the task with one function, which has no named components.
         metric = config.sampling.filter_metric if isinstance(reward, Mapping) else ""
         source = with_spread(source, draw, grade, grading.report, config, devices, metric=metric)
+
+    if config.sampling.curriculum:
+        source = by_solve_rate(draw, grade, grading.report, task, config.sampling, devices)
 
     def sample_rollout(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
         return source.sample(state.source, join(state.params, frozen)["policy"], step, on_dispatch)

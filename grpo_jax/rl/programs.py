@@ -33,6 +33,7 @@ from grpo_jax.tasks.task import Task
 
 # Options that only the host reads: changing them needs no other programs. The sampler determines the devices.
 HOST_ONLY_OPTIONS = {"seed", "max_rollouts", "filter_metric", "max_skipped", "devices"}
+HOST_ONLY_OPTIONS |= {"curriculum", "curriculum_bound"}
 HOST_ONLY_OPTIONS |= options_of(LoggingConfig()).keys() | options_of(MeshConfig()).keys()
 
 LEARNED_AXES: Any = Learned(None, 0, None)  # type: ignore[arg-type]  # 0: split over devices; None: the same on all
@@ -131,7 +132,7 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
     """
     if programs.compiling or num_cores() == 1:  # on one core it would only take memory
         return
-    config, devices = programs.config, programs.sampler.devices
+    config, devices = programs.config, devices_of(programs.config)
     sampled = empty_batch(task, config.sampling)  # here, because threads must not share the prompts
 
     def compile_for_shapes() -> None:

@@ -24,6 +24,7 @@ from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.types import SAMPLING, Rollout, noise_of, step_key
 from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups, truncation_of
 from grpo_jax.step.types import Batch
+from grpo_jax.tasks.curriculum import add_step, empty_window
 from grpo_jax.tasks.task import Task
 
 
@@ -167,7 +168,8 @@ def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
 
 # ---- sources
 
-Draw = Callable[[Params, int], Rollout]  # (parameters of the policy, index of prompts and noise) -> rollout
+# (parameters of the policy, index of prompts and noise, other prompts than those of the index) -> rollout
+Draw = Callable[..., Rollout]
 
 
 class Source(NamedTuple):
@@ -189,8 +191,8 @@ def make_draw(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
     numbers = to_devices(completion_numbers(config.sampling), sampler.devices)
     temperature = to_devices(group_temperatures(config.sampling), sampler.devices)
 
-    def draw(policy: Params, index: int) -> Rollout:
-        prompts = task.prompts(index)
+    def draw(policy: Params, index: int, prompts: Prompts | None = None) -> Rollout:
+        prompts = task.prompts(index) if prompts is None else prompts
         if len(prompts.examples) != config.sampling.num_prompts:
             raise UsageError(
                 f"the task gave {len(prompts.examples)} prompts for {config.sampling.num_prompts}: set its num_prompts"
@@ -266,6 +268,46 @@ def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
     )
     episodes = episodes_of(task)
     return episodes.empty_episodes(batch, sampling) if episodes else batch
+
+
+# ---- curriculum
+
+
+def by_solve_rate(
+    draw: Draw,
+    grade: Callable[[Rollout], Rollout],
+    report: Callable[[Rollout, int], Rollout],
+    task: Task,
+    sampling: SamplingConfig,
+    devices: Devices,
+) -> Source:
+    """Returns the source that draws prompts by the rewards of earlier steps. Their window is its state.
+
+    Args:
+      draw: Samples a rollout, as returned by `make_draw`.
+      grade: Adds rewards to a rollout.
+      report: (rollout, step) -> rollout with metrics and warnings.
+      task: Supplies the curriculum.
+      sampling: The sampling options of the run.
+      devices: The devices that share the rows.
+    """
+    choose = task.curriculum
+    if choose is None:
+        raise UsageError("curriculum is set, but prompts of this task are all in the same order: leave it out")
+
+    def sample(state: Any, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
+        window = all_rows(state, devices)
+        drawn = choose(window, step, sampling.curriculum_bound)
+        rollout = draw(policy, step, drawn.prompts)
+        on_dispatch()
+        rollout = report(grade(rollout), step)
+        graded = rollout.graded
+        assert graded is not None
+        rewards = graded.components.get(sampling.filter_metric, np.where(graded.applicable, graded.rewards, np.nan))
+        window = to_devices(add_step(window, drawn.numbers, rewards), devices)
+        return window, rollout._replace(metrics=rollout.metrics | drawn.metrics)
+
+    return Source(sample, partial(empty_window, sampling.num_prompts, sampling.curriculum))
 
 
 # ---- dynamic sampling

@@ -302,5 +302,6 @@ def finish(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: st
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
     say_end(run, started)
     if (run.path / "model").is_dir() and not (run.path / "reward-model").exists():  # which is exported already
-        name = shlex.quote(str(run.path))
-        run.say(f"next: grpo-jax evaluate {name}; grpo-jax export {name} NEW_FOLDER")
+        name, options = shlex.quote(str(run.path)), flattened(read_object(run.path / "config.json"))
+        evaluate = f"grpo-jax evaluate {name}; " if options.get("task") else ""  # else the command needs a task
+        run.say(f"next: {evaluate}grpo-jax export {name} NEW_FOLDER")

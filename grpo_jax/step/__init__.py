@@ -1,1 +1,5 @@
 """One optimizer step, which `rl` and `offline` share: scores of tokens, pieces of a batch, gradients, the optimizer."""
+
+from grpo_jax.errors import need
+
+need("optax", "flax")

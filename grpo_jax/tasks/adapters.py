@@ -243,7 +243,8 @@ def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
     for turn in turns:
         messages.append({"role": "assistant", "content": str(turn.action)})
         if turn.observation is not None:
-            messages.append({"role": "tool", "content": str(turn.observation)})
+            content = turn.message["content"] if turn.message else str(turn.observation)
+            messages.append({"role": "tool", "content": content})
     return messages
 
 

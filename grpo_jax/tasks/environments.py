@@ -15,7 +15,7 @@ from grpo_jax.data.episodes import (
     messages_of,
 )
 from grpo_jax.data.types import Example
-from grpo_jax.models.chat import Chat, reply_encoder
+from grpo_jax.models.chat import Chat, reply_encoder, reply_reader
 from grpo_jax.rewards.processes import Processes, ProcessOptions
 from grpo_jax.rewards.values import BadReward
 from grpo_jax.rewards.worker import digest_of_source
@@ -33,15 +33,16 @@ def open_environment(options: TaskOptions, chat: Chat, in_chat: bool) -> Iterato
         spec, arguments = "grpo_jax.tasks.tools:environment_of_tools", {"tools": named}
     elif options.environment_factory:
         spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": named}
-    roles: tuple[str, ...] = ("user",) if in_chat else ()
+    roles: tuple[str, ...] = ("tool", "user") if named else ("user",) if in_chat else ()
     with environment_in_processes(
         spec,
-        reply_encoder(chat, roles=("tool", "user") if named else roles),
+        reply_encoder(chat, roles=roles),
         arguments=arguments,
         deadline=options.reply_deadline,
         budget=options.reply_budget,
         memory_mb=options.reply_memory_mb,
     ) as environment:
+        environment = environment._replace(read=reply_reader(chat, roles=roles))
         if named:
             environment = environment._replace(measure=count_calls, source=digest_of_source(named))
         yield environment

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import read_rows
 from grpo_jax.data.text import Overlong, uses_chat
 from grpo_jax.data.types import rng
@@ -35,6 +36,7 @@ def open_task(
     stop: Sequence[str] = (),
     chat_template_kwargs: str = "",
     training: bool = True,
+    has_levels: bool = False,
 ) -> Iterator[Task]:
     """Opens the task that the options name. Its rewards run in child processes that end with the block.
 
@@ -48,6 +50,7 @@ def open_task(
       stop: Texts that end a completion: see the option `stop`.
       chat_template_kwargs: Variables of the chat template, as JSON.
       training: False if the task is only evaluated, so that all rows may be held out.
+      has_levels: True for a curriculum, in which the levels of generators rise.
 
     Yields:
       The task.
@@ -68,7 +71,7 @@ def open_task(
     if tools and not chat:
         flag = "--tools" if options.tools else "--environment-factory"
         raise UsageError(f"{flag} needs a model with a chat template, which tells it of the tools, and --chat")
-    make = _task_maker(options, training)
+    make = _task_maker(options, training, has_levels)
     graded = open_rewards(
         texts,
         group_size=group_size,
@@ -97,9 +100,15 @@ def open_task(
         yield task._replace(environment=environment)
 
 
-def _task_maker(options: TaskOptions, training: bool) -> Any:
+def _task_maker(options: TaskOptions, training: bool, has_levels: bool) -> Any:
     """Returns the function that makes the task from a tokenizer and the arguments common to all tasks."""
     most = options.num_heldout
+    if options.task.startswith(PREFIX):
+        from grpo_jax.tasks.generated import generated_task  # imported only by tasks with generators
+
+        generators, place = parse_generators(options.task.removeprefix(PREFIX)), options.answer_in
+        maker: Any = partial(generated_task, generators=generators, num_heldout=most or 200)
+        return partial(maker, has_levels=has_levels, answer_in=place)
     if options.task == "gsm8k":
         training_rows, test_rows = (gsm8k_rows(options.data or GSM8K, split=split) for split in ("train", "test"))
         number = 200 if most is None and training else most

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from grpo_jax.data.generators import PREFIX, AnswerIn
 from grpo_jax.errors import UsageError
 from grpo_jax.options import Bound, Size
 from grpo_jax.rewards.reward import parse_reward
@@ -19,7 +20,8 @@ class TaskOptions:
     """Options of the task: prompts, rewards and the environment."""
 
     task: str = ""
-    """gsm8k, math, or your own rows: a .jsonl or .json file, a folder with train.jsonl, an id on the hub."""
+    """gsm8k, math, your own rows (a file, a folder with train.jsonl, an id on the hub), or generators:
+    reasoning_gym:weight*name?option=value&option=value,name."""
     data: str = ""
     """Folder, file or hub id with the rows of gsm8k or math. math needs it."""
     reward: tuple[str, ...] = ()
@@ -39,6 +41,9 @@ class TaskOptions:
     template: str | None = None
     """Prompt with {column} where the text of a column goes, such as "Q: {question} A:". It replaces prompt_column or
     the task's own. None: no template."""
+    answer_in: AnswerIn = "tags"
+    """Place of a generator's answer, which the prompt states: <answer> tags, the last line, the whole text, or the text
+    before the first --stop."""
     chat: bool | None = None
     """Put prompts that are text into the chat template, as the user's message. None: if the tokenizer has one."""
     system: str | None = None
@@ -76,9 +81,14 @@ def check_task_options(options: TaskOptions) -> tuple[str, ...]:
     Raises:
       UsageError: The options are invalid. The message is one sentence that says what to change.
     """
-    has_rows = options.task not in _REWARDS
+    is_generated = options.task.startswith(PREFIX)
+    has_rows = options.task not in _REWARDS and not is_generated
     if not options.task:
         raise UsageError("--task is needed: gsm8k, math, or a file with rows of your own")
+    if is_generated and options.heldout:
+        raise UsageError("--heldout is for rows: generators make held-out prompts of their own, so leave it out")
+    if not is_generated and options.answer_in != "tags":
+        raise UsageError("--answer-in is for generators: leave it out, or take --task reasoning_gym:NAME")
     if options.data and options.task not in ("gsm8k", "math"):
         raise UsageError("--data belongs to the tasks gsm8k and math: give your own rows as --task")
     if options.task == "math" and not options.data:
@@ -111,6 +121,8 @@ def _usual_rewards(options: TaskOptions) -> tuple[str, ...]:
     """Returns the default rewards. There are none if the environment's rewards are added up."""
     if options.environment_factory:
         return (f"get_reward=grpo_jax.tasks.adapters:reward_of_factory(factory={options.environment_factory!r})",)
+    if options.task.startswith(PREFIX) and not options.environment:
+        return (f"score=generator_score(generators={options.task.removeprefix(PREFIX)!r})",)
     return () if options.environment else _REWARDS.get(options.task, ())
 
 

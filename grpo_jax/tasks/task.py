@@ -33,6 +33,7 @@ from grpo_jax.models.prompts import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
 from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_pieces
+from grpo_jax.tasks.curriculum import Drawn, Window, draw_by_solve_rate
 
 if TYPE_CHECKING:  # imported only by tasks with an environment
     from grpo_jax.data.episodes import Environment
@@ -63,6 +64,10 @@ class Task(NamedTuple):
     # Extracts the text that rewards and votes read, of completions that are no episodes. None: they read all text
     extract_final: Callable[[Example, Completion], Completion] | None = None
     rows: str = ""  # digest of all training rows; empty if prompts are generated from the seed
+    # (window, step, bound of the solve rate) -> the prompts of a step of a curriculum. None: the task has none
+    curriculum: Callable[[Window, int, float], Drawn] | None = None
+    # Other rows -> the numbers of those whose prompts have room, with the prompts. None: the task is not from rows
+    encode: "Callable[[Sequence[Mapping[str, Any]]], dict[int, EncodedPrompt]] | None" = None
 
     def read(self, ids: Sequence[int], *, truncated: bool) -> Completion:
         """Returns a completion, or the action of a turn, from its tokens without EOS. Its text ends before a stop text.
@@ -209,6 +214,12 @@ def text_task(
 
     decoding = partial(decode, writer)
     ends = make_stop(stop, partial(read_pieces, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
+
+    def draw(window: Window, step: int, bound: float) -> Drawn:
+        del bound
+        numbers, metrics = draw_by_solve_rate(window, size, num_prompts, rng(seed, 1, step))
+        return Drawn(numbers, padded(training, numbers), metrics)
+
     return Task(
         prompts=lambda step: padded(training, batch(step)),
         reward=reward,
@@ -222,6 +233,8 @@ def text_task(
         answer=answer,
         rows=hash_values(*(training.rows[i : i + _DIGESTED] for i in range(0, size, _DIGESTED))),
         extract_final=final_extractor(tokenizer, ends) if training.sample[0][0].messages else None,
+        curriculum=draw,
+        encode=partial(training.encode, overlong="drop"),
     )
 
 
@@ -234,7 +247,7 @@ class PromptRows(NamedTuple):
     rows: list[Mapping[str, Any]]  # [M]
     prompts: Sequence[EncodedPrompt | None]  # [M]; None: the prompt is encoded when it is taken
     sample: Sequence[EncodedPrompt]  # all prompts, or some that are spread over all rows, in the order of the rows
-    encode: Callable[[Sequence[Mapping[str, Any]]], list[EncodedPrompt]]
+    encode: Callable[..., dict[int, EncodedPrompt]]
 
     def take(self, numbers: Iterable[int] | None = None) -> tuple[list[np.ndarray], list[Example]]:
         """Returns the token ids of rows, and their columns with the encoded text as "prompt".
@@ -244,7 +257,8 @@ class PromptRows(NamedTuple):
         """
         numbers = list(range(len(self.rows)) if numbers is None else numbers)
         later = [number for number in numbers if self.prompts[number] is None]
-        encoded = dict(zip(later, self.encode([self.rows[number] for number in later]), strict=True)) if later else {}
+        encoded = self.encode([self.rows[number] for number in later]) if later else {}
+        encoded = {later[place]: prompt for place, prompt in encoded.items()}
         prompts = [self.prompts[number] or encoded[number] for number in numbers]
         examples = [{**self.rows[number], "prompt": text} for number, (text, _) in zip(numbers, prompts, strict=True)]
         return [ids for _, ids in prompts], examples
@@ -351,19 +365,23 @@ def _encoded_now(checked: np.ndarray, heldout_spellings: np.ndarray, max_prompt_
 
 
 def _encode_later(
-    encode: Callable[..., Encoded], vocab_size: int, width: int, rows: Sequence[Mapping[str, Any]]
-) -> list[EncodedPrompt]:
-    """Encodes prompts that should fit into `width` tokens. A prompt that does not fit loses its beginning."""
-    encoded = encode(rows, max_prompt_tokens=width, overlong="truncate", others=1)
+    encode: Callable[..., Encoded],
+    vocab_size: int,
+    width: int,
+    rows: Sequence[Mapping[str, Any]],
+    overlong: Overlong = "truncate",
+) -> dict[int, EncodedPrompt]:
+    """Encodes prompts that should fit into `width` tokens, by number. Others lose their beginning, or drop out."""
+    encoded = encode(rows, max_prompt_tokens=width, overlong=overlong, others=1)
     places = [getattr(row, "where", "a row") for row in rows]
-    if len(encoded.numbers) < len(rows):
+    if overlong == "truncate" and len(encoded.numbers) < len(rows):
         missing = min(set(range(len(rows))) - set(encoded.numbers))
         raise UsageError(f"{places[missing]}: its prompt has no tokens: leave the row out")
-    if encoded.summary:
+    if overlong == "truncate" and encoded.summary:
         warnings.warn(f"a prompt has more tokens than a sample of prompts: it keeps its last {width}", stacklevel=2)
-    for place, ids in zip(places, encoded.token_ids, strict=True):
-        check_ids([ids], vocab_size, place)
-    return _pairs(encoded)
+    for number, ids in zip(encoded.numbers, encoded.token_ids, strict=True):
+        check_ids([ids], vocab_size, places[number])
+    return dict(zip(encoded.numbers, _pairs(encoded), strict=True))
 
 
 def _pairs(encoded: Encoded) -> list[EncodedPrompt]:

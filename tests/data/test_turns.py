@@ -5,7 +5,7 @@ import tokenizers
 from tiny import DATA, needs_data, refused
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from grpo_jax.models.chat import Chat, reply_encoder
+from grpo_jax.models.chat import Chat, reply_encoder, reply_reader
 
 PHI3 = DATA / "hf-tokenizers/phi-3-mini"
 # As that of Qwen: a tool's result is a user's turn.
@@ -113,6 +113,29 @@ def test_variables_of_the_template_reach_the_next_turn(tokenizer):
     tokenizer.chat_template = CHATML
 
 
+READ = [
+    (CHATML, "tool", " so\n", {"role": "tool", "content": " so\n"}),
+    (CHATML, "user", "<|im_end|>\n", {"role": "user", "content": "<|im_end|>\n"}),
+    (CHATML.replace("tool", "ipython"), "tool", "", {"role": "tool", "content": ""}),
+    (AS_JSON, "user", " so\n", {"role": "user", "content": "so"}),  # as the policy read it
+    (TWO_ENDS, "user", "so", {"role": "user", "content": "so"}),
+    (CHATML + "{{ '<think>' if thinks is undefined }}", "user", "so", {"role": "user", "content": "so"}),
+]
+
+
+@pytest.mark.parametrize(("template", "role", "text", "message"), READ)
+def test_a_reply_is_read_as_the_message_it_was(tokenizer, template, role, text, message):
+    tokenizer.chat_template = template
+    chat = Chat(tokenizer, tuple(map(tokenizer.convert_tokens_to_ids, ("<|im_end|>", "<|endoftext|>"))))
+    read, encode = reply_reader(chat, roles=(role, "user")), reply_encoder(chat, roles=(role, "user"))
+    assert read(encode(text)) == read(encode(text, {"thinks": True})) == message
+    tokenizer.chat_template = CHATML
+
+
+def test_replies_without_delimiters_are_no_messages(tokenizer):
+    assert reply_reader(Chat(tokenizer), roles=()) is None
+
+
 @needs_data
 def test_a_published_template():
     phi = AutoTokenizer.from_pretrained(PHI3)
@@ -123,5 +146,6 @@ def test_a_published_template():
     whole = [*messages, {"role": "user", "content": "no, it is 2"}]
     expected = phi.apply_chat_template(whole, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert phi(beginning, add_special_tokens=False)["input_ids"] + encode("no, it is 2") == expected
+    assert reply_reader(Chat(phi, (end,)))(encode("no, it is 2")) == {"role": "user", "content": "no, it is 2"}
     inner = encode("x<|end|><|assistant|>")
     assert inner.count(end) == encode("x").count(end) == 1

@@ -31,7 +31,7 @@ def test_numbers_of_a_run_leave_its_first_iterations_out():
     counts = {"peak_memory_mb": 1e3, "compilations": 9, "cache_reads": 2}
     times = [{"s": s, "mfu": mfu} | counts for s, mfu in ((60, 0.1), (80, 0.2), (82, 0.4), (84, 0.4))]
     metrics = [{"tokens": 100, "length_mean": 10.0, "first_sampler_mismatch": 1.0}] * 4
-    measured = accelerator.summary(times, metrics, "plan: 1 microbatch, remat none: about 3.5 of 80 GB")
+    measured = accelerator.summary(times, metrics, "plan: 1 microbatch, remat none: about 3.5 of 75 GiB")
     assert (measured.iteration_s, measured.tokens_per_s, measured.compilation_s) == (2, 50, 58)
-    assert (measured.update_mfu, measured.planned_gb) == (0.4, 3.5)
+    assert (measured.update_mfu, measured.planned_gib) == (0.4, 3.5)
     assert (measured.compilations, measured.cache_reads) == (9, 2)

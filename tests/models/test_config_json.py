@@ -116,6 +116,15 @@ FIELDS = [
         {"rope_scaling": YARN | {"factor": None}, "max_position_embeddings": 16384},
         {"rope_scaling": RopeScaling("yarn", 2.0, 8192)},
     ),
+    # SOLAR-0-70b
+    (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 4096},
+        {"rope_scaling": RopeScaling("dynamic", 2.0, 4096)},
+    ),
+    (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}},
+        {"rope_scaling": RopeScaling("dynamic", 2.0, 2048)},  # of max_position_embeddings
+    ),
     ({"model_type": "glm4"}, only("qkv_bias") | {"partial_rotary_factor": 0.5, "norms": "around"}),
     ({"model_type": "glm4", "attention_bias": False}, only()),
     ({"model_type": "phi3"}, only() | window(None) | {"partial_rotary_factor": 1.0}),
@@ -175,7 +184,7 @@ BAD_IN_FAMILIES = [
     ("granite", {"residual_multiplier": "x"}, "residual_multiplier"),
     ("granite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("glm4", {"head_dim": 10}, "head_dim"),
-    ("glm4", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ("glm4", {"rope_scaling": {"type": "proportional", "factor": 2.0}}, "proportional"),
     ("glm4_moe", {}, "glm4_moe"),
     ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
     ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop"),
@@ -196,7 +205,7 @@ BAD_SCALINGS = [
     ("proportional", {"factor": 2.0}, "proportional"),
     ("linear", {}, "factor"),
     ("linear", {"factor": -2.0}, "factor"),
-    ("dynamic", {"factor": 2.0}, "dynamic"),
+    ("dynamic", {}, "factor"),
     ("longrope", {"factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}, "longrope has 8 numbers"),
     ("llama3", {"factor": 8.0}, "low_freq_factor"),
     ("yarn", {"factor": 0.0}, "factor"),

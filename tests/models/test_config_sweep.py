@@ -25,8 +25,8 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import load_params
 
 # Key -> values that are refused although transformers computes something, in some families. As far as we know, no
-# released language model has them, except dynamic (SOLAR-0-70b). Embedding models have is_causal and
-# use_bidirectional_attention. Gemma 4 scales nothing, and windows of OLMo 3 and Gemma 3 turn without scaling.
+# released language model has them. Embedding models have is_causal and use_bidirectional_attention. Gemma 4 scales
+# nothing, and windows of OLMo 3 and Gemma 3 turn without scaling.
 REFUSED = {
     "attn_logit_softcapping": {"1.5"},  # in Gemma 3, whose class ignores it
     "attention_dropout": {"0.1"},  # in Phi
@@ -34,8 +34,8 @@ REFUSED = {
     "is_causal": {"false"},
     "use_bidirectional_attention": {"true", '"all"'},
     "partial_rotary_factor": {"0.5"},  # in families whose class ignores it
-    "rope_scaling": {"dynamic", "longrope", "proportional"},  # longrope: of other lengths
-    "rope_parameters": {"dynamic", "longrope", "proportional", "default"},  # default with a partial_rotary_factor
+    "rope_scaling": {"longrope", "proportional"},  # longrope: of other lengths
+    "rope_parameters": {"longrope", "proportional", "default"},  # default with a partial_rotary_factor
     "rope_parameters.full_attention": {"dynamic", "longrope", "proportional", "default", "linear", "llama3", "yarn"},
     "rope_parameters.sliding_attention": {"dynamic", "longrope", "proportional", "default", "linear", "llama3", "yarn"},
     "shared_expert_intermediate_size": {"0"},
@@ -131,7 +131,7 @@ def test_the_page_lists_keys_that_are_read_and_refused():
     page = (Path(__file__).parents[2] / "docs/pretrained.md").read_text()
     starts = "These keys change logits", "Some values are rejected"
     read, refused = (set(re.findall(r"`(\w+)", page.split(start)[1].split("\n\n")[0])) for start in starts)
-    refused -= {"dynamic", "proportional"}
+    refused -= {"proportional"}
     assert {name.split(".")[0] for name in REFUSED} - read == refused
     changing = set()
     for base in sweep.BASES:

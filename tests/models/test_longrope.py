@@ -1,4 +1,7 @@
-"""One list of longrope's factors for all texts of a program: how it is chosen, and that it cannot be forgotten."""
+"""One list of longrope's factors for all texts of a program: how it is chosen, and that it cannot be forgotten.
+
+Dynamic scaling changes longer texts, which are refused.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +12,8 @@ import numpy as np
 import pytest
 from tiny import load_golden, refused, whole_prompts
 
+from grpo_jax.models.config import RopeScaling
+from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
 from grpo_jax.models.geometry import rows_of_texts
 from grpo_jax.models.huggingface import Pretrained, for_texts
 from grpo_jax.models.policy import decoder_policy
@@ -35,23 +40,22 @@ def test_other_models_stay_as_they_are():
     assert for_texts(model, 10**6) is model
 
 
-def states_of_group(policy, num_completion_tokens):
-    return policy.hidden(
-        PARAMS, whole_prompts(jnp.ones((1, 10), jnp.int32)), jnp.ones((1, 1, num_completion_tokens), jnp.int32)
-    )
+def states_of_group(policy, num_completion_tokens, params=PARAMS):
+    prompts = whole_prompts(jnp.ones((1, 10), jnp.int32))
+    return policy.hidden(params, prompts, jnp.ones((1, 1, num_completion_tokens), jnp.int32))
 
 
-def states_of_row(policy, width):
+def states_of_row(policy, width, params=PARAMS):
     ids = np.ones((1, width), np.int32)
-    return policy.states(PARAMS, rows_of_texts(ids, ids))[0]
+    return policy.states(params, rows_of_texts(ids, ids))[0]
 
 
-def prefill(policy, max_tokens):
-    return policy.prefill(PARAMS, whole_prompts(jnp.ones((1, 10), jnp.int32)), 1, max_tokens)[::2]
+def prefill(policy, max_tokens, params=PARAMS):
+    return policy.prefill(params, whole_prompts(jnp.ones((1, 10), jnp.int32)), 1, max_tokens)[::2]
 
 
-def widen(policy, slots):
-    return policy.widen(prefill(policy, 2)[1], slots)
+def widen(policy, slots, params=PARAMS):
+    return policy.widen(prefill(policy, 2, params)[1], slots)
 
 
 # A function, and the largest size that fits into 16 tokens; a pass leaves out the last token of a completion.
@@ -65,3 +69,26 @@ def test_texts_of_unknown_length_end_at_the_original_context(run, size):
     jax.eval_shape(lambda: run(known, size + 1))
     with refused("texts of up to 17 tokens .* longest_text"):
         jax.eval_shape(lambda: run(unknown, size + 1))
+
+
+DYNAMIC = replace(
+    load_golden("llama")[0], rope_scaling=RopeScaling("dynamic", 2.0, 16), max_position_embeddings=16, longest_text=None
+)
+
+
+def test_a_run_with_texts_beyond_dynamic_scaling_is_refused():
+    assert for_texts(pretrained(DYNAMIC), 16).config == DYNAMIC
+    with refused("texts of up to 17 tokens exceed the 16 .* lower max_prompt_tokens"):
+        for_texts(pretrained(DYNAMIC), 17)
+
+
+@pytest.mark.parametrize(("run", "size"), PASSES)
+def test_passes_beyond_dynamic_scaling_are_refused(run, size):
+    params = load_golden("llama")[1]
+    jax.eval_shape(lambda: run(decoder_policy(DYNAMIC), size, params))
+    with refused("texts of up to 17 tokens exceed the 16"):
+        jax.eval_shape(lambda: run(decoder_policy(DYNAMIC), size + 1, params))
+
+
+def test_dynamic_scaling_is_saved():
+    assert config_from_huggingface(config_to_huggingface(DYNAMIC)) == DYNAMIC

@@ -5,13 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-from tiny import refused, whole_prompts
+from tiny import refused
 
 from experiments.benchmarks.shapes import MID
 from grpo_jax import prepare
 from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe
-from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
@@ -60,7 +58,7 @@ def test_what_is_given_is_not_planned():
 
 def test_where_nothing_fits_the_sentence_names_what_would():
     held = estimate(MID, SHAPE).held
-    with refused("needs about 1.2 GB of 0.84 .*lora_rank 16, p.*fsdp 2 on 2 times .*microbatches and remat"):
+    with refused("needs about 1.1 GiB of 0.78 .*lora_rank 16, p.*fsdp 2 on 2 times .*microbatches and remat"):
         choose(MID, SHAPE, int(1.1 * held))
     for minibatches in (1, 4):  # no way out has fewer prompts than minibatches
         with refused("a smaller model, or fewer"):
@@ -78,7 +76,7 @@ def test_the_shape_of_a_run_is_that_of_its_options():
 
 def test_a_plan_is_one_line():
     assert str(choose(MID, SHAPE._replace(traits=CPU), 23 * 10**9)) == (
-        "plan: 8 microbatches, remat none: about 1.3 of 23 GB"
+        "plan: 8 microbatches, remat none: about 1.3 of 21 GiB"
     )
 
 
@@ -97,7 +95,7 @@ class Options(RunOptions):
 def plan_with(monkeypatch, options: RunOptions, limit: int):
     monkeypatch.setattr(prepare, "memory_limit", lambda devices: limit)
     loaded = Loaded(decoder_policy(SMALL), None, Pretrained(SMALL, None, None, (), Path(), ()))
-    task = SimpleNamespace(prompts=lambda step: Prompts(whole_prompts(np.zeros((4, 16), np.int32)), []))
+    task = SimpleNamespace(prompts=lambda step: SimpleNamespace(tokens=SimpleNamespace(width=16)))
     options, models, plan = apply_memory_plan(options, {"policy": loaded}, task)
     return options, models["policy"], plan
 

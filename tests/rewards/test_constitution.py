@@ -9,7 +9,7 @@ import pytest
 from tiny import STORIES, needs_data, refused, save_tiny_model, tiny_config, whole_prompts
 
 from experiments.tasks import arithmetic
-from grpo_jax.data.types import Completion, Prompt
+from grpo_jax.data.types import Completion, Prompt, Turn
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.constitution import NO, YES, constitution, model_judge, parse_principles, read_principles
@@ -83,6 +83,16 @@ def test_a_judge_reads_messages_without_the_policys_template(model):
     judge("4+4", [{"prompt": Prompt("1+1=")}], [Completion("23")])  # a policy without a template
     with refused("another chat template"):
         judge("4+4", [{"prompt": Prompt("1+1=", template="another")}], [Completion("23")])
+
+
+@needs_data
+def test_a_judge_reads_an_episode_turn_by_turn():
+    judge = model_judge(load_pretrained(STORIES), yes=("y",), no=("n",), template="{principle} {completion}")
+    first = Turn(Completion("a cat"), Completion("<s> a dog </s>"), None, {"role": "user", "content": "a dog"})
+    episode = Completion("a cat<s> a dog </s>a bird", turns=[first, Turn(Completion("a bird"))])
+    plain = Completion("assistant: a cat\nuser: a dog\nassistant: a bird")
+    row = {"prompt": "Once"}
+    assert judge("kind", [row], [episode]) == pytest.approx(judge("kind", [row], [plain]), rel=1e-4)
 
 
 def test_a_completion_brings_no_control_tokens(model):

@@ -5,9 +5,13 @@ import os
 import pytest
 from tiny import refused
 
+from experiments.tasks import arithmetic
 from grpo_jax.data.episodes import MAX_CHARACTERS, Reply
 from grpo_jax.data.types import Completion, Turn
-from grpo_jax.tasks.environments import environment_in_processes
+from grpo_jax.models.chat import Chat
+from grpo_jax.models.huggingface import load_tokenizer
+from grpo_jax.tasks.environments import environment_in_processes, open_environment
+from grpo_jax.tasks.options import TaskOptions
 
 # A user's file. `act` does what the action says in Python.
 FILE = """
@@ -61,6 +65,17 @@ def test_replies_come_as_they_were_given(actor):
     assert ask(actor, FINE, "Reply(done=True, reward=0.5)", "Reply(ids=(1, 2))") == list(replies)
     assert int(ask(actor, "Reply(str(os.getpid()))")[0].text) != os.getpid()
     assert len(actor.source) == 64  # of the file, for what a run depends on
+
+
+@pytest.mark.parametrize("in_chat", [True, False])
+def test_replies_of_a_run_in_a_chat_are_messages(file, tmp_path, in_chat):
+    arithmetic.TEXT.save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = "{% for m in messages %}={{ m.content }}+{% endfor %}"
+    with open_environment(TaskOptions(environment=f"{file}:act"), Chat(tokenizer), in_chat) as environment:
+        ids = environment.encode("12")
+        assert tokenizer.decode(ids) == ("+=12+" if in_chat else "12")
+        assert (environment.read and environment.read(ids)) == ({"role": "user", "content": "12"} if in_chat else None)
 
 
 FAILURES = [

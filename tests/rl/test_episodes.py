@@ -214,7 +214,8 @@ def test_an_environment_reads_what_was_said_and_heard():
         return Reply("12", reward=0.25)
 
     completions = sample(reply)
-    texts = decode_groups(completions, PLAYED)
+    played = PLAYED.environment._replace(read=lambda ids: {"role": "tool", "content": f"it says {ids}"})
+    texts = decode_groups(completions, PLAYED._replace(environment=played))
     assert {key[:3] for key in seen} == {(0, SAMPLING, 0)}
     assert {key[3] for key in seen} == set(range(16))
     for i, j in np.ndindex(4, 4):
@@ -224,6 +225,9 @@ def test_an_environment_reads_what_was_said_and_heard():
             assert prompt == prompts(0).examples[i]["prompt"]
             assert told == [(turn.action.ids, (1, 2)) for turn in turns[:number]] + [(turns[number].action.ids, None)]
         assert [turn.reward for turn in turns] == [0.25] * len(turns)
+        heard = {"role": "tool", "content": "it says [1, 2]"}
+        said = [{"role": "assistant", "content": turn.action} for turn in turns]
+        assert texts[i][j].messages == [x for message in said for x in (message, heard)][:-1]
         own = completions.completion_ids[i, j][completions.completion_mask[i, j]]
         assert [x for turn in turns for x in turn.action.ids] == [x for x in own.tolist() if x != EOS]
         assert "12".join(turn.action for turn in turns) == texts[i][j]

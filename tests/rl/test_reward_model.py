@@ -3,6 +3,7 @@
 import copy
 import json
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ from grpo_jax.data.preferences import (
     read_preferences,
     split_preferences,
 )
-from grpo_jax.data.types import Completion, Prompt
+from grpo_jax.data.types import Completion, Prompt, Turn
 from grpo_jax.models import heads
 from grpo_jax.models.chat import Chat, digest_of_template
 from grpo_jax.models.families import config_from_huggingface
@@ -287,24 +288,62 @@ def test_groups_batches_and_ids_do_not_change_a_reward(reward_model):
     assert reward_model([], []) == []
 
 
-def test_messages_are_read_in_the_reward_models_template(reward_model, tmp_path):
+@pytest.fixture
+def chatting(reward_model, tmp_path):
+    """The reward model with a template in which the roles user, tool and assistant are 1, 3 and 2."""
     tokenizer = copy.deepcopy(reward_model.tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}{{ '1' if m.role == 'user' else '2' }}{{ m.content }}="
+    tokenizer.chat_template = "{% for m in messages %}{{ {'user': '1', 'tool': '3'}.get(m.role, '2') }}{{ m.content }}="
     tokenizer.chat_template += "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": arithmetic.EOS_ID}))
-    model = reward_model._replace(tokenizer=tokenizer, folder=tmp_path)
-    messages, answers = [{"role": "user", "content": "3+4"}], ["7", "12"]
-    example = {"prompt": Prompt("the policy's own template", messages, template="another")}
-    expected = []
-    for answer in answers:
-        # As AutoModelForSequenceClassification: the last token that is not padding, which here is the template's EOS.
-        whole = [*messages, {"role": "assistant", "content": answer}]
-        ids = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
-        assert ids[-1] == arithmetic.EOS_ID
-        ids = np.array(ids[:-1], np.int32)[None]
-        nothing = np.zeros((1, 1, 1), np.int32)
-        expected.append(float(heads.score_groups(CONFIG, LOOKING, whole_prompts(ids), nothing, nothing > 0)[0, 0]))
-    np.testing.assert_allclose(reward_function(model)([example] * 2, answers), expected, rtol=1e-4, atol=1e-4)
+    return reward_model._replace(tokenizer=tokenizer, folder=tmp_path)
+
+
+USER = {"role": "user", "content": "3+4"}
+# The policy has another template than the reward model.
+IN_CHAT = {"prompt": Prompt("the policy's own template", [USER], template="another")}
+
+
+def score_of(tokenizer, messages):
+    """Returns the score of AutoModelForSequenceClassification: at the last token that is not padding, or EOS here."""
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert ids[-1] == arithmetic.EOS_ID
+    ids = np.array(ids[:-1], np.int32)[None]
+    nothing = np.zeros((1, 1, 1), np.int32)
+    return float(heads.score_groups(CONFIG, LOOKING, whole_prompts(ids), nothing, nothing > 0)[0, 0])
+
+
+def episode(role, *texts):
+    """Returns an episode of the policy and an environment, whose observations have the policy's delimiters."""
+    messages = [{"role": role, "content": text} for text in texts[1::2]]
+    heard = [(Completion(f"9{message['content']}9"), None, message) for message in messages]
+    turns = [Turn(Completion(text), *rest) for text, rest in zip_longest(texts[::2], heard, fillvalue=())]
+    return Completion("".join(texts), turns=turns)
+
+
+ROLES = [("user", False, "user"), ("tool", False, "tool"), ("tool", True, "user")]
+
+
+@pytest.mark.parametrize(("role", "is_refused", "read"), ROLES)
+def test_an_episode_is_read_turn_by_turn(chatting, role, is_refused, read):
+    tokenizer = chatting.tokenizer
+    if is_refused:
+        refusal = "{{ raise_exception('no tools') if messages[-1].role == 'tool' }}"
+        tokenizer.chat_template = refusal + tokenizer.chat_template
+    episodes = [episode(role, "8", "43", "7"), episode(role, "5"), episode(role, "5", "9+", "6", "43", "7")]
+    roles = [{"role": "assistant"}, {"role": read}] * 2 + [{"role": "assistant"}]
+    texts = [["8", "43", "7"], ["5"], ["5", "9+", "6", "43", "7"]]
+    expected = [
+        score_of(tokenizer, [USER, *(kind | {"content": text} for kind, text in zip(roles, turns, strict=False))])
+        for turns in texts
+    ]
+    assert len(set(np.round(expected, 3))) == 3
+    np.testing.assert_allclose(chatting([IN_CHAT] * 3, episodes), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_messages_are_read_in_the_reward_models_template(chatting, reward_model):
+    model, tokenizer, answers = chatting, chatting.tokenizer, ["7", "12"]
+    expected = [score_of(tokenizer, [USER, {"role": "assistant", "content": answer}]) for answer in answers]
+    np.testing.assert_allclose(reward_function(model)([IN_CHAT] * 2, answers), expected, rtol=1e-4, atol=1e-4)
     with refused("another chat template"):
         reward_function(model)([{"prompt": Prompt("3+4", template="another")}], ["7"])
     text = {"prompt": Prompt("3+4=", template=digest_of_template(tokenizer))}

@@ -147,9 +147,16 @@ class Adder:
 @pytest.mark.slow
 def test_an_environment_answers_each_turn(folder, tmp_path):
     options = {"steps": 2, "max_tokens": 6, "group_size": 4, "learning_rate": 0.1, "max_turns": 3}
-    trainer = GRPOTrainer(
-        folder, episode_return, environment=higher, environment_tokens=4, run_dir=tmp_path / "run", **options
-    )
+    model = shutil.copytree(folder, tmp_path / "chats")
+    (model / "chat_template.jinja").write_text(TURNS)
+
+    def graded(examples, completions):
+        for completion in completions:
+            observations = [message["content"] for message in completion.messages if message["role"] == "user"]
+            assert observations == ["1+"] * (len(completion.turns) - 1)
+        return episode_return(examples, completions)
+
+    trainer = GRPOTrainer(model, graded, environment=higher, environment_tokens=4, run_dir=tmp_path / "run", **options)
     trained = trainer.train(PROMPTS)
     assert json.loads((trainer.run.path / "results.json").read_text()) == {
         "params_sha256": params_sha256(trained.params)
