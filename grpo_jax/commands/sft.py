@@ -1,7 +1,7 @@
-"""Supervised fine-tuning on rows that have a prompt and a completion.
+"""Supervised fine-tuning on rows that have a prompt and a completion, or a text.
 
-The model learns the tokens of the completion and its EOS, and none of the prompt. Texts are packed into rows of the
-longest one's width, so that little padding is computed.
+The model learns the tokens of the completion and its EOS, and none of the prompt. Of a text it learns all. Texts are
+packed into rows of the longest one's width, so that little padding is computed.
 
 Prompts are made and held out as for GRPO: with the same rows and options, what is held out here is held out there. The
 NLL of held-out completions is measured before, during and after training. With --teacher the model learns another
@@ -26,8 +26,17 @@ from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
-from grpo_jax.data.rows import Row, completion_text, is_plain_answer, read_messages, read_rows
-from grpo_jax.data.text import Encoded, answer_conversation, answer_prompts, fit_answers, prompt_limit, uses_chat
+from grpo_jax.data.rows import Row, completion_text, is_plain_answer, read_messages, read_rows, text_column
+from grpo_jax.data.text import (
+    Answers,
+    Encoded,
+    answer_conversation,
+    answer_prompts,
+    ending_id,
+    fit_answers,
+    prompt_limit,
+    uses_chat,
+)
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings
 from grpo_jax.errors import UsageError
@@ -63,7 +72,8 @@ class Config:
     method: Method = "sft"
     """Method that trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
     task: str = ""
-    """Rows with prompts and completions: a .jsonl or .json file, a folder with train.jsonl, an id on the hub."""
+    """Rows with prompt and completion, with messages, or with text: a .jsonl, .json, .csv or .parquet file, a folder
+    with train.jsonl, or an id on the hub."""
     completion_column: str = "completion"
     """Column with the completion, a text. The end of a turn, or EOS, is put at its end."""
     prompt_column: str = "prompt"
@@ -182,12 +192,19 @@ def divergence_of(config: Config) -> DistillationConfig:
 def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
     """Reads the rows. The completion of a row is a text, or chat messages; "messages" holds prompt and completion.
 
+    If the first row has only a "text", each row's text is its prompt, and its completion is None.
+
     Raises:
       UsageError: One sentence that says what to change.
     """
     if not config.task:
         raise UsageError("--task is needed: name a file of rows with a prompt and a completion")
-    return [_with_completion(config, row) for row in read_rows(config.task)]
+    rows, name = read_rows(config.task), config.completion_column
+    if "text" not in rows[0] or config.template or {name, config.prompt_column, "messages"} & rows[0].keys():
+        return [_with_completion(config, row) for row in rows]
+    if config.chat:
+        raise UsageError("rows with a column text are whole texts outside a chat: leave out --chat")
+    return [Row({**row, config.prompt_column: text_column(row, "text"), name: None}, row.where) for row in rows]
 
 
 def _with_completion(config: Config, row: Row) -> Row:
@@ -226,16 +243,18 @@ def encode_texts(
     tokenizer, shape = pretrained.tokenizer, pretrained.config
     longest, overlong = shape.max_position_embeddings, config.model.overlong
     chat = make_chat(tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
+    are_texts = rows[0][config.completion_column] is None
+    limit = prompt_limit(config.model.max_prompt_tokens, longest, config.max_tokens or 1)
     training_rows, heldout_rows, row_notes, prompt_tokens = encode_rows(
         chat,
         rows,
         vocab_size=shape.vocab_size,
         prompt_column=config.prompt_column,
         template=config.template,
-        in_chat=uses_chat(config.chat, tokenizer),
+        in_chat=not are_texts and uses_chat(config.chat, tokenizer),
         system=config.system,
         num_heldout=usual_num_heldout(len(rows)) if config.num_heldout is None else config.num_heldout,
-        max_prompt_tokens=prompt_limit(config.model.max_prompt_tokens, longest, config.max_tokens or 1),
+        max_prompt_tokens=None if are_texts else limit,  # a text loses its end, below
         overlong=overlong,
     )
     notes, sides = list(row_notes), []
@@ -246,7 +265,9 @@ def encode_texts(
         answers = answer_prompts(chat, encoded, [(x if isinstance(x, str) else "",) for x in completions])
         masks: dict[int, list[bool]] = {}
         for number, completion in enumerate(completions):
-            if not isinstance(completion, str):
+            if are_texts:
+                answers[number] = _text_answer(prompts[number].tolist(), ending_id(tokenizer, chat.eos_ids))
+            elif not isinstance(completion, str):
                 prompt = encoded.texts[number]
                 answers[number], masks[number] = answer_conversation(chat, prompt, prompts[number].tolist(), completion)
         max_tokens = longest if config.max_tokens is None else config.max_tokens
@@ -264,6 +285,11 @@ def encode_texts(
     )
     padded = pad_prompts(*heldout_rows.take(), width=prompt_tokens, pad_id=padding_id(tokenizer, shape.vocab_size))
     return training, heldout, padded, notes
+
+
+def _text_answer(ids: list[int], eos: int) -> Answers:
+    """Returns a text's first token as its prompt, which nothing predicts, and all others with EOS as the answer."""
+    return Answers(ids[:1], (ids[1:] + [eos] * (ids[-1] != eos),))
 
 
 def shares_of_mean(totals: np.ndarray, tokens: np.ndarray) -> np.ndarray:

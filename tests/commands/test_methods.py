@@ -189,6 +189,30 @@ def test_prompts_are_not_learned_and_completions_end_with_eos(folder):
             assert eval(prompt.removesuffix("=")) == int(arithmetic.TEXT.decode(answer[:-1]))
 
 
+def test_rows_of_text_are_learned_whole_with_eos(folder, tmp_path):
+    texts = [f"{i}+1={i + 1}" for i in range(8)]
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    options = ["--model", "model", "--task", str(file), "--num-heldout", "2", "--overlong", "truncate"]
+    model = load_pretrained(with_template(folder, tmp_path / "model", "{{ raise_exception('it was filled in') }}"))
+
+    def encoded(*more):
+        config = flags.parse(sft.Config, None, [*options, *more])
+        sides = sft.encode_texts(config, sft.read_completions(config), model)[:2]
+        rows = [row for packed in sides for row in zip(packed.ids, packed.texts, packed.completion_mask, strict=True)]
+        return [
+            (ids[numbers == number].tolist(), learned[numbers == number].tolist())
+            for ids, numbers, learned in rows
+            for number in range(1, numbers.max() + 1)
+        ]
+
+    whole = sorted([*arithmetic.TEXT.encode(text), arithmetic.TEXT.eos_id] for text in texts)
+    assert sorted(ids for ids, _ in encoded()) == whole
+    assert sorted(ids for ids, _ in encoded("--max-tokens", "3")) == [ids[:4] for ids in whole]  # the end is cut
+    assert all(learned == [False] + [True] * (len(ids) - 1) for ids, learned in encoded())
+    with refused("whole texts outside a chat: leave out --chat"):
+        encoded("--chat", "True")
+
+
 @pytest.mark.slow
 def test_sft_continues_with_the_same_teacher_only(folder, tmp_path, capsys):
     teacher = shutil.copytree(folder / "teacher", tmp_path / "teacher")
