@@ -35,6 +35,7 @@ from grpo_jax.devices import (
     to_devices,
 )
 from grpo_jax.functional import dpo_loss
+from grpo_jax.models import pieces
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.lora import add_adapters
@@ -53,7 +54,6 @@ from grpo_jax.rl.source import completion_numbers, group_temperatures, make_samp
 from grpo_jax.rl.types import Method, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step import pieces
 from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train

@@ -25,7 +25,6 @@ from grpo_jax.rl.scorers import with_ends
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, RewardArrays, noise_of
 from grpo_jax.rl.update import loss_of
-from grpo_jax.step import pieces as rl_pieces
 from grpo_jax.step.scores import score_completion_tokens
 from grpo_jax.step.types import Batch
 from grpo_jax.step.update import accumulate_grads
@@ -54,13 +53,13 @@ def a_batch() -> Batch:
 
 def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
     for prompts in (1, 2, 6, 7, 12, 32):
-        pieces = [rl_pieces.choose_microbatches(prompts, tokens, 1_024) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
+        pieces = [cut.choose_microbatches(prompts, tokens, 1_024) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
         assert all(prompts % count == 0 for count in pieces)
         assert pieces == sorted(pieces)  # longer texts, more pieces
         assert (pieces[0], pieces[-1]) == (1, prompts)  # all at once, and one by one
-    assert rl_pieces.choose_microbatches(32, 256, 1_024) == 8
-    assert rl_pieces.choose_microbatches(32, 257, 1_024) == 16
-    assert (rl_pieces.choose_microbatches(32, 64, 1_024), rl_pieces.choose_microbatches(32, 65, 1_024)) == (
+    assert cut.choose_microbatches(32, 256, 1_024) == 8
+    assert cut.choose_microbatches(32, 257, 1_024) == 16
+    assert (cut.choose_microbatches(32, 64, 1_024), cut.choose_microbatches(32, 65, 1_024)) == (
         1,
         4,
     )  # 2,048 tokens stay whole
@@ -79,21 +78,21 @@ ROW_SHAPES = [
 @pytest.mark.parametrize(("prompts", "expected"), ROW_SHAPES)
 def test_the_shape_of_rows_by_hand(prompts, expected):
     """With pieces of about 768 tokens. Without padding, packing may cost 12% more tokens at most."""
-    assert rl_pieces.choose_rows(*prompts, CPU.piece_tokens) == expected
+    assert cut.choose_rows(*prompts, CPU.piece_tokens) == expected
 
 
 PIECES = [
-    ({}, rl_pieces.Piece(8, 1, 128, True)),
-    ({"piece_tokens": 512}, rl_pieces.Piece(4, 1, 128, True)),
-    ({"microbatches": 2}, rl_pieces.Piece(2, 8, 128)),
-    ({"piece_tokens": 5_000}, rl_pieces.Piece(4, 8, 128)),
+    ({}, cut.Piece(8, 1, 128, True)),
+    ({"piece_tokens": 512}, cut.Piece(4, 1, 128, True)),
+    ({"microbatches": 2}, cut.Piece(2, 8, 128)),
+    ({"piece_tokens": 5_000}, cut.Piece(4, 8, 128)),
 ]
 
 
 @pytest.mark.parametrize(("changes", "expected"), PIECES)
 def test_pieces_are_packed_unless_their_number_is_given(changes, expected):
     options = {"microbatches": 0, "piece_tokens": 1_024} | changes
-    assert rl_pieces.choose_piece(4, 16, 8, 128, **options) == expected
+    assert cut.choose_piece(4, 16, 8, 128, **options) == expected
 
 
 def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out():
@@ -216,7 +215,7 @@ def pieces_of(kind, method, batch):
         return cut.packed(cut.lengths_of(batch.completion_mask), 8, 2)
     if kind == NARROW:
         return cut.by_prompts(N, N, cut.Sorting(jnp.sum(batch.prompt.mask, axis=-1), (24, P), (1, 1)))
-    return rl_pieces.choose_pieces(recipe(piece_tokens=40), batch)
+    return cut.choose_pieces(batch, microbatches=0, piece_tokens=40)
 
 
 def whole_vocabulary():
