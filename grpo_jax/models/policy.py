@@ -170,11 +170,16 @@ def _rounding(config: ModelConfig) -> Callable[[Params], Params] | None:
     return round_stochastically if config.rounding == "stochastic" else round_to_nearest
 
 
-def _variables(config: ModelConfig, params: Params) -> dict[str, Any]:
-    """Returns the collections for `Transformer.apply`, with parameters that products round to the nearest anyway."""
+def _variables(config: ModelConfig, params: Params, *, has_gradient: bool = True) -> dict[str, Any]:
+    """Returns the collections for `Transformer.apply`, with parameters that products round to the nearest anyway.
+
+    Without a gradient, rounded matrices take half of the bytes. A gradient must be added up in float32 where a token
+    occurs more than once.
+    """
     is_stochastic = config.rounding == "stochastic" and config.dtype != "float32"
-    # The base of adapters is frozen, so it needs no noise.
-    return variables(round_stochastically(params) if is_stochastic and not isinstance(params, Adapted) else params)
+    if not is_stochastic or isinstance(params, Adapted):  # the base of adapters is frozen, so it needs no noise
+        return variables(params)
+    return variables(round_stochastically(params, jnp.dtype("float32" if has_gradient else config.dtype)))
 
 
 def _states(config: ModelConfig, params: Params, rows: Rows) -> tuple[jax.Array, Any]:
@@ -193,7 +198,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
     def layout(params: Params) -> dict[str, Any]:
         """Converts parameters to the layout of decode steps, once per program instead of in every step of its loops."""
-        trees = _variables(config, params).items()
+        trees = _variables(config, params, has_gradient=False).items()
         return {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in trees}
 
     def slots_of_layers(room: int) -> list[int]:
@@ -206,7 +211,8 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
     def prefill(params: Params, prompt: PromptTokens, group_size: int, max_tokens: int):
         def compute(prompt: PromptTokens) -> tuple[jax.Array, list[Memory]]:
             seen = geometry_of_rows(config, rows_of_prompts(prompt))
-            hidden, results = compute_rows(config, _variables(config, params), prompt.ids, seen)
+            read = _variables(config, params, has_gradient=False)
+            hidden, results = compute_rows(config, read, prompt.ids, seen)
             return hidden[:, -1], [memory for memory, _ in by_layer(results)]
 
         config.check_width(prompt.width + max_tokens)

@@ -39,12 +39,13 @@ def round_to_nearest(params: Params) -> Params:
     """Rounds the matrices of a model to the nearest bfloat16 numbers, as products in bfloat16 do by themselves."""
 
     def rounded(path: Any, x: jax.Array) -> jax.Array:
-        return x.astype(jnp.bfloat16).astype(jnp.float32) if _is_rounded(path, x) else x
+        # A cast to bfloat16 and back is removed by XLA on GPUs.
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) if _is_rounded(path, x) else x
 
     return jax.tree_util.tree_map_with_path(rounded, params)
 
 
-def round_stochastically(params: Params) -> Params:
+def round_stochastically(params: Params, dtype: Any = jnp.float32) -> Params:
     """Rounds the matrices of a model up or down to bfloat16 numbers, with probabilities that keep the mean.
 
     x is rounded away from 0 with the probability (|x| − a) / (b − a), where a and b are the neighbours of |x| (Gupta et
@@ -53,11 +54,16 @@ def round_stochastically(params: Params) -> Params:
 
     Args:
       params: The parameters of one model. bfloat16 numbers stay as they are, to the bit.
+      dtype: The dtype of the arrays of rounded numbers.
 
     Returns:
-      The parameters. Rounded matrices are float32 arrays of bfloat16 numbers, whose gradient passes unchanged.
+      The parameters. The gradient of rounded float32 arrays passes unchanged.
     """
-    return jax.tree_util.tree_map_with_path(round_leaf, params)
+
+    def rounded(path: Any, x: jax.Array) -> jax.Array:
+        return round_leaf(path, x).astype(dtype) if _is_rounded(path, x) else x
+
+    return jax.tree_util.tree_map_with_path(rounded, params)
 
 
 def round_leaf(path: Any, x: jax.Array) -> jax.Array:
@@ -68,7 +74,8 @@ def round_leaf(path: Any, x: jax.Array) -> jax.Array:
     salt = zlib.crc32("/".join(_names(path)).encode())
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _noise(x.shape, salt)
     near = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-    return x + jax.lax.stop_gradient(jnp.where(jnp.isfinite(x), near - x, 0))
+    # With 0 for −0, XLA on GPUs would share one array of zeros with the gradients, and copy it.
+    return x + jax.lax.stop_gradient(jnp.where(jnp.isfinite(x), near - x, -0.0))
 
 
 def _noise(shape: tuple[int, ...], salt: int) -> jax.Array:

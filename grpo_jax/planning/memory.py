@@ -174,7 +174,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         choosing=max(prefill, 3 * FLOAT32 * rows * model.vocab_size // shape.tensor),
         scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
         gradients=trained * min(shape.num_pieces, 2),
-        activations=_activations(model, shape) + _rounded(model, shape),
+        activations=_activations(model, shape),
     )
 
 
@@ -285,13 +285,6 @@ def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
         of_values = model.delta.num_value_heads * model.delta.value_head_dim
         mixed = model.delta.convolved + 2 * of_values + 2 * model.delta.num_value_heads
     return mixed + 2 * features // shape.tensor + streams * model.hidden_size
-
-
-def _rounded(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of the trained layers after stochastic rounding, which are float32 arrays."""
-    if model.rounding == "nearest" or model.dtype == "float32" or shape.lora_rank:
-        return 0
-    return FLOAT32 * size_on_device(decoder_shapes(model)["layers"], shape.mesh)
 
 
 def _is_fused(model: ModelConfig, shape: Shape) -> bool:

@@ -28,7 +28,7 @@ def test_tables_name_parts_exchanges_seconds_and_parameters(capsys):
 
 
 def test_a_plan_that_does_not_fit_is_refused():
-    with refused("needs about 239 GiB of 95 .* fsdp 32"):
+    with refused("needs about 210 GiB of 95 .* fsdp 32"):
         plan.main(Config(model="Llama-3-70B", device="v5p"))
 
 
