@@ -115,10 +115,10 @@ def _cut(
         places = jnp.arange(size + -size % n) + taken
         is_used = places < jnp.reshape(num_rows, (-1, 1))
         places = jnp.minimum(places, size - 1)
-        chosen, of_pieces = prompts[:, places], members[:, places] & is_used[..., None]
-        chosen, of_pieces = (_side_by_side(x.reshape(len(x), -1, n, *x.shape[2:])) for x in (chosen, of_pieces))
+        chosen, piece_members = prompts[:, places], members[:, places] & is_used[..., None]
+        chosen, piece_members = (_side_by_side(x.reshape(len(x), -1, n, *x.shape[2:])) for x in (chosen, piece_members))
         num_used = -(-left // n)
-        pieces.append(Microbatches(chosen, of_pieces, num_used, width, prompt_width))
+        pieces.append(Microbatches(chosen, piece_members, num_used, width, prompt_width))
         taken += num_used * n
     return tuple(pieces)
 

@@ -118,11 +118,11 @@ def minibatch_order(seed: Array, step: Array, num_prompts: int, *, epochs: int, 
     Each epoch permutes all N prompts. The permutation depends only on (seed, step, epoch).
     """
 
-    def of_epoch(epoch: jax.Array) -> jax.Array:
+    def order_of_epoch(epoch: jax.Array) -> jax.Array:
         key = step_key(seed, SHUFFLING, jnp.asarray(step, jnp.uint32) * epochs + epoch)
         return jax.random.permutation(key, num_prompts)
 
-    orders = jax.vmap(of_epoch)(jnp.arange(epochs, dtype=jnp.uint32))
+    orders = jax.vmap(order_of_epoch)(jnp.arange(epochs, dtype=jnp.uint32))
     return orders.reshape(epochs * minibatches, -1).astype(jnp.int32)
 
 

@@ -51,7 +51,7 @@ def a_batch() -> Batch:
 # ---- which pieces there are
 
 
-def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
+def test_pieces_divide_minibatches_within_the_token_limit():
     for prompts in (1, 2, 6, 7, 12, 32):
         pieces = [cut.choose_microbatches(prompts, tokens, 1_024) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
         assert all(prompts % count == 0 for count in pieces)
@@ -95,7 +95,7 @@ def test_pieces_are_packed_unless_their_number_is_given(changes, expected):
     assert cut.choose_piece(4, 16, 8, 128, **options) == expected
 
 
-def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out():
+def test_widths_minimise_padding_and_skip_small_savings():
     choose = partial(choose_widths, most=3)
     assert choose([16, 16, 64, 16]) == (16, 64)  # with only 64 there would be 3 · 48 tokens of padding
     assert choose([32, 16, 32, 64, 16]) == (16, 32, 64)
@@ -142,7 +142,7 @@ def test_packed_rows_by_hand():
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 9), (3, 6), (3, 24)])
-def test_each_completion_is_in_one_row_and_no_row_is_too_long(rows, width):
+def test_each_completion_fits_into_exactly_one_row(rows, width):
     lengths = np.random.default_rng(rows).integers(0, 7, (7, 4))
     actual = rows_of(lengths, width, rows)
     prompts, members = (np.asarray(x).reshape(-1, *x.shape[2:]) for x in (actual.prompts, actual.members))
@@ -236,7 +236,7 @@ def summed(method, models, weighted, pieces):
 
 
 @pytest.mark.parametrize("name", slow_unless(("both", "whole vocabulary"), CASES))
-def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
+def test_pieces_have_scores_and_gradient_of_the_whole(name):
     kind, make = CASES[name]
     method, models, score = make()
     batch = jax.tree.map(jnp.asarray, a_batch())
@@ -265,7 +265,7 @@ def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
         assert_same_means(means, other_means)
 
 
-def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_the_whole():
+def test_fully_masked_batches_log_the_same_in_pieces():
     """As when all completions are cut off and masked."""
     nothing = np.zeros((N, G, T), bool)
     batch = a_batch()._replace(completion_mask=nothing, weights=nothing.astype(np.float32))
@@ -281,7 +281,7 @@ def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_the_whole():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"parallel": "mesh", "fsdp": 2}])
-def test_pieces_on_two_devices_have_the_gradient_of_the_whole(options):
+def test_pieces_on_two_devices_keep_the_gradient(options):
     gradients, (method, models, _) = [], of_grpo()
     method = method._replace(optimizer=recorder(1))
     for widths, more in ((), {}), (WIDTHS, {"devices": 2} | options):
@@ -328,7 +328,7 @@ def test_packed_completions_have_the_values_after_their_ends():
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-def test_a_model_may_read_more_of_a_prompt_than_its_tokens():
+def test_models_may_read_prompts_beyond_tokens():
     """A model that only repeats a number, which comes with each prompt, when it samples and when it scores."""
 
     def states(params, rows):
