@@ -102,7 +102,7 @@ def devices_of(config: PhaseConfig) -> Devices:
     validate_mesh(config.mesh)
     count, kind, fsdp, tensor = num_devices(config.devices), *dataclasses.astuple(config.mesh)
     if hosts.count() > 1 and kind == "pmap":
-        raise UsageError(f"pmap is of one host, and there are {hosts.count()}: leave out parallel, or set it to mesh")
+        raise UsageError(f"pmap runs on one host, and there are {hosts.count()}: leave out parallel, or set it to mesh")
     if hosts.count() == 1 and (kind == "pmap" or (kind == "auto" and fsdp * tensor == 1)):
         return first_devices(count)
     if count % (fsdp * tensor):
@@ -382,13 +382,13 @@ def _shardings(tree: Any, devices: Devices, axes: Any) -> Any:
     mesh = _mesh(devices)
     names = AXIS if devices.mesh is None else sharding.BATCH
 
-    def of_part(axis: int | None, part: Any) -> Any:
+    def spec_of_part(axis: int | None, part: Any) -> Any:
         if axis is None and devices.mesh is not None:
             return jax.tree.map(partial(NamedSharding, mesh), sharding.specs(part, mesh.shape))
         spec = PartitionSpec() if axis is None else PartitionSpec(names)
         return jax.tree.map(lambda _: NamedSharding(mesh, spec), part)
 
-    return jax.tree.map(of_part, axes, tree, is_leaf=lambda x: x is None)
+    return jax.tree.map(spec_of_part, axes, tree, is_leaf=lambda x: x is None)
 
 
 def _mesh(devices: Devices) -> jax.sharding.Mesh:

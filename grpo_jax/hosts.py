@@ -122,7 +122,7 @@ def _check(options: HostOptions) -> None:
     if not host or not port.isdecimal() or number is None or process is None or not 0 <= process < number:
         raise UsageError(
             "give all of coordinator_address, such as 10.0.0.1:8476, num_processes, and process_id, from 0 to "
-            "num_processes - 1, or distributed alone"
+            "num_processes - 1, or only distributed"
         )
 
 

@@ -363,7 +363,7 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
     plan, pretrained = prepared.plan, prepared.models["policy"].pretrained
     run.say(str(plan))
     if not plan.fits:
-        run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
+        run.warn_once("plan", f"{plan}: that is an estimate, but the run may run out of memory")
     group_tokens = prepared.programs.sampler.group_tokens
     if group_tokens and len(widths := prepared.task.heldout.tokens.batch_widths(group_tokens)) > 1:
         words = ", ".join(map(str, widths))

@@ -61,7 +61,7 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_recipe_has_the_objective_of_the_preset_with_its_published_numbers(preset):
+def test_recipes_have_the_published_numbers_of_their_preset(preset):
     config = configs.recipe(preset)
     options, expected = grpo_options.options_of(config), USUAL | UNUSUAL.get(preset, {})
     assert {name: options[name] for name in expected} == expected
@@ -69,7 +69,7 @@ def test_a_recipe_has_the_objective_of_the_preset_with_its_published_numbers(pre
     validate(config)
 
 
-def test_the_presets_that_there_are_are_those_of_the_command_line():
+def test_command_line_lists_all_presets():
     assert set(get_args(configs.Preset)) == PRESETS.keys()
     assert configs.RECIPES.keys() <= PRESETS.keys()
 
@@ -82,7 +82,7 @@ def test_the_objective_has_the_numbers_of_the_config():
     assert objective.constants == {"epsilon_low": 0.2, "epsilon_high": 0.3}
 
 
-def test_defaults_are_the_recipe_of_grpo_and_ppo_has_its_own():
+def test_defaults_are_the_recipes_of_grpo_and_ppo():
     assert configs.recipe() == configs.GRPOConfig()
     run = configs.PPOConfig().run
     assert (run.loss.preset, run.loss.kl_coef, run.loss.kl_in_reward) == ("lite_ppo", 0.02, True)
@@ -121,7 +121,7 @@ def test_options_are_replaced_in_whichever_group_they_are():
     assert configs.PPOConfig().run.steps == 100  # the old one stays
 
 
-def test_a_preset_brings_its_numbers_and_other_options_replace_them():
+def test_options_replace_the_numbers_of_a_preset():
     config = configs.with_options(
         configs.recipe(kl_coef=0.5, learning_rate=1e-3, top_k=2), preset="companion_post", epsilon_low=0.1
     )
@@ -169,7 +169,7 @@ def test_flags_are_flat_and_reach_every_group(tmp_path):
 
 
 @pytest.mark.parametrize("named", [["--preset", "dapo"], ["--preset=dapo"], ["--preset", "grpo", "--preset", "dapo"]])
-def test_a_preset_on_a_command_line_brings_its_numbers_in_any_order(tmp_path, named):
+def test_preset_flags_work_in_any_order(tmp_path, named):
     where = ["--run-dir", tmp_path / "run"]
     config = parse(*named, *where)
     assert config.train.loss == configs.recipe("dapo").loss
@@ -195,7 +195,7 @@ def test_help_shows_the_numbers_of_a_preset(capsys):
     assert default("--preset", "dapo") == "0.28"
 
 
-def test_help_that_is_read_in_part_ends_without_a_traceback(monkeypatch):
+def test_partly_read_help_ends_without_a_traceback(monkeypatch):
     reads, writes = os.pipe()
     os.close(reads)
     with os.fdopen(writes, "w") as nobody_reads:
@@ -218,7 +218,7 @@ def test_json_round_trips(config):
         grpo_options.from_json(config, {"output": {"no_such_option": 1}})
 
 
-def test_options_that_differ_from_a_run_are_named_without_their_groups():
+def test_differing_options_are_named_without_their_groups():
     one, other = configs.recipe(), configs.recipe("dapo", learning_rate=1e-3, keep_checkpoints=9)
     differing = differing_options(json.loads(json.dumps(dataclasses.asdict(one))), dataclasses.asdict(other))
     assert differing == ["epsilon_high", "kl_coef", "learning_rate", "preset"]
@@ -227,7 +227,7 @@ def test_options_that_differ_from_a_run_are_named_without_their_groups():
 LORA = ("--lora-rank", 2, "--lora-targets", "q_proj")
 
 
-def test_a_run_is_resumed_with_the_options_that_it_had(tmp_path):
+def test_runs_resume_with_their_original_options(tmp_path):
     config = parse("--preset", "dapo", "--kl-coef", 0.1, *LORA, "--run-dir", tmp_path / "run")
     folder = flags.open_run(config).path
     saved = json.loads((folder / "config.json").read_text())
@@ -239,7 +239,7 @@ def test_a_run_is_resumed_with_the_options_that_it_had(tmp_path):
         flags.open_run(parse("--resume", "--preset", "grpo", "--kl-coef", 0.2, "--run-dir", tmp_path / "run"))
 
 
-def test_options_come_from_a_file_and_flags_replace_them(tmp_path):
+def test_flags_replace_options_from_a_file(tmp_path):
     config = parse("--preset", "dapo", "--kl-coef", 0.1, *LORA, "--run-dir", tmp_path / "run")
     file = flags.open_run(config).path / "config.json"
     again = parse("--config", file, "--run-dir", tmp_path / "again")
@@ -283,7 +283,7 @@ UNFIT_FILES = [
 
 
 @pytest.mark.parametrize(("name", "text", "sentence"), UNFIT_FILES)
-def test_a_file_of_options_that_does_not_fit_is_refused_in_one_sentence(tmp_path, capsys, name, text, sentence):
+def test_invalid_option_files_are_refused_in_one_sentence(tmp_path, capsys, name, text, sentence):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit):
@@ -319,7 +319,7 @@ TYPES = {
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_number_is_in_all_ranges_of_its_type_or_refused_in_a_sentence(name):
+def test_numbers_outside_their_ranges_are_refused(name):
     hint, good, bad = TYPES[name]
     for value in good:
         grpo_options.check_number("some_option", value, hint)
@@ -367,7 +367,7 @@ def test_defaults_are_in_their_ranges():
         grpo_options.check_ranges(config)
 
 
-def test_a_phase_on_data_is_checked_by_the_same_ranges():
+def test_supervised_phases_check_the_same_ranges():
     config = SupervisedConfig(4, 1e-2, devices=1)
     assert (config.steps, config.learning_rate) == (4, 1e-2)
     check_supervised(config, seed=0, rows=8, name="num_rows")

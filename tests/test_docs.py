@@ -126,7 +126,7 @@ def test_the_example_of_memory_runs(capsys):
 ARRAYS = ("logprobs", "old_logprobs", "advantages", "mask")
 
 
-def test_losses_of_the_readme_print_the_number_in_the_comment(capsys):
+def test_readme_losses_print_the_stated_number(capsys):
     _, losses = programs("README.md")
     (stated,) = re.findall(r"^print\(loss\)  # (\S+)$", losses, re.M)
     names = execute(losses)
@@ -165,13 +165,13 @@ def test_the_programs_of_a_page_run(page, tmp_path, monkeypatch):
 # ---- the notebook
 
 
-def test_the_notebook_holds_no_output_and_its_losses_run(capsys):
+def test_notebook_has_no_output_and_its_losses_run(capsys):
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in CELLS)
     gradient = execute("\n".join(NOTEBOOK[:2]))["gradient"]
     assert gradient[0, 0, 0] < 0 < gradient[0, 1, 0]  # the loss falls where the advantage is positive
 
 
-def test_the_notebook_finds_the_clone_from_its_own_folder(monkeypatch):
+def test_notebook_locates_the_clone_from_its_folder(monkeypatch):
     monkeypatch.chdir(ROOT / "examples")  # where Jupyter starts its kernel
     monkeypatch.setattr(sys, "path", [])
     (line,) = [line for line in NOTEBOOK[2].splitlines() if line.startswith("sys.path")]
@@ -276,7 +276,7 @@ def test_commands_run(page, tmp_path):
 
 @needs_data
 @pytest.mark.slow
-def test_the_task_of_the_page_about_rewards_is_learned_evaluated_and_exported(tmp_path):
+def test_rewards_page_task_trains_evaluates_and_exports(tmp_path):
     make, train, evaluate, *_ = blocks("rewards.md", "bash")
     (export,) = blocks("pretrained.md", "bash")
     shell(make + train + evaluate + export, tmp_path)
@@ -289,7 +289,7 @@ def test_the_task_of_the_page_about_rewards_is_learned_evaluated_and_exported(tm
 # ---- limits, links and the reference
 
 
-def test_the_readme_is_short_and_one_line_installs_and_tests():
+def test_readme_is_short_with_one_install_line():
     text = PAGES["README.md"]
     outside_code = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
     assert len(text.splitlines()) <= 145
@@ -369,7 +369,7 @@ V5E_8 = ONE_GPU._replace(num_prompts=1, fsdp=8, traits=Traits("tpu"))
 
 
 @pytest.mark.parametrize("name", ["Gemma-3-270M", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
-def test_the_devices_that_models_fit_on_are_the_planners(name):
+def test_scaling_page_devices_match_the_planner(name):
     gpus = [(ONE_GPU, 0.9 * memory) for memory in (16, 24, 80)]
     cells = [" / ".join(map(in_gib, plans(name, shape, limit * GB))) for shape, limit in (*gpus, (V5E_8, 16))]
     assert f"| {name} | {' | '.join(cells)} |" in PAGES["scaling.md"]
@@ -410,7 +410,7 @@ HELPERS = {row[0].strip("`") for row in table("helper")}
 EQUATIONS = re.findall(r"^(\w+) {2,}\S", blocks("methods.md", "text")[-1], re.M)
 
 
-def test_every_function_has_one_equation_and_if_it_has_constants_one_row():
+def test_every_function_has_one_equation_and_row():
     def constants(name):
         values = [parameter.default for parameter in inspect.signature(getattr(F, name)).parameters.values()]
         return [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
@@ -422,7 +422,7 @@ def test_every_function_has_one_equation_and_if_it_has_constants_one_row():
 
 
 @pytest.mark.parametrize(("function", "defaults", "origin"), METHODS, ids=[row[0] for row in METHODS])
-def test_a_row_is_complete_and_its_defaults_are_the_functions(function, defaults, origin):
+def test_table_rows_state_the_functions_defaults(function, defaults, origin):
     parameters = inspect.signature(getattr(F, function)).parameters
     numbers = {name: p.default for name, p in parameters.items() if isinstance(p.default, int | float)}
     stated = constants_of(defaults)
@@ -440,7 +440,7 @@ def test_a_docstring_is_complete(name):
         assert re.search(rf"^ +(\*\*)?{parameter}:", doc, re.M), f"{parameter} is not described"
 
 
-def test_every_preset_has_a_row_with_its_functions_and_constants():
+def test_preset_rows_state_functions_and_constants():
     rows = {name.strip("`"): cells for name, *cells in table("preset")}
     assert rows.keys() == F.PRESETS.keys()
     for name, objective in F.PRESETS.items():

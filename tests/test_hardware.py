@@ -73,7 +73,7 @@ PEAKS = [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("TPU 
 
 
 @pytest.mark.parametrize(("kind", "peak"), PEAKS)
-def test_the_peak_of_a_device_is_that_of_the_most_special_name(monkeypatch, kind, peak):
+def test_device_peak_follows_the_most_specific_name(monkeypatch, kind, peak):
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(device_kind=kind)])
     assert peak_flops(2) == 2 * peak
 
@@ -82,7 +82,7 @@ def test_the_peak_of_other_devices_is_not_known():
     assert peak_flops(1) is None
 
 
-def test_a_cpu_has_what_is_left_of_the_machine_and_no_more_than_its_group(monkeypatch):
+def test_cpu_memory_is_bounded_by_machine_and_cgroup(monkeypatch):
     ours = sum(x.nbytes for x in jax.live_arrays())
     monkeypatch.setattr(devices, "_available", lambda: 10**9)
     monkeypatch.setattr(devices, "_cgroup_limit", lambda: 4 * 10**8)
@@ -100,7 +100,7 @@ LIMIT_FILES = [
 
 
 @pytest.mark.parametrize(("file", "text", "limit"), LIMIT_FILES)
-def test_the_limit_of_a_group_is_read_from_its_file(tmp_path, file, text, limit):
+def test_cgroup_limits_are_read_from_their_files(tmp_path, file, text, limit):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)
     assert devices._cgroup_limit(tmp_path) == limit

@@ -59,7 +59,7 @@ def test_every_module_has_a_layer():
 
 
 @pytest.mark.parametrize("fault", load_faults(""), ids=lambda fault: fault["meaning"])
-def test_a_fault_quotes_its_module_once_and_its_tests_exist(fault):
+def test_faults_quote_code_once_and_name_existing_tests(fault):
     assert (ROOT / fault["module"]).read_text().count(fault["before"]) == 1
     for test in fault["tests"]:
         file, _, name = test.partition("[")[0].partition("::")

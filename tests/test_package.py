@@ -25,7 +25,7 @@ def python(*args, cwd=ROOT, **variables):
     return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
-def test_without_the_extra_a_module_works_or_says_what_to_install():
+def test_modules_work_or_name_the_missing_extra():
     files = [file.relative_to(ROOT).with_suffix("") for file in (ROOT / "grpo_jax").rglob("*.py")]
     names = sorted(".".join(file.parts).removesuffix(".__init__") for file in files)
     names = [name for name in names if not name.startswith("grpo_jax.commands.")]  # started by the program, which asks
@@ -53,7 +53,7 @@ grpo_jax.commands.main(["train"])
     assert {"grpo_jax", "grpo_jax.commands", "grpo_jax.config", "grpo_jax.statistics"} <= works
 
 
-def test_the_package_alone_needs_jax_and_chex_and_lists_commands_without_them(capsys):
+def test_base_package_needs_only_jax_and_chex(capsys):
     assert {need.split(">")[0] for need in PROJECT["dependencies"]} == {"jax", "chex"}
     assert not [need for extra in PROJECT["optional-dependencies"].values() for need in extra if "<" in need]
     listing = "import sys, grpo_jax.commands as c; c.main(['--help'])"
@@ -72,7 +72,7 @@ def test_the_program_runs_as_a_module():
     assert "no command 'trian'" in python("-m", "grpo_jax", "trian").stderr
 
 
-def test_pure_functions_load_neither_a_framework_nor_the_rest_of_the_library():
+def test_functional_imports_no_framework_or_other_modules():
     names = python("-c", "import grpo_jax.functional, sys; print(*sys.modules)").stdout.split()
     assert not {"flax", "optax", "orbax", "transformers"} & {name.split(".")[0] for name in names}
     assert "grpo_jax.functional.losses" in names
@@ -84,7 +84,7 @@ def test_the_page_of_a_run_is_packaged():
     assert "*.html" in package_data["grpo_jax.runs"]
 
 
-def test_a_command_loads_nothing_of_features_that_are_off():
+def test_commands_do_not_load_unused_features():
     features = (
         "rl.ppo",
         "rl.distillation",

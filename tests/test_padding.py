@@ -48,7 +48,7 @@ def inside(completions):
     return places
 
 
-def test_what_is_sampled_does_not_depend_on_the_padding_id(params, completions, inside):
+def test_samples_do_not_depend_on_the_padding_id(params, completions, inside):
     other = sample(params, 0)
     np.testing.assert_array_equal(other.completion_mask, completions.completion_mask)
     np.testing.assert_array_equal(
@@ -58,14 +58,14 @@ def test_what_is_sampled_does_not_depend_on_the_padding_id(params, completions, 
     np.testing.assert_array_equal(other.sampler_logprobs, completions.sampler_logprobs)
 
 
-def test_it_is_scored_with_the_probability_that_it_was_sampled_with(params, completions, inside):
+def test_sampled_padding_ids_are_scored_as_sampled(params, completions, inside):
     batch = to_batch(PROMPTS.tokens, np.full((2, 16), 2.0, np.float32), completions)
     scores = jax.jit(lambda params: score_completion_tokens(POLICY, params, batch))(params)
     mask = completions.completion_mask
     np.testing.assert_allclose(np.asarray(scores.logprobs)[mask], completions.sampler_logprobs[mask], atol=1e-5)
 
 
-def test_it_is_part_of_the_text_and_of_what_is_written_of_it(completions, inside):
+def test_sampled_padding_ids_are_part_of_the_text(completions, inside):
     texts = decode_groups(completions, TASK)
     i, j = np.argwhere(inside.any(-1))[0]
     length = int(completions.completion_mask[i, j].sum())

@@ -137,10 +137,10 @@ def main(options: Options) -> None:
     saved = saved_options(options.model)
     if not options.task and not Path(options.model).exists():
         raise UsageError(f"there is no folder {options.model}: name that of a run; a model needs --task as well")
-    of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
-    if of_run and options.num_heldout != saved.get("num_heldout"):
+    same_task = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
+    if same_task and options.num_heldout != saved.get("num_heldout"):
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
-    if options.heldout and not of_run:
+    if options.heldout and not same_task:
         raise UsageError("--heldout is for training: name the rows to evaluate with --task")
     config = config_of(options)
     validate(config)
@@ -164,8 +164,8 @@ def main(options: Options) -> None:
         overlong=options.overlong,
         stop=options.stop,
         chat_template_kwargs=options.chat_template_kwargs,
-        training=of_run,
-        has_levels=of_run and saved.get("curriculum", 0) > 0,
+        training=same_task,
+        has_levels=same_task and saved.get("curriculum", 0) > 0,
     )
     with task_of as task:
         check_tokens(task)
@@ -173,7 +173,7 @@ def main(options: Options) -> None:
         try_rewards(task, task.heldout.examples[0], pretrained, group_size)
         pretrained = for_texts(pretrained, task.heldout.tokens.width + config.sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
-        if of_run and changed(Path(options.model), options.phase, task):
+        if same_task and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
         warn(console, notes)
         block = saved.get("num_prompts", 32) * group_size

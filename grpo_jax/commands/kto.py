@@ -132,5 +132,5 @@ def rating_warnings(config: Config, ratings: EncodedPairs) -> dict[str, str]:
 
 def summary(values: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Returns the means of an evaluation, with intervals from resampling completions except for z₀."""
-    of_completions = {name: x for name, x in values.items() if name != "kl"}
-    return with_intervals(of_completions) | {"kl": float(values["kl"][0])}
+    completion_values = {name: x for name, x in values.items() if name != "kl"}
+    return with_intervals(completion_values) | {"kl": float(values["kl"][0])}

@@ -47,14 +47,14 @@ def method_of(args: Sequence[str]) -> str:
     options = flags.read_options(user_path(file)) if file else {}
     if "--resume" in args:
         folder = flags.value_of("--run-dir", args) or str(options.get("run_dir", RUN_DIR))
-        saved = _of_newest_run(user_path(folder))
+        saved = _method_of_newest_run(user_path(folder))
         if named and saved and named != saved:
             raise UsageError(f"the run in {folder} is of method {saved}: leave out --method, or start a new run")
         named = named or saved
     return named or str(options.get("method", "grpo"))
 
 
-def _of_newest_run(folder: Path) -> str:
+def _method_of_newest_run(folder: Path) -> str:
     """Returns the method of the newest run in a folder; "" if there is no run or no method in its options."""
     runs = numbered_runs(folder)
     return str(read_object(runs[max(runs)] / "config.json").get("method", "")) if runs else ""

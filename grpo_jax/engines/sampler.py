@@ -116,7 +116,7 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
         )
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         raise UsageError(
-            "with top_k, top_p or min_p an engine says the probabilities after truncation alone, and not those of the "
+            "with top_k, top_p or min_p an engine reports probabilities after truncation, and not those of the "
             "policy: leave them out, or leave out engine"
         )
     check_alone("engines")

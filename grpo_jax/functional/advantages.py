@@ -18,27 +18,27 @@ import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import AxisName, check_shapes, from_numpy, maybe_pmax, maybe_psum, takes, upcast
 
-# bool, true for completions that count; None: all. Inside `_of_rewards` it is an array.
+# bool, true for completions that count; None: all. Inside `_checked_rewards` it is an array.
 Where = Any
 
 
-def _of_rewards(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _checked_rewards(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Wraps a function of (float rewards, *, where), both arrays, to accept rewards of any dtype, and None for `where`.
 
     It computes in at least float32 and returns the dtype of the rewards: in 16 bits a mean falls on the rewards' grid.
     """
 
     @wraps(advantages)
-    def of_rewards(rewards: jax.Array, *arguments, where: Where = None, **options) -> jax.Array:
+    def advantages_of_rewards(rewards: jax.Array, *arguments, where: Where = None, **options) -> jax.Array:
         shapes = {"rewards": "... G", "where": "... G"}
         check_shapes(advantages.__name__, shapes, {"rewards": rewards, "where": where})
         rewards, where = from_numpy(rewards), jnp.ones(rewards.shape, bool) if where is None else where
         return advantages(upcast(rewards), *arguments, where=where, **options).astype(_float(rewards))
 
-    return of_rewards
+    return advantages_of_rewards
 
 
-@_of_rewards
+@_checked_rewards
 def group_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: Where = None) -> jax.Array:
     """Aᵢ = (rᵢ − μ) / (s + ε), standardised rewards.
 
@@ -70,7 +70,7 @@ def group_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, wh
     return jnp.where(_differs(rewards, where), centered / (deviation + eps), 0)
 
 
-@_of_rewards
+@_checked_rewards
 def centered_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
     """Aᵢ = rᵢ − μ, centred rewards. Dr.GRPO (2503.20783).
 
@@ -88,7 +88,7 @@ def centered_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array
     return _against(rewards, _mean(rewards, where), where)
 
 
-@_of_rewards
+@_checked_rewards
 def leave_one_out_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
     """Aᵢ = rᵢ − Σ_{j≠i} rⱼ / (G − 1) = G/(G − 1) · (rᵢ − μ), the lead over the mean of the others.
 
@@ -129,7 +129,7 @@ def group_ranks(rewards: jax.Array) -> jax.Array:
     return 1 + jnp.sum(_larger(rewards), axis=-1, dtype=jnp.int32)
 
 
-@_of_rewards
+@_checked_rewards
 def rank_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: Where = None) -> jax.Array:
     """A = standardise(−rank̄), rank̄ᵢ = ½ (#{j : rⱼ > rᵢ} + #{j : rⱼ ≥ rᵢ} + 1).
 
@@ -157,7 +157,7 @@ def rank_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, whe
     return group_advantages(-ranks, ddof=ddof, eps=eps, where=where)
 
 
-@_of_rewards
+@_checked_rewards
 def batch_std_advantages(
     rewards: jax.Array,
     *,
@@ -189,7 +189,7 @@ def batch_std_advantages(
 
 
 @takes(rewards="... G", lengths="... G")
-@_of_rewards
+@_checked_rewards
 def opo_advantages(
     rewards: jax.Array, lengths: jax.Array, *, where: Where = None, axis_name: AxisName = None
 ) -> jax.Array:
@@ -235,7 +235,7 @@ def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array
     return (upcast(rewards) - upcast(greedy_rewards)[..., None]).astype(_float(rewards))
 
 
-@_of_rewards
+@_checked_rewards
 def gpg_advantages(rewards: jax.Array, *, where: Where = None, axis_name: AxisName = None) -> jax.Array:
     """Aᵢ = α (rᵢ − μ), α = B / #{completions of groups whose rewards differ}. GPG (2504.02546).
 
@@ -261,7 +261,7 @@ def gpg_advantages(rewards: jax.Array, *, where: Where = None, axis_name: AxisNa
     return centered_advantages(rewards, where=where) * (total / jnp.maximum(signals, 1))
 
 
-@_of_rewards
+@_checked_rewards
 def max_rl_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
     """Aᵢ = (rᵢ − μ) / μ, and 0 where μ ≤ 0. MaxRL (2602.02710).
 
@@ -282,7 +282,7 @@ def max_rl_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
     return jnp.where(informative, centered_advantages(rewards, where=where) / jnp.where(mean <= 0, 1, mean), 0)
 
 
-@_of_rewards
+@_checked_rewards
 def best_of_group_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
     """A₍₁₎ = r₍₁₎ − r₍₂₎, the lead of the best over the second; all others get 0. 2503.19595.
 
@@ -309,7 +309,7 @@ def best_of_group_advantages(rewards: jax.Array, *, where: Where = None) -> jax.
     return jnp.where(is_best & informative, best - jnp.where(has_second, second, 0), 0)
 
 
-@_of_rewards
+@_checked_rewards
 def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: Where = None) -> jax.Array:
     """A⁺ = (1 − R̄)/σ, A⁻ = (1 − R̄ − C(q−1, k−1)/C(n−1, k−1))/σ, R̄ = 1 − C(q, k)/C(n, k), σ = √(R̄ (1 − R̄)).
 

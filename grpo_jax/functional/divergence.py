@@ -222,8 +222,8 @@ def jsd_full(logits: jax.Array, ref_logits: jax.Array, *, beta: jax.Array | floa
     log_mixture = jnp.logaddexp(
         jnp.where(possible, log_p, 0) + jnp.log(beta), jnp.where(possible, log_q, 0) + jnp.log1p(-beta)
     )
-    of_ref, of_policy = _expectation_terms(log_p, log_mixture), _expectation_terms(log_q, log_mixture)
-    return jnp.sum(beta * of_ref + (1 - beta) * of_policy, axis=-1)
+    ref_terms, policy_terms = _expectation_terms(log_p, log_mixture), _expectation_terms(log_q, log_mixture)
+    return jnp.sum(beta * ref_terms + (1 - beta) * policy_terms, axis=-1)
 
 
 @takes(logits="... V")

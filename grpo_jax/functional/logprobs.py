@@ -290,7 +290,7 @@ def _logprobs_forward(logits, ids):
 
     def reduce_slice(index):
         products, part = _slice_products(logits, index)
-        z = _of_products(products, logits.scale, logits.softcap)
+        z = _logits_of_products(products, logits.scale, logits.softcap)
         chosen, is_new = _at_ids(z, ids[:, None], part)
         others = jnp.where(_is_chosen(ids, z, part), jnp.finfo(z.dtype).min, z)  # finite, if there is no other
         return jnp.where(is_new, chosen, 0)[:, 0], _moments(others, others, part), products if keeps else None
@@ -343,8 +343,8 @@ def _kl_forward(first, second):
         # The difference is taken before the sum: between close distributions two sums would cancel to rounding noise.
         return _moments(z, z - other, part), _moments(other, other, part)
 
-    of_first, of_second = jax.lax.map(reduce_slice, jnp.arange(_num_slices(first)))  # each [K, R]
-    (log_normalizer, mean_difference), (other_normalizer, _) = _combine(*of_first), _combine(*of_second)
+    reduce_first, reduce_second = jax.lax.map(reduce_slice, jnp.arange(_num_slices(first)))  # each [K, R]
+    (log_normalizer, mean_difference), (other_normalizer, _) = _combine(*reduce_first), _combine(*reduce_second)
     # Rounding may leave a little less than 0 where the distributions are equal.
     kl = jnp.maximum(mean_difference - (log_normalizer - other_normalizer), 0)
     return kl, (first, second, log_normalizer, other_normalizer, kl)
@@ -372,15 +372,15 @@ def _gradients_of_two(first, second, first_normalizer, second_normalizer, d_firs
     Each takes one pass: usually only one is needed, and XLA drops the other.
     """
 
-    def of_first(z, part):
+    def reduce_first(z, part):
         other, _ = _slice_logits(second, part.number)
         return d_first(z - first_normalizer[:, None], other - second_normalizer[:, None])
 
-    def of_second(z, part):
+    def reduce_second(z, part):
         other, _ = _slice_logits(first, part.number)
         return d_second(other - first_normalizer[:, None], z - second_normalizer[:, None])
 
-    return _gradients(first, of_first), _gradients(second, of_second)
+    return _gradients(first, reduce_first), _gradients(second, reduce_second)
 
 
 @jax.custom_vjp
@@ -404,14 +404,14 @@ def _jsd_forward(policy, ref, beta):
         (z, part), (other, _) = _slice_logits(policy, index), _slice_logits(ref, index)
         return _moments(z, z, part), _moments(other, other, part)
 
-    of_policy, of_ref = jax.lax.map(normalizers, slices)
-    normalizer, other_normalizer = _combine(*of_policy)[0], _combine(*of_ref)[0]
+    policy_sums, ref_sums = jax.lax.map(normalizers, slices)
+    normalizer, other_normalizer = _combine(*policy_sums)[0], _combine(*ref_sums)[0]
 
     def divergences(index):
         (z, part), (other, _) = _slice_logits(policy, index), _slice_logits(ref, index)
         log_q, log_p = z - normalizer[:, None], other - other_normalizer[:, None]
-        of_q, of_p = _to_mixture(log_q, log_p, beta)
-        terms = jnp.exp(log_q) * of_q, jnp.exp(log_p) * of_p
+        to_q, to_p = _to_mixture(log_q, log_p, beta)
+        terms = jnp.exp(log_q) * to_q, jnp.exp(log_p) * to_p
         return tuple(jnp.sum(_only_new(x, part, 0), axis=-1) for x in terms)
 
     # Rounding may leave a little less than 0 where the distributions are equal.
@@ -428,12 +428,12 @@ def _jsd_backward(residuals, d_jsd):
     policy, ref, beta, normalizer, other_normalizer, kl_q, kl_p = residuals
 
     def d_policy(log_q, log_p):
-        of_q, _ = _to_mixture(log_q, log_p, beta)
-        return (d_jsd * (1 - beta))[:, None] * jnp.exp(log_q) * (of_q - kl_q[:, None])
+        to_q, _ = _to_mixture(log_q, log_p, beta)
+        return (d_jsd * (1 - beta))[:, None] * jnp.exp(log_q) * (to_q - kl_q[:, None])
 
     def d_ref(log_q, log_p):
-        _, of_p = _to_mixture(log_q, log_p, beta)
-        return (d_jsd * beta)[:, None] * jnp.exp(log_p) * (of_p - kl_p[:, None])
+        _, to_p = _to_mixture(log_q, log_p, beta)
+        return (d_jsd * beta)[:, None] * jnp.exp(log_p) * (to_p - kl_p[:, None])
 
     gradients = _gradients_of_two(policy, ref, normalizer, other_normalizer, d_policy, d_ref)
     return *gradients, d_jsd * (kl_p - kl_q)
@@ -540,8 +540,8 @@ def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> 
         (d_hidden, d_unembedding, d_rest), (index, products_of_slice) = carry, slice_
         weight, part = _slice_weight(logits, index)
         if products_of_slice is None:
-            products_of_slice = _of_weight(hidden, weight)
-        z, pull = jax.vjp(_of_products, products_of_slice, scale, softcap)
+            products_of_slice = _multiply_weight(hidden, weight)
+        z, pull = jax.vjp(_logits_of_products, products_of_slice, scale, softcap)
         slope = _only_new(d_logits(z, part), part, 0)
         if softcap is None:
             slope = slope * scale[:, None]
@@ -556,8 +556,8 @@ def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> 
         return (d_hidden, d_unembedding, d_rest), None
 
     zeros = jnp.zeros_like(hidden, dtype=jnp.float32), accumulator_of(unembedding)
-    of_rest: tuple[Any, ...] = () if softcap is None else (jnp.zeros_like(scale), jnp.zeros_like(softcap))
-    carry, _ = jax.lax.scan(accumulate, (*zeros, of_rest), (jnp.arange(_num_slices(logits)), products))
+    scalar_grads: tuple[Any, ...] = () if softcap is None else (jnp.zeros_like(scale), jnp.zeros_like(softcap))
+    carry, _ = jax.lax.scan(accumulate, (*zeros, scalar_grads), (jnp.arange(_num_slices(logits)), products))
     d_hidden, d_unembedding, d_rest = carry
     if softcap is None:
         # Σ_v ∂L/∂z[v] · (W h)[v] = h · ∂L/∂h / scale, which saves a pass over the logits.
@@ -613,15 +613,15 @@ def _slice_weight(logits: _Logits, index):
 def _slice_products(logits: _Logits, index):
     """Returns W h `[R, C]` of slice `index`, and the slice."""
     weight, part = _slice_weight(logits, index)
-    return _of_weight(logits.hidden, weight), part
+    return _multiply_weight(logits.hidden, weight), part
 
 
-def _of_weight(hidden, weight):
+def _multiply_weight(hidden, weight):
     """W h `[R, C]` of h `[R, D]` and a slice `[C, D]`."""
     return einsum("rd,cd->rc", hidden, weight)
 
 
-def _of_products(products, scale, softcap):
+def _logits_of_products(products, scale, softcap):
     """z of W h, both `[R, C]`."""
     return softcapped(products, softcap) * scale[:, None]
 
@@ -629,4 +629,4 @@ def _of_products(products, scale, softcap):
 def _slice_logits(logits: _Logits, index):
     """Returns z `[R, C]` of slice `index`, and the slice."""
     products, part = _slice_products(logits, index)
-    return _of_products(products, logits.scale, logits.softcap), part
+    return _logits_of_products(products, logits.scale, logits.softcap), part

@@ -592,5 +592,5 @@ def _largest(scores: jax.Array, candidates: jax.Array, mask: jax.Array, share: f
     num_chosen = jnp.maximum((share * num_tokens).astype(jnp.int32), 1)
     values, places = jax.lax.top_k(scores, most)
     chosen = (jnp.arange(most) < num_chosen) & (values > -jnp.inf)
-    of_all_devices = jnp.zeros(scores.size, bool).at[places].set(chosen)
-    return of_all_devices.reshape(-1, *mask.shape)[device_index_and_count(axis_name)[0]]
+    all_devices = jnp.zeros(scores.size, bool).at[places].set(chosen)
+    return all_devices.reshape(-1, *mask.shape)[device_index_and_count(axis_name)[0]]

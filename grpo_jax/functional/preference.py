@@ -399,7 +399,7 @@ def _refuse_one(**arrays: jax.Array | None) -> None:
     """Refuses two arrays of which only one is None."""
     names = [name for name, value in arrays.items() if value is not None]
     if len(names) == 1:
-        raise TypeError(f"{names[0]} is given alone: give both of {' and '.join(arrays)}, or neither")
+        raise TypeError(f"{names[0]} is given without the other: give both of {' and '.join(arrays)}, or neither")
 
 
 def _per_token(logprobs: jax.Array, length: jax.Array) -> jax.Array:

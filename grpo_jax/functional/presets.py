@@ -42,11 +42,11 @@ def ignore_lengths(advantages: Callable[..., jax.Array], **constants) -> Callabl
     """
     takes_axis_name = "axis_name" in inspect.signature(advantages).parameters
 
-    def of_rewards(rewards, lengths, *, where=None, axis_name: AxisName = None):
+    def rewards_advantage(rewards, lengths, *, where=None, axis_name: AxisName = None):
         axis = {"axis_name": axis_name} if takes_axis_name else {}
         return advantages(rewards, where=where, **axis, **constants)
 
-    return of_rewards
+    return rewards_advantage
 
 
 class Objective(NamedTuple):

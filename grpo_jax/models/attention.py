@@ -184,8 +184,8 @@ def attend_rows(
     n, m, k, q, e = queries.shape
     width, size = masks[0].shape[-1], masks[1].shape[-2]
     prompt_queries, part_queries = jnp.split(queries, [width], axis=1)
-    of_prompt, of_parts = zip(*(jnp.split(x, [width], axis=1) for x in (keys, values)), strict=True)
-    shared = [x.swapaxes(1, 2)[:, :, None] for x in of_prompt]  # [N, K, 1, P, E]
+    in_prompt, in_parts = zip(*(jnp.split(x, [width], axis=1) for x in (keys, values)), strict=True)
+    shared = [x.swapaxes(1, 2)[:, :, None] for x in in_prompt]  # [N, K, 1, P, E]
     attended = []
 
     def core(*arrays: jax.Array, prefix: int, reach: int | None) -> jax.Array:
@@ -203,7 +203,7 @@ def attend_rows(
         attended.append(states[:, :, 0].transpose(0, 3, 1, 2, 4))
     if size:
         part_queries = part_queries.reshape(n, -1, size, k, q, e).transpose(0, 3, 1, 4, 2, 5)
-        states = core(part_queries, *map(behind_prompt, shared, of_parts), masks[1], prefix=width, reach=reaches[1])
+        states = core(part_queries, *map(behind_prompt, shared, in_parts), masks[1], prefix=width, reach=reaches[1])
         attended.append(states.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e))
     return jnp.concatenate(attended, axis=1)
 
@@ -261,8 +261,8 @@ def attend(
         first = prefix if reach is None else max(prefix, before + start - reach + 1)
         core = _attend_in_parts if end - start > 2 * _MIN_BLOCK else _attend_queries
         seen = partial(_without_middle, begin=prefix, end=first, size=before + end)
-        of_block = queries[..., start:end, :], seen(mask[..., start:end, :], axis=-1), seen(keys), seen(values)
-        attended.append(core(*of_block, scores.softcap, scores.sinks))
+        block_inputs = queries[..., start:end, :], seen(mask[..., start:end, :], axis=-1), seen(keys), seen(values)
+        attended.append(core(*block_inputs, scores.softcap, scores.sinks))
     return jnp.concatenate(attended, axis=-2)
 
 
@@ -482,18 +482,18 @@ def attend_past(
     if w > 1:
         masks = tuple(jnp.repeat(mask, q, axis=3).reshape(*mask.shape[:3], 1, q * w, -1) for mask in masks)
     bias, own_bias = (_bias(mask)[:, :, :, 0] for mask in masks)
-    of_prompt = softcapped(caches.score_prompt(queries, prompt), scores.softcap) + bias
+    prompt_scores = softcapped(caches.score_prompt(queries, prompt), scores.softcap) + bias
     suffix = softcapped(caches.score_cache(queries, cache), scores.softcap) + caches.split_blocks(own_bias, cache)
 
-    maximum = jnp.maximum(jnp.max(of_prompt, axis=-1), jnp.max(suffix, axis=(-3, -1)))
+    maximum = jnp.maximum(jnp.max(prompt_scores, axis=-1), jnp.max(suffix, axis=(-3, -1)))
     if scores.sinks is not None:
         sinks = jnp.repeat(scores.sinks.astype(jnp.float32).reshape(k, q), w, axis=1)[:, None]
         maximum = jnp.maximum(maximum, sinks)
-    of_prompt, suffix = jnp.exp(of_prompt - maximum[..., None]), jnp.exp(suffix - maximum[..., None, :, None])
-    total = jnp.sum(of_prompt, axis=-1) + jnp.sum(suffix, axis=(-3, -1))
+    prompt_scores, suffix = jnp.exp(prompt_scores - maximum[..., None]), jnp.exp(suffix - maximum[..., None, :, None])
+    total = jnp.sum(prompt_scores, axis=-1) + jnp.sum(suffix, axis=(-3, -1))
     total = total if scores.sinks is None else total + jnp.exp(sinks - maximum)
-    of_prompt, suffix = (x.astype(queries.dtype) for x in (of_prompt, suffix))
-    attended = (caches.sum_prompt(of_prompt, prompt) + caches.sum_cache(suffix, cache)) / total[..., None]
+    prompt_scores, suffix = (x.astype(queries.dtype) for x in (prompt_scores, suffix))
+    attended = (caches.sum_prompt(prompt_scores, prompt) + caches.sum_cache(suffix, cache)) / total[..., None]
     attended = attended.astype(queries.dtype).reshape(n, k, g, q, w, e).transpose(0, 2, 4, 1, 3, 5)
     return attended.reshape(n, m, k, q, e), cache
 

@@ -27,7 +27,7 @@ _BLOCKS = 64, 32  # sizes of a block; the first that divides the slots of a cach
 class KeyValues(NamedTuple):
     """Keys and values of one layer, or of all layers with a leading axis L, as a decode step reads them.
 
-    A pass over rows has both as `[N, M, K, E]`: see `of_prompts`.
+    A pass over rows has both as `[N, M, K, E]`: see `group_by_prompt`.
     """
 
     keys: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions; on a CPU [N, K, E, P], [N·K·G·C/B, E, B]
@@ -53,7 +53,7 @@ class Prefix(NamedTuple):
     length: jax.Array  # int32 [N], number of tokens of the prompt, which is the position of the first completion token
 
 
-def of_prompts(rows: KeyValues) -> KeyValues:
+def group_by_prompt(rows: KeyValues) -> KeyValues:
     """Rearranges keys and values of prompts, `[N, P, K, E]`, for decode steps."""
     keys, values = (x.swapaxes(1, 2) for x in rows)
     return KeyValues(keys.swapaxes(-1, -2) if _features_first() else keys, values)
@@ -113,8 +113,8 @@ def sum_cache(weights: jax.Array, cache: KeyValues) -> jax.Array:
     """Sums the values of completions by weights `[N, K, G, C/B, Q, B]` -> float32 `[N, K, G, Q, E]`."""
     leading, (q, size) = cache.keys.shape[:-2], weights.shape[-2:]
     values = cache.values.reshape(*leading, size, -1)
-    of_blocks = einsum("...qc,...ce->...qe", weights.reshape(*leading, q, size), values)
-    return jnp.sum(of_blocks.reshape(*weights.shape[:-1], -1), axis=3)
+    block_sums = einsum("...qc,...ce->...qe", weights.reshape(*leading, q, size), values)
+    return jnp.sum(block_sums.reshape(*weights.shape[:-1], -1), axis=3)
 
 
 # ---- writes
@@ -206,16 +206,16 @@ def select_completions(
       A prefix with one copy of the prompt for each chosen completion, and the cache of these completions.
     """
     num_prompts = prefix.mask.shape[0]
-    of_prompts, of_completions = key_values(prefix.layers)[0], key_values(layers)[0]
-    group_size = of_completions.values.shape[0] // math.prod(of_prompts.values.shape[:2])
+    prompt_cache, completion_cache = key_values(prefix.layers)[0], key_values(layers)[0]
+    group_size = completion_cache.values.shape[0] // math.prod(prompt_cache.values.shape[:2])
     prompt, member = jnp.divmod(chosen, group_size)
 
-    def take_layer(layer: Memory, of_prompts: KeyValues | None) -> Memory:
-        if of_prompts is None:
+    def take_layer(layer: Memory, shared: KeyValues | None) -> Memory:
+        if shared is None:
             return jax.tree.map(lambda x: x[prompt, member][:, None], layer)
 
         def take(x: jax.Array) -> jax.Array:
-            heads = of_prompts.values.shape[1]
+            heads = shared.values.shape[1]
             taken = x.reshape(num_prompts, heads, group_size, -1, *x.shape[1:])[prompt, :, member]  # [R, K, …]
             return taken.reshape(-1, *x.shape[1:])
 

@@ -65,8 +65,8 @@ class DeltaNet(nn.Module):
         mixed, gate, rate, decay = (checkpoint_name(spread(y, BATCH), "projected") for y in projected)
         mixed, gate, rate, decay = (y.astype(jnp.float32) for y in (mixed, gate, rate, decay))
         taps = self.param("conv", _zeros, {"taps": (delta.convolved, delta.conv_kernel_dim)})["taps"]
-        of_decay = self.param("decay", _zeros, {"log_rate": heads, "bias": heads})
-        decay = -jnp.exp(of_decay["log_rate"]) * jax.nn.softplus(decay + of_decay["bias"])
+        decay_params = self.param("decay", _zeros, {"log_rate": heads, "bias": heads})
+        decay = -jnp.exp(decay_params["log_rate"]) * jax.nn.softplus(decay + decay_params["bias"])
         rate = jax.nn.sigmoid(rate)
         if past is None:
             states, after = _compute_rows(delta, mixed, decay, rate, taps, geometry)

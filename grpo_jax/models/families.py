@@ -401,7 +401,7 @@ def _adjacent_pairs(config: ModelConfig, num_outputs: int) -> np.ndarray:
     return (np.arange(0, num_outputs, config.head_dim)[:, None] + head).reshape(-1)
 
 
-def _of_key_heads(parts: str, tensor: str) -> Callable[[ModelConfig, int], np.ndarray]:
+def _key_head_rows(parts: str, tensor: str) -> Callable[[ModelConfig, int], np.ndarray]:
     """Returns the outputs of these parts, each for all key heads, of a delta net's tensor in Qwen3-Next.
 
     The tensor holds all of its parts for one key head after those for another.
@@ -463,10 +463,10 @@ _MIXTRAL_NAMES: Names = {
     "experts.down_proj": "block_sparse_moe.experts.{}.w2",
 }
 _QWEN3_NEXT_NAMES: Names = {
-    "delta.in_proj_qkv": Stored("linear_attn.in_proj_qkvz", _of_key_heads("qkv", "qkvz")),
-    "delta.in_proj_z": Stored("linear_attn.in_proj_qkvz", _of_key_heads("z", "qkvz")),
-    "delta.in_proj_b": Stored("linear_attn.in_proj_ba", _of_key_heads("b", "ba")),
-    "delta.in_proj_a": Stored("linear_attn.in_proj_ba", _of_key_heads("a", "ba")),
+    "delta.in_proj_qkv": Stored("linear_attn.in_proj_qkvz", _key_head_rows("qkv", "qkvz")),
+    "delta.in_proj_z": Stored("linear_attn.in_proj_qkvz", _key_head_rows("z", "qkvz")),
+    "delta.in_proj_b": Stored("linear_attn.in_proj_ba", _key_head_rows("b", "ba")),
+    "delta.in_proj_a": Stored("linear_attn.in_proj_ba", _key_head_rows("a", "ba")),
 }
 _GPT_OSS_NAMES: Names = {
     "experts.router": "mlp.router",

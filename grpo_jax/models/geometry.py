@@ -77,7 +77,7 @@ class Rows:
         is_first = positions_in_texts(self.numbers) == 0
         return jnp.where(is_first.reshape(*is_first.shape, *[1] * (x.ndim - 2)), last, before)
 
-    def of_completions(self, x: jax.Array) -> jax.Array:
+    def take_completions(self, x: jax.Array) -> jax.Array:
         """Expands values of completions, `[R, G]`, to tokens: `[R, G, S]`, or an array that broadcasts against it."""
         return x[..., None] if self.numbers is None else _take(x, self.numbers[:, 0] - 1)[:, None]
 
@@ -123,7 +123,7 @@ class TokenStates(NamedTuple):
         def laid_out(other: Any) -> Any:
             if isinstance(other, TokenStates):
                 return other.hidden
-            return jax.tree.map(lambda x: rows.of_completions(x) if x.ndim == 2 else rows.pack(x), other)
+            return jax.tree.map(lambda x: rows.take_completions(x) if x.ndim == 2 else rows.pack(x), other)
 
         return jax.tree.map(rows.unpack, fn(self.hidden, *map(laid_out, others)))
 
@@ -209,7 +209,7 @@ class Geometry:
     # bool [N, G, W], for the next tokens: false on tokens that must not change the state of a completion. None: all do
     is_token: jax.Array | None = None
 
-    def of_layer(self, kind: "LayerKind") -> tuple[Angles, tuple[jax.Array, ...], Any]:
+    def layer_geometry(self, kind: "LayerKind") -> tuple[Angles, tuple[jax.Array, ...], Any]:
         """Returns the angles, masks and places for a layer of this kind."""
         rotation, window = kind
         places = None if self.places is None else _chosen(self.places, window)
@@ -223,10 +223,10 @@ LayerKind = tuple[Any, Any]
 def layer_kinds(config: ModelConfig) -> list[LayerKind]:
     """Returns the kind of each layer."""
 
-    def places(of_layers: Iterable[Any]) -> list[int | None]:
-        of_layers = list(of_layers)
-        different = _different(of_layers)
-        return [None if len(different) == 1 else different.index(x) for x in of_layers]
+    def places(layer_values: Iterable[Any]) -> list[int | None]:
+        layer_values = list(layer_values)
+        different = _different(layer_values)
+        return [None if len(different) == 1 else different.index(x) for x in layer_values]
 
     return list(zip(places(config.rotations), places(config.windows), strict=True))
 
@@ -275,7 +275,7 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
     prompt_mask, numbers, size = rows.prompt.mask, rows.numbers, rows.inputs
     (n, width), group_size = prompt_mask.shape, rows.ids.shape[1]
     config.check_width(width + rows.longest)
-    of_prompt = prompt_positions(prompt_mask)
+    prompt_places = prompt_positions(prompt_mask)
     place = jnp.arange(size)[None, None] if numbers is None else positions_in_texts(numbers)
     number_in_prompt = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)[:, None, None] + place  # [N, G or 1, I]
     causal = jnp.tril(jnp.ones((size, size), bool))
@@ -288,15 +288,15 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
         within = (prompt_mask[:, :, None] == prompt_mask[:, None, :]) & jnp.tril(jnp.ones((width, width), bool))
-        within &= _near(of_prompt[:, :, None], of_prompt[:, None, :], window)
+        within &= _near(prompt_places[:, :, None], prompt_places[:, None, :], window)
         seen = jnp.broadcast_to(by_part(prompt_mask)[:, :, None], (*number_in_prompt.shape, width))
         seen = jnp.concatenate([seen, jnp.broadcast_to(same, (*number_in_prompt.shape, size))], axis=-1)
-        in_a_row = jnp.concatenate([by_part(of_prompt), number_in_prompt], axis=-1)
+        in_a_row = jnp.concatenate([by_part(prompt_places), number_in_prompt], axis=-1)
         seen &= _near(number_in_prompt[..., :, None], in_a_row[..., None, :], window)
         return within[:, None, None, None], seen[:, None, :, None]
 
-    of_parts = jnp.broadcast_to(number_in_prompt, (n, group_size, size)).reshape(n, -1)
-    positions = jnp.concatenate([of_prompt, of_parts], axis=-1)
+    part_places = jnp.broadcast_to(number_in_prompt, (n, group_size, size)).reshape(n, -1)
+    positions = jnp.concatenate([prompt_places, part_places], axis=-1)
     geometry = _geometry(config, positions, masks_of, rows.longest)
     return replace(geometry, prompt_mask=prompt_mask, numbers=numbers, parts=(group_size, size))
 
@@ -358,10 +358,10 @@ def geometry_of_step(
     position = prefix.length[:, None] + step  # [N, 1]
 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
-        of_prompt = prefix.mask & _near(position, prompt_positions(prefix.mask), window)
+        prompt_places = prefix.mask & _near(position, prompt_positions(prefix.mask), window)
         held = _held(step, slots_of(window, slots))
-        of_cache = jnp.broadcast_to((held >= 0) & _near(step, held, window), (position.shape[0], held.size))
-        return of_prompt[:, None, None, None, None], of_cache[:, None, None, None, None]
+        cache_places = jnp.broadcast_to((held >= 0) & _near(step, held, window), (position.shape[0], held.size))
+        return prompt_places[:, None, None, None, None], cache_places[:, None, None, None, None]
 
     positions = jnp.broadcast_to(position, (position.shape[0], group_size))
     is_token = None if active is None else active[..., None]
@@ -392,11 +392,11 @@ def geometry_of_tokens(
     places = prompt_positions(prefix.mask)[:, None, None]
 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
-        of_prompt = prefix.mask[:, None, None] & _near(position[..., None], places, window)
-        of_prompt = jnp.broadcast_to(of_prompt, (*number.shape, prefix.mask.shape[-1]))
+        prompt_places = prefix.mask[:, None, None] & _near(position[..., None], places, window)
+        prompt_places = jnp.broadcast_to(prompt_places, (*number.shape, prefix.mask.shape[-1]))
         held = _held(number, slots_of(window, slots))
-        of_cache = (held >= 0) & _near(number[..., None], held, window)
-        return of_prompt[:, None, :, None], of_cache[:, None, :, None]
+        cache_places = (held >= 0) & _near(number[..., None], held, window)
+        return prompt_places[:, None, :, None], cache_places[:, None, :, None]
 
     positions = position.reshape(position.shape[0], -1)
     is_token = jnp.arange(width) < counts[..., None]

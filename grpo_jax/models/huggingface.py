@@ -257,7 +257,7 @@ def save_pretrained(
     written = text_part(read_json(source / "config.json")) if source else config_to_huggingface(config)
     written.pop("quantization_config", None)
     if isinstance(params, Headed):
-        written = _of_classifier(written)
+        written = _classifier_config(written)
     else:
         written["tie_word_embeddings"] = config.tie_word_embeddings  # the files of the source may have differed from it
     written |= {"torch_dtype" if "torch_dtype" in written else "dtype": dtype.name}
@@ -301,7 +301,7 @@ def classifier_class(model_type: str) -> str:
     return names[model_type]
 
 
-def _of_classifier(written: dict[str, Any]) -> dict[str, Any]:
+def _classifier_config(written: dict[str, Any]) -> dict[str, Any]:
     """Changes the config.json of a decoder to that of a classifier with one label."""
     architectures = [classifier_class(written["model_type"])]
     one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}

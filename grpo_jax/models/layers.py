@@ -97,7 +97,7 @@ def scan_layers(
                 stacks[module] = jax.tree.map(lambda y, i=first, n=split: y[i:].reshape(-1, *n, *y.shape[1:]), tree)
         return stacks
 
-    def of_layer(stacks: Params, number: int) -> Params:
+    def take_layer(stacks: Params, number: int) -> Params:
         """Returns the parameters of one layer of a period."""
         numbers = {module: [i for i in layers_with(config, module) if i in repeated] for module in stacks}
         return {
@@ -107,25 +107,25 @@ def scan_layers(
         }
 
     def step_period(x: jax.Array, scanned: Any) -> tuple[jax.Array, list[Any]]:
-        stacks, of_period = scanned
+        stacks, period_results = scanned
         results, seen = [], shared
-        for number, kind in zip(repeated, of_period, strict=True):
-            params = {name: of_layer(layers, number) for name, layers in stacks.items()}
+        for number, kind in zip(repeated, period_results, strict=True):
+            params = {name: take_layer(layers, number) for name, layers in stacks.items()}
             x, seen, result = step(forms[number], x, seen, params, kind or kinds[number])
             results.append(result)
         return x, results
 
     stacks = {name: by_period(layers) for name, layers in collections.items()}
     # The indices of rotation and window are arrays only if they differ between periods.
-    of_periods = [
+    period_kinds = [
         jax.tree.map(lambda *i: jnp.array(i, jnp.int32), *set_of) if len(set(set_of)) > 1 else None
         for set_of in (kinds[number::period] for number in repeated)
     ]
-    x, of_period = jax.lax.scan(step_period, x, (stacks, of_periods), unroll=unroll)
-    return x, (results, of_period, (len(forms) - prefix) // period)
+    x, period_results = jax.lax.scan(step_period, x, (stacks, period_kinds), unroll=unroll)
+    return x, (results, period_results, (len(forms) - prefix) // period)
 
 
 def by_layer(results: Results) -> list[Any]:
     """Returns the result of each layer."""
-    of_prefix, of_period, num_periods = results
-    return of_prefix + [jax.tree.map(itemgetter(i), y) for i in range(num_periods) for y in of_period]
+    prefix_results, period_results, num_periods = results
+    return prefix_results + [jax.tree.map(itemgetter(i), y) for i in range(num_periods) for y in period_results]

@@ -107,15 +107,15 @@ class Linear(nn.Module):
     def __call__(self, x, y=None):
         """Maps x `[..., *in]` to `[..., *out]`, in the dtype of x. If x W is known already, y is x W, `[..., out]`."""
         if self._decodes():
-            of_input, of_output = sharding.decoding_axes(str(self.name))
-            rows = spread(x.reshape(-1, math.prod(x.shape[x.ndim - self.in_axes :])), DATA, of_input)
+            input_axis, output_axis = sharding.decoding_axes(str(self.name))
+            rows = spread(x.reshape(-1, math.prod(x.shape[x.ndim - self.in_axes :])), DATA, input_axis)
             if self.has_variable("params", "transposed"):
                 y = times_transposed(rows, self.get_variable("params", "transposed"), x.dtype)
             else:
                 codes: Any = self.get_variable("params", "quantised")
                 matrix = usable_kernel(str(self.name), codes, rows, x.dtype, is_decoding=True)
                 y = product(rows, matrix.reshape(rows.shape[-1], -1))
-            y = spread(y, DATA, of_output)
+            y = spread(y, DATA, output_axis)
         if y is not None:
             y = y.reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
         else:

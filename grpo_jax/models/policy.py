@@ -20,8 +20,8 @@ from grpo_jax.models.cache import (
     Memory,
     Prefix,
     cache_keys,
+    group_by_prompt,
     key_values,
-    of_prompts,
     select_completions,
     widen,
 )
@@ -219,7 +219,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
         prompt = jax.tree.map(jnp.asarray, prompt)
         hidden, memories = computed_in_pieces(compute, prompt, pieces_of_prompts(prompt))
         separate = layout(params)
-        layers = tuple(of_prompts(memory) if isinstance(memory, KeyValues) else None for memory in memories)
+        layers = tuple(group_by_prompt(memory) if isinstance(memory, KeyValues) else None for memory in memories)
         prefix = Prefix(layers, jnp.asarray(prompt.mask), jnp.sum(prompt.mask, axis=-1, dtype=jnp.int32))
 
         def begin(memory: Memory, slots: int) -> Memory:

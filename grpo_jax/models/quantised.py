@@ -162,8 +162,8 @@ def _from_nf4(codes: jax.Array, largest: jax.Array, inputs: int) -> jax.Array:
     # A byte holds two codes. JAX does not test `jnp.uint4` on GPUs.
     pairs = jnp.stack([codes >> 4, codes & 15], axis=-2)
     codes = pairs.reshape(*codes.shape[:-2], -1, codes.shape[-1])[..., :inputs, :]
-    of_each = jnp.repeat(largest.astype(jnp.float32), _BLOCK, axis=-2)[..., :inputs, :]
-    return jnp.asarray(_NF4, jnp.float32)[codes] * of_each
+    block_scales = jnp.repeat(largest.astype(jnp.float32), _BLOCK, axis=-2)[..., :inputs, :]
+    return jnp.asarray(_NF4, jnp.float32)[codes] * block_scales
 
 
 _ENCODE = {"int8": _to_int8, "nf4": _to_nf4}  # float32 matrix -> codes, scales

@@ -123,12 +123,12 @@ def layer_inputs(config: ModelConfig, params: Params, ids: jax.Array, x: jax.Arr
     size = config.hidden_size_per_layer_input
     if not size:
         return {}
-    of_tokens = _look_up(params["per_layer"]["embedding"], ids, rows).astype(x.dtype) * jnp.asarray(size**0.5, x.dtype)
+    embedded = _look_up(params["per_layer"]["embedding"], ids, rows).astype(x.dtype) * jnp.asarray(size**0.5, x.dtype)
     kernel = params["per_layer"]["projection"]["kernel"].astype(x.dtype)
     projected = product(x, kernel) * jnp.asarray(config.hidden_size**-0.5, x.dtype)
-    of_tokens, projected = (y.reshape(*ids.shape, config.num_hidden_layers, size) for y in (of_tokens, projected))
+    embedded, projected = (y.reshape(*ids.shape, config.num_hidden_layers, size) for y in (embedded, projected))
     normed: Any = norm(config).apply({"params": params["per_layer"]["norm"]}, projected)
-    features = (normed + of_tokens) * jnp.asarray(2**-0.5, x.dtype)
+    features = (normed + embedded) * jnp.asarray(2**-0.5, x.dtype)
     return {"inputs": {"features": spread(jnp.moveaxis(features, 2, 0), None, rows)}}
 
 
@@ -308,11 +308,11 @@ class Attention(nn.Module):
         """
         config, is_reader = self.config, self.mixer in READ
         heads, (kv_heads, features, *_, keys_are_values) = config.num_attention_heads, config.heads_of(self.mixer)
-        angles, masks, places = geometry.of_layer(kind)
+        angles, masks, places = geometry.layer_geometry(kind)
 
-        of_queries = 2 * features if config.gated_attention else features
+        query_features = 2 * features if config.gated_attention else features
         others = [] if is_reader else ["k_proj"] if keys_are_values else ["k_proj", "v_proj"]
-        shapes = {"q_proj": (heads, of_queries)} | dict.fromkeys(others, (kv_heads, features))
+        shapes = {"q_proj": (heads, query_features)} | dict.fromkeys(others, (kv_heads, features))
         projected = [spread(y, BATCH, None, TENSOR) for y in linears(self, x, shapes, config.qkv_bias)]
         queries, *written = (checkpoint_name(y, "projected") for y in projected)  # [N, M, heads, E]
 

@@ -88,7 +88,7 @@ def pair_weights(completion_mask: jax.Array) -> jax.Array:
     return token_mean_weights(jnp.any(completion_mask, axis=(-2, -1)))
 
 
-def of_every_pair(metrics: Mapping[str, Array]) -> PairMetrics:
+def pair_metrics(metrics: Mapping[str, Array]) -> PairMetrics:
     """Makes metrics that are means over all pairs from numbers `[N]`."""
     return {name: (x, jnp.ones(len(x), bool)) for name, x in metrics.items()}
 
@@ -271,7 +271,7 @@ def preference_terms(loss: PairLoss, logprobs: Array, batch: PairBatch) -> tuple
     margin = compared[:, 0] - compared[:, 1]
     metrics |= {"accuracy": jnp.where(margin == 0, 0.5, margin > 0), "margin": margin}
     losses = loss(**{name: value for name, value in known.items() if name in arguments})
-    return losses, of_every_pair(metrics)
+    return losses, pair_metrics(metrics)
 
 
 def _by_side(name: str, values: Array) -> dict[str, Array]:
@@ -306,7 +306,7 @@ def reward_terms(rewards: Array, batch: PairBatch, *, center_coef: float = 0.0) 
     losses = bradley_terry_loss(chosen, rejected, margin=batch.margin, center_coef=center_coef)
     right = jnp.where(chosen == rejected, 0.5, chosen > rejected)
     metrics = {"accuracy": right, "difference": chosen - rejected, "reward": (chosen + rejected) / 2}
-    return losses, of_every_pair(metrics)
+    return losses, pair_metrics(metrics)
 
 
 class PairEvaluation(NamedTuple):

@@ -90,10 +90,10 @@ def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitProg
         return by_prompts(jax.tree.leaves(rows)[0].shape[0], config.microbatches)
 
     def map_pieces(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Any:
-        def of_rows(params: Any, rows: Any) -> Any:
+        def map_piece(params: Any, rows: Any) -> Any:
             return computed_in_pieces(partial(fn, params), rows, pieces(rows))
 
-        return map_rows(of_rows, devices)(params, batch)
+        return map_rows(map_piece, devices)(params, batch)
 
     def step(state: TrainState, batch: Any, frozen: Any):
         rate = learning_rate(steps_taken(state))

@@ -44,11 +44,11 @@ from grpo_jax.models.heads import without_vocabulary
 from grpo_jax.models.layers import repetition
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import Quantize
+from grpo_jax.models.pieces import Piece, choose_piece
 from grpo_jax.models.policy import decoder_policy, suits_cudnn
 from grpo_jax.models.projections import TARGETS, Target
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.transformer import Params
-from grpo_jax.step.pieces import Piece, choose_piece
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -282,8 +282,8 @@ def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
     streams = 1 if model.norms == "before" else 3
     mixed = 2 * _keys(model, shape) + (2 + model.gated_attention) * heads // shape.tensor
     if model.delta and form.mixer == "delta":
-        of_values = model.delta.num_value_heads * model.delta.value_head_dim
-        mixed = model.delta.convolved + 2 * of_values + 2 * model.delta.num_value_heads
+        value_features = model.delta.num_value_heads * model.delta.value_head_dim
+        mixed = model.delta.convolved + 2 * value_features + 2 * model.delta.num_value_heads
     return mixed + 2 * features // shape.tensor + streams * model.hidden_size
 
 
@@ -336,10 +336,10 @@ def _cache(model: ModelConfig, shape: Shape) -> int:
 
     A delta net has a state of each completion instead, and inputs of its convolution.
     """
-    of_prompts = _attention_layers(model) * shape.num_prompts * shape.prompt_tokens
+    prompt_slots = _attention_layers(model) * shape.num_prompts * shape.prompt_tokens
     layers, completions = zip(model.windows, model.forms, strict=True), shape.num_prompts * shape.group_size
     slots = sum(slots_of(window, shape.max_tokens) for window, form in layers if form.mixer in READ.values())
-    tokens = of_prompts + completions * slots
+    tokens = prompt_slots + completions * slots
     growing = _GROWING if shape.max_tokens >= shape.traits.grows_from else 1
     states = completions * len(model.delta_layers) * FLOAT32 * _state(model)
     return states + round(growing * 2 * _keys(model, shape) * tokens * BYTES[model.dtype])
@@ -369,13 +369,13 @@ def _state(model: ModelConfig) -> int:
 def _activations(model: ModelConfig, shape: Shape) -> int:
     """Returns the bytes of a piece: stored activations, and the larger of a layer's backward pass and the logits."""
     piece, tokens, forms = shape.piece, tokens_of_piece(shape), model.forms
-    of_layers = [_projected(model, shape, form) for form in forms]
+    layer_projections = [_projected(model, shape, form) for form in forms]
     inputs = 0 if model.remat == "offload" and shape.traits.offloads else model.hidden_size
     decoders = 2 if shape.critic == "own" else 1
-    stored = model.num_hidden_layers * inputs + (sum(of_layers) if model.remat == "none" else 0)
+    stored = model.num_hidden_layers * inputs + (sum(layer_projections) if model.remat == "none" else 0)
     stored = decoders * stored * tokens
     # Projections and their gradients; with remat the projections are computed again, on one GPU in the same memory.
-    working = (2 if model.remat == "none" or shape.is_on_one_gpu else 3) * max(of_layers) * tokens
+    working = (2 if model.remat == "none" or shape.is_on_one_gpu else 3) * max(layer_projections) * tokens
     if model.experts:  # a token is copied to each of its experts
         working += 6 * model.experts.num_experts_per_tok * model.hidden_size * tokens
     # A prompt's keys and values are copied to each of its completions. Scores are in float32.

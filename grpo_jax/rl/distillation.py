@@ -22,7 +22,7 @@ from grpo_jax.functional.numerics import is_zero
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import grpo_method, masked, of_top_entropy
+from grpo_jax.rl.grpo import grpo_method, keep_top_entropy, masked
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.source import Sampler
@@ -158,7 +158,7 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: Los
         assert batch.teacher is not None
         by_token = jnp.where(batch.completion_mask, F.teacher_advantages(logprobs, batch.teacher.logprobs), 0)
         k1 = -jnp.sum(by_token) / jnp.maximum(jnp.sum(batch.completion_mask), 1)
-        learned = of_top_entropy(by_token, scored, loss)
+        learned = keep_top_entropy(by_token, scored, loss)
         advantages = F.per_token(weighted, by_token) + config.distillation_coef * learned
         return batch._replace(advantages=advantages), logged, logs | {"distillation": k1}
 

@@ -126,7 +126,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
     Raises:
       UsageError: A reward function returned the wrong number of rewards.
     """
-    texts, of_episodes = decode_groups(completions, task), episodes_of(task)
+    texts, episode_module = decode_groups(completions, task), episodes_of(task)
     shape = completions.truncated.shape
     examples = [example for example in prompts.examples for _ in range(shape[1])]
     flat = [text for group in texts for text in group]
@@ -146,7 +146,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         truncated=np.asarray(completions.truncated),
         distinct=np.array([len({(*text.ids, text.truncated) for text in group}) / shape[1] for group in texts]),
         parts=scores.parts,
-        episodes=of_episodes.episode_numbers(task, completions, texts) if of_episodes else {},
+        episodes=episode_module.episode_numbers(task, completions, texts) if episode_module else {},
     )
 
 
@@ -181,14 +181,14 @@ def episodes_of(task: Task) -> Any:
     return episodes
 
 
-def shares_a_function(reward: Reward | Rewards, of_task: Reward | Rewards) -> bool:
+def shares_a_function(reward: Reward | Rewards, task_reward: Reward | Rewards) -> bool:
     """Returns true if two rewards have a function in common. Only then do a run's rewards of turns count.
 
     The coin toss of a control is not in the task's reward, so its rewards of turns are left out too. Otherwise the
     control would learn from them, even if they cancel in the sum of an episode: the loss weighs a token by the length
     of its completion, and later turns change that length.
     """
-    functions, others = ([part.reward for part in named_components(each).values()] for each in (reward, of_task))
+    functions, others = ([part.reward for part in named_components(each).values()] for each in (reward, task_reward))
     return any(function in others for function in functions)
 
 
@@ -321,7 +321,8 @@ def _part_columns(graded: Graded, number: int, advantages: np.ndarray | None) ->
         columns["span_rewards"] = [[part.reward for part in row] for row in parts]
     if advantages is not None and (graded.episodes or columns):
         at_ends = [
-            _rounded(row[[part.end - 1 for part in of_row]]) for row, of_row in zip(advantages, parts, strict=True)
+            _rounded(row[[part.end - 1 for part in row_parts]])
+            for row, row_parts in zip(advantages, parts, strict=True)
         ]
         columns["turn_advantages" if graded.episodes else "span_advantages"] = at_ends
     return columns

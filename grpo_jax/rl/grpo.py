@@ -177,13 +177,13 @@ def masked(batch: Batch, config: LossConfig) -> Batch:
       batch: The batch with advantages, and with entropies if `top_entropy` is below 1.
       config: The loss options of the run.
     """
-    batch = batch._replace(advantages=of_top_entropy(batch.advantages, batch, config))
+    batch = batch._replace(advantages=keep_top_entropy(batch.advantages, batch, config))
     if config.mask_truncated:
         batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, ~batch.truncated))
     return batch
 
 
-def of_top_entropy(advantages: jax.Array, batch: Batch, config: LossConfig) -> jax.Array:
+def keep_top_entropy(advantages: jax.Array, batch: Batch, config: LossConfig) -> jax.Array:
     """Returns advantages that are 0 on tokens of low entropy, if `top_entropy` is below 1."""
     if config.top_entropy == 1:
         return advantages

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, spread_over
 from grpo_jax.models.params import join
+from grpo_jax.models.pieces import choose_pieces
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import SHUFFLING, Learned, Method, RewardArrays, step_key
 from grpo_jax.step.optimizer import steps_taken
-from grpo_jax.step.pieces import choose_pieces
 from grpo_jax.step.types import Array, Batch, Logs, TrainState
 from grpo_jax.step.update import train_step
 
@@ -118,11 +118,11 @@ def minibatch_order(seed: Array, step: Array, num_prompts: int, *, epochs: int, 
     Each epoch permutes all N prompts. The permutation depends only on (seed, step, epoch).
     """
 
-    def of_epoch(epoch: jax.Array) -> jax.Array:
+    def order_of_epoch(epoch: jax.Array) -> jax.Array:
         key = step_key(seed, SHUFFLING, jnp.asarray(step, jnp.uint32) * epochs + epoch)
         return jax.random.permutation(key, num_prompts)
 
-    orders = jax.vmap(of_epoch)(jnp.arange(epochs, dtype=jnp.uint32))
+    orders = jax.vmap(order_of_epoch)(jnp.arange(epochs, dtype=jnp.uint32))
     return orders.reshape(epochs * minibatches, -1).astype(jnp.int32)
 
 
@@ -135,7 +135,7 @@ def optimizer_step(
     minibatch: Batch,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Takes one optimizer step of a method on a minibatch. For the arguments see `learn` and `train_step`."""
-    rate, weights_of = method.schedule(steps_taken(state)), method.aggregation
+    rate, weights_of, options = method.schedule(steps_taken(state)), method.aggregation, config.optimizer
     if config.loss.objective.fixed_length:
         # With an environment the mask also has room for observations, which do not count.
         longest = min(minibatch.completion_ids.shape[-1], config.sampling.max_tokens)
@@ -147,7 +147,7 @@ def optimizer_step(
         loss_fn=partial(loss_of, method),
         weights_of=partial(weights_of, num_completions=minibatch.temperature.size),
         optimizer=method.optimizer,
-        pieces=partial(choose_pieces, config),
+        pieces=partial(choose_pieces, microbatches=options.microbatches, piece_tokens=options.piece_tokens),
         devices=devices,
         rounded=method.rounded and partial(_rounded_policy, method.rounded),
     )

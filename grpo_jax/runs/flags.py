@@ -139,7 +139,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     if not runs:
         raise UsageError(f"there is no run to resume in {folder}: leave out --resume, or name the run's --run-dir")
     newest = runs[max(runs)]
-    default = _with_file(_of_run(config_class, newest / "config.json"), args)
+    default = _with_file(_options_of_run(config_class, newest / "config.json"), args)
     return with_options(_read(config_class, default, args, prog, description), run_dir=newest)
 
 
@@ -253,7 +253,7 @@ def _with_file(default: Config, args: list[str]) -> Config:
         raise UsageError(f"{file} does not fit ({error})") from None
 
 
-def _of_run(config_class: type[Config], file: Path) -> Config:
+def _options_of_run(config_class: type[Config], file: Path) -> Config:
     """Returns the options that a run began with.
 
     Raises:

@@ -334,14 +334,14 @@ def make_logits(policy: Policy, params: Params) -> Callable[[jax.Array], jax.Arr
     `functional.token_logprobs` computes the same logits.
     """
     unembedding = policy.unembedding(params)
-    of_tokens, of_features = unembedding_axes(unembedding.shape[0])
-    unembedding = spread(unembedding, of_tokens, of_features)
+    token_axis, feature_axis = unembedding_axes(unembedding.shape[0])
+    unembedding = spread(unembedding, token_axis, feature_axis)
 
     def logits_of(hidden: jax.Array) -> jax.Array:
-        hidden = spread(hidden, DATA, None, of_features)
+        hidden = spread(hidden, DATA, None, feature_axis)
         logits = softcapped(times_transposed(hidden, unembedding, jnp.float32, by_columns=True), policy.softcap)
         # On a mesh each device computes the logits of its part of the vocabulary, and then samples for its prompts.
-        return spread(spread(spread(logits, DATA, None, of_tokens), BATCH, None, TENSOR), AXES)
+        return spread(spread(spread(logits, DATA, None, token_axis), BATCH, None, TENSOR), AXES)
 
     return logits_of
 

@@ -1,4 +1,4 @@
-"""One optimizer step, which `rl` and `offline` share: scores of tokens, pieces of a batch, gradients, the optimizer."""
+"""One optimizer step, which `rl` and `offline` share: scores of tokens, gradients, the optimizer."""
 
 from grpo_jax.errors import need
 

@@ -67,7 +67,9 @@ def token_divergence(
         if kind == "jsd":
             return F.jsd_full(logits, outputs.logits, beta=beta)
         return F.kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
-    of_teacher = outputs.hidden, teacher[0][:size]
+    teacher_head = outputs.hidden, teacher[0][:size]
     if kind == "jsd":
-        return F.token_jsd(hidden, unembedding, *of_teacher, beta=beta, ref_softcap=ref_softcap, **common)
-    return F.token_kl(hidden, unembedding, *of_teacher, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common)
+        return F.token_jsd(hidden, unembedding, *teacher_head, beta=beta, ref_softcap=ref_softcap, **common)
+    return F.token_kl(
+        hidden, unembedding, *teacher_head, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common
+    )

@@ -341,8 +341,8 @@ def encode_rows(
     lost += len(trained.numbers) - len(made)
     left = np.setdiff1d(np.arange(len(train)), np.setdiff1d(now, list(made))).tolist()
     later = partial(_encode_later, encode, vocab_size, width)
-    of_sample = [made[i] for i in sample.tolist() if i in made] or _pairs(held)
-    training = PromptRows([rows[i] for i in train[left]], [made.get(i) for i in left], of_sample, later)
+    sample_prompts = [made[i] for i in sample.tolist() if i in made] or _pairs(held)
+    training = PromptRows([rows[i] for i in train[left]], [made.get(i) for i in left], sample_prompts, later)
     held_rows = PromptRows([heldout[i] for i in held.numbers], _pairs(held), _pairs(held), later)
     return training, held_rows, _notes(trained, held, lost, nothing_held_out), width
 
@@ -454,7 +454,7 @@ def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
         if name is None:
             continue
         if not name or form or conversion:
-            raise UsageError(f"the template has {{{name}}} with a format or without a name: it takes {{column}} alone")
+            raise UsageError(f"the template has {{{name}}} with a format or without a name: write only {{column}}")
         value = column(row, name, where)
         if not isinstance(value, str | int | float):
             raise UsageError(f"{where}: column {name} holds {kind_of(value)}, and a template takes text and numbers")

@@ -57,8 +57,8 @@ def verifiers_environment(taskset: Any, user: User | None = None, *, max_turns: 
 
     Args:
       taskset: The taskset of the rows.
-      user: The user of user-sim, who answers until it writes `DONE` of the package. It must give the same answers
-        again, since each reply replays the conversation. Default: an episode has one turn (single-agent).
+      user: The user of user-sim, who answers until it writes `DONE` of the package. Default: an episode has one turn
+        (single-agent).
       max_turns: The most messages of the user, with the first one, which is in the prompt.
 
     Returns:
@@ -69,14 +69,11 @@ def verifiers_environment(taskset: Any, user: User | None = None, *, max_turns: 
     async def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
         del key
         task, messages = tasks[example["index"]], example["prompt"].messages
-        texts = [messages[-1]["content"], transcript[0].action.strip()]
-        for turn in transcript[1:]:  # observations have the delimiters of turns, so the user is asked again
-            texts += [await _ask(user, task, texts), turn.action.strip()]
         played = task if user is None else task.with_data(prompt=None)
-        trace = await _trace(played, messages, transcript, texts[2::2])
+        trace = await _trace(played, messages, transcript)
         stops = [await session.call_hook(stop, {traces.Trace: trace}) for stop in played.hooks("stop")]
         goes_on = user is not None and len(transcript) < max_turns and not any(stops)
-        text = await _ask(user, task, texts) if goes_on else DONE
+        text = await _ask(user, task, [x.content for x in trace.messages if x.role != "system"]) if goes_on else DONE
         if text != DONE:
             return Reply(text)
         await played.finalize(trace, None)
@@ -90,23 +87,23 @@ async def _ask(user: Any, task: Any, texts: Sequence[str]) -> str:
     """Asks the user for its next message, after those of both sides in turn."""
     persona = PERSONA.replace("{done}", DONE).replace("{scenario}", task.data.prompt_text)
     roles = ("assistant", "user") * len(texts)
-    said = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    said = [{"role": role, "content": text.strip()} for role, text in zip(roles, texts, strict=False)]
     return (await user([{"role": "system", "content": persona}, {"role": "user", "content": _GREETING}, *said])).strip()
 
 
-async def _trace(task: Any, messages: Sequence[Message], turns: Transcript, heard: Sequence[str]) -> Any:
-    """Returns the package's trace of a transcript, in which the user answered with these texts."""
+async def _trace(task: Any, messages: Sequence[Any], turns: Transcript) -> Any:
+    """Returns the package's trace of a transcript that follows these messages."""
     about = traces.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     agent = traces.AgentInfo(config=configs.agent.AgentConfig())
     trace: Any = traces.Trace(task=about, state=state.state_cls(type(task))(), agent=agent)
     await task.setup(trace, None)
     said = [dialects.parse_message(message) for message in messages]
-    for turn, text in zip(turns, [*heard, ""], strict=True):
+    for turn in turns:
         action = types.AssistantMessage(content=str(turn.action))
         finish: Any = "length" if turn.action.truncated else "stop"
         response = types.Response(id="", created=0, model="", message=action, finish_reason=finish)
         graph.prepare_turn(trace, said).commit(response)
-        said = [*said, action, types.UserMessage(content=text)]
+        said = [*said, action, *(dialects.parse_message(message) for message in [turn.message] if message)]
     return trace
 
 

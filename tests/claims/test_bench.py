@@ -27,7 +27,7 @@ TINY = ARITHMETIC._replace(
 INIT = jax.jit(decoder_policy(TINY.model).init)
 
 
-def test_runs_are_kept_and_more_seeds_are_new_runs(tmp_path, monkeypatch):
+def test_more_seeds_reuse_the_runs_on_disk(tmp_path, monkeypatch):
     """Runs a program that does not train: rewards are the seed, and scores a hundred times the learning rate."""
     done, draws = list[int](), list[float]()
 
@@ -64,7 +64,7 @@ def test_runs_are_kept_and_more_seeds_are_new_runs(tmp_path, monkeypatch):
     assert not np.any(np.isclose(more[COIN].scores, 1))
 
 
-def test_a_run_that_diverged_has_the_floor_from_there_on():
+def test_scores_after_divergence_are_the_floor():
     scores = np.ones((3, 2, 8))  # evaluations at steps 0, 5 and 10
     diverged = np.arange(10) >= 7
     np.testing.assert_array_equal(benches.with_floor(scores, diverged).mean((1, 2)), [1, 1, 0])
@@ -107,7 +107,7 @@ def test_folders_and_files_that_are_damaged_are_named(tmp_path, text):
 
 
 @pytest.mark.parametrize("name", [name for name, question in QUESTIONS.items() if question.module == "reproduce"])
-def test_a_question_is_short_and_its_settings_can_be_made(name):
+def test_question_files_are_short_and_their_settings_valid(name):
     question = QUESTIONS[name]
     assert len((FOLDER / f"{name}.toml").read_text().splitlines()) <= 120
     settings = {row: make_setting(**options) for row, options in question.settings.items()}
@@ -118,7 +118,7 @@ def test_a_question_is_short_and_its_settings_can_be_made(name):
     assert question.computed_by or set(question.drawn) <= set(question.columns)
 
 
-def test_settings_that_differ_in_numbers_alone_share_a_program(tmp_path):
+def test_settings_differing_only_in_numbers_share_a_program(tmp_path):
     bench = Bench(Config(preset="smoke", run_dir=tmp_path))
     one, other = (make_setting(TINY, learning_rate=rate) for rate in (0.1, 0.2))
     assert bench.program(one) == bench.program(other)

@@ -24,7 +24,7 @@ def measured(question, cases):
     return answers.measure(SimpleNamespace(seeds=[0, 1], runs=lambda settings: cases), question)
 
 
-def test_a_table_has_the_columns_of_runs_and_of_their_start():
+def test_tables_measure_runs_and_their_starting_policy():
     scores = np.zeros((2, 3, 4, 2))  # seeds, evaluations, prompts, a sample and the greedy one
     scores[:, 1, :2, 0], scores[:, 2, :, 0], scores[1, 2, 0, 0] = 1, 1, 0
     scores[..., 1] = 7  # greedy ones do not count
@@ -62,7 +62,7 @@ def test_a_column_that_is_not_there_is_refused():
         read_column("speed", runs_of([[0.0]]))
 
 
-def test_a_target_is_reached_by_the_mean_of_five_steps():
+def test_targets_are_reached_by_means_of_five_steps():
     rising = np.arange(10.0)  # the mean of steps 1 to 5 is 2, of 2 to 6 it is 3, and of the last five 7
     reached = columns.steps_to(runs_of([rising] * 3), np.array([2.0, 2.5, 7.5]))
     np.testing.assert_array_equal(reached, [1, 2, 7])
@@ -76,7 +76,7 @@ def test_pass_at_k_of_the_last_evaluation():
     np.testing.assert_allclose(read_column("pass@2", runs_of([[0.0]], scores)), [1 / 4])
 
 
-def test_a_comparison_is_a_difference_or_the_logarithm_of_a_ratio():
+def test_comparisons_are_differences_or_log_ratios():
     cells = {("a", "x"): [2.0, 4.0], ("b", "x"): [1.0, 1.0], ("c", "x"): [5.0, 5.0], ("a", "y"): [0.5, 0.5]}
 
     def value(rows, column="x", scale="difference"):
@@ -159,7 +159,7 @@ RIGHT_WAY = {
     "name",
     [name for name, question in QUESTIONS.items() if not question.computed_by and question.module == "reproduce"],
 )
-def test_every_question_of_runs_can_be_measured_and_its_claims_look_the_right_way(name):
+def test_every_question_is_measured_with_correctly_signed_claims(name):
     question, (scores, expected) = QUESTIONS[name], RIGHT_WAY.get(name, ({}, {}))
     known = answers.measure(planted(scores), question)
     assert next(iter(known["rows"])) == START

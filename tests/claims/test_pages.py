@@ -76,7 +76,7 @@ def config(asked, tmp_path_factory):
     return config
 
 
-def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, asked):
+def test_pages_start_with_answers_and_are_reproducible(config, asked):
     text = (config.out / "RESULTS-smoke.md").read_text()
     first = text[: text.index("![")]
     for headline in HEADLINES:  # each has its rows, with a link
@@ -114,7 +114,7 @@ def test_figures_are_drawn_alike_each_time(config, tmp_path):
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
 
 
-def test_the_pages_of_the_repository_are_those_of_its_numbers(asked, tmp_path):
+def test_committed_pages_match_the_committed_numbers(asked, tmp_path):
     files = sorted((ROOT / "docs/results").glob("numbers*.json"))
     reproduce.main(Config(numbers=tuple(files), out=tmp_path))
     for path in (Path("RESULTS.md"), *(file.relative_to(tmp_path) for file in tmp_path.glob("docs/results/*.md"))):
@@ -131,7 +131,7 @@ def strings_of(values, scale="difference"):
     return {f"{signed[0]} [{signed[1]}, {signed[2]}]", f"{mean:z.3f} ± {half:.3f}"}
 
 
-def test_every_number_on_the_page_follows_from_the_values_of_seeds():
+def test_numbers_on_the_page_follow_from_seed_values():
     known = json.loads((ROOT / "docs/results/numbers.json").read_text())["answers"]
     expected = set()
     for answer in known.values():
@@ -170,7 +170,7 @@ def test_every_number_on_the_page_follows_from_the_values_of_seeds():
     assert set(re.findall(r"\d+\.\d+", written)) <= {"0.01", "0.02", "0.04", "0.0017", "0.8", "2504.13837"}
 
 
-def test_the_file_has_the_values_of_all_seeds_and_their_checksum(config, tmp_path):
+def test_numbers_file_holds_seed_values_and_their_checksum(config, tmp_path):
     file = config.out / "docs/results-smoke/numbers.json"
     known, first = json.loads(file.read_text()), numbers.read_numbers(file).checksum
     values, diverged = known["answers"]["ablate_clip"]["primary"]["clip_none"]
@@ -207,7 +207,7 @@ def lose_values(file):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_pages_are_made_of_the_file_of_numbers_also_if_it_lost_the_values_of_seeds(config, asked, tmp_path, lost):
+def test_pages_are_rebuilt_from_the_numbers_file(config, asked, tmp_path, lost):
     before = config.out / "docs/results-smoke"
     shutil.copytree(before, tmp_path / "before")
     file = tmp_path / "before/numbers.json"
@@ -280,7 +280,7 @@ def test_what_two_verdicts_are_to_each_other(first, again, expected):
     assert pages.relation(*both) == expected
 
 
-def test_how_far_means_are_apart_and_what_chance_gives_by_hand():
+def test_distance_of_means_and_chance_probability_by_hand():
     # 9 degrees of freedom: t is 2.262. Standard errors of 0.03 and 0.04 are 0.05 together, and 0.1 is two of them.
     one, other = (Interval(mean, mean - 2.262 * e, mean + 2.262 * e) for mean, e in ((0.3, 0.03), (0.2, 0.04)))
     both = Decision("undecided", 10, one), Decision("undecided", 10, other)

@@ -80,7 +80,7 @@ def test_graded_additions_earn_their_share_of_right_tokens():
     np.testing.assert_allclose(reward_of(ANSWERS[:1], drawn, graded=1.0), [[1, 0.75, padding]])
 
 
-def test_what_may_be_wrong_with_a_reward_of_additions():
+def test_addition_rewards_have_the_requested_flaws():
     reward, right = partial(reward_of, ANSWERS, DRAWN), is_right()
     assert set(reward(coin=1.0).ravel()) == {0, 1}
     assert abs(np.corrcoef(reward(coin=1.0).ravel(), right.ravel())[0, 1]) < 0.2
@@ -131,7 +131,7 @@ def test_carries_are_of_the_last_digits():
 
 
 @pytest.mark.slow
-def test_a_coarse_sampler_has_other_probabilities_than_what_scores():
+def test_coarse_sampler_probabilities_differ_from_scored_ones():
     model = ModelConfig(4, 8, 16, 1, 1, 1, 8, initializer_range=1.0)
     exact, coarse = decoder_policy(model), testbeds.coarse_sampler(model)
     params, ids = jax.jit(exact.init)(jax.random.key(0)), jnp.array([[0, 1]])

@@ -83,7 +83,7 @@ def test_a_family_is_corrected_together():
     assert alone
 
 
-def test_another_number_of_looks_has_another_share_of_the_level():
+def test_significance_level_is_split_among_looks():
     values = around(0.05, 0.035, 10)  # p of "supported" is 0.0007: t is 4.52 with 9 degrees of freedom
     assert p_values(claim(), values)[1] == pytest.approx(0.00073, abs=2e-5)
     # The smallest of three is compared with a level of 0.05 / looks / (3 · 11 / 6): 0.00303 of three, 0.00061 of 15.
@@ -138,7 +138,7 @@ def test_claims_are_told_apart():
             assert len(row.sides) == 2
 
 
-def test_one_look_has_the_verdict_of_a_wider_interval():
+def test_single_look_verdicts_follow_the_corrected_interval():
     claims = [claim(str(place)) for place in range(10)]
     t = 4.773  # of a one-sided test at 5% / 20, with six seeds
     error = 0.01

@@ -260,7 +260,7 @@ def test_configurations_of_models(examples):
 
 
 @pytest.mark.parametrize("value", ["x", True, -1.0, math.nan, HUGE])
-def test_a_number_of_a_model_is_finite_and_in_its_range(value):
+def test_model_numbers_must_be_finite_and_in_range(value):
     with refused("rms_norm_eps"):
         config_from_huggingface(LLAMA | {"rms_norm_eps": value})
 

@@ -31,7 +31,7 @@ def names_in(text):
 
 
 @pytest.mark.parametrize("method", train.METHODS)
-def test_help_shows_the_first_options_and_says_how_to_see_all(capsys, monkeypatch, method):
+def test_short_help_says_how_to_see_all_options(capsys, monkeypatch, method):
     types = option_types(COMMANDS[method])
     first, everything = (page(capsys, monkeypatch, "--method", method, flag) for flag in ("--help", "--help-all"))
     assert lines_in_80_columns(first) <= 140
@@ -42,7 +42,7 @@ def test_help_shows_the_first_options_and_says_how_to_see_all(capsys, monkeypatc
     assert f"\n--help-all shows all {len(types)} options.\n" in first
 
 
-def test_help_of_grpo_shows_first_options_with_texts_and_defaults(capsys, monkeypatch):
+def test_help_of_grpo_shows_texts_and_defaults(capsys, monkeypatch):
     text = page(capsys, monkeypatch, "-h", "--steps", "3", "--preset", "companion_post")
     assert {"template", "chat", "system", "num_heldout", "wandb", "stop", "dry_run"} <= names_in(text)
     words = " ".join(text.replace("│", " ").split())
@@ -52,7 +52,7 @@ def test_help_of_grpo_shows_first_options_with_texts_and_defaults(capsys, monkey
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_is_read_and_has_a_short_text(command):
+def test_every_option_is_used_and_has_short_help(command):
     texts = flags.option_texts(COMMANDS[command])
     assert texts.keys() == option_types(COMMANDS[command]).keys()
     for name, text in texts.items():

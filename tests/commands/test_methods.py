@@ -47,7 +47,7 @@ def moved(folder, exported):
 
 
 @pytest.mark.parametrize("method", train.METHODS)
-def test_every_method_puts_text_into_the_chat_template_by_default(folder, tmp_path, capsys, method):
+def test_every_method_uses_the_chat_template_by_default(folder, tmp_path, capsys, method):
     model = with_template(folder, tmp_path / "model", "{{ raise_exception('it was filled in') }}")
     size = next((option for option in OFFLINE.get(method, ()) if str(option).startswith("--num")), "--num-prompts")
     rows = ("--data" if method in OF_PAIRS else "--task", "rows.jsonl", "--run-dir", tmp_path / "run")
@@ -79,9 +79,7 @@ FIRST_METRICS = [
 
 
 @pytest.mark.parametrize(("method", "metric", "first"), FIRST_METRICS)
-def test_a_method_learns_rows_and_its_policy_is_exported_and_evaluated(
-    folder, tmp_path, capsys, monkeypatch, method, metric, first
-):
+def test_methods_train_export_and_evaluate_on_rows(folder, tmp_path, capsys, monkeypatch, method, metric, first):
     evaluated, out, rows = [], tmp_path / "run", shutil.copy(folder / "rows.jsonl", tmp_path)
     monkeypatch.setattr(sft, "text_nll", lambda *args, **options: evaluated.append(1) or text_nll(*args, **options))
     source = ("--data" if method in OF_PAIRS else "--task", rows)
@@ -113,7 +111,7 @@ def test_a_method_learns_rows_and_its_policy_is_exported_and_evaluated(
     assert "training rows" in refusal(capsys, "train", "--resume", "--run-dir", out)
 
 
-def test_ppo_has_its_own_defaults_a_page_a_control_and_a_policy_without_critic(folder, tmp_path):
+def test_ppo_uses_its_defaults_and_exports_no_critic(folder, tmp_path):
     out = tmp_path / "run"
     lines, results = run(folder, out, "ppo", *options_of("ppo"), "--control")
     assert dict.fromkeys(line["phase"] for line in lines) == dict.fromkeys(["ppo", "control"])
@@ -177,7 +175,7 @@ def test_a_run_is_extended_by_its_folder_alone(folder, tmp_path, capsys, method,
 # ---- supervised fine-tuning
 
 
-def test_prompts_are_not_learned_and_completions_end_with_eos(folder):
+def test_sft_masks_prompts_and_ends_completions_with_eos(folder):
     config = flags.parse(sft.Config, None, ["--model", "model", "--task", "rows.jsonl", "--max-tokens", "2"])
     packed, _, _, notes = sft.encode_texts(config, sft.read_completions(config), load_pretrained(folder / "model"))
     assert "training: dropped 13 completions that are longer than 2 tokens" in notes[0]  # of two digits and EOS
@@ -227,7 +225,7 @@ def test_sft_continues_with_the_same_teacher_only(folder, tmp_path, capsys):
 # ---- reward model
 
 
-def test_the_folder_of_a_reward_model_is_of_the_last_step_and_is_repaired(folder, tmp_path):
+def test_resume_rewrites_a_damaged_reward_model_folder(folder, tmp_path):
     options = ("--num-pairs", 8, "--learning-rate", 1e-2, "--warmup-steps", 0, "--decay", "none", "--eval-every", 2)
     whole, out = tmp_path / "whole", tmp_path / "run"
     lines, expected = run(folder, whole, "reward-model", *options, "--steps", 4)
@@ -247,7 +245,7 @@ def test_the_folder_of_a_reward_model_is_of_the_last_step_and_is_repaired(folder
 # ---- DPO and KTO
 
 
-def test_completions_of_pairs_end_with_eos_and_count_it(folder):
+def test_pair_completions_include_eos_in_their_length(folder):
     dpo = train.module_of("dpo")
     args = ["--model", "model", "--data", "rows.jsonl", "--max-tokens", "2"]
     pretrained, eos_id = load_pretrained(folder / "model"), arithmetic.TEXT.eos_id
@@ -266,7 +264,7 @@ def test_completions_of_pairs_end_with_eos_and_count_it(folder):
     assert len(cut.answers) > len(whole.answers)
 
 
-def test_every_loss_has_constants_of_its_own_and_the_sources_defaults():
+def test_preference_losses_receive_only_constants_that_are_set():
     dpo = train.module_of("dpo")
     for name, loss in dpo.LOSSES.items():
         assert dpo.loss_of(dpo.Config(preference_loss=name)).keywords == {}
@@ -276,7 +274,7 @@ def test_every_loss_has_constants_of_its_own_and_the_sources_defaults():
         assert dpo.loss_of(dpo.Config(preference_loss=name, **constants)).keywords == constants
 
 
-def test_ratings_that_are_all_good_are_warned_of_and_without_weight_refused(folder, tmp_path, capsys):
+def test_all_good_ratings_warn_and_zero_weight_fails(folder, tmp_path, capsys):
     model = with_template(folder, tmp_path / "model", "{% for m in messages %}{{ m.content }}{% endfor %}")
     rows = [{"prompt": f"{i % 8}+1=", "completion": str(i), "label": True} for i in range(40)]
     data = ("--data", write_rows(tmp_path / "rows.jsonl", rows), "--heldout-share", 0.4)
@@ -290,7 +288,7 @@ def test_ratings_that_are_all_good_are_warned_of_and_without_weight_refused(fold
 
 
 @pytest.mark.slow
-def test_completions_of_one_prompt_need_the_reference_point_zero(folder, tmp_path, capsys):
+def test_kto_on_one_prompt_needs_reference_point_zero(folder, tmp_path, capsys):
     rows = [{"prompt": f"{i % 2}+1=", "completion": str(i), "label": i % 3 == 0} for i in range(40)]
     data = ("--data", write_rows(tmp_path / "two.jsonl", rows), "--heldout-share", 0.4)  # one prompt is held out
     lines, _ = run(folder, tmp_path / "zero", "kto", *KTO, "--steps", 1, *data, "--reference-point", "zero")
@@ -302,7 +300,7 @@ def test_completions_of_one_prompt_need_the_reference_point_zero(folder, tmp_pat
 # ---- which method
 
 
-def test_the_method_is_that_of_the_flag_the_run_or_the_file(tmp_path):
+def test_method_comes_from_flag_run_or_file(tmp_path):
     saved = tmp_path / "run"
     saved.mkdir()
     (saved / "config.json").write_text('{"method": "ppo"}')
@@ -324,7 +322,7 @@ def test_the_method_is_that_of_the_flag_the_run_or_the_file(tmp_path):
         train.method_of(["--resume", *where, "--method", "sft"])
 
 
-def test_a_run_of_another_method_starts_from_the_options_of_a_file(folder, tmp_path):
+def test_an_options_file_can_choose_another_method(folder, tmp_path):
     (tmp_path / "file.yaml").write_text("method: ppo\nmodel: model\ncritic: shared\nsteps: 2\n")
     args = ["--config", str(tmp_path / "file.yaml"), "--preset", "dapo", "--run-dir", str(tmp_path / "run")]
     config = flags.parse(train.module_of(train.method_of(args)).Config, None, args)
@@ -333,7 +331,7 @@ def test_a_run_of_another_method_starts_from_the_options_of_a_file(folder, tmp_p
 
 
 @pytest.mark.parametrize(("method", "config"), [(kto, kto.Config()), (sft, sft.Config(teacher="DIR"))])
-def test_what_runs_on_one_host_only_is_refused_on_two(monkeypatch, method, config):
+def test_single_host_methods_are_refused_on_two_hosts(monkeypatch, method, config):
     monkeypatch.setattr(hosts, "count", lambda: 2)
     with refused("leave out --distributed"):
         method.main(config)

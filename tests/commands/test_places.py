@@ -99,12 +99,12 @@ class Full(io.StringIO):
 
 @pytest.mark.parametrize("args", [["train", "--help"], ["report", "--help"], ["report", "run"], ["--help"]])
 @pytest.mark.parametrize("output", [None, Full()], ids=["closed", "full"])
-def test_output_that_is_closed_or_full_is_no_traceback(place, monkeypatch, args, output):
+def test_closed_or_full_output_gives_no_traceback(place, monkeypatch, args, output):
     monkeypatch.setattr(sys, "stdout", output)
     assert exit_status(lambda: commands.main(args)) == (2 if output else 0)
 
 
-def test_a_full_stdout_ends_a_run_with_a_sentence(tmp_path, monkeypatch, capsys):
+def test_full_stdout_ends_a_run_with_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", sys.exit)
     given = ["--run-dir", str(tmp_path / "run"), "--no-compilation-cache"]
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing writes again
@@ -122,14 +122,14 @@ REDIRECTED = ["exec >/dev/full", "exec > >(true)", "exec >/dev/full 2>&1"]
 @pytest.mark.slow
 @pytest.mark.parametrize("before", REDIRECTED)
 @pytest.mark.parametrize("args", [[*REWARDED, "--steps", "2"], ["report", "run"], ["evaluate", "run"]])
-def test_a_command_that_nothing_reads_ends_with_status_2(place, before, args):
+def test_unread_command_output_ends_with_status_2(place, before, args):
     done = run_command(place, *args, before=f"unset PYTHONUNBUFFERED; {before}")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == (0 if "2>&1" in before else 1)
 
 
-def test_help_has_room_in_a_terminal_of_one_column(monkeypatch):
+def test_help_is_at_least_40_columns_wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "1")
     flags.prepare_terminal()
     assert shutil.get_terminal_size().columns == 40
@@ -143,7 +143,7 @@ def run_command(place: Path, *args: str, before: str = "") -> subprocess.Complet
 
 
 @pytest.mark.slow
-def test_an_export_with_an_encoding_without_greek_is_complete(place):
+def test_exports_are_complete_in_an_ascii_locale(place):
     (place / "run/command.txt").write_text("grpo-jax train --run-dir β", encoding="utf-8")
     done = run_command(place, "export", "run", "out", before="export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0")
     assert done.returncode == 0, done.stderr
@@ -184,7 +184,7 @@ ULIMITS = [("ulimit -f 8", "a file is larger"), ("ulimit -n 24", "too many files
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "sentence"), ULIMITS)
-def test_a_limit_while_a_checkpoint_is_written_is_one_sentence(place, limit, sentence):
+def test_resource_limits_while_saving_give_one_sentence(place, limit, sentence):
     more = ["--group-size", "4", "--steps", "2", "--checkpoint-every", "1"]
     printed = run_command(place, *REWARDED, *more, before=limit).stderr
     assert "Traceback" not in printed
@@ -226,7 +226,7 @@ def test_damaged_results_do_not_block_a_model(place, results):
 
 @pytest.mark.parametrize("failing", [(weights, "save_file"), (exporting, "write_text")], ids=["weights", "card"])
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_an_export_that_ends_early_leaves_no_folder_that_looks_complete(place, failing, is_killed):
+def test_interrupted_exports_leave_no_complete_looking_folder(place, failing, is_killed):
     """A killed process tidies nothing up; the next may have its number."""
     with pytest.MonkeyPatch.context() as patch:
         if is_killed:
@@ -242,7 +242,7 @@ def test_an_export_that_ends_early_leaves_no_folder_that_looks_complete(place, f
     assert {"README.md", "model.safetensors", "config.json"} <= {file.name for file in (place / "out").iterdir()}
 
 
-def test_an_evaluation_that_is_killed_leaves_no_numbers_of_other_completions(tmp_path, monkeypatch):
+def test_killed_evaluations_leave_no_stale_numbers(tmp_path, monkeypatch):
     arrays = {"scores": np.ones((1, 1)), "greedy": np.ones(1), "graded": np.ones((1, 2), bool)}
     evaluation = SimpleNamespace(texts=[["a", "b"]], lengths=np.ones((1, 2), int), **arrays)
     task = SimpleNamespace(heldout=SimpleNamespace(examples=[{"prompt": "p"}]))
@@ -270,13 +270,13 @@ def test_a_model_description_that_changed_is_refused(place, name, harm, read):
         read()
 
 
-def test_an_option_of_a_run_that_is_not_of_its_type_is_named(place):
+def test_saved_options_of_the_wrong_type_are_named(place):
     change_json(place / "run/config.json", seed="zero")
     with pytest.raises(UsageError, match=r"seed in run/config\.json is 'zero'"):
         evaluate.saved_options("run")
 
 
-def test_a_report_is_of_a_run_and_leaves_a_model_alone(place, capsys):
+def test_report_refuses_a_model_folder_and_changes_nothing(place, capsys):
     before = {file.name for file in (place / "model").iterdir()}
     assert "model is the folder of a model: name that of a run" in refusal(capsys, "report", "model")
     assert {file.name for file in (place / "model").iterdir()} == before
@@ -302,7 +302,7 @@ def test_files_outside_of_a_model_are_not_copied(place, tmp_path):
         huggingface.copy_text_files(place / "model", target)
 
 
-def test_links_of_the_cache_of_the_hub_are_copied(place, tmp_path):
+def test_text_files_behind_hub_cache_links_are_copied(place, tmp_path):
     cache = tmp_path / "models--a--b"
     (cache / "snapshots").mkdir(parents=True)
     shutil.move(place / "model", cache / "blobs")

@@ -109,12 +109,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("start", "args", "words"), REFUSED, ids=[" ".join(row[:2]) for row in REFUSED])
-def test_what_cannot_work_is_refused_before_there_is_a_run(folder, capsys, start, args, words):
+def test_bad_input_is_refused_before_a_run_exists(folder, capsys, start, args, words):
     assert words in refusal(capsys, *STARTS[start].split(), *shlex.split(args))
     assert not (folder / "run").exists()
 
 
-def test_a_dry_run_shows_the_start_and_loads_no_weights(folder, capsys):
+def test_dry_run_prints_the_plan_without_loading_weights(folder, capsys):
     (folder / "half.py").write_text("def half(rows, texts): return [1 / len(text) for text in texts]\n")
     args = [*STARTS["task"].split(), "--reward", "rewards.py:low", "half.py:half", "--lora-rank", "2", "--dry-run"]
     commands.main(args)
@@ -127,7 +127,7 @@ def test_a_dry_run_shows_the_start_and_loads_no_weights(folder, capsys):
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
 
 
-def test_rewards_are_tried_on_one_group_of_the_first_row():
+def test_rewards_are_tried_on_the_first_row():
     row, seen = {"prompt": "1+1=", "solution": "two", "answer": "2"}, []
     pretrained = SimpleNamespace(tokenizer=lambda text, **_: {"input_ids": list(text.encode())})
 
@@ -170,14 +170,14 @@ def test_rewards_that_cannot_answer_are_refused_before_sampling(folder, monkeypa
     assert "no answer within its deadline" in sentence
 
 
-def test_a_run_that_does_not_fit_into_memory_is_refused_before_it_begins(folder, monkeypatch, capsys):
+def test_runs_too_large_for_memory_are_refused(folder, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "memory_limit", lambda devices: 2**14)
     assert "the run needs about" in refusal(capsys, *STARTS["grpo"].split())
     assert not (folder / "run").exists()
 
 
 @needs_data
-def test_a_prompt_of_a_million_characters_is_bounded_by_the_model_and_counted(tmp_path):
+def test_overlong_prompts_are_dropped_at_the_models_limit(tmp_path):
     texts = [f"Once there was a {animal}." for animal in ("cat", "dog", "bird", "fish", "bear", "frog")]
     texts.append("Once there was a cat. " * 50_000)
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": text} for text in texts])

@@ -46,7 +46,7 @@ def inputs(inputs, tmp_path_factory):
     return folder
 
 
-def test_rows_and_rewards_of_files_then_the_checkpoint_evaluated_alone(folder, tmp_path, capsys):
+def test_evaluate_reproduces_the_final_scores_of_training(folder, tmp_path, capsys):
     rewards = (*LOW, "digit=0.5*rewards.py:digit", "0*length(maximum=3)")
     lines, results = run(folder, tmp_path / "run", "grpo", *SMALL, *rewards)
     for line in lines[1:]:
@@ -77,7 +77,7 @@ def test_rows_and_rewards_of_files_then_the_checkpoint_evaluated_alone(folder, t
     assert (other.task, other.reward, other.max_tokens, other.temperature) == ("other.jsonl", (), 8, 0.5)
 
 
-def test_a_run_in_bfloat16_is_exported_as_it_was_evaluated(folder, tmp_path):
+def test_bfloat16_runs_are_exported_as_evaluated(folder, tmp_path):
     options = ("--dtype", "bfloat16", "--learning-rate", 1e-5, *LOW)
     lines, results = run(folder, tmp_path / "run", "grpo", *SMALL, *options)
     assert 0 < lines[1]["changed_share"] < 0.5
@@ -90,7 +90,7 @@ def test_a_run_in_bfloat16_is_exported_as_it_was_evaluated(folder, tmp_path):
     assert changed_share(exported.params, trained.params) == 0
 
 
-def test_a_teacher_is_learned_from_without_grading_and_its_files_are_those_of_the_run(folder, tmp_path, capsys):
+def test_distillation_needs_no_rewards_but_the_same_teacher(folder, tmp_path, capsys):
     teacher = shutil.copytree(folder / "model", tmp_path / "teacher")
     options = ("--teacher", teacher, "--distillation", "reverse_kl", "--reward-coef", 0, "--kl-coef", 0)
     lines, _ = run(folder, tmp_path / "run", "grpo", *SMALL, *LOW, *options)
@@ -104,7 +104,7 @@ def test_a_teacher_is_learned_from_without_grading_and_its_files_are_those_of_th
     assert "model.safetensors of the teacher" in sentence
 
 
-def test_an_environment_of_a_file_trains_and_is_evaluated(folder, tmp_path, capsys):
+def test_environments_from_a_file_train_and_evaluate(folder, tmp_path, capsys):
     options = ("--environment", "game.py:make", "--reply-deadline", 0.5, *ROOM, "--max-tokens", 24)
     lines, results = run(folder, tmp_path / "run", "grpo", *SMALL, *options)
     for line in lines[1:]:
@@ -123,7 +123,7 @@ def test_an_environment_of_a_file_trains_and_is_evaluated(folder, tmp_path, caps
     assert numbers["avg"] == pytest.approx(results["after"]["avg"], abs=1e-6)
 
 
-def test_a_class_written_for_trl_gives_prompts_and_rewards(folder, tmp_path):
+def test_trl_environment_classes_give_prompts_and_rewards(folder, tmp_path):
     model = with_template(folder, tmp_path / "model", TEMPLATE)
     options = ("--model", model, "--environment-factory", "game.py:Game", *ROOM, "--steps", 1, "--eval-every", 0)
     run(folder, tmp_path / "run", "grpo", *SMALL, *options)
@@ -134,7 +134,7 @@ def test_a_class_written_for_trl_gives_prompts_and_rewards(folder, tmp_path):
         assert group["components"]["get_reward"] == [int(digit)] * 4
 
 
-def test_a_run_continues_with_the_same_tools_only_and_an_evaluation_needs_room_for_replies(folder, tmp_path, capsys):
+def test_changed_tools_and_missing_reply_room_are_refused(folder, tmp_path, capsys):
     tools = shutil.copy(folder / "game.py", tmp_path / "tools.py")
     options = ("--model", with_template(folder, tmp_path / "model", TEMPLATE), "--tools", f"{tools}:add", *ROOM)
     lines, _ = run(folder, tmp_path / "run", "grpo", *SMALL, *LOW, *options, "--steps", 1, "--eval-every", 0)
@@ -146,7 +146,7 @@ def test_a_run_continues_with_the_same_tools_only_and_an_evaluation_needs_room_f
     assert "source of the environment" in refusal(capsys, "train", "--resume", "--run-dir", tmp_path / "run")
 
 
-def test_a_run_ends_whatever_its_graders_do_and_counts_it(folder, tmp_path, capsys):
+def test_runs_finish_and_count_failing_graders(folder, tmp_path, capsys):
     reasons = {"hangs": "timeout", "raises": "raised", "nan": "nan", "short": "wrong_length", "leaves": "died"}
     started = time.monotonic()
     rewards = (*LOW, *(f"rewards.py:{name}" for name in (*reasons, "prints")))

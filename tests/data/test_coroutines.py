@@ -47,17 +47,17 @@ def replies_of_two_calls():
 EXPECTED = [[Reply("2"), Reply("12")], [Reply("3"), Reply("13")]]
 
 
-def test_a_client_is_kept_between_calls_also_within_a_running_loop():
+def test_async_clients_survive_between_calls():
     async def notebook():
         return replies_of_two_calls()
 
     assert replies_of_two_calls() == asyncio.run(notebook()) == EXPECTED
 
 
-def test_what_a_client_left_waiting_ends_with_the_program():
+def test_pending_client_tasks_end_with_the_program():
     # The collector may find a client that nothing refers to before the program ends, and Python then says so.
     lines = "import asyncio, gc, tests.data.test_coroutines as t\ngc.disable()\n"
-    lines += "t.test_a_client_is_kept_between_calls_also_within_a_running_loop()\n"
+    lines += "t.test_async_clients_survive_between_calls()\n"
     root = Path(__file__).parents[2]
     command = [sys.executable, "-X", "dev", "-c", lines]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=True)
@@ -66,7 +66,7 @@ def test_what_a_client_left_waiting_ends_with_the_program():
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_calls_within_calls_do_not_wait_for_each_other(depth):
+def test_nested_calls_do_not_deadlock(depth):
     async def nested(left):
         await asyncio.sleep(0)
         return 1 + run_to_end(nested(left - 1)) if left else 1
@@ -74,7 +74,7 @@ def test_calls_within_calls_do_not_wait_for_each_other(depth):
     assert run_to_end(nested(depth)) == 1 + depth
 
 
-def test_a_call_that_raises_leaves_the_loop_for_the_next():
+def test_a_raising_call_leaves_the_loop_usable():
     async def fails():
         raise ValueError("no")
 

@@ -42,7 +42,7 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("read", "row", "change", "words"), BAD_ROWS)
-def test_a_row_that_cannot_be_learned_is_refused_with_its_line(tmp_path, read, row, change, words):
+def test_unusable_rows_are_refused_with_their_line(tmp_path, read, row, change, words):
     file = write_rows(tmp_path / "rows.jsonl", [row, row | change])
     with refused(rf"rows.jsonl, line 2: .*{words}"):
         read(file)

@@ -20,7 +20,7 @@ def tokens_of(*spans):
     return [span[:3] for span in in_tokens(checked(spans, WHOLE), WHOLE, decode)]
 
 
-def test_a_span_of_characters_is_of_the_tokens_that_have_its_ends():
+def test_character_spans_cover_tokens_holding_their_ends():
     assert str(WHOLE) == "abc.\ndeéf"
     assert tokens_of((0, 4, 1.0), (5, 9, 2.0)) == [(0, 2, 1.0), (2, 6, 2.0)]
     assert tokens_of((0, 3, 1.0), (3, 4, 2.0)) == [(0, 2, 1.0), (1, 2, 2.0)]  # both end in token 1
@@ -28,7 +28,7 @@ def test_a_span_of_characters_is_of_the_tokens_that_have_its_ends():
     assert tokens_of((0, 9, 1.0)) == [(0, 6, 1.0)]
 
 
-def test_spans_of_tokens_are_as_they_are_and_go_with_those_of_characters():
+def test_token_spans_mix_with_character_spans():
     tokens = checked([Span(1, 3, 0.5, "tokens")], WHOLE)
     characters = checked([(0, 2, 1.0)], WHOLE)
     assert [span[:3] for span in in_tokens([*tokens, *characters], WHOLE, decode)] == [(0, 1, 1.0), (1, 3, 0.5)]

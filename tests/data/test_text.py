@@ -76,12 +76,12 @@ class Ending(Characters):
         return [1, *ids, 2] if add_special_tokens else ids
 
 
-def test_a_prompt_does_not_end_and_a_template_brings_its_own_special_tokens():
+def test_prompts_get_no_eos_and_templates_no_bos():
     encoded = encode_prompts(Chat(Ending(), (2,)), ["a", [{"role": "user", "content": "b"}]])
     assert lists(encoded) == [[1, 97], Characters().encode("<user>b<assistant>")]
 
 
-def test_a_text_that_is_cut_keeps_the_tokenizers_beginning():
+def test_truncated_prompts_keep_their_bos_token():
     encoded = encode_prompts(Chat(Ending(), (2,)), ["abcd", "ab"], max_prompt_tokens=3, overlong="truncate")
     assert lists(encoded) == [[1, 99, 100], [1, 97, 98]]
     assert encoded.texts == ["cd", "ab"]
@@ -167,7 +167,7 @@ def test_batches_give_the_ids_that_single_texts_give(name):
 # ---- given completions
 
 
-def test_completions_end_with_one_eos_and_are_dropped_or_cut_and_counted(digits):
+def test_completions_end_with_one_eos_unless_cut(digits):
     eos = arithmetic.EOS_ID
     ended = digits.decode([eos])
     texts = ["12", "", f"3{ended}", "12345"]
@@ -182,6 +182,6 @@ def test_completions_end_with_one_eos_and_are_dropped_or_cut_and_counted(digits)
     assert notes[1] == "1 of 4 pairs have an answer that lost its end"
 
 
-def test_completions_end_with_the_tokenizers_eos_if_it_ends_texts(digits):
+def test_completions_prefer_the_tokenizers_eos_among_end_tokens(digits):
     for eos_ids, last in (((0, arithmetic.EOS_ID, 5), arithmetic.EOS_ID), ((0, 5), 5)):
         assert answers(digits, ["1"], eos_ids=eos_ids)[0][0][-1] == last

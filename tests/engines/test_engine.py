@@ -59,7 +59,7 @@ def choice_with(**changes):
     return tamper
 
 
-def test_a_redirect_does_not_carry_the_key_to_another_server(monkeypatch):
+def test_redirects_drop_the_api_key(monkeypatch):
     monkeypatch.setenv(completions.KEY, "secret")
     keys = {}
 
@@ -166,7 +166,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize(("write", "error", "words"), ENDLESS)
-def test_an_answer_has_a_limit_of_time_and_size(write, error, words):
+def test_answers_are_limited_in_time_and_size(write, error, words):
     started = time.monotonic()
     with Raw(write) as server:
         with pytest.raises(error, match=words):
@@ -194,7 +194,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("words", LIES)
-def test_an_answer_that_cannot_be_ends_the_draw_in_a_sentence(server, tmp_path, words):
+def test_impossible_answers_end_sampling_with_one_sentence(server, tmp_path, words):
     server.tamper = LIES[words]
     with pytest.raises(Interruption, match=words) as error:
         engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], VOCAB_SIZE)
@@ -202,7 +202,7 @@ def test_an_answer_that_cannot_be_ends_the_draw_in_a_sentence(server, tmp_path, 
     assert len(server.completions()) == 1  # it was not asked again
 
 
-def test_a_stop_text_is_asked_for_and_ends_an_answer(server, tmp_path):
+def test_stop_texts_are_requested_and_end_answers(server, tmp_path):
     """A server that decodes several tokens at once may give more than the text."""
     asked = request_body([1, 2], temperature=1.0, seed=0, max_tokens=9, eos_ids=(EOS,), stop=("34",))
     engine, stop = engine_of(server, tmp_path), digit_stop("34")
@@ -217,7 +217,7 @@ def test_a_stop_text_is_asked_for_and_ends_an_answer(server, tmp_path):
 
 
 @pytest.mark.parametrize("failure", [None, 503, 429])
-def test_only_what_failed_is_asked_for_again_after_parameters_are_told_again(server, tmp_path, failure, monkeypatch):
+def test_only_failed_requests_repeat_after_parameters_are_resent(server, tmp_path, failure, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     server.tamper = lambda number, answer: failure if number == 2 else answer
     answers = engine_of(server, tmp_path).complete(np.ones(2), ASKED, VOCAB_SIZE)
@@ -226,7 +226,7 @@ def test_only_what_failed_is_asked_for_again_after_parameters_are_told_again(ser
     assert [path for path, _ in server.asked].count("/collective_rpc") == 2
 
 
-def test_parameters_are_told_once_for_many_draws_and_leave_one_folder(server, tmp_path):
+def test_parameters_are_sent_once_and_leave_one_folder(server, tmp_path):
     engine, first, second = engine_of(server, tmp_path), np.ones(2), np.zeros(2)
     for params in (first, first, second):
         engine.complete(params, ASKED[:1], VOCAB_SIZE)
@@ -236,14 +236,14 @@ def test_parameters_are_told_once_for_many_draws_and_leave_one_folder(server, tm
     assert [path for path, _ in server.asked].count("/reset_prefix_cache") == 2
 
 
-def test_a_server_that_hangs_is_left_after_its_timeout(server, tmp_path):
+def test_unresponsive_servers_are_abandoned_after_the_timeout(server, tmp_path):
     server.tamper = lambda number, answer: 503
     engine = engine_of(server, tmp_path, engine_timeout=0.05)
     with pytest.raises(Interruption, match=r"has not answered for 0.05 s \(503.*5 of 5 completions missing"):
         engine.complete(np.ones(2), ASKED, VOCAB_SIZE)
 
 
-def test_a_server_that_does_not_load_parameters_is_told_of(server, tmp_path, monkeypatch):
+def test_servers_that_refuse_parameters_are_reported(server, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "reply", lambda path, body: {"success": False, "message": "no such folder"})
     with pytest.raises(Interruption, match=r"does not load parameters \(no such folder\): it must see"):
         engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED, VOCAB_SIZE)
@@ -252,7 +252,7 @@ def test_a_server_that_does_not_load_parameters_is_told_of(server, tmp_path, mon
         engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED, VOCAB_SIZE)
 
 
-def test_an_address_without_an_engine_is_refused_at_once(server, tmp_path):
+def test_addresses_without_an_engine_are_refused(server, tmp_path):
     server.models = []
     with refused("no engine that serves /v1/models answers at"):
         engine_of(server, tmp_path)
@@ -265,7 +265,7 @@ def test_an_address_without_an_engine_is_refused_at_once(server, tmp_path):
         completions.ask("nowhere/v1", timeout=1.0)
 
 
-def test_requests_are_json_that_both_servers_read_and_no_default_of_a_server_counts(server, tmp_path):
+def test_requests_are_portable_and_override_server_defaults(server, tmp_path):
     engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], VOCAB_SIZE)
     body = json.loads(json.dumps(server.completions()[0]))
     assert (body["prompt"], body["stop_token_ids"], body["model"]) == ([1, 2, 0], [EOS], "the-model")

@@ -127,7 +127,7 @@ SERVERS = [
 
 
 @pytest.mark.parametrize(("kind", "rank"), SERVERS)
-def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind, rank):
+def test_server_runs_equal_local_runs(server, whole, tmp_path, kind, rank):
     start, alone, alone_run = whole(rank)
     through, run = run_of(tmp_path / "through", start, sampler_at(server, engine_kind=kind))
     assert tokens_of(run) == tokens_of(alone_run)
@@ -140,7 +140,7 @@ def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind
     assert len(server.adapters) == (1 if rank else 0)
 
 
-def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path):
+def test_servers_get_adapters_in_export_layout(params, tmp_path):
     names = []
 
     def one_token(folder, body):
@@ -165,14 +165,14 @@ def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_stale_rollouts_is_the_same_through_a_server(server, params, tmp_path):
+def test_stale_server_runs_equal_stale_local_runs(server, params, tmp_path):
     _, alone = run_of(tmp_path / "own", params, staleness=1)
     _, run = run_of(tmp_path / "through", params, sampler_at(server), staleness=1)
     assert tokens_of(run) == tokens_of(alone)
 
 
 @pytest.mark.parametrize("spoiled", [pytest.param(None, marks=pytest.mark.slow), {"choices": []}])
-def test_a_run_whose_server_dies_or_lies_is_saved_and_goes_on_to_the_same_end(server, params, tmp_path, spoiled):
+def test_runs_resume_identically_after_a_server_fails(server, params, tmp_path, spoiled):
     end, whole_run = run_of(tmp_path / "whole", params, sampler_at(server))
     third, server._count = 2 * 16 + 5, 0
     server.tamper = lambda number, answer: spoiled if number >= third else answer
@@ -190,7 +190,7 @@ def test_a_run_whose_server_dies_or_lies_is_saved_and_goes_on_to_the_same_end(se
 
 
 @pytest.mark.parametrize("option", [{"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1}, {"quantize": "int8"}])
-def test_what_an_engine_does_not_do_is_refused_before_it_is_asked(params, option):
+def test_unsupported_options_are_refused_before_contacting_the_engine(params, option):
     is_quantised = "quantize" in option
     pretrained = PRETRAINED._replace(params=quantise_params(params, "int8") if is_quantised else {})
     config = CONFIG if is_quantised else with_options(CONFIG, **option)
@@ -201,7 +201,7 @@ def test_what_an_engine_does_not_do_is_refused_before_it_is_asked(params, option
 @pytest.mark.slow
 @needs_data
 @pytest.mark.parametrize("method", [["--lora-rank", "2"], ["--method", "ppo"]])
-def test_the_command_trains_a_pretrained_model_through_a_server(tmp_path, method):
+def test_train_command_works_through_a_server(tmp_path, method):
     rows = [{"prompt": f"Once there was a {word}", "word": word} for word in ["cat", "dog", "bear", "frog"] * 4]
     write_rows(tmp_path / "rows.jsonl", rows)
     model = huggingface.load_pretrained(STORIES)

@@ -35,7 +35,7 @@ N, G, P, T, V = example.N, example.group_size, example.P, example.T, example.V
 RATE = 1.0
 
 
-def test_it_is_short_and_imports_only_what_it_may():
+def test_example_is_short_and_imports_only_allowed_packages():
     assert len(FILE.read_text().splitlines()) <= 200
     modules = set()
     for node in ast.walk(ast.parse(FILE.read_text())):
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_the_trainer(rollout):
             assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
 
 
-def test_completions_are_sampled_from_the_policy_and_end_once(rollout):
+def test_sampled_completions_end_at_most_once(rollout):
     state, batch, _ = rollout
     ids, mask = batch["completion_ids"], batch["completion_mask"]
     for row, is_token in zip(ids.reshape(-1, T), mask.reshape(-1, T), strict=True):
@@ -195,7 +195,7 @@ def numbers(line, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_killed_run_prints_the_lines_of_a_whole_one(tmp_path, devices):
+def test_killed_runs_resume_with_identical_lines(tmp_path, devices):
     options = "--steps", "121"
     whole = start(tmp_path / "whole", *options, devices=devices).communicate()[0].splitlines()
     assert numbers(whole[0], "sorted") < 0.01

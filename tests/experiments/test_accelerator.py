@@ -27,7 +27,7 @@ def test_a_tiny_shape_is_measured_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert "tokens_per_s" in capsys.readouterr().out
 
 
-def test_numbers_of_a_run_leave_its_first_iterations_out():
+def test_benchmark_numbers_exclude_the_first_iterations():
     counts = {"peak_memory_mb": 1e3, "compilations": 9, "cache_reads": 2}
     times = [{"s": s, "mfu": mfu} | counts for s, mfu in ((60, 0.1), (80, 0.2), (82, 0.4), (84, 0.4))]
     metrics = [{"tokens": 100, "length_mean": 10.0, "first_sampler_mismatch": 1.0}] * 4

@@ -28,7 +28,7 @@ def test_every_problem_is_solved_by_its_own_solution():
     assert all(any(sign in row["solution"] for row in rows) for sign in "+-*/")
 
 
-def test_a_problem_is_a_function_of_seed_and_index():
+def test_problems_depend_only_on_seed_and_index():
     assert countdown.countdown_row(0, 7) == countdown.countdown_row(0, 7)
     assert countdown.countdown_row(0, 7) != countdown.countdown_row(0, 8)
     assert countdown.countdown_row(0, 7) != countdown.countdown_row(1, 7)
@@ -108,7 +108,7 @@ def test_attacks_earn_nothing_and_quickly(attack):
     assert time.perf_counter() - started < 0.5
 
 
-def test_the_bounds_are_where_they_are_said_to_be():
+def test_nesting_and_length_limits_are_exact():
     def nested(depth):
         return "(" * depth + "4" + ")" * depth
 

@@ -24,7 +24,7 @@ def parse(folder, *args):
 # ---- folders of runs
 
 
-def test_each_run_has_a_folder_and_resume_takes_the_newest_also_after_a_gap(tmp_path):
+def test_runs_get_numbered_folders_and_resume_the_newest(tmp_path):
     for name in ("run", "run-2", "run-3"):
         assert parse(tmp_path / "run").output.run_dir == tmp_path / name
         flags.open_run(parse(tmp_path / "run"))
@@ -34,14 +34,14 @@ def test_each_run_has_a_folder_and_resume_takes_the_newest_also_after_a_gap(tmp_
     assert parse(tmp_path / "run", "--resume").output.run_dir.name == "run-3"
 
 
-def test_two_runs_that_start_at_once_do_not_share_a_folder(tmp_path):
+def test_simultaneous_runs_cannot_share_a_folder(tmp_path):
     first, second = (parse(tmp_path / "run", "--seed", seed) for seed in (0, 1))
     flags.open_run(first)
     with refused(r"other options \(seed\)"):
         flags.open_run(second)
 
 
-def test_a_resumed_run_may_compute_elsewhere_but_nothing_else(tmp_path):
+def test_resumed_runs_may_change_only_their_devices(tmp_path):
     flags.open_run(parse(tmp_path / "run"))
     flags.open_run(parse(tmp_path / "run", "--resume", "--devices", "2"))
     flags.open_run(parse(tmp_path / "falling", "--decay", "linear"))
@@ -59,7 +59,7 @@ BAD_STARTS = [
 
 
 @pytest.mark.parametrize(("args", "files", "words"), BAD_STARTS)
-def test_bad_options_and_folders_are_refused_and_left_alone(tmp_path, capsys, args, files, words):
+def test_bad_options_and_folders_are_refused_untouched(tmp_path, capsys, args, files, words):
     for name, text in files.items():
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / name).write_text(text)
@@ -90,7 +90,7 @@ def test_methods_are_compared_seed_by_seed():
     assert "difference" not in rows["control"]
 
 
-def test_a_table_with_a_control_says_that_its_drift_is_not_learning(tmp_path):
+def test_control_tables_say_drift_is_not_learning(tmp_path):
     run = RunFolder(tmp_path, {}, console=Console(file=io.StringIO(), width=40))
     for columns, control in ((("before", "after"), "control"), (("after", "control"), "control"), (("coin",), "coin")):
         explain_control(run, columns, control=control)
@@ -99,7 +99,7 @@ def test_a_table_with_a_control_says_that_its_drift_is_not_learning(tmp_path):
     assert "not learning" in first
 
 
-def test_a_panel_has_the_mean_of_each_method_at_the_steps_that_all_seeds_have(tmp_path, monkeypatch):
+def test_curves_average_methods_over_steps_all_seeds_share(tmp_path, monkeypatch):
     panels, close = {}, pyplot.close
 
     def read(figure):

@@ -66,7 +66,7 @@ def whole(folder):
     return saved_run(folder, "run")
 
 
-def test_a_run_of_lora_holds_only_adapters_and_has_the_options_of_its_model(folder, adapted):
+def test_lora_runs_store_only_adapters_and_model_options(folder, adapted):
     run, model, params, state = adapted
     assert (model.config.remat, model.config.attention, params.scale) == ("layer", "xla", 3)
     assert {x.dtype for x in jax.tree.leaves(params.base)} == {jnp.dtype("bfloat16")}
@@ -77,7 +77,7 @@ def test_a_run_of_lora_holds_only_adapters_and_has_the_options_of_its_model(fold
     assert on_disk < 4 * 3 * trained + 2**16
 
 
-def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(folder, adapted, tmp_path):
+def test_adapters_export_merged_or_separately_with_moved_base(folder, adapted, tmp_path):
     _, _, params, _ = adapted
     run = folder / "lora"
     export(Options(run, tmp_path / "merged", dtype="float32"))
@@ -125,13 +125,13 @@ def test_a_description_of_adapters_that_changed_is_refused(adapted, tmp_path, ha
             export(Options(copy, tmp_path / "out"))
 
 
-def test_a_run_of_a_loop_of_its_own_is_exported_without_notes_of_its_model(folder, tmp_path):
+def test_custom_loops_export_without_model_notes(folder, tmp_path):
     saved_run(folder, "own", describe=lambda run, model, options: keep_model(run, model.config, arithmetic.TEXT))
     assert export(Options(folder / "own", tmp_path / "out")) == 2
 
 
 @pytest.mark.parametrize("options", ["", LORA], ids=["whole", "lora"])
-def test_a_head_that_config_json_calls_tied_is_exported(folder, options, tmp_path):
+def test_untied_heads_are_exported_despite_tied_config(folder, options, tmp_path):
     base = save_tiny_model(tmp_path / "untied", arithmetic.TEXT, tie_word_embeddings=False)
     change_json(base / "config.json", tie_word_embeddings=True)
     run, model, params, _ = saved_run(tmp_path, "run", options, base=base)
@@ -164,7 +164,7 @@ def test_added_chat_templates_belong_to_the_model(folder, tmp_path):
                 export(Options(run.path, tmp_path / "again"))
 
 
-def test_the_best_checkpoint_is_exported_if_it_is_asked_for(whole, tmp_path):
+def test_best_checkpoint_is_exported_on_request(whole, tmp_path):
     copy = shutil.copytree(whole[0].path, tmp_path / "run")
     best = Options(copy, tmp_path / "out", step="best")
     for scores, words in (("{}", "kept no best checkpoint"), ('{"0": 1, "1": 0.9}', "no checkpoint of step 1")):

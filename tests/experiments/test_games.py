@@ -39,7 +39,7 @@ def games_of(first, last):
 
 
 @pytest.mark.parametrize("width", guess.WIDTHS)
-def test_halving_wins_every_game_and_a_guess_at_the_end_not(width):
+def test_halving_wins_every_game_and_counting_only_some(width):
     games = games_of(5, 4 + width)
     turns = [play(game, halving) for game in games]
     assert all(map(guess.is_won, turns))
@@ -47,7 +47,7 @@ def test_halving_wins_every_game_and_a_guess_at_the_end_not(width):
     assert np.mean([guess.is_won(play(game, one_by_one)) for game in games]) == guess.blind_return(games[0])
 
 
-def test_turns_of_a_game_add_up_to_whether_it_is_won_and_lose_what_halving_loses():
+def test_turn_rewards_add_up_to_the_games_outcome():
     (game,) = (game for game in games_of(0, 14) if game["number"] == "9")
     assert [turn.reward for turn in play(game, halving)] == [0, 0, 1]  # guesses 7, b and 9
     turns = play(game, one_by_one)
@@ -58,7 +58,7 @@ def test_turns_of_a_game_add_up_to_whether_it_is_won_and_lose_what_halving_loses
 
 
 @pytest.mark.parametrize("player", [halving, one_by_one])
-def test_whoever_hears_noise_wins_what_the_best_policy_without_answers_does_at_most(player):
+def test_noisy_answers_give_no_edge_over_guessing_blindly(player):
     # Answers are the same for each number to find, so guesses are too, and 4 guesses find 4 numbers at most.
     heard = []
     for number in range(20):
@@ -98,7 +98,7 @@ def test_held_out_intervals_are_never_trained_on():
     assert not {*held} & {example["prompt"] for step in range(20) for example in task.prompts(step).examples}
 
 
-def test_each_completion_of_a_prompt_in_training_looks_for_a_number_of_its_own():
+def test_each_training_completion_draws_a_separate_number():
     (example, *_) = guess.guess_task(num_prompts=1, seed=0).prompts(0).examples
     first, last = guess.ends_of(example["prompt"])
     numbers = [guess.number_of(example, (0, 0, 0, completion, 1)) for completion in range(400)]
@@ -138,7 +138,7 @@ def test_the_calculator_answers_calls_and_judges_answers():
         assert reply(wrong) == Reply(done=True, reward=0.0)
 
 
-def test_episodes_to_begin_with_are_those_of_the_calculator():
+def test_warm_start_episodes_match_the_calculator():
     prompts, ids, mask = calculator.mixed_episodes(batch_size=256, seed=0, step=0, call_share=0.25)
     calls = 0
     for example, row, is_own in zip(prompts.examples, ids, mask, strict=True):

@@ -16,7 +16,7 @@ LATER = FIRST + " no idea.\n\nHuman: and the bridge?\n\nAssistant:"
 # ---- the split
 
 
-def test_what_continues_a_dialogue_is_in_the_part_of_its_opening():
+def test_dialogues_are_split_by_their_opening():
     pairs = [Preference(turn.format(i), "a", "b") for i in range(60) for turn in (FIRST, LATER)]
     pairs += [Preference([{"role": "user", "content": f"hello {i}"}], "a", "b") for i in range(30)]
     parts = split_by_dialogue(pairs, 3)
@@ -78,7 +78,7 @@ def answers(judge, length):
     return {"judge": judge, "learned": -judge, "length": length, "taken_up": np.full(judge.shape, np.nan)}
 
 
-def test_scores_are_in_deviations_of_the_start_and_wins_are_over_all_pairs():
+def test_scores_are_standardised_and_wins_cover_all_pairs():
     # Within prompts the start's score is twice the length: slope 2, and its deviation is sqrt(5).
     start = answers([[0, 2], [4, 6]], [[1, 2], [1, 2]])
     ours = answers([[2, 3], [0, 0]], [[3, 3], [1, 2]])

@@ -9,7 +9,7 @@ import pytest
 from experiments import preferences
 
 
-def test_how_often_a_policy_prefers_what_is_chosen_is_counted_over_all_pairs():
+def test_pair_accuracy_equals_enumeration_of_all_pairs():
     generator = np.random.default_rng(0)
     reference = np.log(generator.dirichlet(np.ones(4), 2))
     worth, log_ratio = generator.normal(size=(2, 2, 4))
@@ -26,7 +26,7 @@ def test_how_often_a_policy_prefers_what_is_chosen_is_counted_over_all_pairs():
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_pairs_are_of_different_completions_and_chosen_as_often_as_they_should(shuffled):
+def test_sampled_pairs_have_the_expected_frequencies(shuffled):
     generator = np.random.default_rng(1)
     shape = preferences.PROMPTS, len(preferences.COMPLETIONS)
     reference = np.log(generator.dirichlet(np.full(shape[1], 0.05), shape[0]) + 1e-9)

@@ -47,7 +47,7 @@ def test_seconds_by_hand():
     assert plan.costs(of._replace(shape=shape._replace(fsdp=2)))["learn"][0] == 3 * flops  # twice the prompts, halved
 
 
-def test_rates_that_are_given_replace_those_of_the_data_sheet():
+def test_stated_rates_replace_data_sheet_rates():
     assert plan.device_of(Config(tflops=1, link_gb_s=2)) == (1e12, 80e9, 3.35e12, 2e9)
 
 
@@ -61,7 +61,7 @@ def compiled(programs, options):
 
 @pytest.mark.slow
 @needs_data
-def test_the_compiler_agrees_in_a_process_with_so_many_devices():
+def test_compiler_agrees_with_the_plan_on_four_devices():
     rows = compiled("score", f"--model {STORIES} --devices 4 --dtype float32 --compile --max-tokens 32")
     assert {("score", name) for name in ("given", "put", "summed")} <= rows.keys()
     assert float(rows["score", "given"][4]) == pytest.approx(1, abs=0.1)
@@ -69,7 +69,7 @@ def test_the_compiler_agrees_in_a_process_with_so_many_devices():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("libtpu"), reason="needs libtpu")
-def test_the_compiler_for_tpus_takes_what_is_planned_of_parameters(tmp_path):
+def test_tpu_compiler_agrees_with_planned_parameter_bytes(tmp_path):
     model = ModelConfig(512, 256, 1024, 2, 2, 2, 128)  # whole tiles of 8 x 128
     (tmp_path / "config.json").write_text(json.dumps(config_to_huggingface(model)))
     rows = compiled("learn", f"--model {tmp_path} --topology v5p:2x2x1 --tensor 2 --max-tokens 16")
@@ -118,6 +118,6 @@ BAD_PLANS = [
 
 
 @pytest.mark.parametrize(("options", "words"), BAD_PLANS)
-def test_plans_of_what_no_run_could_be_are_refused(options, words):
+def test_plans_for_impossible_runs_are_refused(options, words):
     with refused(words):
         plan.check(plan.resolved(plan.Config(**options))[0])

@@ -36,13 +36,13 @@ def plan(tmp_path):
     )
 
 
-def test_a_plan_is_json_and_pads_prompts_on_the_left(plan):
+def test_plans_are_json_and_pad_prompts_left(plan):
     assert Plan(**json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
     assert (plan.completions, plan.width, plan.texts[2]) == (4, 3, "2+2=")
     assert plan.first_prompts() == ([[12, 1, 2], [1, 0, 2]], [[False, True, True], [True, True, True]])
 
 
-def test_the_clock_stands_still_while_a_snapshot_is_saved(plan, tmp_path):
+def test_clock_stops_while_a_snapshot_is_saved(plan, tmp_path):
     time = [10.0]
 
     def save(folder):
@@ -71,7 +71,7 @@ def test_the_clock_stands_still_while_a_snapshot_is_saved(plan, tmp_path):
     assert (snapshot_folder(tmp_path, 2) / "model.safetensors").exists()
 
 
-def test_a_plan_has_the_prompts_of_the_task_and_whole_sizes(tmp_path):
+def test_plans_hold_task_prompts_and_integer_batch_sizes(tmp_path):
     folder = save_tiny_model(tmp_path / "model", TEXT)
     entrant = Entrant("tunix", {"train_micro_batch_size": 0.25, "other": 3})
     plan = plans.make_plan("arithmetic", entrant, folder, tmp_path, steps=13, seed=1)
@@ -91,7 +91,7 @@ def curve(*rewards, seconds=10.0):
     ]
 
 
-def test_time_to_a_level_is_interpolated_to_its_first_crossing():
+def test_time_to_a_level_is_interpolated():
     points = curve(0.2, 0.6, 0.3, 0.9)
     assert results.time_to(points, 0.5) == pytest.approx(7.5)
     assert results.time_to(points, 0.5, "cpu_seconds") == pytest.approx(0.75)
@@ -107,7 +107,7 @@ def entry(rewards, **changes):
     return numbers | changes
 
 
-def test_results_are_medians_over_seeds_at_levels_that_all_share(tmp_path):
+def test_results_are_medians_over_seeds_at_shared_levels(tmp_path):
     own, slow, fast = "grpo_jax, cold cache", "TRL, defaults", "TRL, whole batch"
     entries = {
         own: [entry([0.0, 0.5, 1.0]), entry([0.0, 0.5, 1.0], peak_mb=300)],
@@ -132,7 +132,7 @@ def test_results_are_medians_over_seeds_at_levels_that_all_share(tmp_path):
     assert "<svg" in (tmp_path / "race.svg").read_text()
 
 
-def test_entrants_with_a_warm_cache_follow_the_one_that_fills_it():
+def test_cold_entrants_run_before_those_sharing_their_cache():
     for name, entrant in ENTRANTS.items():
         before = list(ENTRANTS.values())[: list(ENTRANTS).index(name)]
         filled = any(other.cache == entrant.cache and other.is_cold for other in before)

@@ -36,7 +36,7 @@ def lengths(rows, words):
 # ---- judges
 
 
-def test_what_a_judge_says_becomes_preferences_and_a_file_of_them(tmp_path):
+def test_judgements_become_preferences_and_a_file(tmp_path):
     rows = [{"prompt": prompt, "letters": "abc"} for prompt in ("a:", "b:", "c:")]
     asked = []
 
@@ -57,7 +57,7 @@ def test_a_judge_who_says_anything_else_is_refused(answer):
         ask_judge([{"prompt": "a"}] * 2, ["x", "y"], ["z", "z"], lambda *pairs: answer)
 
 
-def test_the_judge_errs_as_often_as_bradley_and_terry_say():
+def test_judge_errs_as_often_as_bradley_terry_predicts():
     rows = [{"prompt": str(i)} for i in range(3000)]
     judge = bradley_terry_judge(lengths, seed=0)
     for difference, probability in ((0, 0.5), (1, 0.7311), (3, 0.9526)):
@@ -73,7 +73,7 @@ def test_the_judge_errs_as_often_as_bradley_and_terry_say():
 # ---- pairs
 
 
-def test_pairs_are_of_one_prompt_and_differ_and_as_many_as_asked():
+def test_sampled_pairs_share_a_prompt_and_differ():
     rows, firsts, seconds = pairs = rounds.sample_pairs(PROGRAMS, PARAMS, TASK, CONFIG, 11, first=5)
     assert len(rows) == len(firsts) == len(seconds) == 11
     assert all(first and second and first != second for first, second in zip(firsts, seconds, strict=True))
@@ -84,7 +84,7 @@ def test_pairs_are_of_one_prompt_and_differ_and_as_many_as_asked():
     assert rounds.sample_pairs(PROGRAMS, PARAMS, TASK, CONFIG, 11, first=6)[1] != firsts
 
 
-def test_a_policy_that_says_one_thing_has_no_pairs():
+def test_constant_policies_give_no_pairs():
     always_a = np.zeros((4, 4, 6), np.int32)
     mask = np.ones_like(always_a, bool)
     completions = Completions(always_a, mask, np.zeros((4, 4, 6)), None, np.ones((4, 4), bool))
@@ -94,7 +94,7 @@ def test_a_policy_that_says_one_thing_has_no_pairs():
         rounds.sample_pairs(programs, PARAMS, TASK, CONFIG, 8, first=0)
 
 
-def test_a_share_of_the_old_pairs_comes_along_each_once():
+def test_replay_draws_a_share_of_old_pairs_once():
     old = [Preference(str(i), "a", "b") for i in range(30)]
     again = rounds.draw_replay(old, 0.1, seed=0)
     assert len(again) == len({pair.prompt for pair in again}) == 3
@@ -147,7 +147,7 @@ def preferences_of(path):
     return [read_preferences(file)[0] for file in sorted((path / "preferences").iterdir())]
 
 
-def test_a_judge_who_prefers_nothing_ends_the_run_and_is_asked_again(untrained, tmp_path):
+def test_undecided_judges_end_runs_and_are_asked_again(untrained, tmp_path):
     options = {"online": ONLINE._replace(labels=(8,))}
     with refused("online_reward_0: the judge preferred neither"):
         online(untrained, tmp_path, judge=Abstaining(8), **options)
@@ -158,7 +158,7 @@ def test_a_judge_who_prefers_nothing_ends_the_run_and_is_asked_again(untrained, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 7])
-def test_a_run_that_is_cut_off_in_a_round_ends_the_same_and_asks_nothing_twice(untrained, tmp_path, count):
+def test_interrupted_rounds_resume_identically_without_asking_twice(untrained, tmp_path, count):
     state, model, run = online(untrained, tmp_path / "whole", judge=Abstaining(count))
     steps = [(line["phase"], line["step"]) for line in run.lines() if line["phase"] == "online"]
     assert steps == [("online", step) for step in (1, 2, 3, 4)]
@@ -189,7 +189,7 @@ BAD_ROUNDS = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_ROUNDS)
-def test_rounds_that_cannot_be_are_refused_before_anything_is_sampled(untrained, tmp_path, changes, message):
+def test_impossible_rounds_are_refused_before_sampling(untrained, tmp_path, changes, message):
     with refused(message):
         online(untrained, tmp_path, **changes)
     assert not (tmp_path / "preferences").exists()

@@ -8,14 +8,14 @@ from experiments.tasks import arithmetic, stories
 from grpo_jax.data.prompts import pad_prompts
 
 
-def test_arithmetic_prompts_are_a_function_of_seed_and_step():
+def test_arithmetic_prompts_depend_only_on_seed_and_step():
     task, same, other = (arithmetic.arithmetic_task(num_prompts=16, seed=seed) for seed in (0, 0, 1))
     np.testing.assert_array_equal(task.prompts(3).tokens.ids, same.prompts(3).tokens.ids)
     assert (task.prompts(3).tokens.ids != task.prompts(4).tokens.ids).any()
     assert (task.prompts(3).tokens.ids != other.prompts(3).tokens.ids).any()
 
 
-def test_heldout_additions_are_in_no_training_prompt_of_either_phase():
+def test_heldout_additions_appear_in_no_training_phase():
     task = arithmetic.arithmetic_task(num_prompts=9000, seed=0)
     heldout = {example["prompt"] for example in task.heldout.examples}
     assert len(heldout) == 1000

@@ -56,7 +56,7 @@ def test_collectives_of_a_text_by_hand():
         collectives(TEXT.replace("[2,4]<=[8]", "any"))
 
 
-def test_turns_of_a_loop_are_what_its_counter_is_compared_with():
+def test_loop_trip_counts_come_from_the_loop_condition():
     condition = """%more (carry: (s32[], f32[8])) -> pred[] {
   %count = s32[]{:T(128)} get-tuple-element(%carry), index=0
   %limit.1 = s32[]{:T(128)} constant(7)
@@ -133,7 +133,7 @@ def test_copies_add_up_their_gradients():
     assert planned(learn_traffic(MODEL, cut, data=2)) == (gathered, summed * 5 // 4, sent)
 
 
-def test_of_lora_the_base_travels_and_the_gradients_of_adapters_alone():
+def test_lora_exchanges_base_weights_but_only_adapter_gradients():
     shape = shape_and_run(8)[0]
     adapted = learn_traffic(MODEL, shape._replace(lora_rank=1, lora_targets=("q_proj",)))
     everything = {(one.what, one.kind): one.size for one in learn_traffic(MODEL, shape)}

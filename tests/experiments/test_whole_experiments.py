@@ -188,7 +188,7 @@ def test_every_option_has_a_text(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(x, marks=needs_data if x == "stories" else ()) for x in RUNS])
-def test_an_experiment_ends_with_its_numbers_and_resumed_has_them_again(inputs, tmp_path, name):
+def test_resumed_experiments_report_the_same_numbers(inputs, tmp_path, name):
     (experiment, args, rows, check), run = RUNS[name], tmp_path / "run"
     experiment = load(experiment)
     experiment.main(parse(experiment, args.replace("INPUTS", str(inputs)), run))
@@ -219,7 +219,7 @@ BAD_STARTS = [
 
 
 @pytest.mark.parametrize(("experiment", "args", "words"), BAD_STARTS)
-def test_what_cannot_work_is_refused_before_there_is_a_folder(inputs, tmp_path, capsys, experiment, args, words):
+def test_bad_input_is_refused_before_creating_a_folder(inputs, tmp_path, capsys, experiment, args, words):
     args = [*args.replace("INPUTS", str(inputs)).split(), "--run-dir", str(tmp_path / "run"), "--no-compilation-cache"]
     experiment = load(experiment)
     with pytest.raises(SystemExit) as ended:

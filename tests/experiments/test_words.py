@@ -12,7 +12,7 @@ from experiments.tasks import letters
 from experiments.tasks.characters import Characters
 
 
-def test_prompts_are_three_different_letters_and_held_out_ones_never_occur():
+def test_training_never_sees_held_out_prompts():
     task = letters.letters_task(lambda rows, words: [0.0] * len(words), num_prompts=500, seed=0)
     seen = {row["prompt"] for step in range(20) for row in task.prompts(step).examples}
     heldout = {row["prompt"] for row in task.heldout.examples}
@@ -26,7 +26,7 @@ def test_prompts_are_three_different_letters_and_held_out_ones_never_occur():
         letters.letters_task(task.reward, num_prompts=15_345, seed=0)
 
 
-def test_characters_are_those_of_the_tokenizer_that_is_saved(tmp_path):
+def test_saved_tokenizers_encode_the_same_characters(tmp_path):
     text = Characters("abc: ")
     assert (text.pad_id, text.eos_id, text.vocab_size) == (5, 6, 7)
     assert text.decode([0, 5, 4, 6]) == "a? ?"
@@ -72,7 +72,7 @@ def test_the_worth_of_a_word():
     assert word_gold([row] * len(worth), list(worth)) == list(worth.values())
 
 
-def test_pairs_of_equal_worth_do_not_count_and_equal_scores_are_half_right():
+def test_pair_accuracy_skips_ties_and_halves_equal_scores():
     worth = np.array([[0.0, 1.0, 1.0], [2.0, 3.0, 4.0]])
     scores = np.array([[5.0, 6.0, 4.0], [1.0, 1.0, 2.0]])  # right, wrong; half, right, right
     assert pair_accuracy(scores, worth) == pytest.approx(3.5 / 5)

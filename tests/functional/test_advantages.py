@@ -83,7 +83,7 @@ def with_a_nan():
 
 
 @every_function
-def test_a_nan_stays_visible_and_what_is_left_out_stays_zero(name):
+def test_nan_stays_visible_and_excluded_completions_stay_zero(name):
     some, of_nothing = with_a_nan()
     for where, results in some:
         result = np.asarray(results[name])
@@ -119,7 +119,7 @@ def test_rewards_that_cancel_teach_nothing(group_size):
     assert not np.any(jax.jit(F.gdpo_advantages)(np.stack([r, 2 - 3 * r])))
 
 
-def test_equal_returns_of_different_turns_are_equal_whatever_rounding_makes_of_them():
+def test_rounding_does_not_separate_equal_returns():
     rewards = np.float32([[[0.1, 0.3, 0.5], [0.5, 0.1, 0.3]]])  # 0.90000004 and 0.9
     result = jax.jit(F.turn_advantages)(rewards)
     assert_array_equal(result[..., 0], 0)
@@ -154,7 +154,7 @@ def test_more_values_than_16_bits_can_count(dtype):
     assert_allclose(np.asarray(whitened, np.float32), np.arange(70_000) % 2 * 2.0 - 1, rtol=1e-2)
 
 
-def test_a_critic_of_16_bits_is_summed_in_32():
+def test_bfloat16_critics_are_summed_in_float32():
     # 1 + 300 · 2⁻⁸ in bfloat16 stays 1: half of its spacing there is 2⁻⁸.
     rewards, mask, gae = jnp.full(301, 2.0**-8).at[-1].set(1), jnp.ones(301, bool), jax.jit(F.generalized_advantages)
     for dtype in (jnp.bfloat16, jnp.float32):

@@ -128,7 +128,7 @@ def test_objectives_that_make_sense_are_accepted(objective):
     F.check(objective)
 
 
-def test_numbers_and_arrays_of_numpy_are_taken_where_they_may_be():
+def test_numpy_arrays_and_plain_numbers_are_accepted():
     assert F.group_advantages(np.array([1.0, 1.0], np.float32)).shape == (2,)
     assert F.kl_k3(-1.0, -1.0) == 0
     assert F.clipped_surrogate(X, 1.0).shape == F.clipped_surrogate(X, jnp.array(1.0)).shape == (2, 3)

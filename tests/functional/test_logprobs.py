@@ -188,7 +188,7 @@ def logprobs_and_slopes(width, keeps):
 
 @pytest.mark.parametrize("margin", [1, 20, 60])
 @pytest.mark.parametrize(("width", "keeps"), [(11, False), (4, False), (4, True)])
-def test_a_probability_near_one_has_all_its_digits_and_its_gradient(margin, width, keeps):
+def test_probabilities_near_one_keep_digits_and_gradients(margin, width, keeps):
     # The largest logit leads the next by `margin`; the chosen token comes first, in the middle, or is not the largest.
     spread = np.linspace(0, 1, 11)
     logits = np.stack([np.roll(np.r_[margin + 1, spread[1:]], shift) for shift in (0, 5, 5)]).astype(np.float32)

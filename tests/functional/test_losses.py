@@ -50,7 +50,7 @@ def test_a_switched_off_divergence_that_overflows_spoils_nothing():
 
 
 @pytest.mark.parametrize("divergence", [pytest.param(F.kl_k1, marks=pytest.mark.slow), F.kl_k3])
-def test_the_corrected_divergence_has_the_value_and_gradient_of_the_kl_of_the_policy(divergence):
+def test_corrected_divergence_has_value_and_gradient_of_kl(divergence):
     # Tokens of probability π_old are weighed by it: Σ π_old ρ k = Σ π k = KL, and so in gradient, as ρ has one.
     logits, ref_logits, old_logits = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 6)))
     mask = jnp.ones((6, 1), bool)
@@ -94,7 +94,7 @@ def test_microbatches_add_up_to_the_batch(aggregation):
         assert_allclose(np.sum([piece[0][1][name] for piece in pieces], axis=0), metric, rtol=1e-4, atol=1e-5)
 
 
-def test_an_empty_batch_has_no_loss_and_no_gradient():
+def test_empty_batches_have_zero_loss_and_gradient():
     logprobs, old_logprobs, ref_logprobs = random_logprobs()
     nothing, advantages = np.zeros(logprobs.shape, bool), np.ones(6, np.float32)
     weights = np.asarray(F.sequence_mean_weights(nothing))
@@ -194,7 +194,7 @@ def test_gradients_at_far_ratios_are_zero(function):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 11, 51, 101, 201])
-def test_shares_are_not_rounded_down_by_the_binary_system(num_tokens):
+def test_binary_rounding_never_lowers_a_share(num_tokens):
     # 0.29 · 100 is 28.999999999999996 in float64, and 0.2 · 10 may be less than 2 in float32.
     hundredths = np.arange(101)
     entropy = np.random.default_rng(0).permutation(201).astype(np.float32)
@@ -218,7 +218,7 @@ def random_logits(*shape):
 # --- float32 ---
 
 
-def test_k3_is_never_negative_and_is_the_value_of_the_unbiased_estimator_to_the_last_digit():
+def test_k3_is_nonnegative_and_equals_the_unbiased_estimate():
     # As k2 + (k3 − k2) the unbiased one would have the digits of k2.
     rng = np.random.default_rng(0)
     x, ref = (rng.normal(size=4096) * 2.0 ** rng.integers(-30, 4, 4096)).astype(np.float32), np.zeros(4096, np.float32)
@@ -247,7 +247,7 @@ ESTIMATORS = [
 
 
 @pytest.mark.parametrize(("estimator", "is_unbiased", "divergence"), ESTIMATORS)
-def test_expectations_of_estimators_and_of_their_gradients_on_policy(estimator, is_unbiased, divergence):
+def test_estimators_have_expected_means_and_gradients_on_policy(estimator, is_unbiased, divergence):
     logits, ref_logits = random_logits(6)
     sampler = jax.nn.softmax(logits)  # tokens are drawn from a policy that is held constant
 
@@ -266,7 +266,7 @@ def test_expectations_of_estimators_and_of_their_gradients_on_policy(estimator, 
 
 
 @pytest.mark.parametrize("estimator", [F.kl_k2, F.kl_k3, F.kl_abs, F.kl_unbiased])
-def test_a_policy_that_is_its_reference_is_not_pushed_by_it(estimator):
+def test_kl_at_the_reference_has_zero_gradient(estimator):
     logprobs = np.float32([-0.7])
     value, slope = jax.value_and_grad(lambda x: estimator(x, logprobs)[0])(logprobs)
     assert value == slope == 0

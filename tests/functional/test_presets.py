@@ -115,7 +115,7 @@ def test_advantages_are_the_formula_written_out(name):
 
 
 @pytest.mark.parametrize("name", ["gpg", "lite_ppo"])  # those of other presets look only at their group
-def test_advantages_of_a_batch_over_devices_are_those_of_the_whole(name, spread):
+def test_advantages_over_devices_equal_the_whole_batch(name, spread):
     rewards = np.arange(8, dtype=np.float32)[:, None, None] * REWARDS
     lengths = np.broadcast_to(REWARD_LENGTHS, rewards.shape)
     result = spread(partial(F.PRESETS[name].advantages, axis_name="data"))(rewards, lengths)
@@ -154,7 +154,7 @@ def test_objectives_are_hashed_by_their_fields():
     assert loss(NEW, F.PRESETS["dapo"]).shape == ()
 
 
-def test_options_of_an_objective_are_those_of_the_loss():
+def test_objective_fields_act_as_loss_options():
     arguments, grpo = (NEW, OLD, ADVANTAGES, MASK), F.PRESETS["grpo"]._replace(kl_coef=0.0)
     pairs = [
         (grpo, {}, {}),
@@ -228,7 +228,7 @@ def test_the_smallest_group_is_declared(name):
         F.check(F.PRESETS[name], group_size=F.PRESETS[name].min_group_size - 1)
 
 
-def test_a_kl_is_computed_if_it_is_asked_for_and_only_then():
+def test_kl_is_computed_only_on_request():
     arguments, grpo = (NEW, OLD, ADVANTAGES, MASK), F.PRESETS["grpo"]
     asks = partial(F.grpo_loss, *arguments, kl_coef=0.04), partial(grpo.loss, *arguments)
     for loss in asks:
@@ -240,7 +240,7 @@ def test_a_kl_is_computed_if_it_is_asked_for_and_only_then():
     assert_allclose(F.grpo_loss(*arguments, ref_logprobs=REF)[0], grpo.loss(*arguments, ref_logprobs=REF)[0])
 
 
-def test_the_weights_of_a_loss_over_devices_are_of_the_whole_batch():
+def test_loss_weights_over_devices_cover_the_whole_batch():
     parts = [np.broadcast_to(x, (8, *x.shape)) * np.ones((8, *[1] * x.ndim), x.dtype) for x in (NEW, OLD, ADVANTAGES)]
     mask = (np.arange(8)[:, None, None] % 4 >= np.arange(4)[:, None]) & MASK  # other tokens on each device
     arrays = (*parts, mask)

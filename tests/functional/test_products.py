@@ -54,7 +54,7 @@ def test_traits_are_assumed_only_inside():
 
 
 @both_backends
-def test_a_product_and_its_gradients_are_those_of_einsum(traits, normal):
+def test_products_and_their_gradients_equal_tensordot(traits, normal):
     shapes = [((5,), (3,)), ((3,), (5,)), ((2, 4), (3,)), ((4,), (2, 3))]
     arrays = [(normal(2, 6, *x), normal(*x, *y), normal(2, 6, *y)) for x, y in shapes]
 
@@ -86,7 +86,7 @@ def test_a_product_in_bfloat16_is_accumulated_in_float32(traits):
 
 @both_backends
 @pytest.mark.parametrize("num_keys", [3, 256])
-def test_a_sum_over_queries_is_a_loop_over_them(traits, num_keys, normal):
+def test_sum_over_queries_equals_a_loop(traits, num_keys, normal):
     weights, queries = normal(2, 1, 2, 4, num_keys), normal(2, 1, 2, 4, 5)
     expected = np.zeros((2, 1, 2, num_keys, 5))
     for query in range(4):
@@ -116,7 +116,7 @@ def test_gradients_of_rms_norm_are_finite_differences(traits, normal):
 
 @both_backends
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
-def test_a_slice_is_written_at_a_place_of_two_axes_and_clipped(traits, dtype):
+def test_slices_are_written_at_clipped_positions(traits, dtype):
     array, part = jnp.zeros((2, 5, 3), dtype), jnp.ones((1, 2, 2), dtype) * 7
     expected = np.zeros((2, 5, 3))
     expected[1, 3:, 1:] = 7  # a slice of 2 that would begin at 4 begins at 3
@@ -129,7 +129,7 @@ def test_a_slice_is_written_at_a_place_of_two_axes_and_clipped(traits, dtype):
 @pytest.mark.parametrize(
     ("traits", "dtype"), [(products.CPU, jnp.float32), (products.GPU, jnp.bfloat16)], ids=["cpu", "gpu"]
 )
-def test_slices_are_added_in_a_type_that_the_backend_writes_in_place(traits, dtype):
+def test_accumulators_use_a_type_written_in_place(traits, dtype):
     with products.assume_traits(**traits._asdict()):
         total = products.accumulator_of(jnp.ones((2, 3), jnp.bfloat16))
     assert total.dtype == dtype
@@ -147,7 +147,7 @@ def test_what_is_delayed_is_unchanged(x):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_transposed_array_has_the_numbers_of_any_other(dtype):
+def test_transposed_equals_numpy_swapaxes(dtype):
     arrays = [jnp.arange(np.prod(x), dtype=dtype).reshape(x) for x in [(4, 3), (3, 4), (2, 1, 6, 5)]]
     expected = [jnp.asarray(np.swapaxes(np.asarray(x), -1, -2)) for x in arrays]
     chex.assert_trees_all_equal(jax.jit(partial(jax.tree.map, products.transposed))(arrays), expected)
@@ -155,7 +155,7 @@ def test_a_transposed_array_has_the_numbers_of_any_other(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("by_columns", [False, True])
-def test_few_rows_times_a_transposed_matrix_are_the_product_of_numpy(by_columns, dtype):
+def test_times_transposed_equals_numpy_for_few_rows(by_columns, dtype):
     rng, rows = np.random.default_rng(0), [(1,), (3,), (8,), (2, 3), ()]
     xs, matrix = [rng.integers(-8, 9, (*n, 5)) for n in rows], rng.integers(-8, 9, (40, 5))  # exact in both types
     multiply = partial(products.times_transposed, dtype=jnp.float32, by_columns=by_columns)
@@ -165,7 +165,7 @@ def test_few_rows_times_a_transposed_matrix_are_the_product_of_numpy(by_columns,
         np.testing.assert_array_equal(np.asarray(y), x @ matrix.T)
 
 
-def test_no_copy_of_a_bfloat16_array_is_made_in_float32_to_write_a_slice_of_it():
+def test_writing_bfloat16_slices_makes_no_float32_copy():
     array, part = jnp.zeros((64, 32), jnp.bfloat16), jnp.ones((1, 32), jnp.bfloat16)
     written = jax.jit(lambda array, part, start: products.write_slice(array, part, {0: start}), donate_argnums=0)
     assert "f32[64,32]" not in written.lower(array, part, 3).compile().as_text()

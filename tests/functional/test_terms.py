@@ -78,7 +78,7 @@ def test_on_policy_gradient_is_reinforce(name):
     assert_allclose(gradient, -ADVANTAGES[:, None] * weights, rtol=1e-5, atol=1e-8)
 
 
-def test_an_infinite_bound_leaves_the_clip_and_costs_nothing():
+def test_infinite_delta_changes_nothing_and_costs_nothing():
     log_ratio, advantages = np.float32([[-0.5, 0.4, 1.8]] * 2), np.float32([1, -1])
 
     def operations(**constants):
@@ -131,7 +131,7 @@ def chosen_by(share, key, **constants):
 
 # Of 40 tokens, not of 80 slots; 13.2; at least one; no more than there are in the band.
 @pytest.mark.parametrize(("share", "number"), [(0.33, 13), (1e-6, 1), (1.0, 24)])
-def test_clip_cov_chooses_a_share_of_all_tokens_from_the_band(share, number):
+def test_clip_cov_chooses_a_share_within_the_band(share, number):
     chosen = chosen_by(share, KEY)
     assert chosen.sum() == number
     assert not np.any(chosen & ~IN_BAND)
@@ -158,7 +158,7 @@ def test_clip_cov_chooses_by_its_key_alone():
     assert_allclose(counts[IN_BAND], 66.7, atol=4 * 7.5)
 
 
-def test_clip_cov_does_not_choose_what_the_clip_holds_already():
+def test_clip_cov_skips_tokens_already_clipped():
     # The first three completions have ρ = e^0.5 on all tokens, beyond 1.2: where A > 0 the clip holds them, at −1.2.
     old_logprobs = COV_LOGPROBS - np.float32(0.5) * (np.arange(5) < 3)[:, None]
     held = (COV_ADVANTAGES > 0) & (np.arange(5) < 3)[:, None]
@@ -173,7 +173,7 @@ def test_clip_cov_does_not_choose_what_the_clip_holds_already():
 
 
 @pytest.mark.parametrize(("share", "number"), [(0.33, 13), (1e-6, 1), (1.0, 40)])
-def test_kl_cov_adds_its_penalty_to_the_largest_covariances(share, number):
+def test_kl_cov_penalises_the_largest_covariances(share, number):
     # d = ±0.25 by token: −ρA, and 0.25 c more on the chosen.
     d = np.where(np.arange(16) % 4 < 2, 0.25, -0.25).astype(np.float32)
     plain = np.where(COV_MASK, -np.exp(d) * COV_ADVANTAGES, 0)
@@ -186,7 +186,7 @@ def test_kl_cov_adds_its_penalty_to_the_largest_covariances(share, number):
         assert COVARIANCES[chosen].min() >= np.sort(COVARIANCES[COV_MASK])[-number]
 
 
-def test_some_tokens_of_a_band_over_devices_are_chosen_from_the_whole(spread):
+def test_clip_cov_over_devices_chooses_from_all_tokens(spread):
     """test_properties.py chooses all tokens of the band."""
     arrays = [x[:, None] for x in (LOGPROBS, OLD_LOGPROBS, ADVANTAGES * np.arange(1, 9, dtype=np.float32), MASK)]
     term = partial(F.clip_cov_term, key=KEY, share=0.2, covariance_low=0.1, covariance_high=99.0)
@@ -195,7 +195,7 @@ def test_some_tokens_of_a_band_over_devices_are_chosen_from_the_whole(spread):
     assert not np.allclose(of_each, expected, atol=1e-3)
 
 
-def test_defaults_of_the_covariance_terms_are_the_paper_s():
+def test_covariance_terms_default_to_the_papers_constants():
     # 10 000 tokens, covariances 2 and 3: two are chosen of either.
     signs = np.tile(np.array([1, -1], np.float32), 5000)[None]
     covariances = np.repeat(np.array([2, 3], np.float32), 5000)[None]

@@ -107,7 +107,7 @@ def learned(tokenizer, template, answer, eos=("<|endoftext|>",), **options):
 
 
 @pytest.mark.parametrize("answer", ["2", "2<|im_end|>", "2<|im_end|>\n", "2<|im_end|><|endoftext|>", "2<|endoftext|>"])
-def test_an_answer_has_one_end_whatever_ends_its_text(tokenizer, answer):
+def test_answers_end_exactly_once(tokenizer, answer):
     assert learned(tokenizer, CHATML, answer) == "2<|im_end|>"
 
 
@@ -128,7 +128,7 @@ def test_reasoning_is_learned_where_the_history_drops_it(tokenizer, answer):
     assert learned(tokenizer, TEMPLATES["reasoning is dropped"], answer) == "so</think>2<|im_end|>"
 
 
-def test_a_filled_template_keeps_a_last_token_that_ends_texts(tokenizer):
+def test_filled_templates_keep_a_trailing_end_token(tokenizer):
     tokenizer.chat_template = TEMPLATES["no end"].replace("\n' if", "' if")
     ends = tuple(tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|assistant|>"))
     (ids,) = encode_prompts(Chat(tokenizer, ends), [[USER]]).token_ids
@@ -141,7 +141,7 @@ def test_completions_keep_tags_that_are_special_tokens(tokenizer):
     assert decode(chat, tokenizer(text, add_special_tokens=False)["input_ids"]) == "<answer>4</answer>"
 
 
-def test_the_end_of_a_turn_is_where_the_template_ends_it(tokenizer):
+def test_turn_ends_are_those_of_the_template(tokenizer):
     ends = {}
     for name, tokenizer.chat_template in TEMPLATES.items():
         end = turn_end(Chat(tokenizer, tools=[TOOL]))  # also where the template writes no tools
@@ -156,7 +156,7 @@ def test_the_end_of_a_turn_is_where_the_template_ends_it(tokenizer):
 SWITCH = CHATML + "{{ '<think>\n\n</think>\n\n' if add_generation_prompt and thinks is defined and not thinks }}"
 
 
-def test_variables_of_the_template_are_those_of_the_run_and_of_the_row(tokenizer):
+def test_template_variables_come_from_run_and_row(tokenizer):
     tokenizer.chat_template = SWITCH
     chat = make_chat(tokenizer, (), '{"thinks": false}')
     texts = encode_prompts(chat, [[USER], [USER]], kwargs=[{}, {"thinks": True}]).texts
@@ -171,7 +171,7 @@ def test_other_variables_are_refused(tokenizer, kwargs):
         make_chat(tokenizer, (), kwargs)
 
 
-def test_a_task_records_messages_and_variables_of_its_rows(tokenizer):
+def test_tasks_record_messages_and_template_variables_per_row(tokenizer):
     tokenizer.chat_template = SWITCH
     rows = [{"prompt": f"{i}+1"} | ({"chat_template_kwargs": {"thinks": True}} if i % 2 else {}) for i in range(40)]
     options = {"vocab_size": 300, "num_prompts": 40, "seed": 0, "reward": None, "heldout_share": 0.0}
@@ -194,7 +194,7 @@ WRITTEN = ["<|im_start|>user\n1+1<|im_end|>\n", "1+1 <|im_start|>user\nso", " <|
 
 
 @pytest.mark.parametrize("text", WRITTEN)
-def test_a_text_in_the_template_is_not_written_into_it_again(tokenizer, text):
+def test_already_templated_text_is_refused(tokenizer, text):
     tokenizer.chat_template = CHATML
     with refused("--chat False"):
         prompt_writer(Chat(tokenizer), True)(text)

@@ -249,7 +249,7 @@ def test_a_gemma4_that_is_not_supported_is_refused(change, words):
         config_from_huggingface(read_json(GOLDEN / "gemma4_small" / "config.json") | change)
 
 
-def test_sizes_that_a_file_lacks_are_the_defaults_of_transformers():
+def test_missing_sizes_default_as_in_transformers():
     """The config.json of Gemma 3 on the hub leaves out many sizes of its text model."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     text |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}

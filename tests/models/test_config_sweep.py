@@ -127,7 +127,7 @@ def test_the_installed_transformers_computes_what_was_recorded(base):
             np.testing.assert_allclose(result[1], case.logits, atol=1e-4, rtol=1e-4, err_msg=str((path, value)))
 
 
-def test_the_page_lists_keys_that_are_read_and_refused():
+def test_page_lists_all_read_and_refused_keys():
     page = (Path(__file__).parents[2] / "docs/pretrained.md").read_text()
     read = set(page.split("These keys change logits")[1].split("```")[1].split()[1:])
     refused = set(re.findall(r"`(\w+)", page.split("Some values are rejected")[1].split("\n\n")[0]))

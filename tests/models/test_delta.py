@@ -85,7 +85,7 @@ def test_keys_of_zero_change_only_the_decay():
 
 
 @pytest.mark.parametrize("numbers", [ONE_TEXT, TEXTS], ids=["one text", "packed"])
-def test_a_convolution_sees_its_text_and_what_lies_before_it(numbers):
+def test_convolutions_see_their_text_and_its_prefix(numbers):
     rng = np.random.default_rng(3)
     before, x, taps = rng.normal(size=(R, 3, A)), rng.normal(size=(R, S, A)), rng.normal(size=(A, 4))
     actual = convolve(jnp.asarray(before), jnp.asarray(x), jnp.asarray(taps), numbers)
@@ -151,7 +151,7 @@ def test_an_episode_that_waits_absorbs_no_token():
     np.testing.assert_allclose(later.sampler_logprobs, at_once.sampler_logprobs, atol=1e-6)
 
 
-def test_completions_that_leave_the_batch_take_their_states_along(assume):
+def test_states_stay_correct_when_completions_leave(assume):
     numbers, options = row_numbers(3, 16), {"max_tokens": 40, "eos_ids": (7, 8, 9), "temperature": 1.3}
     params, sample = random_params(CONFIG, 0.15), partial(sample_groups, **options)
     inputs = params, PROMPTS, numbers, jax.random.key(0)

@@ -30,7 +30,7 @@ def randoms(*shapes, dtype=np.float32):
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_each_row_is_multiplied_by_the_kernel_of_its_group(sizes):
+def test_grouped_product_uses_each_groups_kernel(sizes):
     rows, kernels = randoms((sum(sizes), WIDTH), (EXPERTS, WIDTH, INNER))
     made = jax.jit(grouped_product)(rows, kernels, jnp.array(sizes))
     np.testing.assert_allclose(made, jax.lax.ragged_dot(rows, kernels, jnp.array(sizes)), rtol=1e-5, atol=1e-6)
@@ -80,7 +80,7 @@ ARRAYS = (TOKENS, WIDTH), (WIDTH, EXPERTS), KERNEL, KERNEL, (EXPERTS, INNER, WID
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_a_mixture_equals_a_loop_over_tokens_and_experts(normalise):
+def test_mixture_equals_a_loop_over_tokens(normalise):
     x, router, *kernels = randoms(*ARRAYS)
     made = jax.jit(partial(mixed, normalise=normalise))(x, router, *kernels)
     np.testing.assert_allclose(made, mixture_in_a_loop(x, router, kernels, normalise=normalise), rtol=1e-5, atol=1e-5)
@@ -114,7 +114,7 @@ def test_choosing_is_of_float32_for_bfloat16_tokens():
     np.testing.assert_array_equal(route(x, router, num_chosen=CHOSEN, normalise=True)[1], exact)
 
 
-def test_in_bfloat16_a_mixture_is_close_to_the_exact_one():
+def test_bfloat16_mixture_is_close_to_exact():
     x, router, *kernels = randoms(*ARRAYS, dtype=jnp.bfloat16)
     made, expected = jax.jit(mixed)(x, router, *kernels), mixture_in_a_loop(x, router, kernels, normalise=True)
     assert made.dtype == jnp.bfloat16
@@ -148,7 +148,7 @@ MODEL = ModelConfig(
 
 
 @pytest.mark.slow
-def test_the_routing_of_states_is_there_for_packed_completions_too():
+def test_packed_completions_have_the_same_routing():
     """Three completions of a prompt in one row, against the same beside each other; and in their order."""
     policy = decoder_policy(MODEL)
     params, rng = jax.jit(policy.init)(jax.random.key(0)), np.random.default_rng(0)
@@ -194,7 +194,7 @@ def test_a_dense_model_has_no_routing():
 
 
 @pytest.mark.slow
-def test_sampler_and_trainer_send_tokens_to_the_same_experts():
+def test_sampler_and_trainer_choose_the_same_experts():
     """In float32, and then ratios to the sampler are 1 within 1e-5: 1,024 tokens of a random model of 4 layers."""
     options = routes.Options(prompts=4, group_size=8, prompt_tokens=8, tokens=32)
     places, tokens, mean, _, largest = routes.compare(routes.MODEL, options)

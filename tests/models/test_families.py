@@ -105,7 +105,7 @@ def test_peft_folders_come_back(family, tmp_path):
 
 @pytest.mark.slow
 @each_family()
-def test_in_bfloat16_a_scoring_pass_is_close_to_the_sampler(family):
+def test_bfloat16_scoring_is_close_to_the_sampler(family):
     """Completions of 32 tokens that end at random, of a random model: the table in docs/pretrained.md."""
     config, params = golden(family)
     policy = decoder_policy(replace(config, dtype="bfloat16"))
@@ -127,7 +127,7 @@ def test_in_bfloat16_a_scoring_pass_is_close_to_the_sampler(family):
 @pytest.mark.slow
 @each_family()
 @pytest.mark.parametrize("kind", ["none", "int8", "nf4"])
-def test_adapters_are_sampled_as_they_are_scored_merged_and_exported(family, kind, tmp_path):
+def test_adapters_sample_score_merge_and_export_alike(family, kind, tmp_path):
     """On codes the model computes with the numbers that they stand for."""
     config, params = golden(family)[0], adapted(family)
     policy, used, plain, other = decoder_policy(config), params, params, params.base
@@ -173,7 +173,7 @@ def a_gradient(policy, batch):
 
 @each_family()
 @pytest.mark.parametrize("kind", ["eight devices", "xla", "tokamax"])
-def test_eight_devices_and_another_attention_find_the_same_gradients(family, kind):
+def test_devices_and_attention_do_not_change_gradients(family, kind):
     config, params = golden(family)
     if kind == "tokamax":
         pytest.importorskip("tokamax")
@@ -243,7 +243,7 @@ def test_cudnns_attention_is_lowered_forward_and_backward(family, monkeypatch):
 
 @pytest.mark.slow
 @each_family()
-def test_tokamax_is_lowered_for_a_tpu_forward_and_backward(family):
+def test_tokamax_lowers_for_tpu_forward_and_backward(family):
     tokamax = pytest.importorskip("tokamax")
     config = replace(golden(family)[0], dtype="bfloat16", head_dim=128, rope_scaling=None)
     config = replace(config, global_heads=config.global_heads and config.global_heads._replace(head_dim=128))
@@ -256,7 +256,7 @@ def test_tokamax_is_lowered_for_a_tpu_forward_and_backward(family):
     assert program.count("tpu_custom_call") >= 6  # of prompts and of completions: forward, and two backward
 
 
-def test_attentions_that_cannot_compute_a_family_are_refused_by_name():
+def test_unsupported_attentions_are_refused_by_name():
     file = read_json(tiny.GOLDEN / "gemma2" / "config.json")
     assert config_from_huggingface(file).attention == "auto"
     for kind in ("xla", "cudnn"):

@@ -118,7 +118,7 @@ def test_logits_one_token_after_the_other(name):
 
 
 @pytest.mark.parametrize("name", slow_unless(("gemma4_small",), [name for name in NAMES if "gemma4" in name]))
-def test_logits_after_a_reply_when_another_completion_has_left(name):
+def test_reply_logits_are_right_after_another_completion_leaves(name):
     """Five tokens are decoded and eight are appended at once. Then eight are appended to the second text only."""
     config, params, golden = golden_of(name)
     policy, (prompt, completions) = decoder_policy(config), padded(golden["ids"], 9)

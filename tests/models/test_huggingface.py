@@ -89,7 +89,7 @@ def shardings(kind):
 
 
 @pytest.mark.parametrize("kind", ["tree", "replicated", "one device"])
-def test_tensors_go_where_the_shardings_say_and_come_back(kind, tmp_path):
+def test_tensors_load_into_shards_and_save_back(kind, tmp_path):
     config, params = load_golden("llama")
     sharded = load_params(GOLDEN / "llama", config, sharding=shardings(kind))
     bit_for_bit(sharded, params)
@@ -144,7 +144,7 @@ def test_the_outer_config_says_whether_matrices_are_tied(outer, inner, tied):
     assert config_from_huggingface(text_part(whole)).tie_word_embeddings == tied
 
 
-def test_a_single_file_counts_and_not_an_old_index(folder):
+def test_a_single_file_overrides_an_old_index(folder):
     """`save_pretrained` of transformers leaves older shards where they are."""
     _, params = load_golden("llama")
     new = {name: tensor + 1 for name, tensor in original_tensors("llama").items()}
@@ -268,7 +268,7 @@ def test_end_tokens_are_those_of_all_files(folder):
     assert load_pretrained(folder).eos_ids == (5,)
 
 
-def test_the_end_of_a_turn_ends_texts_here_and_in_what_is_saved(folder, tmp_path):
+def test_saved_models_keep_the_templates_turn_end(folder, tmp_path):
     """The files of base models often name another EOS than the one with which their template ends a turn."""
     name_eos(folder, [2, 7])
     (folder / "chat_template.jinja").write_text("{% for m in messages %}t1 {{ m.content }} t0{% endfor %}")
@@ -379,7 +379,7 @@ def test_a_broken_folder_is_refused(folder, name):
         load_pretrained(folder)
 
 
-def test_code_of_a_folder_is_never_run_nor_asked_about(folder, monkeypatch):
+def test_code_in_a_model_folder_never_runs(folder, monkeypatch):
     """The folder has a tokenizer class, and the user says yes to anything."""
     monkeypatch.setattr("builtins.input", lambda *words: "y")
     (folder / "own.py").write_text(f"open({str(folder / 'was_run')!r}, 'w')\nclass Own: pass\n")
@@ -413,7 +413,7 @@ def test_names_that_are_no_folder(name, monkeypatch):
         load_pretrained(name)
 
 
-def test_a_name_of_the_hub_that_cannot_be_fetched(monkeypatch):
+def test_unreachable_hub_names_are_refused(monkeypatch):
     def offline(*_, **__):
         raise OSError("cannot reach the hub\nwith many\nlines")
 
@@ -422,7 +422,7 @@ def test_a_name_of_the_hub_that_cannot_be_fetched(monkeypatch):
         load_pretrained("someone/model")
 
 
-def test_a_name_of_the_hub_is_fetched_without_pickles(folder, monkeypatch):
+def test_hub_models_are_fetched_without_pickles(folder, monkeypatch):
     asked = {}
 
     def snapshot_download(name, **options):
@@ -459,7 +459,7 @@ def test_greedy_ids_and_logprobs_equal_the_reference():
     np.testing.assert_allclose(out.sampler_logprobs, reference["logprobs_of_next"], atol=1e-4)
 
 
-def test_a_text_model_is_read_from_files_that_also_hold_a_tower_for_images(tmp_path):
+def test_text_models_load_from_multimodal_files(tmp_path):
     """The names are those of Qwen3.5 on the hub. What is saved holds only the text model."""
     folder, source = tmp_path / "whole", GOLDEN / "qwen3_5"
     folder.mkdir()
@@ -483,7 +483,7 @@ def test_a_text_model_is_read_from_files_that_also_hold_a_tower_for_images(tmp_p
     assert all(np.array_equal(after[name], tensors[name]) for name in tensors)
 
 
-def test_keys_and_values_that_no_layer_reads_are_left_out(tmp_path):
+def test_unused_keys_and_values_are_left_out(tmp_path):
     """Folders of Gemma 4 on the hub hold keys and values also for layers that read those of another layer."""
     config, params = load_golden("gemma4_small")
     unused = {f"model.layers.5.self_attn.{name}.weight": np.ones(3, np.float32) for name in ("k_proj", "v_norm")}

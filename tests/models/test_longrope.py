@@ -63,7 +63,7 @@ PASSES = [(states_of_group, 7), (states_of_row, 16), (prefill, 6), (widen, 6)]
 
 
 @pytest.mark.parametrize(("run", "size"), PASSES)
-def test_texts_of_unknown_length_end_at_the_original_context(run, size):
+def test_unknown_text_lengths_stop_at_the_original_context(run, size):
     unknown, known = decoder_policy(UNKNOWN), decoder_policy(CONFIG)
     jax.eval_shape(lambda: run(unknown, size))
     jax.eval_shape(lambda: run(known, size + 1))
@@ -76,7 +76,7 @@ DYNAMIC = replace(
 )
 
 
-def test_a_run_with_texts_beyond_dynamic_scaling_is_refused():
+def test_texts_beyond_dynamic_scaling_are_refused():
     assert for_texts(pretrained(DYNAMIC), 16).config == DYNAMIC
     with refused("texts of up to 17 tokens exceed the 16 .* lower max_prompt_tokens"):
         for_texts(pretrained(DYNAMIC), 17)

@@ -114,7 +114,7 @@ def on_plain_numbers(params):
 
 
 @QUICK_FORMATS
-def test_a_model_computes_with_the_numbers_that_codes_stand_for(kind):
+def test_models_compute_with_the_dequantised_numbers(kind):
     """Compares hidden states, and the gradients of adapters, with those on plain arrays."""
     weights = np.random.default_rng(1).normal(size=(2, 2, 4, 16)).astype(np.float32)
 
@@ -172,7 +172,7 @@ def test_programs_dequantise_one_layer_at_a_time(kind, experts):
 MIXTURE = ModelConfig(24, 16, 20, 2, 2, 1, 8, experts=ExpertsConfig(4, 2, 10, norm_topk_prob=True))
 
 
-def test_experts_are_quantised_one_by_one_and_routers_are_not():
+def test_experts_are_quantised_separately_and_routers_never():
     params = random_params(MIXTURE)
     of = quantise_params(params, "nf4")["layers"]["experts"]
     plain = params["layers"]["experts"]

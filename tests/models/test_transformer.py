@@ -13,7 +13,7 @@ from tiny import decoded_states, load_golden, ragged_prompts, random_params, ref
 from grpo_jax.functional.products import assume_traits
 from grpo_jax.models import geometry
 from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
-from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, of_prompts, widen
+from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, group_by_prompt, widen
 from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling, Rotation
 from grpo_jax.models.layers import by_layer, layer_params, repetition
 from grpo_jax.models.modules import RMSNorm, norm
@@ -173,7 +173,7 @@ def test_prompts_may_be_computed_at_several_widths(name, piece_tokens):
     np.testing.assert_allclose(states[:, :, :-1], expected, atol=1e-5)
 
 
-def test_each_token_reaches_what_follows_it_and_nothing_else(hidden_fn):
+def test_tokens_influence_only_what_follows_them(hidden_fn):
     prompt, completions, _ = ragged_batch()
     before, reached = hidden_fn(prompt, completions), np.zeros((2, N, G, T), bool)
     of_completion, of_prompt = completions.copy(), prompt.ids.copy()
@@ -220,7 +220,7 @@ def test_scanned_layers_equal_separate_layers(config):
 
 
 @pytest.mark.parametrize("remat", ["layer", "none", pytest.param("offload", marks=pytest.mark.slow)])
-def test_a_loop_over_layers_and_remat_change_neither_values_nor_gradients(remat, assume):
+def test_layer_loop_and_remat_change_no_numbers(remat, assume):
     (expected_value, _), expected_grads = loss_and_grads(shared_hidden, ALL)
     assume(unrolled_layers=0)  # without remat they are unrolled on a CPU
     (value, _), grads = loss_and_grads.__wrapped__(shared_hidden, replace(ALL, remat=remat))
@@ -244,7 +244,7 @@ def test_remat_stores_less_for_the_backward_pass():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_inputs_of_layers_go_to_the_host_and_come_back(platform):
+def test_layer_inputs_are_offloaded_and_return_once(platform):
     """They move once there and once back, in the loops over layers: lowered for a machine that is not here."""
     *inputs, _ = ragged_batch()
 
@@ -409,7 +409,7 @@ BLOCKWISE_CASES = [
 
 
 @pytest.mark.parametrize(("size", "mask", "scores", "options"), BLOCKWISE_CASES)
-def test_attention_in_blocks_is_that_of_all_scores_at_once(size, mask, scores, options):
+def test_blockwise_attention_equals_attention_at_once(size, mask, scores, options):
     arguments = *attention_inputs(size, size + 5, (1, 2), 4), mask(size, size + 5)
     value, grads = gradient_program(partial(attend, scores=scores, **options))(*arguments)
     expected, expected_grads = gradient_program(partial(attention_at_once, scores=scores))(*arguments)
@@ -419,7 +419,7 @@ def test_attention_in_blocks_is_that_of_all_scores_at_once(size, mask, scores, o
 
 
 @pytest.mark.slow
-def test_attention_of_long_texts_needs_a_sixteenth_of_the_memory():
+def test_long_attention_needs_a_sixteenth_of_memory():
     """At 8,192 tokens, compiled and not run."""
     arguments = *attention_inputs(8192, 8192, (2, 2), 8), ragged_mask(8192, 8192)
     needed, at_once = (
@@ -431,11 +431,11 @@ def test_attention_of_long_texts_needs_a_sixteenth_of_the_memory():
 
 # Features of keys first as on a CPU, and not as on other devices.
 @pytest.mark.parametrize(("features_first", "scores"), [(True, Scores()), (False, CAPPED)])
-def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, scores, assume):
+def test_cached_attention_equals_attention_of_the_group(features_first, scores, assume):
     assume(features_first=features_first)
     (queries, keys, values), masks = group_inputs()
     expected = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(queries, keys, values, masks)
-    prompt = of_prompts(KeyValues(keys[:, :P_A], values[:, :P_A]))
+    prompt = group_by_prompt(KeyValues(keys[:, :P_A], values[:, :P_A]))
     attend_next = jax.jit(partial(attend_past, scores=scores))  # traced anew for each case
     expected = np.asarray(expected)
     empty = jnp.zeros((N_A * G_A * K_A, S_A - 1, E_A))
@@ -484,7 +484,7 @@ def test_settings_that_cannot_work(change, named):
         replace(LLAMA, **change)
 
 
-def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
+def test_norms_rotations_and_sums_round_only_once():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 3, 64)), jnp.bfloat16)
     exact = x.astype(jnp.float32)
     params = {"params": {"scale": jnp.linspace(0.5, 2, 64)}}
@@ -505,7 +505,7 @@ def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
 
 
 @MOST_OPTIONS
-def test_new_parameters_have_the_standard_deviation_of_the_configuration(config):
+def test_new_parameters_have_the_configured_standard_deviation(config):
     """The mean of n squares has a standard deviation of √(2/n); the bound is five of them."""
     params = jax.jit(decoder_policy(replace(config, initializer_range=0.5)).init)(jax.random.key(0))
     seen = []

@@ -158,7 +158,7 @@ def test_a_teacher_counts_with_its_parameters_and_outputs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_the_estimate_of_an_update_on_a_mesh_is_nearly_never_too_low(tensor):
+def test_mesh_update_estimates_are_rarely_too_low(tensor):
     model = replace(MID, num_hidden_layers=4, remat="layer")
     config = recipe(num_prompts=8, group_size=4, max_tokens=65, microbatches=1, devices=8)
     config = with_options(config, fsdp=8 // tensor, tensor=tensor)
@@ -167,7 +167,7 @@ def test_the_estimate_of_an_update_on_a_mesh_is_nearly_never_too_low(tensor):
     assert LEAST < ratios["learn"] < MOST
 
 
-def test_a_mesh_divides_parameters_and_leaves_the_rest_to_the_prompts():
+def test_meshes_divide_parameters_but_not_norms():
     """By 4 · 2: exactly what `models.sharding` cuts; norms, which it does not cut, stay whole."""
     model = replace(TINY, num_key_value_heads=4)
     one, cut = (estimate(model, Shape(fsdp=fsdp, tensor=tensor)) for fsdp, tensor in ((1, 1), (4, 2)))
@@ -192,7 +192,7 @@ def test_published_models_have_their_published_size(name, billions):
     assert memory.num_params(MODELS[name]) / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
-def test_the_peak_is_that_of_sampling_or_learning_or_scoring():
+def test_peak_memory_is_that_of_the_largest_phase():
     parts = {"params": 1, "optimizer": 10, "start": 4, "decoding": 100, "gradients": 10, "activations": 17}
     needs = Estimate(**dict.fromkeys(Estimate._fields, 0) | parts)
     assert (needs.held, needs.sampling, needs.learning, needs.peak) == (15, 100, 27, 115)

@@ -31,7 +31,7 @@ def limit_for(piece_tokens, remat):
     return int(peak(piece_tokens, remat) / 0.85) + 1
 
 
-def test_memory_makes_pieces_smaller_and_then_turns_remat_on():
+def test_less_memory_shrinks_pieces_before_enabling_remat():
     fastest = 16_384
     assert choose(MID, SHAPE, limit_for(fastest, "none")).options == {"piece_tokens": fastest, "remat": "none"}
     # Less by a byte, and again: each time the next smaller one that fits.
@@ -65,7 +65,7 @@ def test_where_nothing_fits_the_sentence_names_what_would():
             choose(MID, SHAPE._replace(minibatches=minibatches), 2**20)
 
 
-def test_the_shape_of_a_run_is_that_of_its_options():
+def test_run_shape_follows_the_options():
     run = recipe("grpo", num_prompts=8, minibatches=2, divergence="full", ref_sync_steps=5, fsdp=2)
     shape = shape_of(run, ModelOptions(lora_rank=4, param_dtype="bfloat16"), 7, parts=4)
     assert (shape.num_prompts, shape.minibatches, shape.prompt_tokens, shape.fsdp) == (2, 2, 7, 2)
@@ -100,7 +100,7 @@ def plan_with(monkeypatch, options: RunOptions, limit: int):
     return options, models["policy"], plan
 
 
-def test_a_plan_is_kept_with_the_run_and_used_again_whatever_memory_there_is(monkeypatch):
+def test_resumed_runs_reuse_their_saved_plan(monkeypatch):
     begun, loaded, plan = plan_with(monkeypatch, Options(), 10**9)
     assert (begun.train.optimizer.piece_tokens, begun.model.remat) == (768, "none")
     smaller, loaded, plan = plan_with(monkeypatch, Options(), int(0.7 * plan.estimate.peak))

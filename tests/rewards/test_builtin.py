@@ -38,7 +38,7 @@ def test_exact_answer():
 
 
 @has_math_verify
-def test_math_verify_compares_formulas_in_a_process_with_a_deadline():
+def test_math_verify_compares_formulas_within_a_deadline():
     pairs = [
         ("x+1", "1+x", 1.0),
         (r"2\sqrt{2}", r"\sqrt{8}", 1.0),
@@ -58,7 +58,7 @@ def test_math_verify_compares_formulas_in_a_process_with_a_deadline():
         builtin.math_answer()
 
 
-def test_math_verify_is_asked_for_where_it_is_missing(monkeypatch):
+def test_missing_math_verify_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with refused(r"grpo_jax\[math\]"):
         builtin.math_answer(sympy=True)
@@ -88,7 +88,7 @@ def test_matches_counts_the_tag_that_a_template_opened(prompt):
     assert reward([{"prompt": ""}], [Completion("", turns=turns)]) == [1]
 
 
-def test_matches_is_of_the_whole_text_and_over_lines():
+def test_matches_covers_whole_texts_across_lines():
     reward = builtin.matches(r"<think>.*</think>\s*\d+")
     written = texts("<think>a\nb</think>\n12", "<think>a</think>", "x<think></think>1", "<think></think>1 x")
     assert reward([{}] * 4, written) == [1.0, 0.0, 0.0, 0.0]

@@ -43,7 +43,7 @@ def next_probabilities(params, ids):
 # ---- the judge
 
 
-def test_log_odds_are_those_of_the_whole_softmax_whatever_is_batched_or_padded(model):
+def test_judge_log_odds_do_not_depend_on_batching(model):
     expected = [by_hand(model, f"4+4={row['prompt']}{text}=") for row, text in zip(ROWS, TEXTS, strict=True)]
     for batch_size in (1, 64):
         judge = model_judge(model, **OPTIONS, probability=False, batch_size=batch_size)
@@ -121,7 +121,7 @@ def test_principles_are_lines_with_or_without_a_name(tmp_path):
     assert read_principles(file) == expected
 
 
-def test_any_function_is_a_judge_and_weights_default_to_a_mean():
+def test_any_function_can_judge_with_equal_default_weights():
     def judge(principle, rows, completions):
         return [float(principle in text) for text in completions]
 

@@ -68,7 +68,7 @@ def test_replies_come_as_they_were_given(actor):
 
 
 @pytest.mark.parametrize("in_chat", [True, False])
-def test_replies_of_a_run_in_a_chat_are_messages(file, tmp_path, in_chat):
+def test_replies_in_chat_runs_are_messages(file, tmp_path, in_chat):
     arithmetic.TEXT.save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     tokenizer.chat_template = "{% for m in messages %}={{ m.content }}+{% endfor %}"
@@ -91,7 +91,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("action", "failure", "message"), FAILURES)
-def test_what_gives_no_reply_is_told_and_harms_no_other(actor, action, failure, message):
+def test_failed_replies_are_reported_and_harm_no_other(actor, action, failure, message):
     before, bad, after = ask(actor, FINE, action, FINE)
     assert before == after == Reply("well", reward=1.0)
     assert bad.failure == failure
@@ -99,7 +99,7 @@ def test_what_gives_no_reply_is_told_and_harms_no_other(actor, action, failure, 
     assert actor.messages[failure] == bad.message
 
 
-def test_long_texts_are_cut_where_no_budget_has_room_for_them(file):
+def test_replies_beyond_every_budget_are_cut(file):
     odd = "'\\U0001f600\\x00\\u202e' * 80000"
     with environment_in_processes(f"{file}:act", encode, workers=1, memory_mb=600) as environment:
         replies = ask(environment, "Reply('a' * 2**27)", f"Reply({odd})", "Reply(ids=[1] * 10**6)")
@@ -108,7 +108,7 @@ def test_long_texts_are_cut_where_no_budget_has_room_for_them(file):
     assert not replies[2].failure
 
 
-def test_async_functions_what_they_are_told_and_the_budget_of_a_turn(file):
+def test_async_environments_see_transcripts_within_the_budget(file):
     transcript = [Turn(Completion("a", (1,)), Completion("b", (2,))), Turn(Completion("c", (3,)))]
     with environment_in_processes(f"{file}:later", encode, workers=1, budget=0.6) as environment:
         (reply,) = environment.ask([{"seconds": 0.01}], [transcript], [(5, 6)])

@@ -140,7 +140,7 @@ def is_gone(pid):
 # ---- what rewards add up to
 
 
-def test_a_score_is_the_weighted_sum_of_what_applies():
+def test_scores_are_weighted_sums_of_applicable_rewards():
     rewards = {
         "a": Component(lambda examples, completions: [1.0, None, None, np.nan]),
         "b": Component(lambda examples, completions: [0.5, 2.0, None, 1.0], weight=-2.0),
@@ -154,7 +154,7 @@ def test_a_score_is_the_weighted_sum_of_what_applies():
     assert (alone.rewards.tolist(), list(alone.components)) == ([2.0], ["reward"])
 
 
-def test_async_rewards_wait_together_also_where_a_loop_runs():
+def test_async_rewards_run_concurrently():
     def rewards():
         first, second = asyncio.Event(), asyncio.Event()
 
@@ -204,7 +204,7 @@ BAD_ANSWERS = [
 
 
 @pytest.mark.parametrize(("answer", "reason"), BAD_ANSWERS)
-def test_an_answer_that_is_no_reward_costs_its_own_call_and_in_this_process_is_refused(actor, answer, reason):
+def test_invalid_rewards_spoil_one_call_or_are_refused(actor, answer, reason):
     assert graded(actor, FINE, answer, FINE) == ([1.0, None, 1.0], {reason: 1})
     with refused("mine must return one number"):
         score_completions({"mine": Component(lambda *_: eval(answer, {"n": 2}))}, [{}] * 2, texts("a", "b"))
@@ -228,7 +228,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("action", "reason"), FAILURES)
-def test_what_fails_is_none_and_counted_and_the_rest_continues(actor, action, reason):
+def test_failed_calls_give_none_and_are_counted(actor, action, reason):
     assert graded(actor, FINE, action, FINE) == ([1.0, None, 1.0], {reason: 1})
 
 
@@ -241,7 +241,7 @@ class MakesFolder:
 
 
 @pytest.mark.parametrize("kind", ["too long", "half", "another shape", "a pickle", "a pickle in a line"])
-def test_what_a_function_writes_to_our_files_is_no_answer_and_is_not_unpickled(actor, tmp_path, kind):
+def test_bytes_written_to_our_pipes_are_never_unpickled(actor, tmp_path, kind):
     pickled = pickle.dumps(MakesFolder(tmp_path / "made"))
     # As a line, and behind its length in four bytes: the ways in which `multiprocessing` and we send things.
     sent = {
@@ -278,7 +278,7 @@ def test_messages_say_what_happened(actor):
     assert actor.messages.keys() <= actor.counts.keys()
 
 
-def test_a_failing_call_takes_its_whole_chunk_and_a_nan_or_bad_spans_only_themselves(file):
+def test_failures_cost_a_chunk_but_nan_only_itself(file):
     with Grader(f"{file}:act", chunk=2, workers=1) as grader:
         assert graded(grader, "1 / 0", FINE, FINE, FINE) == ([None, None, 1.0, 1.0], {"raised": 2})
         spans = "[[(0, 2, 1.0), (2, 90, 0.5)], [(0, 99, 0.5)]]"
@@ -288,7 +288,7 @@ def test_a_failing_call_takes_its_whole_chunk_and_a_nan_or_bad_spans_only_themse
         assert graded(grader, "a", "aaaa", "aa") == ([1e38, None, 2e38], {"nan": 1})
 
 
-def test_a_budget_bounds_a_function_that_always_hangs_and_ends_a_call_before_its_deadline(file):
+def test_budget_ends_hanging_calls_before_their_deadline(file):
     with Grader(f"{file}:act", chunk=1, workers=1, deadline=0.2, budget=0.8) as grader:
         started = time.monotonic()
         answers, counts = graded(grader, *[SLEEPS] * 40)
@@ -306,7 +306,7 @@ def test_a_budget_bounds_a_function_that_always_hangs_and_ends_a_call_before_its
 # ---- processes
 
 
-def test_processes_are_kept_and_replaced_when_they_died_between_calls(actor):
+def test_processes_are_reused_and_replaced_after_dying(actor):
     (first,), (same,) = graded(actor, PID)[0], graded(actor, PID)[0]
     assert first == same != os.getpid()
     os.kill(int(first), signal.SIGKILL)
@@ -318,7 +318,7 @@ def test_processes_are_kept_and_replaced_when_they_died_between_calls(actor):
     assert counts == {}
 
 
-def test_a_process_that_dies_with_nothing_to_do_costs_nothing(file):
+def test_death_of_an_idle_process_costs_nothing(file):
     with Grader(f"{file}:act", chunk=1, workers=2, deadline=5.0) as grader:
         pids = both_pids(grader)
         first = graded(grader, PID)[0][0]
@@ -330,7 +330,7 @@ def test_a_process_that_dies_with_nothing_to_do_costs_nothing(file):
 
 
 @pytest.mark.parametrize("chunk", [3, None])
-def test_rewards_do_not_depend_on_chunks_and_a_large_batch_passes(file, chunk):
+def test_rewards_do_not_depend_on_chunks(file, chunk):
     examples = [{"plus": 0.1 * i} for i in range(8)]
     completions = [Completion("x" * i, range(i), truncated=i % 2 == 0) for i in range(8)]
     expected = [0.1 * i + sum(range(i)) + i + (i % 2 == 0) for i in range(8)]
@@ -348,7 +348,7 @@ def test_async_functions_run_in_a_process(file):
             assert score_completions(rewards, [{}] * 2, texts("a", "bc")).rewards.tolist() == [2.0, 2.0]
 
 
-def test_a_path_is_relative_to_the_folder_where_the_grader_was_made(file, monkeypatch):
+def test_grader_paths_are_relative_to_its_starting_folder(file, monkeypatch):
     monkeypatch.chdir(file.parent)
     with Grader("actions.py:act", chunk=1, workers=1) as grader:
         monkeypatch.chdir("/")
@@ -382,7 +382,7 @@ UNLOADABLE = [
 
 
 @pytest.mark.parametrize(("spec", "arguments", "words"), UNLOADABLE)
-def test_what_cannot_be_loaded_is_refused_in_a_sentence(file, spec, arguments, words):
+def test_unloadable_rewards_are_refused_in_one_sentence(file, spec, arguments, words):
     with refused(words):
         load("reward", spec.replace("FILE", str(file)), arguments)
 
@@ -397,7 +397,7 @@ BROKEN_FILES = [
 
 
 @pytest.mark.parametrize(("body", "words"), BROKEN_FILES)
-def test_a_grader_says_at_its_start_that_it_cannot_load_a_file(tmp_path, body, words):
+def test_graders_refuse_broken_files_at_start(tmp_path, body, words):
     (tmp_path / "broken.py").write_text(body)
     with refused(words):
         Grader(f"{tmp_path}/broken.py:f", workers=1, start_deadline=0.5 if "sleep" in body else 20.0)
@@ -409,12 +409,12 @@ KEYWORDS = [(name, {"scale": 2}) for name in ("plain", "needs", "waits", "makes"
 
 
 @pytest.mark.parametrize(("name", "arguments"), KEYWORDS)
-def test_keywords_are_for_the_reward_or_for_what_makes_it(file, name, arguments):
+def test_keywords_reach_rewards_and_their_factories(file, name, arguments):
     reward = load("reward", f"{file}:{name}", arguments)
     assert score_completions(reward, [{}], texts("abc")).rewards.tolist() == [6.0]
 
 
-def test_a_module_of_the_current_folder_is_loaded_by_an_installed_command_too(file, tmp_path, monkeypatch):
+def test_modules_of_the_current_folder_are_importable(file, tmp_path, monkeypatch):
     (tmp_path / "of_this_folder.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
@@ -437,7 +437,7 @@ def test_impossible_limits_are_refused(name, value):
         Grader("json:dumps", **{name: value})
 
 
-def test_what_cannot_be_sent_and_calls_of_a_closed_grader_are_refused(file):
+def test_unpicklable_arguments_and_closed_graders_are_refused(file):
     with refused("must be picklable"):
         Grader("grpo_jax.rewards.builtin:exact_answer", arguments={"extract": lambda text: text})
     with Grader(f"{file}:act", workers=1) as grader:
@@ -453,7 +453,7 @@ def test_what_cannot_be_sent_and_calls_of_a_closed_grader_are_refused(file):
 # ---- nothing is left behind
 
 
-def test_no_process_is_left_when_a_grader_is_closed(file):
+def test_closed_graders_leave_no_process(file):
     with Grader(f"{file}:act", chunk=1, workers=1, deadline=0.5) as grader:
         pids, _ = graded(grader, PID, CHILD, SLEEPS, PID, CHILD)
         killed, used = [int(pid) for pid in pids[:2]], [int(pid) for pid in pids[3:]]

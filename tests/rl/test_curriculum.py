@@ -29,7 +29,7 @@ def test_rewards_leave_the_window_after_its_steps():
     np.testing.assert_array_equal(later.numbers, [[2, 4], [3, 5]])
 
 
-def test_rows_are_drawn_by_the_expected_variance_of_a_reward():
+def test_rows_are_drawn_by_expected_reward_variance():
     rewards = [[0] * 8, [1, 0] * 4, [1] * 8, [0] * 6 + [1] * 2]  # of rows 0 to 3; row 4 is not in the window
     window = window_of(([0, 1, 2, 3], rewards))
     noise, drawn = np.random.default_rng(0), np.zeros(5)
@@ -54,7 +54,7 @@ def levels(*steps, bound=0.75, tops=(2, 2)):
     return choose_levels(window_of(*steps, width=len(steps)), tops, bound)
 
 
-def test_a_level_rises_at_the_bound_with_enough_prompts():
+def test_levels_rise_at_the_bound_with_enough_prompts():
     low, other = [number_of(0, 0)] * 8, [number_of(1, 0)] * 8
     passing, failing = [[1, 1, 1, 0]] * 8, [[1, 1, 0, 0]] * 8
     assert levels((low, passing), (other, failing)) == [1, 0]

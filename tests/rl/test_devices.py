@@ -35,6 +35,7 @@ from grpo_jax.devices import (
     to_devices,
 )
 from grpo_jax.functional import dpo_loss
+from grpo_jax.models import pieces
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.lora import add_adapters
@@ -53,7 +54,6 @@ from grpo_jax.rl.source import completion_numbers, group_temperatures, make_samp
 from grpo_jax.rl.types import Method, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step import pieces
 from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
@@ -279,7 +279,7 @@ def wide_program(name: str, devices: Mesh) -> Any:
     ("name", "devices"),
     [(name, devices) for name in ("sample", "score", "learn") for devices in (FSDP, ALL)],
 )
-def test_a_program_takes_its_share_and_gathers_a_layer_at_a_time(name, devices, assume):
+def test_programs_gather_parameters_layer_by_layer(name, devices, assume):
     assume(slice_elements=N * G * T * 128)  # several slices of the vocabulary
     check_program(*wide_program(name, devices), devices, PASSES[name])
 
@@ -326,7 +326,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [ALL, ONE, PMAP, FSDP, first_devices(Mesh(data=1, fsdp=4, tensor=2))])
-def test_a_run_of_a_mesh_goes_on_to_the_bit_and_on_other_devices_to_rounding(tmp_path, whole, devices):
+def test_mesh_runs_resume_on_same_or_other_devices(tmp_path, whole, devices):
     run_on(ALL, tmp_path, steps=2)
     state, run = run_on(devices, tmp_path)
     for x, where in zip(*map(jax.tree.leaves, (state, shardings(state, devices))), strict=True):

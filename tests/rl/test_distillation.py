@@ -75,7 +75,7 @@ LOSSES = {f"{kind} {k}": (kind, k) for kind in ("reverse_kl", "forward_kl", "jsd
 
 
 @pytest.mark.parametrize("name", slow_unless(("jsd 0", "forward_kl 3"), LOSSES))
-def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(name):
+def test_loss_and_gradient_equal_brute_force(name):
     kind, k = LOSSES[name]
     beta = {"distillation_beta": 0.3} if kind == "jsd" else {}
     config = recipe("dapo", distillation=kind, distillation_coef=0.7, distillation_top_k=k, **beta)
@@ -102,7 +102,7 @@ def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(name):
 # ---- on texts
 
 
-def test_a_loss_on_packed_texts_is_the_divergence_and_the_nll_of_each_alone():
+def test_packed_texts_have_the_loss_of_separate_texts():
     noise = np.random.default_rng(0)
     prompts, texts = ([noise.integers(0, V, noise.integers(1, 5)).tolist() for _ in range(12)] for _ in range(2))
     rows, padded = pack(prompts, texts, width=8), pad_prompts(prompts, [{} for _ in prompts], width=4, pad_id=0)
@@ -132,7 +132,7 @@ def test_a_loss_on_packed_texts_is_the_divergence_and_the_nll_of_each_alone():
 # ---- advantages
 
 
-def test_advantages_of_k1_are_the_teachers_beside_those_of_rewards():
+def test_k1_adds_teacher_and_reward_advantages():
     config = recipe("dapo", distillation="k1", distillation_coef=0.7, reward_coef=0.5)
     method, mask = distillation_method(POLICY, POLICY, config), a_batch().completion_mask
 
@@ -152,7 +152,7 @@ def test_advantages_of_k1_are_the_teachers_beside_those_of_rewards():
         np.testing.assert_allclose(logged, of_rewards, rtol=1e-5)
 
 
-def test_top_entropy_masks_the_advantages_of_rewards_and_teacher():
+def test_top_entropy_masks_reward_and_teacher_advantages():
     mask, entropy = a_batch().completion_mask, a_batch().old_entropy
 
     def advantages(**options):
@@ -176,7 +176,7 @@ def test_top_entropy_masks_the_advantages_of_rewards_and_teacher():
         assert np.abs(whole[mask & ~keep]).min() > 1e-6
 
 
-def test_a_teacher_without_all_tokens_of_the_tokenizer_is_refused(tmp_path):
+def test_teachers_lacking_tokens_are_refused(tmp_path):
     size = arithmetic.TEXT.vocab_size
     for name, vocab_size in {"small": size - 1, "whole": size, "padded": size + 3}.items():
         save_tiny_model(tmp_path / name, arithmetic.TEXT, vocab_size=vocab_size)

@@ -148,7 +148,7 @@ def test_groups_on_the_devices_are_those_of_numpy(count, draws):
 # ---- in a run
 
 
-def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_path):
+def test_runs_use_groups_with_spread_and_resume_exactly(tmp_path):
     programs, scored = run_programs(), []
 
     def score(trained, extras, frozen, batch):

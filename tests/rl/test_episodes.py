@@ -101,7 +101,7 @@ def train_bigrams(path, config=CONFIG, *, reply=echo, **options):
 # ---- what is learned from
 
 
-def test_first_ratio_is_one_over_three_turns_of_any_lengths(tmp_path):
+def test_first_ratio_is_one_over_several_turns(tmp_path):
     config = with_options(CONFIG, steps=1, preset="dapo", temperature=1.2)
     run = open_run(tmp_path, config)
     train_grpo(PLAYED, config, run, params=jax.jit(DECODER.init)(jax.random.key(0)), policy=DECODER)
@@ -161,7 +161,7 @@ def turn_rewards(batch, rewards):
     return earned
 
 
-def test_advantages_by_turn_are_those_of_what_is_still_to_come(tmp_path):
+def test_turn_advantages_use_rewards_to_come(tmp_path):
     run, batch, rewards, advantages = learned_by_turns(tmp_path, BOTH)
     last = np.asarray(batch.turn).max(-1)
     assert len({*last.ravel().tolist()}) > 1
@@ -174,7 +174,7 @@ def test_advantages_by_turn_are_those_of_what_is_still_to_come(tmp_path):
     np.testing.assert_allclose(run.lines("rollouts.jsonl")[0]["advantages"], expected[0, :, 0], atol=1e-4)
 
 
-def test_a_reward_in_place_of_the_tasks_is_in_place_of_the_environments(tmp_path):
+def test_replacing_the_task_reward_drops_environment_rewards(tmp_path):
     _, batch, rewards, _ = learned_by_turns(tmp_path / "coin", random_reward(0))
     is_last = np.arange(1, 4) == np.asarray(batch.turn).max(-1)[..., None]
     assert {*np.unique(rewards.rewards)} == {0, 1}
@@ -315,7 +315,7 @@ def test_failures_are_counted_and_told_once(tmp_path, failing, ending, words):
 # ---- the same run, however it is cut
 
 
-def test_a_run_that_is_cut_within_a_turn_ends_with_the_same_bytes(tmp_path):
+def test_runs_cut_within_a_turn_resume_exactly(tmp_path):
     def stops(example, transcript, key):
         if key[2] == 3 and key[4] == 1:  # in the second turn of the last step
             raise KeyboardInterrupt
@@ -329,7 +329,7 @@ def test_a_run_that_is_cut_within_a_turn_ends_with_the_same_bytes(tmp_path):
     assert counts == [counts[0]] * 4
 
 
-def test_episodes_that_wait_in_the_queue_keep_their_turns_and_endings(tmp_path):
+def test_queued_episodes_keep_turns_and_endings(tmp_path):
     config = with_options(CONFIG, staleness=2, checkpoint_every=1, advantages_of="turns")
     whole = train_bigrams(tmp_path / "whole", config, reward=BOTH)
     train_bigrams(tmp_path / "cut", config, reward=BOTH, until=1)

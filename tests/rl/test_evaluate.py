@@ -41,7 +41,7 @@ def test_best_of_many_is_pass_at_k(k):
     assert_allclose(best_of(scores, k), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_majority_is_what_a_random_choice_among_the_most_frequent_expects():
+def test_majority_averages_over_the_most_frequent_answers():
     for answers in [*product(["a", "b", None], repeat=4), (1, (2, 3), 1.0, "1")]:
         scores = rng(1).normal(size=(1, 4))
         counts = {answer: answers.count(answer) for answer in set(answers) - {None}}
@@ -81,7 +81,7 @@ def test_percentiles_are_further_out_for_few_prompts():
     assert_allclose(bootstrap(values), [0.3, *expected])
 
 
-def test_equal_values_have_the_exact_binomial_bound_or_none():
+def test_equal_values_have_exact_binomial_bounds_or_none():
     upper = stats.beta.ppf(0.975, 1, 30)  # of Clopper and Pearson, 0 of 30
     assert_allclose(bootstrap(np.zeros(30)), [0, 0, upper])
     assert_allclose(bootstrap(np.ones(30)), [1, 1 - upper, 1])
@@ -89,7 +89,7 @@ def test_equal_values_have_the_exact_binomial_bound_or_none():
         assert_array_equal(bootstrap(values), [values[0], np.nan, np.nan])
 
 
-def test_a_paired_difference_is_narrower_and_knows_which_way():
+def test_paired_differences_have_narrower_intervals():
     hard = rng(0).random(200)
     before, after = ((hard + shift + 0.02 * rng(i).normal(size=200)) for i, shift in ((1, 0.0), (2, 0.01)))
     change = paired_difference(after, before)
@@ -167,7 +167,7 @@ def plain():
     return evaluated()
 
 
-def test_samples_depend_on_the_seed_and_not_on_their_number_or_how_they_are_spread(plain):
+def test_samples_depend_on_seed_not_on_batching(plain):
     """Calls of 11 prompts that do not divide them."""
     assert plain.scores.shape == (11, 3)
     other = evaluated(num_prompts=5, group_size=2, eval_samples=3)
@@ -182,7 +182,7 @@ def test_samples_depend_on_the_seed_and_not_on_their_number_or_how_they_are_spre
     assert 0 < np.mean([text.truncated for group in more.texts for text in group]) < 1
 
 
-def test_filling_does_not_count_and_ends_with_what_does():
+def test_filler_completions_do_not_count_and_are_greedy():
     calls = list(sample_heldout(SAMPLER, PARAMS, TASK, recipe(**SHAPE, eval_samples=4)))
     assert sum(int(call.counted.sum()) for call in calls) == 11 * 5
     assert len(calls) == 6  # of 4 groups, where 11 prompts have 2 each
@@ -199,7 +199,7 @@ def test_scores_are_of_the_metric(plain):
     assert_allclose(plain.components["threes"], expected, rtol=1e-6)
 
 
-def test_a_reward_has_all_completions_of_a_prompt_and_not_too_many_at_once():
+def test_rewards_get_whole_prompts_in_bounded_batches():
     seen = []
 
     def reward(examples, completions):
@@ -211,7 +211,7 @@ def test_a_reward_has_all_completions_of_a_prompt_and_not_too_many_at_once():
     assert [len(numbers) for numbers in seen] == [200] * 5 + [100]
 
 
-def test_what_is_not_graded_counts_nothing_and_is_counted():
+def test_ungraded_completions_score_zero_and_are_counted():
     def reward(examples, completions):  # the second of four is None, the third NaN
         return [(1.0, None, float("nan"), 1.0)[i % 4] for i in range(len(completions))]
 

@@ -21,7 +21,7 @@ from grpo_jax.rl.types import Graded
 from grpo_jax.statistics import paired_difference
 
 
-def test_programs_are_shared_only_by_phases_that_differ_on_the_host():
+def test_phases_sharing_programs_differ_only_in_host_options():
     check_programs(run_programs(), with_options(RUN, steps=9, seed=1, max_rollouts=2, eval_every=1, max_skipped=1))
     for changes in ({"learning_rate": 1e-3, "kl_coef": 0.1}, {"decay": "linear", "steps": 9}):
         with refused(f"another .*{next(iter(changes))}"):
@@ -42,7 +42,7 @@ def test_infinite_rewards_print_no_warnings_of_numpy(tmp_path):
         paired_difference(prompt_means(held), prompt_means(held))
 
 
-def test_a_reward_that_always_fails_ends_a_run_at_its_first_step_only(tmp_path):
+def test_failing_rewards_stop_only_a_runs_first_step(tmp_path):
     (tmp_path / "bad.py").write_text("def f(examples, completions):\n    raise RuntimeError('no such thing')\n")
     run = open_run(tmp_path / "run", RUN)
     with Grader(f"{tmp_path}/bad.py:f", workers=1) as grader:
@@ -61,7 +61,7 @@ def test_rollouts_that_teach_nothing_are_warned_of_once(tmp_path, capsys):
     assert "ratio" not in said
 
 
-def test_completions_that_never_end_are_warned_of_unless_they_are_meant_to_be_cut_off():
+def test_endless_completions_warn_except_in_open_ended_tasks():
     all_, ones = np.ones((2, 3), bool), np.ones((2, 3))
     graded = Graded(np.arange(6.0).reshape(2, 3), all_, {}, ones, all_, np.ones(2), ones, {})
     assert guards.rollout_warnings(graded, TASK, 1).keys() == {"truncated"}
@@ -92,7 +92,7 @@ def test_updates_that_destroy_the_policy_name_the_rate(first, later, words):
     assert re.search(words, warned) if words else not warned
 
 
-def test_equal_rewards_of_a_destroyed_policy_blame_the_rate(tmp_path, capsys):
+def test_destroyed_policies_blame_the_learning_rate(tmp_path, capsys):
     calls = []
 
     def lost(examples, texts):
@@ -119,7 +119,7 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize(("warning", "fine", "far", "words"), BOUNDS)
-def test_what_is_beyond_a_bound_is_warned_of_once(tmp_path, capsys, warning, fine, far, words):
+def test_values_beyond_bounds_warn_once(tmp_path, capsys, warning, fine, far, words):
     run = open_run(tmp_path, RUN)
     run.warn(warning(*fine))
     assert not capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_what_is_beyond_a_bound_is_warned_of_once(tmp_path, capsys, warning, fin
     assert " ".join(capsys.readouterr().out.split()).count(words) == 1
 
 
-def test_gradients_that_are_not_finite_are_skipped_dumped_and_stop_the_run(tmp_path):
+def test_nonfinite_gradients_are_dumped_and_stop_the_run(tmp_path):
     config = with_options(RUN, max_skipped=2)
     run = open_run(tmp_path, RUN)
     with pytest.raises(FloatingPointError, match="2 times in a row"):
@@ -139,7 +139,7 @@ def test_gradients_that_are_not_finite_are_skipped_dumped_and_stop_the_run(tmp_p
     assert [line["skipped"] for line in run.lines()] == [1, 2]  # of the step that stopped it too
 
 
-def test_a_run_that_skips_every_update_ends_in_an_error(tmp_path):
+def test_runs_that_skip_every_update_fail(tmp_path):
     config = with_options(RUN, steps=2, max_skipped=5)
     with pytest.raises(FloatingPointError, match="2 times in a row"):
         train_grpo(
@@ -159,6 +159,6 @@ BAD_TASKS = [
 
 
 @pytest.mark.parametrize(("task", "words"), BAD_TASKS)
-def test_a_task_that_gives_other_arrays_than_it_should_is_refused(tmp_path, task, words):
+def test_tasks_with_malformed_arrays_are_refused(tmp_path, task, words):
     with pytest.raises(ValueError, match=words):
         train_grpo(task, RUN, open_run(tmp_path, RUN), run_programs())

@@ -109,7 +109,7 @@ def test_two_hosts_have_the_numbers_of_one(tmp_path, one_host):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "devices"), [(2, 2), (4, 1)])
-def test_updates_on_several_hosts_have_the_gradients_of_one(tmp_path, number, devices):
+def test_updates_on_several_hosts_equal_one_host(tmp_path, number, devices):
     """Of a decoder and of PPO, with parameters cut over hosts. And the same noise gives the same tokens, and what the
     compiled update exchanges is what is planned."""
     finish(launch(tmp_path, number=number, devices=devices, updates=True))
@@ -136,7 +136,7 @@ METHODS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_phases_on_given_data_have_the_numbers_of_one_host(tmp_path, monkeypatch, method):
+def test_offline_phases_on_two_hosts_equal_one_host(tmp_path, monkeypatch, method):
     """Cut off on two hosts of two devices, and resumed there; host 0 alone writes."""
     write_inputs(tmp_path)
     given = ["--method", method, "--model", "model", *METHODS[method], "--no-compilation-cache", "--log-every", "1"]
@@ -172,7 +172,7 @@ def wait_for_step(process: subprocess.Popen, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_stops_all_after_the_same_step_and_the_run_goes_on(tmp_path, slow_run):
+def test_a_signal_stops_hosts_at_the_same_step(tmp_path, slow_run):
     processes = launch(tmp_path, *SLOW, "--devices", "0", number=2)
     wait_for_step(processes[1], 6)
     processes[1].send_signal(signal.SIGTERM)
@@ -187,7 +187,7 @@ def test_a_signal_to_one_stops_all_after_the_same_step_and_the_run_goes_on(tmp_p
 
 
 @pytest.mark.slow
-def test_all_hosts_go_on_from_the_newest_checkpoint_that_verifies(tmp_path, slow_run):
+def test_hosts_resume_from_the_newest_valid_checkpoint(tmp_path, slow_run):
     shutil.copytree(slow_run, tmp_path, dirs_exist_ok=True)
     (damaged,) = (tmp_path / "run/checkpoints/grpo/12/params/d").iterdir()
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -199,7 +199,7 @@ def test_all_hosts_go_on_from_the_newest_checkpoint_that_verifies(tmp_path, slow
 
 
 @pytest.mark.slow
-def test_gradients_that_are_not_finite_on_one_host_end_all_after_as_many_steps(tmp_path):
+def test_nonfinite_gradients_on_one_host_end_all_hosts(tmp_path):
     more = ("--mode", "nan", "--max-skipped", "2", "--max-rollouts", "1", "--devices", "0")
     said = finish(launch(tmp_path, *SLOW, *more, number=2), (2, 2))
     assert all("gradients were not finite 2 times in a row" in error for _, error in said)
@@ -209,7 +209,7 @@ def test_gradients_that_are_not_finite_on_one_host_end_all_after_as_many_steps(t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_when_a_host_dies_jax_names_it_and_ends_the_other_which_resumes_alone(tmp_path, slow_run, number):
+def test_a_dead_host_is_named_and_ends_others(tmp_path, slow_run, number):
     processes = launch(tmp_path, *SLOW, "--devices", "0", "--checkpoint-every", "1", number=2)
     wait_for_step(processes[1], 6)
     processes[1].send_signal(number)
@@ -225,7 +225,7 @@ def test_when_a_host_dies_jax_names_it_and_ends_the_other_which_resumes_alone(tm
 
 
 @pytest.mark.slow
-def test_when_the_first_host_is_killed_the_other_ends(tmp_path):
+def test_killing_the_first_host_ends_the_other(tmp_path):
     processes = launch(tmp_path, *SLOW, "--devices", "0", number=2)
     wait_for_step(processes[1], 6)
     processes[0].kill()
@@ -236,7 +236,7 @@ def test_when_the_first_host_is_killed_the_other_ends(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_of_one_host_ends_all_with_its_sentence(tmp_path):
+def test_one_hosts_error_ends_all_with_its_message(tmp_path):
     processes = launch(tmp_path, *SLOW, "--mode", "raise", "--devices", "0", number=2)
     first, second = finish(processes, (1, 1))
     assert "error of host 0: host 1 has ended: ZeroDivisionError: of host 1" in first[1]
@@ -245,7 +245,7 @@ def test_an_error_of_one_host_ends_all_with_its_sentence(tmp_path):
 
 UNSHARED_OPTIONS = [
     (("--devices", "1"), "uses all of their 2 devices: set devices to 0"),
-    (("--devices", "0", "--parallel", "pmap"), "pmap is of one host"),
+    (("--devices", "0", "--parallel", "pmap"), "pmap runs on one host"),
     (("--devices", "0", "--tensor", "2"), "lies on those of one host: set tensor"),
     (("--devices", "0", "--learning-rate", "HOST"), "given another learning_rate"),
 ]

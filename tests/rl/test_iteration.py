@@ -44,7 +44,7 @@ def test_training_raises_the_reward_and_logs_every_step(tmp_path):
     assert len(group["completions"]) == len(group["rewards"]) == len(group["advantages"]) == 4
 
 
-def test_a_profile_has_the_steps_that_were_asked_for(tmp_path):
+def test_profiles_cover_the_requested_steps(tmp_path):
     run = open_run(tmp_path, RUN)
     train_grpo(TASK, with_options(RUN, steps=5, profile_steps=2), run, run_programs())
     (file,) = tmp_path.glob("profile/plugins/profile/*/perfetto_trace.json.gz")
@@ -66,7 +66,7 @@ def test_a_random_reward_depends_on_the_completions_alone():
 # ---- what the policy is held near
 
 
-def test_a_reference_moves_by_its_share_when_it_is_due():
+def test_reference_mixes_in_the_policy_when_due():
     config = with_options(RUN, ref_sync_steps=2, ref_mixup_alpha=0.25)
     params, extras = {"policy": {"w": jnp.float32(8)}}, {"reference": {"w": jnp.float32(4)}}
     state, sync = TrainState(params, (), jnp.int32(0), extras), sync_reference(config)
@@ -74,7 +74,7 @@ def test_a_reference_moves_by_its_share_when_it_is_due():
     assert moved == [4, 5, 4, 5]  # the steps are counted from 0
 
 
-def test_a_kl_in_the_reward_is_steered_to_a_target_and_lowers_advantages(tmp_path):
+def test_kl_in_the_reward_is_steered_to_target(tmp_path):
     """With rewards of zero in the last step, only the penalty tells completions apart."""
     config = with_options(RUN, steps=4, preset="rloo", kl_coef=0.5, kl_target=0.005, kl_horizon=64)
     run, programs = open_run(tmp_path, config), make_programs(POLICY, TASK, config, sampler=run_programs().sampler)
@@ -102,14 +102,14 @@ FIXED_LENGTHS = [({}, 3, "more"), ({"decay": "linear"}, 12, "learning rate"), ({
 
 
 @pytest.mark.parametrize(("saved", "steps", "word"), FIXED_LENGTHS)
-def test_a_run_whose_steps_depend_on_their_number_is_not_extended(tmp_path, saved, steps, word):
+def test_runs_with_step_dependent_schedules_cannot_be_extended(tmp_path, saved, steps, word):
     config = with_options(RUN, **saved)
     open_run(tmp_path, config)
     with refused(word):
         open_run(tmp_path, with_options(config, steps=steps))
 
 
-def test_a_checkpoint_is_what_was_saved_though_its_buffers_are_donated(tmp_path):
+def test_checkpoints_survive_donation_of_their_buffers(tmp_path):
     step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     state = TrainState({"w": jnp.zeros((512, 1024))}, (), jnp.int32(0), {})
     with Checkpoints(tmp_path, keep=3) as checkpoints:
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_what_was_saved_though_its_buffers_are_donated(tmp_path)
 # ---- metrics
 
 
-def test_metrics_of_optimizer_steps_are_averaged_by_their_tokens():
+def test_metrics_are_averaged_over_updates_by_tokens():
     names, tokens = ("entropy", "loss", "ratio_deviation", "sampler_mismatch"), jnp.array([3, 1])
     steps = {name: [1, 5] for name in names} | {"skipped": [0, 2]}
     actual = average_over_updates({name: jnp.array(values) for name, values in steps.items()}, tokens)
@@ -199,7 +199,7 @@ def judged_steps(path, rewards=None, programs=None, **options):
     return [each[1:] for each in seen], run
 
 
-def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_all(tmp_path):
+def test_weighted_components_are_standardised_separately(tmp_path):
     seen, run = judged_steps(tmp_path)
     for rewards, advantages in seen:
         np.testing.assert_array_equal(rewards.weights, np.array([0.7, 0.3, 0], np.float32))
@@ -215,13 +215,13 @@ def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_al
     assert np.isnan(np.concatenate([rewards.components[..., 1] for rewards, _ in seen])).any()  # of empty completions
 
 
-def test_in_place_of_several_rewards_one_is_standardised_and_whitened(tmp_path):
+def test_a_single_component_is_standardised_and_whitened(tmp_path):
     for rewards, advantages in judged_steps(tmp_path, says_three)[0]:
         expected = whiten(group_advantages(rewards.rewards), eps=1e-6)
         np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_an_advantage_function_of_ones_own_takes_the_components_and_their_weights(tmp_path):
+def test_custom_advantages_receive_components_and_weights(tmp_path):
     def best_of_both(rewards, batch, kl_coef):
         by_row = jnp.nanmax(rewards.components * rewards.weights, axis=-1)
         return batch._replace(advantages=by_row), by_row, {}
@@ -263,7 +263,7 @@ def grade(ids, reward) -> Graded:
     return grade_completions(first, completions, MARKED, reward)
 
 
-def test_rewards_stand_at_the_ends_of_spans_and_the_rest_at_the_last():
+def test_rewards_lie_at_the_ends_of_spans():
     graded = grade([[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], {"a": Component(threes), "b": Component(lambda *_: [5, 7])})
     earned = reward_arrays(graded, "spans", WIDTH, threes).parts
     np.testing.assert_array_equal(earned, [[[1, 0, 6, np.nan], [7, np.nan, np.nan, np.nan]]])

@@ -84,14 +84,14 @@ PASSES = [
 
 
 @pytest.mark.parametrize(("options", "needs_old", "scored"), PASSES)
-def test_there_is_a_pass_for_what_an_update_needs(options, needs_old, scored):
+def test_scoring_passes_match_what_updates_need(options, needs_old, scored):
     config = recipe(**options)
     assert needs_old_logprobs(config) == needs_old
     assert bool(grpo_method(POLICY, config).scorers) == scored
 
 
 @pytest.mark.parametrize("config", [recipe("dppo"), recipe("grpo", old_logprobs="sampler", epochs=2, kl_coef=0.0)])
-def test_a_ratio_to_the_sampler_is_against_what_it_reported(config):
+def test_sampler_ratios_use_the_reported_logprobs(config):
     config = with_options(config, num_prompts=4, group_size=G)
     programs, params = programs_of(config)
     start = rl_helpers.placed(programs, params, a_batch(4)._replace(old_logprobs=None), rl_helpers.ragged_rewards(4, G))
@@ -146,7 +146,7 @@ def by_hand(batch: Batch, *, top_entropy, mask_truncated, params=PARAMS, **const
     return gradient_by_hand(params, batch._replace(advantages=advantages), learned_from, **constants)
 
 
-def test_options_have_the_gradient_of_their_functions_and_each_of_them_counts():
+def test_every_option_has_its_functions_gradient():
     batch = a_batch()
     actual, metrics = gradient_of(with_options(GRPO, **OPTIONS), batch, rl_helpers.ragged_rewards(N, G))
     assert 0 < metrics["on_policy_share"] < 1
@@ -156,7 +156,7 @@ def test_options_have_the_gradient_of_their_functions_and_each_of_them_counts():
         assert optax.global_norm(jax.tree.map(jnp.subtract, actual, without)) > 0.01 * optax.global_norm(without), name
 
 
-def test_a_second_epoch_has_the_gradient_at_the_parameters_that_the_first_one_left():
+def test_second_epoch_starts_from_the_first_epochs_parameters():
     state, _ = learned(with_options(GRPO, epochs=2), a_batch(), rl_helpers.ragged_rewards(N, G))
     first, second = (jax.tree.map(lambda x, i=i: x[i], state.opt_state.gradients["policy"]) for i in (0, 1))
     moved = jax.tree.map(lambda x, gradient: x - 0.1 * gradient, PARAMS, first)
@@ -165,7 +165,7 @@ def test_a_second_epoch_has_the_gradient_at_the_parameters_that_the_first_one_le
     assert optax.global_norm(jax.tree.map(jnp.subtract, first, second)) > 0.01 * optax.global_norm(first)
 
 
-def test_an_iteration_of_ppo_has_the_gradient_of_its_loss_at_what_was_scored():
+def test_ppo_iterations_have_the_gradient_of_their_loss():
     programs, models = programs_of(with_options(PPOConfig(), num_prompts=4, group_size=G, kl_coef=0.1))
     unscored = a_batch(4)._replace(old_logprobs=None, ref_logprobs=None, old_entropy=None, old_values=None)
     reference, rewards = jax.tree.map(lambda x: 1.1 * x, PARAMS), rl_helpers.ragged_rewards(4, G)
@@ -200,7 +200,7 @@ def test_masked_tokens_change_no_gradient():
     )
 
 
-def test_the_only_step_has_a_ratio_of_one_to_the_bit_and_a_length_without_room_for_an_environment():
+def test_single_step_has_ratio_one_despite_environment_room():
     """Of Dr. GRPO, whose length is a constant: the gradient is that of a batch without the room."""
     config = recipe("dr_grpo", num_prompts=4, group_size=G, max_tokens=T)
     batch = a_batch(4)._replace(old_logprobs=None, ref_logprobs=None, old_entropy=None, old_values=None)
@@ -216,7 +216,7 @@ def test_the_only_step_has_a_ratio_of_one_to_the_bit_and_a_length_without_room_f
     assert metrics["ratio_deviation"] > 0.01  # that is against the sampler
 
 
-def test_the_reference_of_the_loss_is_the_one_that_moves():
+def test_loss_uses_the_synced_reference():
     changes = {"critic": "shared", "divergence": "reverse", "kl_in_reward": False, "ref_mixup_alpha": 0.5}
     config = with_options(PPOConfig(), num_prompts=4, group_size=G, ref_sync_steps=1, **changes)
     state, actual = learned(config, a_batch(4)._replace(ref_logprobs=None), rl_helpers.ragged_rewards(4, G))
@@ -232,7 +232,7 @@ def test_the_reference_of_the_loss_is_the_one_that_moves():
 
 
 @pytest.mark.parametrize("divergence", ["full", pytest.param("reverse", marks=pytest.mark.slow)])
-def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_logits(divergence):
+def test_full_divergence_has_the_gradient_of_all_logits(divergence):
     batch, config = a_batch(4)._replace(ref_logprobs=None), with_options(GRPO, kl_coef=0.3, divergence=divergence)
     batch = batch._replace(
         weights=F.sequence_mean_weights(batch.completion_mask), advantages=np.ones((4, G), np.float32)
@@ -276,7 +276,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", slow_unless(("dapo",), SPLITS))
-def test_a_split_batch_has_the_gradient_of_the_whole(name):
+def test_split_batches_have_the_gradient_of_the_whole(name):
     """In two pieces on each of two devices; and the scores of the whole."""
     config, components = SPLITS[name]
     config = with_options(config, num_prompts=N, group_size=G, max_tokens=T, kl_horizon=64)
@@ -307,7 +307,7 @@ def test_a_split_batch_has_the_gradient_of_the_whole(name):
         np.testing.assert_allclose(other.extras["kl_coef"], one.extras["kl_coef"], rtol=1e-5)
 
 
-def test_every_epoch_has_all_prompts_once_in_an_order_of_seed_and_step():
+def test_epochs_use_each_prompt_once_in_seeded_order():
     orders = jax.jit(partial(minibatch_order, epochs=3, minibatches=4, num_prompts=8))
     epochs = set()
     for seed_and_step in ((3, 5), (4, 5), (3, 6)):
@@ -321,7 +321,7 @@ def test_every_epoch_has_all_prompts_once_in_an_order_of_seed_and_step():
 # ---- gradients that are not finite
 
 
-def test_the_minibatch_that_is_skipped_is_told_and_moves_nothing():
+def test_skipped_minibatches_are_reported_and_change_nothing():
     config = recipe("dapo", num_prompts=N, group_size=G, minibatches=4, epochs=2)
     rewards = rl_helpers.ragged_rewards(N, G)
     rewards.rewards[6, 1] = np.nan

@@ -25,7 +25,6 @@ from grpo_jax.rl.scorers import with_ends
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, RewardArrays, noise_of
 from grpo_jax.rl.update import loss_of
-from grpo_jax.step import pieces as rl_pieces
 from grpo_jax.step.scores import score_completion_tokens
 from grpo_jax.step.types import Batch
 from grpo_jax.step.update import accumulate_grads
@@ -52,15 +51,15 @@ def a_batch() -> Batch:
 # ---- which pieces there are
 
 
-def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
+def test_pieces_divide_minibatches_within_the_token_limit():
     for prompts in (1, 2, 6, 7, 12, 32):
-        pieces = [rl_pieces.choose_microbatches(prompts, tokens, 1_024) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
+        pieces = [cut.choose_microbatches(prompts, tokens, 1_024) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
         assert all(prompts % count == 0 for count in pieces)
         assert pieces == sorted(pieces)  # longer texts, more pieces
         assert (pieces[0], pieces[-1]) == (1, prompts)  # all at once, and one by one
-    assert rl_pieces.choose_microbatches(32, 256, 1_024) == 8
-    assert rl_pieces.choose_microbatches(32, 257, 1_024) == 16
-    assert (rl_pieces.choose_microbatches(32, 64, 1_024), rl_pieces.choose_microbatches(32, 65, 1_024)) == (
+    assert cut.choose_microbatches(32, 256, 1_024) == 8
+    assert cut.choose_microbatches(32, 257, 1_024) == 16
+    assert (cut.choose_microbatches(32, 64, 1_024), cut.choose_microbatches(32, 65, 1_024)) == (
         1,
         4,
     )  # 2,048 tokens stay whole
@@ -79,24 +78,24 @@ ROW_SHAPES = [
 @pytest.mark.parametrize(("prompts", "expected"), ROW_SHAPES)
 def test_the_shape_of_rows_by_hand(prompts, expected):
     """With pieces of about 768 tokens. Without padding, packing may cost 12% more tokens at most."""
-    assert rl_pieces.choose_rows(*prompts, CPU.piece_tokens) == expected
+    assert cut.choose_rows(*prompts, CPU.piece_tokens) == expected
 
 
 PIECES = [
-    ({}, rl_pieces.Piece(8, 1, 128, True)),
-    ({"piece_tokens": 512}, rl_pieces.Piece(4, 1, 128, True)),
-    ({"microbatches": 2}, rl_pieces.Piece(2, 8, 128)),
-    ({"piece_tokens": 5_000}, rl_pieces.Piece(4, 8, 128)),
+    ({}, cut.Piece(8, 1, 128, True)),
+    ({"piece_tokens": 512}, cut.Piece(4, 1, 128, True)),
+    ({"microbatches": 2}, cut.Piece(2, 8, 128)),
+    ({"piece_tokens": 5_000}, cut.Piece(4, 8, 128)),
 ]
 
 
 @pytest.mark.parametrize(("changes", "expected"), PIECES)
 def test_pieces_are_packed_unless_their_number_is_given(changes, expected):
     options = {"microbatches": 0, "piece_tokens": 1_024} | changes
-    assert rl_pieces.choose_piece(4, 16, 8, 128, **options) == expected
+    assert cut.choose_piece(4, 16, 8, 128, **options) == expected
 
 
-def test_widths_have_the_least_padding_and_those_that_save_little_are_left_out():
+def test_widths_minimise_padding_and_skip_small_savings():
     choose = partial(choose_widths, most=3)
     assert choose([16, 16, 64, 16]) == (16, 64)  # with only 64 there would be 3 · 48 tokens of padding
     assert choose([32, 16, 32, 64, 16]) == (16, 32, 64)
@@ -143,7 +142,7 @@ def test_packed_rows_by_hand():
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 9), (3, 6), (3, 24)])
-def test_each_completion_is_in_one_row_and_no_row_is_too_long(rows, width):
+def test_each_completion_fits_into_exactly_one_row(rows, width):
     lengths = np.random.default_rng(rows).integers(0, 7, (7, 4))
     actual = rows_of(lengths, width, rows)
     prompts, members = (np.asarray(x).reshape(-1, *x.shape[2:]) for x in (actual.prompts, actual.members))
@@ -216,7 +215,7 @@ def pieces_of(kind, method, batch):
         return cut.packed(cut.lengths_of(batch.completion_mask), 8, 2)
     if kind == NARROW:
         return cut.by_prompts(N, N, cut.Sorting(jnp.sum(batch.prompt.mask, axis=-1), (24, P), (1, 1)))
-    return rl_pieces.choose_pieces(recipe(piece_tokens=40), batch)
+    return cut.choose_pieces(batch, microbatches=0, piece_tokens=40)
 
 
 def whole_vocabulary():
@@ -237,7 +236,7 @@ def summed(method, models, weighted, pieces):
 
 
 @pytest.mark.parametrize("name", slow_unless(("both", "whole vocabulary"), CASES))
-def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
+def test_pieces_have_scores_and_gradient_of_the_whole(name):
     kind, make = CASES[name]
     method, models, score = make()
     batch = jax.tree.map(jnp.asarray, a_batch())
@@ -266,7 +265,7 @@ def test_pieces_have_the_scores_and_the_gradient_of_the_whole(name):
         assert_same_means(means, other_means)
 
 
-def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_the_whole():
+def test_fully_masked_batches_log_the_same_in_pieces():
     """As when all completions are cut off and masked."""
     nothing = np.zeros((N, G, T), bool)
     batch = a_batch()._replace(completion_mask=nothing, weights=nothing.astype(np.float32))
@@ -282,7 +281,7 @@ def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_the_whole():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"parallel": "mesh", "fsdp": 2}])
-def test_pieces_on_two_devices_have_the_gradient_of_the_whole(options):
+def test_pieces_on_two_devices_keep_the_gradient(options):
     gradients, (method, models, _) = [], of_grpo()
     method = method._replace(optimizer=recorder(1))
     for widths, more in ((), {}), (WIDTHS, {"devices": 2} | options):
@@ -329,7 +328,7 @@ def test_packed_completions_have_the_values_after_their_ends():
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-def test_a_model_may_read_more_of_a_prompt_than_its_tokens():
+def test_models_may_read_prompts_beyond_tokens():
     """A model that only repeats a number, which comes with each prompt, when it samples and when it scores."""
 
     def states(params, rows):

@@ -52,7 +52,7 @@ def table_batch():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_of_two_pieces_on_each_of_eight_devices_are_trls(name):
+def test_sharded_loss_and_gradient_equal_trl(name):
     """In float32 as scores are; `tests/functional` compares in float64."""
     loss, estimates_kl = CASES[name]
     objective, config = offline_pairs.kto_objective(TABLE, loss, estimates_kl=estimates_kl), SupervisedConfig(1, 1e-2)
@@ -83,7 +83,7 @@ def encoded(prompts, completions, desirable):
     return EncodedPairs(prompts, answers, [0.0] * len(answers), desirable=desirable)
 
 
-def test_a_mismatched_completion_is_of_another_prompt_and_nearly_all_serve():
+def test_mismatched_completions_come_from_other_prompts():
     prompts = [[number // 2] for number in range(40)]  # two completions of each
     ratings = encoded(prompts, [[number, 40] for number in range(40)], [True, False] * 20)
     pairs = with_mismatched(ratings, seed=3)
@@ -98,7 +98,7 @@ def test_a_mismatched_completion_is_of_another_prompt_and_nearly_all_serve():
 
 
 @pytest.mark.parametrize("odd", [0, 3, 6])
-def test_a_mismatched_completion_is_found_where_there_are_hardly_any(odd):
+def test_mismatched_completions_exist_with_few_other_prompts(odd):
     prompts = [[int(number == odd)] for number in range(7)]
     ratings = encoded(prompts, [[number] for number in range(7)], [True] * 7)
     pairs = with_mismatched(ratings, seed=0)
@@ -159,7 +159,7 @@ PAIRS = some_pairs(24, VOCAB)
 REFERENCE = offline_pairs.score_pairs(offline_pairs.pair_logprobs, POLICY, PARAMS, PAIRS, num_pairs=8)
 
 
-def test_a_pair_has_the_log_probabilities_of_its_texts_alone():
+def test_pairs_have_logprobs_of_their_separate_texts():
     assert REFERENCE.shape == (24, 2)
 
     @jax.jit

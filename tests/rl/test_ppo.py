@@ -74,7 +74,7 @@ def test_advantages_are_those_of_a_loop(steps):
     np.testing.assert_allclose(returns, expected + np.where(mask, values[..., :-1], 0), atol=1e-5)
 
 
-def test_advantages_are_whitened_over_the_tokens_of_the_batch_and_a_nan_spoils_its_own_row():
+def test_whitening_covers_all_tokens_despite_nan_rows():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
     actual, returns = token_advantages(rewards, valued(batch), None, options=of_ppo().critic)
     mask = batch.completion_mask
@@ -101,7 +101,7 @@ def test_explained_variance():
 # ---- gradients
 
 
-def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos():
+def test_group_mean_critic_gives_grpos_gradient():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2) ** 2
     config = of_ppo(kl_coef=0.1, kl_in_reward=False, gae_lambda=1.0, whiten=False)
     centered = np.asarray(centered_advantages(jnp.asarray(rewards)))
@@ -126,7 +126,7 @@ def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos():
     np.testing.assert_allclose(actual["critic"].head, slope, rtol=1e-3, atol=1e-5)
 
 
-def test_the_critics_gradient_is_that_of_its_clipped_square():
+def test_critic_gradient_is_that_of_clipped_squares():
     batch = a_batch()
     config = of_ppo(kl_coef=0.0, value_coef=2.0)
     weights = np.asarray(PRESETS["lite_ppo"].aggregation(batch.completion_mask))
@@ -154,7 +154,7 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
     assert count == batch.completion_mask.sum()
 
 
-def test_a_shared_decoder_has_the_sum_of_both_gradients():
+def test_shared_decoders_add_both_gradients():
     params, config = PARAMS | {"critic": Headed(None, HEAD)}, of_ppo(critic="shared", kl_coef=0.0, value_coef=2.0)
     batch = a_batch()._replace(ref_logprobs=None)
     batch = batch._replace(weights=config.run.loss.objective.aggregation(batch.completion_mask))
@@ -192,7 +192,7 @@ def test_policy_and_critic_have_their_own_rates():
     np.testing.assert_allclose(updates["critic"]["kernel"], -1e-3, rtol=1e-3)
 
 
-def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_value_after_it():
+def test_unrewarded_rows_are_excluded_and_truncated_ones_bootstrapped():
     config = of_ppo(gae_lambda=1.0, kl_coef=0.0, bootstrap_truncated=True, whiten=False)
     truncated, applicable = np.zeros((4, 2), bool), np.ones((4, 2), bool)
     truncated[0], applicable[0, 1] = True, False

@@ -58,7 +58,7 @@ RESUMED_RUNS = [
 
 
 @pytest.mark.parametrize("changes", RESUMED_RUNS, ids=str)
-def test_a_run_that_is_resumed_compiles_each_program_once(tmp_path, caplog, logged_compilations, changes):
+def test_resumed_runs_compile_each_program_once(tmp_path, caplog, logged_compilations, changes):
     config = with_options(CONFIG, **changes)
     by_component = {"threes": Component(TASK.reward), "twice": Component(TASK.reward, 2.0)}
     task = TASK._replace(reward=by_component) if config.loss.advantages_of == "components" else TASK
@@ -91,7 +91,7 @@ METRICS = 14 * 4  # numbers
 DUMPED = COMPLETIONS + N * G * (T + 1) * 4  # log-probabilities and advantages too, to be read by people
 
 
-def test_a_step_moves_prompts_and_rewards_up_and_completions_and_scalars_down(tmp_path):
+def test_steps_transfer_only_prompts_rewards_completions_and_metrics(tmp_path):
     to_devices(np.ones(99))  # no part of the run
     _, run = run_whole(tmp_path)
     times = run.lines("times.jsonl")
@@ -103,13 +103,13 @@ def test_a_step_moves_prompts_and_rewards_up_and_completions_and_scalars_down(tm
     assert [line["to_host_bytes"] for line in times] == [COMPLETIONS + METRICS] * 6
 
 
-def test_a_step_whose_rollout_is_written_moves_the_numbers_of_its_tokens_too(tmp_path):
+def test_written_rollouts_also_transfer_token_numbers(tmp_path):
     _, run = run_whole(tmp_path, with_options(PLAIN, rollouts_every=4))
     moved = [line["to_host_bytes"] - COMPLETIONS - METRICS for line in run.lines("times.jsonl")]
     assert moved == [DUMPED, 0, 0, 0, DUMPED, DUMPED]  # every fourth from the first on, and the last
 
 
-def test_nothing_moves_to_the_devices_but_by_their_own_words(tmp_path):
+def test_all_transfers_to_devices_are_explicit(tmp_path):
     """Once everything is compiled, JAX refuses what is moved without `to_devices`."""
     seen = []
 
@@ -161,7 +161,7 @@ QUICK = {("reward", 1), *((place, 4) for place in ("prompts", "evaluate", "log",
 
 # Before the first checkpoint, and behind one.
 @pytest.mark.parametrize(("place", "step"), slow_unless(QUICK, itertools.product(PLACES, (1, 4))))
-def test_a_run_that_is_cut_off_anywhere_ends_the_same(tmp_path, uncut, monkeypatch, place, step):
+def test_runs_cut_off_anywhere_end_the_same(tmp_path, uncut, monkeypatch, place, step):
     run = open_run(tmp_path, CUT)
     if place == "checkpoints":  # before any is saved, and between two
         with monkeypatch.context() as patch:
@@ -181,7 +181,7 @@ def test_a_run_that_is_cut_off_anywhere_ends_the_same(tmp_path, uncut, monkeypat
 # ---- what is skipped
 
 
-def test_a_minibatch_that_is_skipped_is_dumped_by_its_number_with_its_prompts(tmp_path):
+def test_skipped_minibatches_are_dumped_with_their_prompts(tmp_path):
     config, calls = with_options(PLAIN, minibatches=N), iter(range(99))  # of one prompt each
     programs = make_programs(POLICY, TASK, config, sampler=run_programs().sampler)
 

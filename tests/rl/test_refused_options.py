@@ -172,7 +172,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("call", "words"), CALLS)
-def test_what_a_task_a_model_or_data_do_not_go_with_is_refused(call, words):
+def test_unsuitable_tasks_models_and_data_are_refused(call, words):
     with refused(words):
         call()
 

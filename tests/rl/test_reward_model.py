@@ -68,7 +68,7 @@ def padded(texts, width, side):
 # ---- the head
 
 
-def test_padding_does_not_move_a_score_wherever_it_is_and_values_are_scores_of_beginnings():
+def test_padding_changes_no_score_and_values_score_prefixes():
     @jax.jit
     def last_state(text):
         """Of a text alone: no padding, no group, no split into prompt and completion."""
@@ -139,7 +139,7 @@ def test_rows_are_read_split_and_counted(tmp_path):
 PAIRS, OBJECTIVE = some_pairs(64, VOCAB), reward_model_objective(CONFIG, center_coef=0.01)
 
 
-def test_the_gradient_of_a_pair_is_bradley_and_terrys():
+def test_pair_gradients_are_those_of_bradley_terry():
     """∂ −log σ(d − m) = −σ(m − d) ∂d with d = r_c − r_r; and ∂ c s² = 2 c s ∂s with s = r_c + r_r."""
     pairs = some_pairs(5, VOCAB)._replace(margins=[0.0, 0.5, 1.0, 0.0, 2.0])
     batch = pad_pairs(pairs, np.arange(6), (3, 4))  # the sixth is no pair
@@ -172,7 +172,7 @@ def test_adapters_below_the_head_are_merged():
 # ---- evaluation
 
 
-def test_ties_count_half_and_confidence_is_held_against_frequency():
+def test_ties_count_half_and_calibration_compares_frequencies():
     scores = np.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [3.0, 0.0]] * 5)
     actual = evaluate_pairs(scores, bins=2)
     assert actual.accuracy.mean == pytest.approx(2.5 / 4)
@@ -270,7 +270,7 @@ def reward_model(policy_folder, tmp_path_factory):
     return loaded
 
 
-def test_groups_batches_and_ids_do_not_change_a_reward(reward_model):
+def test_groups_batches_and_ids_change_no_reward(reward_model):
     texts = ["1", "12", "123", "1", "", "9" * 40]
     prompts = ["1+1=", "1+1=", "12+3=", "12+3=", "12+3=", "12+3="]
     rows = [{"prompt": prompt} for prompt in prompts]

@@ -60,13 +60,13 @@ def test_each_epoch_of_batches_has_every_row_once():
         np.testing.assert_array_equal(sorted(epoch.tolist()), sorted(rows.ids.tolist()))
 
 
-def test_the_first_token_of_a_text_without_prompt_is_not_learned():
+def test_first_token_without_a_prompt_is_masked():
     packed = pack([[], [1]], [[3, 4, 5], [6]], width=5)
     np.testing.assert_array_equal(packed.ids, [[3, 4, 5, 1, 6]])
     np.testing.assert_array_equal(packed.completion_mask, [[False, True, True, False, True]])
 
 
-def test_packed_rows_have_the_loss_and_gradients_of_texts_alone():
+def test_packing_changes_neither_loss_nor_gradients():
     prompts, completions = texts(9)
     packed = pack(prompts, completions, width=16)
     ids, mask = pad_completions([[completion] for completion in completions], 5)
@@ -85,7 +85,7 @@ def test_packed_rows_have_the_loss_and_gradients_of_texts_alone():
     np.testing.assert_allclose(mean_nll(POLICY, PARAMS, [packed]), expected, rtol=1e-5)
 
 
-def test_the_nll_of_each_text_is_that_of_the_text_alone():
+def test_packing_does_not_change_each_texts_nll():
     prompts, completions = texts(9)
     packed = pack(prompts, completions, width=16)
     totals, tokens = text_nll(POLICY, PARAMS, packed_pieces(packed, 2))
@@ -145,7 +145,7 @@ def test_phases_with_one_objective_and_configuration_share_programs(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [(3,), (5,), (3, 4), (7, 8, 9)])
-def test_the_batch_and_the_line_of_a_skipped_step_are_of_that_step(tmp_path, bad):
+def test_skipped_steps_log_and_dump_their_batch(tmp_path, bad):
     trained(tmp_path, batches(*bad))
     dumped = {file.name: np.load(file)["values"][0, 0] for file in tmp_path.glob("skipped_*.npz")}
     assert dumped == {f"skipped_phase_{step:06d}.npz": step for step in bad}
@@ -156,7 +156,7 @@ def test_the_batch_and_the_line_of_a_skipped_step_are_of_that_step(tmp_path, bad
 
 
 @pytest.mark.parametrize("cut", [5, 8, 10])
-def test_a_resumed_run_has_the_lines_of_steps_that_were_skipped_before_its_checkpoint(tmp_path, cut):
+def test_resumed_runs_keep_lines_of_skipped_steps(tmp_path, cut):
     whole = trained(tmp_path / "whole", batches(3, 7))
     with pytest.raises(Stop):
         trained(tmp_path / "cut", stopping(batches(3, 7), cut - 1))
@@ -164,7 +164,7 @@ def test_a_resumed_run_has_the_lines_of_steps_that_were_skipped_before_its_check
     assert_same_files(tmp_path / "whole", tmp_path / "cut", ["metrics.jsonl"])
 
 
-def test_steps_that_are_skipped_in_a_row_end_the_run_and_a_resumed_one_at_the_same_step(tmp_path):
+def test_consecutive_skipped_steps_end_original_and_resumed_runs(tmp_path):
     for _ in range(2):
         with pytest.raises(FloatingPointError, match="5 times in a row"):
             trained(tmp_path, batches(*range(2, 10)))

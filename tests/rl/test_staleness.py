@@ -51,7 +51,7 @@ def sampled_by(programs, params, index):
     return to_numpy(programs.sampler.sample(params, prompts(index), numbers, temperature, noise)[0])
 
 
-def test_tokens_of_a_step_are_those_of_the_policy_of_so_many_steps_before(tmp_path, programs):
+def test_tokens_come_from_the_policy_staleness_steps_ago(tmp_path, programs):
     seen, differs = [], []
     _, run = trained(tmp_path, recording(programs, seen))
     assert len(seen) == STEPS
@@ -71,7 +71,7 @@ def test_tokens_of_a_step_are_those_of_the_policy_of_so_many_steps_before(tmp_pa
     assert differs == [False] + [True] * (STEPS - 1)
 
 
-def test_a_run_can_be_extended_for_its_queue_holds_rollouts_past_the_last_step(tmp_path, programs, whole):
+def test_runs_with_a_queue_can_be_extended(tmp_path, programs, whole):
     short = with_options(CONFIG, steps=4)
     state, run = trained(tmp_path, programs, short)
     for index, batch in enumerate(state.source, start=4):
@@ -82,7 +82,7 @@ def test_a_run_can_be_extended_for_its_queue_holds_rollouts_past_the_last_step(t
 
 
 @pytest.mark.parametrize(("step", "every"), [(0, 3), (1, 1), (4, 3)])
-def test_a_run_that_is_killed_while_it_grades_resumes_to_the_bit(tmp_path, programs, whole, step, every):
+def test_runs_killed_while_grading_resume_exactly(tmp_path, programs, whole, step, every):
     """After one step the queue still holds rollouts of the start."""
     config = with_options(CONFIG, checkpoint_every=every)
     with pytest.raises(Stop):
@@ -92,7 +92,7 @@ def test_a_run_that_is_killed_while_it_grades_resumes_to_the_bit(tmp_path, progr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["pmap", "mesh"])
-def test_a_queue_on_two_devices_is_saved_and_continued_on_two_and_on_one(tmp_path, programs, whole, parallel):
+def test_two_device_queues_resume_on_two_or_one(tmp_path, programs, whole, parallel):
     two = with_options(CONFIG, devices=2, parallel=parallel)
     programs_of_two = make_programs(POLICY, TASK, two)
     state, on_two = trained(tmp_path / "two", programs_of_two, two)
@@ -104,7 +104,7 @@ def test_a_queue_on_two_devices_is_saved_and_continued_on_two_and_on_one(tmp_pat
     assert logged[0] == logged[1] == logged[2]  # the same tokens
 
 
-def test_a_checkpoint_holds_a_queue_of_rollouts_and_no_copies_of_parameters(whole):
+def test_checkpoints_hold_queued_rollouts_without_parameter_copies(whole):
     state, run = whole
     mismatch = [line["first_sampler_mismatch"] for line in run.lines()]
     assert mismatch[0] == pytest.approx(1, abs=1e-5)  # the start is the policy
@@ -121,7 +121,7 @@ def test_a_checkpoint_holds_a_queue_of_rollouts_and_no_copies_of_parameters(whol
     assert [batch.completion_ids.shape for batch in restored.source] == [(8, 4, 3)] * STALENESS
 
 
-def test_the_samplers_numbers_as_old_ones_put_staleness_into_the_ratio(tmp_path):
+def test_sampler_logprobs_put_staleness_into_the_ratio(tmp_path):
     """In the first steps the policy that samples is the one before the update; later it has moved since."""
     config = with_options(CONFIG, old_logprobs="sampler", correction="none")
     programs = make_programs(POLICY, TASK, config, sampler=run_programs().sampler)

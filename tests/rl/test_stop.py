@@ -93,7 +93,7 @@ def test_devices_stop_at_the_same_tokens(shape):
     assert not one.truncated.all()
 
 
-def test_a_resumed_run_with_stop_texts_is_the_same(tmp_path):
+def test_resumed_runs_with_stop_texts_are_identical(tmp_path):
     programs = make_programs(POLICY, TASK, CONFIG)
     whole = open_run(tmp_path / "whole", CONFIG)
     parts = open_run(tmp_path / "parts", CONFIG)

@@ -77,7 +77,7 @@ def delete(file: Path, place: random.Random) -> None:
     file.unlink()
 
 
-def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(finished, tmp_path):
+def test_any_damaged_checkpoint_bit_is_noticed(finished, tmp_path):
     folder = finished[0] / "checkpoints/grpo/6"
     files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     files = [name for name in files if name not in ("commit_success.txt", "_CHECKPOINT_METADATA")]  # nobody reads them
@@ -132,7 +132,7 @@ HARMS = {
 
 
 @pytest.mark.parametrize("name", HARMS)
-def test_the_newest_checkpoint_that_verifies_is_taken_and_the_others_are_named(finished, tmp_path, name):
+def test_newest_valid_checkpoint_is_used_and_others_named(finished, tmp_path, name):
     harm, words = HARMS[name]
     whole, state = finished
     shutil.copytree(whole, tmp_path / "run")
@@ -149,7 +149,7 @@ def test_the_newest_checkpoint_that_verifies_is_taken_and_the_others_are_named(f
     assert words in " ".join(warnings)
 
 
-def test_a_run_resumes_from_the_newest_checkpoint_that_verifies_or_does_not_begin_again(finished, tmp_path):
+def test_runs_resume_from_a_valid_checkpoint_or_stop(finished, tmp_path):
     def damage(*steps):
         def harm(folder):
             for step in steps:
@@ -187,7 +187,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("file", "content"), [(file, text) for file, texts in BROKEN.items() for text in texts])
-def test_a_file_of_a_run_that_is_malformed_is_a_sentence_that_names_it(finished, tmp_path, file, content):
+def test_malformed_run_files_are_named_in_one_sentence(finished, tmp_path, file, content):
     def harm(folder):
         before = (folder / file).read_bytes() if file == "metrics.jsonl" else b""
         (folder / file).write_bytes(before + content.encode(errors="surrogatepass"))
@@ -216,7 +216,7 @@ def test_an_edited_option_is_noticed(finished, tmp_path):
         run.checkpoints("grpo", keep=2).restore(lambda: TrainState(PARAMS, (), jnp.int32(0), {}))
 
 
-def test_more_steps_are_noted_and_fewer_are_refused_however_they_are_asked_for(tmp_path):
+def test_more_steps_are_recorded_and_fewer_are_refused(tmp_path):
     for steps in (6, 8):
         open_run(tmp_path, with_options(CONFIG, steps=steps, max_grad_norm=math.inf))
     saved = json.loads((tmp_path / "config.json").read_text())
@@ -227,7 +227,7 @@ def test_more_steps_are_noted_and_fewer_are_refused_however_they_are_asked_for(t
         RunFolder(tmp_path, dataclasses.asdict(with_options(CONFIG, steps=7, max_grad_norm=math.inf)))
 
 
-def test_a_start_that_was_killed_before_it_wrote_anything_may_be_repeated(tmp_path):
+def test_starts_killed_before_writing_may_be_repeated(tmp_path):
     lock = hold(tmp_path)
     (tmp_path / "config.json.tmp").write_text("{")
     assert fresh_folder(tmp_path) == tmp_path
@@ -269,7 +269,7 @@ time.sleep(600)
 """
 
 
-def test_a_run_that_resumes_on_other_devices_says_so(tmp_path, monkeypatch):
+def test_resuming_on_other_devices_or_versions_warns(tmp_path, monkeypatch):
     def resume():
         run = open_run(tmp_path, CONFIG)
         run.keep_inputs("grpo", {"rows": "a"})
@@ -285,7 +285,7 @@ def test_a_run_that_resumes_on_other_devices_says_so(tmp_path, monkeypatch):
     assert "goes on with jax 1.2.3" in resume()[-1]
 
 
-def test_a_folder_that_another_process_writes_to_is_refused_until_that_ends(tmp_path):
+def test_folders_another_process_writes_to_are_refused(tmp_path):
     other = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None
@@ -326,7 +326,7 @@ def test_a_checkpoint_of_another_structure_is_a_sentence(tmp_path, harm):
             read(checkpoints)
 
 
-def test_what_a_run_computes_once_is_read_if_it_verifies(tmp_path):
+def test_valid_remembered_results_are_not_recomputed(tmp_path):
     calls = []
 
     def compute() -> dict:
@@ -358,7 +358,7 @@ def test_what_a_run_computes_once_is_read_if_it_verifies(tmp_path):
 SCORES = {0: 0.1, 1: 0.2, 2: 0.5, 3: 0.4, 4: 0.5, 5: 0.9}
 
 
-def test_the_best_checkpoint_is_kept_and_a_run_without_a_better_one_ends(tmp_path):
+def test_best_checkpoint_is_retained_and_patience_ends_runs(tmp_path):
     options = {"eval_every": 1, "checkpoint_every": 0, "keep_checkpoints": 1, "keep_best": True, "patience": 2}
     config = with_options(CONFIG, **options)
 
@@ -383,7 +383,7 @@ def test_the_best_checkpoint_is_kept_and_a_run_without_a_better_one_ends(tmp_pat
     assert max(read_scores(tmp_path / "nan/checkpoints/grpo")) == 2
 
 
-def test_lines_that_are_lost_before_a_checkpoint_are_noticed(finished, tmp_path):
+def test_lost_lines_before_a_checkpoint_are_noticed(finished, tmp_path):
     whole, names = finished[0], ("metrics.jsonl", "times.jsonl")
     for name in names:
         for harm, lost in ((Path.unlink, None), (lambda file: file.write_text(""), None), (cut_lines, 2)):
@@ -408,7 +408,7 @@ def cut_lines(file: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["/dev/full/x", "/dev/null/x/y", "/proc/x"])
-def test_a_folder_that_cannot_be_written_is_a_sentence(place):
+def test_unwritable_folders_give_one_sentence(place):
     with refused("cannot be written to"):
         RunFolder(Path(place), {})
 
@@ -423,7 +423,7 @@ def test_a_full_disk_is_told_from_a_defect(tmp_path):
     assert lacking(FileNotFoundError(2, "No such file", "x")) == ""
 
 
-def test_a_folder_that_goes_away_during_a_run_is_named(tmp_path):
+def test_folders_removed_during_a_run_are_named(tmp_path):
     def vanish(state: TrainState, step: int) -> dict[str, float]:
         if step:
             (tmp_path / "run").rename(tmp_path / "moved")
@@ -441,7 +441,7 @@ def test_a_folder_that_goes_away_during_a_run_is_named(tmp_path):
     assert lacking(error.value) == f"the folder {tmp_path / 'b'} is gone: put it back"
 
 
-def test_processes_that_write_a_file_at_once_do_not_meet(tmp_path, monkeypatch):
+def test_simultaneous_writers_do_not_collide(tmp_path, monkeypatch):
     replace, file = os.replace, tmp_path / "report.html"
 
     def after_another(source: str, target: str) -> None:
@@ -455,7 +455,7 @@ def test_processes_that_write_a_file_at_once_do_not_meet(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_where_a_checkpoint_has_no_room_nothing_is_trained(tmp_path, monkeypatch):
+def test_no_training_without_room_for_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
     run = open_run(tmp_path, CONFIG)
     with refused("free some space"):
@@ -466,7 +466,7 @@ def test_where_a_checkpoint_has_no_room_nothing_is_trained(tmp_path, monkeypatch
 # ---- readers
 
 
-def test_parameters_are_read_from_what_verifies_and_stray_things_stay(finished, tmp_path):
+def test_readers_use_valid_checkpoints_and_move_nothing(finished, tmp_path):
     folder = tmp_path / "grpo"
     shutil.copytree(finished[0] / "checkpoints/grpo", folder)
     (folder / "99").mkdir()
@@ -493,7 +493,7 @@ def test_parameters_are_read_from_what_verifies_and_stray_things_stay(finished, 
     assert (folder / "6").is_dir()  # a reader moves nothing
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_with_both_versions(tmp_path, monkeypatch):
+def test_checkpoints_of_earlier_versions_are_refused(tmp_path, monkeypatch):
     state = TrainState({"policy": {"w": jnp.ones(2)}}, (), jnp.int32(0), {})
     monkeypatch.setattr(seal, "__version__", "0.1.0")
     with Checkpoints(tmp_path) as checkpoints:

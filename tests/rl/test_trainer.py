@@ -89,7 +89,7 @@ def test_the_five_lines(folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
+def test_trainer_accepts_a_loaded_model_with_adapters(folder, tmp_path):
     loaded, reward = load_pretrained(folder, attention="xla"), Rising()
     before = params_sha256(loaded.params)
     trainer = GRPOTrainer(
@@ -175,7 +175,7 @@ NAMES = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
 TURNS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, tmp_path):
+def test_templates_announce_tools_and_calls_are_counted(folder, tmp_path):
     told = tmp_path / "told"
     shutil.copytree(folder, told)
     template = told / "chat_template.jinja"
@@ -193,7 +193,7 @@ def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, t
 
 
 @pytest.mark.slow
-def test_an_environment_as_for_trl_shows_its_tools_and_what_it_begins_with(folder, tmp_path):
+def test_trl_environments_show_tools_and_first_observation(folder, tmp_path):
     told = tmp_path / "told"
     shutil.copytree(folder, told)
     (told / "chat_template.jinja").write_text(NAMES + TURNS)
@@ -263,7 +263,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(folder, tmp_path, options, me
     assert not (tmp_path / "run").exists()
 
 
-def test_a_number_out_of_its_range_is_refused_before_a_model_is_loaded(tmp_path):
+def test_numbers_out_of_range_are_refused_before_loading(tmp_path):
     hints = option_types(GRPOConfig, include_extras=True) | option_types(ModelOptions, include_extras=True)
     names = {name for name, hint in hints.items() if "Range" in str(hint)} - {"eval_every", "eval_samples", "patience"}
     assert len(names) > 40
@@ -272,7 +272,7 @@ def test_a_number_out_of_its_range_is_refused_before_a_model_is_loaded(tmp_path)
             GRPOTrainer(str(tmp_path), Threes(), **{name: -1})
 
 
-def test_a_loaded_model_is_shown_without_its_arrays_and_its_settings_are_not_given_again(folder, tmp_path):
+def test_loaded_models_print_briefly_and_refuse_new_settings(folder, tmp_path):
     loaded = load_pretrained(folder)
     count = sum(np.prod(x.shape, dtype=int) for x in jax.tree.leaves(loaded.params))
     assert repr(loaded) == f"Pretrained('{folder}', {count:,} parameters)"

@@ -38,7 +38,7 @@ start("--no-compilation-cache")
 """
 
 
-def test_a_second_start_compiles_only_what_a_killed_writer_left_incomplete(tmp_path):
+def test_second_start_recompiles_only_incomplete_cache_entries(tmp_path):
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     paths = {"XDG_CACHE_HOME": "cache", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", SCRIPT]
@@ -52,7 +52,7 @@ def test_a_second_start_compiles_only_what_a_killed_writer_left_incomplete(tmp_p
     assert "Error" not in done.stderr
 
 
-def test_a_folder_that_cannot_be_written_to_is_noted_and_one_that_jax_was_told_stays(tmp_path):
+def test_unwritable_caches_are_refused_and_configured_ones_stay(tmp_path):
     (tmp_path / "file").write_text("")
     told = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "told"))

@@ -114,7 +114,7 @@ def contents(run: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_is_killed_resumes_to_the_bit(begin, tmp_path, name):
+def test_killed_runs_resume_bit_for_bit(begin, tmp_path, name):
     dice, whole, cut = random.Random(name), tmp_path / f"{name}_whole", tmp_path / f"{name}_cut"
     process, times = begin(name, whole), []
     while process.is_alive():

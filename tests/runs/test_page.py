@@ -89,7 +89,7 @@ def rl_run():
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_first_screen_shows_what_decides_and_fits_a_phone(show, dark):
+def test_first_screen_shows_main_curves_and_fits_phones(show, dark):
     page = show(**rl_run(), dark=dark)
     assert titles(page) == ["Reward", "Held-out score", "KL to the start", "Entropy", "Length", "Groups that teach"]
     assert page.texts(".results th[scope=col]") == ["before", "after", "control"]
@@ -151,7 +151,7 @@ def test_phases_can_be_shown_and_hidden(show):
     assert drawn(page, "entropy") == []
 
 
-def test_a_step_is_read_in_all_charts_and_opens_its_completions(show):
+def test_selecting_a_step_updates_charts_and_completions(show):
     page = show(**rl_run())
     assert page.texts("figure[data-metric=reward] b") == ["0.75"]
     press(page, "figure[data-metric=kl] svg", "ArrowLeft")
@@ -174,7 +174,7 @@ def test_a_step_is_read_in_all_charts_and_opens_its_completions(show):
     assert page.texts(".tools output") == ["21 (3 of 3)"]
 
 
-def test_a_slider_goes_over_the_steps_of_a_phase(show):
+def test_slider_moves_through_a_phases_steps(show):
     page = show(**rl_run())
     assert page.texts(".tools output") == ["21 (3 of 3)"]  # the last one of the phase that the run is for
     choose(page, "step", "0")
@@ -236,7 +236,7 @@ def test_spans_stand_below_their_completion(show):
     assert show(metrics(1), [line]).texts(".card td")[-3:] == ["-1", "\u2013", " sat."]
 
 
-def test_turns_are_shown_one_by_one_and_the_environment_apart(show):
+def test_turns_and_environment_replies_are_displayed_separately(show):
     page = show(metrics(1), [group(1, **EPISODE)])
     assert page.texts(".card .text") == ["7", ">", "a", "<b>"]
     assert attributes(page, ".card .text", "class") == ["text", "text heard", "text", "text"]
@@ -249,7 +249,7 @@ def test_turns_are_shown_one_by_one_and_the_environment_apart(show):
     assert page.texts(".card i") == ["7", "\u25e6", "a", "\u27e8end\u27e9", "<b", ">"]
 
 
-def test_long_completions_are_folded_and_those_that_were_cut_say_so(show, monkeypatch):
+def test_long_completions_fold_and_cut_ones_are_marked(show, monkeypatch):
     page = show(metrics(1), [group(1, text="word " * 400)])
     height = "return document.querySelector('.card .text').clientHeight"
     folded = page.run(height)
@@ -338,7 +338,7 @@ def test_supervised_runs_show_their_loss_first(show):
     assert page.texts("#rollouts p") == ["This run has no rollouts."]
 
 
-def test_results_that_are_no_table_an_empty_run_and_one_step(show):
+def test_unusual_results_and_empty_runs_are_displayed(show):
     page = show(metrics(1), results={"before": {"a": 1, "b": None}, "after": {"c": 2.5}, "sha": "f0"})
     assert page.texts(".results th[scope=row]") == ["a", "b", "c"]
     assert page.texts(".results td")[1:] == ["1", "\u2013", "\u2013", "\u2013", "\u2013", "2.5"]

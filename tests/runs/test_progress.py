@@ -35,7 +35,7 @@ def lines_of(clock, total, seconds, **options):
     return console.file.getvalue().splitlines()
 
 
-def test_a_file_gets_a_line_a_minute_and_says_what_is_left(clock):
+def test_files_get_one_progress_line_a_minute(clock):
     lines = lines_of(clock, 100, 5)
     assert lines[0] == "grpo: compiling or loading programs (may take minutes)"
     assert lines[1] == "grpo: step 1 of 100, reward 1, 25 s"
@@ -46,12 +46,12 @@ def test_a_file_gets_a_line_a_minute_and_says_what_is_left(clock):
     assert [line.split()[2] for line in lines_of(clock, 3, 310)[1:]] == ["1", "2", "3"]
 
 
-def test_a_phase_says_where_it_continues_and_nothing_if_it_is_complete(clock):
+def test_phases_print_where_they_continue_unless_complete(clock):
     assert lines_of(clock, 10, 1, completed=4)[0] == "grpo: continues after step 4 of 10"
     assert lines_of(clock, 10, 1, completed=10) == []
 
 
-def test_an_evaluation_says_once_a_minute_what_is_left(clock):
+def test_evaluations_print_remaining_time_once_a_minute(clock):
     def calls(number, seconds):
         for call in range(number):
             clock.now += seconds
@@ -68,7 +68,7 @@ def test_an_evaluation_says_once_a_minute_what_is_left(clock):
     ]
 
 
-def test_a_closed_pipe_is_an_error_and_no_silent_exit():
+def test_closed_pipes_raise_instead_of_exiting_silently():
     reader, writer = os.pipe()
     os.close(reader)
     # The file is flushed once more as it closes.
@@ -83,7 +83,7 @@ def test_what_takes_its_time_is_a_line():
     assert console.file.getvalue() == "starting\n"
 
 
-def test_a_terminal_has_a_bar_that_says_that_programs_may_compile_until_the_first_step(clock):
+def test_terminal_bar_mentions_compilation_until_first_step(clock):
     console = silent_console(force_terminal=True)
     with progress(console, "grpo", 4) as show:
         show(4, "reward 1")

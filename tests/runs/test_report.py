@@ -49,7 +49,7 @@ def test_groups_may_lack_tokens_components_and_columns(tmp_path):
     assert (shown["completions"], shown["tokens"], shown["cents"]) == (["Tom had a cat."] * 2, [[], []], [])
 
 
-def test_tokens_whose_texts_are_not_the_completion_keep_their_own(tmp_path):
+def test_token_texts_may_differ_from_the_completion(tmp_path):
     odd = group(1, completions=["é", "é"], tokens=[["\ud83d", "\ufffd", ""]] * 2, logprobs=[[-1, None], []])
     shown = write_page(tmp_path / "run", metrics(1), [odd])["rollouts"]["grpo"][0][1][0]
     assert shown["completions"] == ["é", "é"]
@@ -133,7 +133,7 @@ def test_long_curves_keep_their_extremes(tmp_path):
     assert (tmp_path / "wide/report.html").stat().st_size < 3_000_000
 
 
-def test_a_run_of_one_step_an_empty_one_and_one_cut_off(tmp_path):
+def test_reports_work_for_short_empty_and_cut_runs(tmp_path):
     assert curve(write_page(tmp_path / "one", metrics(0), [group(0)]), "reward") == [[0, 0]]
     empty = write_page(tmp_path / "empty", config={})
     assert (empty["ends"], empty["rollouts"], empty["results"]) == ({}, {}, None)
@@ -152,7 +152,7 @@ def test_results_are_passed_on(tmp_path):
     }
 
 
-def test_a_phase_may_have_rollouts_only_and_times_are_curves(tmp_path):
+def test_phases_may_lack_metrics_and_times_are_curves(tmp_path):
     make_run(tmp_path / "run", metrics(1, 2), [group(1, phase="warm")])
     (tmp_path / "run/times.jsonl").write_text('{"phase": "grpo", "step": 1, "rollout_s": 0.5}\n')
     data = data_of(write_report(tmp_path / "run"))
@@ -161,7 +161,7 @@ def test_a_phase_may_have_rollouts_only_and_times_are_curves(tmp_path):
     assert curve(data, "rollout_s") == [[1, 0.5]]
 
 
-def test_warnings_are_kept_once_and_stand_on_the_page(tmp_path, capsys):
+def test_warnings_are_recorded_once_and_appear_in_reports(tmp_path, capsys):
     folder = tmp_path / "run"
     for _ in range(2):  # the second process resumes the run
         run = RunFolder(folder, {"steps": 3})
@@ -198,7 +198,7 @@ def test_a_damaged_line_is_named(tmp_path, file, line, message):
         write_report(tmp_path)
 
 
-def test_a_large_run_is_thinned_evenly_and_says_so(tmp_path, monkeypatch):
+def test_large_runs_are_thinned_evenly_with_a_note(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 100_000)
     groups = [group(step, text="a b " * 20) for step in range(1, 101) for _ in range(2)]
     data = write_page(tmp_path / "run", metrics(*range(1, 101)), groups)
@@ -211,7 +211,7 @@ def test_a_large_run_is_thinned_evenly_and_says_so(tmp_path, monkeypatch):
     assert f"shows {len(steps)} of 100 steps of grpo." in data["about"]
 
 
-def test_completions_that_are_too_long_even_alone_are_cut(tmp_path, monkeypatch):
+def test_overlong_completions_are_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 70_000)
     groups = [group(step, text="ab " * 3000, size=4) for step in (1, 2)]
     data = write_page(tmp_path / "run", metrics(1, 2), groups)
@@ -225,7 +225,7 @@ def test_completions_that_are_too_long_even_alone_are_cut(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("long", ["prompt", "columns"])
-def test_prompts_and_columns_that_are_too_long_are_cut(tmp_path, monkeypatch, long):
+def test_overlong_prompts_and_columns_are_cut(tmp_path, monkeypatch, long):
     monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 200_000)
     text = "é<" * 50_000
     changed = {"prompt": text} if long == "prompt" else {"columns": {"context": [text], "answer": 72}}
@@ -239,14 +239,14 @@ def test_prompts_and_columns_that_are_too_long_are_cut(tmp_path, monkeypatch, lo
     assert "".join(group_shown["tokens"][0]) == "Tom had a cat."  # which is short enough
 
 
-def test_groups_that_cannot_be_cut_enough_are_left_out(tmp_path, monkeypatch):
+def test_groups_too_large_after_cutting_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 45_000)
     data = write_page(tmp_path / "run", metrics(1), [group(1, size=400)])
     assert data["rollouts"] == {}
     assert "too large" in data["about"]
 
 
-def test_long_options_and_many_curves_leave_the_page_small(tmp_path, monkeypatch):
+def test_long_options_and_curves_keep_pages_small(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 100_000)
     template = "é" * 100_000
     make_run(tmp_path, [{**line, **{f"m{i}": i + 0.12345 for i in range(2000)}} for line in metrics(1, 2)], [group(1)])
@@ -266,7 +266,7 @@ def test_long_options_and_many_curves_leave_the_page_small(tmp_path, monkeypatch
     assert "reward" in data["curves"]
 
 
-def test_long_curves_become_shorter_before_any_is_left_out(tmp_path):
+def test_long_curves_shrink_before_any_is_left_out(tmp_path):
     names = {f"metric_{i}": 1.5 for i in range(11_000)}
     make_run(tmp_path, [{"phase": "grpo", "step": step, **names} for step in range(1, 21)])
     data = data_of(write_report(tmp_path))

@@ -52,7 +52,7 @@ SIGNALS = [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.m
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
-def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bytes(tmp_path, expected, number, code, capsys):
+def test_signals_save_the_step_and_runs_resume_exactly(tmp_path, expected, number, code, capsys):
     process = start(tmp_path)
     wait_for(process, "step 4")
     process.send_signal(number)
@@ -78,7 +78,7 @@ def test_the_status_after_sigterm_is_an_option(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_a_run_whose_step_hangs(tmp_path):
+def test_second_ctrl_c_ends_a_hanging_step(tmp_path):
     process = start(tmp_path, mode="step")
     wait_for(process, "hangs")
     process.send_signal(signal.SIGINT)
@@ -90,7 +90,7 @@ def test_a_second_ctrl_c_ends_a_run_whose_step_hangs(tmp_path):
     assert "Ctrl-C ends it now" in said
 
 
-def test_a_fork_ends_by_the_signal_and_is_not_the_run():
+def test_forked_processes_end_by_signal_as_usual():
     with runner.listening(print, lambda number: os._exit(9)):
         child = os.fork()
         if not child:
@@ -112,7 +112,7 @@ def test_signals_have_their_usual_effect_before_and_after():
     assert threading.active_count() == threads
 
 
-def test_what_is_asked_for_during_training_is_answered_at_its_end():
+def test_stop_requests_take_effect_when_training_ends():
     said: list[str] = []
 
     def train():

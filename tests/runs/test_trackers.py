@@ -32,7 +32,7 @@ def events(folder):
     return found
 
 
-def test_tensorboard_has_each_number_once_and_no_lines_that_were_dropped(tmp_path, monkeypatch):
+def test_tensorboard_has_each_number_once_after_resuming(tmp_path, monkeypatch):
     seconds = itertools.count()  # a file's name has the second in which it began
     monkeypatch.setattr(files, "time", types.SimpleNamespace(time=lambda: next(seconds)))
     run = RunFolder(tmp_path, {})
@@ -65,7 +65,7 @@ def test_nothing_is_deleted_behind_a_link(tmp_path, linked):
     assert len(list(elsewhere.rglob("events.mine"))) == 2
 
 
-def test_weights_and_biases_is_one_run_with_a_step_of_its_own(tmp_path, monkeypatch):
+def test_wandb_resumes_one_run_with_steps_per_phase(tmp_path, monkeypatch):
     calls = []
     theirs = types.SimpleNamespace(
         log=lambda values: calls.append(values),

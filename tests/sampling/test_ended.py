@@ -138,7 +138,7 @@ DECODERS = [
     DECODERS,
     ids=["window", "window in one layer", "LoRA, and more heads", "accelerator"],
 )
-def test_a_decoder_says_the_same_when_completions_leave_and_its_cache_grows(config, rank, shape, traits, assume):
+def test_leaving_completions_and_growing_caches_change_nothing(config, rank, shape, traits, assume):
     policy, params = decoder_policy(config), random_params(config)
     params = randomly_adapted(params, rank) if rank else params
     rows, options = row_numbers(*shape), {"max_tokens": TOKENS, "eos_ids": tuple(range(3, 9)), "pad_id": 1}
@@ -172,7 +172,7 @@ WIDTHS = [
 
 
 @pytest.mark.parametrize(("narrow", "traits", "expected"), WIDTHS)
-def test_decoding_continues_with_fewer_rows_if_it_may_and_if_that_reads_less(narrow, traits, expected, assume):
+def test_decoding_narrows_only_when_that_reads_less(narrow, traits, expected, assume):
     assume(**traits)
     counts = []
     policy = markov_policy(lambda step, num_rows: counts.append(int(num_rows)))
@@ -186,7 +186,7 @@ def test_decoding_continues_with_fewer_rows_if_it_may_and_if_that_reads_less(nar
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [None, (1,)], ids=["all", "one of two"])
-def test_layers_with_a_window_forget_what_it_does_not_see(layers, monkeypatch, assume):
+def test_window_layers_store_only_visible_tokens(layers, monkeypatch, assume):
     """A window of 3: 5 slots give what 21 give, also where room is made in between."""
     config = replace(CONFIG, num_key_value_heads=2, sliding_window=3, sliding_layers=layers)
     policy, params = decoder_policy(config), random_params(config)

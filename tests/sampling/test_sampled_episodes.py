@@ -81,7 +81,7 @@ def config(request):
     return request.param
 
 
-def test_the_first_turn_is_a_completion_without_an_environment(config):
+def test_first_turn_equals_sampling_without_an_environment(config):
     sample = sampler_of(decoder_policy(config), max_tokens=OWN, eos_ids=EOS, pad_id=0)
     alone = sample(params_of(config), PROMPTS, NUMBERS, jax.random.key(1), 1.3)
     first = programs_of(config)[0](NUMBERS).running.out
@@ -92,7 +92,7 @@ def test_the_first_turn_is_a_completion_without_an_environment(config):
     assert not np.any(first.completion_mask[..., OWN:])
 
 
-def test_probabilities_are_those_of_the_same_tokens_in_one_pass(config):
+def test_episode_logprobs_equal_those_of_one_pass(config):
     out = played(config)
     batch, policy = to_batch(PROMPTS, np.full((N, G), 1.3, np.float32), out), decoder_policy(config)
 
@@ -118,7 +118,7 @@ ONLY_LAYER = dataclasses.replace(PLAIN, sliding_window=3, num_hidden_layers=1)
 @pytest.mark.parametrize(
     "config", [pytest.param(WINDOW, marks=pytest.mark.slow), ONLY_LAYER], ids=["one of two layers", "the only layer"]
 )
-def test_completions_that_wait_for_a_long_first_turn_keep_what_a_window_still_sees(config):
+def test_waiting_completions_keep_tokens_inside_the_window(config):
     policy, params, numbers = decoder_policy(config), params_of(config), row_numbers(N, 8)
 
     @jax.jit

@@ -60,7 +60,7 @@ def test_frequencies_are_those_of_the_softmax(vocab_size, share):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 50])
-def test_extreme_uniforms_take_the_first_and_the_last_possible_token(vocab_size):
+def test_extreme_uniforms_choose_first_and_last_possible_tokens(vocab_size):
     logits = random_logits(vocab_size, share=0.4)
     largest = np.float32(1) - np.float32(2**-24)
     ids, _ = draw(logits, np.array([[0, 0], [largest, largest]], np.float32))
@@ -235,7 +235,7 @@ def markov_sample():
     return run
 
 
-def test_noise_is_that_of_a_key_folded_with_row_and_position():
+def test_noise_folds_row_and_position_into_the_key():
     rows, key = np.array([[3, 0], [7, 2**31 - 1]], np.int32), jax.random.key(3)
     noise = draw_noise(key, jnp.asarray(rows), 4)
     for *row, position in np.ndindex(noise.shape[:-1]):
@@ -250,14 +250,14 @@ def one_prompt_sample(markov_sample):
     return lambda rows, key: np.asarray(markov_sample(prompts, rows, key).completion_ids)
 
 
-def test_rows_keys_and_steps_have_noise_of_their_own(one_prompt_sample):
+def test_rows_keys_and_steps_have_separate_noise(one_prompt_sample):
     keys = [jax.random.key(0), jax.random.key(1), step_key(0, 0, 1), step_key(0, 0, 2), step_key(0, 1, 1)]
     ids = np.concatenate([one_prompt_sample(row_numbers(6, 4), key).reshape(24, -1) for key in keys])
     # 120 rows of 12 tokens: two equal ones are a sign of one noise for both.
     assert len(np.unique(ids, axis=0)) == len(ids)
 
 
-def test_temperature_0_is_greedy_in_its_rows_with_logprobs_at_temperature_1(markov_sample):
+def test_temperature_0_rows_are_greedy_with_unscaled_logprobs(markov_sample):
     temperature = np.resize(np.array([0, 2, 2, 0, 0], np.float32), (6, 4))
     out = markov_sample(SIX, row_numbers(6, 4), jax.random.key(0), temperature)
     ids = np.asarray(out.completion_ids)
@@ -321,7 +321,7 @@ SCORED_LIMITS = [
 
 
 @pytest.mark.parametrize(("temperature", "limits"), SCORED_LIMITS)
-def test_a_scorer_finds_the_log_probabilities_of_the_sampler(params, prompts, sample, score, temperature, limits):
+def test_scored_logprobs_equal_sampler_logprobs(params, prompts, sample, score, temperature, limits):
     temperature = np.broadcast_to(np.float32(temperature), MIXED.shape)
     if limits is not None:
         dtypes = np.int32, np.float32, np.float32
@@ -346,7 +346,7 @@ def test_a_scorer_finds_the_log_probabilities_of_the_sampler(params, prompts, sa
 
 
 @pytest.mark.parametrize("max_tokens", [96, pytest.param(256, marks=pytest.mark.slow)])
-def test_a_scorer_finds_the_log_probabilities_of_long_completions(params, prompts, max_tokens):
+def test_scored_logprobs_equal_sampler_logprobs_of_long_completions(params, prompts, max_tokens):
     """A CPU's cache holds the keys of 96 tokens in three blocks; that of 256 grows."""
     sample = sampler_of(POLICY, max_tokens=max_tokens, eos_ids=(), pad_id=PAD_ID)
     out = sample(params, prompts, row_numbers(8, GROUP), jax.random.key(1))
@@ -355,7 +355,7 @@ def test_a_scorer_finds_the_log_probabilities_of_long_completions(params, prompt
     np.testing.assert_allclose(scored, out.sampler_logprobs, atol=3e-5)  # rounding of sums, of logits up to 6
 
 
-def test_batch_group_and_prompt_width_do_not_change_samples(params, prompts, sample):
+def test_batch_group_and_width_change_no_samples(params, prompts, sample):
     rows, key = row_numbers(8, GROUP), jax.random.key(1)
     whole = sample(params, prompts, rows, key, MIXED, None)
     part, members, wide = slice(3, 6), slice(1, 3), ((0, 0), (4, 0))

@@ -224,7 +224,7 @@ def test_tables_of_a_large_vocabulary_are_small():
     assert stop.classes.itemsize == 1
 
 
-def test_the_text_is_cut_before_the_first_stop_text():
+def test_texts_are_cut_before_the_first_stop():
     pieces = pieces_of("metaspace")
     assert before_stop("xxbay", make_stop(["a", "bay", "c"], lambda: pieces)) == "xx"
     assert before_stop("xxba", None) == before_stop("xxba", make_stop(["c"], lambda: pieces)) == "xxba"

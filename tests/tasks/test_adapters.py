@@ -41,7 +41,7 @@ class Countdown:
         Countdown.closed += 1
 
 
-def test_texts_of_an_environment_with_the_methods_of_gymnasium():
+def test_gymnasium_environments_reply_with_their_texts():
     before = Countdown.closed
     rows = adapters.gymnasium_rows(Countdown, range(4))
     assert rows == adapters.gymnasium_rows(Countdown, range(4))
@@ -110,7 +110,7 @@ def test_methods_are_tools_that_remember():
     assert reply_to(call(3), "done") == Reply(done=True)
 
 
-def test_a_class_of_a_file_is_played_and_scored_in_processes(tmp_path):
+def test_classes_from_files_play_and_score_in_processes(tmp_path):
     file = tmp_path / "counting.py"
     file.write_text("import random\n" + inspect.getsource(Counter))
     named, module = {"factory": f"{file}:Counter"}, "grpo_jax.tasks.adapters"
@@ -129,7 +129,7 @@ def test_a_class_of_a_file_is_played_and_scored_in_processes(tmp_path):
         Grader(f"{module}:reward_of_factory", arguments=named, workers=1).__enter__()
 
 
-def test_what_is_drawn_belongs_to_the_row_and_leaves_other_numbers_alone():
+def test_environment_draws_depend_on_rows_not_global_state():
     state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
     rows = adapters.trl_rows(Counter, [{"prompt": "", "number": number} for number in range(8)])
     assert rows == adapters.trl_rows(Counter, [row["row"] for row in rows])
@@ -184,7 +184,7 @@ BAD_CLASSES = [
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("methods", "prompt", "words"), BAD_CLASSES)
-def test_a_class_that_cannot_be_made_or_reset_is_refused(methods, prompt, words):
+def test_unusable_environment_classes_are_refused(methods, prompt, words):
     factory = type("Odd", (Counter,), methods)
     with pytest.raises(UsageError, match=words):
         adapters.trl_rows(adapters.trl_tools(factory) and factory, [{"prompt": prompt}])
@@ -225,7 +225,7 @@ class Slow:
 DRAW = '<tool_call>{"name": "draw", "arguments": {}}</tool_call>'
 
 
-def test_episodes_that_wait_for_one_another_or_are_cancelled_draw_what_each_draws_by_itself():
+def test_concurrent_and_cancelled_episodes_do_not_share_randomness():
     environment = adapters.trl_environment(Slow)
 
     async def cancelled():

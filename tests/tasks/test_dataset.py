@@ -55,7 +55,7 @@ def refusal(function, *args, **options):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.data())
-def test_every_prompt_once_an_epoch_and_never_twice_in_a_step(size, data):
+def test_prompts_never_repeat_within_an_epoch_or_step(size, data):
     count = data.draw(st.integers(1, size))
     batch = batches(size, count, seed=data.draw(st.integers(0, 5)))
     taken = [batch(step) for step in range(3 * size // count + 1)]
@@ -76,14 +76,14 @@ def test_the_order_depends_on_seed_and_step_alone(size, count):
         assert batch(0).tolist() != batch(size).tolist()  # size steps later an epoch begins with a step again
 
 
-def test_a_late_step_is_as_quick_as_the_first():
+def test_late_steps_are_as_quick_as_early_ones():
     started = time.process_time()
     for count in (32, 999):
         batches(1_001, count, seed=0)(10**8)
     assert time.process_time() - started < 2  # to shuffle all epochs before it would take minutes
 
 
-def test_a_resumed_task_sees_what_it_would_have_seen():
+def test_resumed_tasks_see_the_same_prompts():
     first, again, other = (make(WORDS, num_prompts=8, seed=seed) for seed in (0, 0, 1))
     for _ in range(20):
         first.prompts(0)
@@ -97,7 +97,7 @@ def test_a_resumed_task_sees_what_it_would_have_seen():
 # --- what is held out ---
 
 
-def test_a_share_is_held_out_and_equal_prompts_are_on_one_side():
+def test_held_out_share_never_splits_equal_prompts():
     rows = WORDS * 3
     task = make(rows, heldout_share=0.2)
     heldout, training = texts(task.heldout), trained(task, 300)
@@ -122,7 +122,7 @@ def test_a_number_is_held_out():
     assert texts(again.heldout) == texts(task.heldout)
 
 
-def test_rows_for_holding_out_are_never_trained_on_even_if_they_are_left_out():
+def test_held_out_rows_are_never_trained_on():
     heldout = [WORDS[3], WORDS[50], {"prompt": "new"}]
     for number in (3, 1):
         task = make(WORDS, heldout_rows=heldout, num_heldout=number)
@@ -132,7 +132,7 @@ def test_rows_for_holding_out_are_never_trained_on_even_if_they_are_left_out():
         assert task.notes == ("training: dropped, for they are held out: 2",)
 
 
-def test_prompts_that_become_equal_by_cutting_do_not_straddle():
+def test_prompts_equal_after_cutting_share_one_side():
     rows = [{"prompt": "a 123"}, {"prompt": "b 456"}]
     task = make(rows, heldout_rows=[{"prompt": "c 123"}], max_prompt_tokens=3, overlong="truncate")
     assert trained(task, 3) == ["456"] * 3
@@ -143,7 +143,7 @@ def test_prompts_that_become_equal_by_cutting_do_not_straddle():
     )
 
 
-def test_dropped_prompts_are_counted_and_the_width_is_of_the_longest_of_both_parts():
+def test_dropped_prompts_are_counted_and_add_no_width():
     rows = [{"prompt": "12"}, {"prompt": "1234567"}, {"prompt": " "}, {"prompt": "123"}]
     task = make(rows, heldout_rows=[{"prompt": "1234"}, {"prompt": "12345"}], max_prompt_tokens=4)
     assert task.notes == (
@@ -195,7 +195,7 @@ LATE_OPTIONS = [
 
 
 @pytest.mark.parametrize("options", LATE_OPTIONS)
-def test_prompts_that_are_encoded_when_they_are_taken_are_the_same(options, few_in_advance, monkeypatch):
+def test_lazily_encoded_prompts_are_the_same(options, few_in_advance, monkeypatch):
     options = {"rows": VARIED, "num_prompts": 16} | options
     tokenizer = Counting()
     later = make(tokenizer=tokenizer, **options)
@@ -214,7 +214,7 @@ def test_prompts_that_are_encoded_when_they_are_taken_are_the_same(options, few_
     assert {widths[-1] for widths in later.heldout.tokens.widths} == {later.heldout.tokens.width}
 
 
-def test_one_bad_row_among_many_is_refused_before_anything_is_encoded(tmp_path):
+def test_one_bad_row_is_refused_before_encoding(tmp_path):
     lines = [json.dumps({"prompt": f"word {i}"}) for i in range(3_000)]
     tokenizer, path = Counting(), tmp_path / "r.jsonl"
     for bad, sentence in (
@@ -227,7 +227,7 @@ def test_one_bad_row_among_many_is_refused_before_anything_is_encoded(tmp_path):
     assert tokenizer.encoded == []
 
 
-def test_an_order_of_roles_that_the_template_refuses_is_refused_at_once(few_in_advance):
+def test_role_orders_the_template_rejects_are_refused_early(few_in_advance):
     class Alternating(Counting):
         def apply_chat_template(self, messages, **options):
             if [message["role"] for message in messages] == ["user", "user"]:
@@ -244,7 +244,7 @@ def test_an_order_of_roles_that_the_template_refuses_is_refused_at_once(few_in_a
         assert tokenizer.encoded == []
 
 
-def test_a_prompt_that_no_sample_foretells_is_cut_or_refused(few_in_advance):
+def test_prompts_unlike_the_sample_are_cut_or_refused(few_in_advance):
     def odd(text, **options):
         rows = [Row(row | ({"prompt": text} if i == 57 else {}), f"line {i}") for i, row in enumerate(WORDS)]
         task = make(rows, Counting(), heldout_rows=OTHERS, num_prompts=100, **options)
@@ -259,7 +259,7 @@ def test_a_prompt_that_no_sample_foretells_is_cut_or_refused(few_in_advance):
 # --- prompts ---
 
 
-def test_examples_have_all_columns_and_the_text_as_encoded():
+def test_examples_have_all_columns_and_encoded_text():
     rows = [{"question": "1+1", "answer": "2", "prompt": "hidden", "tags": ["sum"]}]
     task = make(rows, template="{question} is {{{answer}}}?", heldout_rows=[rows[0] | {"question": "x"}])
     assert trained(task) == ["1+1 is {2}?"]
@@ -279,7 +279,7 @@ def test_texts_and_messages_in_chat():
     assert trained(make([{"prompt": own}], heldout_rows=held, system="Be")) == ["<system>Do<user>Hi<assistant>"]
 
 
-def test_the_split_is_the_same_with_and_without_a_chat_template():
+def test_chat_templates_do_not_change_the_split():
     bare, chat = make(WORDS), make(WORDS, chat=True)
     assert [f"<user>{text}<assistant>" for text in texts(bare.heldout)] == texts(chat.heldout)
 
@@ -373,7 +373,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("name", "content", "sentence"), UNREADABLE)
-def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path, name, content, sentence):
+def test_unreadable_files_give_one_sentence(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     assert sentence in refusal(read_rows, tmp_path / name)
 

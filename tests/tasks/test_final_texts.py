@@ -55,7 +55,7 @@ def grade(folder, reward, **settings):
     return task, decode_groups(completions, task)[0], grade_completions(task.prompts(0), completions, task, reward)
 
 
-def test_rewards_read_the_final_channel_and_their_spans_are_found(tmp_path):
+def test_rewards_and_spans_read_the_final_channel(tmp_path):
     seen = []
 
     def reward(examples, completions):

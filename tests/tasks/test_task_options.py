@@ -94,7 +94,7 @@ def test_rewards_that_do_not_work_are_refused(texts, sentence):
 LENGTH = ("length(maximum=3)",)
 
 
-def test_held_out_rows_are_those_of_their_own_file(tmp_path, pretrained):
+def test_held_out_rows_come_from_their_file(tmp_path, pretrained):
     heldout = write_rows(tmp_path / "heldout.jsonl", [{"prompt": f"2+{i}="} for i in range(3)])
     training = ["1+1=", "1+2=", "2+2="]  # the last is in the file of held-out rows, so it is never trained on
     for number in (None, 2):
@@ -142,7 +142,7 @@ def opened(tmp_path, pretrained, prompts, **options):
     return open_task(options, pretrained, num_prompts=1, group_size=2, seed=0)
 
 
-def test_the_source_of_tools_of_a_package_is_known_as_that_of_a_file(tmp_path, monkeypatch, pretrained):
+def test_tool_sources_of_packages_and_files_are_hashed(tmp_path, monkeypatch, pretrained):
     (tmp_path / "my_tools").mkdir()
     (tmp_path / "my_tools/sums.py").write_text(TOOL)
     monkeypatch.syspath_prepend(tmp_path)
@@ -154,7 +154,7 @@ def test_the_source_of_tools_of_a_package_is_known_as_that_of_a_file(tmp_path, m
     assert sources == [hash_file(tmp_path / "my_tools/sums.py")] * 2
 
 
-def test_messages_with_an_environment_are_refused_without_the_template_of_its_replies(tmp_path, pretrained):
+def test_messages_with_environments_need_a_chat_template(tmp_path, pretrained):
     (tmp_path / "game.py").write_text("def make(): pass\n")
     options = {"environment": f"{tmp_path}/game.py:make", "chat": False}
     messages = [[{"role": "user", "content": f"1+{i}="}] for i in range(2)]
@@ -162,7 +162,7 @@ def test_messages_with_an_environment_are_refused_without_the_template_of_its_re
         pass
 
 
-def test_variables_of_the_template_are_evaluated_and_on_the_card(tmp_path):
+def test_evaluation_and_card_use_template_variables(tmp_path):
     saved = {"task": "rows.jsonl", "model": {"model": "DIR", "chat_template_kwargs": '{"enable_thinking": false}'}}
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text(json.dumps(saved))

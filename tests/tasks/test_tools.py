@@ -91,7 +91,7 @@ BAD_CALLS = [
 
 
 @pytest.mark.parametrize("text", BAD_CALLS)
-def test_a_bad_call_is_answered_by_an_error_and_counted(text):
+def test_bad_calls_get_an_error_and_are_counted(text):
     reply = ask(text)
     assert not reply.done
     assert reply.text.startswith("Error: ")
@@ -100,7 +100,7 @@ def test_a_bad_call_is_answered_by_an_error_and_counted(text):
     assert count_calls(episode) == {"calls": 1, "bad_calls": 1}
 
 
-def test_a_result_that_json_cannot_write_is_answered_by_an_error():
+def test_results_json_cannot_write_become_errors():
     def pairs() -> dict:
         """Returns a dict without names."""
         return {(1, 2): 3}
@@ -123,7 +123,7 @@ def test_a_result_that_json_cannot_write_is_answered_by_an_error():
             assert reply.text.startswith("Error: ")
 
 
-def test_results_are_a_line_each_and_a_turn_without_calls_ends_the_episode():
+def test_calls_return_lines_and_plain_text_ends_episodes():
     call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
     both = call % ("multiply", '{"a": 2, "b": 3}') + call % ("later", '{"word": "é"}')
     assert ask(both) == Reply('6\n{"said": "\\u00e9"}')
@@ -140,7 +140,7 @@ def recall() -> list: return seen
 """
 
 
-def test_tools_of_one_file_share_its_state_and_it_runs_once(tmp_path):
+def test_tools_of_one_file_share_its_state(tmp_path):
     (tmp_path / "memory.py").write_text(SHARED.format(log=str(tmp_path / "log")))
     tools = load_tools(f"{tmp_path}/memory.py:remember,recall")
     tools["remember"]("a")
@@ -175,7 +175,7 @@ ESCAPE_FAILURES = [
 
 
 @pytest.mark.parametrize(("name", "failure"), ESCAPE_FAILURES)
-def test_a_tool_that_hangs_or_escapes_ends_its_own_episode_only(tmp_path, name, failure):
+def test_hanging_or_escaping_tools_end_only_their_episode(tmp_path, name, failure):
     (tmp_path / "escapes.py").write_text(ESCAPES)
     arguments = {"tools": f"{tmp_path}/escapes.py:{name},fine"}
     call = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'

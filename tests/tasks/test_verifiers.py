@@ -83,7 +83,7 @@ class WordTask(vf.Task[WordData, WordState]):
 
 class WordTaskset(vf.Taskset[WordTask, vf.TasksetConfig]):
     def load(self):
-        for word in ("cat", "dog", "bird"):
+        for word in ("cat", "11", "bird"):
             said = [
                 vf.UserMessage(content=f"{word}!"),
                 vf.AssistantMessage(content="How?"),
@@ -199,8 +199,9 @@ def play(row, environment):
         reply = asyncio.run(environment(example, transcript, (0,)))
         if reply.done:
             return said, reply.reward
-        transcript[-1] = transcript[-1]._replace(observation=Completion(f"<|user|>{reply.text}<|end|>"))
         said.append({"role": "user", "content": reply.text})
+        written = Completion(f"<|user|>{reply.text}<|end|>")
+        transcript[-1] = transcript[-1]._replace(observation=written, message=said[-1])
 
 
 @pytest.mark.parametrize("user_sim", [False, True])
