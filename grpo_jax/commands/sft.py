@@ -72,8 +72,8 @@ class Config:
     method: Method = "sft"
     """Method that trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
     task: str = ""
-    """Rows with prompt and completion, with messages, or with text: a .jsonl, .json, .csv or .parquet file, a folder
-    with train.jsonl, or an id on the hub."""
+    """Rows with prompt and completion, messages or text: a file (.jsonl, .json, .csv, .parquet), a folder with
+    train.jsonl, an id on the hub."""
     completion_column: str = "completion"
     """Column with the completion, a text. The end of a turn, or EOS, is put at its end."""
     prompt_column: str = "prompt"
