@@ -204,6 +204,8 @@ def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
         return [_with_completion(config, row) for row in rows]
     if config.chat:
         raise UsageError("rows with a column text are whole texts outside a chat: leave out --chat")
+    if config.model.max_prompt_tokens is not None:
+        raise UsageError("rows with a column text have no prompts: leave out --max-prompt-tokens, or use --max-tokens")
     return [Row({**row, config.prompt_column: text_column(row, "text"), name: None}, row.where) for row in rows]
 
 

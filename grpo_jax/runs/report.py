@@ -303,5 +303,6 @@ def finish(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: st
     say_end(run, started)
     if (run.path / "model").is_dir() and not (run.path / "reward-model").exists():  # which is exported already
         name, options = shlex.quote(str(run.path)), flattened(read_object(run.path / "config.json"))
-        evaluate = f"grpo-jax evaluate {name}; " if options.get("task") else ""  # else the command needs a task
+        # Other runs do not say which task and reward the command should take.
+        evaluate = f"grpo-jax evaluate {name}; " if options.get("task") and "reward" in options else ""
         run.say(f"next: {evaluate}grpo-jax export {name} NEW_FOLDER")

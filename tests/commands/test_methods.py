@@ -209,6 +209,8 @@ def test_rows_of_text_are_learned_whole_with_eos(folder, tmp_path):
     assert all(learned == [False] + [True] * (len(ids) - 1) for ids, learned in encoded())
     with refused("whole texts outside a chat: leave out --chat"):
         encoded("--chat", "True")
+    with refused("have no prompts: leave out --max-prompt-tokens"):
+        encoded("--max-prompt-tokens", "4")
 
 
 @pytest.mark.slow
