@@ -1,10 +1,10 @@
 """The claims of the sources, measured and decided: runs the questions, and writes RESULTS.md.
 
 Each question is a file in claims/questions; `--only NAME` answers one and prints its table. What decides is in these
-files (claims and measures) and in `verdicts` (the rule), both fixed before the runs. The first look is at 10 seeds.
-`--look 20` and `--look 40` add new seeds to the questions that have an undecided claim; runs that are there are never
-repeated, nor when only words, the rule or the page change. The command says how long it may take, and continues where
-it was stopped.
+files (claims and measures) and in `verdicts` (the rule), both fixed before the runs. A look is a verdict after a number
+of seeds: first 10, and with `--look 20` and `--look 40` more seeds for the questions that have an undecided claim.
+Finished runs are never repeated, even if words, the rule or the page have changed. The command says how long it may
+take, and continues where it was stopped.
 
 The folder of --out (runs/results) gets RESULTS.md with the answers, and docs/results/ with a page for each question and
 the numbers of all seeds, numbers.json. `--out .` replaces the pages of this repository. With --numbers, the pages are

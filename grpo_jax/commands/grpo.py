@@ -10,7 +10,7 @@ parameters takes minutes on two CPU cores; one of a billion needs an accelerator
 
 Other methods are --method ppo, sft, reward-model, dpo and kto; each has a --help of its own.
 
-  grpo-jax train --model DIR --task rows.jsonl --reward my_rewards.py:solved
+  grpo-jax train --model DIR --task rows.jsonl --reward my_rewards.py:correct
   grpo-jax train --model DIR --task gsm8k --data DIR --preset dapo --max-rollouts 4
   grpo-jax train --model DIR --task gsm8k --teacher DIR --distillation reverse_kl --reward-coef 0 --kl-coef 0
 """

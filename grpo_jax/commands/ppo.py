@@ -7,7 +7,7 @@ again; --critic shared makes it a head on the policy's decoder.
 The trainer subtracts the KL to the start from the reward. Held-out prompts are evaluated before, during and after
 training; --control also trains on a coin toss. Export and evaluation of the run take the policy and leave the critic.
 
-  grpo-jax train --method ppo --model DIR --task rows.jsonl --reward my_rewards.py:solved
+  grpo-jax train --method ppo --model DIR --task rows.jsonl --reward my_rewards.py:correct
   grpo-jax train --method ppo --model DIR --task gsm8k --data DIR --critic shared --num-prompts 256
 """
 

@@ -1,4 +1,4 @@
-"""The functions of a model that sampling and training call: four pure functions and three optional ones.
+"""The functions of a model that sampling and training call: four pure functions and optional ones.
 
 Any model that provides them can be trained: the decoder here, an nnx model through split and merge, or a fake in a
 test. Letters: see `transformer`.

@@ -1,6 +1,6 @@
 """Child processes for users' rewards and environments, which are killed when they hang.
 
-    with Grader("my_rewards.py:solved", deadline=5.0, chunk=1) as grader:
+    with Grader("my_rewards.py:correct", deadline=5.0, chunk=1) as grader:
         task = Task(reward=grader, ...)
 
 One thread runs an event loop for all processes. Requests are pickled. Answers are lines of JSON of limited length, so

@@ -162,7 +162,7 @@ def token_advantages(
       rewards: The rewards of completions, `[N, G]`.
       batch: The scored batch, with old values.
       penalty: The penalty of each token, as returned by `grpo.kl_in_reward`.
-      options: The options of the options.
+      options: The options of the critic.
 
     Returns:
       Advantages A, whitened if `whiten` is set, and returns A + V from before whitening, both `[N, G, T]`.

@@ -325,12 +325,11 @@ def with_spread(
 ) -> Source:
     """Returns the source that replaces groups whose completions have equal rewards (DAPO, 2503.14476, equation 11).
 
-    Such a group has advantages of 0: it costs as much as any group, and the policy term has
-    no gradient. The source takes the
-    first N groups with spread, in the order of the draws. If there are too few after `max_rollouts` draws, groups
-    without spread fill up the batch. Surplus groups are discarded, because the policy of the next step differs. Every
-    draw has the same shape, so nothing is compiled again. The prompts and noise of a draw depend only on the step and
-    the number of the draw, so a run can resume at any step.
+    Such a group has advantages of 0: it costs as much as any group, and the policy term has no gradient. The source
+    takes the first N groups with spread, in the order of the draws. If there are too few after `max_rollouts` draws,
+    groups without spread fill up the batch. Surplus groups are discarded, because the policy of the next step differs.
+    Every draw has the same shape, so nothing is compiled again. The prompts and noise of a draw depend only on the step
+    and the number of the draw, so a run can resume at any step.
 
     Args:
       source: Samples the first rollout of a step.

@@ -89,7 +89,7 @@ class RunFolder:
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._lines = Counter[tuple[str, str]]()  # the lines of a phase in a file
-        self._started = time.perf_counter()
+        self._started = self._logged = time.perf_counter()
         self.trackers: list[Tracker] = []
         if self.writes:
             self._open(config)
@@ -182,8 +182,8 @@ class RunFolder:
         Returns:
           The numbers of the line.
         """
-        seconds = dict(self._seconds)
-        line = {"s": round(time.perf_counter() - self._started, 3)}
+        seconds, before, self._logged = dict(self._seconds), self._logged, time.perf_counter()
+        line = {"s": round(self._logged - self._started, 3), "step_s": round(self._logged - before, 4)}
         line |= {f"{part}_s": round(spent, 4) for part, spent in seconds.items()}
         for part, count in (tokens or {}).items():
             line |= {f"{part}_tokens": count, f"{part}_tokens_per_s": round(count / seconds[part], 1)}

@@ -179,6 +179,8 @@ def run_steps(
         run.checkpoints(phase, keep=logging.keep_checkpoints) as checkpoints,
     ):
         state, done = checkpoints.restore(initial_state, shardings)
+        if done:
+            run.say(f"{phase}: continues after step {done} of {steps}")
         state = place(state)
         run.rewind(phase, done, checkpoints.lines)
 
@@ -262,7 +264,7 @@ def write_line(run: RunFolder, phase: str, step: int, line: Line, evaluated: dic
         _keep_skipped(run, line.skipped)
     run.log_rollout(phase, step, list(line.groups))
     times = {} if line.times is None else run.log_times(phase, step, **line.times)
-    rate = times.get("rollout_tokens_per_s")
+    rate = times.get("rollout_tokens", 0) / times["step_s"] if times else 0  # sampling overlaps with other work
     return line.words + (f", {rate:,.0f} tokens/s" if line.words and rate else "")
 
 
