@@ -264,8 +264,8 @@ def write_line(run: RunFolder, phase: str, step: int, line: Line, evaluated: dic
         _keep_skipped(run, line.skipped)
     run.log_rollout(phase, step, list(line.groups))
     times = {} if line.times is None else run.log_times(phase, step, **line.times)
-    rate = times.get("rollout_tokens", 0) / times["step_s"] if times else 0  # sampling overlaps with other work
-    return line.words + (f", {rate:,.0f} tokens/s" if line.words and rate else "")
+    tokens, seconds = times.get("rollout_tokens"), times.get("step_s")  # sampling overlaps with other work
+    return line.words + (f", {tokens / seconds:,.0f} tokens/s" if line.words and tokens and seconds else "")
 
 
 def _keep_skipped(run: RunFolder, skipped: Skipped) -> None:
