@@ -257,10 +257,10 @@ def _power(numbers: Numbers) -> str:
     ]
     if not measured:
         return ""
-    found = [np.median([detectable(*it, look) for it in measured]) for look in (LOOKS[0], LOOKS[-1])]
+    smallest = [np.median([detectable(*it, look) for it in measured]) for look in (LOOKS[0], LOOKS[-1])]
     return (
-        f"At the median of the claims, the rule finds a difference of {found[0]:.3f} with {LOOKS[0]} seeds and of "
-        f"{found[1]:.3f} with {LOOKS[-1]} seeds, with probability {POWER}. It rarely decides smaller ones."
+        f"At the median of the claims, the rule finds a difference of {smallest[0]:.3f} with {LOOKS[0]} seeds and of "
+        f"{smallest[1]:.3f} with {LOOKS[-1]} seeds, with probability {POWER}. It rarely decides smaller ones."
     )
 
 

@@ -328,8 +328,8 @@ def _span_of_turn(chat: Chat, messages: Sequence[Message], number: int, text: st
         end = len(closed.rstrip())
     else:  # the last turn of a conversation has reasoning, or another end
         mark = _end_of_turn(chat, _after_answer(chat, "user", _REPLY).partition(_REPLY)[0])
-        body, found, _ = text[max(start, 0) :].partition(mark or "\0")
-        is_unique = found and mark not in (messages[number]["content"] or "")
+        body, written, _ = text[max(start, 0) :].partition(mark or "\0")
+        is_unique = written and mark not in (messages[number]["content"] or "")
         end = start + len(body) + len(mark) if is_unique else -1
     if not 0 <= start < end:
         raise UsageError(

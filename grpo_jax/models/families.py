@@ -38,7 +38,7 @@ Names = dict[str, str | Stored]
 
 
 class Family(NamedTuple):
-    """What the models of a family share."""
+    """The parts that the models of a family share."""
 
     name: str  # in the names of classes, such as Llama in LlamaForCausalLM
     constants: Fields

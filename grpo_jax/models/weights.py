@@ -153,8 +153,8 @@ def _tensor(config: ModelConfig, names: Names, place: tuple[str, ...], shape: tu
 def _stored(names: Names, place: tuple[str, ...]) -> Stored:
     """Returns the name of a leaf, from that of the leaf itself or of the innermost module that has a name."""
     for end in range(len(place), 0, -1):
-        if found := names.get(".".join(place[:end])):
-            stored = found if isinstance(found, Stored) else Stored(found)
+        if name := names.get(".".join(place[:end])):
+            stored = name if isinstance(name, Stored) else Stored(name)
             suffix = [*place[end:-1], "bias" if place[-1] == "bias" else "weight"] if end < len(place) else []
             return stored._replace(name=".".join([stored.name, *suffix]))
     raise KeyError(place)

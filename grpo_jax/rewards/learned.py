@@ -128,11 +128,11 @@ def reward_function(
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         if not completions:
             return []
-        given = [example["prompt"] for example in examples]
-        pairs = [last_turn(chat, *pair) for pair in zip(given, completions, strict=True)]
+        whole = [example["prompt"] for example in examples]
+        pairs = [last_turn(chat, *pair) for pair in zip(whole, completions, strict=True)]
         # Each episode has a history of its own.
-        is_shared = all(prompt is whole for (prompt, _), whole in zip(pairs, given, strict=True))
-        group_size = common_group_size(given) if is_shared else 1
+        is_shared = all(read is prompt for (read, _), prompt in zip(pairs, whole, strict=True))
+        group_size = common_group_size(whole) if is_shared else 1
         starts = range(0, len(pairs), group_size)
         rows = encode(
             [pairs[start][0] for start in starts],

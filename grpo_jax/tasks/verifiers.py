@@ -46,8 +46,8 @@ def verifiers_rows(taskset: Any, user: User | None = None) -> list[dict[str, Any
         opening = task.data.prompt if user is None else run_to_end(_ask(user, task, []))
         if user is None or opening != DONE:
             first = {"role": "system", "content": task.data.system_prompt}
-            said = [types.UserMessage(content=opening)] if isinstance(opening, str) else opening
-            messages = [first] * bool(first["content"]) + [x.model_dump(exclude_none=True) for x in said]
+            opened = [types.UserMessage(content=opening)] if isinstance(opening, str) else opening
+            messages = [first] * bool(first["content"]) + [x.model_dump(exclude_none=True) for x in opened]
             rows.append({"prompt": messages, "index": index})
     return rows
 
@@ -72,8 +72,8 @@ def verifiers_environment(taskset: Any, user: User | None = None, *, max_turns: 
         played = task if user is None else task.with_data(prompt=None)
         trace = await _trace(played, messages, transcript)
         stops = [await session.call_hook(stop, {traces.Trace: trace}) for stop in played.hooks("stop")]
-        goes_on = user is not None and len(transcript) < max_turns and not any(stops)
-        text = await _ask(user, task, [x.content for x in trace.messages if x.role != "system"]) if goes_on else DONE
+        continues = user is not None and len(transcript) < max_turns and not any(stops)
+        text = await _ask(user, task, [x.content for x in trace.messages if x.role != "system"]) if continues else DONE
         if text != DONE:
             return Reply(text)
         await played.finalize(trace, None)
@@ -87,8 +87,10 @@ async def _ask(user: Any, task: Any, texts: Sequence[str]) -> str:
     """Asks the user for its next message, after those of both sides in turn."""
     persona = PERSONA.replace("{done}", DONE).replace("{scenario}", task.data.prompt_text)
     roles = ("assistant", "user") * len(texts)
-    said = [{"role": role, "content": text.strip()} for role, text in zip(roles, texts, strict=False)]
-    return (await user([{"role": "system", "content": persona}, {"role": "user", "content": _GREETING}, *said])).strip()
+    history = [{"role": role, "content": text.strip()} for role, text in zip(roles, texts, strict=False)]
+    return (
+        await user([{"role": "system", "content": persona}, {"role": "user", "content": _GREETING}, *history])
+    ).strip()
 
 
 async def _trace(task: Any, messages: Sequence[Any], turns: Transcript) -> Any:
@@ -97,13 +99,13 @@ async def _trace(task: Any, messages: Sequence[Any], turns: Transcript) -> Any:
     agent = traces.AgentInfo(config=configs.agent.AgentConfig())
     trace: Any = traces.Trace(task=about, state=state.state_cls(type(task))(), agent=agent)
     await task.setup(trace, None)
-    said = [dialects.parse_message(message) for message in messages]
+    history = [dialects.parse_message(message) for message in messages]
     for turn in turns:
         action = types.AssistantMessage(content=str(turn.action))
         finish: Any = "length" if turn.action.truncated else "stop"
         response = types.Response(id="", created=0, model="", message=action, finish_reason=finish)
-        graph.prepare_turn(trace, said).commit(response)
-        said = [*said, action, *(dialects.parse_message(message) for message in [turn.message] if message)]
+        graph.prepare_turn(trace, history).commit(response)
+        history = [*history, action, *(dialects.parse_message(message) for message in [turn.message] if message)]
     return trace
 
 
