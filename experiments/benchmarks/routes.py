@@ -26,10 +26,9 @@ from rich.table import Table
 from grpo_jax.functional import token_logprobs
 from grpo_jax.models.cache import KeyValues, cache_keys
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.geometry import geometry_of_step, rows_of_groups
+from grpo_jax.models.geometry import PromptTokens, geometry_of_step, rows_of_groups
 from grpo_jax.models.modules import decoding_layout
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params, compute_next
 from grpo_jax.sampling.sampler import sample_groups
 

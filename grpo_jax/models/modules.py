@@ -17,9 +17,7 @@ from grpo_jax.errors import missing
 from grpo_jax.functional.products import product, rms_norm, times_transposed
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Activation, ModelConfig
-from grpo_jax.models.layers import layer_params
-from grpo_jax.models.params import Params, is_quantised
-from grpo_jax.models.projections import PROJECTIONS, split_shape
+from grpo_jax.models.params import is_quantised
 from grpo_jax.models.quantised import beside, dequantised
 from grpo_jax.models.sharding import DATA, put_together, spread
 
@@ -180,48 +178,3 @@ class RMSNorm(nn.Module):
         if self.zero_centered:
             scale = 1 + scale.astype(jnp.float32)
         return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # see `product`
-
-
-def decoding_layout(params: Params, config: ModelConfig) -> Params:
-    """Converts parameters of the scanned decoder to those of the decoder with separate layers.
-
-    Kernels become matrices [out, in], named "transposed", in the dtype of the computation. With the few rows of a
-    decode step, XLA on CPU multiplies fastest by these. Matrices of linear maps with the same input become one matrix,
-    named "joined". Quantised kernels are only renamed to "quantised", since as matrices they would take the memory that
-    they save.
-
-    Args:
-      params: The collection "params" or "lora".
-      config: The configuration of the decoder.
-
-    Returns:
-      The tree with `layer_0`, `layer_1`, … instead of `layers`.
-    """
-
-    can_join = sharding.mesh_sizes() is None  # a mesh shards each matrix separately
-
-    def transposed(name: str, kernel: jax.Array) -> jax.Array:
-        _, inputs, _ = split_shape(name, kernel.shape)
-        return kernel.astype(config.dtype).reshape(math.prod(inputs), -1).T
-
-    def block(tree: Params) -> Params:
-        projections = {name: dict(tree[name]) for name in PROJECTIONS if name in tree}
-        if "router" in tree:  # the kernels of experts are multiplied by group, and keep their layout
-            cast = partial(jax.tree.map, lambda x: x if is_quantised(x) else x.astype(config.dtype))
-            return tree | cast(projections, is_leaf=is_quantised)
-        joined = []
-        for name, leaves in projections.items():
-            kernel = leaves.pop("kernel", None)  # adapters have none
-            if is_quantised(kernel):
-                leaves["quantised"] = kernel
-            elif kernel is not None and PROJECTIONS[name].is_joined and can_join:
-                joined.append(transposed(name, kernel))
-            elif kernel is not None:
-                leaves["transposed"] = transposed(name, kernel)
-        return tree | projections | ({"joined": jnp.concatenate(joined)} if joined else {})
-
-    layers = {
-        f"layer_{i}": {name: block(tree) for name, tree in layer_params(config, params["layers"], i).items()}
-        for i in range(config.num_hidden_layers)
-    }
-    return {name: value for name, value in params.items() if name != "layers"} | layers

@@ -12,8 +12,7 @@ from grpo_jax.errors import UsageError, abbreviate, missing, user_path
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import complete_or_not_at_all
 from grpo_jax.models.lora import sites
-from grpo_jax.models.params import Adapted
-from grpo_jax.models.projections import TARGETS, Target, split_shape
+from grpo_jax.models.params import TARGETS, Adapted, Target, split_shape
 from grpo_jax.models.transformer import Params
 from grpo_jax.models.weights import (
     FLOAT_DTYPES,

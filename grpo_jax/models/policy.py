@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ from grpo_jax.models.cache import (
     select_completions,
     widen,
 )
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.geometry import (
+    PromptTokens,
     Rows,
     TokenStates,
     geometry_of_rows,
@@ -36,15 +37,14 @@ from grpo_jax.models.geometry import (
     rows_of_prompts,
     slots_of,
 )
-from grpo_jax.models.layers import by_layer
 from grpo_jax.models.modules import decoding_layout
 from grpo_jax.models.params import Adapted, variables
 from grpo_jax.models.pieces import computed_in_pieces, pieces_of_prompts
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.rounding import round_stochastically, round_to_nearest
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import (
     Params,
+    by_layer,
     compute_next,
     compute_rows,
     initial_params,
@@ -126,6 +126,13 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
     # The backend is queried last, since this initialises JAX, whose options can then no longer be set.
     is_fused = suits_cudnn(config) and traits_of_backend().has_flash_attention
     return replace(config, attention="cudnn" if is_fused else "shared")
+
+
+def resolve_dtype(dtype: Literal[Dtype, "auto"]) -> Dtype:
+    """Returns the dtype of products. "auto" is float32 on a CPU, so that all CPUs compute alike, else bfloat16."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if traits_of_backend().backend == "cpu" else "bfloat16"
 
 
 def decoder_policy(config: ModelConfig) -> Policy:

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.functional.products import multiplies_by_columns, times_transposed, traits_of_backend
+from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.stopping import STOPPED, Stop

@@ -29,7 +29,7 @@ from grpo_jax.data.types import (
 )
 from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, row_kwargs, with_kwargs
-from grpo_jax.models.prompts import PromptWidths, choose_widths
+from grpo_jax.models.geometry import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
 from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_pieces
