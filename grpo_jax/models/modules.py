@@ -104,7 +104,8 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x, y=None):
         """Maps x `[..., *in]` to `[..., *out]`, in the dtype of x. If x W is known already, y is x W, `[..., out]`."""
-        if self._decodes():
+        is_decoding = self.has_variable("params", "transposed") or self.has_variable("params", "quantised")
+        if is_decoding:
             input_axis, output_axis = sharding.decoding_axes(str(self.name))
             rows = spread(x.reshape(-1, math.prod(x.shape[x.ndim - self.in_axes :])), DATA, input_axis)
             if self.has_variable("params", "transposed"):
@@ -119,21 +120,28 @@ class Linear(nn.Module):
         else:
             kernel = kernel_param(self, (*x.shape[-self.in_axes :], *self.out_shape))
             y = product(x, usable_kernel(str(self.name), kernel, x, x.dtype), self.in_axes)
-        if self.has_variable("lora", "a"):
-            a: jax.Array = self.get_variable("lora", "a")
-            b: jax.Array = self.get_variable("lora", "b")
-            y = y + product(product(x, self._whole("a", a, x), self.in_axes), self._whole("b", b, x))
-        if self.use_bias:
-            y = y + self._whole("bias", self.param("bias", declared, self.out_shape), x).astype(x.dtype)
-        return y
+        shapes = {"bias": self.out_shape} if self.use_bias else {}
+        others = other_params(self, shapes, x.dtype, is_decoding=is_decoding)
+        if "a" in others:
+            y = y + product(product(x, others["a"], self.in_axes), others["b"])
+        return y + others["bias"] if self.use_bias else y
 
-    def _decodes(self) -> bool:
-        """Returns whether the parameters have the layout of `decoding_layout`."""
-        return self.has_variable("params", "transposed") or self.has_variable("params", "quantised")
 
-    def _whole(self, leaf: str, param: jax.Array, x: jax.Array) -> jax.Array:
-        """Gathers a parameter on a mesh, in the dtype of x. In decoding it stays sharded."""
-        return param if self._decodes() else put_together(str(self.name), leaf, param.astype(x.dtype))
+def other_params(
+    module: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: Any, *, is_decoding: bool
+) -> dict[str, jax.Array]:
+    """Returns the parameters of a module besides its kernel, by name. In decoding they stay sharded on a mesh.
+
+    Args:
+      module: The module. If the collection "lora" has an adapter for it, the result has its `a` and `b`.
+      shapes: The shapes of the parameters, such as `bias`.
+      dtype: The dtype of the result.
+      is_decoding: True in the loop over tokens.
+    """
+    arrays = {leaf: module.param(leaf, declared, shape) for leaf, shape in shapes.items()}
+    arrays |= {leaf: module.get_variable("lora", leaf) for leaf in "ab" if module.has_variable("lora", leaf)}
+    arrays = {leaf: x.astype(dtype) for leaf, x in arrays.items()}
+    return arrays if is_decoding else {leaf: put_together(str(module.name), leaf, x) for leaf, x in arrays.items()}
 
 
 def kernel_param(module: nn.Module, shape: tuple[int, ...]) -> Any:

@@ -4,8 +4,7 @@ Parameters belong to one model, or are a dict of models by role: "policy", optio
 kernel of a projection is `[*in, *out]`, in a mixture `[X, *in, *out]`, with an axis L of layers before it.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -66,18 +65,16 @@ def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ..
 # ---- special nodes
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("in_shape", "out_shape", "format")
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantised:
     """A kernel `[L, *in, *out]`, or that of one layer, in few bits. It replaces the array in the tree of parameters."""
 
     codes: Any  # int8 [L, I, O]; in nf4 uint8 [L, ⌈I/2⌉, O], with even inputs in the high half and odd ones in the low
     scales: Any  # float32 [L, 1, O], M / 127; in nf4 bfloat16 [L, ⌈I/64⌉, O], M
-    in_shape: tuple[int, ...]
-    out_shape: tuple[int, ...]
-    format: Format
+    in_shape: tuple[int, ...] = field(metadata={"static": True})
+    out_shape: tuple[int, ...] = field(metadata={"static": True})
+    format: Format = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -317,7 +317,7 @@ def test_who_may_look_where_in_a_group(window):
 
     # One token after the other into a cache: each sees what its row says.
     prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(prompt_mask.sum(-1)))
-    of_step = jax.jit(lambda step: geometry.geometry_of_step(config, prefix, g, s, step))
+    of_step = jax.jit(lambda step: geometry.geometry_of_next(config, prefix, g, s, step))
     for step in range(s):
         ((of_prompt, of_cache),) = of_step(np.int32(step)).masks
         np.testing.assert_array_equal(of_prompt[:, 0, 0, 0, 0], row[:, p + step, :p])
