@@ -355,7 +355,7 @@ def _attend_block_backward(softcap, residuals, gradient):
     scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap)
     weights = jnp.exp(scores + _bias(mask) - maximum) / total
     mean = (gradient * attended).astype(jnp.float32)
-    if traits.sums_by_products:
+    if traits.reorders_sums:
         mean = mean @ jnp.ones((attended.shape[-1], 1), jnp.float32)
     else:
         mean = jnp.sum(mean, axis=-1, keepdims=True)
