@@ -109,11 +109,13 @@ def _cut(
         places = jnp.arange(size + -size % n) + taken
         is_used = places < jnp.reshape(num_rows, (-1, 1))
         places = jnp.minimum(places, size - 1)
-        chosen = prompts[:, places], members[:, places] & is_used[..., None]
+        chosen, used_members = prompts[:, places], members[:, places] & is_used[..., None]
         # A piece has rows of all parts: [parts, C · n, ...] -> [C, parts · n, ...].
-        of_all = (jnp.concatenate([*x.reshape(len(x), -1, n, *x.shape[2:])], axis=1) for x in chosen)
+        chosen, used_members = (
+            jnp.concatenate([*x.reshape(len(x), -1, n, *x.shape[2:])], axis=1) for x in (chosen, used_members)
+        )
         num_used = -(-left // n)
-        pieces.append(Microbatches(*of_all, num_used, width, prompt_width))
+        pieces.append(Microbatches(chosen, used_members, num_used, width, prompt_width))
         taken += num_used * n
     return tuple(pieces)
 
@@ -246,8 +248,9 @@ def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int) -> Pieces
     num_prompts, group_size, tokens = batch.completion_ids.shape
     local, prompt, group_tokens = num_prompts // batch_parts(), batch.prompt.width, group_size * tokens
     piece_tokens = piece_tokens or traits_of_backend().piece_tokens
-    options: Any = {"microbatches": microbatches, "piece_tokens": piece_tokens}
-    choose = partial(choose_piece, group_size=group_size, tokens=tokens, **options)
+    choose = partial(
+        choose_piece, group_size=group_size, tokens=tokens, microbatches=microbatches, piece_tokens=piece_tokens
+    )
     widths = useful_widths(batch.prompt.widths.pieces, prompt, group_tokens)
     piece = choose(local, prompt)
     if len(widths) == 1 or (piece.rows == local and not piece.is_packed):
