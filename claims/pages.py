@@ -33,9 +33,7 @@ DIFFERS = (
     "is another draw."
 )
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
-PRETRAINED = (
-    "Five claims were repeated in 200 steps of stories260K, a pretrained language model of 260,000 parameters. "
-)
+PRETRAINED = "Five claims were repeated in runs of 200 steps with stories260K, a pretrained language model of 260,000 parameters. "
 POSTS, NOTES = ("000", "001"), ("003",)  # sources without an author, and notes
 NOT_MEASURED = "–"
 AS_CLAIMED = ", as claimed"
