@@ -129,7 +129,8 @@ def _pack(lengths: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array, jax.
         """Returns the row of each completion, `[G]`, by first-fit decreasing."""
         before = numbers[:, None] < numbers
         goes_first = (lengths[:, None] > lengths) | ((lengths[:, None] == lengths) & before)
-        order = jnp.zeros_like(numbers).at[jnp.sum(goes_first, axis=0)].set(numbers)  # the longest first
+        # The longest come first. A sort compiles more slowly.
+        order = jnp.zeros_like(numbers).at[jnp.sum(goes_first, axis=0)].set(numbers)
 
         def place(used: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
             row = jnp.argmax(used + length <= width)

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
-from huggingface_hub import split_state_dict_into_shards_factory
 
 from grpo_jax.errors import UsageError, missing
 from grpo_jax.models.config import ModelConfig
@@ -526,6 +525,8 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
       dtype: The dtype of the tensors.
       max_shard_bytes: The size above which weights are split into several files.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     leaves = jax.tree_util.tree_leaves_with_path(params)
     stored = list(zip(jax.tree.leaves(tensor_layout(config, head=isinstance(params, Headed))), leaves, strict=True))
     parts = [
