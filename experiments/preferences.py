@@ -50,7 +50,7 @@ from grpo_jax.offline.pairs import (
     preference_objective,
     score_pairs,
 )
-from grpo_jax.offline.phase import SupervisedConfig, check_supervised
+from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.options import Positive, Seed, Size
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
@@ -100,7 +100,7 @@ def main(config: Config) -> None:
     """Trains with every seed; prints a table and writes curves and results.json."""
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
-    check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
+    check_rows(config.train, rows=config.num_pairs, name="num_pairs")
     seeds = config.seeds.starting_at(config.seed)
     runs: dict[str, dict[str, list[float]]] = {}
     run = flags.open_run(config)

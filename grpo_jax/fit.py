@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from grpo_jax.config import LoggingConfig
-from grpo_jax.devices import devices_of, place, shardings
+from grpo_jax.devices import devices_of, place
 from grpo_jax.models.params import join, split
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs, take_step
 from grpo_jax.runs.folder import RunFolder
@@ -54,8 +54,7 @@ def fit(
         score=_score,
         initial_state=lambda: programs.init_state(trained),
         step=partial(take_step, programs, config, phase, frozen, batches),
-        place=partial(place, devices=devices),
-        shardings=partial(shardings, devices=devices),
+        devices=devices,
         evaluate=(lambda state, step: evaluate(join(state.params, frozen), step)) if evaluate else None,
     )
 

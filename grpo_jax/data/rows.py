@@ -110,6 +110,22 @@ def text_column(row: Mapping[str, Any], name: str, where: str = "a row", *, reme
     return value
 
 
+def check_step_size(name: str, count: int, size: int) -> None:
+    """Checks that there are enough rows for a step.
+
+    Args:
+      name: The name of the option that sets `count`, such as "num_prompts".
+      count: The number of rows in a step.
+      size: The number of rows.
+
+    Raises:
+      UsageError: `count` is not from 1 to `size`. The message says what to change.
+    """
+    if not 1 <= count <= size:
+        noun = name.removeprefix("num_")
+        raise UsageError(f"{name} is {count}, but there are {size} {noun} for training: set it to 1 to {size}")
+
+
 def batches(size: int, count: int, seed: int) -> Callable[[int], np.ndarray]:
     """Makes batches of shuffled epochs, as numbers of rows.
 

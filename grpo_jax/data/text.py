@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from grpo_jax.data.types import Prompt
+from grpo_jax.data.types import Completion, Prompt, Span
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.models.chat import (
     Chat,
@@ -501,3 +501,32 @@ def token_pieces(ids: Sequence[int], text: str, decode: Callable[[Sequence[int]]
     if texts:
         texts[-1] += text[place:]
     return texts
+
+
+def spans_in_tokens(
+    spans: Sequence[Span], completion: Completion, decode: Callable[[Sequence[int]], str]
+) -> tuple[Span, ...]:
+    """Converts spans to tokens: from the token with the first character of a span to the token with its last.
+
+    Args:
+      spans: Spans that passed `rewards.values.checked_spans`, from one reward or several.
+      completion: The completion that the spans belong to, or its final part, with all its ids.
+      decode: Decodes token ids to text.
+
+    Returns:
+      The spans, ordered by their ends. A token may be in two spans.
+    """
+    if any(span.unit == "characters" for span in spans):
+        whole = decode(completion.ids)
+        before = max(whole.rfind(completion), 0)  # the reward may have read only the final part of the text
+        ends = np.cumsum([len(piece) for piece in token_pieces(completion.ids, whole, decode)])
+
+        def token(character: int) -> int:
+            """Returns the token with a character: the first token whose piece of the text ends after it."""
+            return int(np.searchsorted(ends, before + character, side="right"))
+
+        spans = [
+            span if span.unit == "tokens" else Span(token(span.start), token(span.end - 1) + 1, span.reward, "tokens")
+            for span in spans
+        ]
+    return tuple(sorted(spans, key=lambda span: (span.end, span.start)))

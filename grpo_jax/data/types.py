@@ -9,15 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from grpo_jax.errors import UsageError
-
 Example = dict[str, Any]  # the columns of one prompt: "prompt", and what its reward needs
 
 
 Number = float | None  # None: the reward does not apply to this completion
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32
-MOST_SPANS = 1000  # in one completion
 MESSAGE_CHARACTERS = 2000  # in the message about a failure
 
 
@@ -149,18 +146,6 @@ def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tu
             ids[i, j, : len(tokens)] = tokens
             mask[i, j, : len(tokens)] = True
     return ids, mask
-
-
-def check_num_prompts(num_prompts: int, available: int) -> None:
-    """Checks that there are enough prompts for a step.
-
-    Raises:
-      UsageError: There are fewer prompts. The message says what to change.
-    """
-    if num_prompts > available:
-        raise UsageError(
-            f"num_prompts is {num_prompts}, but there are {available} training prompts (others are held out): lower it"
-        )
 
 
 def rng(*key: int) -> np.random.Generator:

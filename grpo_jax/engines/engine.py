@@ -43,6 +43,8 @@ class Engine:
         self,
         options: EngineOptions,
         save: Callable[[Path, Params], Any],
+        vocab_size: int,
+        stop: Stop | None = None,
         *,
         note: Callable[[str], None] = lambda words: None,
     ) -> None:
@@ -51,6 +53,8 @@ class Engine:
         Args:
           options: The options of the engine, with its address.
           save: Writes parameters to a folder that the server loads, or only the adapters if there are any.
+          vocab_size: The size of the model's vocabulary.
+          stop: The stop texts of all requests, or None.
           note: Tells the user the reason for a delay.
 
         Raises:
@@ -58,7 +62,7 @@ class Engine:
         """
         self._url = options.engine.rstrip("/").removesuffix("/v1")
         self._is_vllm, self._timeout = options.engine_kind == "vllm", options.engine_timeout
-        self._save, self._note = save, note
+        self._save, self._note, self._vocab_size, self._stop = save, note, vocab_size, stop
         self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
         self._folder = user_path(self._temporary.name if self._temporary else options.engine_folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -77,9 +81,7 @@ class Engine:
                 "engine, its address"
             ) from None
 
-    def complete(
-        self, params: Params, bodies: Sequence[Mapping[str, Any]], vocab_size: int, stop: Stop | None = None
-    ) -> list[Completion]:
+    def complete(self, params: Params, bodies: Sequence[Mapping[str, Any]]) -> list[Completion]:
         """Samples completions with these parameters, each as tokens and their log-probabilities.
 
         If the server does not answer, waits for it, sends the parameters again, and repeats the missing requests.
@@ -87,8 +89,6 @@ class Engine:
         Args:
           params: The parameters of the policy.
           bodies: Requests from `request_body`.
-          vocab_size: The size of the model's vocabulary.
-          stop: The stop texts of the requests, or None.
 
         Raises:
           Interruption: The server does not answer within its timeout, refuses a request, or gives a wrong answer.
@@ -98,7 +98,7 @@ class Engine:
         while True:
             try:
                 self._load(params)
-                self._fill(answers, bodies, vocab_size, stop)
+                self._fill(answers, bodies)
                 return [answer for answer in answers if answer]
             except Gone as error:
                 self._is_told = False  # a restarted server has its initial parameters
@@ -113,9 +113,7 @@ class Engine:
                     ) from None
                 time.sleep(min(_PAUSE, self._timeout))
 
-    def _fill(
-        self, answers: list[Completion | None], bodies: Sequence[Mapping[str, Any]], vocab_size: int, stop: Stop | None
-    ) -> None:
+    def _fill(self, answers: list[Completion | None], bodies: Sequence[Mapping[str, Any]]) -> None:
         """Sends all missing requests concurrently. After a failure, no further requests begin.
 
         Raises:
@@ -126,7 +124,7 @@ class Engine:
 
         def attempt(place: int) -> Exception | None:
             try:
-                answers[place] = None if failed.is_set() else self._one(bodies[place], vocab_size, stop)
+                answers[place] = None if failed.is_set() else self._one(bodies[place])
             except (Gone, Interruption) as error:
                 failed.set()
                 return error
@@ -138,12 +136,13 @@ class Engine:
         if errors:
             raise next((error for error in errors if isinstance(error, Interruption)), errors[0])
 
-    def _one(self, body: Mapping[str, Any], vocab_size: int, stop: Stop | None) -> Completion:
+    def _one(self, body: Mapping[str, Any]) -> Completion:
         named = {"model": self.model}
         if self._adapter:
             named = {"model": self._adapter} if self._is_vllm else {"model": self.model, "lora_path": self._adapter}
         try:
-            return read_completion(self._post(_COMPLETIONS, {**named, **body}), body, vocab_size, stop)
+            answer = self._post(_COMPLETIONS, {**named, **body})
+            return read_completion(answer, body, self._vocab_size, self._stop)
         except Wrong as error:
             raise Interruption(f"the engine at {self._url} {error}: nothing was learned from it") from None
 

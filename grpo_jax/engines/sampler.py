@@ -48,7 +48,8 @@ def sampler_of(
             params = rounded(params) if rounded else params
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
-    engine, devices, max_tokens = Engine(options, save, note=note), sampling_devices(config), config.sampling.max_tokens
+    engine = Engine(options, save, task.vocab_size, task.stop, note=note)
+    devices, max_tokens = sampling_devices(config), config.sampling.max_tokens
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
         ids, mask, numbers, temperature = to_numpy((prompts.tokens.ids, prompts.tokens.mask, numbers, temperature))
@@ -63,7 +64,7 @@ def sampler_of(
             )
             for i, j in np.ndindex(numbers.shape)
         ]
-        answers = engine.complete(params, bodies, task.vocab_size, task.stop)
+        answers = engine.complete(params, bodies)
         return to_devices(completions_of(answers, numbers.shape, max_tokens, task), devices)
 
     return Sampler(draw, devices)

@@ -26,7 +26,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.params import join
 from grpo_jax.models.pieces import Pieces, by_prompts, computed_in_pieces
 from grpo_jax.models.transformer import Params
-from grpo_jax.options import Seed, Size, check_number, check_ranges
+from grpo_jax.options import Size, check_ranges
 from grpo_jax.step.optimizer import init_state, learning_rate_schedule, make_optimizer, steps_taken
 from grpo_jax.step.types import Logs, TrainState
 from grpo_jax.step.update import train_step
@@ -196,28 +196,13 @@ def row_scorer(
     return call
 
 
-def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: str) -> None:
-    """Checks the options of a phase before anything is computed.
-
-    Args:
-      config: The configuration of the phase.
-      seed: The seed of the order of rows.
-      rows: The number of rows in a step.
-      name: The name of the option that sets `rows`.
-
-    Raises:
-      UsageError: An option is invalid. The message says what to change.
-    """
-    check_ranges(config)
-    check_number("seed", seed, Seed)
-    check_rows(config, rows=rows, name=name)
-
-
 def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
     """Checks that a batch can be divided among pieces and devices.
 
     Args:
-      config, rows, name: See `check_supervised`.
+      config: The configuration of the phase.
+      rows: The number of rows in a step.
+      name: The name of the option that sets `rows`.
 
     Raises:
       UsageError: The batch cannot be divided. The message says what to change.

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import filelock
 import jax
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from grpo_jax.errors import UsageError
@@ -113,10 +114,10 @@ class RunConsole(Console):
         raise
 
 
-def say_aside(markup: str) -> None:
-    """Prints to stderr, if anything reads it."""
+def say_aside(kind: str, message: str, colour: str = "yellow") -> None:
+    """Prints a message to stderr, if anything reads it, after its kind, such as "note"."""
     with suppress(OSError):
-        RunConsole(stderr=True).print(markup, soft_wrap=True)
+        RunConsole(stderr=True).print(f"[{colour}]{kind}:[/] {escape(message)}", soft_wrap=True)
 
 
 @contextmanager
