@@ -86,10 +86,6 @@ class Completion(str):
         both = (({"role": "assistant", "content": str(turn.action)}, turn.message) for turn in self.turns)
         return [message for pair in both for message in pair if message]
 
-    def __getnewargs__(self):
-        # Lets pickle send completions to another process.
-        return str(self), self.ids, self.truncated, self._turns, self.ending, self.stopped
-
 
 class Prompt(str):
     """The text of a prompt as the model reads it, with the chat messages that it was made from."""
@@ -104,10 +100,6 @@ class Prompt(str):
         self = super().__new__(cls, text)
         self.messages, self.kwargs, self.template = tuple(messages), kwargs, template
         return self
-
-    def __getnewargs__(self):
-        # Lets pickle send prompts to another process.
-        return str(self), self.messages, self.kwargs, self.template
 
 
 Checked = Number | tuple[Span, ...]  # a reward whose type and spans are checked

@@ -119,45 +119,17 @@ def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitProg
     )
 
 
-def take_step(
-    programs: FitPrograms,
-    config: SupervisedConfig,
-    phase: str,
-    frozen: Any,
-    batches: Callable[[int], Any],
-    state: TrainState,
-    number: int,
-    on_dispatch: Callable[[], None] = lambda: None,
-) -> tuple[TrainState, Callable[[], Line]]:
-    """Dispatches one optimizer step to the devices.
-
-    Args:
-      programs: The programs of the phase.
-      config: The configuration of the phase.
-      phase: The name of the phase, for files of skipped steps.
-      frozen: The parameters that are not trained.
-      batches: A function from the step to its batch.
-      state: The state before the step; donated.
-      number: The number of the step, from 0.
-      on_dispatch: Called once while the devices compute.
-
-    Returns:
-      The state after the step, and a function that waits for its metrics and returns a line.
-
-    Raises:
-      UsageError: The batch cannot be divided among pieces and devices.
-    """
-    batch = batches(number)
-    check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
-    state, metrics = programs.train_step(state, to_devices(batch, devices_of(config)), frozen)
-    on_dispatch()
-    return state, partial(_read_line, phase, config, number + 1, metrics, batch)
-
-
-def _read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> Line:
+def read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> Line:
     """Returns the line of a step, which is empty unless a line is due or the step was skipped.
 
     Each skipped step has a line, so that lines do not depend on where a run was interrupted.
+
+    Args:
+      phase: The name of the phase, for files of skipped steps.
+      config: The configuration of the phase.
+      number: The number of the step, from 1.
+      metrics: The metrics of the step, which this waits for.
+      batch: The batch of the step.
     """
     skipped = to_numpy(metrics["skipped"]).item()
     is_evaluated = config.eval_every and number % config.eval_every == 0

@@ -14,7 +14,7 @@ from tiny import digit_stop, digits, refused
 from grpo_jax.config import EngineOptions
 from grpo_jax.engines import completions
 from grpo_jax.engines.completions import request_body
-from grpo_jax.engines.engine import Engine
+from grpo_jax.engines.sampler import Engine
 from grpo_jax.errors import Interruption, UsageError
 
 EOS = 6
