@@ -332,7 +332,10 @@ def repetition(n: int = 3) -> Reward:
 
 
 def _by_length(score: Callable[[np.ndarray], np.ndarray]) -> Reward:
-    """Makes a reward from a function of |o|, `[B]`: the policy's tokens in all turns, with the tokens that ended turns."""
+    """Makes a reward from a function of |o|, float64 `[B]`.
+
+    |o| counts the policy's tokens in all turns, with the tokens that ended turns.
+    """
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         actions = [completion.actions for completion in completions]
