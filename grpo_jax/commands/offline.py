@@ -227,6 +227,9 @@ def pair_job(
     longest = pretrained.config.max_position_embeddings
     digests = (hash_values(side.prompts, side.answers, side.desirable) for side in (training, heldout))
 
+    def batches(reference: Reference) -> Callable[[int], Any]:
+        return pair_batches(training._replace(ref_logprobs=reference.get("training")), size, config.seed)
+
     def evaluated(params: Any, reference: Reference) -> Any:
         batch = whole_batch(heldout)._replace(ref_logprobs=reference.get("heldout"))
         return evaluate(score(params, heldout), batch)
@@ -239,7 +242,7 @@ def pair_job(
         phase=phase,
         model=model,
         params=fields.pop("params", model.params),
-        batches=lambda reference: pair_batches(training, size, config.seed, ref_logprobs=reference.get("training")),
+        batches=batches,
         evaluate=evaluated,
         inputs=dict(zip(("training rows", f"held-out {noun}"), digests, strict=True)),
         title=f"{len(heldout.prompts)} held-out {noun} of {len(rows)}, with 95% intervals",

@@ -95,20 +95,13 @@ def pair_metrics(metrics: Mapping[str, Array]) -> PairMetrics:
 # ---- batches
 
 
-def pair_batches(
-    pairs: EncodedPairs,
-    num_pairs: int,
-    seed: int,
-    *,
-    ref_logprobs: np.ndarray | None = None,
-) -> Callable[[int], PairBatch]:
+def pair_batches(pairs: EncodedPairs, num_pairs: int, seed: int) -> Callable[[int], PairBatch]:
     """Makes batches of pairs, with every pair once an epoch, in an order that depends on the seed.
 
     Args:
       pairs: The M pairs. For ratings, the result of `data.preferences.with_mismatched`.
       num_pairs: The number of pairs in a step, N; at most M.
       seed: The seed of the order of pairs.
-      ref_logprobs: Log-probabilities under the reference from `score_pairs`, float32 `[M, 2]`. None: no reference.
 
     Returns:
       A pure function from the step to its batch.
@@ -118,13 +111,7 @@ def pair_batches(
     """
     check_step_size("num_pairs", num_pairs, len(pairs.prompts))
     order, shape = batches(len(pairs.prompts), num_pairs, seed), pair_widths(pairs)
-
-    def batch(step: int) -> PairBatch:
-        numbers = order(step)
-        padded = pad_pairs(pairs, numbers, shape)
-        return padded if ref_logprobs is None else padded._replace(ref_logprobs=ref_logprobs[numbers])
-
-    return batch
+    return lambda step: pad_pairs(pairs, order(step), shape)
 
 
 def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, shape: tuple[int, int]) -> PairBatch:
@@ -135,8 +122,9 @@ def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, shape: tuple[int, int]) 
     ids, mask = pad_completions([pairs.answers[i] for i in chosen], shape[1])
     margin = np.array(pairs.margins, np.float32)[chosen]
     desirable = None if pairs.desirable is None else np.array(pairs.desirable)[chosen]
+    ref_logprobs = None if pairs.ref_logprobs is None else pairs.ref_logprobs[chosen]
     mask &= is_real[:, None, None]
-    return PairBatch(prompts.tokens, ids, mask, margin, desirable=desirable)
+    return PairBatch(prompts.tokens, ids, mask, margin, ref_logprobs, desirable)
 
 
 def pair_widths(pairs: EncodedPairs) -> tuple[int, int]:

@@ -34,16 +34,6 @@ def programs_so_far() -> tuple[int, int]:
     return _seen[_REQUEST_EVENT] - _seen[_READ_EVENT], _seen[_READ_EVENT]
 
 
-def cache_folder() -> Path:
-    """Returns the user's cache folder for compiled programs, which differs for each kind of processor.
-
-    JAX's cache does not distinguish the processors that CPU programs are compiled for, and different machines may share
-    a home folder.
-    """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base.absolute() / "grpo_jax" / "jax" / _processor()
-
-
 def _processor() -> str:
     """Returns a name that is the same for processors with the same instructions."""
     information = Path("/proc/cpuinfo")
@@ -58,7 +48,8 @@ def use_cache(folder: Path | None = None) -> None:
     If JAX already has a cache folder (JAX_COMPILATION_CACHE_DIR), this changes nothing.
 
     Args:
-      folder: The folder for the programs; None: `cache_folder()`.
+      folder: The folder for the programs; None: one in the user's cache folder for each kind of processor. JAX's cache
+        does not distinguish the processors that CPU programs are compiled for, and machines may share a home folder.
 
     Raises:
       UsageError: The folder cannot be written to. JAX then compiles without a cache.
@@ -66,7 +57,8 @@ def use_cache(folder: Path | None = None) -> None:
     if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
     try:
-        folder = folder or cache_folder()
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+        folder = folder or base / "grpo_jax" / "jax" / _processor()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _delete_incomplete(folder)
     except (OSError, RuntimeError, NotImplementedError) as error:  # no home folder; no locks
