@@ -118,13 +118,6 @@ def keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
     run.keep_inputs(part, {f"{name} of the {part}": digest for name, digest in files.items()})
 
 
-def _check_description(run: Path) -> None:
-    """Checks that the files in a run's model/ are those that it wrote."""
-    written = read_inputs(run).get("description")
-    if written is not None:  # a custom training loop may have recorded nothing
-        check_inputs(run, written, _description(run))
-
-
 def _description(run: Path) -> dict[str, str]:
     """Returns the digests of the files in a run's model/ that decide how its checkpoints are read."""
     folder = run / "model"
@@ -222,7 +215,8 @@ def restore(
             f"{run} holds no model/config.json: name the folder of a run, or write the file with "
             "huggingface.save_description in a loop of your own"
         )
-    _check_description(run)
+    if written := read_inputs(run).get("description"):  # a custom training loop may have recorded nothing
+        check_inputs(run, written, _description(run))
     phase = phase_of(run, phase)
     lora = LoraDescription.read(description)
     if lora is None and (adapter or base):

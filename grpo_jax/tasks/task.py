@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
-from grpo_jax.data.rows import batches, column, hash_of_prompt, kind_of, read_prompt
+from grpo_jax.data.rows import batches, check_step_size, column, hash_of_prompt, kind_of, read_prompt
 from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, progress
 from grpo_jax.data.types import (
     Answer,
@@ -23,7 +23,6 @@ from grpo_jax.data.types import (
     Prompt,
     Reward,
     Rewards,
-    check_num_prompts,
     hash_values,
     rng,
 )
@@ -202,7 +201,7 @@ def text_task(
     writer = make_chat(tokenizer, eos_ids, chat_template_kwargs, tools)
     training, heldout, notes, width = encode_rows(writer, rows, vocab_size=vocab_size, in_chat=chat, **encoding)
     size = len(training.rows)
-    check_num_prompts(num_prompts, size)
+    check_step_size("num_prompts", num_prompts, size)
     batch = batches(size, num_prompts, seed)
     lengths = np.array([len(ids) for _, ids in training.sample])
     longest = [lengths[batch(step) * len(lengths) // size].max() for step in range(_STEPS)]
