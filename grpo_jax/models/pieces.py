@@ -273,8 +273,8 @@ def choose_piece(
 ) -> PieceShape:
     """Chooses the shape of the pieces in which a batch is computed.
 
-    One prompt stays whole, and so does a batch of up to two pieces: split in two, batches of 1,500 and 1,800 tokens took
-    up to a quarter longer.
+    One prompt stays whole, and so does a batch of up to two pieces: split in two, batches of 1,500 and 1,800 tokens
+    took up to a quarter longer.
 
     Args:
       num_prompts: The number of prompts on one device, N.
