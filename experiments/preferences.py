@@ -39,8 +39,8 @@ from grpo_jax.data.types import rng
 from grpo_jax.fit import fit
 from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import (
     PairBatch,

@@ -28,10 +28,10 @@ from grpo_jax.data.types import (
 )
 from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, row_kwargs, with_kwargs
-from grpo_jax.models.prompts import PromptWidths, choose_widths
+from grpo_jax.models.geometry import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
-from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_pieces
+from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_token_bytes
 from grpo_jax.tasks.curriculum import Drawn, Window, draw_by_solve_rate
 
 if TYPE_CHECKING:  # imported only by tasks with an environment
@@ -212,7 +212,7 @@ def text_task(
         return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id, widths=widths)
 
     decoding = partial(decode, writer)
-    ends = make_stop(stop, partial(read_pieces, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
+    ends = make_stop(stop, partial(read_token_bytes, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
 
     def draw(window: Window, step: int, bound: float) -> Drawn:
         del bound
