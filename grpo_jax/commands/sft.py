@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from grpo_jax.checks import validate_divergence
-from grpo_jax.commands.offline import Job, Reference, Values, run_method
+from grpo_jax.commands.offline import Job, Values, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
@@ -123,12 +123,11 @@ def prepare(config: Config) -> Job:
     width = training.ids.shape[1]
     model = loaded_for_texts(model, width)
     policy, shape = model.policy, model.pretrained.config
-    batches = packed_batches(training, config.num_rows, config.seed)
 
     def heldout() -> Iterable[Packed]:
         return packed_pieces(held_out, config.num_rows)
 
-    def evaluate(params: Any, reference: Reference) -> Values:
+    def evaluate(params: Any) -> Values:
         return {"nll": shares_of_mean(*text_nll(policy, params, heldout(), devices=devices))}
 
     def log(params: Any, values: Values) -> dict[str, float]:
@@ -140,7 +139,7 @@ def prepare(config: Config) -> Job:
         model=model,
         params=model.params,
         objective=sft_objective(policy),
-        batches=lambda reference: batches,
+        batches=packed_batches(training, config.num_rows, config.seed),
         evaluate=evaluate,
         log=log,
         inputs={
@@ -166,7 +165,7 @@ def prepare(config: Config) -> Job:
     return job._replace(
         params={"policy": model.params, "teacher": teacher.params},
         objective=distillation_objective(policy, target),
-        evaluate=lambda params, reference: evaluate(params["policy"], reference),
+        evaluate=lambda params: evaluate(params["policy"]),
         log=log_both,
         others={"teacher": teacher},
     )

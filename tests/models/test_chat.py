@@ -102,7 +102,7 @@ def learned(tokenizer, template, answer, eos=("<|endoftext|>",), **options):
     """The text of the learned tokens."""
     tokenizer.chat_template = template
     chat = Chat(tokenizer, tuple(tokenizer.convert_tokens_to_ids(token) for token in eos), **options)
-    ((_, (ids,)),) = answer_prompts(chat, encode_prompts(chat, [[USER]]), [(answer,)])
+    ((_, (ids,), _),) = answer_prompts(chat, encode_prompts(chat, [[USER]]), [(answer,)])
     return tokenizer.decode(ids)
 
 
