@@ -28,7 +28,7 @@ from grpo_jax.rewards.values import BadReward, checked_rewards, one_line
 
 _STDERR = 2
 _WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and its allocations
-# The kinds of functions that keywords may make, and the positional arguments of each kind.
+# The kinds of functions that may get keywords, and the positional arguments of each kind.
 _PARAMETERS = {"reward": ("examples", "completions"), "environment": ("example", "transcript", "key")}
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
