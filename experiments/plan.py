@@ -41,6 +41,7 @@ from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import model_folder
 from grpo_jax.models.params import Quantize
+from grpo_jax.models.transformer import param_shapes
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Count, Size, Weight, check_ranges
 from grpo_jax.planning.memory import (
@@ -50,7 +51,6 @@ from grpo_jax.planning.memory import (
     Plan,
     Shape,
     choose,
-    decoder_shapes,
     estimate,
     num_params,
     parts_of,
@@ -322,7 +322,7 @@ def last_step_bytes(plan: Plan) -> float:
 
 def sharding_table(model: ModelConfig, shape: Shape) -> Table:
     """Returns the table of the parameters' shardings."""
-    table, params = Table("parameter", "shape", "cut along", "MB of a device", box=None), decoder_shapes(model)
+    table, params = Table("parameter", "shape", "cut along", "MB of a device", box=None), param_shapes(model)
     specs = jax.tree.leaves(sharding.specs(params, shape.mesh))
     for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True):
         name, size = "/".join(key.key for key in path), x.size * x.dtype.itemsize / parts_of(spec, shape.mesh)

@@ -37,7 +37,7 @@ from experiments.benchmarks.shapes import SHAPES, Shape
 from experiments.planning.models import MODELS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.planning.memory import decoder_shapes
+from grpo_jax.models.transformer import param_shapes
 
 ShapeName = Literal["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen2.5-7b-lora", "tiny"]
 LORA = ("--lora-rank", "16", "--param-dtype", "bfloat16")
@@ -163,7 +163,7 @@ def random_params(model: ModelConfig) -> Any:
             return np.ones(shape.shape, np.float32)
         return 0.001 * generator.standard_normal(shape.shape, np.float32)
 
-    return jax.tree_util.tree_map_with_path(leaf, decoder_shapes(model))
+    return jax.tree_util.tree_map_with_path(leaf, param_shapes(model))
 
 
 def write_endings(folder: Path, vocab_size: int, length: int) -> None:

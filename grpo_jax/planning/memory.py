@@ -26,7 +26,7 @@ Letters as in `models.transformer`: N prompts of P tokens, G completions of T to
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -44,9 +44,9 @@ from grpo_jax.models.heads import without_vocabulary
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import TARGETS, Quantize, Target
 from grpo_jax.models.pieces import PieceShape, choose_piece
-from grpo_jax.models.policy import decoder_policy, suits_cudnn
+from grpo_jax.models.policy import suits_cudnn
 from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.transformer import Params, repetition
+from grpo_jax.models.transformer import Params, param_shapes, repetition
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -179,12 +179,6 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
 # ---- parameters
 
 
-@cache
-def decoder_shapes(model: ModelConfig) -> Params:
-    """Returns the shapes of the parameters of a decoder, float32."""
-    return jax.eval_shape(decoder_policy(replace(model, attention="shared")).init, jax.random.key(0))
-
-
 def trained_shapes(model: ModelConfig, shape: Shape) -> Params:
     """Returns the shapes of all parameters that a run trains, float32, by role."""
     critic = {} if shape.critic == "none" else {"head": jax.ShapeDtypeStruct((model.hidden_size,), jnp.float32)}
@@ -195,13 +189,13 @@ def trained_shapes(model: ModelConfig, shape: Shape) -> Params:
 
 def frozen_shapes(model: ModelConfig, shape: Shape) -> Params:
     """Returns the shapes and dtypes of the decoder's frozen parameters, for runs that train only adapters."""
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, shape.param_dtype), decoder_shapes(model))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, shape.param_dtype), param_shapes(model))
     return jax.eval_shape(partial(quantise_params, format=shape.quantize), params)
 
 
 def _trained_part(model: ModelConfig, shape: Shape) -> Params:
     """Returns the shapes of a decoder's trained parameters: all of them, or its adapters."""
-    params = decoder_shapes(model)
+    params = param_shapes(model)
     if not shape.lora_rank:
         return params
     adapters = partial(add_adapters, rank=shape.lora_rank, alpha=1.0, targets=shape.lora_targets)
@@ -210,7 +204,7 @@ def _trained_part(model: ModelConfig, shape: Shape) -> Params:
 
 def num_params(model: ModelConfig) -> int:
     """Counts the parameters of the decoder."""
-    return sum(x.size for x in jax.tree.leaves(decoder_shapes(model)))
+    return sum(x.size for x in jax.tree.leaves(param_shapes(model)))
 
 
 def size_on_device(tree: Any, mesh: Any) -> int:
@@ -316,7 +310,7 @@ def _unrolled(model: ModelConfig, shape: Shape) -> int:
 
 def _whole_layer(model: ModelConfig, shape: Shape) -> int:
     """Returns the bytes of a layer's parameters after a mesh has gathered them, or after they are dequantised."""
-    size = size_on_device(decoder_shapes(model)["layers"], {**shape.mesh, sharding.FSDP: 1})
+    size = size_on_device(param_shapes(model)["layers"], {**shape.mesh, sharding.FSDP: 1})
     return size // model.num_hidden_layers * _bytes(model, shape)
 
 
@@ -326,7 +320,7 @@ def _decoding(model: ModelConfig, shape: Shape) -> int:
     cast = BYTES[model.dtype] * cast // (shape.fsdp * shape.tensor)
     if shape.quantize != "none":
         return bytes_on_device(frozen_shapes(model, shape)["layers"], shape.mesh) + _whole_layer(model, shape) + cast
-    return BYTES[model.dtype] * size_on_device(decoder_shapes(model)["layers"], shape.mesh) + cast
+    return BYTES[model.dtype] * size_on_device(param_shapes(model)["layers"], shape.mesh) + cast
 
 
 def _cache(model: ModelConfig, shape: Shape) -> int:
@@ -414,7 +408,7 @@ def _scorer(model: ModelConfig, shape: Shape) -> int:
     """Returns the bytes of the parameters and outputs of a model that scores rollouts."""
     if shape.scorer is None:
         return 0
-    params = BYTES[model.dtype] * size_on_device(decoder_shapes(shape.scorer), shape.mesh)
+    params = BYTES[model.dtype] * size_on_device(param_shapes(shape.scorer), shape.mesh)
     return params + shape.output_bytes * shape.num_prompts * shape.group_size * shape.max_tokens
 
 
