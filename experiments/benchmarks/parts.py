@@ -1,8 +1,8 @@
 """What do the parts of a step of a pretrained model cost, compared with matrix products on the same machine?
 
 The step is that of the race "real": GRPO on sums, 8 prompts with 8 completions of up to 5 tokens. Each part is compiled
-as a separate program; `learn` is the whole update. The parts and a matrix product in both dtypes take turns, and the
-table has medians. Operations count as in `benchmarks.programs`. Use `taskset -c 0` for one core.
+as a separate program. The parts and a matrix product in both dtypes take turns, and the table has medians. Operations
+count as in `benchmarks.programs`. Use `taskset -c 0` for one core.
 
   python -m experiments.benchmarks.parts --model DIR --dtype bfloat16
 """
@@ -31,13 +31,13 @@ from grpo_jax.models.pieces import choose_pieces
 from grpo_jax.prepare import GRPO, Prepared, RunOptions, load_models, prepare
 from grpo_jax.rl.hooks import with_fixed_reference
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
-from grpo_jax.rl.types import RewardArrays, noise_of
+from grpo_jax.rl.types import noise_of
 from grpo_jax.rl.update import loss_of
 from grpo_jax.step.types import TrainState
 from grpo_jax.step.update import accumulate_grads
 
 ROWS, INNER, COLUMNS = 8192, 512, 2048  # of the matrix products
-PASSES = {"sample": 1, "score": 1, "forward": 1, "forward and backward": 3, "learn": 3}  # operations in forward passes
+PASSES = {"sample": 1, "score": 1, "forward": 1, "forward and backward": 3}  # operations in forward passes
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def main(config: Config) -> None:
 
 
 def measure(prepared: Prepared[RunOptions], repeats: int) -> tuple[dict[str, list[tuple[float, float, float]]], Any]:
-    """Measures seconds, CPU seconds and temporary GB of each call by part. Also returns the last batch."""
+    """Measures seconds, CPU seconds and temporary GB of each call, by part. Also returns the last batch."""
     programs, method, compiled, results = prepared.programs, prepared.programs.method, {}, defaultdict(list)
     run, (trained, frozen) = programs.config, split(with_fixed_reference(prepared.params, programs.config))
     state, prompt = programs.initial_state(trained), jax.tree.map(jnp.asarray, prepared.task.prompts(0).tokens)
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))
-    rewards, others = RewardArrays(numbers % 2.0, numbers >= 0), (frozen, state.extras)
+    others = frozen, state.extras
     sizes = {"microbatches": run.optimizer.microbatches, "piece_tokens": run.optimizer.piece_tokens}
     product, loss = partial(jnp.matmul, preferred_element_type=jnp.float32), partial(loss_of, method)
 
@@ -102,13 +102,12 @@ def measure(prepared: Prepared[RunOptions], repeats: int) -> tuple[dict[str, lis
         batch = to_batch(prompt, temperature, completions)
         batch = batch._replace(**timed("score", programs.score_program, trained, state.extras, frozen, batch))
         weights = batch.completion_mask / batch.completion_mask.sum()
-        weighted = batch._replace(advantages=rewards.rewards - 0.5, weights=weights)
+        weighted = batch._replace(advantages=numbers % 2 - 0.5, weights=weights)
         timed("forward", jax.jit(lambda *args: loss(*args)[0]), others, trained, weighted)
         backward = jax.jit(partial(accumulate_grads, loss, partial(choose_pieces, **sizes)))
         grads = timed("forward and backward", backward, (others, trained), weighted)[0][0]
         state = timed("optimizer", jax.jit(update, donate_argnums=0), state, grads)
         del grads
-        state, _ = timed("learn", programs.learn, state, frozen, batch, rewards, jnp.zeros(2, jnp.uint32))
     return results, batch
 
 
