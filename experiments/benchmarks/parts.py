@@ -54,8 +54,9 @@ class Config:
 
 def main(config: Config) -> None:
     """Prints a row for each part, and the peak memory of the process."""
-    options = RunOptions(race_config(RACES["real"], steps=1, seed=0), ModelOptions(config.model, dtype=config.dtype))
-    models = load_models(options.model, options.train)
+    run = race_config(RACES["real"], steps=1, seed=0)
+    options = RunOptions(run, ModelOptions(config.model, dtype=config.dtype))
+    models = load_models(options.model, run)
     pretrained = models["policy"].pretrained
     prepared = prepare(GRPO, options, models, race_task("real", pretrained, seed=0))
     calls, batch = measure(prepared, config.repeats)
