@@ -390,7 +390,8 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
             rows.append(("step", last_step_bytes(plan), max(map(total, moved_in_loops(text)))))
         for name, planned, results in rows:
             share = f"{results / planned:.2f}" if planned else ""
-            table.add_row(program, name, f"{planned / GIB:.2f}", f"{results / GIB:.2f}", share, took)
+            estimated = f"{planned / GIB:.2f}" if planned is not None else ""
+            table.add_row(program, name, estimated, f"{results / GIB:.2f}", share, took)
     return table
 
 
@@ -401,19 +402,22 @@ def memory_of(compiled: jax.stages.Compiled, *, on_tpu: bool) -> tuple[int, int]
     return inputs, peak_bytes(compiled) - inputs if on_tpu else results["temporary"] + results["results"]
 
 
-def _memory_rows(program: str, ours: Estimate, inputs: int, added: int) -> list[tuple[str, float, float]]:
-    """Returns (name, planned, compiled) bytes of a program's inputs, and of the memory that it adds."""
+def _memory_rows(program: str, ours: Estimate, inputs: int, added: int) -> list[tuple[str, float | None, float]]:
+    """Returns (name, planned, compiled) bytes of a program's inputs, and of the memory that it adds.
+
+    The plan has no estimate of what `score` adds, which is less than what `learn` adds.
+    """
     planned = {"learn": ours.params + ours.optimizer}.get(program, ours.params)
     adds = {"learn": ours.learning, "sample": ours.sampling}
-    return [("given", planned, inputs), *([("added", adds[program], added)] if program in adds else [])]
+    return [("given", planned, inputs), ("added", adds.get(program), added)]
 
 
-def _traffic_rows(exchanges: Iterable[Exchange], text: str, turns: int) -> list[tuple[str, float, float]]:
+def _traffic_rows(exchanges: Iterable[Exchange], text: str, turns: int) -> list[tuple[str, float | None, float]]:
     """Returns (name, planned, compiled) bytes by kind of exchange; a sum may leave a part on each device, or all."""
     groups = {"put together": ("all-gather",), "summed": ("reduce-scatter", "all-reduce")}
     groups |= {"moved": ("all-to-all", "collective-permute")}
     results = collectives(text, unknown_trips=turns)
-    rows = []
+    rows = list[tuple[str, float | None, float]]()
     for name, kinds in groups.items():
         planned = sum(one.size for one in exchanges if one.kind in kinds)
         compiled = sum(one.size * one.times for one in results if one.kind in kinds)

@@ -6,7 +6,8 @@ number, compile a program and call its `memory_analysis()`, as `python -m experi
 peak = held + max(sampling, scoring, learning), in bytes:
 
 - held = parameters + two moments of AdamW + a copy of trained parameters (the reference) + a model that scores rollouts
-- sampling = layers laid out for decoding + keys and values + the larger of the prompts' pass and one token's logits
+- sampling = layers laid out for decoding + keys and values + the largest of the prompts' pass, one token's logits, and
+  a part of the previous keys and values while their arrays grow
 - scoring = the scoring model's pass over one piece
 - learning = max(gradients + activations of one piece, 1.2 moments: the step of the optimizer)
 
@@ -52,8 +53,8 @@ FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 # The optimizer's step holds a gradient, updates, and copies of moments: 9.2 to 10.2 bytes a parameter, moments are 8.
 _STEP = 1.2
-# While a cache grows, a part of the previous cache is still in memory.
-_GROWING = 1.3
+# While a cache grows, a part of the previous cache is still in memory: this share of the whole cache.
+_PREVIOUS = 0.3
 _QUERIES = 128  # queries in a block, as in `models.attention.attend`
 
 
@@ -118,8 +119,8 @@ class Estimate(NamedTuple):
     start: int  # the initial trained parameters, for the reference; and a reference that moves
     scorer: int  # the parameters of a model that scores rollouts, and its outputs for one rollout
     decoding: int  # a copy of the layers, laid out for decoding, and the unembedding if it is cast
-    cache: int  # keys and values of prompts and completions
-    choosing: int  # a pass over the prompts, or the logits of one token of each completion
+    cache: int  # keys and values of prompts and completions, or the states and convolution inputs of delta nets
+    choosing: int  # a pass over the prompts, the logits of one token of each completion, or a part of a previous cache
     scoring: int  # a pass of the scoring model over one piece; other scores need less than learning
     gradients: int  # gradients of one piece, and their sum if there are several pieces
     activations: int  # activations of one piece, with its logits
@@ -162,14 +163,16 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     prefill = prompts * prefill * _bytes(model, shape)
     if model.experts:  # the loop over layers copies the experts of a layer
         prefill += _whole_layer(model, shape)
+    keys_and_values = _keys_and_values(model, shape)
+    previous = round(_PREVIOUS * keys_and_values) if shape.max_tokens >= shape.traits.grows_from else 0
     return Estimate(
         params=trained + (bytes_on_device(frozen_shapes(model, shape), shape.mesh) if shape.lora_rank else 0),
         optimizer=2 * trained,
         start=shape.copies * trained,
         scorer=_scorer(model, shape),
         decoding=_decoding(model, shape),
-        cache=_cache(model, shape),
-        choosing=max(prefill, 3 * FLOAT32 * rows * model.vocab_size // shape.tensor),
+        cache=keys_and_values + rows * len(model.delta_layers) * FLOAT32 * _state(model),
+        choosing=max(prefill, 3 * FLOAT32 * rows * model.vocab_size // shape.tensor, previous),
         scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
         gradients=trained * min(shape.num_pieces, 2),
         activations=_activations(model, shape),
@@ -323,18 +326,12 @@ def _decoding(model: ModelConfig, shape: Shape) -> int:
     return BYTES[model.dtype] * size_on_device(param_shapes(model)["layers"], shape.mesh) + cast
 
 
-def _cache(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of keys and values: of each prompt once, and of the slots that layers keep of completions.
-
-    A delta net has a state of each completion instead, and inputs of its convolution.
-    """
+def _keys_and_values(model: ModelConfig, shape: Shape) -> int:
+    """Returns the bytes of keys and values: of each prompt once, and of the slots that layers keep of completions."""
     prompt_slots = _attention_layers(model) * shape.num_prompts * shape.prompt_tokens
     layers, completions = zip(model.windows, model.forms, strict=True), shape.num_prompts * shape.group_size
     slots = sum(slots_of(window, shape.max_tokens) for window, form in layers if form.mixer in READ.values())
-    tokens = prompt_slots + completions * slots
-    growing = _GROWING if shape.max_tokens >= shape.traits.grows_from else 1
-    states = completions * len(model.delta_layers) * FLOAT32 * _state(model)
-    return states + round(growing * 2 * _keys(model, shape) * tokens * BYTES[model.dtype])
+    return 2 * _keys(model, shape) * (prompt_slots + completions * slots) * BYTES[model.dtype]
 
 
 def _delta_elements(model: ModelConfig) -> int:
