@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -166,7 +166,7 @@ def decode(chat: Chat, ids: Sequence[int], end: Sequence[int] = ()) -> str:
     Args:
       chat: The tokenizer, and the tokens that end a text.
       ids: The tokens of the completion.
-      end: The tokens that the template writes before the one that ends a turn: see `tokens_before_eos`.
+      end: The tokens that the template writes before the one that ends a turn: see `make_decoder`.
     """
     left_out = {*chat.eos_ids, chat.tokenizer.pad_token_id}
     ids = [i for i in ids if i not in left_out]
@@ -253,11 +253,11 @@ def turn_end(chat: Chat) -> TurnEnd | None:
     return TurnEnd(tail, learned.group() if learned else "") if answer else None
 
 
-def tokens_before_eos(chat: Chat) -> list[int]:
-    """Returns the tokens of a turn's end before its EOS, such as Cohere's <|END_RESPONSE|>. Few templates have any."""
+def make_decoder(chat: Chat) -> Callable[[Sequence[int]], str]:
+    """Makes `decode` for completions whose end may have tokens before its EOS, such as Cohere's <|END_RESPONSE|>."""
     end = turn_end(chat)
     *tokens, last = chat.tokenizer(end.learned, add_special_tokens=False)["input_ids"] if end and end.learned else [-1]
-    return tokens if last in chat.eos_ids else []
+    return partial(decode, chat, end=tokens if last in chat.eos_ids else [])
 
 
 def end_marks(chat: Chat, end: TurnEnd | None) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_jax.data.text import answer_prompts, encode_prompts
 from grpo_jax.data.types import Completion
-from grpo_jax.models.chat import Chat, decode, reply_encoder, reply_reader, tokens_before_eos, turn_end
+from grpo_jax.models.chat import Chat, make_decoder, reply_encoder, reply_reader, turn_end
 from grpo_jax.tasks.task import final_extractor
 from grpo_jax.tasks.tools import Call, calls_of
 
@@ -144,7 +144,7 @@ def _compare_replies(chat: Chat, expected: Expected) -> Iterator[tuple[str, str]
 
 def _compare_messages(chat: Chat, expected: Expected) -> Iterator[tuple[str, str]]:
     """Reads messages of the assistant from the tokens that the template writes after a prompt, as rewards do."""
-    tokenizer, extract, end = chat.tokenizer, final_extractor(chat.tokenizer), tokens_before_eos(chat)
+    tokenizer, extract, read = chat.tokenizer, final_extractor(chat.tokenizer), make_decoder(chat)
     for name, (fields, word) in MESSAGES.items():
         kind, options = f"messages with {name}", {"tools": [TOOL] if name == "calls" else None, "tokenize": False}
         try:
@@ -161,7 +161,7 @@ def _compare_messages(chat: Chat, expected: Expected) -> Iterator[tuple[str, str
             continue
         ids = tokenizer(whole[len(prompt) :], add_special_tokens=False)["input_ids"]
         ids = ids[: next((place for place, i in enumerate(ids) if i in chat.eos_ids), len(ids))]
-        text = decode(chat, ids, end)
+        text = read(ids)
         if name == "calls":
             result = "equal" if calls_of(text) == [Call("add_numbers", {"a": 2})] else f"DIFFERENT: {text!r}"
             yield kind, result if READ_CALL.search(text) else "skipped: a format of calls that is not read"
