@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.data.rows import batches
+from grpo_jax.data.rows import batches, check_step_size
 from grpo_jax.errors import UsageError
 
 Array = Any  # np.ndarray on the host, jax.Array on a device
@@ -24,7 +24,7 @@ class Packed(NamedTuple):
 def pack(
     prompts: Sequence[Sequence[int] | np.ndarray],
     completions: Sequence[Sequence[int] | np.ndarray],
-    masks: Sequence[Sequence[bool]] | None = None,
+    masks: Sequence[Sequence[bool] | None] | None = None,
     *,
     width: int,
 ) -> Packed:
@@ -36,7 +36,7 @@ def pack(
     Args:
       prompts: M lists of ids.
       completions: M lists of ids, each with the token that ends it.
-      masks: True for the learned tokens of each completion. None: all are learned.
+      masks: True for the learned tokens of each completion. None: all are learned, also of a single completion.
       width: The number of tokens in a row, S.
 
     Returns:
@@ -69,8 +69,8 @@ def pack(
             packed.texts[row, start:end] = text
             # Nothing predicts the first token of a text.
             first = max(len(prompts[number]), 1)
-            mask = True if masks is None else masks[number][first - len(prompts[number]) :]
-            packed.completion_mask[row, start + first : end] = mask
+            mask = masks[number] if masks else None
+            packed.completion_mask[row, start + first : end] = mask[first - len(prompts[number]) :] if mask else True
             start = end
     return packed
 
@@ -89,10 +89,8 @@ def packed_batches(rows: Packed, count: int, seed: int) -> Callable[[int], Packe
     Raises:
       UsageError: There are fewer than `count` rows, or `count` is less than 1.
     """
-    total = len(rows.ids)
-    if not 1 <= count <= total:
-        raise UsageError(f"a step of {count} rows is asked for: it must be 1 to {total}, the rows that there are")
-    chosen = batches(total, count, seed)
+    check_step_size("num_rows", count, len(rows.ids))
+    chosen = batches(len(rows.ids), count, seed)
 
     def batch(step: int) -> Packed:
         numbers = chosen(step)
@@ -102,7 +100,7 @@ def packed_batches(rows: Packed, count: int, seed: int) -> Callable[[int], Packe
 
 
 def packed_pieces(rows: Packed, count: int) -> Iterator[Packed]:
-    """Yields all rows in order for `sft.mean_nll`, `count` at a time. Empty rows fill up the last piece."""
+    """Yields all rows in order for `sft.text_nll`, `count` at a time. Empty rows fill up the last piece."""
     for start in range(0, len(rows.ids), count):
         piece = [x[start : start + count] for x in rows[:3]]
         yield Packed(*(np.pad(x, [(0, count - len(x)), (0, 0)]) for x in piece))

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from grpo_jax.data.rows import (
     Row,
     completion_text,
@@ -68,6 +70,7 @@ class EncodedPairs(NamedTuple):
     margins: list[float]  # [M]
     notes: tuple[str, ...] = ()  # sentences about the pairs that were dropped or cut
     desirable: list[bool] | None = None  # [M], for ratings only
+    ref_logprobs: np.ndarray | None = None  # float32 [M, 2], from `score_pairs` with the reference; None: there is none
 
 
 def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Preference], dict[str, int]]:
@@ -249,8 +252,7 @@ def encode_preferences(chat: Chat, preferences: Sequence[Preference], **options:
     texts = [(pair.chosen, pair.rejected) for pair in preferences]
     rows, numbers, notes = _encoded(chat, preferences, texts, **options)
     margins = [preferences[number].margin for number in numbers]
-    answers = [(chosen, rejected) for _, (chosen, rejected) in rows]
-    return EncodedPairs([row.prompt for row in rows], answers, margins, notes)
+    return EncodedPairs([row.prompt for row in rows], [row.answers for row in rows], margins, notes)
 
 
 def _encoded(chat: Chat, records: Sequence[Kind], texts: Sequence[Sequence[str]], **options: Any) -> Any:
@@ -316,7 +318,7 @@ def encode_ratings(chat: Chat, ratings: Sequence[Rating], **options: Any) -> Enc
     texts = [(rating.completion,) for rating in ratings]
     rows, numbers, notes = _encoded(chat, ratings, texts, noun="completions", **options)
     desirable = [ratings[number].desirable for number in numbers]
-    answers = [(ids, list[int]()) for _, (ids,) in rows]
+    answers = [(*row.answers, list[int]()) for row in rows]
     return EncodedPairs([row.prompt for row in rows], answers, [0.0] * len(answers), notes, desirable)
 
 

@@ -12,7 +12,6 @@ file.py:function. `arguments` in `processes.ProcessOptions` explains the use of 
 """
 
 import ast
-import asyncio
 import inspect
 import math
 import re
@@ -59,8 +58,8 @@ def score_completions(
     """
     named, count = named_components(rewards), len(completions)
     answers = [component.reward(examples, completions) for component in named.values()]
-    if any(inspect.isawaitable(answer) for answer in answers):
-        answers = coroutines.run_to_end(_gather(answers))
+    if any(map(inspect.isawaitable, answers)):
+        answers = coroutines.resolve(answers)
     # functional.combine_rewards reads NaN as a reward that does not apply; here NaN must stay visible.
     total, applicable = np.zeros(count, np.float32), np.zeros(count, bool)
     components: dict[str, np.ndarray] = {}
@@ -188,10 +187,6 @@ def place_and_reason(message: str) -> str:
 def new_counts(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
     """Returns the increases of counts, without those that did not increase."""
     return {name: count - before[name] for name, count in after.items() if count > before[name]}
-
-
-async def _gather(answers):
-    return await asyncio.gather(*map(coroutines.awaited, answers))
 
 
 def _checked(name: str, answer: Any, completions: Sequence[Completion]) -> list[Checked]:

@@ -16,8 +16,8 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU, assume_traits
 from grpo_jax.models import heads, pieces as cut
+from grpo_jax.models.geometry import PromptTokens, PromptWidths, choose_widths, useful_widths
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.prompts import PromptTokens, PromptWidths, choose_widths, useful_widths
 from grpo_jax.rl import ppo
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method_programs
@@ -51,18 +51,22 @@ def a_batch() -> Batch:
 # ---- which pieces there are
 
 
+def num_pieces(prompts, tokens):
+    """The number of pieces of up to 1,024 tokens, for prompts with one completion each."""
+    pieces, rest = divmod(prompts, cut.choose_piece(prompts, 0, 1, tokens, microbatches=0, piece_tokens=1_024).rows)
+    assert not rest
+    return pieces
+
+
 def test_pieces_divide_minibatches_within_the_token_limit():
     for prompts in (1, 2, 6, 7, 12, 32):
-        pieces = [cut.choose_microbatches(prompts, tokens, 1_024) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
+        pieces = [num_pieces(prompts, tokens) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
         assert all(prompts % count == 0 for count in pieces)
         assert pieces == sorted(pieces)  # longer texts, more pieces
         assert (pieces[0], pieces[-1]) == (1, prompts)  # all at once, and one by one
-    assert cut.choose_microbatches(32, 256, 1_024) == 8
-    assert cut.choose_microbatches(32, 257, 1_024) == 16
-    assert (cut.choose_microbatches(32, 64, 1_024), cut.choose_microbatches(32, 65, 1_024)) == (
-        1,
-        4,
-    )  # 2,048 tokens stay whole
+    assert num_pieces(32, 256) == 8
+    assert num_pieces(32, 257) == 16
+    assert (num_pieces(32, 64), num_pieces(32, 65)) == (1, 4)  # 2,048 tokens stay whole
 
 
 ROW_SHAPES = [
@@ -78,14 +82,15 @@ ROW_SHAPES = [
 @pytest.mark.parametrize(("prompts", "expected"), ROW_SHAPES)
 def test_the_shape_of_rows_by_hand(prompts, expected):
     """With pieces of about 768 tokens. Without padding, packing may cost 12% more tokens at most."""
-    assert cut.choose_rows(*prompts, CPU.piece_tokens) == expected
+    shape = cut.choose_piece(*prompts, microbatches=0, piece_tokens=CPU.piece_tokens)
+    assert ((shape.width, shape.rows) if shape.is_packed else None) == expected
 
 
 PIECES = [
-    ({}, cut.Piece(8, 1, 128, True)),
-    ({"piece_tokens": 512}, cut.Piece(4, 1, 128, True)),
-    ({"microbatches": 2}, cut.Piece(2, 8, 128)),
-    ({"piece_tokens": 5_000}, cut.Piece(4, 8, 128)),
+    ({}, cut.PieceShape(8, 1, 128, True)),
+    ({"piece_tokens": 512}, cut.PieceShape(4, 1, 128, True)),
+    ({"microbatches": 2}, cut.PieceShape(2, 8, 128)),
+    ({"piece_tokens": 5_000}, cut.PieceShape(4, 8, 128)),
 ]
 
 
