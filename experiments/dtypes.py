@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from grpo_jax.statistics import cell
 from grpo_jax.train import train_with_evaluation
 
 MODEL = ModelConfig(arithmetic.VOCAB_SIZE, 256, 768, 6, 4, 4, 64, initializer_range=0.05)
-DTYPES: Mapping[str, Mapping[str, str]] = {
+DTYPES: Mapping[str, Mapping[str, Any]] = {
     "float32": {"dtype": "float32"},
     "stochastic": {"dtype": "bfloat16", "rounding": "stochastic"},
     "nearest": {"dtype": "bfloat16", "rounding": "nearest"},
