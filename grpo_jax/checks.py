@@ -14,7 +14,6 @@ from grpo_jax.config import (
     LossConfig,
     MeshConfig,
     PPOConfig,
-    SamplingConfig,
 )
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.numerics import is_zero
@@ -78,15 +77,6 @@ def validate_divergence(config: DistillationConfig) -> None:
     """Raises if a teacher and the options of the divergence from it do not work together, as `validate` does."""
     check_ranges(config)
     _refuse_first(_teacher(config, bool(config.teacher)), _divergence(config))
-
-
-def check_episodes(options: SamplingConfig, *, has_environment: bool) -> None:
-    """Raises for turns without an environment, and for an environment without room for its replies.
-
-    Raises:
-      UsageError: Options do not work. The message says what to change.
-    """
-    _refuse_first(_episodes(options, has_environment))
 
 
 # Options that do something only if another option does not have the value that turns it off.
@@ -206,18 +196,6 @@ def _sampling(config: GRPOConfig, compares_groups: bool) -> Sentences:
     for name, value, off in (("staleness", options.staleness, 0), ("max_rollouts", options.max_rollouts, 1)):
         if options.curriculum and value != off:
             yield f"curriculum draws prompts by the rewards of all steps before: leave it out, or set {name} to {off}"
-
-
-def _episodes(options: SamplingConfig, has_environment: bool) -> Sentences:
-    if not has_environment and (options.max_turns > 1 or options.environment_tokens):
-        yield (
-            "max_turns and environment_tokens are for tasks with an environment, and this one has none: leave them out"
-        )
-    if has_environment and options.max_turns > 1 and not options.environment_tokens:
-        yield (
-            "environment_tokens is 0, so no episode could go on after its first turn: set it to the tokens of all "
-            "replies of an episode"
-        )
 
 
 def _constants(loss: LossConfig) -> Sentences:

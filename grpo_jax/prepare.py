@@ -27,6 +27,7 @@ from grpo_jax.planning.memory import Plan, choose, shape_of
 from grpo_jax.rewards.reward import named_components, try_reward
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
+from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.runs.folder import RunFolder
@@ -277,7 +278,7 @@ def try_rewards(
     """Calls each reward on one prompt, so that rewards that always fail are noticed before anything is compiled.
 
     A call gets a group of equal completions: empty ones and, if the row has a column "solution" or "answer", those of
-    the row. These calls do not count as failures of the run. Rewards of environments are not called.
+    the row. These calls do not count as failures of the run. Rewards of several turns are not called.
 
     Args:
       task: Supplies the reward.
@@ -292,7 +293,7 @@ def try_rewards(
     Raises:
       UsageError: Every call of the rewards that count failed, or a reward refuses its arguments or the row.
     """
-    if task.environment is not None:
+    if interaction_of(task).parts == "turns":
         return {}
     named = named_components(task.reward)
     parts = [str(row[column]) for column in ("solution", "answer") if row.get(column) is not None]

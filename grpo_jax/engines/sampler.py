@@ -17,6 +17,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params import Adapted, check_full_precision
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
@@ -106,7 +107,7 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
     check_full_precision(
         pretrained.params, "an engine samples with the original weights, so leave out quantize, or leave out engine"
     )
-    if task.environment is not None:
+    if interaction_of(task).parts == "turns":
         raise UsageError("an engine samples no episodes of several turns: leave out engine, or the environment")
     sampling = config.sampling
     if task.stop and task.stop.strips and any(text.startswith(" ") for text in sampling.stop):

@@ -54,8 +54,7 @@ def read_line(
     if every and (step % every == 0 or step + 1 == config.steps):
         logprobs, advantages = local_rows((batch.sampler_logprobs, learned.advantages))
         groups = readable(rollout, read_completions(rollout), logprobs, advantages, task, devices)
-    tokens = int(rollout.prompts.tokens.mask.sum() + graded.lengths.sum())
-    tokens += int(graded.episodes["environment_tokens"].sum()) if graded.episodes else 0  # computed too
+    tokens = int(rollout.prompts.tokens.mask.sum() + graded.num_tokens.sum())
     times = {
         "tokens": {"rollout": rollout.metrics["tokens"], "update": config.optimizer.epochs * tokens},
         "update_flops": flops * config.optimizer.epochs * tokens,

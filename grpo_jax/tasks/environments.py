@@ -30,7 +30,7 @@ def open_environment(options: TaskOptions, chat: Chat, in_chat: bool) -> Iterato
     spec, arguments = options.environment, dict[str, str]()
     named = options.tools or options.environment_factory
     if options.tools:
-        spec, arguments = "grpo_jax.tasks.tools:environment_of_tools", {"tools": named}
+        spec, arguments = "grpo_jax.tasks.tools:reply_with_loaded", {"tools": named}
     elif options.environment_factory:
         spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": named}
     roles: tuple[str, ...] = ("tool", "user") if named else ("user",) if in_chat else ()
