@@ -24,7 +24,6 @@ from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import SAMPLING, Rollout, noise_of
 from grpo_jax.sampling.sampler import Completions, Truncation, truncation_of
 from grpo_jax.step.types import Batch
-from grpo_jax.tasks.curriculum import add_step, empty_window
 from grpo_jax.tasks.task import Task
 
 
@@ -235,6 +234,8 @@ def by_solve_rate(
       sampling: The sampling options of the run.
       devices: The devices that share the rows.
     """
+    from grpo_jax.tasks.curriculum import add_step, empty_window
+
     choose = task.curriculum
     if choose is None:
         raise UsageError("curriculum is set, but prompts of this task are all in the same order: leave it out")

@@ -1,6 +1,6 @@
-"""The divergence of a policy from its teacher at each token, over the whole vocabulary or the likeliest tokens.
+"""The divergence of a policy from another model at each token, over the whole vocabulary or the likeliest tokens.
 
-Letters: V tokens that both policy and teacher have, D features of the policy, E features of the teacher.
+Letters: V tokens that both models have, D features of the policy, E features of the other model.
 """
 
 from typing import Any
@@ -8,68 +8,78 @@ from typing import Any
 import jax
 
 from grpo_jax import functional as F
-from grpo_jax.config import DistillationConfig
-from grpo_jax.step.types import TeacherOutputs
+from grpo_jax.config import Divergence
+from grpo_jax.errors import UsageError
+from grpo_jax.step.types import TargetOutputs
 
 # The last layer, from hidden states to logits: the unembedding `[V, D]`, and the softcap of `Policy`.
 Head = tuple[jax.Array, float | None]
 
 
+def check_top_k(divergence: Divergence, vocab_size: int) -> None:
+    """Checks that `distillation_top_k` is below the number of tokens.
+
+    Raises:
+      UsageError: It is too large.
+    """
+    if divergence.top_k >= vocab_size:
+        raise UsageError(
+            f"distillation_top_k is {divergence.top_k}, but the model has {vocab_size} tokens: set it below that, or "
+            "to 0 for all"
+        )
+
+
 def outputs_of_states(
-    config: DistillationConfig, head: Head, hidden: jax.Array, temperature: jax.Array | float, *, vocab_size: int
-) -> TeacherOutputs:
-    """Returns the teacher's outputs that `token_divergence` needs: hidden states, or the likeliest tokens.
+    divergence: Divergence, head: Head, hidden: jax.Array, temperature: jax.Array | float, *, vocab_size: int
+) -> TargetOutputs:
+    """Returns the outputs of the other model that `token_divergence` needs: hidden states, or the likeliest tokens.
 
     Args:
-      config: The distillation options of the run. The kind is not k1.
-      head: The last layer of the teacher.
-      hidden: The hidden states of the teacher, `[..., T, E]`.
+      divergence: The divergence.
+      head: The last layer of the other model.
+      hidden: Its hidden states, `[..., T, E]`.
       temperature: The sampling temperature, which broadcasts against `[..., T]`.
-      vocab_size: The number of tokens of the policy, as in `teacher_outputs`.
+      vocab_size: The number of tokens of the policy. Further tokens of the other model are excluded from its top k.
     """
-    if not config.distillation_top_k:
-        return TeacherOutputs(hidden=hidden)
+    if not divergence.top_k:
+        return TargetOutputs(hidden=hidden)
     unembedding, softcap = head[0][:vocab_size], head[1]
-    ids = F.top_tokens(hidden, unembedding, config.distillation_top_k)
+    ids = F.top_tokens(hidden, unembedding, divergence.top_k)
     logits = F.bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
-    return TeacherOutputs(ids=ids, logits=logits)
+    return TargetOutputs(ids=ids, logits=logits)
 
 
 def token_divergence(
-    config: DistillationConfig,
+    divergence: Divergence,
     heads: tuple[Head, Head],
     hidden: jax.Array,
-    outputs: TeacherOutputs | None,
+    outputs: TargetOutputs,
     temperature: jax.Array | float,
 ) -> jax.Array:
-    """Returns the divergence of a policy from its teacher at each token, of the kind that the options set.
+    """Returns the divergence of a policy from another model at each token.
 
     Tokens that only one model has, such as padding of embeddings, are excluded from both distributions. If the policy
-    samples a padding token that its teacher lacks, the teacher embeds its own last token instead.
+    samples a padding token that the other model lacks, the other model embeds its own last token instead.
 
     Args:
-      config: The distillation options of the run.
-      heads: The last layers of the policy and of the teacher.
+      divergence: The divergence.
+      heads: The last layers of the policy and of the other model.
       hidden: The hidden states of the policy, `[..., T, D]`.
-      outputs: The outputs of the teacher, as returned by `teacher_outputs`.
+      outputs: The outputs of the other model, as returned by `outputs_of_states`.
       temperature: The sampling temperature, applied to both models. It broadcasts against `[..., T]`.
 
     Returns:
       The divergence of each token, `[..., T]`, in nats.
     """
-    assert outputs is not None
-    student, teacher = heads
-    kind, beta, size = config.distillation, config.distillation_beta, min(len(student[0]), len(teacher[0]))
-    unembedding, ref_softcap = student[0][:size], teacher[1]
-    common: Any = {"temperature": temperature, "softcap": student[1]}
-    if config.distillation_top_k:
-        logits = F.bucket_logits(hidden, unembedding, outputs.ids, **common)
+    (own, softcap), (other, ref_softcap) = heads
+    (kind, top_k, beta), size = divergence, min(len(own), len(other))
+    common: Any = {"temperature": temperature, "softcap": softcap}
+    if top_k:
+        logits = F.bucket_logits(hidden, own[:size], outputs.ids, **common)
         if kind == "jsd":
             return F.jsd_full(logits, outputs.logits, beta=beta)
         return F.kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
-    teacher_head = outputs.hidden, teacher[0][:size]
+    states = hidden, own[:size], outputs.hidden, other[:size]
     if kind == "jsd":
-        return F.token_jsd(hidden, unembedding, *teacher_head, beta=beta, ref_softcap=ref_softcap, **common)
-    return F.token_kl(
-        hidden, unembedding, *teacher_head, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common
-    )
+        return F.token_jsd(*states, beta=beta, ref_softcap=ref_softcap, **common)
+    return F.token_kl(*states, reverse=kind == "forward_kl", ref_softcap=ref_softcap, **common)
