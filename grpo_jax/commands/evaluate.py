@@ -34,8 +34,7 @@ from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
-from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.rounding import resolve_dtype
+from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.prepare import try_rewards
@@ -50,8 +49,7 @@ from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.pretrained import Step, load_run, phase_of
 from grpo_jax.runs.progress import RunConsole, watched
 from grpo_jax.statistics import cell
-from grpo_jax.tasks.opening import open_task
-from grpo_jax.tasks.options import TaskOptions, check_task_options
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 
 _MAX_GROUP = 16  # the most completions of a prompt to sample at once, which bounds the memory

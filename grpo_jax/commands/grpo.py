@@ -39,8 +39,7 @@ from grpo_jax.prepare import (
     try_rewards,
 )
 from grpo_jax.runs import flags, report
-from grpo_jax.tasks.opening import open_task
-from grpo_jax.tasks.options import TaskOptions, check_task_options
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import CONTROL, train_with_control
 

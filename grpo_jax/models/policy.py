@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from grpo_jax.models.cache import (
     select_completions,
     widen,
 )
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.geometry import (
     Rows,
     TokenStates,
@@ -110,6 +110,13 @@ def suits_cudnn(config: ModelConfig) -> bool:
     """Returns whether attention "auto" is cuDNN's where it is available: plain scores of small heads in bfloat16."""
     computes = config.dtype == "bfloat16" and all(size % 8 == 0 and size <= 128 for size in config.head_dims)
     return computes and config.attn_logit_softcapping is None and not config.attention_sinks
+
+
+def resolve_dtype(dtype: Literal[Dtype, "auto"]) -> Dtype:
+    """Returns the dtype of products. "auto" is float32 on a CPU, so that all CPUs compute alike, else bfloat16."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if traits_of_backend().backend == "cpu" else "bfloat16"
 
 
 def _attention_of_backend(config: ModelConfig) -> ModelConfig:

@@ -19,10 +19,10 @@ from grpo_jax.models.families import config_from_huggingface, text_part
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import add_adapters, fingerprint, merge
 from grpo_jax.models.params import Adapted, Quantize, split
-from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.models.projections import Target
 from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.rounding import resolve_dtype, round_stochastically
+from grpo_jax.models.rounding import round_stochastically
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import flattened
 from grpo_jax.runs import files

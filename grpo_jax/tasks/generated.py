@@ -61,11 +61,11 @@ def generated_task(
     if answer_in == "stop" and not stop:
         raise UsageError("--answer-in stop needs a text that ends the answer: give --stop")
     shared = {"answer_format": answer_format(answer_in, *stop[:1]), "answer_in": answer_in}
-    weights = np.array([generator.weight for generator in generators])
+    texts, weights = ([*column] for column in zip(*generators, strict=True))
 
     def generate_row(kind: int, level: int | None, index: int) -> Example:
-        entry = generate(generators[kind].text, level, index)[1]
-        row = {"question": entry["question"], **shared, "generator": generators[kind].text}
+        entry = generate(texts[kind], level, index)[1]
+        row = {"question": entry["question"], **shared, "generator": texts[kind]}
         row |= {"level": level, "index": index, "kind": kind}
         solution = "<answer>{}</answer>" if answer_in == "tags" else "{}"
         return row if entry["answer"] is None else row | {"solution": solution.format(entry["answer"])}
@@ -76,7 +76,7 @@ def generated_task(
         for _ in range(_TRIES * count):
             if len(chosen) == count:
                 break
-            kind = int(noise.choice(len(generators), p=weights / weights.sum()))
+            kind = int(noise.choice(len(generators), p=np.divide(weights, sum(weights))))
             row = generate_row(kind, levels[kind], int(noise.integers(_LARGEST)))
             is_heldout = hash_of_prompt(row["question"]) < _HELDOUT_SHARE
             prompt = encode([row]).get(0) if encode else None
@@ -85,7 +85,7 @@ def generated_task(
         return list(chosen.values())
 
     base: Levels = [None] * len(generators)
-    tops = [highest_level(generator.text) for generator in generators] if has_levels else []
+    tops = [*map(highest_level, texts)] if has_levels else []
     start: Levels = [0] * len(generators) if has_levels else base
     heldout = [row for row, _ in draw((_HELDOUT,), num_heldout, base)]
     sample = [row for levels in (tops, start) if levels for row, _ in draw((_SAMPLE,), _SAMPLED, levels)]
@@ -108,8 +108,7 @@ def generated_task(
         numbers = np.array([number_of(row["kind"], row["level"]) for row in prompts.examples])
         return Drawn(numbers, prompts, dict(zip(names, map(float, levels), strict=True)))
 
-    texts = [generator.text.partition("?")[0] for generator in generators]
-    names = [f"curriculum_level_{number}_{text}" for number, text in enumerate(texts, 1)]
+    names = [f"curriculum_level_{number}_{text.partition('?')[0]}" for number, text in enumerate(texts, 1)]
 
     return task._replace(
         prompts=lambda step: prompts_at(step, start), curriculum=curriculum if has_levels else None, encode=None
