@@ -15,18 +15,19 @@ from grpo_jax.data.episodes import (
     messages_of,
 )
 from grpo_jax.data.types import Example
+from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import Chat, reply_encoder, reply_reader
 from grpo_jax.rewards.processes import Processes, ProcessOptions
 from grpo_jax.rewards.values import BadReward
 from grpo_jax.rewards.worker import digest_of_source
 from grpo_jax.tasks.adapters import load_factory, trl_tools
-from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of as schemas_of
+from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of
 
 
 @contextmanager
 def open_environment(
     chat: Chat, in_chat: bool, *, environment: str = "", tools: str = "", factory: str = "", **limits: Any
-) -> Iterator[Environment]:
+) -> Iterator[tuple[Environment, list[dict[str, Any]] | None]]:
     """Opens an environment in child processes that end with the block.
 
     Args:
@@ -34,7 +35,18 @@ def open_environment(
       in_chat: True if replies are messages.
       environment, tools, factory: One of the options of a task that name the environment.
       limits: Options of `environment_in_processes`.
+
+    Yields:
+      The environment, and the schemas of the functions that the policy may call, or None.
+
+    Raises:
+      UsageError: A function cannot be loaded, or the functions cannot be described to the model.
     """
+    functions = trl_tools(load_factory(factory)) if factory else load_tools(tools) if tools else {}
+    schemas = schemas_of(functions) or None
+    if schemas and not in_chat:
+        flag = "--tools" if tools else "--environment-factory"
+        raise UsageError(f"{flag} needs a model with a chat template, which tells it of the tools, and --chat")
     spec, arguments, named = environment, dict[str, str](), tools or factory
     if tools:
         spec, arguments = "grpo_jax.tasks.tools:reply_with_loaded", {"tools": tools}
@@ -46,14 +58,7 @@ def open_environment(
         opened = opened._replace(read=reply_reader(chat, roles=roles))
         if named:
             opened = opened._replace(measure=count_calls, source=digest_of_source(named))
-        yield opened
-
-
-def tools_of(*, tools: str, factory: str) -> dict[str, Callable[..., Any]]:
-    """Returns the functions that the policy may call, by name."""
-    if factory:
-        return trl_tools(load_factory(factory))
-    return load_tools(tools) if tools else {}
+        yield opened, schemas
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_jax.data.generators import PREFIX, AnswerIn, parse_generators
 from grpo_jax.data.rows import read_rows
-from grpo_jax.data.text import Overlong, uses_chat
+from grpo_jax.data.text import uses_chat
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import make_chat
@@ -146,29 +146,22 @@ def open_task(
     options: TaskOptions,
     pretrained: Pretrained,
     *,
-    num_prompts: int,
     group_size: int,
-    seed: int,
-    max_prompt_tokens: int | None = None,
-    overlong: Overlong = "drop",
-    stop: Sequence[str] = (),
     chat_template_kwargs: str = "",
     training: bool = True,
     has_levels: bool = False,
+    **prompts: Any,
 ) -> Iterator[Task]:
     """Opens the task that the options name. Its rewards run in child processes that end with the block.
 
     Args:
       options: The task's options on the command line.
       pretrained: The model whose tokenizer encodes the prompts.
-      num_prompts: The number of prompts in a step, N.
       group_size: The number of completions of a prompt in training, G.
-      seed: The seed of the order of prompts.
-      max_prompt_tokens, overlong: See `encode_prompts`.
-      stop: Texts that end a completion: see the option `stop`.
       chat_template_kwargs: Variables of the chat template, as JSON.
       training: False if the task is only evaluated, so that all rows may be held out.
       has_levels: True for a curriculum, in which the levels of generators rise.
+      prompts: Further arguments of `text_task`: num_prompts and seed, and others such as stop and max_prompt_tokens.
 
     Yields:
       The task.
@@ -178,25 +171,20 @@ def open_task(
     """
     texts = check_task_options(options)
     chat = uses_chat(options.chat, pretrained.tokenizer)
-    tools: Any = None
-    environment_of: AbstractContextManager[Any] = nullcontext()
-    named = {"tools": options.tools, "factory": options.environment_factory}
-    if options.environment or any(named.values()):
+    with_environment: AbstractContextManager[tuple[Any, Any]] = nullcontext((None, None))
+    if options.environment or options.tools or options.environment_factory:
         from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
-        tools = environments.schemas_of(environments.tools_of(**named)) or None
-        environment_of = environments.open_environment(
+        with_environment = environments.open_environment(
             make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs),
             chat,
             environment=options.environment,
-            **named,
+            tools=options.tools,
+            factory=options.environment_factory,
             deadline=options.reply_deadline,
             budget=options.reply_budget,
             memory_mb=options.reply_memory_mb,
         )
-    if tools and not chat:
-        flag = "--tools" if options.tools else "--environment-factory"
-        raise UsageError(f"{flag} needs a model with a chat template, which tells it of the tools, and --chat")
     make = _task_maker(options, training, has_levels)
     graded = open_rewards(
         texts,
@@ -206,22 +194,18 @@ def open_task(
         memory_mb=options.reward_memory_mb,
     )
     rewarded = graded if texts else nullcontext(environments.episode_return)
-    with environment_of as environment, rewarded as rewards:
+    with with_environment as (environment, tools), rewarded as rewards:
         task = make(
             pretrained.tokenizer,
             pretrained.eos_ids,
             reward=rewards,
             chat=chat,
             vocab_size=pretrained.config.vocab_size,
-            num_prompts=num_prompts,
-            seed=seed,
-            max_prompt_tokens=max_prompt_tokens,
-            overlong=overlong,
-            stop=stop,
             template=options.template,
             system=options.system,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            **prompts,
         )
         yield task._replace(environment=environment)
 
