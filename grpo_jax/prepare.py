@@ -210,13 +210,13 @@ def grpo_programs(
     models: Models, task: Task, config: GRPOConfig, sampler: Sampler | None = None
 ) -> tuple[Programs, Params]:
     """Makes the programs of GRPO, which learn from a teacher as well if there is one."""
-    policy, *frozen = (model.policy for model in models.values())
+    policy, *others = (model.policy for model in models.values())
     params = {role: model.params for role, model in models.items()}
-    if not frozen:
+    if not others:
         return make_programs(policy, task, config, sampler=sampler), params
     from grpo_jax.rl.distillation import make_programs as make_programs_of_both  # loaded only with a teacher
 
-    return make_programs_of_both(policy, *frozen, task, config, sampler=sampler), params
+    return make_programs_of_both(policy, others[0], task, config, sampler=sampler), params
 
 
 def ppo_programs(

@@ -117,9 +117,6 @@ def prepare(config: Config) -> Job:
     def evaluate(params: Any, reference: Reference) -> Values:
         return {"nll": shares_of_mean(*text_nll(policy, params, heldout(), devices=devices))}
 
-    def log(params: Any, values: Values) -> dict[str, float]:
-        return {name: float(x.mean()) for name, x in values.items()}
-
     job = Job(
         config=config,
         phase="sft",
@@ -128,7 +125,7 @@ def prepare(config: Config) -> Job:
         objective=sft_objective(policy),
         batches=lambda reference: batches,
         evaluate=evaluate,
-        log=log,
+        log=log_means,
         inputs={
             "held-out prompts": hash_prompts(prompts),
             "held-out texts": hash_values(*held_out[:3]),
@@ -161,7 +158,7 @@ def add_divergence(job: Job, role: str, name: str, width: int, heldout: Callable
 
     def log(params: Any, values: Values) -> dict[str, float]:
         mean = mean_divergence(policy, params, heldout(), target=target, devices=devices)
-        return job.log(params, values) | {"distillation": mean}
+        return log_means(params, values) | {"distillation": mean}
 
     return job._replace(
         params={"policy": job.params, role: other.params},
@@ -170,6 +167,11 @@ def add_divergence(job: Job, role: str, name: str, width: int, heldout: Callable
         log=log,
         others={role: other},
     )
+
+
+def log_means(params: Any, values: Values) -> dict[str, float]:
+    """Returns the mean of each value over the held-out texts."""
+    return {name: float(x.mean()) for name, x in values.items()}
 
 
 main = partial(run_method, prepare)
