@@ -26,7 +26,7 @@ def fit(
     """Minimises an objective over batches, continuing from the newest checkpoint of this phase in the run.
 
     Args:
-      objective: The objective, such as `sft_objective`, `distillation_objective`, `preference_objective`,
+      objective: The objective, such as `sft_objective`, `divergence_objective`, `preference_objective`,
         `kto_objective` or `reward_model_objective`.
       params: Initial parameters for the objective. `models.params.split` decides which of them are trained.
       batches: A pure function from a step to its batch. The leading axis is a multiple of microbatches x the
