@@ -14,12 +14,14 @@ from grpo_jax.options import suggestion
 
 PREFIX = "reasoning_gym:"
 AnswerIn = Literal["tags", "line", "text", "stop"]
-# A generator's name and options, such as "chain_sum?min_terms=2", and its weight. Its share of the rows is the weight's
-# share of all weights
-Generator = tuple[str, float]
 
 _SPEC = re.compile(r"(?:(\d+\.?\d*|\.\d+)\*)?([A-Za-z_]\w*(?:\?.*)?)", re.DOTALL)
 _COMMA = re.compile(r",(?=(?:[\d.]+\*)?[A-Za-z_]\w*(?:\?|,|$))")  # others are in the values of options
+
+
+# The name of a generator with its options, such as "chain_sum?min_terms=2", and its weight. The weight's share of all
+# weights is the generator's share of the rows.
+Generator = tuple[str, float]
 
 
 def parse_generators(text: str) -> list[Generator]:
