@@ -328,7 +328,7 @@ class DistillationConfig(TeacherConfig):
     """How much is learned from a teacher, and how much from rewards. PPO has no teacher."""
 
     distillation_coef: Positive = 1.0
-    """Weight of this divergence in the loss, or of k1 in the advantage."""
+    """Weight of the divergence in the loss, or of k1 in the advantage."""
     reward_coef: Weight = 1.0
     """Weight of the advantages from rewards, with a teacher. 0: completions of training are not graded."""
 
