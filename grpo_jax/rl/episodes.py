@@ -36,7 +36,7 @@ def episodes_of(task: Task) -> Interaction:
         check=check_turns,
         make_draw=partial(make_draw, task),
         read=partial(read_episode, task),
-        find_parts=partial(turn_parts, task),
+        find_parts=partial(find_turns, task),
         report=partial(report_episodes, task),
         columns=turn_columns,
         add_zeros=add_zeros,
@@ -266,7 +266,7 @@ def read_episode(task: Task, completions: Completions, content: Any, place: tupl
     return Completion(text, ids, truncated, turns, ending, last.stopped)
 
 
-def turn_parts(
+def find_turns(
     task: Task, completions: Completions, texts: Sequence[Completion], spans: np.ndarray, reward: Reward | Rewards
 ) -> np.ndarray:
     """Returns the turns of each episode as parts: object `[N, G]`, tuples of `Span` in tokens.

@@ -31,7 +31,7 @@ def interaction_of(task: Task) -> Interaction:
         check=check_one_turn,
         make_draw=partial(make_draw, task),
         read=partial(read_text, task),
-        find_parts=partial(spans_in_tokens, task),
+        find_parts=partial(find_spans, task),
         report=partial(report_texts, task),
         columns=span_columns,
     )
@@ -113,7 +113,7 @@ def read_text(task: Task, completions: Completions, content: Any, place: tuple[i
     return task.read(ids, truncated=bool(completions.truncated[place]))
 
 
-def spans_in_tokens(
+def find_spans(
     task: Task, completions: Completions, texts: Sequence[Completion], spans: np.ndarray, reward: Reward | Rewards
 ) -> np.ndarray:
     """Converts the spans of texts from characters to tokens."""
