@@ -179,7 +179,7 @@ def main(options: Options) -> None:
         block = saved.get("num_prompts", 32) * group_size
         evaluation = sample_and_score(pretrained, task, config, console, metric=options.metric, block=block)
         warn(console, ungraded_messages(task.reward).values())
-        warn(console, interaction.failures().values())
+        warn(console, interaction.failures(task).values())
     numbers = summary(evaluation)
     show(console, numbers, f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each")
     console.print(f"{time.perf_counter() - started:.0f} s")

@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,22 +26,6 @@ from grpo_jax.tasks.task import Task
 # (params, prompt, numbers, temperature, noise) -> Episodes after one turn, and
 # (params, episodes, replies [N, G, R], counts [N, G], continues [N, G]) -> Episodes; `episodes` is donated
 EpisodePrograms = tuple[Callable[..., Episodes], Callable[..., Episodes]]
-
-
-def episodes_of(task: Task) -> Interaction:
-    """Returns the functions for the completions of a task with an environment."""
-    return Interaction(
-        parts="turns",
-        check=check_turns,
-        make_draw=partial(make_draw, task),
-        read=partial(read_episode, task),
-        find_parts=partial(find_turns, task),
-        report=partial(report_episodes, task),
-        columns=turn_columns,
-        add_zeros=add_zeros,
-        statistics=partial(count_episodes, task),
-        failures=partial(failures_of, task),
-    )
 
 
 def check_turns(options: SamplingConfig) -> None:
@@ -372,3 +355,17 @@ def add_zeros(batch: Batch, sampling: SamplingConfig) -> Batch:
     shape = batch.temperature.shape
     rewards, ending = np.zeros((*shape, sampling.max_turns), np.float32), np.zeros(shape, np.int8)
     return batch._replace(turn=np.zeros_like(batch.completion_ids), turn_rewards=rewards, ending=ending)
+
+
+EPISODES = Interaction(
+    "turns",
+    check_turns,
+    make_draw,
+    read_episode,
+    find_turns,
+    report_episodes,
+    turn_columns,
+    add_zeros,
+    count_episodes,
+    failures_of,
+)

@@ -63,7 +63,7 @@ def make_grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devic
         assert graded is not None
         if step == 0:  # a resumed run must continue like an uninterrupted run
             check_first_rewards(graded, reward)
-        metrics, warnings = interaction_of(task).report(graded, step)
+        metrics, warnings = interaction_of(task).report(task, graded, step)
         metrics = rollout_metrics(graded) | metrics
         warnings |= rollout_warnings(graded, step + 1, is_graded=config.needs_rewards)
         return rollout._replace(metrics=metrics | rollout.metrics, warnings=warnings | rollout.warnings)
@@ -120,7 +120,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
     flat = [text for group in texts for text in group]
     read = final_texts(task, examples, flat)
     scores = score_completions(reward, examples, read)
-    parts = interaction.find_parts(completions, read, scores.parts, reward)
+    parts = interaction.find_parts(task, completions, read, scores.parts, reward)
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     return Graded(
         scores.rewards,
@@ -130,7 +130,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         truncated=np.asarray(completions.truncated),
         distinct=np.array([len({(*text.ids, text.truncated) for text in group}) / shape[1] for group in texts]),
         parts=parts,
-        statistics=interaction.statistics(completions, texts),
+        statistics=interaction.statistics(task, completions, texts),
         num_tokens=np.asarray(completions.attention_mask).sum(-1),
     )
 
@@ -147,7 +147,7 @@ def decode_groups(completions: Completions, task: Task) -> list[list[Completion]
     read, (num_prompts, group_size) = interaction_of(task).read, completions.truncated.shape
     # One call for all tokens, since a thousand calls of NumPy take longer than decoding.
     content = completions.attention_mask & ~np.isin(completions.completion_ids, task.eos_ids)
-    return [[read(completions, content, (i, j)) for j in range(group_size)] for i in range(num_prompts)]
+    return [[read(task, completions, content, (i, j)) for j in range(group_size)] for i in range(num_prompts)]
 
 
 # ---- as arrays for the devices

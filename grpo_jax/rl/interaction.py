@@ -1,7 +1,6 @@
 """Completions of one turn: how they are sampled and read. `rl.episodes` has the same functions for several turns."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,23 +17,6 @@ from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.sampler import Completions, sample_groups, truncation_of
 from grpo_jax.sampling.stopping import before_stop
 from grpo_jax.tasks.task import Task
-
-
-def interaction_of(task: Task) -> Interaction:
-    """Returns the functions for the completions of a task."""
-    if task.environment is not None:
-        from grpo_jax.rl.episodes import episodes_of  # loaded only for tasks with an environment
-
-        return episodes_of(task)
-    return Interaction(
-        parts="spans",
-        check=check_one_turn,
-        make_draw=partial(make_draw, task),
-        read=partial(read_text, task),
-        find_parts=partial(find_spans, task),
-        report=partial(report_texts, task),
-        columns=span_columns,
-    )
 
 
 def check_one_turn(options: SamplingConfig) -> None:
@@ -148,3 +130,15 @@ def span_columns(
         "spans": [[[part.start, part.end] for part in row] for row in parts],
         "span_rewards": [[part.reward for part in row] for row in parts],
     }
+
+
+ONE_TURN = Interaction("spans", check_one_turn, make_draw, read_text, find_spans, report_texts, span_columns)
+
+
+def interaction_of(task: Task) -> Interaction:
+    """Returns the functions for the completions of a task."""
+    if task.environment is None:
+        return ONE_TURN
+    from grpo_jax.rl.episodes import EPISODES  # loaded only for tasks with an environment
+
+    return EPISODES

@@ -86,7 +86,7 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
     Raises:
       UsageError: The task has an environment, but the policy cannot continue after its replies.
     """
-    draw, program = interaction_of(task).make_draw(policy, sampling, devices)
+    draw, program = interaction_of(task).make_draw(task, policy, sampling, devices)
     return Sampler(draw, devices, program, group_tokens=sampling.group_size * sampling.completion_width)
 
 

@@ -21,6 +21,7 @@ from grpo_jax.models.geometry import TokenStates
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step.types import Array, Batch, Logs, TrainState
+from grpo_jax.tasks.task import Task
 
 _NOTHING: Any = MappingProxyType({})  # read-only, since it is shared
 
@@ -44,21 +45,21 @@ class Interaction(NamedTuple):
 
     parts: Literal["spans", "turns"]  # the parts of a completion that may have rewards of their own
     check: Callable[[SamplingConfig], None]  # raises if the options do not suit the task
-    # (policy, sampling options, devices) -> `draw` and `program` of a `source.Sampler`
+    # (task, policy, sampling options, devices) -> `draw` and `program` of a `source.Sampler`
     make_draw: Callable[..., tuple[Callable[..., Completions], Callable[..., Completions] | None]]
-    # (completions as NumPy arrays, mask [N, G, T] of their tokens without EOS, place in [N, G]) -> a text
-    read: Callable[[Completions, Any, tuple[int, int]], Completion]
-    # (completions, texts that are rewarded [N · G], their spans, reward) -> `Graded.parts`
-    find_parts: Callable[[Completions, Sequence[Completion], np.ndarray, Reward | Rewards], np.ndarray]
-    # (rewards, number of the step, from 0) -> metrics and warnings. Raises if the run cannot learn
-    report: Callable[[Graded, int], tuple[dict[str, Any], dict[str, str]]]
+    # (task, completions as NumPy arrays, mask [N, G, T] of their tokens without EOS, place in [N, G]) -> a text
+    read: Callable[[Task, Completions, Any, tuple[int, int]], Completion]
+    # (task, completions, texts that are rewarded [N · G], their spans, reward) -> `Graded.parts`
+    find_parts: Callable[[Task, Completions, Sequence[Completion], np.ndarray, Reward | Rewards], np.ndarray]
+    # (task, rewards, number of the step, from 0) -> metrics and warnings. Raises if the run cannot learn
+    report: Callable[[Task, Graded, int], tuple[dict[str, Any], dict[str, str]]]
     # (rewards, number of a group, completions on this host, place of the group in them, texts) -> columns to read
     columns: Callable[[Graded, int, Completions, int, Sequence[Completion]], dict[str, Any]]
     # (batch of zeros, sampling options) -> batch with zeros for the other fields that are sampled
     add_zeros: Callable[[Batch, SamplingConfig], Batch] = lambda batch, sampling: batch
-    # (completions, texts) -> statistics of completions, name -> [N, G]
-    statistics: Callable[[Completions, Sequence[Sequence[Completion]]], dict[str, np.ndarray]] = lambda *_: {}
-    failures: Callable[[], dict[str, str]] = dict  # returns sentences about failures so far, by key
+    # (task, completions, texts) -> statistics of completions, name -> [N, G]
+    statistics: Callable[[Task, Completions, Sequence[Sequence[Completion]]], dict[str, np.ndarray]] = lambda *_: {}
+    failures: Callable[[Task], dict[str, str]] = lambda task: {}  # returns sentences about failures so far, by key
 
 
 class Rollout(NamedTuple):

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from grpo_jax import functional as F
 from grpo_jax.config import Divergence
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import TokenLogprobs, token_logprobs
 from grpo_jax.models.geometry import TokenStates, rows_of_groups
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
@@ -22,7 +21,7 @@ from grpo_jax.step.types import Batch, TargetOutputs
 
 def score_completion_tokens(
     policy: Policy, params: Params, batch: Batch, states: TokenStates | None = None
-) -> TokenLogprobs:
+) -> F.TokenLogprobs:
     """Computes log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`.
 
     Args:
@@ -43,9 +42,9 @@ def states_of(policy: Policy, params: Params, batch: Batch) -> TokenStates:
 
 def _token_logprobs(
     policy: Policy, params: Params, hidden: jax.Array, ids: jax.Array, temperature: jax.Array
-) -> TokenLogprobs:
+) -> F.TokenLogprobs:
     """Computes `token_logprobs`. On a mesh tokens are sharded over all devices, including the tensor axis."""
-    scored = partial(token_logprobs, unembedding=policy.unembedding(params), softcap=policy.softcap)
+    scored = partial(F.token_logprobs, unembedding=policy.unembedding(params), softcap=policy.softcap)
     if mesh_sizes() is None:
         return scored(hidden, ids=ids, temperature=temperature)
     temperature = jnp.broadcast_to(temperature, ids.shape)
