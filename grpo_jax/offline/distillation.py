@@ -21,7 +21,7 @@ from grpo_jax.models.geometry import TokenStates
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import Objective, row_scorer
-from grpo_jax.offline.sft import as_completions, mean_of, sum_texts
+from grpo_jax.offline.sft import as_completions, sum_texts
 from grpo_jax.options import check_ranges
 from grpo_jax.step.scores import outputs_of_states, score_completion_tokens, states_of, token_divergence
 from grpo_jax.step.types import Batch, Logs
@@ -128,4 +128,5 @@ def mean_divergence(
       batches, devices: See `text_nll`.
     """
     score = row_scorer(teacher_divergence, policy, target, devices=devices)
-    return mean_of(*sum_texts(score, params, batches))
+    totals, tokens = sum_texts(score, params, batches)
+    return float(totals.sum() / max(tokens.sum(), 1))

@@ -77,16 +77,6 @@ def text_nll(
     return sum_texts(row_scorer(token_nll, policy, devices=devices), params, batches)
 
 
-def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = ONE_DEVICE) -> float:
-    """Returns −mean log π over all completion tokens of the batches, in nats. Arguments are those of `text_nll`."""
-    return mean_of(*text_nll(policy, params, batches, devices=devices))
-
-
-def mean_of(totals: np.ndarray, tokens: np.ndarray) -> float:
-    """Returns Σ totals / Σ tokens, for the results of `sum_texts`."""
-    return float(totals.sum() / max(tokens.sum(), 1))
-
-
 def sum_texts(
     score: Callable[[Params, Packed], np.ndarray], params: Params, batches: Iterable[Packed]
 ) -> tuple[np.ndarray, np.ndarray]:

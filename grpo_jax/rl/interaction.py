@@ -7,11 +7,12 @@ import jax
 import numpy as np
 
 from grpo_jax.config import SamplingConfig
+from grpo_jax.data.text import spans_in_tokens
 from grpo_jax.data.types import Completion, Reward, Rewards
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices
 from grpo_jax.errors import UsageError
+from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.sampler import Completions, sample_groups, truncation_of
@@ -99,11 +100,8 @@ def find_spans(
     task: Task, completions: Completions, texts: Sequence[Completion], spans: np.ndarray, reward: Reward | Rewards
 ) -> np.ndarray:
     """Converts the spans of texts from characters to tokens."""
-    if any(spans):
-        from grpo_jax.data.spans import in_tokens  # loaded only for spans
-
-        for number, (parts, text) in enumerate(zip(spans, texts, strict=True)):
-            spans[number] = in_tokens(parts, text, lambda ids: before_stop(task.decode(ids), task.stop))
+    for number, (parts, text) in enumerate(zip(spans, texts, strict=True) if any(spans) else ()):
+        spans[number] = spans_in_tokens(parts, text, lambda ids: before_stop(task.decode(ids), task.stop))
     return spans.reshape(completions.truncated.shape)
 
 
