@@ -20,7 +20,7 @@ from grpo_jax.functional import masked_sum, token_mean_weights, weighted_sum
 from grpo_jax.models.geometry import TokenStates
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.phase import Objective, row_scorer
+from grpo_jax.offline.phase import FitObjective, row_scorer
 from grpo_jax.offline.sft import as_completions, sum_texts
 from grpo_jax.options import check_ranges
 from grpo_jax.step.scores import outputs_of_states, score_completion_tokens, states_of, token_divergence
@@ -57,7 +57,7 @@ def check_options(options: TeacherConfig, nll_coef: float) -> None:
         raise UsageError(f"nll_coef is {nll_coef}, but distillation is none: leave it out, or name a teacher")
 
 
-def divergence_objective(policy: Policy, target: Target) -> Objective:
+def divergence_objective(policy: Policy, target: Target) -> FitObjective:
     """Returns the objective that minimises the divergence from a teacher plus λ times the NLL of completions.
 
     Its parameters are {"policy": ..., "teacher": ...}, and only the policy's are trained. Batches are those of
@@ -67,7 +67,7 @@ def divergence_objective(policy: Policy, target: Target) -> Objective:
       policy: The model's functions.
       target: The teacher and the loss.
     """
-    return Objective(partial(distillation_loss, policy, target=target), token_mean_weights)
+    return FitObjective(partial(distillation_loss, policy, target=target), token_mean_weights)
 
 
 def distillation_loss(

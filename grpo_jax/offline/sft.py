@@ -13,12 +13,12 @@ from grpo_jax.functional import masked_sum, token_mean_weights, weighted_sum
 from grpo_jax.models.geometry import rows_of_texts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.phase import Objective, row_scorer
+from grpo_jax.offline.phase import FitObjective, row_scorer
 from grpo_jax.step.scores import score_completion_tokens
 from grpo_jax.step.types import Batch, Logs
 
 
-def sft_objective(policy: Policy) -> Objective:
+def sft_objective(policy: Policy) -> FitObjective:
     """Returns the objective that minimises the NLL of completions.
 
     Its parameters are the policy's. With `lora.Adapted`, only the adapters are trained. A batch holds prompts with one
@@ -27,7 +27,7 @@ def sft_objective(policy: Policy) -> Objective:
     Args:
       policy: The model's functions.
     """
-    return Objective(partial(text_loss, policy), token_mean_weights)
+    return FitObjective(partial(text_loss, policy), token_mean_weights)
 
 
 def text_loss(policy: Policy, params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:

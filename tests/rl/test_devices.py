@@ -45,7 +45,7 @@ from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.weights import load_params
 from grpo_jax.offline import pairs as offline_pairs
 from grpo_jax.offline.distillation import Target, divergence_objective, mean_divergence
-from grpo_jax.offline.phase import Objective, SupervisedConfig
+from grpo_jax.offline.phase import FitObjective, SupervisedConfig
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.rl.distillation import distillation_method
 from grpo_jax.rl.grpo import grpo_method, make_programs
@@ -405,7 +405,7 @@ LESSON = Target(TEACHER, Divergence("forward_kl"), nll_coef=0.3)
 class Phase(NamedTuple):
     """What a phase minimises, and where it starts."""
 
-    objective: Objective
+    objective: FitObjective
     start: Any
     batch: Any
 
