@@ -472,22 +472,14 @@ def shape_of(
       parts: The number of parts of the mesh that prompts are spread over.
     """
     run, critic = run_of(config), config.critic if isinstance(config, PPOConfig) else None
-    return Shape(
+    named = vars(run.sampling) | vars(run.optimizer) | vars(run.mesh) | vars(options)
+    shape = Shape(**{name: named[name] for name in Shape._fields if name in named})  # options of the same names
+    return shape._replace(
         num_prompts=run.sampling.num_prompts // parts,
-        group_size=run.sampling.group_size,
         prompt_tokens=prompt_tokens,
         max_tokens=run.sampling.completion_width,
-        minibatches=run.optimizer.minibatches,
-        microbatches=run.optimizer.microbatches,
-        piece_tokens=run.optimizer.piece_tokens,
-        lora_rank=options.lora_rank,
-        lora_targets=options.lora_targets,
-        param_dtype=options.param_dtype,
-        quantize=options.quantize,
         critic=critic.critic if critic else "none",
         copies=1 + (run.reference.ref_sync_steps > 0),
-        fsdp=run.mesh.fsdp,
-        tensor=run.mesh.tensor,
         traits=traits_of_backend(),
     )
 
