@@ -1,7 +1,7 @@
 """Tasks that options name, as on the command line: prompts, rewards and the environment."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -171,34 +171,35 @@ def open_task(
     """
     texts = check_task_options(options)
     chat = uses_chat(options.chat, pretrained.tokenizer)
-    environment, tools = None, None
-    with ExitStack() as stack:
-        if options.environment or options.tools or options.environment_factory:
-            from grpo_jax.tasks import environments  # imported only by tasks with an environment
+    tools, named = None, {"tools": options.tools, "factory": options.environment_factory}
+    opened: AbstractContextManager[Any] = nullcontext()
+    if options.environment or any(named.values()):
+        from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
-            opened = environments.open_environment(
-                make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs),
-                chat,
-                environment=options.environment,
-                tools=options.tools,
-                factory=options.environment_factory,
-                deadline=options.reply_deadline,
-                budget=options.reply_budget,
-                memory_mb=options.reply_memory_mb,
-            )
-            environment, tools = stack.enter_context(opened)
-        make = _task_maker(options, training, has_levels)
-        graded = open_rewards(
-            texts,
-            group_size=group_size,
-            deadline=options.reward_deadline,
-            budget=options.reward_budget,
-            memory_mb=options.reward_memory_mb,
+        tools = environments.tool_schemas(**named, in_chat=chat)
+        opened = environments.open_environment(
+            make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs),
+            chat,
+            environment=options.environment,
+            **named,
+            deadline=options.reply_deadline,
+            budget=options.reply_budget,
+            memory_mb=options.reply_memory_mb,
         )
+    make = _task_maker(options, training, has_levels)
+    graded = open_rewards(
+        texts,
+        group_size=group_size,
+        deadline=options.reward_deadline,
+        budget=options.reward_budget,
+        memory_mb=options.reward_memory_mb,
+    )
+    rewarded = graded if texts else nullcontext(environments.episode_return)
+    with opened as environment, rewarded as rewards:
         task = make(
             pretrained.tokenizer,
             pretrained.eos_ids,
-            reward=stack.enter_context(graded) if texts else environments.episode_return,
+            reward=rewards,
             chat=chat,
             vocab_size=pretrained.config.vocab_size,
             template=options.template,

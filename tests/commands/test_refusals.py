@@ -86,7 +86,7 @@ REFUSED = [
     ("sft", "--task numbers.jsonl", "numbers.jsonl, line 2: column completion"),
     ("sft", "--completion-column answer", "set --completion-column"),
     ("sft", "--max-tokens 1", "no completion is left"),
-    ("sft", "--num-rows 99", "a step of 99 rows"),
+    ("sft", "--num-rows 99", "num_rows is 99"),
     ("sft", "--steps 0", "steps is 0"),
     ("sft", "--quantize int8", "quantize int8"),
     ("sft", "--teacher DIR", "distillation is none"),
