@@ -252,8 +252,7 @@ def encode_preferences(chat: Chat, preferences: Sequence[Preference], **options:
     texts = [(pair.chosen, pair.rejected) for pair in preferences]
     rows, numbers, notes = _encoded(chat, preferences, texts, **options)
     margins = [preferences[number].margin for number in numbers]
-    answers = [(chosen, rejected) for _, (chosen, rejected) in rows]
-    return EncodedPairs([row.prompt for row in rows], answers, margins, notes)
+    return EncodedPairs([row.prompt for row in rows], [row.answers for row in rows], margins, notes)
 
 
 def _encoded(chat: Chat, records: Sequence[Kind], texts: Sequence[Sequence[str]], **options: Any) -> Any:
@@ -319,7 +318,7 @@ def encode_ratings(chat: Chat, ratings: Sequence[Rating], **options: Any) -> Enc
     texts = [(rating.completion,) for rating in ratings]
     rows, numbers, notes = _encoded(chat, ratings, texts, noun="completions", **options)
     desirable = [ratings[number].desirable for number in numbers]
-    answers = [(ids, list[int]()) for _, (ids,) in rows]
+    answers = [(*row.answers, list[int]()) for row in rows]
     return EncodedPairs([row.prompt for row in rows], answers, [0.0] * len(answers), notes, desirable)
 
 

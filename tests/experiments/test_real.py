@@ -19,18 +19,20 @@ def test_held_out_sums_are_not_trained_on():
     assert all(str(eval(row["question"].rstrip("="))) == row["answer"] for row in real.sums()[0])
 
 
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("task", real.TASKS)
-def test_every_command_is_read(tmp_path, task):
+def test_every_command_is_read(tmp_path, task, small):
     config = real.Config(model="DIR", task=task, data="GSM8K", extra="--learning-rate 3e-6")
     names = []
     for stage in real.TASKS[task](config, tmp_path, 3):
-        name, *args = stage.args
+        name, *args = (real.in_small(stage) if small else stage).args
         names.append(name)
         if name == "train":
             options = flags.parse(module_of(method_of(args)).Config, None, args)
             assert options_of(options)["seed"] == 3
+            assert (options_of(options)["steps"] == 2) == small
         elif name == "evaluate":
-            assert evaluate.parse(args).samples == 3
+            assert evaluate.parse(args).samples == (1 if small else 3)
         else:
             flags.read_flags(export.Options, args=args)
     assert names[-3:] == ["train", "export", "evaluate"]
