@@ -27,7 +27,7 @@ from grpo_jax.data.types import (
     rng,
 )
 from grpo_jax.errors import UsageError, reason_of
-from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, row_kwargs, with_kwargs
+from grpo_jax.models.chat import Chat, make_chat, make_decoder, prompt_writer, render, row_kwargs, with_kwargs
 from grpo_jax.models.geometry import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
@@ -211,7 +211,7 @@ def text_task(
     def padded(rows: PromptRows, numbers: Iterable[int] | None = None) -> Prompts:
         return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id, widths=widths)
 
-    decoding = partial(decode, writer)
+    decoding = make_decoder(writer)
     ends = make_stop(stop, partial(read_token_bytes, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
 
     def draw(window: "Window", step: int, bound: float) -> "Drawn":

@@ -86,7 +86,7 @@ REFUSED = [
     ("sft", "--task numbers.jsonl", "numbers.jsonl, line 2: column completion"),
     ("sft", "--completion-column answer", "set --completion-column"),
     ("sft", "--max-tokens 1", "no completion is left"),
-    ("sft", "--num-rows 99", "num_rows is 99"),
+    ("sft", "--num-rows 99", "num_rows is 99, but there are 58 rows for training: set it to 1 to 58"),
     ("sft", "--steps 0", "steps is 0"),
     ("sft", "--quantize int8", "quantize int8"),
     ("sft", "--teacher DIR", "distillation is none"),

@@ -126,6 +126,8 @@ ON_H100 = [
     ("Gemma-3-270M", "sample", {}, 2.07),
     ("Gemma-3-270M", "sample", {"rounding": "stochastic"}, 2.07),
     ("Gemma-3-270M", "sample", {"lora_rank": 16}, 1.75),
+    ("Qwen2.5-0.5B", "sample", {"lora_rank": 16}, 1.70),
+    ("Qwen3-0.6B", "sample", {"lora_rank": 16}, 10.14),
 ]
 
 
