@@ -2,7 +2,7 @@
 
 `Devices` lists the devices of a program. Without a mesh, each of them holds all parameters. With a `Mesh`, parameters
 are sharded by the rules of `models.sharding`. Every program is a `jax.jit` of whole arrays. On several devices without
-a mesh, computations that are independent for each row run in a `jax.shard_map` inside it.
+a mesh, computations that are independent for each row run in a `jax.pmap` inside it.
 
 With several hosts, there is always a mesh over the devices of all hosts, and arrays are spread over all of them.
 Every host passes the whole array to `to_devices`, which puts only this host's part. `local_rows` reads the rows that
@@ -138,7 +138,7 @@ def parts(devices: Devices) -> int:
 
 
 def map_rows(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
-    """Maps a function of independent rows over devices with `jax.shard_map`.
+    """Maps a function of independent rows over devices with `jax.pmap`.
 
     Call the result inside a program, with whole arrays. Each device computes its rows. On one device or a mesh the
     result is `fn` itself.
@@ -149,7 +149,14 @@ def map_rows(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
     """
     if devices.is_single or devices.mesh is not None:
         return fn
-    return _mapped(fn, devices, PartitionSpec(AXIS))
+
+    def merge(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[2:])
+
+    def call(shared: Any, *rows: Any) -> Any:
+        return jax.tree.map(merge, _mapped(fn, devices, len(rows), 0)(shared, *_split(rows, devices)))
+
+    return call
 
 
 def sum_rows(fn: Callable[[Any, Any], tuple[Any, Any]], devices: Devices) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -168,17 +175,16 @@ def sum_rows(fn: Callable[[Any, Any], tuple[Any, Any]], devices: Devices) -> Cal
         sums, maxima = fn(shared, rows)
         return jax.lax.psum(sums, AXIS), jax.lax.pmax(maxima, AXIS)
 
-    return _mapped(on_device, devices, PartitionSpec())
+    return lambda shared, rows: _mapped(on_device, devices, 1, None)(shared, _split(rows, devices))
 
 
-def _mapped(fn: Callable[..., Any], devices: Devices, out_specs: PartitionSpec) -> Callable[..., Any]:
-    def call(shared: Any, *rows: Any) -> Any:
-        specs = (PartitionSpec(), *[PartitionSpec(AXIS)] * len(rows))
-        # A function of one device need not say which of its arrays vary over devices.
-        mapped = jax.shard_map(fn, mesh=_mesh(devices), in_specs=specs, out_specs=out_specs, check_vma=False)
-        return mapped(shared, *rows)
+def _mapped(fn: Callable[..., Any], devices: Devices, num_rows: int, out_axes: int | None) -> Callable[..., Any]:
+    in_axes = (None, *[0] * num_rows)
+    return jax.pmap(fn, axis_name=AXIS, in_axes=in_axes, out_axes=out_axes, devices=devices.all)
 
-    return call
+
+def _split(tree: Any, devices: Devices) -> Any:
+    return jax.tree.map(lambda x: x.reshape(size(devices), -1, *x.shape[1:]), tree)
 
 
 def jit_on_devices(
@@ -198,8 +204,11 @@ def jit_on_devices(
 
     @wraps(fn)  # logs and profiles name the program
     def call(*args: Any) -> Any:
-        # `jax.set_mesh` around the call would not apply when the program is only lowered or traced.
-        with jax.sharding.use_abstract_mesh(_mesh(devices).abstract_mesh):
+        if devices.mesh is not None:
+            # `jax.set_mesh` around the call would not apply when the program is only lowered or traced.
+            with jax.sharding.use_abstract_mesh(_mesh(devices).abstract_mesh):
+                result = fn(*args)
+        else:
             result = fn(*args)
         # With fixed shardings the program that takes the result is compiled only once.
         return jax.lax.with_sharding_constraint(result, shardings(result, devices, out_axes))

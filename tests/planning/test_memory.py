@@ -128,6 +128,7 @@ ON_H100 = [
     ("Gemma-3-270M", "sample", {"lora_rank": 16}, 1.75),
     ("Qwen2.5-0.5B", "sample", {"lora_rank": 16}, 1.70),
     ("Qwen3-0.6B", "sample", {"lora_rank": 16}, 10.14),
+    ("Qwen2.5-1.5B", "sample", {"lora_rank": 16}, 4.72),
 ]
 
 
@@ -138,6 +139,9 @@ SCORE_ON_H100 = [
     ("Qwen3-0.6B", {}, 1.27),
     ("Gemma-3-270M", {}, 0.69),
     ("Gemma-3-270M", {"lora_rank": 16}, 0.56),
+    ("Qwen2.5-0.5B", {"lora_rank": 16}, 0.72),
+    ("Qwen3-0.6B", {"lora_rank": 16}, 0.50),
+    ("Qwen2.5-1.5B", {"lora_rank": 16}, 1.39),
 ]
 
 
