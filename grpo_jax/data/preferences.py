@@ -33,6 +33,7 @@ ASSISTANT = "\n\nAssistant:"
 TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 NO_PROMPT = "with an empty prompt"  # a reason why a row is dropped
+_NEEDED = "give rows with chosen and rejected, or for kto with completion and label"
 
 
 class Preference(NamedTuple):
@@ -117,14 +118,15 @@ def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference |
     """
     row = _with_prompt(row)
     if "prompt" not in row:
-        return parse_transcripts(text_column(row, "chosen"), text_column(row, "rejected"), chat=chat)
+        chosen, rejected = (text_column(row, name, remedy=_NEEDED) for name in _SIDES)
+        return parse_transcripts(chosen, rejected, chat=chat)
     prompt, margin = prompt_of(row), row.get("margin")
     margin = 0.0 if margin is None else margin
     if not isinstance(margin, int | float) or isinstance(margin, bool) or not abs(margin) <= LARGEST_REWARD:
         raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number of float32")
     if prompt is None:
         return NO_PROMPT
-    chosen, rejected = (completion_text(row, name) for name in ("chosen", "rejected"))
+    chosen, rejected = (completion_text(row, name, remedy=_NEEDED) for name in _SIDES)
     return _checked(Preference(prompt, chosen, rejected, float(margin), _variables(row)))
 
 
