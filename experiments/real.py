@@ -156,8 +156,8 @@ def generator_options(text: str) -> list[str]:
 
 def generator_stages(config: Config, folder: Path, seed: int) -> list[Stage]:
     """Returns the command of one seed on a generator of reasoning_gym."""
-    train = arguments(steps=20, num_prompts=8, group_size=8, learning_rate=1e-6, dtype="bfloat16")
-    evaluate = arguments(num_heldout=120, eval_every=20, eval_samples=2)
+    train = arguments(steps=20, num_prompts=4, group_size=8, learning_rate=1e-6, dtype="bfloat16")
+    evaluate = arguments(num_heldout=100, eval_every=20, eval_samples=2)
     train = [*generator_options(config.task), *train, *evaluate]
     return grpo_stages(config, folder, config.model, seed, train=train, evaluate=[])[:1]
 
