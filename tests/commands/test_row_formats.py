@@ -64,11 +64,7 @@ def arguments(form, kind, method, out):
     return [str(word) for word in words]
 
 
-QUICK = [
-    ("prompt-only", "episodes", "grpo"),
-    ("language modelling", "episodes", "sft"),
-    ("preference without prompt", "episodes", "dpo"),
-]
+QUICK = [("prompt-only", "episodes", "grpo"), ("language modelling", "episodes", "sft")]
 ADVICE = {
     "grpo": "has no column prompt: its columns are .*; put the prompt there, or set prompt_column or template",
     "ppo": "has no column prompt: its columns are .*; put the prompt there, or set prompt_column or template",

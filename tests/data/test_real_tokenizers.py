@@ -108,8 +108,8 @@ def test_chats_are_the_tokens_of_transformers(tmp_path, folder, kind):
         results = encoded(chat, form, write_rows(tmp_path / f"{form}.jsonl", rows), in_chat=True)
         for (ids, mask), (whole, turns) in zip(sorted(results), sorted(expected), strict=True):
             assert ids == whole[: len(ids)]
-            rest = tokenizer.decode(whole[len(ids) :])
-            assert not rest or rest[0].isspace()  # what the template writes after the end of the last turn
+            # The template of Phi-3 writes EOS after the end of the last turn.
+            assert tokenizer.decode(whole[len(ids) :]).strip() in ("", tokenizer.eos_token)
             runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
             learned = [tokenizer.decode([i for i, _ in run]) for is_learned, run in runs if is_learned]
             assert list(map(squeezed, learned)) == list(map(squeezed, turns))

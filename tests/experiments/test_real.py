@@ -53,7 +53,7 @@ def test_solved_questions_are_never_held_out(tmp_path):
     args = real.generator_options(GENERATOR)
     options = flags.parse(module_of("grpo").Config, None, args).task
     assert options.template.count("\nAnswer: ") == 3
-    model = load_pretrained(save_tiny_model(tmp_path, Characters("".join(map(chr, range(32, 127))) + "\n")))
+    model = load_pretrained(save_tiny_model(tmp_path / "model", Characters("".join(map(chr, range(32, 127))) + "\n")))
     sizes = {"num_prompts": 2, "group_size": 2, "seed": 0}
     with open_task(options, model, **sizes, stop=("\n",)) as task:
         held, (example, *_) = [row["question"] for row in task.heldout.examples], task.prompts(0).examples

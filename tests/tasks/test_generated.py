@@ -174,6 +174,7 @@ def test_the_generators_score_is_the_reward_in_processes(pretrained):
         assert "set PYTHONHASHSEED=0" in component.reward.messages["raised"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in")
 def test_the_trainer_takes_generators_as_the_command_does(tmp_path):
     folder = save_tiny_model(tmp_path / "model", Characters("".join(map(chr, range(32, 127))) + "\n"))
