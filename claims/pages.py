@@ -28,12 +28,14 @@ WHY_UNLEARNED = "no setting's score rose above its start by more than chance, so
 MARKS = "¹²³⁴⁵⁶⁷⁸⁹"  # of the notes below the table
 PLACES = ("at the end", "on the way")  # of a score
 DIFFERS = (
-    "Options, prompts and random keys are the same on both. What differs is the processor, the version of jax, and the "
-    "starts: each machine trained its own, and rounding makes them different, so that the same seed is another draw."
+    "Options, prompts and random keys are the same on both. The processor, the version of jax and the starts (the "
+    "models before GRPO or PPO) differ. Each machine trained its own starts, and rounding makes them different, so the "
+    "same seed is another draw."
 )
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
 PRETRAINED = (
-    "Five claims were repeated in 200 steps of stories260K, a pretrained language model of 260,000 parameters. "
+    "Five claims were repeated in runs of 200 steps with stories260K, a pretrained language model of 260,000 "
+    "parameters. "
 )
 POSTS, NOTES = ("000", "001"), ("003",)  # sources without an author, and notes
 NOT_MEASURED = "–"
@@ -259,7 +261,7 @@ def _power(numbers: Numbers) -> str:
         return ""
     smallest = [np.median([detectable(*it, look) for it in measured]) for look in (LOOKS[0], LOOKS[-1])]
     return (
-        f"At the median of the claims, the rule finds a difference of {smallest[0]:.3f} with {LOOKS[0]} seeds and of "
+        f"For the median claim, the rule finds a difference of {smallest[0]:.3f} with {LOOKS[0]} seeds and of "
         f"{smallest[1]:.3f} with {LOOKS[-1]} seeds, with probability {POWER}. It rarely decides smaller ones."
     )
 
@@ -448,8 +450,8 @@ def _elsewhere(first: Numbers, other: Numbers) -> str:
     both = _both(first, other)
     verdicts, seeds = Counter(relation(one, two) for _, one, two in both), max(two.seeds for _, _, two in both)
     return (
-        f"Another machine, with up to {seeds} seeds, decided {verdicts[ONLY_SECOND]} of the undecided claims, and gave "
-        f"another verdict on {verdicts[DIFFERENT]} of the decided ones ([comparison](#again))."
+        f"On another machine, with up to {seeds} seeds, the rule decided {verdicts[ONLY_SECOND]} of the undecided "
+        f"claims. {verdicts[DIFFERENT]} of the decided claims got another verdict there ([comparison](#again))."
     )
 
 

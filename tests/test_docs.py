@@ -375,6 +375,11 @@ def test_scaling_page_devices_match_the_planner(name):
     assert f"| {name} | {' | '.join(cells)} |" in PAGES["scaling.md"]
 
 
+def test_scaling_page_names_every_device_of_plans():
+    (names,) = re.findall(r"data sheet of `--device (.*?)\.", " ".join(PAGES["scaling.md"].split()))
+    assert re.findall(r"\w+", names.replace(" or ", " ")) == [*DEVICES]
+
+
 @pytest.mark.parametrize("name", ["Gemma-3-270M", "Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
 def test_the_least_minutes_of_runs_are_the_plans(name):
     devices = {"rtx4090": 0.9 * 24, "l4": 0.9 * 24, "h100": 0.9 * 80, "v5e": 16}
