@@ -133,9 +133,10 @@ class GRPOTrainer:
           FloatingPointError: Gradients were not finite too many times in a row.
         """
         started, options, rows = time.perf_counter(), self._options, _rows(prompts)
-        if self._factory is not None and isinstance(rows, str):
-            raise UsageError("environment_factory gives the columns of rows to reset, and generators have none")
-        rows = rows if self._factory is None else trl_rows(self._factory, rows)
+        if self._factory is not None:
+            if isinstance(rows, str):
+                raise UsageError("environment_factory gives the columns of rows to reset, and generators have none")
+            rows = trl_rows(self._factory, rows)
         if self._lower_num_prompts:
             num_left = len(self._task(rows, num_prompts=1).heldout.examples)  # without the empty and overlong ones
             options = with_options(options, num_prompts=_fitting_num_prompts(run_of(options.train), num_left))
@@ -169,9 +170,10 @@ class GRPOTrainer:
         chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, model.chat_template_kwargs)
         environment = self._reply and _environment(self._reply, bool(self._tools), chat)
         longest = pretrained.config.max_position_embeddings
-        make: Any = partial(text_task, rows=rows, heldout_share=0.0)
         if isinstance(rows, str):
-            make = partial(generated_task, generators=parse_generators(rows.removeprefix(PREFIX)))
+            make: Any = partial(generated_task, generators=parse_generators(rows.removeprefix(PREFIX)))
+        else:
+            make = partial(text_task, rows=rows, heldout_share=0.0)
         task = make(
             pretrained.tokenizer,
             pretrained.eos_ids,
