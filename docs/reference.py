@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import tyro
 
-from grpo_jax.commands import evaluate, report
+from grpo_jax.commands import evaluate
 from grpo_jax.commands.train import METHODS, module_of
-from grpo_jax.runs import export
+from grpo_jax.runs import export, report
 from grpo_jax.runs.flags import option_texts
 
 PAGE = Path(__file__).with_name("reference.md")

@@ -87,7 +87,7 @@ from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import pair_batches, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.sft import mean_nll, sft_objective
+from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.options import Positive, Size
 from grpo_jax.prepare import Loaded, load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
@@ -262,10 +262,10 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     start, thirds, run, seed = shared.start, shared.thirds, shared.run, config.ppo.run.seed
     model, answers = shared.model, dict[str, Evaluation]()
     sft = fit_sft(start, thirds.rows[0], model, config, run)
-    nll = {
-        name: mean_nll(model.policy, params, packed_pieces(thirds.rows[2], config.sft_rows))
-        for name, params in (("before", start), ("after", sft))
-    }
+    nll = {}
+    for name, params in (("before", start), ("after", sft)):
+        totals, tokens = text_nll(model.policy, params, packed_pieces(thirds.rows[2], config.sft_rows))
+        nll[name] = float(totals.sum() / tokens.sum())
     learned = fit_reward_model(sft, thirds.pairs[0], model, config, run, f"reward_model_{seed}")
     scorers = {"learned": as_reward(learned, config), "judge": as_reward(shared.judge, config)}
     rules: dict[str, Reward] = {"taken_up": taken_up, "candid": candid}
@@ -322,7 +322,7 @@ def fit_reward_model(
     options = supervised(config, config.reward_model_steps, config.reward_model_learning_rate, weight_decay=0.1)
     state = fit(reward_model_objective(shape), params, batches, options, run, phase=phase)
     trained = join(state.params, split(params)[1])
-    return RewardModel(shape, trained, loaded.tokenizer, loaded.eos_ids, loaded.folder)
+    return RewardModel(*loaded._replace(config=shape, params=trained))
 
 
 def as_reward(model: RewardModel, config: Config) -> Reward:

@@ -39,8 +39,8 @@ from grpo_jax.data.types import rng
 from grpo_jax.fit import fit
 from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import (
     PairBatch,
@@ -50,7 +50,7 @@ from grpo_jax.offline.pairs import (
     preference_objective,
     score_pairs,
 )
-from grpo_jax.offline.phase import SupervisedConfig, check_supervised
+from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.options import Positive, Seed, Size
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
@@ -100,7 +100,7 @@ def main(config: Config) -> None:
     """Trains with every seed; prints a table and writes curves and results.json."""
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
-    check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
+    check_rows(config.train, rows=config.num_pairs, name="num_pairs")
     seeds = config.seeds.starting_at(config.seed)
     runs: dict[str, dict[str, list[float]]] = {}
     run = flags.open_run(config)
@@ -152,8 +152,8 @@ def train_dpo(
     config: Config, params: Params, pairs: EncodedPairs, seed: int, run: RunFolder, **phase: Any
 ) -> TrainState:
     """Trains by DPO on pairs; `phase` holds further arguments of `fit`."""
-    ref_logprobs = score_pairs(pair_logprobs, POLICY, params, pairs, num_pairs=512)
-    batches = pair_batches(pairs, config.num_pairs, seed, ref_logprobs=ref_logprobs)
+    pairs = pairs._replace(ref_logprobs=score_pairs(pair_logprobs, POLICY, params, pairs, num_pairs=512))
+    batches = pair_batches(pairs, config.num_pairs, seed)
     objective = preference_objective(POLICY, partial(dpo_loss, beta=config.beta))
     return fit(objective, params, batches, config.train, run, **phase)
 
@@ -166,8 +166,8 @@ def train_on_ratings(
     answers = [(ids, list[int]()) for pair in pairs.answers for ids in pair]
     ratings = EncodedPairs(prompts, answers, [0.0] * len(answers), desirable=[True, False] * len(pairs.prompts))
     mismatched = with_mismatched(ratings, seed)
-    ref_logprobs = score_pairs(pair_logprobs, POLICY, params, mismatched, num_pairs=512)
-    batches = pair_batches(mismatched, 2 * config.num_pairs, seed, ref_logprobs=ref_logprobs)
+    rated = mismatched._replace(ref_logprobs=score_pairs(pair_logprobs, POLICY, params, mismatched, num_pairs=512))
+    batches = pair_batches(rated, 2 * config.num_pairs, seed)
     objective = kto_objective(POLICY, partial(kto_loss, beta=config.beta))
     return fit(objective, params, batches, config.train, run, **phase)
 

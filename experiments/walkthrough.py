@@ -35,7 +35,7 @@ from grpo_jax.data.text import check_ids, encode_prompts
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.devices import ONE_DEVICE
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.presets import Objective
+from grpo_jax.functional import Objective
 from grpo_jax.models.chat import Chat
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained

@@ -20,9 +20,9 @@ from grpo_jax.checks import validate
 from grpo_jax.config import GRPOConfig, PPOConfig, run_of, with_options
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
+from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.params import join, split
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl.evaluate import heldout_calls

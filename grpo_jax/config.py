@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.presets import PRESETS, Objective
+from grpo_jax.functional import PRESETS, Objective
 from grpo_jax.models.config import AttentionKind, Dtype, Rounding, Router
-from grpo_jax.models.params import Quantize
-from grpo_jax.models.projections import TARGETS, Target
+from grpo_jax.models.params import TARGETS, Quantize, Target
 from grpo_jax.options import (
     Bound,
     Config,

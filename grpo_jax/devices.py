@@ -2,7 +2,7 @@
 
 `Devices` lists the devices of a program. Without a mesh, each of them holds all parameters. With a `Mesh`, parameters
 are sharded by the rules of `models.sharding`. Every program is a `jax.jit` of whole arrays. On several devices without
-a mesh, computations that are independent for each row run in a `jax.pmap` inside it.
+a mesh, computations that are independent for each row run in a `jax.shard_map` inside it.
 
 With several hosts, there is always a mesh over the devices of all hosts, and arrays are spread over all of them.
 Every host passes the whole array to `to_devices`, which puts only this host's part. `local_rows` reads the rows that
@@ -138,7 +138,7 @@ def parts(devices: Devices) -> int:
 
 
 def map_rows(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
-    """Maps a function of independent rows over devices with `jax.pmap`.
+    """Maps a function of independent rows over devices with `jax.shard_map`.
 
     Call the result inside a program, with whole arrays. Each device computes its rows. On one device or a mesh the
     result is `fn` itself.
@@ -149,14 +149,7 @@ def map_rows(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
     """
     if devices.is_single or devices.mesh is not None:
         return fn
-
-    def merge(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, *x.shape[2:])
-
-    def call(shared: Any, *rows: Any) -> Any:
-        return jax.tree.map(merge, _mapped(fn, devices, len(rows), 0)(shared, *_split(rows, devices)))
-
-    return call
+    return _mapped(fn, devices, PartitionSpec(AXIS))
 
 
 def sum_rows(fn: Callable[[Any, Any], tuple[Any, Any]], devices: Devices) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -175,16 +168,17 @@ def sum_rows(fn: Callable[[Any, Any], tuple[Any, Any]], devices: Devices) -> Cal
         sums, maxima = fn(shared, rows)
         return jax.lax.psum(sums, AXIS), jax.lax.pmax(maxima, AXIS)
 
-    return lambda shared, rows: _mapped(on_device, devices, 1, None)(shared, _split(rows, devices))
+    return _mapped(on_device, devices, PartitionSpec())
 
 
-def _mapped(fn: Callable[..., Any], devices: Devices, num_rows: int, out_axes: int | None) -> Callable[..., Any]:
-    in_axes = (None, *[0] * num_rows)
-    return jax.pmap(fn, axis_name=AXIS, in_axes=in_axes, out_axes=out_axes, devices=devices.all)
+def _mapped(fn: Callable[..., Any], devices: Devices, out_specs: PartitionSpec) -> Callable[..., Any]:
+    def call(shared: Any, *rows: Any) -> Any:
+        specs = (PartitionSpec(), *[PartitionSpec(AXIS)] * len(rows))
+        # A function of one device need not say which of its arrays vary over devices.
+        mapped = jax.shard_map(fn, mesh=_mesh(devices), in_specs=specs, out_specs=out_specs, check_vma=False)
+        return mapped(shared, *rows)
 
-
-def _split(tree: Any, devices: Devices) -> Any:
-    return jax.tree.map(lambda x: x.reshape(size(devices), -1, *x.shape[1:]), tree)
+    return call
 
 
 def jit_on_devices(
@@ -204,21 +198,18 @@ def jit_on_devices(
 
     @wraps(fn)  # logs and profiles name the program
     def call(*args: Any) -> Any:
-        if devices.mesh is not None:
-            # `jax.set_mesh` around the call would not apply when the program is only lowered or traced.
-            with jax.sharding.use_abstract_mesh(_mesh(devices).abstract_mesh):
-                result = fn(*args)
-        else:
+        # `jax.set_mesh` around the call would not apply when the program is only lowered or traced.
+        with jax.sharding.use_abstract_mesh(_mesh(devices).abstract_mesh):
             result = fn(*args)
         # With fixed shardings the program that takes the result is compiled only once.
-        return jax.lax.with_sharding_constraint(result, _shardings(result, devices, out_axes))
+        return jax.lax.with_sharding_constraint(result, shardings(result, devices, out_axes))
 
     return jax.jit(call, donate_argnums=donate_argnums)
 
 
 def abstract(tree: Any, devices: Devices, axes: Any = None) -> Any:
     """Returns the shapes and shardings that `place` or `to_devices` would produce, for lowering a program."""
-    targets = _shardings(tree, devices, axes)
+    targets = shardings(tree, devices, axes)
     return jax.tree.map(lambda x, target: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target), tree, targets)
 
 
@@ -230,7 +221,7 @@ def num_cores() -> int:
 def spread_over(tree: Any, devices: Devices) -> Any:
     """Spreads leading axes `[N, ...]` over devices like `to_devices`, but inside a program. The program that takes the
     result is then compiled only once."""
-    return tree if size(devices) == 1 else jax.lax.with_sharding_constraint(tree, _shardings(tree, devices, 0))
+    return tree if size(devices) == 1 else jax.lax.with_sharding_constraint(tree, shardings(tree, devices, 0))
 
 
 # ---- where arrays are
@@ -251,7 +242,7 @@ def to_devices(tree: Any, devices: Devices = ONE_DEVICE, *, axes: Any = 0) -> An
         bytes_moved["to_devices"] += x.nbytes
         return _put(x, target)
 
-    return jax.tree.map(put, tree, _shardings(tree, devices, axes))
+    return jax.tree.map(put, tree, shardings(tree, devices, axes))
 
 
 def to_numpy(tree: Any) -> Any:
@@ -349,14 +340,20 @@ def _put(x: Any, target: jax.sharding.Sharding) -> Any:
 
 
 def shardings(tree: Any, devices: Devices, axes: Any = None) -> Any:
-    """Returns the shardings with which `place` puts a tree; its leaves only need shapes.
+    """Returns the shardings of a tree, whose leaves only need shapes. For arguments and errors see `place`."""
+    if devices.is_single:
+        return jax.tree.map(lambda _: SingleDeviceSharding(devices.all[0]), tree)
+    mesh = _mesh(devices)
+    names = AXIS if devices.mesh is None else sharding.BATCH
 
-    Raises:
-      UsageError: The mesh would split key-value heads.
-    """
-    if devices.mesh is not None:
-        _check_heads(tree, devices.mesh)
-    return _shardings(tree, devices, axes)
+    def spec_of_part(axis: int | None, part: Any) -> Any:
+        if axis is None and devices.mesh is not None:
+            _check_heads(part, devices.mesh)
+            return jax.tree.map(partial(NamedSharding, mesh), sharding.specs(part, mesh.shape))
+        spec = PartitionSpec() if axis is None else PartitionSpec(names)
+        return jax.tree.map(lambda _: NamedSharding(mesh, spec), part)
+
+    return jax.tree.map(spec_of_part, axes, tree, is_leaf=lambda x: x is None)
 
 
 def load_shardings(devices: Devices) -> Callable[[Any], Any] | None:
@@ -373,22 +370,6 @@ def _check_heads(params: Any, mesh: Mesh) -> None:
                 f"tensor is {mesh.tensor}, but the model has {heads} key-value heads, which are never cut: set tensor "
                 "to a divisor of them, and fsdp to the rest"
             )
-
-
-def _shardings(tree: Any, devices: Devices, axes: Any) -> Any:
-    """Returns shardings for arrays that are spread (0), or for parameters and arrays on all devices (None)."""
-    if devices.is_single:
-        return jax.tree.map(lambda _: SingleDeviceSharding(devices.all[0]), tree)
-    mesh = _mesh(devices)
-    names = AXIS if devices.mesh is None else sharding.BATCH
-
-    def spec_of_part(axis: int | None, part: Any) -> Any:
-        if axis is None and devices.mesh is not None:
-            return jax.tree.map(partial(NamedSharding, mesh), sharding.specs(part, mesh.shape))
-        spec = PartitionSpec() if axis is None else PartitionSpec(names)
-        return jax.tree.map(lambda _: NamedSharding(mesh, spec), part)
-
-    return jax.tree.map(spec_of_part, axes, tree, is_leaf=lambda x: x is None)
 
 
 def _mesh(devices: Devices) -> jax.sharding.Mesh:

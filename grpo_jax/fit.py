@@ -4,10 +4,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax
+
 from grpo_jax.config import LoggingConfig
-from grpo_jax.devices import devices_of, place, shardings
+from grpo_jax.data.types import Line
+from grpo_jax.devices import devices_of, place, to_devices
 from grpo_jax.models.params import join, split
-from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs, take_step
+from grpo_jax.offline.phase import Objective, SupervisedConfig, check_rows, make_fit_programs, read_line
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.runner import run_steps
 from grpo_jax.step.types import TrainState
@@ -40,11 +43,19 @@ def fit(
       The final state. The model is `join(state.params, split(params)[1])`, both of `models.params`.
 
     Raises:
-      UsageError: The configuration does not work.
+      UsageError: The configuration does not work, or a batch cannot be divided among pieces and devices.
       FloatingPointError: Gradients were not finite too many times in a row.
     """
     devices, programs = devices_of(config), make_fit_programs(objective, config)
     trained, frozen = (place(part, devices) for part in split(params))
+
+    def step(state: TrainState, number: int, on_dispatch: Callable[[], None]) -> tuple[TrainState, Callable[[], Line]]:
+        batch = batches(number)
+        check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
+        state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
+        on_dispatch()
+        return state, partial(read_line, phase, config, number + 1, metrics, batch)
+
     return run_steps(
         run,
         phase,
@@ -53,9 +64,8 @@ def fit(
         evaluates_end=False,
         score=_score,
         initial_state=lambda: programs.init_state(trained),
-        step=partial(take_step, programs, config, phase, frozen, batches),
-        place=partial(place, devices=devices),
-        shardings=partial(shardings, devices=devices),
+        step=step,
+        devices=devices,
         evaluate=(lambda state, step: evaluate(join(state.params, frozen), step)) if evaluate else None,
     )
 

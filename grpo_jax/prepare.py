@@ -19,8 +19,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.rounding import resolve_dtype
+from grpo_jax.models.policy import Policy, decoder_policy, resolve_dtype
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
 from grpo_jax.planning.memory import Plan, choose, shape_of

@@ -4,12 +4,11 @@ It runs the iteration of `rl` with the runner of `runs`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
-from grpo_jax import devices as placement
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Line, Reward, Rewards
+from grpo_jax.devices import place, pop_bytes_moved
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.evaluate import (
@@ -75,12 +74,12 @@ def train(
       FloatingPointError: Gradients were not finite too many times in a row.
     """
     check_programs(programs, config)
-    placement.pop_bytes_moved()  # the first line counts only what this phase moves
+    pop_bytes_moved()  # the first line counts only what this phase moves
     for note in task.notes:
         run.warn_once(note, note)
     run.keep_inputs(phase, inputs_of(task))
     devices, logging = programs.sampler.devices, config.logging
-    trained, frozen = split(with_fixed_reference(placement.place(params, devices), config))
+    trained, frozen = split(with_fixed_reference(place(params, devices), config))
     it = make_iteration(phase, programs, trained, frozen, task, reward or task.reward, config, timed=run.timed)
 
     def initial_state() -> TrainState:
@@ -99,8 +98,8 @@ def train(
         logging,
         initial_state=initial_state,
         step=take_step,
-        place=partial(placement.place, devices=devices, axes=STATE_AXES),
-        shardings=partial(placement.shardings, devices=devices, axes=STATE_AXES),
+        devices=devices,
+        axes=STATE_AXES,
         evaluate=(lambda state, step: evaluate(join(state.params, frozen)["policy"], step)) if evaluate else None,
         until=until,
     )

@@ -16,8 +16,9 @@ from tiny import refused
 
 from grpo_jax import config as configs, options as grpo_options
 from grpo_jax.checks import validate, validate_ppo
+from grpo_jax.commands import dpo, kto, reward_model, sft
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.offline.phase import SupervisedConfig, check_supervised
+from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import differing_options
 from grpo_jax.tasks.options import TaskOptions
@@ -41,6 +42,9 @@ class WithCritic:
 
     ppo: configs.PPOConfig = configs.PPOConfig()
     output: flags.RunConfig = flags.RunConfig(Path("runs/experiment"))
+
+
+OBJECTIVE = Objective(lambda params, batch: None, lambda mask: None)
 
 
 def parse(*args, config=Experiment):
@@ -370,9 +374,9 @@ def test_defaults_are_in_their_ranges():
 def test_supervised_phases_check_the_same_ranges():
     config = SupervisedConfig(4, 1e-2, devices=1)
     assert (config.steps, config.learning_rate) == (4, 1e-2)
-    check_supervised(config, seed=0, rows=8, name="num_rows")
     for option, value in {"steps": 0, "weight_decay": -1.0, "max_grad_norm": math.nan, "log_every": 0}.items():
         with refused(f"^{option} is {value}: it must be "):
-            check_supervised(configs.with_options(config, **{option: value}), seed=0, rows=8, name="num_rows")
-    with refused("seed is -1"):
-        check_supervised(config, seed=-1, rows=8, name="num_rows")
+            make_fit_programs(OBJECTIVE, configs.with_options(config, **{option: value}))
+    for command in (dpo, kto, reward_model, sft):
+        with refused("seed is -1"):
+            grpo_options.check_ranges(command.Config(seed=-1))

@@ -13,8 +13,8 @@ from grpo_jax import devices
 from grpo_jax.config import recipe
 from grpo_jax.devices import memory_limit, peak_flops
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.rl import source
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.scorers import score_rollout

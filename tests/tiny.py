@@ -19,15 +19,14 @@ from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.geometry import rows_of_texts
+from grpo_jax.models.geometry import PromptTokens, rows_of_texts
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.lora import TARGETS, add_adapters
 from grpo_jax.models.params import Adapted
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.sampling.sampler import Completions, sample_groups
-from grpo_jax.sampling.stopping import Pieces, Stop, make_stop
+from grpo_jax.sampling.stopping import Stop, TokenBytes, make_stop
 from grpo_jax.tasks.task import Task
 
 # Models and outputs of transformers, made by golden/make.py.
@@ -182,7 +181,7 @@ def digit_task(reward: Any, prompts: Callable[[int], Prompts] = digit_prompts, v
 def digit_stop(*texts: str, vocab_size: int = 8) -> Stop | None:
     """Returns stop texts for the tokens of `digits`."""
     words, none = [str(i).encode() for i in range(vocab_size)], np.zeros(vocab_size, bool)
-    return make_stop(texts, lambda: Pieces(words, words, none, none))
+    return make_stop(texts, lambda: TokenBytes(words, words, none, none))
 
 
 def says_three(examples: Any, completions: Sequence[str]) -> list[float]:

@@ -26,11 +26,9 @@ from rich.table import Table
 from grpo_jax.functional import token_logprobs
 from grpo_jax.models.cache import KeyValues, cache_keys
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.geometry import geometry_of_step, rows_of_groups
-from grpo_jax.models.modules import decoding_layout
+from grpo_jax.models.geometry import PromptTokens, geometry_of_next, rows_of_groups
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.prompts import PromptTokens
-from grpo_jax.models.transformer import Params, compute_next
+from grpo_jax.models.transformer import Params, compute_next, decoding_layout
 from grpo_jax.sampling.sampler import sample_groups
 
 MODEL = ModelConfig(
@@ -72,7 +70,7 @@ def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: ja
 
     def step(cache, token):
         inputs, number = token
-        seen = geometry_of_step(config, prefix, g, size - 1, number)
+        seen = geometry_of_next(config, prefix, g, size - 1, number)
         hidden, cache, routings = compute_next(config, separate, inputs, seen, prefix, cache)
         return cache, (hidden, jnp.stack([routing.experts for routing in routings], axis=2))
 

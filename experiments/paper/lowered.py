@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from grpo_jax.config import GRPOConfig, PPOConfig, run_of
 from grpo_jax.devices import Devices, devices_of, jit_on_devices, shardings
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import Quantize, split
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.sharding import BATCH
 from grpo_jax.rl.grpo import grpo_method

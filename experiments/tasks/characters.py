@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_jax.data.prompts import Prompts, pad_prompts
-from grpo_jax.data.types import Answer, Example, Reward, Rewards, check_num_prompts, rng
+from grpo_jax.data.rows import check_step_size
+from grpo_jax.data.types import Answer, Example, Reward, Rewards, rng
 from grpo_jax.errors import missing
 from grpo_jax.tasks.task import Task
 
@@ -85,7 +86,7 @@ def characters_task(
       UsageError: There are fewer training prompts than `num_prompts`.
     """
     train, heldout = split
-    check_num_prompts(num_prompts, len(train))
+    check_step_size("num_prompts", num_prompts, len(train))
 
     def encode(numbers: np.ndarray) -> Prompts:
         return encode_examples(text, examples(numbers))

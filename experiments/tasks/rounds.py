@@ -19,6 +19,7 @@ from scipy import special
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import Preference, encode_preferences, read_preferences
+from grpo_jax.data.rows import batches
 from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
@@ -27,7 +28,7 @@ from grpo_jax.models.chat import Chat
 from grpo_jax.models.params import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.pairs import pair_batches, reward_model_objective
+from grpo_jax.offline.pairs import PairBatch, pad_pairs, reward_model_objective
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.grade import decode_groups
@@ -210,10 +211,16 @@ def _train_reward_model(
         vocab_size=model.config.vocab_size,
     )
     run.warn({f"{phase} {note}": f"{phase}: {note}" for note in pairs.notes})
-    # A judge may abstain, so there may be fewer pairs than in a step.
-    batches = pair_batches(pairs, online.num_pairs, config.seed, widths=widths, fills_up=True)
+    # A judge may abstain, so there may be fewer pairs than in a step. Empty pairs, whose numbers are no pair's, then
+    # fill it up.
+    size = len(pairs.prompts)
+    order, empty = batches(size, min(online.num_pairs, size), config.seed), np.arange(size, online.num_pairs)
+
+    def batch(step: int) -> PairBatch:
+        return pad_pairs(pairs, np.concatenate([order(step), empty]), widths)
+
     options = SupervisedConfig(steps, online.learning_rate, online.warmup_steps, decay="linear", devices=config.devices)
-    state = fit(reward_model_objective(model.config), model.params, batches, options, run, phase=phase)
+    state = fit(reward_model_objective(model.config), model.params, batch, options, run, phase=phase)
     return model._replace(params=join(state.params, split(model.params)[1]))
 
 

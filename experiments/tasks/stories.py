@@ -13,8 +13,9 @@ import numpy as np
 
 from experiments.tasks.rewards import happy_sentences, sentences
 from grpo_jax.data.prompts import Prompts, pad_prompts
+from grpo_jax.data.rows import check_step_size
 from grpo_jax.data.text import Encoded, Overlong, check_ids, encode_prompts
-from grpo_jax.data.types import check_num_prompts, rng
+from grpo_jax.data.types import rng
 from grpo_jax.models.chat import Chat, decode
 from grpo_jax.tasks.task import Task, padding_id
 
@@ -51,7 +52,7 @@ def stories_task(
         return encode_prompts(Chat(tokenizer, eos_ids), texts, max_prompt_tokens=max_prompt_tokens, overlong=overlong)
 
     openings, heldout = encoded(_openings(ANIMALS, NAMES)), encoded(_openings(HELDOUT_ANIMALS, HELDOUT_NAMES))
-    check_num_prompts(num_prompts, len(openings.numbers))
+    check_step_size("num_prompts", num_prompts, len(openings.numbers))
     width = max(len(ids) for ids in openings.token_ids + heldout.token_ids)
     check_ids(openings.token_ids + heldout.token_ids, vocab_size)
     pad_id = padding_id(tokenizer, vocab_size)

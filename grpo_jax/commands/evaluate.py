@@ -34,8 +34,7 @@ from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
-from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.rounding import resolve_dtype
+from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.prepare import try_rewards

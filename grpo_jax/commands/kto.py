@@ -14,7 +14,7 @@ that was trained on such completions: `--method sft`.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from grpo_jax.functional import kto_loss
 from grpo_jax.hosts import check_alone
 from grpo_jax.offline.pairs import (
     PairBatch,
-    RatedLoss,
     evaluate_terms,
     kto_objective,
     pair_logprobs,
@@ -62,7 +61,8 @@ def prepare(config: Config) -> Job:
     Raises:
       UsageError: One sentence that says what to change.
     """
-    loss, estimates_kl = loss_of(config), config.reference_point == "kl"
+    constants = {name: getattr(config, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
+    loss, estimates_kl = partial(kto_loss, **constants), config.reference_point == "kl"
     check_alone("phases on ratings")
 
     def evaluate(logprobs: np.ndarray, batch: PairBatch) -> dict[str, np.ndarray]:
@@ -90,13 +90,6 @@ def prepare(config: Config) -> Job:
 
 
 main = partial(run_method, prepare)
-
-
-def loss_of(config: Config) -> RatedLoss:
-    """Returns the loss with its constants."""
-    loss = cast(RatedLoss, kto_loss)
-    constants = {name: getattr(config, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
-    return partial(loss, **constants)
 
 
 def encode(config: Config, tokenizer: Any, ratings: Sequence[Rating], **options: Any) -> EncodedPairs:

@@ -18,6 +18,7 @@ import numpy as np
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
+from grpo_jax.data.rows import check_step_size
 from grpo_jax.data.text import prompt_limit, uses_chat
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
@@ -28,7 +29,7 @@ from grpo_jax.models.huggingface import Pretrained, load_tokenizer, model_folder
 from grpo_jax.models.params import join, split
 from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
-from grpo_jax.offline.phase import Objective, SupervisedConfig, check_supervised
+from grpo_jax.offline.phase import Objective, SupervisedConfig, check_rows
 from grpo_jax.options import Fraction, Seed, Size
 from grpo_jax.prepare import Loaded, load_model, loaded_for_texts
 from grpo_jax.rl.guards import length_warning
@@ -206,7 +207,7 @@ def pair_job(
       UsageError: One sentence that says what to change.
     """
     size, devices = getattr(config, number), devices_of(config.train)
-    check_supervised(config.train, seed=config.seed, rows=size, name=number)
+    check_rows(config.train, rows=size, name=number)
     if not config.data:
         raise UsageError(f"--data is needed: name a file of {number.removeprefix('num_')}")
     config = with_options(config, chat=uses_chat(config.chat, load_tokenizer(model_folder(config.model.model))))
@@ -217,15 +218,17 @@ def pair_job(
     chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
     options = encoding(pretrained, config.model, config.max_tokens, in_chat=bool(config.chat), has_end=has_end)
     training, heldout = (encode(chat, part, **options) for part in parts)
-    count, noun = len(training.prompts), number.removeprefix("num_")
-    if size > count:
-        raise UsageError(f"{number} is {size}, but there are {count} {noun}: set it to at most that")
+    check_step_size(number, size, len(training.prompts))
+    noun = number.removeprefix("num_")
     width = max(sum(pair_widths(part)) for part in (training, heldout))
     model = loaded_for_texts(model, width)
     fields = make(model, training, heldout)
     score, evaluate = partial(fields.pop("score"), num_pairs=size, devices=devices), fields.pop("evaluate")
     longest = pretrained.config.max_position_embeddings
     digests = (hash_values(side.prompts, side.answers, side.desirable) for side in (training, heldout))
+
+    def batches(reference: Reference) -> Callable[[int], Any]:
+        return pair_batches(training._replace(ref_logprobs=reference.get("training")), size, config.seed)
 
     def evaluated(params: Any, reference: Reference) -> Any:
         batch = whole_batch(heldout)._replace(ref_logprobs=reference.get("heldout"))
@@ -239,7 +242,7 @@ def pair_job(
         phase=phase,
         model=model,
         params=fields.pop("params", model.params),
-        batches=lambda reference: pair_batches(training, size, config.seed, ref_logprobs=reference.get("training")),
+        batches=batches,
         evaluate=evaluated,
         inputs=dict(zip(("training rows", f"held-out {noun}"), digests, strict=True)),
         title=f"{len(heldout.prompts)} held-out {noun} of {len(rows)}, with 95% intervals",

@@ -87,7 +87,7 @@ def prepare(config: Config) -> Job:
         def leave(run: RunFolder, after: PairEvaluation, params: Headed) -> dict[str, Any]:
             whole = to_numpy(params)  # on all hosts
             if run.writes:
-                keep_model(run, RewardModel(shape, whole, loaded.tokenizer, loaded.eos_ids, loaded.folder))
+                keep_model(run, RewardModel(*loaded._replace(config=shape, params=whole)))
             curve = after.calibration._asdict()
             return {"calibration": {name: np.asarray(value).tolist() for name, value in curve.items()}}
 

@@ -43,7 +43,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.offline.phase import SupervisedConfig, check_supervised
+from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.offline.sft import (
     DistillationTarget,
     distillation_objective,
@@ -115,7 +115,7 @@ def prepare(config: Config) -> Job:
     """
     if config.teacher:
         check_alone("phases with a teacher")
-    check_supervised(config.train, seed=config.seed, rows=config.num_rows, name="num_rows")
+    check_rows(config.train, rows=config.num_rows, name="num_rows")
     divergence, devices = divergence_of(config), devices_of(config.train)
     rows = read_completions(config)  # before the weights, which take longer
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))

@@ -28,6 +28,15 @@ def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return _thread_beside(running).submit(run_to_end, coroutine).result()
 
 
+def resolve(values: list[Any]) -> list[Any]:
+    """Returns values, with their results in place of awaitables, all of which are awaited concurrently."""
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*map(awaited, values))
+
+    return run_to_end(gather()) if any(map(inspect.isawaitable, values)) else values
+
+
 async def awaited(value: Any) -> Any:
     """Returns a value, or the result of an awaitable."""
     return await value if inspect.isawaitable(value) else value

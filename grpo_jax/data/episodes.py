@@ -5,7 +5,6 @@ that it needs from the example and the transcript. So runs are reproducible, and
 been killed. The first observation of an episode is part of its prompt, which the completions of a group share.
 """
 
-import asyncio
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.data.coroutines import run_to_end
+from grpo_jax.data.coroutines import resolve
 from grpo_jax.data.types import LARGEST_REWARD, MESSAGE_CHARACTERS, Completion, Example, Number, Turn
 
 Transcript = Sequence[Turn]  # all turns so far; the last turn has no observation yet
@@ -85,27 +84,23 @@ def messages_of(replies: Sequence[Reply]) -> dict[str, str]:
 
 def asked(reply: ReplyFn, episodes: Sequence[tuple[Example, Transcript, Key]]) -> list[Reply]:
     """Calls a function for each episode and checks its replies."""
-    answers: list[Any] = [_called(reply, *episode) for episode in episodes]
-    if any(inspect.isawaitable(answer) for answer in answers):
-        answers = run_to_end(_gathered(answers))
-    return [checked_reply(answer) for answer in answers]
+    return [checked_reply(answer) for answer in resolve([_called(reply, *episode) for episode in episodes])]
 
 
 def _called(reply: ReplyFn, *arguments: Any) -> Any:
+    """Returns the answer of a function, or its coroutine, neither of which raises."""
     try:
-        return reply(*arguments)
+        answer = reply(*arguments)
+        return _finished(answer) if inspect.isawaitable(answer) else answer
     except Exception:
         return _raised()
 
 
-async def _gathered(answers: Sequence[Any]) -> list[Any]:
-    async def wait(answer: Any) -> Any:
-        try:
-            return await answer if inspect.isawaitable(answer) else answer
-        except Exception:
-            return _raised()
-
-    return await asyncio.gather(*map(wait, answers))
+async def _finished(answer: Awaitable[Any]) -> Any:
+    try:
+        return await answer
+    except Exception:
+        return _raised()
 
 
 def _raised() -> Reply:

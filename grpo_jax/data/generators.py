@@ -7,7 +7,7 @@ import re
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.options import suggestion
@@ -19,11 +19,9 @@ _SPEC = re.compile(r"(?:(\d+\.?\d*|\.\d+)\*)?([A-Za-z_]\w*(?:\?.*)?)", re.DOTALL
 _COMMA = re.compile(r",(?=(?:[\d.]+\*)?[A-Za-z_]\w*(?:\?|,|$))")  # others are in the values of options
 
 
-class Generator(NamedTuple):
-    """A generator, as a text names it."""
-
-    text: str  # its name and options, such as "chain_sum?min_terms=2"
-    weight: float  # its share of the rows is the weight's share of all weights
+# The name of a generator with its options, such as "chain_sum?min_terms=2", and its weight. The weight's share of all
+# weights is the generator's share of the rows.
+Generator = tuple[str, float]
 
 
 def parse_generators(text: str) -> list[Generator]:
@@ -38,7 +36,7 @@ def parse_generators(text: str) -> list[Generator]:
         if not match or float(match[1] or 1) <= 0:
             raise UsageError(f"the generator {part!r} cannot be read: write weight*name?option=value&option=value")
         open_generator(match[2])
-        generators.append(Generator(match[2], float(match[1] or 1)))
+        generators.append((match[2], float(match[1] or 1)))
     return generators
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.data.rows import batches
+from grpo_jax.data.rows import batches, check_step_size
 from grpo_jax.errors import UsageError
 
 Array = Any  # np.ndarray on the host, jax.Array on a device
@@ -89,10 +89,8 @@ def packed_batches(rows: Packed, count: int, seed: int) -> Callable[[int], Packe
     Raises:
       UsageError: There are fewer than `count` rows, or `count` is less than 1.
     """
-    total = len(rows.ids)
-    if not 1 <= count <= total:
-        raise UsageError(f"a step of {count} rows is asked for: it must be 1 to {total}, the rows that there are")
-    chosen = batches(total, count, seed)
+    check_step_size("num_rows", count, len(rows.ids))
+    chosen = batches(len(rows.ids), count, seed)
 
     def batch(step: int) -> Packed:
         numbers = chosen(step)
@@ -102,7 +100,7 @@ def packed_batches(rows: Packed, count: int, seed: int) -> Callable[[int], Packe
 
 
 def packed_pieces(rows: Packed, count: int) -> Iterator[Packed]:
-    """Yields all rows in order for `sft.mean_nll`, `count` at a time. Empty rows fill up the last piece."""
+    """Yields all rows in order for `sft.text_nll`, `count` at a time. Empty rows fill up the last piece."""
     for start in range(0, len(rows.ids), count):
         piece = [x[start : start + count] for x in rows[:3]]
         yield Packed(*(np.pad(x, [(0, count - len(x)), (0, 0)]) for x in piece))

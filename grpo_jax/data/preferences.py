@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from grpo_jax.data.rows import (
     Row,
     completion_text,
@@ -69,6 +71,7 @@ class EncodedPairs(NamedTuple):
     margins: list[float]  # [M]
     notes: tuple[str, ...] = ()  # sentences about the pairs that were dropped or cut
     desirable: list[bool] | None = None  # [M], for ratings only
+    ref_logprobs: np.ndarray | None = None  # float32 [M, 2], from `score_pairs` with the reference; None: there is none
 
 
 def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Preference], dict[str, int]]:

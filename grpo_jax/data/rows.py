@@ -97,18 +97,34 @@ def column(row: Mapping[str, Any], name: str, where: str = "a row", *, remedy: s
     return row[name]
 
 
-def text_column(row: Mapping[str, Any], name: str, where: str = "a row", *, remedy: str = "") -> str:
-    """Returns the text of a column in a row. Arguments are those of `column`.
+def text_column(row: Mapping[str, Any], name: str) -> str:
+    """Returns the text of a column in a row.
 
     Raises:
       UsageError: There is no such column, or it holds anything other than text.
     """
-    value = column(row, name, where, remedy=remedy)
+    value, where = column(row, name), getattr(row, "where", "a row")
     if not isinstance(value, str):
-        raise UsageError(f"{getattr(row, 'where', where)}: column {name} holds {kind_of(value)}, and should hold text")
+        raise UsageError(f"{where}: column {name} holds {kind_of(value)}, and should hold text")
     if not value.isascii():
-        check_text(value, f"{getattr(row, 'where', where)}: column {name}")
+        check_text(value, f"{where}: column {name}")
     return value
+
+
+def check_step_size(name: str, count: int, size: int) -> None:
+    """Checks that there are enough rows for a step.
+
+    Args:
+      name: The name of the option that sets `count`, such as "num_prompts".
+      count: The number of rows in a step.
+      size: The number of rows.
+
+    Raises:
+      UsageError: `count` is not from 1 to `size`. The message says what to change.
+    """
+    if not 1 <= count <= size:
+        noun = name.removeprefix("num_")
+        raise UsageError(f"{name} is {count}, but there are {size} {noun} for training: set it to 1 to {size}")
 
 
 def batches(size: int, count: int, seed: int) -> Callable[[int], np.ndarray]:
@@ -214,24 +230,24 @@ def read_messages(value: Any, where: str) -> list[Message]:
 _NOT_IN_CONTENT = {"tool_calls", "reasoning_content", "reasoning", "thinking"}  # fields that templates write
 
 
-def completion_text(row: Mapping[str, Any], name: str, where: str = "a row", *, remedy: str = "") -> str:
+def completion_text(row: Mapping[str, Any], name: str, *, remedy: str = "") -> str:
     """Returns the completion in a column: its text, or the content of its only message, the assistant's.
 
     Args:
-      row, name, where, remedy: See `column`.
+      row, name, remedy: See `column`.
 
     Raises:
       UsageError: The column is missing, or it holds several messages or more than text.
     """
-    value, where = column(row, name, where, remedy=remedy), getattr(row, "where", where)
+    value, where = column(row, name, remedy=remedy), getattr(row, "where", "a row")
     if not isinstance(value, list):
-        return text_column(row, name, where)
+        return text_column(row, name)
     messages = read_messages(value, f"{where}: column {name}")
     if not is_plain_answer(messages):
         raise UsageError(
             f"{where}: column {name} should hold text, or one message of the assistant after the prompt, with text only"
         )
-    return text_column({name: messages[0]["content"]}, name, where)
+    return text_column(Row({name: messages[0]["content"]}, where), name)
 
 
 def is_plain_answer(messages: Sequence[Message]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from grpo_jax.data.types import Prompt
+from grpo_jax.data.types import Completion, Prompt, Span
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.models.chat import (
     Chat,
@@ -214,10 +214,14 @@ def encode_continuations(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarra
       tokenizer: A transformers tokenizer.
       texts: The completions.
     """
+    space = _leading_space(tokenizer)
+    return encode_texts(tokenizer, [text.removeprefix(space) for text in texts], special_tokens=False)
+
+
+def _leading_space(tokenizer: Any) -> str:
+    """Returns the space that a tokenizer itself puts before every text, or "" if it puts none there."""
     pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
-    if pieces and pieces[0].startswith("▁"):
-        texts = [text.removeprefix(" ") for text in texts]
-    return encode_texts(tokenizer, texts, special_tokens=False)
+    return " " if pieces and pieces[0].startswith("▁") else ""
 
 
 def check_text(text: str, where: str = "a text") -> None:
@@ -286,37 +290,31 @@ def answer_prompts(
     known = {name: turn_end(with_kwargs(chat, kwargs)) for name, kwargs in kinds.items()}
     ends = [known[repr(text.kwargs)] if text.messages else None for text in prompts.texts]
     marks = {end: end_marks(chat, end) for end in {None, *known.values()}}
+    space = _leading_space(chat.tokenizer)
 
     def written(number: int, answer: str) -> str:
         check_text(answer)
         end, prompt = ends[number], prompts.texts[number]
         answer = without_end(answer, marks[end])
         if end is None:
-            return answer
+            return answer.removeprefix(space)
         if not answer.strip() and not scored:
             return prompt
         whole = render_answer(with_kwargs(chat, prompt.kwargs), prompt, prompt.messages, answer, end)
         return whole + (end.tail if scored else end.learned)
 
-    rows = [Answers([], ())] * len(ends)
-    for in_chat in (True, False):
-        chosen = [number for number, end in enumerate(ends) if (end is not None) == in_chat]
-        texts = [written(number, answer) for number in chosen for answer in answers[number]]
-        if in_chat:
-            encoded = iter(encode_texts(chat.tokenizer, texts, special_tokens=False))
-        else:
-            encoded = iter(encode_continuations(chat.tokenizer, texts))
-        eos = [ending_id(chat.tokenizer, chat.eos_ids)] if chosen and not (in_chat or scored) else []
-        rest = iter(texts)
-        for number in chosen:
-            prompt = prompts.token_ids[number].tolist()
-            wholes = [next(encoded).tolist() for _ in answers[number]]
-            if not in_chat:
-                wholes = [[*prompt, *ids, *(eos if ids else [])] for ids in wholes]
-            starts = [_shared_tokens(chat, prompts.texts[number], prompt, next(rest), ids) for ids in wholes]
-            shared = os.path.commonprefix([ids[:start] for ids, start in zip(wholes, starts, strict=True)])  # noqa: RUF071
-            behind = tuple(_without_padding(ids[len(shared) :], pad_id) for ids in wholes)
-            rows[number] = Answers(shared, behind)
+    texts = [written(number, answer) for number, several in enumerate(answers) for answer in several]
+    encoded, rest = iter(encode_texts(chat.tokenizer, texts, special_tokens=False)), iter(texts)
+    eos = [ending_id(chat.tokenizer, chat.eos_ids)] if None in ends and not scored else []
+    rows = []
+    for number, end in enumerate(ends):
+        prompt = prompts.token_ids[number].tolist()
+        wholes = [next(encoded).tolist() for _ in answers[number]]
+        if end is None:
+            wholes = [[*prompt, *ids, *(eos if ids else [])] for ids in wholes]
+        starts = [_shared_tokens(chat, prompts.texts[number], prompt, next(rest), ids) for ids in wholes]
+        shared = os.path.commonprefix([ids[:start] for ids, start in zip(wholes, starts, strict=True)])  # noqa: RUF071
+        rows.append(Answers(shared, tuple(_without_padding(ids[len(shared) :], pad_id) for ids in wholes)))
     return rows
 
 
@@ -501,3 +499,32 @@ def token_pieces(ids: Sequence[int], text: str, decode: Callable[[Sequence[int]]
     if texts:
         texts[-1] += text[place:]
     return texts
+
+
+def spans_in_tokens(
+    spans: Sequence[Span], completion: Completion, decode: Callable[[Sequence[int]], str]
+) -> tuple[Span, ...]:
+    """Converts spans to tokens: from the token with the first character of a span to the token with its last.
+
+    Args:
+      spans: Spans that passed `rewards.values.checked_spans`, from one reward or several.
+      completion: The completion that the spans belong to, or its final part, with all its ids.
+      decode: Decodes token ids to text.
+
+    Returns:
+      The spans, ordered by their ends. A token may be in two spans.
+    """
+    if any(span.unit == "characters" for span in spans):
+        whole = decode(completion.ids)
+        before = max(whole.rfind(completion), 0)  # the reward may have read only the final part of the text
+        ends = np.cumsum([len(piece) for piece in token_pieces(completion.ids, whole, decode)])
+
+        def token(character: int) -> int:
+            """Returns the token with a character: the first token whose piece of the text ends after it."""
+            return int(np.searchsorted(ends, before + character, side="right"))
+
+        spans = [
+            span if span.unit == "tokens" else Span(token(span.start), token(span.end - 1) + 1, span.reward, "tokens")
+            for span in spans
+        ]
+    return tuple(sorted(spans, key=lambda span: (span.end, span.start)))

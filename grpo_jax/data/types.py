@@ -9,15 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from grpo_jax.errors import UsageError
-
 Example = dict[str, Any]  # the columns of one prompt: "prompt", and what its reward needs
 
 
 Number = float | None  # None: the reward does not apply to this completion
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32
-MOST_SPANS = 1000  # in one completion
 MESSAGE_CHARACTERS = 2000  # in the message about a failure
 
 
@@ -89,10 +86,6 @@ class Completion(str):
         both = (({"role": "assistant", "content": str(turn.action)}, turn.message) for turn in self.turns)
         return [message for pair in both for message in pair if message]
 
-    def __getnewargs__(self):
-        # Lets pickle send completions to another process.
-        return str(self), self.ids, self.truncated, self._turns, self.ending, self.stopped
-
 
 class Prompt(str):
     """The text of a prompt as the model reads it, with the chat messages that it was made from."""
@@ -107,10 +100,6 @@ class Prompt(str):
         self = super().__new__(cls, text)
         self.messages, self.kwargs, self.template = tuple(messages), kwargs, template
         return self
-
-    def __getnewargs__(self):
-        # Lets pickle send prompts to another process.
-        return str(self), self.messages, self.kwargs, self.template
 
 
 Checked = Number | tuple[Span, ...]  # a reward whose type and spans are checked
@@ -149,18 +138,6 @@ def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tu
             ids[i, j, : len(tokens)] = tokens
             mask[i, j, : len(tokens)] = True
     return ids, mask
-
-
-def check_num_prompts(num_prompts: int, available: int) -> None:
-    """Checks that there are enough prompts for a step.
-
-    Raises:
-      UsageError: There are fewer prompts. The message says what to change.
-    """
-    if num_prompts > available:
-        raise UsageError(
-            f"num_prompts is {num_prompts}, but there are {available} training prompts (others are held out): lower it"
-        )
 
 
 def rng(*key: int) -> np.random.Generator:

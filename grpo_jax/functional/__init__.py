@@ -65,6 +65,7 @@ from grpo_jax.functional.logprobs import (
 # Whole losses and their metrics
 from grpo_jax.functional.losses import (
     Metrics as Metrics,
+    Objective as Objective,
     clipped_term as clipped_term,
     constant_length_weights as constant_length_weights,
     grpo_loss as grpo_loss,
@@ -118,7 +119,6 @@ from grpo_jax.functional.preference import (
 # Published methods
 from grpo_jax.functional.presets import (
     PRESETS as PRESETS,
-    Objective as Objective,
     check as check,
     ignore_lengths as ignore_lengths,
 )

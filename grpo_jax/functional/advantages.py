@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import AxisName, check_shapes, from_numpy, maybe_pmax, maybe_psum, takes, upcast
+from grpo_jax.functional.numerics import AxisName, maybe_pmax, maybe_psum, takes, upcast
 
 # bool, true for completions that count; None: all. Inside `_checked_rewards` it is an array.
 Where = Any
@@ -28,11 +28,10 @@ def _checked_rewards(advantages: Callable[..., jax.Array]) -> Callable[..., jax.
     It computes in at least float32 and returns the dtype of the rewards: in 16 bits a mean falls on the rewards' grid.
     """
 
+    @takes(rewards="... G", where="... G")
     @wraps(advantages)
     def advantages_of_rewards(rewards: jax.Array, *arguments, where: Where = None, **options) -> jax.Array:
-        shapes = {"rewards": "... G", "where": "... G"}
-        check_shapes(advantages.__name__, shapes, {"rewards": rewards, "where": where})
-        rewards, where = from_numpy(rewards), jnp.ones(rewards.shape, bool) if where is None else where
+        where = jnp.ones(rewards.shape, bool) if where is None else where
         return advantages(upcast(rewards), *arguments, where=where, **options).astype(_float(rewards))
 
     return advantages_of_rewards

@@ -540,7 +540,7 @@ def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> 
         (d_hidden, d_unembedding, d_rest), (index, products_of_slice) = carry, slice_
         weight, part = _slice_weight(logits, index)
         if products_of_slice is None:
-            products_of_slice = _multiply_weight(hidden, weight)
+            products_of_slice = einsum("rd,cd->rc", hidden, weight)
         z, pull = jax.vjp(_logits_of_products, products_of_slice, scale, softcap)
         slope = _only_new(d_logits(z, part), part, 0)
         if softcap is None:
@@ -613,12 +613,7 @@ def _slice_weight(logits: _Logits, index):
 def _slice_products(logits: _Logits, index):
     """Returns W h `[R, C]` of slice `index`, and the slice."""
     weight, part = _slice_weight(logits, index)
-    return _multiply_weight(logits.hidden, weight), part
-
-
-def _multiply_weight(hidden, weight):
-    """W h `[R, C]` of h `[R, D]` and a slice `[C, D]`."""
-    return einsum("rd,cd->rc", hidden, weight)
+    return einsum("rd,cd->rc", logits.hidden, weight), part
 
 
 def _logits_of_products(products, scale, softcap):

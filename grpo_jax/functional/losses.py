@@ -13,9 +13,10 @@ and Dr.GRPO's constant divisor means the same.
 are then global. `num_completions` is global already.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -238,6 +239,125 @@ def grpo_loss(
     if entropy is not None and not is_zero(entropy_coef):
         loss = loss - entropy_coef * upcast(entropy)
     return weighted_sum(loss, weights, completion_mask), metrics
+
+
+# Read-only, since it is shared.
+_CLIP: Mapping[str, float] = MappingProxyType({"epsilon_low": 0.2, "epsilon_high": 0.2})
+
+
+class Objective(NamedTuple):
+    """The functions and constants of one published method."""
+
+    advantages: Callable[..., jax.Array]
+    """(rewards `[..., G]`, lengths `[..., G]` in tokens, *, where `[..., G]`, axis_name) -> `[..., G]`."""
+    term: Term = clipped_term
+    """(logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`."""
+    constants: Mapping[str, float] = _CLIP
+    """Constants of the term, by name. Default: the constants of the clip."""
+    aggregation: Callable[..., jax.Array] = sequence_mean_weights
+    """(mask, *, num_completions, axis_name) -> weights `[..., T]`."""
+    divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3
+    """(logprobs, ref_logprobs) -> `[..., T]`."""
+    kl_coef: float = 0.0
+    """β; 0: no reference model."""
+    kl_in_reward: bool = False
+    """−β Σ k1 in the reward of a completion, instead of +β D in the loss."""
+    kl_bias_correction: bool = False
+    """ρ D in the loss instead of D, as in `grpo_loss`."""
+    entropy_coef: float = 0.0
+    """c of the entropy bonus −c H."""
+    ratio_to_sampler: bool = False
+    """The ratio is against the log-probabilities that the sampler reported, not recomputed ones."""
+    per_completion: bool = False
+    """The term is one number per completion, repeated on its tokens, so that weights must not count the tokens."""
+    takes_delta: bool = True
+    """The term also takes the constant `delta` of `clipped_surrogate`."""
+    has_ratio: bool = True
+    """The term reads old_logprobs. If not, a rollout can be used for one step only."""
+    bounds_log_ratio: bool = False
+    """The epsilons bound the logarithm of the ratio, so that they may exceed 1."""
+    fixed_length: bool = False
+    """The weights divide by a length, `max_length`, which is the limit of completions in training."""
+    min_group_size: int = 2
+    """Smallest group whose completions the advantages can compare."""
+
+    def __hash__(self) -> int:
+        # A mapping has no hash.
+        return hash((*(self._asdict() | {"constants": frozenset(self.constants.items())}).values(),))
+
+    @property
+    def has_reference(self) -> bool:
+        """True if there is a KL term; also true if its coefficient is traced."""
+        return not is_zero(self.kl_coef)
+
+    def with_constants(self, **constants: float) -> "Objective":
+        """Returns the same method with other constants.
+
+        Args:
+          **constants: the new constants of the term, by name, such as epsilon_high, or kl_coef or entropy_coef.
+
+        Examples:
+          >>> from grpo_jax.functional import PRESETS
+          >>> dict(PRESETS["grpo"].with_constants(epsilon_high=0.28).constants)
+          {'epsilon_low': 0.2, 'epsilon_high': 0.28}
+          >>> PRESETS["grpo"].with_constants(kl_coef=0.0).has_reference
+          False
+        """
+        numbers: dict[str, Any] = {name: constants.pop(name) for name in {"kl_coef", "entropy_coef"} & constants.keys()}
+        return self._replace(constants=MappingProxyType({**self.constants, **constants}), **numbers)
+
+    def loss(
+        self,
+        logprobs: jax.Array,
+        old_logprobs: jax.Array,
+        advantages: jax.Array,
+        completion_mask: jax.Array,
+        *,
+        ref_logprobs: jax.Array | None = None,
+        entropy: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        axis_name: AxisName = None,
+    ) -> tuple[jax.Array, Metrics]:
+        """Computes `grpo_loss` with the functions and constants of this method.
+
+        Args:
+          logprobs: `[..., T]` in nats, with gradient.
+          old_logprobs: `[..., T]` in nats; with `ratio_to_sampler`, as the sampler reported them.
+          advantages: `[...]` or `[..., T]`.
+          completion_mask: bool `[..., T]`.
+          ref_logprobs: `[..., T]` in nats; needed if the method has a KL term.
+          entropy: `[..., T]` in nats, used if there is an `entropy_coef`.
+          weights: `[..., T]`; None: the method's `aggregation` of this mask and axis_name.
+          axis_name: mapped axes over which the optimizer batch is spread.
+
+        Raises:
+          ValueError: ref_logprobs are missing, or the method reads none because its KL is in the reward
+            (`kl_penalized_rewards`, before the advantages).
+
+        Examples:
+          >>> logprobs, mask = jnp.array([[-1.0, -2.0], [-3.0, -9.0]]), jnp.array([[True, True], [True, False]])
+          >>> from grpo_jax.functional import PRESETS
+          >>> loss, _ = PRESETS["dr_grpo"].loss(logprobs, logprobs, jnp.array([1.0, -2.0]), mask)
+          >>> print(loss)  # (−1 − 1 + 2) / (2 completions · 2 places)
+          0.0
+        """
+        if self.kl_in_reward and ref_logprobs is not None:
+            raise ValueError("this method has its KL in the reward: use kl_penalized_rewards, and give no ref_logprobs")
+        return grpo_loss(
+            logprobs,
+            old_logprobs,
+            advantages,
+            completion_mask,
+            term=self.term,
+            ref_logprobs=ref_logprobs,
+            kl_coef=0.0 if self.kl_in_reward else self.kl_coef,
+            divergence=self.divergence,
+            kl_bias_correction=self.kl_bias_correction,
+            entropy=entropy,
+            entropy_coef=self.entropy_coef,
+            weights=self.aggregation(completion_mask, axis_name=axis_name) if weights is None else weights,
+            **self.constants,
+        )
 
 
 @takes(values="...", weights="...", mask="...")

@@ -28,13 +28,12 @@ class Traits(NamedTuple):
     # XLA on CPU has few bfloat16 operations. Elsewhere it makes float32 copies: see `transposed`, `contract` and
     # `write_slice`.
     emulates_bfloat16: bool = False
-    # Few float32 rows times a large matrix are computed by columns: see `times_transposed`.
-    multiplies_by_columns: bool = False
-    # Sums with many more rows than columns are computed as their transposes: see `product` and `sum_over_queries`.
-    transposes_tall_sums: bool = False
-    # Sums are computed as products with ones. XLA on CPU needs nine times as long for sums. On a GPU the factors of a
-    # product are in memory, and XLA joined those of all norms of a decoder into one array of 3 GB.
-    sums_by_products: bool = False
+    # Sums are computed in the orders that are fastest with XLA on CPU. Few float32 rows times a large matrix are
+    # computed by columns: see `times_transposed`. Sums with many more rows than columns are computed as their
+    # transposes: see `product` and `sum_over_queries`. Sums of elements are computed as products with ones, since XLA
+    # on CPU needs nine times as long for sums. On a GPU the factors of a product are in memory, and XLA joined those of
+    # all norms of a decoder into one array of 3 GB.
+    reorders_sums: bool = False
     # Keys of the cache have features before tokens. On an H100 the product with such keys took 1.6 times as long.
     features_first: bool = False
     # A product of groups of rows is computed in blocks. JAX makes `ragged_dot` on a CPU a product of all rows with all
@@ -79,9 +78,7 @@ GPU = Traits("gpu", has_flash_attention=True, unrolled_layers=_ALL_LAYERS)
 CPU = Traits(
     "cpu",
     emulates_bfloat16=True,
-    multiplies_by_columns=True,
-    transposes_tall_sums=True,
-    sums_by_products=True,
+    reorders_sums=True,
     features_first=True,
     groups_by_blocks=True,
     offloads=False,
@@ -213,7 +210,7 @@ def _multiply_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple
 
 def _multiply_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = residuals
-    if traits_of_backend().transposes_tall_sums and kernel.shape[0] > kernel.shape[1]:
+    if traits_of_backend().reorders_sums and kernel.shape[0] > kernel.shape[1]:
         # As its transpose a tall gradient took three fifths of the time (512 x 128, 1,088 rows). Without the barrier
         # XLA exchanges the factors again.
         d_kernel = jax.lax.optimization_barrier(contract(transposed(gradient), x, 1, 0, x.dtype)).T
@@ -232,7 +229,7 @@ _MANY_KEYS = 256
 
 def sum_over_queries(weights: jax.Array, queries: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     """Σ_r w[r, c] q[r, e]: `[N, K, G, R, C]`, `[N, K, G, R, E]` -> `[N, K, G, C, E]` in `dtype`."""
-    if not traits_of_backend().transposes_tall_sums or weights.shape[-1] < _MANY_KEYS:
+    if not traits_of_backend().reorders_sums or weights.shape[-1] < _MANY_KEYS:
         return einsum("nkgcr,nkgre->nkgce", transposed(weights), queries, dtype=dtype)
     # The transpose reads the large factor in order. Without the barrier XLA exchanges the factors again.
     summed = jax.lax.optimization_barrier(einsum("nkger,nkgrc->nkgec", transposed(queries), weights))
@@ -241,7 +238,7 @@ def sum_over_queries(weights: jax.Array, queries: jax.Array, dtype: Any = jnp.fl
 
 def multiplies_by_columns(dtype: Any) -> bool:
     """Returns whether `times_transposed` computes rows of this type as (W xᵀ)ᵀ. In bfloat16 this order is slower."""
-    return traits_of_backend().multiplies_by_columns and dtype == jnp.float32
+    return traits_of_backend().reorders_sums and dtype == jnp.float32
 
 
 def times_transposed(x: jax.Array, matrix: jax.Array, dtype: Any, *, by_columns: bool = False) -> jax.Array:
@@ -286,7 +283,7 @@ def _rms_norm_backward(eps, residuals, gradient):
     x, scale, inverse = residuals
     normed, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
     rows = (gradient * normed).reshape(-1, x.shape[-1])
-    if traits_of_backend().sums_by_products:
+    if traits_of_backend().reorders_sums:
         mean, d_scale = rows @ scale, jnp.ones_like(rows[:, 0]) @ rows
     else:
         mean, d_scale = jnp.sum(rows * scale, axis=1), jnp.sum(rows, axis=0)

@@ -262,7 +262,7 @@ def attend(
         core = _attend_in_parts if end - start > 2 * _MIN_BLOCK else _attend_queries
         seen = partial(_without_middle, begin=prefix, end=first, size=before + end)
         block_inputs = queries[..., start:end, :], seen(mask[..., start:end, :], axis=-1), seen(keys), seen(values)
-        attended.append(core(*block_inputs, scores.softcap, scores.sinks))
+        attended.append(core(*block_inputs, scores))
     return jnp.concatenate(attended, axis=-2)
 
 
@@ -273,12 +273,7 @@ def _without_middle(x: jax.Array, *, begin: int, end: int, size: int, axis: int 
 
 
 def _attend_in_parts(
-    queries: jax.Array,
-    mask: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    softcap: float | None,
-    sinks: jax.Array | None,
+    queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, scores: Scores
 ) -> jax.Array:
     """Computes `_attend_queries` for `_MIN_BLOCK` queries at a time, one part after the other."""
     size = queries.shape[-2]
@@ -293,31 +288,27 @@ def _attend_in_parts(
 
     @partial(jax.checkpoint, policy=policy, prevent_cse=False)
     def attend_part(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _attend_queries(part[0], part[1], keys, values, softcap, sinks)
+        return _attend_queries(*part, keys, values, scores)
 
     attended = jnp.moveaxis(jax.lax.map(attend_part, (parts(queries), parts(mask))), 0, -3)
     attended = attended.reshape(*queries.shape[:-2], even, -1)
     if even == size:
         return attended
-    rest = _attend_queries(queries[..., even:, :], mask[..., even:, :], keys, values, softcap, sinks)
+    rest = _attend_queries(queries[..., even:, :], mask[..., even:, :], keys, values, scores)
     return jnp.concatenate([attended, rest], axis=-2)
 
 
 def _attend_queries(
-    queries: jax.Array,
-    mask: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    softcap: float | None,
-    sinks: jax.Array | None,
+    queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, scores: Scores
 ) -> jax.Array:
     """Computes `_attend_block` for queries `[N, K, G, Q, S, E]`."""
     *leading, shared, size, features = queries.shape
     mask_rows = jnp.repeat(mask, shared, axis=3).reshape(*mask.shape[:3], -1, mask.shape[-1])
+    sinks = scores.sinks
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(leading[1], shared), size, axis=1)
         sinks = sinks[None, :, None, :, None]
-    attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows, sinks, softcap)
+    attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows, sinks, scores.softcap)
     return attended.reshape(queries.shape)
 
 
@@ -364,7 +355,7 @@ def _attend_block_backward(softcap, residuals, gradient):
     scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap)
     weights = jnp.exp(scores + _bias(mask) - maximum) / total
     mean = (gradient * attended).astype(jnp.float32)
-    if traits.sums_by_products:
+    if traits.reorders_sums:
         mean = mean @ jnp.ones((attended.shape[-1], 1), jnp.float32)
     else:
         mean = jnp.sum(mean, axis=-1, keepdims=True)

@@ -308,14 +308,11 @@ def encode_conversation(chat: Chat, messages: Sequence[Message], first: int) -> 
         options = {"return_dict": True, "return_assistant_tokens_mask": True} | _options(chat, False)
         marked = tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
         return list(marked["input_ids"]), list(map(bool, marked["assistant_masks"]))
-    spans = [_span_of_turn(chat, messages, i, text) for i in range(first, len(messages)) if _is_assistant(messages[i])]
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    spans = [_span_of_turn(chat, messages, i, text) for i in turns]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     places = encoded["offset_mapping"]
     return encoded["input_ids"], [any(start < b and a < end for start, end in spans) for a, b in places]
-
-
-def _is_assistant(message: Message) -> bool:
-    return bool(message["role"] == "assistant")
 
 
 def _span_of_turn(chat: Chat, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from grpo_jax.functional.products import rms_norm, traits_of_backend, transposed
 from grpo_jax.models import sharding
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.modules import ACTIVATIONS, MLP, Linear, declared, kernel_param, nn, norm, usable_kernel
+from grpo_jax.models.modules import ACTIVATIONS, MLP, Linear, kernel_param, nn, norm, other_params, usable_kernel
 
 
 class Routing(NamedTuple):
@@ -109,19 +109,13 @@ class Kernel(nn.Module):
     @nn.compact
     def __call__(self, x, dtype):
         """Returns the arrays by name, in the layout in which they are used with x."""
-        name, kernel = str(self.name), kernel_param(self, self.shape)
-        arrays: dict[str, Any] = {
-            leaf: self.get_variable("lora", leaf) for leaf in "ab" if self.has_variable("lora", leaf)
-        }
+        kernel, shapes = kernel_param(self, self.shape), {}
         if self.has_bias:
-            arrays["bias"] = self.param("bias", declared, (*self.shape[:-2], self.shape[-1]))
+            shapes["bias"] = (*self.shape[:-2], self.shape[-1])
         if self.has_scales:
-            sizes = zip(("scale", "expert_scale"), self.shape, strict=True)
-            arrays |= {leaf: self.param(leaf, declared, (size,)) for leaf, size in sizes}
-        arrays = {leaf: y.astype(dtype) for leaf, y in arrays.items()}
-        if not self.is_decoding:
-            arrays = {leaf: sharding.put_together(name, leaf, y) for leaf, y in arrays.items()}
-        return arrays | {"kernel": usable_kernel(name, kernel, x, dtype, is_decoding=self.is_decoding)}
+            shapes |= {"scale": self.shape[:1], "expert_scale": self.shape[1:]}
+        arrays: dict[str, Any] = other_params(self, shapes, dtype, is_decoding=self.is_decoding)
+        return arrays | {"kernel": usable_kernel(str(self.name), kernel, x, dtype, is_decoding=self.is_decoding)}
 
 
 def _shared_out(

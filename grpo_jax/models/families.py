@@ -27,7 +27,7 @@ class Stored(NamedTuple):
 
     name: str
     # (config, number of the leaf's outputs) -> the leaf's part of the tensor, as an index. None: the whole tensor. If
-    # several leaves have one name and no part, they lie one behind the other, in the order of `projections`.
+    # several leaves have one name and no part, they lie one behind the other, in the order of `PROJECTIONS`.
     part: Callable[[ModelConfig, int], Any] | None = None
     is_transposed: bool = True  # true for matrices [out, in]
 
@@ -132,11 +132,12 @@ def names_of(config: ModelConfig) -> Names:
 NOT_IN_FILES = ("dtype", "rounding", "remat", "attention", "router")
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")  # Gemma's
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")  # Granite's
 _SMALL = ("num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input")  # Gemma 4's
 _SYNONYMS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # of activations
-_SAME = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range")
+# Fields that have the names of files
+_SAME: tuple[str, ...] = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings")
+_SAME += ("initializer_range", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+_SAME += ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 
 def _config_class(model_type: str) -> Any:
@@ -150,10 +151,8 @@ def _config_class(model_type: str) -> Any:
 def _complete(file: File) -> File:
     """Returns the file as transformers 5 would write it, with a default for each missing value."""
     # The default tokens of transformers may lie outside a small vocabulary, and it would warn about them.
-    tokens, config_class = (
-        dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        _config_class(file["model_type"]),
-    )
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config_class = _config_class(file["model_type"])
     try:
         # from_dict changes its argument.
         completed = config_class.from_dict(deepcopy(file) | tokens).to_dict()
@@ -175,7 +174,7 @@ def _complete(file: File) -> File:
 def _fields(file: File) -> Fields:
     """Returns the fields that a complete file determines, without the constants of its family."""
     heads, layers = file["num_attention_heads"], file["num_hidden_layers"]
-    fields = {name: file[name] for name in (*_SIZES, *_SAME, *_CAPS, *_MULTIPLIERS) if file.get(name) is not None}
+    fields = {name: file[name] for name in (*_SIZES, *_SAME) if file.get(name) is not None}
     fields = {"head_dim": file["hidden_size"] // heads} | fields | _rope(file) | _experts(file)
     biases = {"qkv_bias": file.get("qkv_bias", file.get("attention_bias")), "o_bias": file.get("attention_bias")}
     fields |= {name: bool(value) for name, value in (biases | {"mlp_bias": file.get("mlp_bias")}).items()}
@@ -273,7 +272,7 @@ def _file(model_type: str, config: ModelConfig) -> File:
     """Returns the entries of a config.json of this family, by the names of its class in transformers."""
     known = _config_class(model_type)().to_dict()
     rope: dict[str, Any] = _rope_parameters(config)
-    names = (*_SIZES, *_SAME, *_CAPS, *_MULTIPLIERS, *_SMALL, "sliding_window", "mlp_bias")
+    names = (*_SIZES, *_SAME, *_SMALL, "sliding_window", "mlp_bias")
     written = {name: getattr(config, name) for name in names}
     written |= config.experts._asdict() | {"num_local_experts": config.experts.num_experts} if config.experts else {}
     written |= {

@@ -1,4 +1,4 @@
-"""Rows, the layout of prompts and completions, or of texts, for one pass of the decoder, with positions and masks.
+"""Prompts and their widths; rows, which lay out prompts and completions or texts for one pass; positions and masks.
 
 A row is a prompt of P tokens, followed by G parts of S tokens. A part holds completions of that prompt one after the
 other, each in one piece. A completion sees the prompt and itself. A prompt is therefore computed once for its group,
@@ -9,40 +9,141 @@ The last token of a part predicts nothing. If a part is one completion, a pass l
 several completions, a pass computes all tokens: for rows of 256 tokens, the gradient of 255 took 1.02 times as long on
 a CPU.
 
-Letters: see `transformer`. There are R rows, a completion has at most T tokens, and a pass computes I tokens of a part,
-which is S − 1 or S.
+Letters: see `transformer`. N prompts have P tokens. There are R rows, a completion has at most T tokens, and a pass
+computes I tokens of a part, which is S − 1 or S.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.models.attention import Angles, rotary_angles
 from grpo_jax.models.cache import Prefix
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.prompts import PromptTokens
 
-_ARRAYS = ("prompt", "ids", "numbers", "places")
+# ---- prompts
+
+Array = Any  # jax.Array on a device, np.ndarray on the host
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=_ARRAYS, meta_fields=("longest", "shape"))
+class PromptWidths(NamedTuple):
+    """Widths at which prompts may be computed, each ascending. Empty: all prompts have about the same length."""
+
+    pieces: tuple[int, ...] = ()  # for parts of a batch, within a program
+    batches: tuple[int, ...] = ()  # for whole batches; each compiles a program
+
+
+ONE_WIDTH = PromptWidths()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PromptTokens:
+    """N prompts of up to P tokens, padded on the left."""
+
+    ids: Array  # int32 [N, P]
+    mask: Array  # bool [N, P]
+    extras: Any = None  # a tree of arrays [N, ...] that a model of yours reads too; the decoders here read none
+    widths: PromptWidths = field(default=ONE_WIDTH, metadata={"static": True})
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def width(self) -> int:
+        """The number of tokens of a prompt, including padding, P."""
+        return self.ids.shape[-1]
+
+    def take(self, rows: Array) -> "PromptTokens":
+        """Returns the prompts with these numbers."""
+        return jax.tree.map(lambda x: x[rows], self)
+
+    def cut(self, width: int) -> "PromptTokens":
+        """Returns the last `width` columns."""
+        return replace(self, ids=self.ids[..., -width:], mask=self.mask[..., -width:])
+
+    def batch_widths(self, group_tokens: int) -> tuple[int, ...]:
+        """Returns the widths at which whole batches are sampled, ascending.
+
+        Args:
+          group_tokens: The number of tokens of a prompt's completions, G · T.
+        """
+        return useful_widths(self.widths.batches, self.width, group_tokens)
+
+    def narrowed(self, group_tokens: int) -> "PromptTokens":
+        """Returns the prompts, which are NumPy arrays, at the least of `batch_widths` that fits them all."""
+        longest = int(self.mask.sum(axis=-1).max())
+        width = next(width for width in self.batch_widths(group_tokens) if width >= longest)
+        return self.cut(width) if width < self.width else self
+
+
+_NARROWEST = 16  # tokens
+
+
+def choose_widths(lengths: Sequence[int] | np.ndarray, *, most: int) -> tuple[int, ...]:
+    """Chooses the widths that prompts are padded to, with the least padding.
+
+    Args:
+      lengths: The number of tokens of each prompt; not empty.
+      most: The largest number of widths. Each width is compiled.
+
+    Returns:
+      At most `most` widths, ascending. The last width is the length of the longest prompt.
+    """
+    sorted_lengths, longest = np.sort(np.asarray(lengths)), int(max(lengths))
+    # Candidates are 1, 3/4, 1/2, 3/8, … of the longest prompt, as multiples of 8.
+    scales = [scale / 2**power for power in range(longest.bit_length()) for scale in (1.0, 0.75)]
+    rounded = {-(-int(longest * scale) // 8) * 8 for scale in scales}
+    narrower = sorted(width for width in rounded if _NARROWEST <= width < longest)
+    # Choices with fewer widths come first, since `min` returns the first of equals.
+    counts = range(most)
+    choices = [(*chosen, longest) for count in counts for chosen in itertools.combinations(narrower, count)]
+
+    def padded_tokens(widths: tuple[int, ...]) -> int:
+        fitting = np.searchsorted(sorted_lengths, widths, side="right")
+        return int(np.diff(fitting, prepend=0) @ np.asarray(widths))
+
+    return min(choices, key=padded_tokens)
+
+
+def useful_widths(widths: Sequence[int], prompt: int, group_tokens: int) -> tuple[int, ...]:
+    """Returns P, and the widths that save at least a tenth of the tokens compared with the next wider width.
+
+    Args:
+      widths: Widths of prompts, ascending.
+      prompt: The largest width, P.
+      group_tokens: The number of tokens of a prompt's completions, G · T.
+    """
+    useful = [prompt]
+    for width in sorted(widths, reverse=True):
+        if useful[-1] + group_tokens >= 1.1 * (width + group_tokens):
+            useful.append(width)
+    return tuple(reversed(useful))
+
+
+# ---- rows
+
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
     """The tokens of R rows, and the texts or completions that they belong to."""
 
     prompt: PromptTokens  # [R, P]
     ids: jax.Array  # int [R, G, S]
-    longest: int  # the maximum number of tokens of a completion, or of a text, that a pass computes
+    # the maximum number of tokens of a completion, or of a text, that a pass computes
+    longest: int = field(metadata={"static": True})
     # int [R, G, S]: completions of a part are numbered from 1, and padding is 0. None: a part is one completion
     numbers: jax.Array | None = None
     # ---- only for completions that are packed into rows
     places: jax.Array | None = None  # int [R, S]: indices of the tokens in the prompt's flattened completions [G, T]
-    shape: tuple[int, int] | None = None  # (G, T) of the prompt's completions
+    shape: tuple[int, int] | None = field(default=None, metadata={"static": True})  # (G, T) of the prompt's completions
 
     @property
     def inputs(self) -> int:
@@ -85,8 +186,7 @@ class Rows:
         """Moves values of the tokens of completions, `[R, G, T, ...]`, to the parts, `[R, G, S, ...]`."""
         if self.places is None:
             return x
-        flat = x.reshape(len(x), -1, *x.shape[3:])
-        return jax.vmap(lambda row, places: jnp.take(row, places, axis=0, mode="clip"))(flat, self.places)[:, None]
+        return _take(x.reshape(len(x), -1, *x.shape[3:]), self.places)[:, None]
 
     def unpack(self, x: jax.Array) -> jax.Array:
         """Moves values for tokens of the parts, `[R, G, S, ...]`, to completions `[R, G, T, ...]`.
@@ -149,7 +249,7 @@ def rows_of_packed_groups(prompt: PromptTokens, completion_ids: jax.Array, place
     """
     _, group_size, size = completion_ids.shape
     is_token = places < group_size * size
-    ids = jnp.where(is_token, _take(completion_ids, places), 0)[:, None]
+    ids = jnp.where(is_token, _take(completion_ids.reshape(len(places), -1), places), 0)[:, None]
     numbers = jnp.where(is_token, places // size + 1, 0)[:, None]
     return Rows(prompt, ids, size, numbers, places, (group_size, size))
 
@@ -174,18 +274,14 @@ def positions_in_texts(texts: jax.Array) -> jax.Array:
 
 
 def _take(x: jax.Array, places: jax.Array) -> jax.Array:
-    """Takes elements of each prompt's flattened array: `[N, ...]`, int `[N, S]` -> `[N, S]`."""
-    return jnp.take_along_axis(x.reshape(len(x), -1), places, axis=-1, mode="clip")
+    """Takes elements of each row: `[N, M, ...]`, int `[N, S]` -> `[N, S, ...]`."""
+    return jax.vmap(lambda row, places: jnp.take(row, places, axis=0, mode="clip"))(x, places)
 
 
 # ---- positions and masks
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["angles", "masks", "places", "prompt_mask", "numbers", "is_token"],
-    meta_fields=["reaches", "parts"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Geometry:
     """The positions and masks of the tokens of a pass, once for each variant that some layer uses.
@@ -199,13 +295,13 @@ class Geometry:
     angles: tuple[Angles, ...]  # one entry for each different rotation of the layers
     masks: tuple[tuple[jax.Array, ...], ...]  # two masks for each different window
     # for each of the two masks, in any layer: the number of keys that a query looks back at, as in `attention.attend`
-    reaches: tuple[int | None, ...]
+    reaches: tuple[int | None, ...] = field(metadata={"static": True})
     # for each different window: the slots of the cache for the next tokens, as in `attention.attend_past`
     places: tuple[jax.Array, ...] | None = None
     # ---- only for delta nets
     prompt_mask: jax.Array | None = None  # of rows: bool [N, P]
     numbers: jax.Array | None = None  # of rows: `Rows.numbers`
-    parts: tuple[int, int] = (0, 0)  # of rows: (G, I)
+    parts: tuple[int, int] = field(default=(0, 0), metadata={"static": True})  # of rows: (G, I)
     # bool [N, G, W], for the next tokens: false on tokens that must not change the state of a completion. None: all do
     is_token: jax.Array | None = None
 
@@ -327,80 +423,52 @@ def _held(last: jax.Array, slots: int) -> jax.Array:
     return last - (last - jnp.arange(slots)) % slots
 
 
-def _places(config: ModelConfig, slots: int, number: jax.Array, active: Any = None) -> tuple[jax.Array, ...]:
-    """Returns the slots of tokens `number` for each different window: see `Geometry.places`."""
-
-    def place(window: int | None) -> jax.Array:
-        size = slots_of(window, slots)
-        if window is None or size != window + AT_ONCE:
-            return number  # no slot is overwritten; a token whose slot the cache lacks is dropped
-        return number % size if active is None else jnp.where(active, number % size, size)[..., None]
-
-    return tuple(map(place, _different(config.windows)))
-
-
-def geometry_of_step(
-    config: ModelConfig, prefix: Prefix, group_size: int, slots: int, step: jax.Array, active: jax.Array | None = None
-) -> Geometry:
-    """Returns the geometry of token number `step` of all completions.
-
-    Args:
-      config: The configuration of the decoder, which has the rotations and windows.
-      prefix: The cache of the prompts.
-      group_size: The number of completions per prompt, G.
-      slots: The number of tokens per completion that the cache has room for in layers without a window, C.
-      step: The number of the token, int32 scalar.
-      active: True for completions that may overwrite their earlier tokens, bool `[N, G]`; None: all.
-
-    Returns:
-      `Geometry` with two masks per window.
-    """
-    position = prefix.length[:, None] + step  # [N, 1]
-
-    def masks_of(window: int | None) -> tuple[jax.Array, ...]:
-        prompt_places = prefix.mask & _near(position, prompt_positions(prefix.mask), window)
-        held = _held(step, slots_of(window, slots))
-        cache_places = jnp.broadcast_to((held >= 0) & _near(step, held, window), (position.shape[0], held.size))
-        return prompt_places[:, None, None, None, None], cache_places[:, None, None, None, None]
-
-    positions = jnp.broadcast_to(position, (position.shape[0], group_size))
-    is_token = None if active is None else active[..., None]
-    places = _places(config, slots, step, active)
-    return replace(_geometry(config, positions, masks_of), places=places, is_token=is_token)
-
-
-def geometry_of_tokens(
-    config: ModelConfig, prefix: Prefix, lengths: jax.Array, counts: jax.Array, width: int, slots: int
+def geometry_of_next(
+    config: ModelConfig,
+    prefix: Prefix,
+    group_size: int,
+    slots: int,
+    number: jax.Array,
+    is_token: jax.Array | None = None,
 ) -> Geometry:
     """Returns the geometry of the next tokens of each completion.
 
     Args:
       config: The configuration of the decoder, which has the rotations and windows.
       prefix: The cache of the prompts.
-      lengths: The number of earlier tokens of each completion, int32 `[N, G]`.
-      counts: The number of next tokens of each completion, int32 `[N, G]`; the others are padding.
-      width: The maximum of `counts`, W, at most `AT_ONCE`.
+      group_size: The number of completions per prompt, G.
       slots: The number of tokens per completion that the cache has room for in layers without a window, C. Tokens
         beyond it are dropped.
+      number: The numbers of the tokens in their completions, int32 `[N, G, W]` with W at most `AT_ONCE`; or a scalar
+        for one token of every completion.
+      is_token: False for padding, which must not overwrite what later tokens may see, bool `[N, G, W]`; None: all are
+        tokens.
 
     Returns:
       `Geometry` with two masks per window.
     """
+    position = prefix.length[:, None, None] + number  # [N, G, W], or [N, 1, 1]
+    width = position.shape[-1]
     assert width <= AT_ONCE
-    number = lengths[..., None] + jnp.arange(width)  # [N, G, W]
-    position = number + prefix.length[:, None, None]
-    places = prompt_positions(prefix.mask)[:, None, None]
+    in_prompt = prompt_positions(prefix.mask)[:, None, None]
 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
-        prompt_places = prefix.mask[:, None, None] & _near(position[..., None], places, window)
-        prompt_places = jnp.broadcast_to(prompt_places, (*number.shape, prefix.mask.shape[-1]))
-        held = _held(number, slots_of(window, slots))
-        cache_places = (held >= 0) & _near(number[..., None], held, window)
-        return prompt_places[:, None, :, None], cache_places[:, None, :, None]
+        in_cache = _held(number, slots_of(window, slots))
+        seen = (
+            prefix.mask[:, None, None] & _near(position[..., None], in_prompt, window),
+            (in_cache >= 0) & _near(number[..., None], in_cache, window),
+        )
+        return tuple(jnp.broadcast_to(x, (*position.shape, x.shape[-1]))[:, None, :, None] for x in seen)
 
-    positions = position.reshape(position.shape[0], -1)
-    is_token = jnp.arange(width) < counts[..., None]
-    return replace(_geometry(config, positions, masks_of), places=_places(config, slots, number), is_token=is_token)
+    def places_of(window: int | None) -> jax.Array:
+        size = slots_of(window, slots)
+        if window is None or size != window + AT_ONCE:
+            return number  # no slot is overwritten; a token whose slot the cache lacks is dropped
+        return number % size if is_token is None else jnp.where(is_token, number % size, size)
+
+    positions = jnp.broadcast_to(position, (len(position), group_size, width)).reshape(len(position), -1)
+    places = tuple(map(places_of, _different(config.windows)))
+    return replace(_geometry(config, positions, masks_of), places=places, is_token=is_token)
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:

@@ -20,8 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import Adapted, Params, check_full_precision
-from grpo_jax.models.projections import TARGETS, Target, split_shape
+from grpo_jax.models.params import TARGETS, Adapted, Params, Target, check_full_precision, split_shape
 
 
 def add_adapters(

@@ -17,9 +17,7 @@ from grpo_jax.errors import missing
 from grpo_jax.functional.products import product, rms_norm, times_transposed
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Activation, ModelConfig
-from grpo_jax.models.layers import layer_params
-from grpo_jax.models.params import Params, is_quantised
-from grpo_jax.models.projections import PROJECTIONS, split_shape
+from grpo_jax.models.params import is_quantised
 from grpo_jax.models.quantised import beside, dequantised
 from grpo_jax.models.sharding import DATA, put_together, spread
 
@@ -106,7 +104,8 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x, y=None):
         """Maps x `[..., *in]` to `[..., *out]`, in the dtype of x. If x W is known already, y is x W, `[..., out]`."""
-        if self._decodes():
+        is_decoding = self.has_variable("params", "transposed") or self.has_variable("params", "quantised")
+        if is_decoding:
             input_axis, output_axis = sharding.decoding_axes(str(self.name))
             rows = spread(x.reshape(-1, math.prod(x.shape[x.ndim - self.in_axes :])), DATA, input_axis)
             if self.has_variable("params", "transposed"):
@@ -121,21 +120,28 @@ class Linear(nn.Module):
         else:
             kernel = kernel_param(self, (*x.shape[-self.in_axes :], *self.out_shape))
             y = product(x, usable_kernel(str(self.name), kernel, x, x.dtype), self.in_axes)
-        if self.has_variable("lora", "a"):
-            a: jax.Array = self.get_variable("lora", "a")
-            b: jax.Array = self.get_variable("lora", "b")
-            y = y + product(product(x, self._whole("a", a, x), self.in_axes), self._whole("b", b, x))
-        if self.use_bias:
-            y = y + self._whole("bias", self.param("bias", declared, self.out_shape), x).astype(x.dtype)
-        return y
+        shapes = {"bias": self.out_shape} if self.use_bias else {}
+        others = other_params(self, shapes, x.dtype, is_decoding=is_decoding)
+        if "a" in others:
+            y = y + product(product(x, others["a"], self.in_axes), others["b"])
+        return y + others["bias"] if self.use_bias else y
 
-    def _decodes(self) -> bool:
-        """Returns whether the parameters have the layout of `decoding_layout`."""
-        return self.has_variable("params", "transposed") or self.has_variable("params", "quantised")
 
-    def _whole(self, leaf: str, param: jax.Array, x: jax.Array) -> jax.Array:
-        """Gathers a parameter on a mesh, in the dtype of x. In decoding it stays sharded."""
-        return param if self._decodes() else put_together(str(self.name), leaf, param.astype(x.dtype))
+def other_params(
+    module: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: Any, *, is_decoding: bool
+) -> dict[str, jax.Array]:
+    """Returns the parameters of a module besides its kernel, by name. In decoding they stay sharded on a mesh.
+
+    Args:
+      module: The module. If the collection "lora" has an adapter for it, the result has its `a` and `b`.
+      shapes: The shapes of the parameters, such as `bias`.
+      dtype: The dtype of the result.
+      is_decoding: True in the loop over tokens.
+    """
+    arrays = {leaf: module.param(leaf, declared, shape) for leaf, shape in shapes.items()}
+    arrays |= {leaf: module.get_variable("lora", leaf) for leaf in "ab" if module.has_variable("lora", leaf)}
+    arrays = {leaf: x.astype(dtype) for leaf, x in arrays.items()}
+    return arrays if is_decoding else {leaf: put_together(str(module.name), leaf, x) for leaf, x in arrays.items()}
 
 
 def kernel_param(module: nn.Module, shape: tuple[int, ...]) -> Any:
@@ -180,48 +186,3 @@ class RMSNorm(nn.Module):
         if self.zero_centered:
             scale = 1 + scale.astype(jnp.float32)
         return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # see `product`
-
-
-def decoding_layout(params: Params, config: ModelConfig) -> Params:
-    """Converts parameters of the scanned decoder to those of the decoder with separate layers.
-
-    Kernels become matrices [out, in], named "transposed", in the dtype of the computation. With the few rows of a
-    decode step, XLA on CPU multiplies fastest by these. Matrices of linear maps with the same input become one matrix,
-    named "joined". Quantised kernels are only renamed to "quantised", since as matrices they would take the memory that
-    they save.
-
-    Args:
-      params: The collection "params" or "lora".
-      config: The configuration of the decoder.
-
-    Returns:
-      The tree with `layer_0`, `layer_1`, … instead of `layers`.
-    """
-
-    can_join = sharding.mesh_sizes() is None  # a mesh shards each matrix separately
-
-    def transposed(name: str, kernel: jax.Array) -> jax.Array:
-        _, inputs, _ = split_shape(name, kernel.shape)
-        return kernel.astype(config.dtype).reshape(math.prod(inputs), -1).T
-
-    def block(tree: Params) -> Params:
-        projections = {name: dict(tree[name]) for name in PROJECTIONS if name in tree}
-        if "router" in tree:  # the kernels of experts are multiplied by group, and keep their layout
-            cast = partial(jax.tree.map, lambda x: x if is_quantised(x) else x.astype(config.dtype))
-            return tree | cast(projections, is_leaf=is_quantised)
-        joined = []
-        for name, leaves in projections.items():
-            kernel = leaves.pop("kernel", None)  # adapters have none
-            if is_quantised(kernel):
-                leaves["quantised"] = kernel
-            elif kernel is not None and PROJECTIONS[name].is_joined and can_join:
-                joined.append(transposed(name, kernel))
-            elif kernel is not None:
-                leaves["transposed"] = transposed(name, kernel)
-        return tree | projections | ({"joined": jnp.concatenate(joined)} if joined else {})
-
-    layers = {
-        f"layer_{i}": {name: block(tree) for name, tree in layer_params(config, params["layers"], i).items()}
-        for i in range(config.num_hidden_layers)
-    }
-    return {name: value for name, value in params.items() if name != "layers"} | layers

@@ -1,10 +1,10 @@
-"""Trees of parameters: their special nodes, and the split into trained and frozen parameters.
+"""Trees of parameters: their projections and special nodes, and the split into trained and frozen parameters.
 
-Parameters belong to one model, or are a dict of models by role: "policy", optionally "critic", and frozen models.
+Parameters belong to one model, or are a dict of models by role: "policy", optionally "critic", and frozen models. The
+kernel of a projection is `[*in, *out]`, in a mixture `[X, *in, *out]`, with an axis L of layers before it.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,19 +15,66 @@ Params = Any  # the parameters of a network, as nested dicts of arrays
 Format = Literal["int8", "nf4"]
 Quantize = Literal["none", "int8", "nf4"]
 
+# ---- projections, the linear maps inside a block. Sharding, adapters, quantisation and decoding read their table
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("in_shape", "out_shape", "format")
-)
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"  # the axes of a mesh: see `sharding`
+Axes = str | tuple[str, ...] | None  # the mesh axes along which one dimension of an array is sharded
+
+
+class Projection(NamedTuple):
+    """The axes of a kernel, and the uses of the projection."""
+
+    inputs: tuple[Axes, ...]  # the mesh axes of each axis of an input. Heads are never split into features
+    outputs: tuple[Axes, ...]  # the mesh axes of each axis of an output
+    is_joined: bool = False  # its input is that of the others with this flag in a block: decoding joins their kernels
+    is_target: bool = True  # LoRA can adapt it
+
+
+_HEADS = Projection((FSDP,), (TENSOR, None), is_joined=True)
+_FEATURES = Projection((FSDP,), (TENSOR,), is_joined=True)
+_OF_DELTA = Projection((FSDP,), (None,), is_joined=True)
+
+PROJECTIONS: dict[str, Projection] = {
+    "q_proj": _HEADS,
+    "k_proj": _HEADS,
+    "v_proj": _HEADS,
+    "o_proj": Projection((TENSOR, None), (FSDP,)),
+    "gate_proj": _FEATURES,
+    "up_proj": _FEATURES,
+    "down_proj": Projection((TENSOR,), (FSDP,)),
+    "in_proj_qkv": _OF_DELTA,
+    "in_proj_z": _OF_DELTA,
+    "in_proj_b": _OF_DELTA,
+    "in_proj_a": _OF_DELTA,
+    "out_proj": Projection((None,), (FSDP,)),
+    "per_layer_input_gate": Projection((FSDP,), (None,), is_target=False),
+    "per_layer_projection": Projection((None,), (FSDP,), is_target=False),
+}
+TARGETS = tuple(name for name, projection in PROJECTIONS.items() if projection.is_target)
+Target = Literal[TARGETS]  # type: ignore[valid-type]  # options list the choices
+
+
+def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Splits the shape of a kernel `[L, *in, *out]` into (layers, in, out). For a mixture's kernel `[L, X, in, out]`
+    the first part is (layers, experts)."""
+    inputs, outputs, *_ = PROJECTIONS[name]
+    end, stacked = len(kernel_shape) - len(outputs), len(kernel_shape) - len(outputs) - len(inputs)
+    return kernel_shape[:stacked], kernel_shape[stacked:end], kernel_shape[end:]
+
+
+# ---- special nodes
+
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantised:
     """A kernel `[L, *in, *out]`, or that of one layer, in few bits. It replaces the array in the tree of parameters."""
 
     codes: Any  # int8 [L, I, O]; in nf4 uint8 [L, ⌈I/2⌉, O], with even inputs in the high half and odd ones in the low
     scales: Any  # float32 [L, 1, O], M / 127; in nf4 bfloat16 [L, ⌈I/64⌉, O], M
-    in_shape: tuple[int, ...]
-    out_shape: tuple[int, ...]
-    format: Format
+    in_shape: tuple[int, ...] = field(metadata={"static": True})
+    out_shape: tuple[int, ...] = field(metadata={"static": True})
+    format: Format = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

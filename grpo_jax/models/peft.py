@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ from grpo_jax.errors import UsageError, abbreviate, missing, user_path
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import complete_or_not_at_all
 from grpo_jax.models.lora import sites
-from grpo_jax.models.params import Adapted
-from grpo_jax.models.projections import TARGETS, Target, split_shape
+from grpo_jax.models.params import TARGETS, Adapted, Target, split_shape
 from grpo_jax.models.transformer import Params
 from grpo_jax.models.weights import (
     FLOAT_DTYPES,
@@ -117,7 +117,7 @@ def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, ba
     modules: dict[Tensor, int] = {}  # the sum of the ranks in a module
     places = []  # block, projection, and the ranks before it in its module
     for block, name in sites(layers):
-        module = layout[block][name]["kernel"]._replace(part=None)
+        module = replace(layout[block][name]["kernel"], part=None)
         places.append((block, name, modules.get(module, 0)))
         modules[module] = modules.get(module, 0) + layers[block][name]["a"].shape[-1]
     rank = max(modules.values())

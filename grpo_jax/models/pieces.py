@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.products import traits_of_backend
-from grpo_jax.models.geometry import rows_of_packed_groups
-from grpo_jax.models.prompts import Array, PromptTokens, useful_widths
+from grpo_jax.models.geometry import Array, PromptTokens, rows_of_packed_groups, useful_widths
 from grpo_jax.models.sharding import BATCH, batch_parts, mesh_sizes, spread
 
 # Packing computes a prompt again for each of its rows. This is the largest extra cost when no completion is padded.
@@ -40,8 +39,8 @@ Pieces = tuple[Microbatches, ...]
 class Sorting(NamedTuple):
     """Widths to which pieces cut prompts, and the size of the pieces of each width."""
 
-    lengths: Array  # int [N], tokens of each prompt
-    widths: tuple[int, ...]  # ascending; every prompt fits the last width
+    lengths: Array  # int [N], tokens of each prompt; None: there is one width
+    widths: tuple[int | None, ...]  # ascending; every prompt fits the last width. None: all P
     rows: tuple[int, ...]  # number of prompts, or of rows of packed completions, in a piece of each width
 
 
@@ -57,7 +56,8 @@ def by_prompts(num_prompts: int, pieces: int, sorting: Sorting | None = None) ->
         return ()
     local = num_prompts // batch_parts()
     prompts = jnp.arange(num_prompts, dtype=jnp.int32).reshape(-1, local)
-    return _cut(prompts, jnp.ones((*prompts.shape, 1), bool), local, local // pieces, None, sorting)
+    sorting = sorting or Sorting(None, (None,), (local // pieces,))
+    return _cut(prompts, jnp.ones((*prompts.shape, 1), bool), local, None, sorting)
 
 
 def packed(lengths: jax.Array, width: int, rows: int, sorting: Sorting | None = None) -> Pieces:
@@ -75,58 +75,49 @@ def packed(lengths: jax.Array, width: int, rows: int, sorting: Sorting | None = 
     parts, num_prompts = batch_parts(), lengths.shape[0]
     prompts, members, num_rows = jax.vmap(partial(_pack, width=width))(lengths.reshape(parts, -1, lengths.shape[-1]))
     prompts += jnp.arange(0, num_prompts, num_prompts // parts, dtype=jnp.int32)[:, None]
-    return _cut(prompts, members, num_rows, rows, width, sorting)
+    return _cut(prompts, members, num_rows, width, sorting or Sorting(None, (None,), (rows,)))
 
 
 def _cut(
-    prompts: jax.Array,
-    members: jax.Array,
-    num_rows: int | jax.Array,
-    rows: int,
-    width: int | None,
-    sorting: Sorting | None,
+    prompts: jax.Array, members: jax.Array, num_rows: int | jax.Array, width: int | None, sorting: Sorting
 ) -> Pieces:
     """Cuts the rows of each part of a batch into pieces.
+
+    Rows are sorted by the widths of their prompts and cut from the widest on. The last rows of a width share a piece
+    with the first rows of the next narrower width, so only the last piece has empty rows.
 
     Args:
       prompts: The prompt of each row, int32 `[parts, R]`; used rows come first.
       members: The completions of each row, bool `[parts, R, G or 1]`.
       num_rows: The number of used rows in each part.
-      rows: Rows of a piece, n. Ignored with `sorting`.
       width: Tokens of a row, S. None: completions are not packed.
-      sorting: The widths of prompts. Rows are sorted by these widths and cut from the widest on. The last rows of a
-        width share a piece with the first rows of the next narrower width, so only the last piece has empty rows.
+      sorting: The widths of prompts.
     """
     size = prompts.shape[1]
-    counts: list[Any] = [num_rows]
-    shapes: list[tuple[int | None, int]] = [(None, rows)]
-    if sorting is not None:
+    counts: list[Any] = [num_rows]  # rows of each width, and of wider ones
+    if len(sorting.widths) > 1:
         number = jnp.searchsorted(jnp.asarray(sorting.widths), sorting.lengths[prompts])
         number = jnp.where(jnp.arange(size) < jnp.reshape(num_rows, (-1, 1)), number, -1)
         order = jnp.argsort(-number, axis=-1, stable=True)
         prompts = jnp.take_along_axis(prompts, order, axis=-1)
         members = jnp.take_along_axis(members, order[..., None], axis=1)
         counts = [jnp.sum(number >= place, axis=-1) for place in range(len(sorting.widths))]
-        shapes = list(zip(sorting.widths, sorting.rows, strict=True))
     pieces: list[Microbatches] = []
     taken: Any = 0
-    for count, (prompt_width, n) in zip(reversed(counts), reversed(shapes), strict=True):
+    for count, prompt_width, n in reversed(list(zip(counts, sorting.widths, sorting.rows, strict=True))):
         left = count if isinstance(count, int) else jnp.maximum(jnp.max(count) - taken, 0)
         places = jnp.arange(size + -size % n) + taken
         is_used = places < jnp.reshape(num_rows, (-1, 1))
         places = jnp.minimum(places, size - 1)
-        chosen, piece_members = prompts[:, places], members[:, places] & is_used[..., None]
-        chosen, piece_members = (_side_by_side(x.reshape(len(x), -1, n, *x.shape[2:])) for x in (chosen, piece_members))
+        chosen, used_members = prompts[:, places], members[:, places] & is_used[..., None]
+        # A piece has rows of all parts: [parts, C · n, ...] -> [C, parts · n, ...].
+        chosen, used_members = (
+            jnp.concatenate([*x.reshape(len(x), -1, n, *x.shape[2:])], axis=1) for x in (chosen, used_members)
+        )
         num_used = -(-left // n)
-        pieces.append(Microbatches(chosen, piece_members, num_used, width, prompt_width))
+        pieces.append(Microbatches(chosen, used_members, num_used, width, prompt_width))
         taken += num_used * n
     return tuple(pieces)
-
-
-def _side_by_side(x: jax.Array) -> jax.Array:
-    """Joins pieces of the parts of a batch, `[parts, C, n, ...]`, into pieces of all of it, `[C, parts · n, ...]`."""
-    x = x.swapaxes(0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _pack(lengths: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -138,7 +129,8 @@ def _pack(lengths: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array, jax.
         """Returns the row of each completion, `[G]`, by first-fit decreasing."""
         before = numbers[:, None] < numbers
         goes_first = (lengths[:, None] > lengths) | ((lengths[:, None] == lengths) & before)
-        order = _places(jnp.sum(goes_first, axis=0), group_size)  # the longest first
+        # The longest come first. A sort compiles more slowly.
+        order = jnp.zeros_like(numbers).at[jnp.sum(goes_first, axis=0)].set(numbers)
 
         def place(used: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
             row = jnp.argmax(used + length <= width)
@@ -151,7 +143,7 @@ def _pack(lengths: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array, jax.
     members = (chosen[:, None] == numbers[:, None]) & (lengths > 0)[:, None]  # [N, row, G]
     members = members.reshape(-1, group_size)
     is_used = jnp.any(members, axis=-1)
-    order = _true_places(is_used, num_prompts * group_size)
+    order = _true_places(is_used, is_used.size)
     prompts = jnp.minimum(order // group_size, num_prompts - 1)
     return prompts, jnp.pad(members, [(0, 1), (0, 0)])[order], jnp.sum(is_used, dtype=jnp.int32)
 
@@ -172,7 +164,7 @@ def take(batch: Any, microbatches: Microbatches, number: Array) -> Any:
     if microbatches.width is None:
         return piece
     tokens = jnp.arange(piece.completion_mask.shape[-1]) < lengths_of(piece.completion_mask)[..., None]
-    places = _true_places(tokens.reshape(len(prompts), -1), microbatches.width)
+    places = jax.vmap(partial(_true_places, width=microbatches.width))(tokens.reshape(len(prompts), -1))
     layout = rows_of_packed_groups(piece.prompt, piece.completion_ids, places)
     return piece._replace(layout=layout)
 
@@ -184,17 +176,8 @@ def lengths_of(completion_mask: jax.Array) -> jax.Array:
 
 
 def _true_places(chosen: jax.Array, width: int) -> jax.Array:
-    """Returns the indices of true elements, ascending: bool `[..., M]` -> int32 `[..., width]`, padded with M."""
-    ranks = jnp.where(chosen, jnp.cumsum(chosen, axis=-1) - 1, width)
-    flat = ranks.reshape(-1, ranks.shape[-1])
-    return jax.vmap(lambda ranks: _places(ranks, width))(flat).reshape(*chosen.shape[:-1], width)
-
-
-def _places(ranks: jax.Array, width: int) -> jax.Array:
-    """Returns the index of each rank: int `[M]` -> int32 `[width]`, padded with M. A sort compiles more slowly."""
-    (size,) = ranks.shape
-    places = jnp.arange(size, dtype=jnp.int32)
-    return jnp.full(width, size, jnp.int32).at[ranks].set(places, mode="drop")
+    """Returns the indices of true elements, ascending: bool `[M]` -> int32 `[width]`, padded with M."""
+    return jnp.flatnonzero(chosen, size=width, fill_value=chosen.size)
 
 
 def computed_in_pieces(fn: Callable[[Any], Any], batch: Any, pieces: Pieces) -> Any:
@@ -246,7 +229,7 @@ def pieces_of_prompts(prompt: PromptTokens) -> Pieces:
 # ---- the choice of pieces
 
 
-class Piece(NamedTuple):
+class PieceShape(NamedTuple):
     """The shape of each piece of a batch, chosen before there is a batch."""
 
     rows: int  # number of rows: a prompt followed by completions
@@ -267,11 +250,7 @@ def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int) -> Pieces
     local, prompt, group_tokens = num_prompts // batch_parts(), batch.prompt.width, group_size * tokens
     piece_tokens = piece_tokens or traits_of_backend().piece_tokens
     choose = partial(
-        choose_piece,
-        group_size=group_size,
-        tokens=tokens,
-        microbatches=microbatches,
-        piece_tokens=piece_tokens,
+        choose_piece, group_size=group_size, tokens=tokens, microbatches=microbatches, piece_tokens=piece_tokens
     )
     widths = useful_widths(batch.prompt.widths.pieces, prompt, group_tokens)
     piece = choose(local, prompt)
@@ -291,7 +270,7 @@ def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int) -> Pieces
 
 def choose_piece(
     num_prompts: int, prompt: int, group_size: int, tokens: int, *, microbatches: int, piece_tokens: int
-) -> Piece:
+) -> PieceShape:
     """Chooses the shape of the pieces in which a batch is computed.
 
     Args:
@@ -304,11 +283,16 @@ def choose_piece(
       piece_tokens: The largest number of tokens of a piece, as in `choose_microbatches`.
     """
     whole = prompt + group_size * tokens
-    rows = None if microbatches else choose_rows(num_prompts, prompt, group_size, tokens, piece_tokens)
-    if rows is not None:
-        return Piece(rows[1], 1, rows[0], is_packed=True)
-    microbatches = microbatches or choose_microbatches(num_prompts, whole, piece_tokens)
-    return Piece(-(-num_prompts // microbatches), group_size, tokens)
+    num_pieces = microbatches or choose_microbatches(num_prompts, whole, piece_tokens)
+    if num_pieces > 1 and not microbatches:
+        for together in range(1, min(_MAX_TOGETHER + 1, group_size)):
+            rows, width = -(-group_size // together), together * tokens
+            if rows * (prompt + width) <= _MAX_OVERHEAD * whole:
+                # Slightly larger than other pieces, so that rows of full length also fill the last piece.
+                limit = piece_tokens * 9 // 8
+                rows_of_piece = _largest_divisor(num_prompts * rows, prompt + width, limit)
+                return PieceShape(rows_of_piece, 1, width, is_packed=True)
+    return PieceShape(-(-num_prompts // num_pieces), group_size, tokens)
 
 
 def choose_microbatches(num_prompts: int, tokens: int, piece_tokens: int) -> int:
@@ -328,33 +312,6 @@ def choose_microbatches(num_prompts: int, tokens: int, piece_tokens: int) -> int
     if num_prompts * tokens <= 2 * piece_tokens:
         return 1
     return num_prompts // _largest_divisor(num_prompts, tokens, piece_tokens)
-
-
-def choose_rows(
-    num_prompts: int, prompt: int, group_size: int, tokens: int, piece_tokens: int
-) -> tuple[int, int] | None:
-    """Chooses the shape of pieces of packed completions, if packing can save work.
-
-    Args:
-      num_prompts: The number of prompts on one device, N.
-      prompt: Tokens of a prompt, P.
-      group_size: Completions of a prompt, G.
-      tokens: Tokens of a completion, T.
-      piece_tokens: The largest number of tokens of a piece.
-
-    Returns:
-      Tokens of a row and rows of a piece, or None if completions should not be packed.
-    """
-    whole = prompt + group_size * tokens
-    if choose_microbatches(num_prompts, whole, piece_tokens) == 1:
-        return None
-    for together in range(1, min(_MAX_TOGETHER + 1, group_size)):
-        rows, width = -(-group_size // together), together * tokens
-        if rows * (prompt + width) <= _MAX_OVERHEAD * whole:
-            # Slightly larger than other pieces, so that rows of full length also fill the last piece.
-            limit = piece_tokens * 9 // 8
-            return width, _largest_divisor(num_prompts * rows, prompt + width, limit)
-    return None
 
 
 def _largest_divisor(number: int, tokens: int, limit: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,28 +25,27 @@ from grpo_jax.models.cache import (
     select_completions,
     widen,
 )
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.geometry import (
+    PromptTokens,
     Rows,
     TokenStates,
+    geometry_of_next,
     geometry_of_rows,
-    geometry_of_step,
-    geometry_of_tokens,
     rows_of_groups,
     rows_of_prompts,
     slots_of,
 )
-from grpo_jax.models.layers import by_layer
-from grpo_jax.models.modules import decoding_layout
 from grpo_jax.models.params import Adapted, variables
 from grpo_jax.models.pieces import computed_in_pieces, pieces_of_prompts
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.rounding import round_stochastically, round_to_nearest
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import (
     Params,
+    by_layer,
     compute_next,
     compute_rows,
+    decoding_layout,
     initial_params,
     param_shapes,
 )
@@ -62,7 +61,7 @@ class Policy(NamedTuple):
     # (params, `geometry.Rows`) -> (hidden [R, G, S, D]: at s, the state that predicts token s of a part; the experts of
     # these states, as `experts.Routing` with axes [R, G, S, L], or None if the model has no experts)
     states: Callable[[Params, Rows], tuple[jax.Array, Any]]
-    # (params, `prompts.PromptTokens` [N, P], group_size, max_tokens)
+    # (params, `geometry.PromptTokens` [N, P], group_size, max_tokens)
     # -> (hidden [N, D] that predicts the first completion token, decode, cache),
     # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache)
     prefill: Callable[..., tuple[jax.Array, Callable[..., Any], Any]]
@@ -128,6 +127,13 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
     return replace(config, attention="cudnn" if is_fused else "shared")
 
 
+def resolve_dtype(dtype: Literal[Dtype, "auto"]) -> Dtype:
+    """Returns the dtype of products. "auto" is float32 on a CPU, so that all CPUs compute alike, else bfloat16."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if traits_of_backend().backend == "cpu" else "bfloat16"
+
+
 def decoder_policy(config: ModelConfig) -> Policy:
     """Makes the policy of a decoder.
 
@@ -158,16 +164,12 @@ def decoder_policy(config: ModelConfig) -> Policy:
         forgets=config.sliding_window is not None or bool(config.delta_layers),
         states=partial(_states, config),
         num_experts=config.experts and config.experts.num_experts,
-        rounded=_rounding(config),
+        rounded=None if config.dtype == "float32" else _ROUNDING[config.rounding],
         **_decoding(config),
     )
 
 
-def _rounding(config: ModelConfig) -> Callable[[Params], Params] | None:
-    """Returns the function that rounds parameters to the dtype of products; None if they are not rounded."""
-    if config.dtype == "float32":
-        return None
-    return round_stochastically if config.rounding == "stochastic" else round_to_nearest
+_ROUNDING = {"nearest": round_to_nearest, "stochastic": round_stochastically}
 
 
 def _variables(config: ModelConfig, params: Params, *, has_gradient: bool = True) -> dict[str, Any]:
@@ -235,7 +237,8 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array, active: jax.Array | None = None):
             prefix, completions = cache
-            seen = geometry_of_step(config, prefix, ids.shape[1], room(completions), step, active)
+            is_token = None if active is None else active[..., None]
+            seen = geometry_of_next(config, prefix, ids.shape[1], room(completions), step, is_token)
             hidden, completions, _ = compute_next(config, separate, ids, seen, prefix, completions)
             return hidden, (prefix, completions)
 
@@ -246,7 +249,8 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
         def append(cache: Any, ids: jax.Array, lengths: jax.Array, counts: jax.Array):
             (prefix, completions), (n, group_size, width) = cache, ids.shape
-            seen = geometry_of_tokens(config, prefix, lengths, counts, width, room(completions))
+            number, is_token = lengths[..., None] + jnp.arange(width), jnp.arange(width) < counts[..., None]
+            seen = geometry_of_next(config, prefix, group_size, room(completions), number, is_token)
             hidden, completions, _ = compute_next(config, separate, ids.reshape(n, -1), seen, prefix, completions)
             return hidden.reshape(n, group_size, width, -1), (prefix, completions)
 

@@ -24,8 +24,16 @@ import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import delayed_on_mesh, delayed_until
-from grpo_jax.models.params import Format, Params, Quantised, Quantize, holds_quantised, is_quantised
-from grpo_jax.models.projections import PROJECTIONS, split_shape
+from grpo_jax.models.params import (
+    PROJECTIONS,
+    Format,
+    Params,
+    Quantised,
+    Quantize,
+    holds_quantised,
+    is_quantised,
+    split_shape,
+)
 from grpo_jax.models.sharding import mesh_sizes
 
 _BLOCK = 64  # weights in a group of nf4, as in QLoRA

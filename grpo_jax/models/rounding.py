@@ -7,23 +7,14 @@ rounding a share of the weights moves at once, so that their mean follows the fl
 
 import math
 import zlib
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.products import traits_of_backend
-from grpo_jax.models.config import Dtype
 from grpo_jax.models.params import Params
 
 _MATRICES = {"kernel", "embedding", "unembedding"}  # everything else is computed in float32, as are routers
-
-
-def resolve_dtype(dtype: Literal[Dtype, "auto"]) -> Dtype:
-    """Returns the dtype of products. "auto" is float32 on a CPU, so that all CPUs compute alike, else bfloat16."""
-    if dtype != "auto":
-        return dtype
-    return "float32" if traits_of_backend().backend == "cpu" else "bfloat16"
 
 
 def _names(path: Any) -> list[str]:

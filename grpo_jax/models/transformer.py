@@ -12,9 +12,11 @@ that share one key-value head, E features of a head, L layers, V vocabulary.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +27,143 @@ from grpo_jax.models import sharding
 from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
 from grpo_jax.models.cache import KeyValues, Memory, Prefix
 from grpo_jax.models.config import READ, FeedForward, Form, Mixer, ModelConfig
-from grpo_jax.models.geometry import Geometry, LayerKind, geometry_of_rows, layer_kinds, rows_of_prompts
-from grpo_jax.models.layers import Results, Shared, layer_params, layers_with, scan_layers
+from grpo_jax.models.geometry import (
+    Geometry,
+    LayerKind,
+    PromptTokens,
+    geometry_of_rows,
+    layer_kinds,
+    rows_of_prompts,
+)
 from grpo_jax.models.modules import MLP, Linear, PerLayerInput, declared, linears, nn, norm
-from grpo_jax.models.params import Params as Params, holds_quantised
-from grpo_jax.models.prompts import PromptTokens
+from grpo_jax.models.params import PROJECTIONS, Params as Params, holds_quantised, is_quantised, split_shape
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, spread
 
 Collections = Mapping[str, Params]  # the variables of linen: "params", and "lora" if there are adapters
+
+
+# ---- stacks of layers
+#
+# The parameters of a module are stacked over the layers that have the module. Most decoders have the same modules in
+# every layer. Others repeat a period of layers, such as three delta nets and one attention, or begin with a few layers
+# that differ. Layers that repeat are computed by one loop, so that compile time does not depend on depth.
+
+# The result of each layer of the prefix; the results of each layer of a period, with a leading axis of periods; and the
+# number of periods
+Results = tuple[list[Any], list[Any], int]
+# What layers share with later layers
+Shared = dict[str, Any]
+# (form of a layer, x, what earlier layers share, its parameters by collection, its kind)
+# -> (x after the layer, what layers share, any other result)
+Step = Callable[[Form, jax.Array, Shared, dict[str, Params], LayerKind], tuple[jax.Array, Shared, Any]]
+
+
+def layers_with(config: ModelConfig, module: str) -> list[int]:
+    """Returns the numbers of the layers that have a module, such as "attention", or a norm, which all layers have."""
+    module = "experts" if module.startswith("shared_expert") else module
+    is_norm = module not in (*get_args(Mixer), *get_args(FeedForward))
+    return [number for number, form in enumerate(config.forms) if is_norm or module in form]
+
+
+def layer_params(config: ModelConfig, layers: Params, number: int) -> Params:
+    """Returns the parameters of one layer, by module.
+
+    Args:
+      config: The configuration of the decoder.
+      layers: The stacked parameters of all modules, or of some.
+      number: The number of the layer, from 0.
+    """
+    numbers = {module: layers_with(config, module) for module in layers}
+    return {
+        module: jax.tree.map(itemgetter(numbers[module].index(number)), tree)
+        for module, tree in layers.items()
+        if number in numbers[module]
+    }
+
+
+def repetition(forms: tuple[Form, ...]) -> tuple[int, int]:
+    """Returns (prefix, period): behind the first `prefix` layers, forms repeat with this period."""
+
+    def repeats(prefix: int, period: int) -> bool:
+        return forms[prefix:-period] == forms[prefix + period :] and (len(forms) - prefix) % period == 0
+
+    sizes = range(1, len(forms) + 1)
+    return next((n - period, period) for n in sizes for period in range(1, n + 1) if repeats(n - period, period))
+
+
+def scan_layers(
+    config: ModelConfig, step: Step, x: jax.Array, collections: Mapping[str, Params], *, unroll: bool
+) -> tuple[jax.Array, Results]:
+    """Applies all layers, one after the other.
+
+    A layer sees what earlier layers of its period share, and the layers before the loop.
+
+    Args:
+      config: The configuration of the decoder.
+      step: Computes a layer.
+      x: The input of the first layer.
+      collections: The stacked parameters, and the adapters if there are any.
+      unroll: True if the loop is compiled layer by layer.
+
+    Returns:
+      The output of the last layer, and the other result of each layer, for `by_layer`.
+    """
+    forms, kinds, results = config.forms, layer_kinds(config), []
+    prefix, period = repetition(forms)
+    shared: Shared = {}
+    repeated = range(prefix, prefix + period)
+    for number in range(prefix):
+        params = {name: layer_params(config, layers, number) for name, layers in collections.items()}
+        x, shared, result = step(forms[number], x, shared, params, kinds[number])
+        results.append(result)
+
+    def by_period(layers: Params) -> Params:
+        """Splits stacks behind the prefix: [layers, ...] -> [periods, layers of a period, ...]."""
+        stacks = {}
+        for module, tree in layers.items():
+            numbers = layers_with(config, module)
+            first, count = (sum(i in part for i in numbers) for part in (range(prefix), repeated))
+            if count:
+                # Without an axis of size 1, for which XLA on CPU would copy the parameters.
+                split = () if count == 1 else (count,)
+                stacks[module] = jax.tree.map(lambda y, i=first, n=split: y[i:].reshape(-1, *n, *y.shape[1:]), tree)
+        return stacks
+
+    def take_layer(stacks: Params, number: int) -> Params:
+        """Returns the parameters of one layer of a period."""
+        numbers = {module: [i for i in layers_with(config, module) if i in repeated] for module in stacks}
+        return {
+            module: tree if len(numbers[module]) == 1 else jax.tree.map(itemgetter(numbers[module].index(number)), tree)
+            for module, tree in stacks.items()
+            if number in numbers[module]
+        }
+
+    def step_period(x: jax.Array, scanned: Any) -> tuple[jax.Array, list[Any]]:
+        stacks, period_results = scanned
+        results, seen = [], shared
+        for number, kind in zip(repeated, period_results, strict=True):
+            params = {name: take_layer(layers, number) for name, layers in stacks.items()}
+            x, seen, result = step(forms[number], x, seen, params, kind or kinds[number])
+            results.append(result)
+        return x, results
+
+    stacks = {name: by_period(layers) for name, layers in collections.items()}
+    # The indices of rotation and window are arrays only if they differ between periods.
+    period_kinds = [
+        jax.tree.map(lambda *i: jnp.array(i, jnp.int32), *set_of) if len(set(set_of)) > 1 else None
+        for set_of in (kinds[number::period] for number in repeated)
+    ]
+    x, period_results = jax.lax.scan(step_period, x, (stacks, period_kinds), unroll=unroll)
+    return x, (results, period_results, (len(forms) - prefix) // period)
+
+
+def by_layer(results: Results) -> list[Any]:
+    """Returns the result of each layer."""
+    prefix_results, period_results, num_periods = results
+    return prefix_results + [jax.tree.map(itemgetter(i), y) for i in range(num_periods) for y in period_results]
+
+
+# ---- parameters
 
 
 def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> Params:
@@ -91,6 +222,54 @@ def param_shapes(config: ModelConfig) -> Params:
             "norm": jax.eval_shape(norm(config).init, jax.random.key(0), jnp.zeros(size))["params"],
         }
     return shapes if config.tie_word_embeddings else shapes | {"unembedding": embedding}
+
+
+def decoding_layout(params: Params, config: ModelConfig) -> Params:
+    """Converts parameters of the scanned decoder to those of the decoder with separate layers.
+
+    Kernels become matrices [out, in], named "transposed", in the dtype of the computation. With the few rows of a
+    decode step, XLA on CPU multiplies fastest by these. Matrices of linear maps with the same input become one matrix,
+    named "joined". Quantised kernels are only renamed to "quantised", since as matrices they would take the memory that
+    they save.
+
+    Args:
+      params: The collection "params" or "lora".
+      config: The configuration of the decoder.
+
+    Returns:
+      The tree with `layer_0`, `layer_1`, … instead of `layers`.
+    """
+
+    can_join = sharding.mesh_sizes() is None  # a mesh shards each matrix separately
+
+    def transposed(name: str, kernel: jax.Array) -> jax.Array:
+        _, inputs, _ = split_shape(name, kernel.shape)
+        return kernel.astype(config.dtype).reshape(math.prod(inputs), -1).T
+
+    def block(tree: Params) -> Params:
+        projections = {name: dict(tree[name]) for name in PROJECTIONS if name in tree}
+        if "router" in tree:  # the kernels of experts are multiplied by group, and keep their layout
+            cast = partial(jax.tree.map, lambda x: x if is_quantised(x) else x.astype(config.dtype))
+            return tree | cast(projections, is_leaf=is_quantised)
+        joined = []
+        for name, leaves in projections.items():
+            kernel = leaves.pop("kernel", None)  # adapters have none
+            if is_quantised(kernel):
+                leaves["quantised"] = kernel
+            elif kernel is not None and PROJECTIONS[name].is_joined and can_join:
+                joined.append(transposed(name, kernel))
+            elif kernel is not None:
+                leaves["transposed"] = transposed(name, kernel)
+        return tree | projections | ({"joined": jnp.concatenate(joined)} if joined else {})
+
+    layers = {
+        f"layer_{i}": {name: block(tree) for name, tree in layer_params(config, params["layers"], i).items()}
+        for i in range(config.num_hidden_layers)
+    }
+    return {name: value for name, value in params.items() if name != "layers"} | layers
+
+
+# ---- passes
 
 
 def embed(config: ModelConfig, params: Params, ids: jax.Array, rows: Any) -> jax.Array:

@@ -9,8 +9,8 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +24,11 @@ from grpo_jax.errors import UsageError, missing
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import Names, Stored, names_of
 from grpo_jax.models.heads import Headed, add_head
-from grpo_jax.models.layers import layers_with
-from grpo_jax.models.params import Params, Quantised, Quantize, is_quantised
+from grpo_jax.models.params import PROJECTIONS, Params, Quantised, Quantize, is_quantised, split_shape
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.projections import PROJECTIONS, split_shape
 from grpo_jax.models.quantised import quantise, quantise_params
 from grpo_jax.models.rounding import round_leaf
+from grpo_jax.models.transformer import layers_with
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -47,7 +46,8 @@ _LARGEST = 1e6  # the largest plausible weight: models have weights below a thou
 # ---- names and shapes
 
 
-class Tensor(NamedTuple):
+@dataclass(frozen=True)
+class Tensor:
     """A tensor of a folder, and its layout there."""
 
     name: str  # the first "{}" stands for the layer, the second for the expert
@@ -79,11 +79,6 @@ class Tensor(NamedTuple):
         tensor[... if self.part is None else self.part] = leaf.reshape(shape)
 
 
-def headed_layout(config: ModelConfig) -> Headed:
-    """Returns `tensor_layout` for a classifier with one label: …ForSequenceClassification in transformers."""
-    return Headed(tensor_layout(config), Tensor("score.weight", (1, config.hidden_size), False))  # type: ignore[arg-type]
-
-
 # Names of leaves outside layers
 _OUTSIDE: Names = {
     "embedding": _EMBEDDING,
@@ -97,10 +92,11 @@ _OUTSIDE: Names = {
 _NAMED_AS = dict.fromkeys(("global_attention", "reader", "global_reader"), "attention") | {"wide_mlp": "mlp"}
 
 
-def tensor_layout(config: ModelConfig) -> dict[str, Any]:
+def tensor_layout(config: ModelConfig, *, head: bool = False) -> Any:
     """Returns a `Tensor` for every leaf of the scanned decoder's parameters, in the same tree.
 
-    Shapes follow from the parameters, and names from the family.
+    Shapes follow from the parameters, and names from the family. With a head, the parameters are `Headed`, and the
+    files those of a classifier with one label, …ForSequenceClassification in transformers.
 
     Raises:
       UsageError: No supported family has this configuration.
@@ -116,7 +112,9 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
         if len(places) > 1:
             places.sort(key=lambda place: list(PROJECTIONS).index(place[-2]))
             tensors |= zip(places, _joined([tensors[place] for place in places]), strict=True)
-    return jax.tree.unflatten(tree, tensors.values())
+    layout = jax.tree.unflatten(tree, tensors.values())
+    score: Any = Tensor("score.weight", (1, config.hidden_size), False)
+    return Headed(layout, score) if head else layout
 
 
 def _tensor(config: ModelConfig, names: Names, place: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
@@ -167,18 +165,9 @@ def _joined(tensors: list[Tensor]) -> list[Tensor]:
     shape = list(tensors[0].shape)
     shape[axis] = sum(sizes)
     return [
-        x._replace(shape=tuple(shape), part=(..., slice(end - size, end), *after) if x.part is None else x.part)
+        replace(x, shape=tuple(shape), part=(..., slice(end - size, end), *after) if x.part is None else x.part)
         for x, size, end in zip(tensors, sizes, itertools.accumulate(sizes), strict=True)
     ]
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)
-
-
-def _tensors_of(layout: Any) -> list[Tensor]:
-    """Lists tensors in the order of `jax.tree.leaves` of the parameters."""
-    return jax.tree.leaves(layout, is_leaf=_is_tensor)
 
 
 # ---- in
@@ -216,14 +205,12 @@ def load_params(
       UsageError: A tensor or file is missing, unknown or damaged, a shape or dtype is wrong, or the device has too
         little memory.
     """
-    shapes = _shapes(config)
-    layout: Any = tensor_layout(config)
+    shapes, layout = _shapes(config), tensor_layout(config, head=head)
     tensors = text_tensors(find_tensors(folder))
     if config.tie_word_embeddings and not head and _HEAD in tensors:
         tensors.setdefault(_EMBEDDING, tensors[_HEAD])  # files may hold a shared matrix under either name
     if head:
         shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
-        layout = headed_layout(config)
     _check_tensors(tensors, layout, config)
     structure = jax.tree.structure(shapes)
     if quantize != "none":
@@ -264,7 +251,7 @@ def load_params(
 
         return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, target, part))
 
-    columns = _tensors_of(layout), *(jax.tree.leaves(tree, is_leaf=is_quantised) for tree in (shapes, shardings))
+    columns = jax.tree.leaves(layout), *(jax.tree.leaves(tree, is_leaf=is_quantised) for tree in (shapes, shardings))
     leaves = list(zip(*columns, strict=True))
     # The largest leaf is loaded first: each leaf exists twice while it is made, and then few other leaves exist.
     order = sorted(range(len(leaves)), key=lambda i: -_num_bytes(leaves[i][1], dtype))
@@ -395,7 +382,7 @@ def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) 
     num_experts = config.experts.num_experts if config.experts else 0
     needed = {
         tensor.name_at(place): tensor.shape
-        for tensor in _tensors_of(layout)
+        for tensor in jax.tree.leaves(layout)
         for place in np.ndindex((len(tensor.layers), num_experts)[: tensor.stacked])
     }
     packed = {name for name in needed if name not in tensors and {f"{name}_blocks", f"{name}_scales"} <= tensors.keys()}
@@ -538,55 +525,34 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
       dtype: The dtype of the tensors.
       max_shard_bytes: The size above which weights are split into several files.
     """
-    files: list[list[str]] = []
-    total = 0
-    for number, shard in enumerate(_shards(params, config, dtype, max_shard_bytes)):
-        save_file(shard, folder / f"{number}.safetensors", {"format": "pt"})
-        files.append(list(shard))
-        total += sum(tensor.nbytes for tensor in shard.values())
-        shard.clear()
-    if len(files) == 1:
-        (folder / "0.safetensors").rename(folder / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(files):
-        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        (folder / f"{number}.safetensors").rename(folder / name)
-        weight_map |= dict.fromkeys(tensors, name)
-    write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    from huggingface_hub import split_state_dict_into_shards_factory
 
-
-def _tensors(params: Params, config: ModelConfig, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields names and tensors in the layout of the folder, and fetches one leaf at a time."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    stored = list(zip(jax.tree.leaves(tensor_layout(config, head=isinstance(params, Headed))), leaves, strict=True))
+    parts = [
+        (tensor.name_at(place), dtype.itemsize * math.prod(tensor.shape))
+        for tensor, (_, leaf) in stored
+        for place in np.ndindex(leaf.shape[: tensor.stacked])
+    ]
+    sizes = dict(reversed(dict(reversed(parts)).items()))  # by the last leaf of each tensor, which completes it
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
+    )
+    files: dict[str, dict[str, np.ndarray]] = {file: {} for file in split.filename_to_tensors}
+    missing = Counter(split.tensor_to_filename[name] for name, _ in parts)  # parts that files lack
     # Rounded to the nearest, weights would lose updates that are small beside them.
     rounded = jax.jit(round_leaf, static_argnums=0) if dtype == jnp.bfloat16 else lambda path, leaf: leaf
-    layout = _tensors_of(headed_layout(config) if isinstance(params, Headed) else tensor_layout(config))
-    counts = Counter((tensor.name, tensor.layers) for tensor in layout)
-    begun: dict[str, tuple[np.ndarray, int]] = {}  # tensors that lack some of their leaves, and how many they have
-    for tensor, (path, leaf) in zip(layout, jax.tree_util.tree_leaves_with_path(params), strict=True):
+    for tensor, (path, leaf) in stored:
         # Gathers the leaf from all devices; on CPU nothing is copied.
         whole = np.asarray(rounded(path, jax.device_put(leaf, jax.devices("cpu")[0])))
         for place in np.ndindex(whole.shape[: tensor.stacked]):
             name = tensor.name_at(place)
-            made, num_leaves = begun.pop(name, (np.empty(tensor.shape, whole.dtype), 0))
-            tensor.put_leaf(made, whole[place])
-            if num_leaves + 1 == counts[tensor.name, tensor.layers]:
-                yield name, made
-            else:
-                begun[name] = made, num_leaves + 1
-
-
-def _shards(
-    params: Params, config: ModelConfig, dtype: np.dtype, max_shard_bytes: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yields tensors in groups of at most max_shard_bytes. A larger tensor is a group by itself."""
-    shard: dict[str, np.ndarray] = {}
-    size = 0
-    for name, tensor in _tensors(params, config, dtype):
-        tensor = tensor.astype(dtype, copy=False)
-        if shard and size + tensor.nbytes > max_shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    yield shard
+            file = split.tensor_to_filename[name]
+            if name not in files[file]:
+                files[file][name] = np.empty(tensor.shape, dtype)
+            tensor.put_leaf(files[file][name], whole[place])
+            missing[file] -= 1
+            if not missing[file]:
+                save_file(files.pop(file), folder / file, {"format": "pt"})
+    if split.is_sharded:
+        write_json(folder / _INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})

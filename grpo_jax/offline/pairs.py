@@ -24,15 +24,14 @@ from scipy import special
 
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.prompts import pad_prompts
-from grpo_jax.data.rows import batches
+from grpo_jax.data.rows import batches, check_step_size
 from grpo_jax.data.types import pad_completions
 from grpo_jax.devices import ONE_DEVICE, Devices
-from grpo_jax.errors import UsageError
 from grpo_jax.functional import bradley_terry_loss, kto_kl, kto_loss, token_mean_weights
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.heads import Headed, scores
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import Objective, row_scorer
 from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
@@ -96,24 +95,13 @@ def pair_metrics(metrics: Mapping[str, Array]) -> PairMetrics:
 # ---- batches
 
 
-def pair_batches(
-    pairs: EncodedPairs,
-    num_pairs: int,
-    seed: int,
-    *,
-    ref_logprobs: np.ndarray | None = None,
-    widths: tuple[int, int] | None = None,
-    fills_up: bool = False,
-) -> Callable[[int], PairBatch]:
+def pair_batches(pairs: EncodedPairs, num_pairs: int, seed: int) -> Callable[[int], PairBatch]:
     """Makes batches of pairs, with every pair once an epoch, in an order that depends on the seed.
 
     Args:
       pairs: The M pairs. For ratings, the result of `data.preferences.with_mismatched`.
-      num_pairs: The number of pairs in a step, N; at most M unless `fills_up`.
+      num_pairs: The number of pairs in a step, N; at most M.
       seed: The seed of the order of pairs.
-      ref_logprobs: Log-probabilities under the reference from `score_pairs`, float32 `[M, 2]`. None: no reference.
-      widths: P and T, so that several sets of pairs have one shape. None: the lengths of the longest prompt and answer.
-      fills_up: True to fill a batch of fewer than N pairs with empty pairs, which have no weight.
 
     Returns:
       A pure function from the step to its batch.
@@ -121,18 +109,9 @@ def pair_batches(
     Raises:
       UsageError: There are fewer than N pairs.
     """
-    size = len(pairs.prompts)
-    count = min(num_pairs, size) if fills_up else num_pairs
-    if not 1 <= count <= size:
-        raise UsageError(f"num_pairs is {num_pairs}, but there are {size} pairs: take 1 to that many")
-    order, shape = batches(size, count, seed), widths or pair_widths(pairs)
-
-    def batch(step: int) -> PairBatch:
-        numbers = np.concatenate([order(step), np.arange(count, num_pairs)])  # no pair has these numbers
-        padded = pad_pairs(pairs, numbers, shape)
-        return padded if ref_logprobs is None else padded._replace(ref_logprobs=ref_logprobs[numbers])
-
-    return batch
+    check_step_size("num_pairs", num_pairs, len(pairs.prompts))
+    order, shape = batches(len(pairs.prompts), num_pairs, seed), pair_widths(pairs)
+    return lambda step: pad_pairs(pairs, order(step), shape)
 
 
 def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, shape: tuple[int, int]) -> PairBatch:
@@ -143,8 +122,9 @@ def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, shape: tuple[int, int]) 
     ids, mask = pad_completions([pairs.answers[i] for i in chosen], shape[1])
     margin = np.array(pairs.margins, np.float32)[chosen]
     desirable = None if pairs.desirable is None else np.array(pairs.desirable)[chosen]
+    ref_logprobs = None if pairs.ref_logprobs is None else pairs.ref_logprobs[chosen]
     mask &= is_real[:, None, None]
-    return PairBatch(prompts.tokens, ids, mask, margin, desirable=desirable)
+    return PairBatch(prompts.tokens, ids, mask, margin, ref_logprobs, desirable)
 
 
 def pair_widths(pairs: EncodedPairs) -> tuple[int, int]:

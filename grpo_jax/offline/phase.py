@@ -26,7 +26,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.params import join
 from grpo_jax.models.pieces import Pieces, by_prompts, computed_in_pieces
 from grpo_jax.models.transformer import Params
-from grpo_jax.options import Seed, Size, check_number, check_ranges
+from grpo_jax.options import Size, check_ranges
 from grpo_jax.step.optimizer import init_state, learning_rate_schedule, make_optimizer, steps_taken
 from grpo_jax.step.types import Logs, TrainState
 from grpo_jax.step.update import train_step
@@ -119,45 +119,17 @@ def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitProg
     )
 
 
-def take_step(
-    programs: FitPrograms,
-    config: SupervisedConfig,
-    phase: str,
-    frozen: Any,
-    batches: Callable[[int], Any],
-    state: TrainState,
-    number: int,
-    on_dispatch: Callable[[], None] = lambda: None,
-) -> tuple[TrainState, Callable[[], Line]]:
-    """Dispatches one optimizer step to the devices.
-
-    Args:
-      programs: The programs of the phase.
-      config: The configuration of the phase.
-      phase: The name of the phase, for files of skipped steps.
-      frozen: The parameters that are not trained.
-      batches: A function from the step to its batch.
-      state: The state before the step; donated.
-      number: The number of the step, from 0.
-      on_dispatch: Called once while the devices compute.
-
-    Returns:
-      The state after the step, and a function that waits for its metrics and returns a line.
-
-    Raises:
-      UsageError: The batch cannot be divided among pieces and devices.
-    """
-    batch = batches(number)
-    check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
-    state, metrics = programs.train_step(state, to_devices(batch, devices_of(config)), frozen)
-    on_dispatch()
-    return state, partial(_read_line, phase, config, number + 1, metrics, batch)
-
-
-def _read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> Line:
+def read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> Line:
     """Returns the line of a step, which is empty unless a line is due or the step was skipped.
 
     Each skipped step has a line, so that lines do not depend on where a run was interrupted.
+
+    Args:
+      phase: The name of the phase, for files of skipped steps.
+      config: The configuration of the phase.
+      number: The number of the step, from 1.
+      metrics: The metrics of the step, which this waits for.
+      batch: The batch of the step.
     """
     skipped = to_numpy(metrics["skipped"]).item()
     is_evaluated = config.eval_every and number % config.eval_every == 0
@@ -196,28 +168,13 @@ def row_scorer(
     return call
 
 
-def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: str) -> None:
-    """Checks the options of a phase before anything is computed.
-
-    Args:
-      config: The configuration of the phase.
-      seed: The seed of the order of rows.
-      rows: The number of rows in a step.
-      name: The name of the option that sets `rows`.
-
-    Raises:
-      UsageError: An option is invalid. The message says what to change.
-    """
-    check_ranges(config)
-    check_number("seed", seed, Seed)
-    check_rows(config, rows=rows, name=name)
-
-
 def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
     """Checks that a batch can be divided among pieces and devices.
 
     Args:
-      config, rows, name: See `check_supervised`.
+      config: The configuration of the phase.
+      rows: The number of rows in a step.
+      name: The name of the option that sets `rows`.
 
     Raises:
       UsageError: The batch cannot be divided. The message says what to change.

@@ -149,11 +149,6 @@ def text_nll(
     return _sum_texts(row_scorer(token_nll, policy, devices=devices), params, batches)
 
 
-def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = ONE_DEVICE) -> float:
-    """Returns −mean log π over all completion tokens of the batches, in nats. Arguments are those of `text_nll`."""
-    return _mean(*text_nll(policy, params, batches, devices=devices))
-
-
 def mean_divergence(
     policy: Policy,
     params: Params,
@@ -171,10 +166,7 @@ def mean_divergence(
       batches, devices: See `text_nll`.
     """
     score = row_scorer(teacher_divergence, policy, target, devices=devices)
-    return _mean(*_sum_texts(score, params, batches))
-
-
-def _mean(totals: np.ndarray, tokens: np.ndarray) -> float:
+    totals, tokens = _sum_texts(score, params, batches)
     return float(totals.sum() / max(tokens.sum(), 1))
 
 

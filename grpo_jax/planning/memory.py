@@ -41,14 +41,12 @@ from grpo_jax.models.attention import num_blocks
 from grpo_jax.models.config import DELTA_CHUNK, READ, Dtype, Form, ModelConfig, Remat
 from grpo_jax.models.geometry import slots_of
 from grpo_jax.models.heads import without_vocabulary
-from grpo_jax.models.layers import repetition
 from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.params import Quantize
-from grpo_jax.models.pieces import Piece, choose_piece
+from grpo_jax.models.params import TARGETS, Quantize, Target
+from grpo_jax.models.pieces import PieceShape, choose_piece
 from grpo_jax.models.policy import decoder_policy, suits_cudnn
-from grpo_jax.models.projections import TARGETS, Target
 from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.transformer import Params, repetition
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -82,7 +80,7 @@ class Shape(NamedTuple):
     traits: Traits = GPU  # traits of the backend
 
     @property
-    def piece(self) -> Piece:
+    def piece(self) -> PieceShape:
         """The pieces of a minibatch."""
         return choose_piece(
             self.num_prompts // self.minibatches,

@@ -280,14 +280,9 @@ def length(*, target: int | None = None, maximum: int | None = None) -> Reward:
     if len(limits) != 1 or limits[0] < 1:
         raise UsageError("length needs either target or maximum, and at least 1")
     limit = limits[0]
-
-    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        lengths = _lengths(completions)
-        if target is None:
-            return (lengths <= limit).astype(float).tolist()
-        return np.clip(1 - np.abs(lengths - limit) / limit, 0, 1).tolist()
-
-    return reward
+    if target is None:
+        return _by_length(lambda lengths: lengths <= limit)
+    return _by_length(lambda lengths: np.clip(1 - np.abs(lengths - limit) / limit, 0, 1))
 
 
 def overlong_penalty(*, max_length: int, buffer: int) -> Reward:
@@ -308,11 +303,7 @@ def overlong_penalty(*, max_length: int, buffer: int) -> Reward:
     if not 1 <= buffer <= max_length:
         raise UsageError(f"buffer is {buffer}: it must be between 1 and max_length, {max_length}")
 
-    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        excess = _lengths(completions) - (max_length - buffer)
-        return (-np.clip(excess / buffer, 0, 1)).tolist()
-
-    return reward
+    return _by_length(lambda lengths: -np.clip((lengths - (max_length - buffer)) / buffer, 0, 1))
 
 
 def repetition(n: int = 3) -> Reward:
@@ -340,8 +331,15 @@ def repetition(n: int = 3) -> Reward:
     return reward
 
 
-def _lengths(completions: Sequence[Completion]) -> np.ndarray:
-    """Returns |o|, float64 `[B]`: the policy's tokens in all turns, with the tokens that ended turns."""
-    actions = [completion.actions for completion in completions]
-    lengths = [sum(len(x.ids) + (not (x.truncated or x.stopped)) for x in several) for several in actions]
-    return np.array(lengths, np.float64)
+def _by_length(score: Callable[[np.ndarray], np.ndarray]) -> Reward:
+    """Makes a reward from a function of |o|, float64 `[B]`.
+
+    |o| counts the policy's tokens in all turns, with the tokens that ended turns.
+    """
+
+    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+        actions = [completion.actions for completion in completions]
+        lengths = [sum(len(x.ids) + (not (x.truncated or x.stopped)) for x in several) for several in actions]
+        return score(np.array(lengths, np.float64)).astype(float).tolist()
+
+    return reward

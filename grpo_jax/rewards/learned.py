@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,22 +19,15 @@ from grpo_jax.data.types import Completion, Example, Prompt, Reward, pad_complet
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
 from grpo_jax.models.chat import Chat, decode, digest_of_template, known_role
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.heads import Headed, score_groups
-from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.heads import score_groups
+from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_pretrained
 from grpo_jax.models.weights import read_json
 
 _SHORTEST = 32  # tokens; the smallest width that is chosen automatically
 
 
-class RewardModel(NamedTuple):
-    """A reward model, which is also a reward with the defaults of `reward_function`."""
-
-    config: ModelConfig
-    params: Headed
-    tokenizer: Any  # a transformers tokenizer
-    eos_ids: tuple[int, ...]
-    folder: Path  # the folder with tokenizer and configuration
+class RewardModel(Pretrained):
+    """A pretrained model with a head, which is also a reward with the defaults of `reward_function`."""
 
     def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """Returns the score of each completion."""
@@ -54,8 +47,7 @@ def load_reward_model(name: str | Path, **options: Any) -> RewardModel:
     Raises:
       UsageError: Something is missing or not supported. The message says what.
     """
-    loaded = load_pretrained(name, head=True, **options)
-    return RewardModel(loaded.config, loaded.params, loaded.tokenizer, loaded.eos_ids, loaded.folder)
+    return RewardModel(*load_pretrained(name, head=True, **options))
 
 
 def save_reward_model(folder: str | Path, model: RewardModel, **options: Any) -> Path:

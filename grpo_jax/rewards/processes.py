@@ -336,7 +336,7 @@ async def _start_process() -> asyncio.subprocess.Process:
 class _Worker:
     """A child process, used from the loop. Only `kill` may be called from other threads."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: Any) -> None:  # an asyncio.subprocess.Process with three pipes
         self.source = ""
         self._process = process
         self._stderr = b""  # the end of its stderr
@@ -345,7 +345,6 @@ class _Worker:
     @property
     def has_ended(self) -> bool:
         """True if the process takes no more requests."""
-        assert self._process.stdout
         return self._exit.done() or self._process.returncode is not None or self._process.stdout.at_eof()
 
     async def call(
@@ -353,8 +352,6 @@ class _Worker:
     ) -> list[Any] | BadReward:
         """Sends a request and returns `count` answers, or the reason for a failure, after which the process ends."""
         requests, answers = self._process.stdin, self._process.stdout
-        assert requests
-        assert answers
         try:
             async with asyncio.timeout(seconds):
                 requests.write(pickle.dumps((seconds, len(request))) + request)
@@ -396,7 +393,6 @@ class _Worker:
 
     async def _listen(self) -> None:
         """Reads stderr, and keeps only its end."""
-        assert self._process.stderr
         while block := await self._process.stderr.read(2**16):
             self._stderr = (self._stderr + block)[-4 * MESSAGE_CHARACTERS :]
 

@@ -12,8 +12,6 @@ file.py:function. `arguments` in `processes.ProcessOptions` explains the use of 
 """
 
 import ast
-import asyncio
-import inspect
 import math
 import re
 import traceback
@@ -58,9 +56,7 @@ def score_completions(
       UsageError: A function returned a wrong number of rewards, anything other than numbers, or bad spans.
     """
     named, count = named_components(rewards), len(completions)
-    answers = [component.reward(examples, completions) for component in named.values()]
-    if any(inspect.isawaitable(answer) for answer in answers):
-        answers = coroutines.run_to_end(_gather(answers))
+    answers = coroutines.resolve([component.reward(examples, completions) for component in named.values()])
     # functional.combine_rewards reads NaN as a reward that does not apply; here NaN must stay visible.
     total, applicable = np.zeros(count, np.float32), np.zeros(count, bool)
     components: dict[str, np.ndarray] = {}
@@ -188,10 +184,6 @@ def place_and_reason(message: str) -> str:
 def new_counts(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
     """Returns the increases of counts, without those that did not increase."""
     return {name: count - before[name] for name, count in after.items() if count > before[name]}
-
-
-async def _gather(answers):
-    return await asyncio.gather(*map(coroutines.awaited, answers))
 
 
 def _checked(name: str, answer: Any, completions: Sequence[Completion]) -> list[Checked]:

@@ -21,20 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_jax.data.coroutines import awaited, run_to_end
+from grpo_jax.data.coroutines import resolve
 from grpo_jax.data.types import MESSAGE_CHARACTERS, hash_file
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.values import BadReward, checked_rewards, one_line
 
 _STDERR = 2
 _WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and its allocations
-# The kinds of functions, and the positional arguments of each kind.
-_PARAMETERS = {
-    "reward": ("examples", "completions"),
-    "environment": ("example", "transcript", "key"),
-    "environment factory": (),
-    "tool": (),
-}
+# The kinds of functions that keywords may make, and the positional arguments of each kind.
+_PARAMETERS = {"reward": ("examples", "completions"), "environment": ("example", "transcript", "key")}
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 _is_worker = False
@@ -233,8 +228,7 @@ def _answer(call: Callable[..., list[Any]], function: Any, seconds: float, reque
 
 
 def _rewards(reward: Any, examples: Any, completions: Any) -> list[Any]:
-    answer = reward(examples, completions)
-    answer = run_to_end(awaited(answer)) if inspect.isawaitable(answer) else answer
+    (answer,) = resolve([reward(examples, completions)])
     earned = checked_rewards(answer, completions)
     return [_failure(value) if isinstance(value, BadReward) else value for value in earned]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_jax.config import BY_PART, AdvantagesOf, GRPOConfig
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.data.text import token_pieces
+from grpo_jax.data.text import spans_in_tokens, token_pieces
 from grpo_jax.data.types import Completion, Example, Reward, Rewards, Span
 from grpo_jax.devices import Devices, gather_rows, local_numbers, local_rows
 from grpo_jax.hosts import gather
@@ -133,10 +133,8 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
     read = final_texts(task, examples, flat)
     scores = score_completions(reward, examples, read)
     if any(scores.parts):
-        from grpo_jax.data.spans import in_tokens  # loaded only for spans
-
         for number, (parts, text) in enumerate(zip(scores.parts, read, strict=True)):
-            scores.parts[number] = in_tokens(parts, text, lambda ids: before_stop(task.decode(ids), task.stop))
+            scores.parts[number] = spans_in_tokens(parts, text, lambda ids: before_stop(task.decode(ids), task.stop))
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     return Graded(
         scores.rewards,

@@ -16,8 +16,8 @@ from grpo_jax.config import GRPOConfig, SamplingConfig
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import ONE_DEVICE, Devices, all_rows, jit_on_devices, map_rows, place, spread_over, to_devices
 from grpo_jax.errors import UsageError
+from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grade import episodes_of
 from grpo_jax.rl.guards import has_spread

@@ -5,14 +5,13 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from rich.markup import escape
 
 from grpo_jax import __version__, hosts
 from grpo_jax.data.types import hash_files, hash_values
@@ -50,7 +49,7 @@ class Checkpoints:
           warn: Prints a warning, one sentence; None: to stderr.
         """
         self._folder, self._keep = folder.absolute(), keep
-        self._run, self._warn = run, warn or _say
+        self._run, self._warn = run, warn or partial(say_aside, "warning")
         self._saving, self._count_lines = 0, lines  # the step
         self.lines: dict[str, int] = {}  # the lines that the restored or saved checkpoint covers
         self._best: set[int] = set()  # steps that are kept beside the newest
@@ -257,10 +256,6 @@ def saved_steps(folder: Path) -> list[int]:
     """Returns the steps by which entries in a folder of checkpoints are named, in any order."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
-
-
-def _say(sentence: str) -> None:
-    say_aside(f"[yellow]warning:[/] {escape(sentence)}")
 
 
 def _in_words(passed: Mapping[int, str]) -> str:

@@ -134,7 +134,3 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
             text = (run / name).read_text(encoding="utf-8", errors="replace").strip()
             sections += [f"## {title}", f"```\n{text}\n```"]
     return "\n\n".join(sections) + "\n"
-
-
-if __name__ == "__main__":
-    command()

@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
 from rich.console import Console
-from rich.markup import escape
 
 from grpo_jax import hosts
 from grpo_jax.checks import check_effects
@@ -71,16 +70,6 @@ class RunConfig:
     hosts: HostOptions = HostOptions()
 
 
-class HasOutput(Protocol):
-    """A dataclass of an experiment's options, in groups."""
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-    @property
-    def output(self) -> RunConfig:
-        """Folder and start of the run."""
-
-
 # Options that --help shows first, in this order, if a command has them. Options outside the groups follow.
 FIRST_OPTIONS = (
     *("model", "task", "data", "template", "chat", "system", "reward", "num_heldout", "dry_run", "method", "preset"),
@@ -88,8 +77,9 @@ FIRST_OPTIONS = (
     *("lora_rank", "dtype", "eval_every", "devices", "run_dir", "wandb", "resume", "config"),
 )
 _NARROWEST = 40  # columns; with fewer than three, the layout of the help never ends
-Config = TypeVar("Config", bound=HasOutput)
+Config = TypeVar("Config", bound=Any)  # a dataclass of options in groups, of which `output` is a `RunConfig`
 Options = TypeVar("Options")
+say_note = partial(progress.say_aside, "note")
 
 
 @contextmanager
@@ -398,12 +388,7 @@ def keep_programs() -> None:
         say_note(str(error))
 
 
-def say_note(message: str) -> None:
-    """Prints a note to stderr."""
-    progress.say_aside(f"[yellow]note:[/] {escape(message)}")
-
-
-def open_run(config: HasOutput) -> RunFolder:
+def open_run(config: Any) -> RunFolder:
     """Opens the run folder of parsed options.
 
     Raises:
@@ -444,5 +429,5 @@ def _end_compilation(code: int) -> None:
 def say_refusal(message: str) -> None:
     """Prints an error to stderr, with the host's number if there are several hosts."""
     host = f" of host {hosts.index()}" if hosts.count() > 1 else ""
-    progress.say_aside(f"[red]error{host}:[/] {escape(message)}")
+    progress.say_aside(f"error{host}", message, "red")
     flush_output()

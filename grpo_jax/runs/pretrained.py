@@ -18,11 +18,10 @@ from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface, text_part
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import add_adapters, fingerprint, merge
-from grpo_jax.models.params import Adapted, Quantize, split
-from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.projections import Target
+from grpo_jax.models.params import Adapted, Quantize, Target, split
+from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.rounding import resolve_dtype, round_stochastically
+from grpo_jax.models.rounding import round_stochastically
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import flattened
 from grpo_jax.runs import files
@@ -117,13 +116,6 @@ def keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
         run.warn_once(f"{part}: {note}", note if part == "model" else f"{part}: {note}")
     files = hash_files(folder, huggingface.files_of(folder))
     run.keep_inputs(part, {f"{name} of the {part}": digest for name, digest in files.items()})
-
-
-def _check_description(run: Path) -> None:
-    """Checks that the files in a run's model/ are those that it wrote."""
-    written = read_inputs(run).get("description")
-    if written is not None:  # a custom training loop may have recorded nothing
-        check_inputs(run, written, _description(run))
 
 
 def _description(run: Path) -> dict[str, str]:
@@ -223,7 +215,8 @@ def restore(
             f"{run} holds no model/config.json: name the folder of a run, or write the file with "
             "huggingface.save_description in a loop of your own"
         )
-    _check_description(run)
+    if written := read_inputs(run).get("description"):  # a custom training loop may have recorded nothing
+        check_inputs(run, written, _description(run))
     phase = phase_of(run, phase)
     lora = LoraDescription.read(description)
     if lora is None and (adapter or base):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import filelock
 import jax
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from grpo_jax.errors import UsageError
@@ -33,16 +34,6 @@ def programs_so_far() -> tuple[int, int]:
     return _seen[_REQUEST_EVENT] - _seen[_READ_EVENT], _seen[_READ_EVENT]
 
 
-def cache_folder() -> Path:
-    """Returns the user's cache folder for compiled programs, which differs for each kind of processor.
-
-    JAX's cache does not distinguish the processors that CPU programs are compiled for, and different machines may share
-    a home folder.
-    """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base.absolute() / "grpo_jax" / "jax" / _processor()
-
-
 def _processor() -> str:
     """Returns a name that is the same for processors with the same instructions."""
     information = Path("/proc/cpuinfo")
@@ -57,7 +48,8 @@ def use_cache(folder: Path | None = None) -> None:
     If JAX already has a cache folder (JAX_COMPILATION_CACHE_DIR), this changes nothing.
 
     Args:
-      folder: The folder for the programs; None: `cache_folder()`.
+      folder: The folder for the programs; None: one in the user's cache folder for each kind of processor. JAX's cache
+        does not distinguish the processors that CPU programs are compiled for, and machines may share a home folder.
 
     Raises:
       UsageError: The folder cannot be written to. JAX then compiles without a cache.
@@ -65,7 +57,8 @@ def use_cache(folder: Path | None = None) -> None:
     if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
     try:
-        folder = folder or cache_folder()
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+        folder = folder or base / "grpo_jax" / "jax" / _processor()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _delete_incomplete(folder)
     except (OSError, RuntimeError, NotImplementedError) as error:  # no home folder; no locks
@@ -113,10 +106,10 @@ class RunConsole(Console):
         raise
 
 
-def say_aside(markup: str) -> None:
-    """Prints to stderr, if anything reads it."""
+def say_aside(kind: str, message: str, colour: str = "yellow") -> None:
+    """Prints a message to stderr, if anything reads it, after its kind, such as "note"."""
     with suppress(OSError):
-        RunConsole(stderr=True).print(markup, soft_wrap=True)
+        RunConsole(stderr=True).print(f"[{colour}]{kind}:[/] {escape(message)}", soft_wrap=True)
 
 
 @contextmanager

@@ -1,8 +1,13 @@
-"""Reports the results of a run: a table in the terminal, results.json, and report.html.
+"""Writes a run as a page that people can read: report.html, which opens from disk and uses no network.
 
-The page opens from disk and uses no network. This module collects the run's numbers and texts as one JSON object, which
-the script in `report_page.html` draws.
+It shows warnings, results, the curves that decide whether the run learned, all other metrics, and groups of completions
+with rewards, advantages and the probabilities of tokens. It can be written while the run continues.
+
+  grpo-jax report runs/train
 """
+
+# This module collects the run's numbers and texts as one JSON object, which the script in `report_page.html` draws. It
+# also prints the tables at the end of a run.
 
 import base64
 import hashlib
@@ -13,19 +18,22 @@ import shlex
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich import box
 from rich.table import Table
 
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.options import flattened
 from grpo_jax.runs.files import complete_lines, finite, read_lines, read_object, write_json, write_text
+from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, is_coin
-from grpo_jax.runs.progress import programs_so_far
+from grpo_jax.runs.progress import RunConsole, programs_so_far, say
 from grpo_jax.statistics import cell
 
 MAX_BYTES = 5_000_000  # the page leaves out rollouts and curves to stay below this size
@@ -57,6 +65,21 @@ _GROUP: Mapping[str, Any] = {
 }
 
 Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The run to show."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of a run."""
+
+
+def command() -> None:
+    """Runs the command."""
+    with refusing():
+        page = write_report(read_flags(Options, prog=program(), description=__doc__).run)
+        say(RunConsole(), f"report: {page}")
 
 
 def write_report(folder: Path) -> Path:

@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ import numpy as np
 from grpo_jax import hosts
 from grpo_jax.config import LoggingConfig
 from grpo_jax.data.types import Line, Skipped
+from grpo_jax.devices import Devices, place, shardings
 from grpo_jax.errors import Interruption
 from grpo_jax.runs.checkpoint import best_step
 from grpo_jax.runs.folder import RunFolder
@@ -139,8 +141,8 @@ def run_steps(
     *,
     initial_state: Callable[[], S],
     step: Callable[[S, int, Callable[[], None]], tuple[S, Pending]],
-    place: Callable[[S], S],
-    shardings: Callable[[S], S],
+    devices: Devices,
+    axes: Any = None,
     evaluate: Callable[[S, int], dict[str, float]] | None = None,
     evaluates_end: bool = True,
     score: Callable[[Mapping[str, float]], float] = lambda numbers: next(iter(numbers.values())),
@@ -156,8 +158,8 @@ def run_steps(
       initial_state: Makes the state before the first step. It may be traced only for its shapes.
       step: (state, number from 0, on_dispatch) -> the next state, and a function that waits for the line of the step.
         It calls `on_dispatch` once, after it has given work to the devices.
-      place: state -> the state on its devices.
-      shardings: (shapes of a state) -> the shardings of its arrays.
+      devices: The devices of the state.
+      axes: Says which arrays of the state are spread over devices, as in `devices.place`.
       evaluate: (state, steps taken) -> numbers to log at step 0, every `eval_every` steps, and at the end.
       evaluates_end: Also evaluate the end if the last step is not a multiple of `eval_every`.
       score: (numbers of an evaluation) -> the score for `keep_best` and `patience`, of which more is better. Default:
@@ -178,10 +180,10 @@ def run_steps(
         run.present(),
         run.checkpoints(phase, keep=logging.keep_checkpoints) as checkpoints,
     ):
-        state, done = checkpoints.restore(initial_state, shardings)
+        state, done = checkpoints.restore(initial_state, partial(shardings, devices=devices, axes=axes))
         if done:
             run.say(f"{phase}: continues after step {done} of {steps}")
-        state = place(state)
+        state = place(state, devices, axes)
         run.rewind(phase, done, checkpoints.lines)
 
         def note(step: int, evaluated: Mapping[str, float]) -> bool:

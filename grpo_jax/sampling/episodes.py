@@ -13,19 +13,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.geometry import AT_ONCE
+from grpo_jax.models.geometry import AT_ONCE, PromptTokens
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.sampler import (
     Running,
     Truncation,
-    add_token,
     initial_state,
     is_running,
-    make_logits,
     put_at,
     start_decoding,
+    token_adder,
 )
 from grpo_jax.sampling.stopping import Stop
 
@@ -105,15 +103,15 @@ def continue_episodes(
       The episodes after one more turn.
     """
     assert policy.decoder
-    append, logits_of = policy.decoder(params), make_logits(policy, params)
+    append, add_token = policy.decoder(params), token_adder(policy, params, eos_ids, stop)
     running, lengths = _append_replies(episodes, replies, counts, continues)
     number = jnp.max(running.out.turn, axis=-1) + 1
 
     def add(running: Running, hidden: jax.Array, lengths: jax.Array) -> tuple[Running, jax.Array]:
         """Adds one more token to the completions whose turn has not ended."""
         active = _is_in_turn(running, max_tokens)
-        added = add_token(logits_of, running, hidden, lengths, eos_ids, active, stop)
-        turn = put_at(added.out.turn, lengths, number, active)
+        added = add_token(running, hidden, lengths, active)
+        turn = put_at(added.out.turn, number, lengths, active)
         return added._replace(out=added.out._replace(turn=turn)), lengths + active
 
     def extend(state):

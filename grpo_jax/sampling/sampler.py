@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.functional.products import multiplies_by_columns, times_transposed, traits_of_backend
+from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.prompts import PromptTokens
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.stopping import STOPPED, Stop
@@ -59,19 +59,17 @@ def truncate(logits: jax.Array, truncation: Truncation, shape: tuple[int, ...]) 
     """
     probs = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))  # scaled so that the largest is 1
     threshold = jnp.zeros((*shape, 1), jnp.float32)
-    if truncation.top_k is not None:
-        k = jnp.broadcast_to(jnp.asarray(truncation.top_k), shape)[..., None]
-        k = jnp.where(k > 0, jnp.minimum(k, logits.shape[-1]), logits.shape[-1])
+    top_k, top_p, min_p = jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape)[..., None], truncation)
+    if top_k is not None:
+        k = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[-1]), logits.shape[-1])
         threshold = _largest_threshold(probs, jnp.ones_like(probs), k.astype(jnp.float32))
-    if truncation.top_p is not None:
+    if top_p is not None:
         mass = jnp.where(probs >= threshold, probs, 0)
-        p = jnp.broadcast_to(jnp.asarray(truncation.top_p, jnp.float32), shape)[..., None]
-        target = p * jnp.sum(mass, axis=-1, keepdims=True)
+        target = top_p * jnp.sum(mass, axis=-1, keepdims=True)
         # Rounded sums reach the whole mass before the last token, and p = 1 must keep every token.
-        nucleus = jnp.where(p < 1, _largest_threshold(probs, mass, target), 0)
+        nucleus = jnp.where(top_p < 1, _largest_threshold(probs, mass, target), 0)
         threshold = jnp.maximum(threshold, nucleus)
-    if truncation.min_p is not None:
-        min_p = jnp.broadcast_to(jnp.asarray(truncation.min_p, jnp.float32), shape)[..., None]
+    if min_p is not None:
         threshold = jnp.maximum(threshold, min_p)
     return jnp.where(probs >= jnp.minimum(threshold, 1), logits, -jnp.inf)
 
@@ -313,10 +311,10 @@ def start_decoding(
     """
     shape = running.last_ids.shape
     hidden, decode, cache = policy.prefill(params, prompt, shape[1], room)
-    logits_of = make_logits(policy, params)
+    add_token = token_adder(policy, params, eos_ids, stop)
 
     def add(running: Running, hidden: jax.Array, step: jax.Array) -> Running:
-        return add_token(logits_of, running, hidden, step, eos_ids, running.out.truncated, stop)
+        return add_token(running, hidden, step, running.out.truncated)
 
     def extend(state):
         step, cache, running = state
@@ -430,44 +428,39 @@ def _decode_all(
     return jax.tree.map(lambda whole, part: whole.at[place].set(part[:, 0]), running.out, out)
 
 
-def add_token(
-    logits_of: Callable[[jax.Array], jax.Array],
-    running: Running,
-    hidden: jax.Array,
-    step: jax.Array,
-    eos_ids: tuple[int, ...],
-    active: jax.Array,
-    stop: Stop | None,
-) -> Running:
-    """Samples the next token of active completions. The outputs of inactive completions do not change.
+def token_adder(
+    policy: Policy, params: Params, eos_ids: tuple[int, ...], stop: Stop | None
+) -> Callable[[Running, jax.Array, jax.Array, jax.Array], Running]:
+    """Makes the function that samples the next token of active completions.
 
     Args:
-      logits_of: The function from hidden states to logits, from `make_logits`.
-      running: All completions.
-      hidden: The hidden states that predict the token, `[N, G, D]`.
-      step: The position of the token, int32: a scalar for all completions, or `[N, G]`.
-      eos_ids: The tokens that end a completion.
-      active: True for active completions, bool `[N, G]`.
-      stop: Ends completions whose text contains a stop text, or None.
+      policy, params, eos_ids, stop: See `sample_groups`.
+
+    Returns:
+      (completions, hidden states `[N, G, D]` that predict the token, its position as an int32 scalar or `[N, G]`, bool
+      `[N, G]` that is true for active completions) -> completions. The outputs of inactive completions do not change.
     """
-    ids, logprobs, truncated_logprobs = _draw(running, logits_of(hidden), step, multiplies_by_columns(hidden.dtype))
+    logits_of = make_logits(policy, params)
 
-    def put(array, value):
-        return put_at(array, step, value, active)
+    def add_token(running: Running, hidden: jax.Array, step: jax.Array, active: jax.Array) -> Running:
+        ids, logprobs, truncated_logprobs = _draw(running, logits_of(hidden), step, multiplies_by_columns(hidden.dtype))
+        put = partial(put_at, step=step, active=active)
+        ends, out = jnp.any(ids[..., None] == jnp.asarray(eos_ids, jnp.int32), axis=-1), running.out
+        states = running.stop_states
+        if stop is not None:
+            states = jnp.asarray(stop.table, jnp.int32)[states, jnp.asarray(stop.classes)[ids]]
+            ends |= states == STOPPED
+        if truncated_logprobs is not None:
+            out = out._replace(truncated_logprobs=put(out.truncated_logprobs, truncated_logprobs))
+        out = out._replace(
+            completion_ids=put(out.completion_ids, ids),
+            completion_mask=put(out.completion_mask, True),
+            sampler_logprobs=put(out.sampler_logprobs, logprobs),
+            truncated=out.truncated & ~(active & ends),
+        )
+        return running._replace(last_ids=ids, out=out, stop_states=states)
 
-    ends, out = jnp.any(ids[..., None] == jnp.asarray(eos_ids, jnp.int32), axis=-1), running.out
-    states = running.stop_states
-    if stop is not None:
-        states = jnp.asarray(stop.table, jnp.int32)[states, jnp.asarray(stop.classes)[ids]]
-        ends |= states == STOPPED
-    out = out._replace(
-        completion_ids=put(out.completion_ids, ids),
-        completion_mask=put(out.completion_mask, True),
-        sampler_logprobs=put(out.sampler_logprobs, logprobs),
-        truncated_logprobs=None if truncated_logprobs is None else put(out.truncated_logprobs, truncated_logprobs),
-        truncated=out.truncated & ~(active & ends),
-    )
-    return running._replace(last_ids=ids, out=out, stop_states=states)
+    return add_token
 
 
 def _draw(
@@ -489,8 +482,8 @@ def _draw(
     return ids, logprobs, truncated_logprobs
 
 
-def put_at(array: jax.Array, step: jax.Array, value: Any, active: jax.Array) -> jax.Array:
-    """Puts a value `[N, G]` at position `step` of `[N, G, T]` for active completions. For `step` see `add_token`."""
+def put_at(array: Any, value: Any, step: jax.Array, active: jax.Array) -> jax.Array:
+    """Puts a value `[N, G]` at position `step` of `[N, G, T]` for active completions. For `step` see `token_adder`."""
     if not step.ndim:
         return array.at[:, :, step].set(jnp.where(active, value, array[:, :, step]))
     is_there = (jnp.arange(array.shape[-1]) == step[..., None]) & active[..., None]

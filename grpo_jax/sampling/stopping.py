@@ -43,7 +43,7 @@ def before_stop(text: str, stop: Stop | None) -> str:
     return text[: min((text.find(part) for part in (stop.texts if stop else ()) if part in text), default=len(text))]
 
 
-class Pieces(NamedTuple):
+class TokenBytes(NamedTuple):
     """The UTF-8 bytes that a decoder writes for each of V tokens."""
 
     first: list[bytes]  # as the first token of a text
@@ -74,9 +74,9 @@ _BYTE_TOKEN = re.compile(b"<0x[0-9A-Fa-f]{2}>")
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
-def read_pieces(
+def read_token_bytes(
     tokenizer: Any, decode: Callable[[Sequence[int]], str], vocab_size: int, special_ids: Sequence[int] = ()
-) -> Pieces:
+) -> TokenBytes:
     """Reads the bytes of all tokens from the decoder of a tokenizer, and checks them against `decode`.
 
     Args:
@@ -123,7 +123,7 @@ def read_pieces(
     letter = [i for i, piece in enumerate(later) if piece.isalpha()][:1]
     for i in {*tokenizer.added_tokens_decoder, *special_ids} & {*range(vocab_size)}:
         removed[i] = decode([*letter, i]) == decode(letter)
-    pieces, written = Pieces(first, later, is_byte, removed), np.flatnonzero(~removed).tolist()
+    pieces, written = TokenBytes(first, later, is_byte, removed), np.flatnonzero(~removed).tolist()
     if any(decode(ids) != pieces.text(ids) for ids in (written, written[::-1])):
         raise refusal
     return pieces
@@ -142,7 +142,7 @@ _Rest = tuple[tuple[int, int], ...] | None
 _State = tuple[int, _Rest]  # the longest end of the text that begins a stop text, as its number, and the rest
 
 
-def make_stop(texts: Sequence[str], pieces: Callable[[], Pieces]) -> Stop | None:
+def make_stop(texts: Sequence[str], pieces: Callable[[], TokenBytes]) -> Stop | None:
     """Makes the automaton of stop texts. It is exact: it stops at the token whose text completes one of them.
 
     UTF-8 texts contain each other exactly if their bytes do, so the automaton reads bytes (Aho & Corasick, 1975).

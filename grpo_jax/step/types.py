@@ -7,8 +7,7 @@ import jax
 import optax
 
 from grpo_jax.functional import Metrics
-from grpo_jax.models.geometry import Rows
-from grpo_jax.models.prompts import PromptTokens
+from grpo_jax.models.geometry import PromptTokens, Rows
 
 Array = Any  # jax.Array on a device, np.ndarray on the host
 

@@ -61,11 +61,11 @@ def generated_task(
     if answer_in == "stop" and not stop:
         raise UsageError("--answer-in stop needs a text that ends the answer: give --stop")
     shared = {"answer_format": answer_format(answer_in, *stop[:1]), "answer_in": answer_in}
-    weights = np.array([generator.weight for generator in generators])
+    names, weights = [name for name, _ in generators], np.array([weight for _, weight in generators])
 
     def generate_row(kind: int, level: int | None, index: int) -> Example:
-        entry = generate(generators[kind].text, level, index)[1]
-        row = {"question": entry["question"], **shared, "generator": generators[kind].text}
+        entry = generate(names[kind], level, index)[1]
+        row = {"question": entry["question"], **shared, "generator": names[kind]}
         row |= {"level": level, "index": index, "kind": kind}
         solution = "<answer>{}</answer>" if answer_in == "tags" else "{}"
         return row if entry["answer"] is None else row | {"solution": solution.format(entry["answer"])}
@@ -85,7 +85,7 @@ def generated_task(
         return list(chosen.values())
 
     base: Levels = [None] * len(generators)
-    tops = [highest_level(generator.text) for generator in generators] if has_levels else []
+    tops = [highest_level(name) for name in names] if has_levels else []
     start: Levels = [0] * len(generators) if has_levels else base
     heldout = [row for row, _ in draw((_HELDOUT,), num_heldout, base)]
     sample = [row for levels in (tops, start) if levels for row, _ in draw((_SAMPLE,), _SAMPLED, levels)]
@@ -106,10 +106,9 @@ def generated_task(
         levels = choose_levels(window, tops, bound)
         prompts = prompts_at(step, levels)
         numbers = np.array([number_of(row["kind"], row["level"]) for row in prompts.examples])
-        return Drawn(numbers, prompts, dict(zip(names, map(float, levels), strict=True)))
+        return Drawn(numbers, prompts, dict(zip(metrics, map(float, levels), strict=True)))
 
-    texts = [generator.text.partition("?")[0] for generator in generators]
-    names = [f"curriculum_level_{number}_{text}" for number, text in enumerate(texts, 1)]
+    metrics = [f"curriculum_level_{number}_{name.partition('?')[0]}" for number, name in enumerate(names, 1)]
 
     return task._replace(
         prompts=lambda step: prompts_at(step, start), curriculum=curriculum if has_levels else None, encode=None

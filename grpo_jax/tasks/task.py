@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
-from grpo_jax.data.rows import batches, column, hash_of_prompt, kind_of, read_prompt
+from grpo_jax.data.rows import batches, check_step_size, column, hash_of_prompt, kind_of, read_prompt
 from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, progress
 from grpo_jax.data.types import (
     Answer,
@@ -23,16 +23,15 @@ from grpo_jax.data.types import (
     Prompt,
     Reward,
     Rewards,
-    check_num_prompts,
     hash_values,
     rng,
 )
 from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, row_kwargs, with_kwargs
-from grpo_jax.models.prompts import PromptWidths, choose_widths
+from grpo_jax.models.geometry import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
-from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_pieces
+from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_token_bytes
 from grpo_jax.tasks.curriculum import Drawn, Window, draw_by_solve_rate
 
 if TYPE_CHECKING:  # imported only by tasks with an environment
@@ -202,7 +201,7 @@ def text_task(
     writer = make_chat(tokenizer, eos_ids, chat_template_kwargs, tools)
     training, heldout, notes, width = encode_rows(writer, rows, vocab_size=vocab_size, in_chat=chat, **encoding)
     size = len(training.rows)
-    check_num_prompts(num_prompts, size)
+    check_step_size("num_prompts", num_prompts, size)
     batch = batches(size, num_prompts, seed)
     lengths = np.array([len(ids) for _, ids in training.sample])
     longest = [lengths[batch(step) * len(lengths) // size].max() for step in range(_STEPS)]
@@ -213,7 +212,7 @@ def text_task(
         return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id, widths=widths)
 
     decoding = partial(decode, writer)
-    ends = make_stop(stop, partial(read_pieces, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
+    ends = make_stop(stop, partial(read_token_bytes, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
 
     def draw(window: Window, step: int, bound: float) -> Drawn:
         del bound

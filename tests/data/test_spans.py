@@ -2,8 +2,9 @@
 
 import pytest
 
-from grpo_jax.data.spans import BadSpans, checked, in_tokens
-from grpo_jax.data.types import MOST_SPANS as MOST, Completion, Span
+from grpo_jax.data.text import spans_in_tokens
+from grpo_jax.data.types import Completion, Span
+from grpo_jax.rewards.values import MOST_SPANS as MOST, BadReward, checked_spans
 
 # Tokens 0 … 5; the first loses its space, and two of them make up one character.
 PIECES = [b" ab", b"c.\n", b"de", b"\xc3", b"\xa9", b"f"]
@@ -17,7 +18,7 @@ WHOLE = Completion(decode(range(6)), range(6))  # "abc.\ndeéf"
 
 
 def tokens_of(*spans):
-    return [span[:3] for span in in_tokens(checked(spans, WHOLE), WHOLE, decode)]
+    return [span[:3] for span in spans_in_tokens(checked_spans(spans, WHOLE), WHOLE, decode)]
 
 
 def test_character_spans_cover_tokens_holding_their_ends():
@@ -29,9 +30,9 @@ def test_character_spans_cover_tokens_holding_their_ends():
 
 
 def test_token_spans_mix_with_character_spans():
-    tokens = checked([Span(1, 3, 0.5, "tokens")], WHOLE)
-    characters = checked([(0, 2, 1.0)], WHOLE)
-    assert [span[:3] for span in in_tokens([*tokens, *characters], WHOLE, decode)] == [(0, 1, 1.0), (1, 3, 0.5)]
+    tokens = checked_spans([Span(1, 3, 0.5, "tokens")], WHOLE)
+    characters = checked_spans([(0, 2, 1.0)], WHOLE)
+    assert [span[:3] for span in spans_in_tokens([*tokens, *characters], WHOLE, decode)] == [(0, 1, 1.0), (1, 3, 0.5)]
 
 
 BAD_SPANS = [
@@ -52,5 +53,5 @@ BAD_SPANS = [
 
 @pytest.mark.parametrize(("spans", "words"), BAD_SPANS)
 def test_what_cannot_be_spans_is_told(spans, words):
-    with pytest.raises(BadSpans, match=words):
-        checked(spans, WHOLE)
+    with pytest.raises(BadReward, match=words):
+        checked_spans(spans, WHOLE)

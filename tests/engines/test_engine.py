@@ -14,7 +14,7 @@ from tiny import digit_stop, digits, refused
 from grpo_jax.config import EngineOptions
 from grpo_jax.engines import completions
 from grpo_jax.engines.completions import request_body
-from grpo_jax.engines.engine import Engine
+from grpo_jax.engines.sampler import Engine
 from grpo_jax.errors import Interruption, UsageError
 
 EOS = 6
@@ -43,8 +43,8 @@ def server():
     server.stop()
 
 
-def engine_of(server, folder, **options):
-    return Engine(EngineOptions(server.url, engine_folder=str(folder), **options), save)
+def engine_of(server, folder, stop=None, **options):
+    return Engine(EngineOptions(server.url, engine_folder=str(folder), **options), save, VOCAB_SIZE, stop)
 
 
 def choice_with(**changes):
@@ -129,7 +129,7 @@ def test_no_message_shows_the_key(monkeypatch, key, words):
         with pytest.raises(completions.Refused, match=words) as error:
             completions.ask(server.url, timeout=9)
         with pytest.raises(UsageError, match=words) as refusal:
-            Engine(EngineOptions(server.url), save)
+            Engine(EngineOptions(server.url), save, VOCAB_SIZE)
         server.shutdown()
     assert "hush" not in f"{error.value} {error.value!r} {refusal.value}"
     assert error.value.__suppress_context__ or error.value.__context__ is None
@@ -197,7 +197,7 @@ LIES = {
 def test_impossible_answers_end_sampling_with_one_sentence(server, tmp_path, words):
     server.tamper = LIES[words]
     with pytest.raises(Interruption, match=words) as error:
-        engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], VOCAB_SIZE)
+        engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1])
     assert server.url in str(error.value)
     assert len(server.completions()) == 1  # it was not asked again
 
@@ -205,14 +205,14 @@ def test_impossible_answers_end_sampling_with_one_sentence(server, tmp_path, wor
 def test_stop_texts_are_requested_and_end_answers(server, tmp_path):
     """A server that decodes several tokens at once may give more than the text."""
     asked = request_body([1, 2], temperature=1.0, seed=0, max_tokens=9, eos_ids=(EOS,), stop=("34",))
-    engine, stop = engine_of(server, tmp_path), digit_stop("34")
+    engine = engine_of(server, tmp_path, digit_stop("34"))
     server.tamper = choice_with(token_ids=[1, 3, 4, 5, 0], token_logprobs=[-1.0, -2.0, -3.0, -4.0, -5.0])
-    assert engine.complete(np.ones(2), [asked], VOCAB_SIZE, stop) == [([1, 3, 4], [-1.0, -2.0, -3.0])]
+    assert engine.complete(np.ones(2), [asked]) == [([1, 3, 4], [-1.0, -2.0, -3.0])]
     (body,) = server.completions()
     assert (body["stop"], body["include_stop_str_in_output"], body["skip_special_tokens"]) == (["34"], True, False)
     server.tamper = choice_with(token_ids=[1, 3, 5], token_logprobs=[-1.0, -2.0, -3.0])
     with pytest.raises(Interruption, match="after 3 of 9 tokens by token 5"):
-        engine.complete(np.ones(2), [asked], VOCAB_SIZE, stop)
+        engine.complete(np.ones(2), [asked])
     assert not {"stop", "include_stop_str_in_output"} & ASKED[0].keys()
 
 
@@ -220,7 +220,7 @@ def test_stop_texts_are_requested_and_end_answers(server, tmp_path):
 def test_only_failed_requests_repeat_after_parameters_are_resent(server, tmp_path, failure, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     server.tamper = lambda number, answer: failure if number == 2 else answer
-    answers = engine_of(server, tmp_path).complete(np.ones(2), ASKED, VOCAB_SIZE)
+    answers = engine_of(server, tmp_path).complete(np.ones(2), ASKED)
     assert answers == [([number, EOS], [-0.5, -0.25]) for number in range(5)]
     assert len(server.completions()) <= 6
     assert [path for path, _ in server.asked].count("/collective_rpc") == 2
@@ -229,7 +229,7 @@ def test_only_failed_requests_repeat_after_parameters_are_resent(server, tmp_pat
 def test_parameters_are_sent_once_and_leave_one_folder(server, tmp_path):
     engine, first, second = engine_of(server, tmp_path), np.ones(2), np.zeros(2)
     for params in (first, first, second):
-        engine.complete(params, ASKED[:1], VOCAB_SIZE)
+        engine.complete(params, ASKED[:1])
     folders = [body["kwargs"]["weights_path"] for path, body in server.asked if path == "/collective_rpc"]
     assert len(folders) == 2
     assert [str(folder) for folder in tmp_path.iterdir()] == [folders[1]]
@@ -240,16 +240,16 @@ def test_unresponsive_servers_are_abandoned_after_the_timeout(server, tmp_path):
     server.tamper = lambda number, answer: 503
     engine = engine_of(server, tmp_path, engine_timeout=0.05)
     with pytest.raises(Interruption, match=r"has not answered for 0.05 s \(503.*5 of 5 completions missing"):
-        engine.complete(np.ones(2), ASKED, VOCAB_SIZE)
+        engine.complete(np.ones(2), ASKED)
 
 
 def test_servers_that_refuse_parameters_are_reported(server, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "reply", lambda path, body: {"success": False, "message": "no such folder"})
     with pytest.raises(Interruption, match=r"does not load parameters \(no such folder\): it must see"):
-        engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED, VOCAB_SIZE)
+        engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED)
     monkeypatch.setattr(server, "reply", lambda path, body: 404)
     with pytest.raises(Interruption, match="refuses /update_weights_from_disk"):
-        engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED, VOCAB_SIZE)
+        engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED)
 
 
 def test_addresses_without_an_engine_are_refused(server, tmp_path):
@@ -260,13 +260,13 @@ def test_addresses_without_an_engine_are_refused(server, tmp_path):
     with refused("no engine that serves /v1/models answers at"):
         engine_of(server, tmp_path)
     with refused("no engine that serves /v1/models answers at nonsense"):
-        Engine(EngineOptions("nonsense"), save)
+        Engine(EngineOptions("nonsense"), save, VOCAB_SIZE)
     with pytest.raises(completions.Refused, match="nowhere/v1 is no address"):
         completions.ask("nowhere/v1", timeout=1.0)
 
 
 def test_requests_are_portable_and_override_server_defaults(server, tmp_path):
-    engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], VOCAB_SIZE)
+    engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1])
     body = json.loads(json.dumps(server.completions()[0]))
     assert (body["prompt"], body["stop_token_ids"], body["model"]) == ([1, 2, 0], [EOS], "the-model")
     assert (body["return_token_ids"], body["logprobs"]) == (True, 0)

@@ -15,12 +15,11 @@ from grpo_jax.models import geometry
 from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
 from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, group_by_prompt, widen
 from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling, Rotation
-from grpo_jax.models.layers import by_layer, layer_params, repetition
+from grpo_jax.models.geometry import PromptTokens, PromptWidths
 from grpo_jax.models.modules import RMSNorm, norm
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.prompts import PromptTokens, PromptWidths
 from grpo_jax.models.sharding import BATCH
-from grpo_jax.models.transformer import Block, compute_rows, embed, param_shapes
+from grpo_jax.models.transformer import Block, by_layer, compute_rows, embed, layer_params, param_shapes, repetition
 
 LLAMA = ModelConfig(29, 32, 48, 2, 4, 2, 8)
 # Every option at once, more than any architecture has: one program to compile instead of one for each.
@@ -318,7 +317,7 @@ def test_who_may_look_where_in_a_group(window):
 
     # One token after the other into a cache: each sees what its row says.
     prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(prompt_mask.sum(-1)))
-    of_step = jax.jit(lambda step: geometry.geometry_of_step(config, prefix, g, s, step))
+    of_step = jax.jit(lambda step: geometry.geometry_of_next(config, prefix, g, s, step))
     for step in range(s):
         ((of_prompt, of_cache),) = of_step(np.int32(step)).masks
         np.testing.assert_array_equal(of_prompt[:, 0, 0, 0, 0], row[:, p + step, :p])

@@ -169,7 +169,8 @@ def gradients(name: str, devices: Devices) -> Any:
     case = case_of(name)
     if name == "packed":
         local, tokens = N // parts(devices), case.config.sampling.max_tokens
-        assert pieces.choose_rows(local, P, G, tokens, case.config.optimizer.piece_tokens) is not None
+        piece_tokens = case.config.optimizer.piece_tokens
+        assert pieces.choose_piece(local, P, G, tokens, microbatches=0, piece_tokens=piece_tokens).is_packed
     programs, start, _ = prepared(case, devices)
     state, actual = start.learned(programs)
     return state.opt_state.gradients, actual.metrics, actual.advantages

@@ -16,8 +16,8 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU, assume_traits
 from grpo_jax.models import heads, pieces as cut
+from grpo_jax.models.geometry import PromptTokens, PromptWidths, choose_widths, useful_widths
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.prompts import PromptTokens, PromptWidths, choose_widths, useful_widths
 from grpo_jax.rl import ppo
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method_programs
@@ -78,14 +78,15 @@ ROW_SHAPES = [
 @pytest.mark.parametrize(("prompts", "expected"), ROW_SHAPES)
 def test_the_shape_of_rows_by_hand(prompts, expected):
     """With pieces of about 768 tokens. Without padding, packing may cost 12% more tokens at most."""
-    assert cut.choose_rows(*prompts, CPU.piece_tokens) == expected
+    shape = cut.choose_piece(*prompts, microbatches=0, piece_tokens=CPU.piece_tokens)
+    assert ((shape.width, shape.rows) if shape.is_packed else None) == expected
 
 
 PIECES = [
-    ({}, cut.Piece(8, 1, 128, True)),
-    ({"piece_tokens": 512}, cut.Piece(4, 1, 128, True)),
-    ({"microbatches": 2}, cut.Piece(2, 8, 128)),
-    ({"piece_tokens": 5_000}, cut.Piece(4, 8, 128)),
+    ({}, cut.PieceShape(8, 1, 128, True)),
+    ({"piece_tokens": 512}, cut.PieceShape(4, 1, 128, True)),
+    ({"microbatches": 2}, cut.PieceShape(2, 8, 128)),
+    ({"piece_tokens": 5_000}, cut.PieceShape(4, 8, 128)),
 ]
 
 

@@ -240,7 +240,8 @@ def test_evaluation_is_the_mean_over_pairs_with_intervals():
 
 
 def test_a_batch_of_pairs_has_their_reference():
-    steps = [offline_pairs.pair_batches(PAIRS, 8, 0, ref_logprobs=REFERENCE)(step) for step in range(3)]
+    batches = offline_pairs.pair_batches(PAIRS._replace(ref_logprobs=REFERENCE), 8, 0)
+    steps = [batches(step) for step in range(3)]
     drawn = np.concatenate([batch.ref_logprobs for batch in steps])
     np.testing.assert_array_equal(sorted(drawn.tolist()), sorted(REFERENCE.tolist()))
     actual = jax.jit(lambda batch: offline_pairs.pair_logprobs(POLICY, PARAMS, batch))(steps[1])

@@ -16,7 +16,7 @@ from grpo_jax.hosts import HostOptions, start
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.pairs import pair_batches
-from grpo_jax.offline.phase import SupervisedConfig, check_supervised, make_fit_programs
+from grpo_jax.offline.phase import SupervisedConfig, check_rows, make_fit_programs
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.prepare import check_vocabulary
 from grpo_jax.rl import guards
@@ -160,12 +160,12 @@ CALLS = [
     (lambda: pack([[1], [1]], [[2], []], width=5), "text 1 has no token to learn"),
     (lambda: pack([[1] * 3], [[2] * 3], width=5), "text 0 has 6 tokens, but width is 5"),
     (lambda: pack([[]], [[2]], width=5), "text 0 has no token to learn"),
-    (lambda: packed_batches(pack([[1]], [[2]], width=5), 99, seed=0), "a step of 99 rows"),
+    (lambda: packed_batches(pack([[1]], [[2]], width=5), 99, seed=0), "num_rows is 99, but there are 1 rows"),
     # Phases on data.
     (lambda: pair_batches(PAIRS, 25, 0), "num_pairs is 25, but there are 24"),
     (lambda: make_fit_programs(sft_objective(POLICY), SupervisedConfig(0, 1e-2)), "steps is 0"),
     (
-        lambda: check_supervised(SupervisedConfig(6, 1e-2, microbatches=3), seed=0, rows=16, name="num_pairs"),
+        lambda: check_rows(SupervisedConfig(6, 1e-2, microbatches=3), rows=16, name="num_pairs"),
         "num_pairs is 16: .*microbatches x devices, 3",
     ),
 ]

@@ -17,7 +17,7 @@ from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
-from grpo_jax.offline.sft import mean_nll, sft_objective, text_nll
+from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import programs_so_far
 from grpo_jax.step.types import Batch, Logs
@@ -82,7 +82,8 @@ def test_packing_changes_neither_loss_nor_gradients():
     (value, grads), (expected, expected_grads) = values_and_grads
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6), grads, expected_grads)
-    np.testing.assert_allclose(mean_nll(POLICY, PARAMS, [packed]), expected, rtol=1e-5)
+    totals, tokens = text_nll(POLICY, PARAMS, [packed])
+    np.testing.assert_allclose(totals.sum() / tokens.sum(), expected, rtol=1e-5)
 
 
 def test_packing_does_not_change_each_texts_nll():
@@ -90,10 +91,9 @@ def test_packing_does_not_change_each_texts_nll():
     packed = pack(prompts, completions, width=16)
     totals, tokens = text_nll(POLICY, PARAMS, packed_pieces(packed, 2))
     alone = [pack([prompt], [text], width=16) for prompt, text in zip(prompts, completions, strict=True)]
-    expected = [mean_nll(POLICY, PARAMS, [one]) * len(text) for one, text in zip(alone, completions, strict=True)]
+    expected = [text_nll(POLICY, PARAMS, [one])[0].item() for one in alone]
     assert sorted(tokens) == sorted(map(len, completions))
     np.testing.assert_allclose(sorted(totals), sorted(expected), rtol=1e-4)
-    np.testing.assert_allclose(totals.sum() / tokens.sum(), mean_nll(POLICY, PARAMS, [packed]), rtol=1e-5)
 
 
 # ---- the loop of phases

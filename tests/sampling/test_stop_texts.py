@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import Policy
-from grpo_jax.sampling.stopping import STOPPED, Pieces, before_stop, make_stop, read_pieces
+from grpo_jax.sampling.stopping import STOPPED, TokenBytes, before_stop, make_stop, read_token_bytes
 
 WORDS = ["▁", "▁a", "a", "ab", "▁▁b", "b\n", "\n", "é", "<x>", *(f"<0x{byte:02X}>" for byte in range(256)), "<eos>"]
 LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -60,7 +60,7 @@ def decoder_of(tokenizer):
 @functools.cache
 def pieces_of(name):
     tokenizer = load(name)
-    return read_pieces(tokenizer, decoder_of(tokenizer), len(tokenizer) + 3)  # the model has three more tokens
+    return read_token_bytes(tokenizer, decoder_of(tokenizer), len(tokenizer) + 3)  # the model has three more tokens
 
 
 def names_of(quick):
@@ -200,7 +200,7 @@ def test_states_follow_completions_that_are_left_behind(assume):
     counts = []
     policy = markov_policy(lambda step, num_rows: counts.append(int(num_rows)))
     words = [bytes([65 + i]) for i in range(12)]
-    pieces = Pieces(words, words, np.zeros(12, bool), np.zeros(12, bool))
+    pieces = TokenBytes(words, words, np.zeros(12, bool), np.zeros(12, bool))
     stop = make_stop(["AB", "CD", "EEF", "GA", "HH", "IK"], lambda: pieces)
     inputs = random_table(12) / 2, ragged_prompts([2] * 16, 12), row_numbers(16, 8), jax.random.key(1)
     out = jax.device_get(sampler_of(policy, max_tokens=64, eos_ids=(), stop=stop)(*inputs))
@@ -219,7 +219,7 @@ def test_tables_of_a_large_vocabulary_are_small():
     words = [bytes(word) for n in (1, 2, 3) for word in itertools.product(range(64, 128), repeat=n)][: 2**18]
     words += [b"x"] * (2**18 - len(words))
     none = np.zeros(2**18, bool)
-    stop = make_stop(["Question:", "User:", "ABC"], lambda: Pieces(words, words, none, none))
+    stop = make_stop(["Question:", "User:", "ABC"], lambda: TokenBytes(words, words, none, none))
     assert stop.classes.nbytes + stop.table.nbytes < 2**20
     assert stop.classes.itemsize == 1
 
@@ -259,13 +259,13 @@ UNKNOWN = {
 def test_decoders_that_are_not_exact_are_refused(kind):
     tokenizer = UNKNOWN[kind]
     with refused("leave stop out"):
-        read_pieces(tokenizer, decoder_of(tokenizer) if kind != "not fast" else None, len(WORDS))
+        read_token_bytes(tokenizer, decoder_of(tokenizer) if kind != "not fast" else None, len(WORDS))
 
 
 def test_a_decode_that_changes_the_text_is_refused():
     tokenizer = load("byte fallback")
     with refused("leave stop out"):
-        read_pieces(tokenizer, lambda ids: decoder_of(tokenizer)(ids).replace(" a", "a"), len(WORDS))
+        read_token_bytes(tokenizer, lambda ids: decoder_of(tokenizer)(ids).replace(" a", "a"), len(WORDS))
 
 
 def test_states_have_the_numbers_that_the_sampler_reads():

@@ -300,7 +300,7 @@ CANNOT = [
     ({"prompt": [*USER, {"role": "assistant", "content": "y"}]}, "should end with the user's"),
     ({"prompt": "\ud800"}, "row 1: its prompt holds half of a surrogate pair"),
     ({"num_prompts": 0}, "num_prompts is 0"),
-    ({"num_prompts": 101}, "num_prompts is 101, but there are 100 training prompts"),
+    ({"num_prompts": 101}, "num_prompts is 101, but there are 100 prompts for training"),
     ({"num_heldout": 0}, "num_heldout is 0"),
     ({"num_heldout": 100, "heldout_rows": None}, "no prompt is left for training among 100 rows"),
     ({"heldout_share": 1e-9, "heldout_rows": None}, "no prompt is left for held out among 100 rows"),

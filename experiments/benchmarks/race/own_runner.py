@@ -14,7 +14,7 @@ import numpy as np
 from experiments.benchmarks.race.races import RACES, race_config, race_task
 from grpo_jax.config import ModelOptions
 from grpo_jax.data.types import Completion, Example
-from grpo_jax.models.prompts import PromptTokens
+from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.transformer import Params
 from grpo_jax.models.weights import save_params
 from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
