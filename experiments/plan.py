@@ -41,6 +41,7 @@ from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import model_folder
 from grpo_jax.models.params import Quantize
+from grpo_jax.models.transformer import param_shapes
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Count, Size, Weight, check_ranges
 from grpo_jax.planning.memory import (
@@ -50,7 +51,6 @@ from grpo_jax.planning.memory import (
     Plan,
     Shape,
     choose,
-    decoder_shapes,
     estimate,
     num_params,
     parts_of,
@@ -322,7 +322,7 @@ def last_step_bytes(plan: Plan) -> float:
 
 def sharding_table(model: ModelConfig, shape: Shape) -> Table:
     """Returns the table of the parameters' shardings."""
-    table, params = Table("parameter", "shape", "cut along", "MB of a device", box=None), decoder_shapes(model)
+    table, params = Table("parameter", "shape", "cut along", "MB of a device", box=None), param_shapes(model)
     specs = jax.tree.leaves(sharding.specs(params, shape.mesh))
     for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True):
         name, size = "/".join(key.key for key in path), x.size * x.dtype.itemsize / parts_of(spec, shape.mesh)
@@ -390,7 +390,8 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
             rows.append(("step", last_step_bytes(plan), max(map(total, moved_in_loops(text)))))
         for name, planned, results in rows:
             share = f"{results / planned:.2f}" if planned else ""
-            table.add_row(program, name, f"{planned / GIB:.2f}", f"{results / GIB:.2f}", share, took)
+            estimated = f"{planned / GIB:.2f}" if planned is not None else ""
+            table.add_row(program, name, estimated, f"{results / GIB:.2f}", share, took)
     return table
 
 
@@ -401,19 +402,22 @@ def memory_of(compiled: jax.stages.Compiled, *, on_tpu: bool) -> tuple[int, int]
     return inputs, peak_bytes(compiled) - inputs if on_tpu else results["temporary"] + results["results"]
 
 
-def _memory_rows(program: str, ours: Estimate, inputs: int, added: int) -> list[tuple[str, float, float]]:
-    """Returns (name, planned, compiled) bytes of a program's inputs, and of the memory that it adds."""
+def _memory_rows(program: str, ours: Estimate, inputs: int, added: int) -> list[tuple[str, float | None, float]]:
+    """Returns (name, planned, compiled) bytes of a program's inputs, and of the memory that it adds.
+
+    The plan has no estimate of what `score` adds, which is less than what `learn` adds.
+    """
     planned = {"learn": ours.params + ours.optimizer}.get(program, ours.params)
     adds = {"learn": ours.learning, "sample": ours.sampling}
-    return [("given", planned, inputs), *([("added", adds[program], added)] if program in adds else [])]
+    return [("given", planned, inputs), ("added", adds.get(program), added)]
 
 
-def _traffic_rows(exchanges: Iterable[Exchange], text: str, turns: int) -> list[tuple[str, float, float]]:
+def _traffic_rows(exchanges: Iterable[Exchange], text: str, turns: int) -> list[tuple[str, float | None, float]]:
     """Returns (name, planned, compiled) bytes by kind of exchange; a sum may leave a part on each device, or all."""
     groups = {"put together": ("all-gather",), "summed": ("reduce-scatter", "all-reduce")}
     groups |= {"moved": ("all-to-all", "collective-permute")}
     results = collectives(text, unknown_trips=turns)
-    rows = []
+    rows = list[tuple[str, float | None, float]]()
     for name, kinds in groups.items():
         planned = sum(one.size for one in exchanges if one.kind in kinds)
         compiled = sum(one.size * one.times for one in results if one.kind in kinds)

@@ -19,9 +19,7 @@ interrupted resumes.
 
 import json
 import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -32,6 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments import timing
 from grpo_jax.data.generators import PREFIX, generate, parse_generators
 from grpo_jax.data.rows import hash_of_prompt
 from grpo_jax.errors import UsageError, user_path
@@ -63,6 +62,17 @@ class Config:
     """Folder of all runs, of results.json and of curves.png."""
     extra: str = ""
     """Further options of the command that trains with GRPO, such as --extra="--learning-rate 2e-6"."""
+    small: bool = False
+    """Try all commands with two steps, few rows and short completions."""
+
+
+# Options for --small, by command. The last value of an option counts.
+SMALL: Mapping[str, Mapping[str, int]] = {
+    "evaluate": {"num_heldout": 8, "samples": 1, "max_tokens": 8},
+    "sft": {"steps": 2, "num_rows": 4},
+    "grpo": {"steps": 2, "num_prompts": 2, "num_heldout": 8, "eval_every": 1, "eval_samples": 1, "max_tokens": 8},
+    "export": {},
+}
 
 
 class Stage(NamedTuple):
@@ -195,8 +205,14 @@ def grpo_stages(
     ]
 
 
-def run_stage(stage: Stage, log: Path) -> None:
-    """Runs a command unless it has ended, and adds its seconds to a file.
+def in_small(stage: Stage) -> Stage:
+    """Returns the command with the options of --small."""
+    command = stage.args[0] if stage.args[0] != "train" else "sft" if "sft" in stage.args else "grpo"
+    return stage._replace(args=[*stage.args, *arguments(**SMALL[command])])
+
+
+def run_stage(stage: Stage, folder: Path) -> None:
+    """Runs a command unless it has ended, and adds its seconds to the folder's seconds.jsonl.
 
     Raises:
       UsageError: The command failed; its own message stands above.
@@ -205,11 +221,8 @@ def run_stage(stage: Stage, log: Path) -> None:
         return
     resumes = ["--resume"] if stage.run and (stage.run / "config.json").exists() else []
     print("$", shlex.join(["grpo-jax", *stage.args, *resumes]), flush=True)
-    started = time.perf_counter()
-    ended = subprocess.run([sys.executable, "-c", "from grpo_jax.commands import main; main()", *stage.args, *resumes])
-    with log.open("a", encoding="utf-8") as file:
-        seconds = time.perf_counter() - started
-        file.write(json.dumps({"result": str(stage.result.relative_to(log.parent)), "seconds": seconds}) + "\n")
+    command = [sys.executable, "-c", "from grpo_jax.commands import main; main()", *stage.args, *resumes]
+    ended = timing.run_timed(f"grpo-jax {stage.args[0]} → {stage.result.parent.name}", folder, command)
     if ended.returncode:
         raise UsageError(f"the last command ended with status {ended.returncode}: mend it and start again")
 
@@ -223,7 +236,7 @@ def results_of(folder: Path) -> dict[str, dict[str, float]]:
             del rows[name]["options"]
     trained = read_object(folder / "grpo" / "results.json")
     rows |= {name: trained[name] for name in ("before", "after", "control") if name in trained}
-    seconds = sum(line["seconds"] for line in read_lines(folder / "seconds.jsonl", {"seconds": float}))
+    seconds = sum(line["seconds"] for line in read_lines(folder / timing.FILE, {"seconds": float}))
     return {name: rows[name] for name in ("base", "before", "after", "control", "exported") if name in rows} | {
         "minutes": {"all": seconds / 60}
     }
@@ -283,7 +296,7 @@ def main(config: Config) -> None:
         folder = out / f"seed{seed}"
         folder.mkdir(parents=True, exist_ok=True)
         for stage in stages_of(config, folder, seed):
-            run_stage(stage, folder / "seconds.jsonl")
+            run_stage(in_small(stage) if config.small else stage, folder)
         results[str(seed)] = results_of(folder)
     write_json(out / "results.json", results)
     save_curves(out, config.seeds)

@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -33,11 +32,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments import timing
 from experiments.benchmarks.shapes import SHAPES, Shape
 from experiments.planning.models import MODELS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.planning.memory import decoder_shapes
+from grpo_jax.models.transformer import param_shapes
 
 ShapeName = Literal["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen2.5-7b-lora", "tiny"]
 LORA = ("--lora-rank", "16", "--param-dtype", "bfloat16")
@@ -91,7 +91,8 @@ def main(config: Config) -> None:
     jax.config.update("jax_platforms", "cpu")  # the accelerator is for the processes that this one starts
     shape, options = RUNS[config.shape]
     report: dict[str, Any] = {"shape": config.shape, "dtype": config.dtype, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
-    report |= {"commit": commit(), **json.loads(in_child("-c", VERSIONS).splitlines()[-1])}
+    config.out.mkdir(parents=True, exist_ok=True)
+    report |= {"commit": commit(), **json.loads(in_child("versions", config.out, "-c", VERSIONS).splitlines()[-1])}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_inputs(folder, shape)
@@ -99,10 +100,10 @@ def main(config: Config) -> None:
             write_endings(folder / "model", shape.model.vocab_size, mean_length(shape, name))
             report[name] = measure(folder, name, shape, config, options)._asdict()
     if not options:
-        text = in_child("-m", "experiments.benchmarks.programs", "--shape", config.shape, "--dtype", config.dtype)
+        programs = "-m", "experiments.benchmarks.programs", "--shape", config.shape, "--dtype", config.dtype
+        text = in_child("programs one at a time", config.out, *programs)
         report["programs"] = json.loads(text.splitlines()[-1])
     show(report)
-    config.out.mkdir(parents=True, exist_ok=True)
     (config.out / f"{config.shape}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -117,15 +118,21 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def in_child(*args: str, **variables: str) -> str:
-    """Returns the output of a Python process with environment variables. Only it takes the accelerator's memory.
+def in_child(name: str, out: Path, *args: str, **variables: str) -> str:
+    """Returns the output of a Python process. Only it takes the accelerator's memory.
+
+    Args:
+      name: The name of the process, for the seconds.jsonl in `out`.
+      out: The folder of the results.
+      args: The arguments of Python.
+      variables: Variables of the environment to add.
 
     Raises:
       SystemExit: The process failed; the message has the end of its output.
     """
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # it would replace the cache of the run
-    done = subprocess.run([sys.executable, *args], env=environment, capture_output=True, text=True)
+    done = timing.run_timed(name, out, [sys.executable, *args], env=environment, capture_output=True)
     if done.returncode:
         sys.exit(f"error: a process ended with status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
     return done.stdout
@@ -163,7 +170,7 @@ def random_params(model: ModelConfig) -> Any:
             return np.ones(shape.shape, np.float32)
         return 0.001 * generator.standard_normal(shape.shape, np.float32)
 
-    return jax.tree_util.tree_map_with_path(leaf, decoder_shapes(model))
+    return jax.tree_util.tree_map_with_path(leaf, param_shapes(model))
 
 
 def write_endings(folder: Path, vocab_size: int, length: int) -> None:
@@ -184,12 +191,9 @@ def measure(folder: Path, name: str, shape: Shape, config: Config, options: tupl
     args += [word for pair in numbers for word in pair]
     args += ["--steps", str(steps), "--dtype", config.dtype, "--run-dir", str(run)]
     args += ["--num-heldout", "1", "--eval-samples", "1", "--eval-every", "0", "--checkpoint-every", "0", *options]
-    began = time.perf_counter()
-    command = "from grpo_jax.commands import main; main()"
-    answer = in_child(
-        "-c", command, "train", *args, XDG_CACHE_HOME=str(folder / f"cache-{name.replace('cached', 'full')}")
-    )
-    print(f"{name}: {time.perf_counter() - began:.0f} s for {steps} iterations", flush=True)
+    command = "-c", "from grpo_jax.commands import main; main()", "train"
+    cache = str(folder / f"cache-{name.replace('cached', 'full')}")
+    answer = in_child(f"grpo-jax train, {name}, {steps} iterations", config.out, *command, *args, XDG_CACHE_HOME=cache)
     times, metrics = (read(run / name) for name in ("times.jsonl", "metrics.jsonl"))
     return summary(times, [line for line in metrics if line["step"]], answer)
 

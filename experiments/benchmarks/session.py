@@ -2,10 +2,11 @@
 
 The steps run one after the other, the most valuable first. A step starts only if the time that is left is enough for
 it, so a short session ends with the most valuable numbers. The output of each step is in a file, and the table of the
-steps and their seconds is written after each of them. Without a model only the benchmarks with random weights run.
+steps and their seconds, with those of the commands that they run, is written after each of them. Without a model only
+the benchmarks with random weights run. A rehearsal runs the same commands in small on a CPU, with any small model.
 
   python -m experiments.benchmarks.session --minutes 13 --model DIR --data DIR
-  python -m experiments.benchmarks.session --rehearse
+  python -m experiments.benchmarks.session --rehearse --model DIR --data DIR
 """
 
 import json
@@ -17,11 +18,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tyro
 from rich.console import Console
 from rich.table import Table
+
+from experiments import timing
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,9 +40,12 @@ class Config:
     data: str = ""
     """Folder with GSM8K's train.jsonl and test.jsonl."""
     rehearse: bool = False
-    """Run the benchmarks with a tiny shape and two iterations, on a CPU."""
+    """Run each command in small, on a CPU: a tiny shape, two iterations, few rows."""
     out: Path = Path("runs/session")
     """Folder for the output of each step and the table."""
+
+
+Row = dict[str, Any]  # "step" and "result" of a step, or "command"; "seconds" and "cpu_seconds"
 
 
 class Step(NamedTuple):
@@ -47,42 +53,51 @@ class Step(NamedTuple):
 
     name: str
     minutes: float
-    args: tuple[str, ...]  # of Python
+    args: tuple[str, ...]  # of Python, without --out
 
 
 def steps_of(config: Config) -> Iterator[Step]:
     """Yields the steps, the most valuable first."""
-    results = config.out / "accelerator"
-    benchmark = ("-m", "experiments.benchmarks.accelerator", "--out", str(results))
-    if config.rehearse:
-        yield Step("accelerator tiny", 10, (*benchmark, "tiny", "--steps", "2", "--dtype", "float32"))
-        return
-    yield Step("accelerator qwen2.5-0.5b", 3, (*benchmark, "qwen2.5-0.5b", "--steps", "4"))
+    small = ("--steps", "2", "--dtype", "float32") if config.rehearse else ("--steps", "4")
+    first, *others = ["tiny"] if config.rehearse else ["qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-1.5b"]
+
+    def benchmark(shape: str) -> Step:
+        return Step(f"accelerator {shape}", 3, ("-m", "experiments.benchmarks.accelerator", shape, *small))
+
+    yield benchmark(first)
     if config.model:
         task = ("--task", "gsm8k", "--model", config.model, "--data", config.data)
-        yield Step("gsm8k", 6, ("-m", "experiments.real", *task, "--out", str(config.out / "real")))
-    for shape in ("qwen3-0.6b", "qwen2.5-1.5b"):
-        yield Step(f"accelerator {shape}", 3, (*benchmark, shape, "--steps", "4"))
+        yield Step("gsm8k", 6, ("-m", "experiments.real", *task, *["--small"] * config.rehearse))
+    yield from map(benchmark, others)
 
 
 def main(config: Config) -> None:
     """Runs the steps that fit, and writes the table."""
     config.out.mkdir(parents=True, exist_ok=True)
-    ends, rows = time.monotonic() + 60 * config.minutes, list[dict[str, str | float]]()
+    ends, rows = time.monotonic() + 60 * config.minutes, list[Row]()
     for step in steps_of(config):
-        rows.append({"step": step.name, **run(step, ends - time.monotonic(), config.out)})
+        rows += run(step, ends - time.monotonic(), config.out / step.name.replace(" ", "-"))
         (config.out / "steps.json").write_text(json.dumps(rows, indent=1) + "\n")
         print(rows[-1], flush=True)
     show(rows)
 
 
-def run(step: Step, seconds: float, out: Path) -> dict[str, str | float]:
-    """Runs a step unless it needs more than the seconds that are left. One that takes longer is killed at their end."""
+def run(step: Step, seconds: float, out: Path) -> list[Row]:
+    """Runs a step unless it needs more than the seconds that are left. One that takes longer is killed at their end.
+
+    Args:
+      step: The step.
+      seconds: The seconds that are left.
+      out: The folder of its results. Its output goes to a file beside it, with the ending .log.
+
+    Returns:
+      A row for the step, and a row for each command that it ran.
+    """
     if 60 * step.minutes > seconds:
-        return {"result": "left out", "s": 0.0}
-    began, log = time.monotonic(), out / f"{step.name.replace(' ', '-')}.log"
+        return [{"step": step.name, "result": "left out"}]
+    began, log = timing.times_of_children(), out.with_name(f"{out.name}.log")
     with log.open("w") as file:
-        command, environment = [sys.executable, *step.args], os.environ | {"PYTHONPATH": str(ROOT)}
+        command, environment = [sys.executable, *step.args, "--out", str(out)], os.environ | {"PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
         try:
             result = "ended" if not process.wait(seconds) else f"failed: see {log}"
@@ -90,14 +105,16 @@ def run(step: Step, seconds: float, out: Path) -> dict[str, str | float]:
             os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
             process.wait()
             result = f"killed: see {log}"
-    return {"result": result, "s": round(time.monotonic() - began, 1)}
+    took = timing.times_of_children().since(began)
+    lines = [line for file in out.rglob(timing.FILE) for line in file.read_text().splitlines()]
+    return [{"step": step.name, "result": result, **took}, *map(json.loads, lines)]
 
 
-def show(rows: list[dict[str, str | float]]) -> None:
-    """Prints the table of the steps."""
-    table = Table("step", "result", "s", box=None)
+def show(rows: list[Row]) -> None:
+    """Prints the table of the steps and their commands."""
+    table = Table("step", "command", "result", "s", "CPU s", box=None)
     for row in rows:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*(str(row.get(name, "")) for name in ("step", "command", "result", "seconds", "cpu_seconds")))
     Console().print(table)
 
 

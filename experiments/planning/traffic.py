@@ -12,11 +12,11 @@ import jax
 from grpo_jax.models import sharding
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.params import is_quantised
+from grpo_jax.models.transformer import param_shapes
 from grpo_jax.planning.memory import (
     BYTES,
     FLOAT32,
     Shape,
-    decoder_shapes,
     frozen_shapes,
     size_on_device,
     tokens_of_piece,
@@ -135,7 +135,7 @@ def sample_traffic(model: ModelConfig, shape: Shape) -> list[Exchange]:
 
 def _of_pass(model: ModelConfig, shape: Shape, passes: int, *, layers: int) -> list[Exchange]:
     """Layers that are put together, so many times a pass."""
-    whole = BYTES[model.dtype] * _in_layers(decoder_shapes(model), shape)
+    whole = BYTES[model.dtype] * _in_layers(param_shapes(model), shape)
     if shape.quantize != "none":  # codes travel
         frozen = jax.tree.leaves(frozen_shapes(model, shape)["layers"], is_leaf=is_quantised)
         kernels = [x for x in frozen if is_quantised(x)]

@@ -18,7 +18,6 @@ import numpy as np
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
-from grpo_jax.data.rows import check_step_size
 from grpo_jax.data.text import prompt_limit, uses_chat
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
@@ -41,7 +40,6 @@ from grpo_jax.statistics import paired_difference
 
 Values = Mapping[str, np.ndarray]  # name -> one number for each held-out pair or text; the first is minimised
 Rows = dict[str, dict[str, Any]]  # name of a row of the final table -> numbers by name
-Reference = Mapping[str, np.ndarray]  # "training" and "heldout" -> the initial model's log-probabilities; or empty
 
 
 @dataclass(frozen=True)
@@ -77,14 +75,15 @@ class Job(NamedTuple):
     model: Loaded  # the trained model
     params: Any  # initial parameters of the objective
     objective: Objective
-    batches: Callable[[Reference], Callable[[int], Any]]  # reference -> (step -> batch)
-    evaluate: Callable[[Any, Reference], Any]  # (parameters, reference) -> `Values`, or another evaluation
+    batches: Callable[[int], Any]  # step -> batch
+    evaluate: Callable[[Any], Any]  # parameters -> `Values`, or another evaluation
     inputs: Mapping[str, str]  # digests of the data, which must be the same when the run resumes
     title: str  # title of the table
     notes: Sequence[str]  # sentences about dropped, cut and packed rows
     warnings: Mapping[str, str]
     others: Mapping[str, Loaded] = {}  # frozen models by role, whose files must be the same when the run resumes
-    reference: Callable[[Any], Reference] | None = None  # initial parameters -> reference, computed once
+    # (job, initial parameters) -> the job with scores of the initial model, computed once; None: it needs none
+    with_reference: "Callable[[Job, Any], Job] | None" = None
     summary: Callable[[Any], dict[str, float]] = with_intervals  # evaluation -> numbers
     # (parameters, evaluation) -> held-out metrics; None: the summary
     log: Callable[[Any, Any], Mapping[str, float]] | None = None
@@ -107,16 +106,15 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     config = with_options(job.config, dtype=job.model.pretrained.config.dtype)
     run = open_run(job._replace(config=config))
     params = place(job.params, devices_of(config.train))
-    reference: Reference = {}
-    if job.reference:
+    if job.with_reference:
         with run.waiting("scoring all completions by the reference (may take minutes)"):
-            reference = job.reference(params)
+            job = job.with_reference(job, params)
     latest: dict[int, Any] = {}  # steps taken -> evaluation, to evaluate no parameters twice
 
     def evaluate(params: Any, step: int) -> Any:
         if step not in latest:
             latest.clear()
-            latest[step] = job.evaluate(params, reference)
+            latest[step] = job.evaluate(params)
         return latest[step]
 
     def log(params: Any, step: int) -> dict[str, float]:
@@ -130,9 +128,8 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
             return {"leaves": leaves, "numbers": log(params, 0) if config.train.eval_every else {}}
 
     start = run.remember(job.phase, evaluate_start)
-    batches = job.batches(reference)
     state = fit(
-        *(job.objective, params, batches, config.train, run),
+        *(job.objective, params, job.batches, config.train, run),
         phase=job.phase,
         evaluate=lambda params, step: log(params, step) if step else start["numbers"],
     )
@@ -218,7 +215,7 @@ def pair_job(
     chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
     options = encoding(pretrained, config.model, config.max_tokens, in_chat=bool(config.chat), has_end=has_end)
     training, heldout = (encode(chat, part, **options) for part in parts)
-    check_step_size(number, size, len(training.prompts))
+    batches = pair_batches(training, size, config.seed, name=number)
     noun = number.removeprefix("num_")
     width = max(sum(pair_widths(part)) for part in (training, heldout))
     model = loaded_for_texts(model, width)
@@ -227,15 +224,13 @@ def pair_job(
     longest = pretrained.config.max_position_embeddings
     digests = (hash_values(side.prompts, side.answers, side.desirable) for side in (training, heldout))
 
-    def batches(reference: Reference) -> Callable[[int], Any]:
-        return pair_batches(training._replace(ref_logprobs=reference.get("training")), size, config.seed)
+    def evaluated(pairs: EncodedPairs, params: Any) -> Any:
+        return evaluate(score(params, heldout), whole_batch(pairs))
 
-    def evaluated(params: Any, reference: Reference) -> Any:
-        batch = whole_batch(heldout)._replace(ref_logprobs=reference.get("heldout"))
-        return evaluate(score(params, heldout), batch)
-
-    def scored(params: Any) -> Reference:
-        return {"training": score(params, training), "heldout": score(params, heldout)}
+    def with_reference(job: Job, params: Any) -> Job:
+        scored = [side._replace(ref_logprobs=score(params, side)) for side in (training, heldout)]
+        batches = pair_batches(scored[0], size, config.seed)
+        return job._replace(batches=batches, evaluate=partial(evaluated, scored[1]))
 
     return Job(
         config=config,
@@ -243,12 +238,12 @@ def pair_job(
         model=model,
         params=fields.pop("params", model.params),
         batches=batches,
-        evaluate=evaluated,
+        evaluate=partial(evaluated, heldout),
         inputs=dict(zip(("training rows", f"held-out {noun}"), digests, strict=True)),
         title=f"{len(heldout.prompts)} held-out {noun} of {len(rows)}, with 95% intervals",
         notes=[*(f"dropped {many} rows {why}" for why, many in dropped.items()), *training.notes],
         warnings=fields.pop("warnings", {}) | length_warning(width, longest),
-        reference=scored if has_reference else None,
+        with_reference=with_reference if has_reference else None,
         **fields,
     )
 

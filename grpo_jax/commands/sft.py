@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from grpo_jax.checks import validate_divergence
-from grpo_jax.commands.offline import Job, Reference, Values, run_method
+from grpo_jax.commands.offline import Job, Values, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
@@ -123,12 +123,11 @@ def prepare(config: Config) -> Job:
     width = training.ids.shape[1]
     model = loaded_for_texts(model, width)
     policy, shape = model.policy, model.pretrained.config
-    batches = packed_batches(training, config.num_rows, config.seed)
 
     def heldout() -> Iterable[Packed]:
         return packed_pieces(held_out, config.num_rows)
 
-    def evaluate(params: Any, reference: Reference) -> Values:
+    def evaluate(params: Any) -> Values:
         return {"nll": shares_of_mean(*text_nll(policy, params, heldout(), devices=devices))}
 
     def log(params: Any, values: Values) -> dict[str, float]:
@@ -140,7 +139,7 @@ def prepare(config: Config) -> Job:
         model=model,
         params=model.params,
         objective=sft_objective(policy),
-        batches=lambda reference: batches,
+        batches=packed_batches(training, config.num_rows, config.seed),
         evaluate=evaluate,
         log=log,
         inputs={
@@ -166,7 +165,7 @@ def prepare(config: Config) -> Job:
     return job._replace(
         params={"policy": model.params, "teacher": teacher.params},
         objective=distillation_objective(policy, target),
-        evaluate=lambda params, reference: evaluate(params["policy"], reference),
+        evaluate=lambda params: evaluate(params["policy"]),
         log=log_both,
         others={"teacher": teacher},
     )
@@ -265,20 +264,17 @@ def encode_texts(
         encoded = Encoded(prompts, [example["prompt"] for example in examples], [], "")
         completions = [example[config.completion_column] for example in examples]
         answers = answer_prompts(chat, encoded, [(x if isinstance(x, str) else "",) for x in completions])
-        masks: dict[int, list[bool]] = {}
         for number, completion in enumerate(completions):
+            ids = prompts[number].tolist()
             if are_texts:
-                answers[number] = _text_answer(prompts[number].tolist(), ending_id(tokenizer, chat.eos_ids))
+                answers[number] = _text_answer(ids, ending_id(tokenizer, chat.eos_ids))
             elif not isinstance(completion, str):
-                prompt = encoded.texts[number]
-                answers[number], masks[number] = answer_conversation(chat, prompt, prompts[number].tolist(), completion)
+                answers[number] = answer_conversation(chat, encoded.texts[number], ids, completion)
         max_tokens = longest if config.max_tokens is None else config.max_tokens
         limits: Any = {"max_tokens": max_tokens, "overlong": overlong, "vocab_size": shape.vocab_size}
-        fitted, numbers, about = fit_answers(answers, noun="completions", **limits)
+        fitted, _, about = fit_answers(answers, noun="completions", **limits)
         notes += [f"{name}: {note}" for note in about]
-        several = [row.answers[0] for row in fitted]
-        learned = [masks.get(i, [True] * len(ids))[: len(ids)] for i, ids in zip(numbers, several, strict=True)]
-        sides.append(([row.prompt for row in fitted], several, learned))
+        sides.append(([x.prompt for x in fitted], [x.answers[0] for x in fitted], [x.learned for x in fitted]))
     width = max(len(ids) + len(more) for side in sides for ids, more, _ in zip(*side, strict=True))
     training, heldout = (pack(*side, width=width) for side in sides)
     count, size = len(sides[0][0]), len(training.ids)

@@ -24,7 +24,7 @@ class Packed(NamedTuple):
 def pack(
     prompts: Sequence[Sequence[int] | np.ndarray],
     completions: Sequence[Sequence[int] | np.ndarray],
-    masks: Sequence[Sequence[bool]] | None = None,
+    masks: Sequence[Sequence[bool] | None] | None = None,
     *,
     width: int,
 ) -> Packed:
@@ -36,7 +36,7 @@ def pack(
     Args:
       prompts: M lists of ids.
       completions: M lists of ids, each with the token that ends it.
-      masks: True for the learned tokens of each completion. None: all are learned.
+      masks: True for the learned tokens of each completion. None: all are learned, also of a single completion.
       width: The number of tokens in a row, S.
 
     Returns:
@@ -69,8 +69,8 @@ def pack(
             packed.texts[row, start:end] = text
             # Nothing predicts the first token of a text.
             first = max(len(prompts[number]), 1)
-            mask = True if masks is None else masks[number][first - len(prompts[number]) :]
-            packed.completion_mask[row, start + first : end] = mask
+            mask = masks[number] if masks else None
+            packed.completion_mask[row, start + first : end] = mask[first - len(prompts[number]) :] if mask else True
             start = end
     return packed
 

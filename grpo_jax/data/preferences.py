@@ -22,7 +22,6 @@ from grpo_jax.data.rows import (
     read_messages,
     read_prompt,
     read_rows,
-    text_column,
 )
 from grpo_jax.data.text import Message, check_text, encode_answers
 from grpo_jax.data.types import LARGEST_REWARD, rng
@@ -120,8 +119,8 @@ def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference |
       UsageError: A column is missing, or has the wrong type.
     """
     row = _with_prompt(row)
+    chosen, rejected = (completion_text(row, name, remedy=_NEEDED) for name in _SIDES)
     if "prompt" not in row:
-        chosen, rejected = (text_column(row, name, remedy=_NEEDED) for name in _SIDES)
         return parse_transcripts(chosen, rejected, chat=chat)
     prompt, margin = prompt_of(row), row.get("margin")
     margin = 0.0 if margin is None else margin
@@ -129,7 +128,6 @@ def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference |
         raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number of float32")
     if prompt is None:
         return NO_PROMPT
-    chosen, rejected = (completion_text(row, name, remedy=_NEEDED) for name in _SIDES)
     return _checked(Preference(prompt, chosen, rejected, float(margin), _variables(row)))
 
 
@@ -254,8 +252,7 @@ def encode_preferences(chat: Chat, preferences: Sequence[Preference], **options:
     texts = [(pair.chosen, pair.rejected) for pair in preferences]
     rows, numbers, notes = _encoded(chat, preferences, texts, **options)
     margins = [preferences[number].margin for number in numbers]
-    answers = [(chosen, rejected) for _, (chosen, rejected) in rows]
-    return EncodedPairs([row.prompt for row in rows], answers, margins, notes)
+    return EncodedPairs([row.prompt for row in rows], [row.answers for row in rows], margins, notes)
 
 
 def _encoded(chat: Chat, records: Sequence[Kind], texts: Sequence[Sequence[str]], **options: Any) -> Any:
@@ -321,7 +318,7 @@ def encode_ratings(chat: Chat, ratings: Sequence[Rating], **options: Any) -> Enc
     texts = [(rating.completion,) for rating in ratings]
     rows, numbers, notes = _encoded(chat, ratings, texts, noun="completions", **options)
     desirable = [ratings[number].desirable for number in numbers]
-    answers = [(ids, list[int]()) for _, (ids,) in rows]
+    answers = [(*row.answers, list[int]()) for row in rows]
     return EncodedPairs([row.prompt for row in rows], answers, [0.0] * len(answers), notes, desirable)
 
 

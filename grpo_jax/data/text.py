@@ -261,6 +261,7 @@ class Answers(NamedTuple):
 
     prompt: list[int]
     answers: tuple[list[int], ...]  # with their ends
+    learned: list[bool] | None = None  # true for the learned tokens of the only answer; None: all are learned
 
 
 def answer_prompts(
@@ -320,7 +321,7 @@ def answer_prompts(
 
 def answer_conversation(
     chat: Chat, prompt: Prompt, prompt_ids: Sequence[int], completion: Sequence[Message]
-) -> tuple[Answers, list[bool]]:
+) -> Answers:
     """Encodes a completion of several messages, of which only the assistant's are learned.
 
     Args:
@@ -329,7 +330,7 @@ def answer_conversation(
       completion: The messages after the prompt.
 
     Returns:
-      The prompt with its only answer, and a mask of the answer's learned tokens.
+      The prompt with its only answer.
 
     Raises:
       UsageError: The prompt is no chat, or the tokens of the assistant are unknown.
@@ -343,7 +344,7 @@ def answer_conversation(
     if not learned:
         raise UsageError("the chat template marks no token of a conversation as the assistant's: mend its marks")
     end = learned[-1] + 1
-    return Answers(ids[:start], (ids[start:end],)), mask[start:end]
+    return Answers(ids[:start], (ids[start:end],), mask[start:end])
 
 
 def _shared_tokens(chat: Chat, prompt: str, prompt_ids: list[int], whole: str, ids: list[int]) -> int:
@@ -394,7 +395,7 @@ def fit_answers(
     """
     check_number("max_tokens", max_tokens, Size)
     fitted, dropped, cut = dict[int, Answers](), Counter[str](), 0
-    for number, (prompt, answers) in enumerate(rows):
+    for number, (prompt, answers, learned) in enumerate(rows):
         short, is_pair = tuple(ids[:max_tokens] for ids in answers), len(answers) > 1
         if not all(answers) or len(set(map(tuple, short))) < len(short):
             dropped["whose answers are empty or equal as tokens" if is_pair else "that are empty as tokens"] += 1
@@ -402,14 +403,14 @@ def fit_answers(
             dropped[f"{'with an answer' if is_pair else 'that are'} longer than {max_tokens} tokens"] += 1
         else:
             cut += short != answers
-            fitted[number] = Answers(prompt, short)
+            fitted[number] = Answers(prompt, short, learned and learned[:max_tokens])
     notes = [f"dropped {count} {noun} {reason}" for reason, count in dropped.items()]
     if not fitted:
         why = f" ({', '.join(notes)})" if notes else ""
         raise UsageError(f"no {noun.rstrip('s')} is left of {len(rows)}{why}: raise max_tokens, or give other rows")
     notes += [f"{cut} of {len(rows)} {noun} have an answer that lost its end"] if cut else []
     if vocab_size is not None:
-        check_ids([ids for prompt, several in fitted.values() for ids in (prompt, *several)], vocab_size)
+        check_ids([ids for row in fitted.values() for ids in (row.prompt, *row.answers)], vocab_size)
     return list(fitted.values()), list(fitted), tuple(notes)
 
 

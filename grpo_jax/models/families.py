@@ -64,8 +64,10 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        has_towers = any(name in config for name in ("vision_config", "audio_config", "text_config"))
+        reason = " (a model with towers for images or sound: take a text model)" if has_towers else ""
         raise UsageError(
-            f"model_type {abbreviate(model_type)} is not supported{_refused(config)}; choose one of {tuple(FAMILIES)}"
+            f"model_type {abbreviate(model_type)} is not supported{reason}; choose one of {tuple(FAMILIES)}"
         )
     _check(config)
     # A model without this number has no known limit, and no warning about long texts.
@@ -329,13 +331,6 @@ def _check(file: File) -> None:
         if file.get(name) not in values:
             raise UsageError(f"{name} {abbreviate(file[name])} is not supported")
     check_types(ModelConfig, {name: file[name] for name in _SIZES if name in file})
-
-
-def _refused(file: File) -> str:
-    """Returns the reason why a model is not supported, or "" if it is unknown."""
-    if any(name in file for name in ("vision_config", "audio_config", "text_config")):
-        return " (a model with towers for images or sound: take a text model)"
-    return ""
 
 
 # ---- rotations

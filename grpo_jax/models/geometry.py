@@ -397,8 +397,8 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
     return replace(geometry, prompt_mask=prompt_mask, numbers=numbers, parts=(group_size, size))
 
 
-# The maximum number of tokens appended to a completion at once. Their padding is written to the cache too. A layer with
-# a window therefore needs this many extra slots, or padding would overwrite tokens that the window still sees.
+# The maximum number of tokens appended to a completion at once. A layer with a window needs this many extra slots, or
+# the last of these tokens would overwrite tokens that the first of them still sees.
 AT_ONCE = 32
 
 

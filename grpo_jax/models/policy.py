@@ -15,16 +15,8 @@ import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import traits_of_backend
-from grpo_jax.models.cache import (
-    KeyValues,
-    Memory,
-    Prefix,
-    cache_keys,
-    group_by_prompt,
-    key_values,
-    select_completions,
-    widen,
-)
+from grpo_jax.models import cache as caches
+from grpo_jax.models.cache import KeyValues, Memory, Prefix
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.geometry import (
     PromptTokens,
@@ -208,7 +200,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
     def room(completions: tuple[Memory, ...]) -> int:
         """Returns the slots of a layer without a window. If all layers have one, the largest number works as well."""
-        return max(layer.values.shape[-2] for layer in key_values(completions))
+        return max(layer.values.shape[-2] for layer in caches.key_values(completions))
 
     def prefill(params: Params, prompt: PromptTokens, group_size: int, max_tokens: int):
         def compute(prompt: PromptTokens) -> tuple[jax.Array, list[Memory]]:
@@ -221,7 +213,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
         prompt = jax.tree.map(jnp.asarray, prompt)
         hidden, memories = computed_in_pieces(compute, prompt, pieces_of_prompts(prompt))
         separate = layout(params)
-        layers = tuple(group_by_prompt(memory) if isinstance(memory, KeyValues) else None for memory in memories)
+        layers = tuple(caches.group_by_prompt(memory) if isinstance(memory, KeyValues) else None for memory in memories)
         prefix = Prefix(layers, jnp.asarray(prompt.mask), jnp.sum(prompt.mask, axis=-1, dtype=jnp.int32))
 
         def begin(memory: Memory, slots: int) -> Memory:
@@ -231,7 +223,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
             n, _, heads, features = memory.values.shape
             rows = [n, heads * group_size] if mesh_sizes() else [n * heads * group_size]
             values = spread(jnp.zeros((*rows, slots, features), config.dtype), BATCH, TENSOR)
-            return KeyValues(cache_keys(values), values)
+            return KeyValues(caches.cache_keys(values), values)
 
         cache = prefix, tuple(map(begin, memories, slots_of_layers(max_tokens)))
 
@@ -258,11 +250,11 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
     def select(cache: Any, chosen: jax.Array) -> Any:
         prefix, completions = cache
-        return select_completions(prefix, completions, chosen)
+        return caches.select_completions(prefix, completions, chosen)
 
     def wider(cache: Any, slots: int) -> Any:
         prefix, completions = cache
         config.check_width(prefix.mask.shape[-1] + slots)
-        return prefix, widen(completions, slots_of_layers(slots))
+        return prefix, caches.widen(completions, slots_of_layers(slots))
 
     return {"prefill": prefill, "decoder": decoder, "select": select, "widen": wider}

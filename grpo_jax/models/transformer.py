@@ -14,7 +14,8 @@ that share one key-value head, E features of a head, L layers, V vocabulary.
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any, get_args
 
@@ -197,8 +198,10 @@ def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> 
     return jax.tree.unflatten(tree, made)
 
 
+@cache
 def param_shapes(config: ModelConfig) -> Params:
-    """Returns the shapes of the decoder's parameters, as a tree of `jax.ShapeDtypeStruct`."""
+    """Returns the shapes of the parameters: a tree of `jax.ShapeDtypeStruct`, which callers must not change."""
+    config = replace(config, attention="shared")  # this machine may lack the kind of attention, which has no parameters
     token = jnp.zeros((1, 1), jnp.int32)
     geometry = geometry_of_rows(config, rows_of_prompts(PromptTokens(token, token == 0)))
     x = jnp.zeros((1, 1, config.hidden_size), config.dtype)

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from grpo_jax.models.params import PROJECTIONS, Params, Quantised, Quantize, is_
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise, quantise_params
 from grpo_jax.models.rounding import round_leaf
-from grpo_jax.models.transformer import layers_with
+from grpo_jax.models.transformer import layers_with, param_shapes
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -101,7 +101,7 @@ def tensor_layout(config: ModelConfig, *, head: bool = False) -> Any:
     Raises:
       UsageError: No supported family has this configuration.
     """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(_shapes(config))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config))
     names, tensors = names_of(config), {}
     in_one_tensor: dict[tuple[str, tuple[int, ...]], list[tuple[str, ...]]] = {}
     for path, leaf in leaves:
@@ -173,12 +173,6 @@ def _joined(tensors: list[Tensor]) -> list[Tensor]:
 # ---- in
 
 
-@cache
-def _shapes(config: ModelConfig) -> Any:
-    """Returns the shapes of the parameters: a tree of `jax.ShapeDtypeStruct`, which callers must not change."""
-    return jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
-
-
 def load_params(
     folder: Path,
     config: ModelConfig,
@@ -205,7 +199,8 @@ def load_params(
       UsageError: A tensor or file is missing, unknown or damaged, a shape or dtype is wrong, or the device has too
         little memory.
     """
-    shapes, layout = _shapes(config), tensor_layout(config, head=head)
+    decoder_policy(config)  # refuses a kind of attention that this machine lacks, before weights are read
+    shapes, layout = param_shapes(config), tensor_layout(config, head=head)
     tensors = text_tensors(find_tensors(folder))
     if config.tie_word_embeddings and not head and _HEAD in tensors:
         tensors.setdefault(_EMBEDDING, tensors[_HEAD])  # files may hold a shared matrix under either name

@@ -95,13 +95,16 @@ def pair_metrics(metrics: Mapping[str, Array]) -> PairMetrics:
 # ---- batches
 
 
-def pair_batches(pairs: EncodedPairs, num_pairs: int, seed: int) -> Callable[[int], PairBatch]:
+def pair_batches(
+    pairs: EncodedPairs, num_pairs: int, seed: int, *, name: str = "num_pairs"
+) -> Callable[[int], PairBatch]:
     """Makes batches of pairs, with every pair once an epoch, in an order that depends on the seed.
 
     Args:
       pairs: The M pairs. For ratings, the result of `data.preferences.with_mismatched`.
       num_pairs: The number of pairs in a step, N; at most M.
       seed: The seed of the order of pairs.
+      name: The name of the option that sets `num_pairs`.
 
     Returns:
       A pure function from the step to its batch.
@@ -109,7 +112,7 @@ def pair_batches(pairs: EncodedPairs, num_pairs: int, seed: int) -> Callable[[in
     Raises:
       UsageError: There are fewer than N pairs.
     """
-    check_step_size("num_pairs", num_pairs, len(pairs.prompts))
+    check_step_size(name, num_pairs, len(pairs.prompts))
     order, shape = batches(len(pairs.prompts), num_pairs, seed), pair_widths(pairs)
     return lambda step: pad_pairs(pairs, order(step), shape)
 

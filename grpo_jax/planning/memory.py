@@ -6,7 +6,8 @@ number, compile a program and call its `memory_analysis()`, as `python -m experi
 peak = held + max(sampling, scoring, learning), in bytes:
 
 - held = parameters + two moments of AdamW + a copy of trained parameters (the reference) + a model that scores rollouts
-- sampling = layers laid out for decoding + keys and values + the larger of the prompts' pass and one token's logits
+- sampling = layers laid out for decoding + keys and values + the largest of the prompts' pass, one token's logits, and
+  a part of the previous keys and values while their arrays grow
 - scoring = the scoring model's pass over one piece
 - learning = max(gradients + activations of one piece, 1.2 moments: the step of the optimizer)
 
@@ -26,7 +27,7 @@ Letters as in `models.transformer`: N prompts of P tokens, G completions of T to
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -44,16 +45,16 @@ from grpo_jax.models.heads import without_vocabulary
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.params import TARGETS, Quantize, Target
 from grpo_jax.models.pieces import PieceShape, choose_piece
-from grpo_jax.models.policy import decoder_policy, suits_cudnn
+from grpo_jax.models.policy import suits_cudnn
 from grpo_jax.models.quantised import quantise_params
-from grpo_jax.models.transformer import Params, repetition
+from grpo_jax.models.transformer import Params, param_shapes, repetition
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 # The optimizer's step holds a gradient, updates, and copies of moments: 9.2 to 10.2 bytes a parameter, moments are 8.
 _STEP = 1.2
-# While a cache grows, a part of the previous cache is still in memory.
-_GROWING = 1.3
+# While a cache grows, a part of the previous cache is still in memory: this share of the whole cache.
+_PREVIOUS = 0.3
 _QUERIES = 128  # queries in a block, as in `models.attention.attend`
 
 
@@ -118,8 +119,8 @@ class Estimate(NamedTuple):
     start: int  # the initial trained parameters, for the reference; and a reference that moves
     scorer: int  # the parameters of a model that scores rollouts, and its outputs for one rollout
     decoding: int  # a copy of the layers, laid out for decoding, and the unembedding if it is cast
-    cache: int  # keys and values of prompts and completions
-    choosing: int  # a pass over the prompts, or the logits of one token of each completion
+    cache: int  # keys and values of prompts and completions, or the states and convolution inputs of delta nets
+    choosing: int  # a pass over the prompts, the logits of one token of each completion, or a part of a previous cache
     scoring: int  # a pass of the scoring model over one piece; other scores need less than learning
     gradients: int  # gradients of one piece, and their sum if there are several pieces
     activations: int  # activations of one piece, with its logits
@@ -162,14 +163,16 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     prefill = prompts * prefill * _bytes(model, shape)
     if model.experts:  # the loop over layers copies the experts of a layer
         prefill += _whole_layer(model, shape)
+    keys_and_values = _keys_and_values(model, shape)
+    previous = round(_PREVIOUS * keys_and_values) if shape.max_tokens >= shape.traits.grows_from else 0
     return Estimate(
         params=trained + (bytes_on_device(frozen_shapes(model, shape), shape.mesh) if shape.lora_rank else 0),
         optimizer=2 * trained,
         start=shape.copies * trained,
         scorer=_scorer(model, shape),
         decoding=_decoding(model, shape),
-        cache=_cache(model, shape),
-        choosing=max(prefill, 3 * FLOAT32 * rows * model.vocab_size // shape.tensor),
+        cache=keys_and_values + rows * len(model.delta_layers) * FLOAT32 * _state(model),
+        choosing=max(prefill, 3 * FLOAT32 * rows * model.vocab_size // shape.tensor, previous),
         scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
         gradients=trained * min(shape.num_pieces, 2),
         activations=_activations(model, shape),
@@ -177,12 +180,6 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
 
 
 # ---- parameters
-
-
-@cache
-def decoder_shapes(model: ModelConfig) -> Params:
-    """Returns the shapes of the parameters of a decoder, float32."""
-    return jax.eval_shape(decoder_policy(replace(model, attention="shared")).init, jax.random.key(0))
 
 
 def trained_shapes(model: ModelConfig, shape: Shape) -> Params:
@@ -195,13 +192,13 @@ def trained_shapes(model: ModelConfig, shape: Shape) -> Params:
 
 def frozen_shapes(model: ModelConfig, shape: Shape) -> Params:
     """Returns the shapes and dtypes of the decoder's frozen parameters, for runs that train only adapters."""
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, shape.param_dtype), decoder_shapes(model))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, shape.param_dtype), param_shapes(model))
     return jax.eval_shape(partial(quantise_params, format=shape.quantize), params)
 
 
 def _trained_part(model: ModelConfig, shape: Shape) -> Params:
     """Returns the shapes of a decoder's trained parameters: all of them, or its adapters."""
-    params = decoder_shapes(model)
+    params = param_shapes(model)
     if not shape.lora_rank:
         return params
     adapters = partial(add_adapters, rank=shape.lora_rank, alpha=1.0, targets=shape.lora_targets)
@@ -210,7 +207,7 @@ def _trained_part(model: ModelConfig, shape: Shape) -> Params:
 
 def num_params(model: ModelConfig) -> int:
     """Counts the parameters of the decoder."""
-    return sum(x.size for x in jax.tree.leaves(decoder_shapes(model)))
+    return sum(x.size for x in jax.tree.leaves(param_shapes(model)))
 
 
 def size_on_device(tree: Any, mesh: Any) -> int:
@@ -316,7 +313,7 @@ def _unrolled(model: ModelConfig, shape: Shape) -> int:
 
 def _whole_layer(model: ModelConfig, shape: Shape) -> int:
     """Returns the bytes of a layer's parameters after a mesh has gathered them, or after they are dequantised."""
-    size = size_on_device(decoder_shapes(model)["layers"], {**shape.mesh, sharding.FSDP: 1})
+    size = size_on_device(param_shapes(model)["layers"], {**shape.mesh, sharding.FSDP: 1})
     return size // model.num_hidden_layers * _bytes(model, shape)
 
 
@@ -326,21 +323,15 @@ def _decoding(model: ModelConfig, shape: Shape) -> int:
     cast = BYTES[model.dtype] * cast // (shape.fsdp * shape.tensor)
     if shape.quantize != "none":
         return bytes_on_device(frozen_shapes(model, shape)["layers"], shape.mesh) + _whole_layer(model, shape) + cast
-    return BYTES[model.dtype] * size_on_device(decoder_shapes(model)["layers"], shape.mesh) + cast
+    return BYTES[model.dtype] * size_on_device(param_shapes(model)["layers"], shape.mesh) + cast
 
 
-def _cache(model: ModelConfig, shape: Shape) -> int:
-    """Returns the bytes of keys and values: of each prompt once, and of the slots that layers keep of completions.
-
-    A delta net has a state of each completion instead, and inputs of its convolution.
-    """
+def _keys_and_values(model: ModelConfig, shape: Shape) -> int:
+    """Returns the bytes of keys and values: of each prompt once, and of the slots that layers keep of completions."""
     prompt_slots = _attention_layers(model) * shape.num_prompts * shape.prompt_tokens
     layers, completions = zip(model.windows, model.forms, strict=True), shape.num_prompts * shape.group_size
     slots = sum(slots_of(window, shape.max_tokens) for window, form in layers if form.mixer in READ.values())
-    tokens = prompt_slots + completions * slots
-    growing = _GROWING if shape.max_tokens >= shape.traits.grows_from else 1
-    states = completions * len(model.delta_layers) * FLOAT32 * _state(model)
-    return states + round(growing * 2 * _keys(model, shape) * tokens * BYTES[model.dtype])
+    return 2 * _keys(model, shape) * (prompt_slots + completions * slots) * BYTES[model.dtype]
 
 
 def _delta_elements(model: ModelConfig) -> int:
@@ -414,7 +405,7 @@ def _scorer(model: ModelConfig, shape: Shape) -> int:
     """Returns the bytes of the parameters and outputs of a model that scores rollouts."""
     if shape.scorer is None:
         return 0
-    params = BYTES[model.dtype] * size_on_device(decoder_shapes(shape.scorer), shape.mesh)
+    params = BYTES[model.dtype] * size_on_device(param_shapes(shape.scorer), shape.mesh)
     return params + shape.output_bytes * shape.num_prompts * shape.group_size * shape.max_tokens
 
 
@@ -472,22 +463,14 @@ def shape_of(
       parts: The number of parts of the mesh that prompts are spread over.
     """
     run, critic = run_of(config), config.critic if isinstance(config, PPOConfig) else None
-    return Shape(
+    named = vars(run.sampling) | vars(run.optimizer) | vars(run.mesh) | vars(options)
+    shape = Shape(**{name: named[name] for name in Shape._fields if name in named})  # options of the same names
+    return shape._replace(
         num_prompts=run.sampling.num_prompts // parts,
-        group_size=run.sampling.group_size,
         prompt_tokens=prompt_tokens,
         max_tokens=run.sampling.completion_width,
-        minibatches=run.optimizer.minibatches,
-        microbatches=run.optimizer.microbatches,
-        piece_tokens=run.optimizer.piece_tokens,
-        lora_rank=options.lora_rank,
-        lora_targets=options.lora_targets,
-        param_dtype=options.param_dtype,
-        quantize=options.quantize,
         critic=critic.critic if critic else "none",
         copies=1 + (run.reference.ref_sync_steps > 0),
-        fsdp=run.mesh.fsdp,
-        tensor=run.mesh.tensor,
         traits=traits_of_backend(),
     )
 

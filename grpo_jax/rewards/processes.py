@@ -354,7 +354,7 @@ class _Worker:
         requests, answers = self._process.stdin, self._process.stdout
         try:
             async with asyncio.timeout(seconds):
-                requests.write(pickle.dumps((seconds, len(request))) + request)
+                requests.write(pickle.dumps((seconds, request)))
                 answer = json.loads(await answers.readline())
             if "values" not in answer:
                 return _read_failure(answer)

@@ -12,6 +12,7 @@ file.py:function. `arguments` in `processes.ProcessOptions` explains the use of 
 """
 
 import ast
+import inspect
 import math
 import re
 import traceback
@@ -56,7 +57,9 @@ def score_completions(
       UsageError: A function returned a wrong number of rewards, anything other than numbers, or bad spans.
     """
     named, count = named_components(rewards), len(completions)
-    answers = coroutines.resolve([component.reward(examples, completions) for component in named.values()])
+    answers = [component.reward(examples, completions) for component in named.values()]
+    if any(map(inspect.isawaitable, answers)):
+        answers = coroutines.resolve(answers)
     # functional.combine_rewards reads NaN as a reward that does not apply; here NaN must stay visible.
     total, applicable = np.zeros(count, np.float32), np.zeros(count, bool)
     components: dict[str, np.ndarray] = {}

@@ -28,7 +28,7 @@ from grpo_jax.rewards.values import BadReward, checked_rewards, one_line
 
 _STDERR = 2
 _WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and its allocations
-# The kinds of functions that keywords may make, and the positional arguments of each kind.
+# The kinds of functions that may get keywords, and the positional arguments of each kind.
 _PARAMETERS = {"reward": ("examples", "completions"), "environment": ("example", "transcript", "key")}
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -146,9 +146,7 @@ def import_place(kind: str, place: str, spec: str) -> Any:
         if not path.is_file():
             raise UsageError(f"the {kind} {spec!r} cannot be loaded: there is no file {path}")
         sys.path.insert(0, str(path.parent))  # lets it import modules in its folder
-        loader = importlib.util.spec_from_file_location(_module_name(place), path)
-        assert loader is not None
-        assert loader.loader is not None
+        loader: Any = importlib.util.spec_from_file_location(_module_name(place), path)  # never None for a .py file
         module = sys.modules[loader.name] = importlib.util.module_from_spec(loader)
         loader.loader.exec_module(module)
         return module
@@ -188,7 +186,7 @@ def main() -> None:
     os.close(lifeline)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
     faulthandler.enable(file=_STDERR)
-    setup = pickle.loads(_read(requests)[1])
+    setup = pickle.loads(pickle.load(requests)[1])  # requests come with the seconds that they may take
     os.chdir(setup["folder"])
     sys.path[:] = setup["path"]
     kind, spec = setup["kind"], setup["spec"]
@@ -202,13 +200,7 @@ def main() -> None:
     while True:
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
-        answer = _answer(_rewards if kind == "reward" else _replies, function, *_read(requests))
-
-
-def _read(requests: BinaryIO) -> tuple[float, bytes]:
-    """Returns the seconds for the next request, and the request."""
-    seconds, size = pickle.load(requests)
-    return seconds, requests.read(size)
+        answer = _answer(_rewards if kind == "reward" else _replies, function, *pickle.load(requests))
 
 
 def _answer(call: Callable[..., list[Any]], function: Any, seconds: float, request: bytes) -> dict[str, Any]:

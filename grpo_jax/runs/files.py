@@ -27,12 +27,8 @@ TEMPORARY = ".tmp"  # the ending of files that are being written
 
 
 def finite(value: Any) -> Any:
-    """Returns the value with None for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Returns a JSON value with None for NaN and infinity, which JSON does not have."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
 def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:

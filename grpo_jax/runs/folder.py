@@ -48,7 +48,7 @@ from grpo_jax.runs.progress import RunConsole, Show, programs_so_far, progress, 
 
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
 _PHASE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
-_LINE = {"phase": str, "step": int}  # the fields of each line in these files
+LINE = {"phase": str, "step": int}  # the fields of each line in these files
 # Auxiliary phases: the warm start and the control.
 SIDE_PHASES = ("warm", "control")
 
@@ -215,7 +215,7 @@ class RunFolder:
             return
         for name in _PHASE_FILES:
             file, done = self.path / name, step or -1  # a phase that starts writes the line of step 0 again
-            lines = list(complete_lines(file, _LINE)) if file.exists() else []
+            lines = list(complete_lines(file, LINE)) if file.exists() else []
             remaining = [line for line, record in lines if record["phase"] != phase or record["step"] <= done]
             if file.exists():
                 write_text(file, "".join(line + "\n" for line in remaining))
@@ -234,7 +234,7 @@ class RunFolder:
         Raises:
           UsageError: A line is not as a run writes it.
         """
-        return read_lines(self.path / name, _LINE if name in _PHASE_FILES else {})
+        return read_lines(self.path / name, LINE if name in _PHASE_FILES else {})
 
     def _log(self, name: str, record: dict[str, Any]) -> None:
         self._append(name, record)

@@ -19,10 +19,10 @@ from grpo_jax.models.families import config_from_huggingface, text_part
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import add_adapters, fingerprint, merge
 from grpo_jax.models.params import Adapted, Quantize, Target, split
-from grpo_jax.models.policy import decoder_policy, resolve_dtype
+from grpo_jax.models.policy import resolve_dtype
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.rounding import round_stochastically
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.transformer import Params, param_shapes
 from grpo_jax.options import flattened
 from grpo_jax.runs import files
 from grpo_jax.runs.checkpoint import Checkpoints, best_step, read_scores
@@ -226,9 +226,6 @@ def restore(
     def untied_if_stored(params: Any) -> ModelConfig:
         return replace(config, tie_word_embeddings=config.tie_word_embeddings and "unembedding" not in params)
 
-    def shapes(config: ModelConfig) -> Params:
-        return jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
-
     if step == "best":
         scores = read_scores(run / "checkpoints" / phase)
         scores.pop(0, None)  # the initial model has no checkpoint
@@ -238,13 +235,13 @@ def restore(
     with Checkpoints(run / "checkpoints" / phase, run=partial(run_digest, run, phase)) as checkpoints:
         if lora is None:
             # The model's files may hold an output matrix although config.json ties it.
-            params, step = checkpoints.restore_params(lambda stored: shapes(untied_if_stored(stored)), step)
+            params, step = checkpoints.restore_params(lambda stored: param_shapes(untied_if_stored(stored)), step)
             params = round_stochastically(params) if _rounds_stochastically(run) else params
             config = untied_if_stored(params)
         else:
             from grpo_jax.models.peft import targets_of  # loaded only for runs with adapters
 
-            config, base_params = (config, shapes(config)) if adapter else _load_base(lora, config, base)
+            config, base_params = (config, param_shapes(config)) if adapter else _load_base(lora, config, base)
             shape: Any = {
                 "rank": lora.lora_rank,
                 "alpha": lora.lora_alpha,

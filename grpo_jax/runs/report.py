@@ -30,9 +30,9 @@ from rich.table import Table
 
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.options import flattened
-from grpo_jax.runs.files import complete_lines, finite, read_lines, read_object, write_json, write_text
+from grpo_jax.runs.files import finite, read_lines, read_object, write_json, write_text
 from grpo_jax.runs.flags import program, read_flags, refusing
-from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, is_coin
+from grpo_jax.runs.folder import LINE, SIDE_PHASES, RunFolder, is_coin
 from grpo_jax.runs.progress import RunConsole, programs_so_far, say
 from grpo_jax.statistics import cell
 
@@ -43,12 +43,11 @@ _FEWEST_POINTS = 8  # of a curve, however many curves there are
 _OPTION_CHARACTERS = 4000  # of an option, such as a template, a warning or a result
 _TEXT_LIMITS = (None, 4000, 1000, 250)  # characters of a prompt, completion or column; None: no limit
 
-_LINE: Mapping[str, Any] = {"phase": str, "step": int}
 _Numbers = list[float | None]
 _PART_NUMBERS = ("span_rewards", "span_advantages", "turn_rewards", "turn_advantages")
 # The fields of a group in rollouts.jsonl that the page shows. Fields of spans, turns and tokens may be absent.
 _GROUP: Mapping[str, Any] = {
-    **_LINE,
+    **LINE,
     "prompt": str | list,
     "columns": dict | None,
     "completions": list[str],
@@ -105,7 +104,7 @@ def write_report(folder: Path) -> Path:
     options = read_object(folder / "config.json")
     if "model_type" in options:
         raise UsageError(f"{folder} is the folder of a model: name that of a run")
-    metrics, times = (read_lines(folder / f"{name}.jsonl", _LINE) for name in ("metrics", "times"))
+    metrics, times = (read_lines(folder / f"{name}.jsonl", LINE) for name in ("metrics", "times"))
     groups = _read_groups(folder / "rollouts.jsonl")
     names = list(dict.fromkeys([*(line["phase"] for line in metrics), *groups]))
     ungraded = {name: 0 for line in metrics for name in line if name.startswith("ungraded_")}
@@ -164,7 +163,7 @@ def _curves(lines: Sequence[Line], room: int) -> dict[str, Any]:
     curves: dict[tuple[str, str], list[tuple[int, float | None]]] = {}
     for line in lines:
         for name, value in line.items():
-            if name not in _LINE and type(value) in (int, float, type(None)):
+            if name not in LINE and type(value) in (int, float, type(None)):
                 number = None if value is None or not abs(value) < 1e300 else value
                 curves.setdefault((name, line["phase"]), []).append((line["step"], number))
     curves = {key: points for key, points in curves.items() if any(value is not None for _, value in points)}
@@ -210,7 +209,7 @@ _Groups = dict[str, dict[int, list[Line]]]  # phase -> step -> lines of rollouts
 
 def _read_groups(file: Path) -> _Groups:
     groups: _Groups = {}
-    for number, (_, line) in enumerate(complete_lines(file, _GROUP) if file.exists() else (), 1):
+    for number, line in enumerate(read_lines(file, _GROUP), 1):
         count, parts = len(line["completions"]), line.get("components") or {}
         if len(line["rewards"]) != count or any(len(values) != count for values in parts.values()):
             raise UsageError(f"line {number} of {file} has other numbers of rewards than of completions: mend it")
@@ -252,7 +251,7 @@ def _compact_group(line: Line, characters: int | None) -> dict[str, Any]:
     Probabilities become -100 ln p. A completion is null if its tokens have the same text. Long texts are cut;
     completions are cut between two tokens, and "left_out" counts the missing characters.
     """
-    group = {name: line[name] for name in _GROUP if name not in (*_LINE, "logprobs") and line.get(name)}
+    group = {name: line[name] for name in _GROUP if name not in (*LINE, "logprobs") and line.get(name)}
     group["prompt"] = _cut(line["prompt"], characters)
     group["columns"] = {name: _cut(value, characters) for name, value in (line.get("columns") or {}).items()}
     completions, tokens, left_out = [], [], []

@@ -30,22 +30,24 @@ COMMANDS = [
 
 
 @pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize(("task", "commands"), COMMANDS)
-def test_every_command_is_read(tmp_path, task, commands):
+def test_every_command_is_read(tmp_path, task, commands, small):
     config = real.Config(model="DIR", task=task, data="GSM8K", extra="--learning-rate 3e-6")
     stages = real.stages_of(config, tmp_path, 3)
     assert [stage.args[0] for stage in stages] == commands
     for stage in stages:
-        name, *args = stage.args
+        name, *args = (real.in_small(stage) if small else stage).args
         if name == "train":
             options = flags.parse(module_of(method_of(args)).Config, None, args)
             assert options_of(options)["seed"] == 3
-            rates = options_of(options)["learning_rate"]
+            assert (options_of(options)["steps"] == 2) == small
+            rate = options_of(options)["learning_rate"]
         elif name == "evaluate":
-            assert evaluate.parse(args).samples == 3
+            assert evaluate.parse(args).samples == (1 if small else 3)
         else:
             flags.read_flags(export.Options, args=args)
-    assert rates == 3e-6
+    assert rate == 3e-6
 
 
 @pytest.mark.usefixtures("stand_in")

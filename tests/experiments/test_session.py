@@ -2,20 +2,33 @@
 
 import json
 
+from experiments import real
 from experiments.benchmarks import session
 from experiments.benchmarks.session import Config, Step
+from grpo_jax.runs.flags import read_flags
+
+GOOD = """
+import sys; from pathlib import Path; from experiments import timing
+out = Path(sys.argv[-1])
+out.mkdir()
+timing.run_timed("counts", out, [sys.executable, "-c", "print('measured'); sum(range(10**6))"])
+"""
 
 
 def test_steps_run_while_time_is_left(tmp_path, monkeypatch):
     steps = [
-        Step("good", 0.001, ("-c", "print('measured')")),
+        Step("good", 0.001, ("-c", GOOD)),
         Step("too long", 2, ("-c", "print('never')")),
         Step("bad", 0.001, ("-c", "raise SystemExit('no accelerator')")),
         Step("slow", 0.001, ("-c", "import time; time.sleep(60)")),
     ]
     monkeypatch.setattr(session, "steps_of", lambda config: steps)
     session.main(Config(minutes=0.05, out=tmp_path))
-    results = {row["step"]: row["result"] for row in json.loads((tmp_path / "steps.json").read_text())}
+    rows = json.loads((tmp_path / "steps.json").read_text())
+    assert [row.get("step", row.get("command")) for row in rows] == ["good", "counts", "too long", "bad", "slow"]
+    assert rows[0]["cpu_seconds"] >= rows[1]["cpu_seconds"] > 0
+    assert rows[0]["seconds"] >= rows[1]["seconds"]
+    results = {row["step"]: row["result"] for row in rows if "step" in row}
     assert (results["good"], results["too long"]) == ("ended", "left out")
     assert results["bad"].startswith("failed: see")
     assert results["slow"].startswith("killed: see")
@@ -29,3 +42,10 @@ def test_gsm8k_needs_a_model():
     gsm8k = list(session.steps_of(Config(model="DIR", data="FOLDER")))[1]
     assert gsm8k.name == "gsm8k"
     assert gsm8k.args[4:8] == ("--model", "DIR", "--data", "FOLDER")
+
+
+def test_a_rehearsal_runs_the_same_commands_in_small():
+    steps = list(session.steps_of(Config(model="DIR", data="FOLDER", rehearse=True)))
+    assert [step.args[1] for step in steps] == ["experiments.benchmarks.accelerator", "experiments.real"]
+    assert steps[0].args[2] == "tiny"
+    assert read_flags(real.Config, args=steps[1].args[2:]).small

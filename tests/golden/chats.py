@@ -82,7 +82,7 @@ def _compare_answer(
     except Exception as error:
         yield "answers", f"skipped: refused by the template ({type(error).__name__})"
         return
-    ((prompt, (learned,)),) = answer_prompts(chat, prompts, [(answer,)])
+    ((prompt, (learned,), _),) = answer_prompts(chat, prompts, [(answer,)])
     squeezed = "".join(answer.removeprefix("<think>").split())  # the prompt may hold the tag
     if squeezed not in "".join(tokenizer.decode(learned).split()):
         yield "answers", f"DIFFERENT: {answer!r} is not in {tokenizer.decode(learned)!r}"
@@ -110,7 +110,7 @@ def _compare_replies(chat: Chat, expected: Expected) -> Iterator[tuple[str, str]
     for role in ("user", "tool"):
         kind = f"replies of the {role}"
         try:
-            ((prompt, (sampled,)),) = answer_prompts(chat, encode_prompts(chat, [[first]]), [(answer["content"],)])
+            ((prompt, (sampled,), _),) = answer_prompts(chat, encode_prompts(chat, [[first]]), [(answer["content"],)])
             encode, sampled_ids = reply_encoder(chat, roles=(role,)), [*prompt, *sampled]
             histories = [[first, answer, {"role": role, "content": reply}] for reply in REPLIES]
             all_ids = [expected(history, add_generation_prompt=True) for history in histories]

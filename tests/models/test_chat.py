@@ -102,7 +102,7 @@ def learned(tokenizer, template, answer, eos=("<|endoftext|>",), **options):
     """The text of the learned tokens."""
     tokenizer.chat_template = template
     chat = Chat(tokenizer, tuple(tokenizer.convert_tokens_to_ids(token) for token in eos), **options)
-    ((_, (ids,)),) = answer_prompts(chat, encode_prompts(chat, [[USER]]), [(answer,)])
+    ((_, (ids,), _),) = answer_prompts(chat, encode_prompts(chat, [[USER]]), [(answer,)])
     return tokenizer.decode(ids)
 
 
@@ -282,7 +282,8 @@ def test_rows_of_conversations_are_packed_with_their_masks(tokenizer, tmp_path):
     assert {**first, "messages": None} == {**second, "messages": None}
     (prompt,) = encode_prompts(chat := Chat(tokenizer, (tokenizer.eos_token_id,)), [first["prompt"]]).texts
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    answers, mask = answer_conversation(chat, prompt, ids, first["completion"])
+    answers = answer_conversation(chat, prompt, ids, first["completion"])
+    mask = answers.learned
     packed = pack([answers.prompt], [answers.answers[0]], [mask], width=len(ids) + len(mask))
     learned = tokenizer.decode(packed.ids[packed.completion_mask].tolist())
     assert learned == "<think>so</think>2<|im_end|><think>four</think>4<|im_end|>"

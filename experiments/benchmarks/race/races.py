@@ -36,20 +36,22 @@ class Entrant(NamedTuple):
     """A library with its settings."""
 
     library: str  # own, trl or tunix: the runner
-    settings: Mapping[str, Any]  # options of the library that do not change what it computes
+    settings: Mapping[str, Any]  # options of the library that change at most the rounding of what it computes
     cache: str = ""  # the name of the folder of compiled programs that entrants share; empty: none are kept
     is_cold: bool = False  # the folder of compiled programs is emptied before the process starts
 
 
 # "defaults" are those of a library's documentation. TRL then takes 8 completions at a time and recomputes activations,
-# Tunix takes all completions at once. JAX keeps no compiled programs by default. This library's commands do. What TRL's
-# documentation names to speed up sampling and losses, vLLM and Liger's kernels, needs a GPU.
+# Tunix takes all completions at once. "bfloat16" is TRL's mixed precision for a whole batch. JAX keeps no compiled
+# programs by default. This library's commands do. What TRL's documentation names to speed up sampling and losses,
+# vLLM and Liger's kernels, needs a GPU.
 _TRL_PIECE = {"per_device_train_batch_size": 8, "gradient_checkpointing": True}
 ENTRANTS = {
     "grpo_jax, cold cache": Entrant("own", {}, cache="own", is_cold=True),
     "grpo_jax, warm cache": Entrant("own", {}, cache="own"),
     "TRL, defaults": Entrant("trl", _TRL_PIECE),
     "TRL, whole batch": Entrant("trl", {"gradient_checkpointing": False}),
+    "TRL, bfloat16": Entrant("trl", {"gradient_checkpointing": False, "bf16": True}),
     "Tunix, defaults": Entrant("tunix", {}),
     "Tunix, quarters, cold cache": Entrant("tunix", {"train_micro_batch_size": 0.25}, cache="tunix", is_cold=True),
     "Tunix, quarters, warm cache": Entrant("tunix", {"train_micro_batch_size": 0.25}, cache="tunix"),
