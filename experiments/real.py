@@ -160,7 +160,7 @@ def generator_options(text: str) -> list[str]:
     generators = parse_generators(text.removeprefix(PREFIX))
     if len(generators) > 1:
         raise UsageError(f"{text} names {len(generators)} generators: give one")
-    template = solved_questions(generators[0].text) + "{question}\nAnswer:"
+    template = solved_questions(generators[0][0]) + "{question}\nAnswer:"
     return arguments(task=text, template=template, answer_in="stop", stop="\\n", max_tokens=8, chat=False)
 
 

@@ -85,7 +85,11 @@ def test_each_format_is_trained_on(made, tmp_path, monkeypatch, capsys, form, ki
     assert "dropped" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("form", "kind", "method"), [cell for cell in CELLS if cell not in TAKEN])
+OTHERS = [cell for cell in CELLS if cell not in TAKEN]
+QUICKLY_REFUSED = [cell for cell in OTHERS if cell[1] == "messages" and cell[2] in ("grpo", "sft", "dpo", "kto")]
+
+
+@pytest.mark.parametrize(("form", "kind", "method"), slow_unless(QUICKLY_REFUSED, OTHERS))
 def test_other_formats_are_refused_with_advice(made, tmp_path, monkeypatch, capsys, form, kind, method):
     monkeypatch.chdir(made)
     sentence = refusal(capsys, "train", *arguments(form, kind, method, tmp_path / "run"))
