@@ -40,7 +40,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.options import Positive, Size, Weight
-from grpo_jax.rl.distillation import make_distillation_programs
+from grpo_jax.rl import distillation
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.programs import Programs
@@ -146,7 +146,7 @@ def new_models(config: Config) -> Models:
     policy, teacher = decoder_policy(MODEL), decoder_policy(TEACHER)
     task = arithmetic.arithmetic_task(num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
     results = {
-        kind: make_distillation_programs(policy, teacher, task, with_options(config.train, distillation=kind))
+        kind: distillation.make_programs(policy, teacher, task, with_options(config.train, distillation=kind))
         for kind in config.kinds
     }
     grpo = make_programs(policy, task, of_grpo(config, config.train))

@@ -7,17 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from grpo_jax.config import (
-    CONSTANTS,
-    DistillationConfig,
-    GRPOConfig,
-    LossConfig,
-    MeshConfig,
-    PPOConfig,
-    SamplingConfig,
-)
+from grpo_jax.config import CONSTANTS, GRPOConfig, LossConfig, MeshConfig, PPOConfig
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.numerics import is_zero
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.options import FLOAT32, check_ranges, options_of, suggestion
 
@@ -36,13 +27,12 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
       UsageError: Options do not work. The message says what to change.
     """
     check_ranges(config)
-    compares_groups = compares_groups and not is_zero(config.distillation.reward_coef)
     _refuse_first(
         _preset(config.loss),
         _mesh(config.mesh),
-        _distillation(config),
+        config.conflicts(),
         _steps(config),
-        _sampling(config, compares_groups),
+        _sampling(config, compares_groups and config.needs_rewards),
         _constants(config.loss),
         _kl(config.loss),
         _advantages(config),
@@ -63,7 +53,7 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
       UsageError: Options do not work. The message says what to change.
     """
     check_ranges(config)
-    _refuse_first(_groups_in_ppo(config.run))
+    _refuse_first(config.conflicts(), _groups_in_ppo(config.run))
     validate(config.run, num_devices=num_devices, compares_groups=False)
     _refuse_first(_tokens_in_ppo(config.run))
 
@@ -72,21 +62,6 @@ def validate_mesh(config: MeshConfig) -> None:
     """Raises if the options of a mesh do not work together, as `validate` does."""
     check_ranges(config)
     _refuse_first(_mesh(config))
-
-
-def validate_divergence(config: DistillationConfig) -> None:
-    """Raises if a teacher and the options of the divergence from it do not work together, as `validate` does."""
-    check_ranges(config)
-    _refuse_first(_teacher(config, bool(config.teacher)), _divergence(config))
-
-
-def check_episodes(options: SamplingConfig, *, has_environment: bool) -> None:
-    """Raises for turns without an environment, and for an environment without room for its replies.
-
-    Raises:
-      UsageError: Options do not work. The message says what to change.
-    """
-    _refuse_first(_episodes(options, has_environment))
 
 
 # Options that do something only if another option does not have the value that turns it off.
@@ -115,16 +90,17 @@ def check_effects(options: Any) -> None:
 
 
 def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
-    """Raises if a teacher is loaded but not used, or used but not loaded.
+    """Raises if options need a frozen model that is not loaded.
 
     Args:
       config: The configuration of the run.
       roles: The roles of the loaded models.
 
     Raises:
-      UsageError: Models and options do not match. The message says what to change.
+      UsageError: A model is missing. The message names its role.
     """
-    _refuse_first(_teacher(config.distillation, "teacher" in roles))
+    for role in config.frozen_models.keys() - {*roles}:
+        raise UsageError(f"the options need a {role}: name a model with the same tokenizer as {role}")
 
 
 def _refuse_first(*checks: Iterable[str]) -> None:
@@ -140,46 +116,6 @@ def _preset(loss: LossConfig) -> Sentences:
 def _mesh(config: MeshConfig) -> Sentences:
     if config.parallel == "pmap" and config.fsdp * config.tensor > 1:
         yield f"fsdp is {config.fsdp} and tensor is {config.tensor}, but pmap divides nothing: set parallel to mesh"
-
-
-def _distillation(config: GRPOConfig) -> Sentences:
-    options, loss = config.distillation, config.loss
-    yield from _divergence(options)
-    has_advantages = options.distillation == "k1"
-    without_effect = {
-        "max_rollouts": config.sampling.max_rollouts > 1,
-        "curriculum": config.sampling.curriculum > 0,
-        "advantages_of": loss.advantages_of != "sum",
-        "kl_in_reward": loss.kl_in_reward and loss.kl_coef > 0,
-        "top_entropy": loss.top_entropy < 1 and not has_advantages,
-        "correction": loss.correction != "none" and not has_advantages,
-        "off_policy_threshold": loss.off_policy_threshold is not None and not has_advantages,
-    }
-    for name, is_set in without_effect.items():
-        if is_set and is_zero(options.reward_coef):
-            yield f"reward_coef is 0, so {name} would change nothing: leave it out, or set reward_coef above 0"
-
-
-def _teacher(config: DistillationConfig, is_there: bool) -> Sentences:
-    kind = config.distillation
-    if is_there and kind == "none":
-        yield "there is a teacher, but distillation is none: choose one, such as reverse_kl"
-    if kind != "none" and not is_there:
-        yield f"distillation {kind} needs a teacher: name a model with the same tokenizer as teacher"
-
-
-def _divergence(config: DistillationConfig) -> Sentences:
-    kind, beta, top_k = config.distillation, config.distillation_beta, config.distillation_top_k
-    if kind == "none":
-        yield from _teacher(config, bool(config.teacher))
-        for name, value in options_of(config).items():
-            if value != getattr(DistillationConfig, name):
-                yield f"{name} is {value}, but distillation is none: leave it out, or choose a distillation"
-        return
-    if kind != "jsd" and beta != DistillationConfig.distillation_beta:
-        yield f"distillation_beta is {beta}, but {kind} has no mixture: leave it out, or set distillation to jsd"
-    if kind == "k1" and top_k > 0:
-        yield f"distillation_top_k is {top_k}, but k1 looks only at the sampled token: leave it out, or do not take k1"
 
 
 def _steps(config: GRPOConfig) -> Sentences:
@@ -206,18 +142,6 @@ def _sampling(config: GRPOConfig, compares_groups: bool) -> Sentences:
     for name, value, off in (("staleness", options.staleness, 0), ("max_rollouts", options.max_rollouts, 1)):
         if options.curriculum and value != off:
             yield f"curriculum draws prompts by the rewards of all steps before: leave it out, or set {name} to {off}"
-
-
-def _episodes(options: SamplingConfig, has_environment: bool) -> Sentences:
-    if not has_environment and (options.max_turns > 1 or options.environment_tokens):
-        yield (
-            "max_turns and environment_tokens are for tasks with an environment, and this one has none: leave them out"
-        )
-    if has_environment and options.max_turns > 1 and not options.environment_tokens:
-        yield (
-            "environment_tokens is 0, so no episode could go on after its first turn: set it to the tokens of all "
-            "replies of an episode"
-        )
 
 
 def _constants(loss: LossConfig) -> Sentences:
@@ -253,15 +177,9 @@ def _kl(loss: LossConfig) -> Sentences:
 
 def _advantages(config: GRPOConfig) -> Sentences:
     loss, max_rollouts = config.loss, config.sampling.max_rollouts
-    weighs_tokens = {
-        f'advantages_of "{loss.advantages_of}"': loss.advantages_of in ("turns", "spans"),
-        f"top_entropy {loss.top_entropy}": loss.top_entropy < 1,
-        f"correction {loss.correction}": loss.correction in ("token", "icepop"),
-        "distillation k1": config.distillation.distillation == "k1",
-    }
-    for name, is_set in weighs_tokens.items():
+    for name in config.token_weights:
         # Every token's gradient passes through the one ratio, so that the weight of a token would not reach it.
-        if is_set and loss.objective.per_completion:
+        if loss.objective.per_completion:
             yield (
                 f"preset {loss.preset} has one ratio a completion, but {name} gives each token a weight of its own: "
                 "leave it out, or take grpo, dapo or another with ratios of tokens"
@@ -315,13 +233,9 @@ def _updates(config: GRPOConfig, num_devices: int) -> Sentences:
 
 
 def _groups_in_ppo(run: GRPOConfig) -> Sentences:
-    of, kind = run.loss.advantages_of, run.distillation.distillation
-    if run.distillation.teacher:
-        yield "PPO takes no teacher: leave it out, or take --method grpo"
+    of = run.loss.advantages_of
     if of != "sum":
         yield f'advantages_of "{of}" is for groups, but PPO has a critic for the sum of the rewards: set it to "sum"'
-    if kind != "none":
-        yield f"distillation {kind} needs GRPO: leave it out, or take --method grpo"
 
 
 def _tokens_in_ppo(run: GRPOConfig) -> Sentences:

@@ -1,12 +1,13 @@
 """Options of a training run: groups of fields, whose types declare their ranges."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import PRESETS, Objective
+from grpo_jax.functional.numerics import is_zero
 from grpo_jax.models.config import AttentionKind, Dtype, Rounding, Router
 from grpo_jax.models.params import TARGETS, Quantize, Target
 from grpo_jax.options import (
@@ -276,24 +277,59 @@ class LossConfig:
 _INSIDE = Range(lambda beta: 0 < beta < 1, "between 0 and 1; at the ends take forward_kl or reverse_kl")
 
 
+class Divergence(NamedTuple):
+    """A divergence of one model's distribution π over tokens from another model's π_T."""
+
+    kind: str  # "reverse_kl": KL(π ‖ π_T); "forward_kl": KL(π_T ‖ π); "jsd": generalised Jensen-Shannon (2306.13649)
+    top_k: int = 0  # the number of likeliest tokens of π_T that count separately; 0: all tokens do
+    beta: float = 0.5  # the weight of π_T in the mixture of "jsd"
+
+
 @dataclass(frozen=True)
-class DistillationConfig:
-    """How much is learned from a teacher, and how much from rewards. PPO has no teacher."""
+class TeacherConfig:
+    """A teacher, and the divergence of the policy from it."""
 
     distillation: Distillation = "none"
-    """Divergence from the teacher at sampled tokens: KL(π ‖ π_T), KL(π_T ‖ π) or Jensen-Shannon in the loss, or k1 in
-    the advantage."""
-    distillation_coef: Positive = 1.0
-    """Weight of this divergence in the loss, or of k1 in the advantage."""
+    """Divergence from the teacher at each token: KL(π ‖ π_T), KL(π_T ‖ π) or Jensen-Shannon in the loss, or k1 in the
+    advantage (GRPO)."""
     distillation_top_k: Count = 0
     """Number of the teacher's likeliest tokens in the divergence; all other tokens count as one. 0: the whole
     vocabulary. Not with k1."""
     distillation_beta: Annotated[float, _INSIDE] = 0.5
     """Weight β of the teacher in jsd's mixture. Near 0 it is like forward_kl, near 1 like reverse_kl."""
-    reward_coef: Weight = 1.0
-    """Weight of the advantages from rewards, with a teacher. 0: completions of training are not graded."""
     teacher: str = ""
     """Folder or hub id of the model that the policy learns from. It must have the policy's tokenizer. Empty: none."""
+
+    @property
+    def divergence(self) -> Divergence:
+        """The divergence without its weight."""
+        return Divergence(self.distillation, self.distillation_top_k, self.distillation_beta)
+
+    @property
+    def frozen_models(self) -> dict[str, str]:
+        """Frozen models by role that the loss needs, as folders or hub ids."""
+        return {} if self.distillation == "none" else {"teacher": self.teacher}
+
+    def conflicts(self) -> Iterator[str]:
+        """Yields a sentence for each conflict between these options."""
+        kind, beta, top_k = self.divergence.kind, self.distillation_beta, self.distillation_top_k
+        for name, value in options_of(self).items() if kind == "none" else ():
+            if value != getattr(type(self), name):
+                yield f"{name} is {value}, but distillation is none: leave it out, or choose a distillation"
+        if kind not in ("none", "jsd") and beta != TeacherConfig.distillation_beta:
+            yield f"distillation_beta is {beta}, but {kind} has no mixture: leave it out, or set distillation to jsd"
+        if kind == "k1" and top_k > 0:
+            yield f"distillation_top_k is {top_k}, but k1 looks only at the sampled token: leave one of them out"
+
+
+@dataclass(frozen=True)
+class DistillationConfig(TeacherConfig):
+    """How much is learned from a teacher, and how much from rewards. PPO has no teacher."""
+
+    distillation_coef: Positive = 1.0
+    """Weight of the divergence in the loss, or of k1 in the advantage."""
+    reward_coef: Weight = 1.0
+    """Weight of the advantages from rewards, with a teacher. 0: completions of training are not graded."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +403,41 @@ class GRPOConfig(PhaseConfig):
     @property
     def needs_rewards(self) -> bool:
         """True if completions of training are graded."""
-        return self.distillation.reward_coef > 0
+        return not is_zero(self.distillation.reward_coef)
+
+    @property
+    def frozen_models(self) -> dict[str, str]:
+        """Frozen models by role, besides the reference, that the loss needs, as folders or hub ids."""
+        return self.distillation.frozen_models
+
+    @property
+    def token_weights(self) -> list[str]:
+        """Options, as words, that give each token a weight of its own."""
+        loss, by_token = self.loss, self.distillation.distillation == "k1"
+        words = {
+            f'advantages_of "{loss.advantages_of}"': loss.advantages_of in BY_PART,
+            f"top_entropy {loss.top_entropy}": loss.top_entropy < 1,
+            f"correction {loss.correction}": loss.correction in ("token", "icepop"),
+            "distillation k1": by_token,
+        }
+        return [name for name, is_set in words.items() if is_set]
+
+    def conflicts(self) -> Iterator[str]:
+        """Yields a sentence for each conflict of a teacher's options, and for each option that needs rewards."""
+        loss, has_advantages = self.loss, self.distillation.distillation == "k1" or self.needs_rewards
+        yield from self.distillation.conflicts()
+        without_effect = {
+            "max_rollouts": self.sampling.max_rollouts > 1,
+            "curriculum": self.sampling.curriculum > 0,
+            "advantages_of": loss.advantages_of != "sum",
+            "kl_in_reward": loss.kl_in_reward and loss.kl_coef > 0,
+            "top_entropy": loss.top_entropy < 1 and not has_advantages,
+            "correction": loss.correction != "none" and not has_advantages,
+            "off_policy_threshold": loss.off_policy_threshold is not None and not has_advantages,
+        }
+        for name, is_set in without_effect.items():
+            if is_set and not self.needs_rewards:
+                yield f"reward_coef is 0, so {name} would change nothing: leave it out, or set reward_coef above 0"
 
 
 # ---- presets
@@ -471,6 +541,14 @@ class PPOConfig:
 
     run: GRPOConfig = recipe("lite_ppo", group_size=1, kl_coef=0.02, kl_in_reward=True)
     critic: CriticConfig = CriticConfig()
+
+    def conflicts(self) -> Iterator[str]:
+        """Yields a sentence for each option of GRPO that PPO does not have."""
+        options = self.run.distillation
+        if options.teacher:
+            yield "PPO takes no teacher: leave it out, or take --method grpo"
+        if options.distillation != "none":
+            yield f"distillation {options.distillation} needs GRPO: leave it out, or take --method grpo"
 
 
 def run_of(config: GRPOConfig | PPOConfig) -> GRPOConfig:

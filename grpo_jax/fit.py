@@ -7,17 +7,17 @@ from typing import Any
 import jax
 
 from grpo_jax.config import LoggingConfig
-from grpo_jax.data.types import Line
+from grpo_jax.data.types import StepLog
 from grpo_jax.devices import devices_of, place, to_devices
 from grpo_jax.models.params import join, split
-from grpo_jax.offline.phase import Objective, SupervisedConfig, check_rows, make_fit_programs, read_line
+from grpo_jax.offline.phase import FitObjective, SupervisedConfig, check_rows, make_fit_programs, read_line
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.runner import run_steps
 from grpo_jax.step.types import TrainState
 
 
 def fit(
-    objective: Objective,
+    objective: FitObjective,
     params: Any,
     batches: Callable[[int], Any],
     config: SupervisedConfig,
@@ -29,7 +29,7 @@ def fit(
     """Minimises an objective over batches, continuing from the newest checkpoint of this phase in the run.
 
     Args:
-      objective: The objective, such as `sft_objective`, `distillation_objective`, `preference_objective`,
+      objective: The objective, such as `sft_objective`, `divergence_objective`, `preference_objective`,
         `kto_objective` or `reward_model_objective`.
       params: Initial parameters for the objective. `models.params.split` decides which of them are trained.
       batches: A pure function from a step to its batch. The leading axis is a multiple of microbatches x the
@@ -49,7 +49,9 @@ def fit(
     devices, programs = devices_of(config), make_fit_programs(objective, config)
     trained, frozen = (place(part, devices) for part in split(params))
 
-    def step(state: TrainState, number: int, on_dispatch: Callable[[], None]) -> tuple[TrainState, Callable[[], Line]]:
+    def step(
+        state: TrainState, number: int, on_dispatch: Callable[[], None]
+    ) -> tuple[TrainState, Callable[[], StepLog]]:
         batch = batches(number)
         check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
         state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)

@@ -6,6 +6,7 @@ its folder. An `Algorithm` holds what differs between GRPO and PPO.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -26,6 +27,7 @@ from grpo_jax.planning.memory import Plan, choose, shape_of
 from grpo_jax.rewards.reward import named_components, try_reward
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
+from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.runs.folder import RunFolder
@@ -41,7 +43,7 @@ class Loaded(NamedTuple):
     pretrained: Pretrained
 
 
-Models = Mapping[str, Loaded]  # by role: "policy", and optionally "teacher"
+Models = Mapping[str, Loaded]  # by role: "policy" first, and optionally "teacher"
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,12 @@ def load_models(
     Raises:
       UsageError: A model is missing, or models and options do not match.
     """
-    teacher = config.distillation.teacher
-    check_models(config, ("policy", "teacher") if teacher else ("policy",))
+    names = {role: name for role, name in config.frozen_models.items() if name}
+    check_models(config, names)
     sharding = load_shardings(devices_of(config))
     policy = load_model(options, seed=config.seed, pretrained=pretrained, sharding=sharding, weights=weights)
-    if not teacher:
-        return {"policy": policy}
-    loaded = load_teacher(teacher, options, policy.pretrained, sharding=sharding, weights=weights)
-    return {"policy": policy, "teacher": loaded}
+    load: Any = partial(load_frozen, options=options, student=policy.pretrained, sharding=sharding, weights=weights)
+    return {"policy": policy} | {role: load(role, name) for role, name in names.items()}
 
 
 def load_model(
@@ -132,30 +132,39 @@ def load_model(
     return Loaded(decoder_policy(pretrained.config), params, pretrained)
 
 
-def load_teacher(
-    name: str | Path, options: ModelOptions, student: Pretrained, *, sharding: Any = None, weights: bool = True
+def load_frozen(
+    role: str,
+    name: str | Path,
+    options: ModelOptions,
+    student: Pretrained,
+    *,
+    sharding: Any = None,
+    weights: bool = True,
 ) -> Loaded:
-    """Loads a teacher with the dtype and attention of the student. Its parameters have the dtype of activations.
+    """Loads a model that judges the policy's tokens, with its dtype and attention.
+
+    The parameters have the dtype of activations.
 
     Args:
+      role: The role of the model, for messages, such as "teacher".
       name: The folder of a Hugging Face model, or its id on the hub.
-      options: The options of the student.
-      student: The model that learns from the teacher.
+      options: The options of the policy.
+      student: The policy.
       sharding, weights: As in `load_pretrained`.
 
     Raises:
-      UsageError: There is no such model, or its tokens differ from the student's.
+      UsageError: There is no such model, or its tokens differ from the policy's.
     """
     dtype, attention = resolve_dtype(options.dtype), options.attention
-    teacher = load_pretrained(
+    model = load_pretrained(
         name, param_dtype=dtype, dtype=dtype, attention=attention, sharding=sharding, weights=weights
     )
     tokens = student.tokenizer.get_vocab()
-    check_vocabulary(teacher.tokenizer.get_vocab(), tokens, name)
+    check_vocabulary(model.tokenizer.get_vocab(), tokens, f"{role} {name}")
     needed = min(student.config.vocab_size, 1 + max(tokens.values()))
-    if teacher.config.vocab_size < needed:
-        raise UsageError(f"the teacher {name} lacks tokens from {teacher.config.vocab_size} on: name one with {needed}")
-    return Loaded(decoder_policy(teacher.config), teacher.params, teacher)
+    if model.config.vocab_size < needed:
+        raise UsageError(f"the {role} {name} lacks tokens from {model.config.vocab_size} on: name one with {needed}")
+    return Loaded(decoder_policy(model.config), model.params, model)
 
 
 def loaded_for_texts(model: Loaded, longest: int) -> Loaded:
@@ -166,22 +175,22 @@ def loaded_for_texts(model: Loaded, longest: int) -> Loaded:
     return model._replace(policy=decoder_policy(pretrained.config), pretrained=pretrained)
 
 
-def check_vocabulary(teacher: Mapping[str, int], student: Mapping[str, int], name: str | Path) -> None:
-    """Raises if teacher and student have different tokens.
+def check_vocabulary(tokens: Mapping[str, int], own: Mapping[str, int], name: str) -> None:
+    """Raises if a frozen model and the policy have different tokens.
 
     Args:
-      teacher: The vocabulary of the teacher: token -> id.
-      student: The vocabulary of the student: token -> id.
-      name: The name of the teacher.
+      tokens: The vocabulary of the frozen model: token -> id.
+      own: The vocabulary of the policy: token -> id.
+      name: The role and name of the frozen model.
 
     Raises:
       UsageError: The vocabularies differ. The message names a token.
     """
-    for token, _ in sorted(teacher.items() ^ student.items()):
-        ids = [vocabulary.get(token, "no token") for vocabulary in (teacher, student)]
+    for token, _ in sorted(tokens.items() ^ own.items()):
+        ids = [vocabulary.get(token, "no token") for vocabulary in (tokens, own)]
         raise UsageError(
-            f"the teacher {name} has another tokenizer than the model: {token!r} is {ids[0]} there and {ids[1]} "
-            "here; name a teacher with the model's own tokenizer"
+            f"the {name} has another tokenizer than the model: {token!r} is {ids[0]} there and {ids[1]} here; name a "
+            "model with the same tokenizer"
         )
 
 
@@ -201,12 +210,13 @@ def grpo_programs(
     models: Models, task: Task, config: GRPOConfig, sampler: Sampler | None = None
 ) -> tuple[Programs, Params]:
     """Makes the programs of GRPO, which learn from a teacher as well if there is one."""
-    policy, params = models["policy"].policy, {role: model.params for role, model in models.items()}
-    if "teacher" not in models:
+    policy, *others = (model.policy for model in models.values())
+    params = {role: model.params for role, model in models.items()}
+    if not others:
         return make_programs(policy, task, config, sampler=sampler), params
-    from grpo_jax.rl.distillation import make_distillation_programs  # loaded only with a teacher
+    from grpo_jax.rl.distillation import make_programs as make_programs_of_both  # loaded only with a teacher
 
-    return make_distillation_programs(policy, models["teacher"].policy, task, config, sampler=sampler), params
+    return make_programs_of_both(policy, others[0], task, config, sampler=sampler), params
 
 
 def ppo_programs(
@@ -276,7 +286,7 @@ def try_rewards(
     """Calls each reward on one prompt, so that rewards that always fail are noticed before anything is compiled.
 
     A call gets a group of equal completions: empty ones and, if the row has a column "solution" or "answer", those of
-    the row. These calls do not count as failures of the run. Rewards of environments are not called.
+    the row. These calls do not count as failures of the run. Rewards of several turns are not called.
 
     Args:
       task: Supplies the reward.
@@ -291,7 +301,7 @@ def try_rewards(
     Raises:
       UsageError: Every call of the rewards that count failed, or a reward refuses its arguments or the row.
     """
-    if task.environment is not None:
+    if interaction_of(task).parts == "turns":
         return {}
     named = named_components(task.reward)
     parts = [str(row[column]) for column in ("solution", "answer") if row.get(column) is not None]
@@ -335,11 +345,10 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     models = {role: loaded_for_texts(model, longest) for role, model in models.items()}
     policy, devices = models["policy"], devices_of(config)
     shape = shape_of(options.train, options.model, width, parts=parts(devices))
-    if "teacher" in models:
+    for scorer in (model.pretrained.config for role, model in models.items() if role != "policy"):
         from grpo_jax.rl.distillation import output_bytes  # loaded only with a teacher
 
-        scorer = models["teacher"].pretrained.config
-        shape = shape._replace(scorer=scorer, output_bytes=output_bytes(config.distillation, scorer))
+        shape = shape._replace(scorer=scorer, output_bytes=output_bytes(config, scorer))
     limits = gather("the memory of a device", memory_limit(min(size(devices), jax.local_device_count())))
     plan = choose(policy.pretrained.config, shape, min(limits), remat=options.model.remat)
     pretrained = policy.pretrained._replace(config=plan.model)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import Line, Reward, Rewards
+from grpo_jax.data.types import Reward, Rewards, StepLog
 from grpo_jax.devices import place, pop_bytes_moved
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
@@ -87,7 +87,7 @@ def train(
 
     def take_step(
         state: TrainState, step: int, on_dispatch: Callable[[], None]
-    ) -> tuple[TrainState, Callable[[], Line]]:
+    ) -> tuple[TrainState, Callable[[], StepLog]]:
         compile_ahead(programs, params, task, reward or task.reward)  # while the first step samples
         return iterate(it, state, step, on_dispatch)
 

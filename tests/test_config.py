@@ -18,7 +18,7 @@ from grpo_jax import config as configs, options as grpo_options
 from grpo_jax.checks import validate, validate_ppo
 from grpo_jax.commands import dpo, kto, reward_model, sft
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
+from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import differing_options
 from grpo_jax.tasks.options import TaskOptions
@@ -44,7 +44,7 @@ class WithCritic:
     output: flags.RunConfig = flags.RunConfig(Path("runs/experiment"))
 
 
-OBJECTIVE = Objective(lambda params, batch: None, lambda mask: None)
+OBJECTIVE = FitObjective(lambda params, batch: None, lambda mask: None)
 
 
 def parse(*args, config=Experiment):

@@ -15,12 +15,12 @@ from grpo_jax.devices import memory_limit, peak_flops
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl import source
+from grpo_jax.rl import interaction, source
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.rl.update import learn
-from grpo_jax.step.optimizer import init_state
+from grpo_jax.step.update import init_state
 
 MODEL = ModelConfig(32, 16, 24, 2, 2, 1, 8, dtype="bfloat16", remat="layer")
 N, G, P, T = 4, 2, 5, 6
@@ -42,7 +42,7 @@ REWARDS = RewardArrays(shape(N, G), shape(N, G, dtype=jnp.bool_))
 NUMBER = shape(dtype=jnp.uint32)
 
 
-sample = partial(source.sample_completions, POLICY, TASK, CONFIG.sampling)
+sample = partial(interaction.sample_completions, POLICY, TASK, CONFIG.sampling)
 score = partial(score_rollout, METHOD, CONFIG)
 update = partial(learn, METHOD, CONFIG)
 

@@ -27,7 +27,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from grpo_jax.checks import check_effects, check_episodes, validate
+from grpo_jax.checks import check_effects, validate
 from grpo_jax.config import DecodingConfig, GRPOConfig, recipe
 from grpo_jax.data.prompts import hash_prompts
 from grpo_jax.data.text import Overlong, prompt_limit
@@ -38,9 +38,10 @@ from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
 from grpo_jax.prepare import try_rewards
-from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
+from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, num_heldout_calls, sample_heldout, summary
 from grpo_jax.rl.guards import check_tokens
+from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.source import make_sampler
 from grpo_jax.runs import flags
 from grpo_jax.runs.files import write_json, write_text
@@ -48,8 +49,7 @@ from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.pretrained import Step, load_run, phase_of
 from grpo_jax.runs.progress import RunConsole, watched
 from grpo_jax.statistics import cell
-from grpo_jax.tasks.opening import open_task
-from grpo_jax.tasks.options import TaskOptions, check_task_options
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 
 _MAX_GROUP = 16  # the most completions of a prompt to sample at once, which bounds the memory
@@ -168,7 +168,8 @@ def main(options: Options) -> None:
     )
     with task_of as task:
         check_tokens(task)
-        check_episodes(config.sampling, has_environment=task.environment is not None)
+        interaction = interaction_of(task)
+        interaction.check(config.sampling)
         try_rewards(task, task.heldout.examples[0], pretrained, group_size)
         pretrained = for_texts(pretrained, task.heldout.tokens.width + config.sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
@@ -178,8 +179,7 @@ def main(options: Options) -> None:
         block = saved.get("num_prompts", 32) * group_size
         evaluation = sample_and_score(pretrained, task, config, console, metric=options.metric, block=block)
         warn(console, ungraded_messages(task.reward).values())
-        failures = task.environment.messages if task.environment else {}
-        warn(console, [f"the environment failed ({name}): {place_and_reason(failures[name])}" for name in failures])
+        warn(console, interaction.failures(task).values())
     numbers = summary(evaluation)
     show(console, numbers, f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each")
     console.print(f"{time.perf_counter() - started:.0f} s")

@@ -39,8 +39,7 @@ from grpo_jax.prepare import (
     try_rewards,
 )
 from grpo_jax.runs import flags, report
-from grpo_jax.tasks.opening import open_task
-from grpo_jax.tasks.options import TaskOptions, check_task_options
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import CONTROL, train_with_control
 
@@ -84,7 +83,7 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
     started, config = time.perf_counter(), run_of(options.train)
     algorithm.validate(options.train, num_devices=parts(devices_of(config)))  # before a checkpoint is read
     check_task_options(options.task)
-    if options.control and config.distillation.teacher:
+    if options.control and config.frozen_models:
         raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
     models = load_models(options.model, config, weights=not options.dry_run)
     with task_of(options, models["policy"].pretrained) as task:

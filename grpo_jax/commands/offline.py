@@ -28,7 +28,7 @@ from grpo_jax.models.huggingface import Pretrained, load_tokenizer, model_folder
 from grpo_jax.models.params import join, split
 from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
-from grpo_jax.offline.phase import Objective, SupervisedConfig, check_rows
+from grpo_jax.offline.phase import FitObjective, SupervisedConfig, check_rows
 from grpo_jax.options import Fraction, Seed, Size
 from grpo_jax.prepare import Loaded, load_model, loaded_for_texts
 from grpo_jax.rl.guards import length_warning
@@ -74,7 +74,7 @@ class Job(NamedTuple):
     phase: str
     model: Loaded  # the trained model
     params: Any  # initial parameters of the objective
-    objective: Objective
+    objective: FitObjective
     batches: Callable[[int], Any]  # step -> batch
     evaluate: Callable[[Any], Any]  # parameters -> `Values`, or another evaluation
     inputs: Mapping[str, str]  # digests of the data, which must be the same when the run resumes

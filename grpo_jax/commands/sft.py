@@ -12,18 +12,17 @@ model's probabilities at each token of the completions.
   grpo-jax train --method sft --model DIR --task train.jsonl --template "Q: {question} A:" --completion-column answer
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from grpo_jax.checks import validate_divergence
 from grpo_jax.commands.offline import Job, Values, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import DistillationConfig, ModelOptions
+from grpo_jax.config import ModelOptions, TeacherConfig
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import Row, completion_text, is_plain_answer, read_messages, read_rows, text_column
@@ -43,19 +42,14 @@ from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.offline.distillation import Target, check_options, divergence_objective, mean_divergence
 from grpo_jax.offline.phase import SupervisedConfig, check_rows
-from grpo_jax.offline.sft import (
-    DistillationTarget,
-    distillation_objective,
-    mean_divergence,
-    sft_objective,
-    text_nll,
-)
-from grpo_jax.options import Count, Seed, Size, Weight
-from grpo_jax.prepare import load_model, load_teacher, loaded_for_texts
-from grpo_jax.rl.distillation import check_top_k
+from grpo_jax.offline.sft import sft_objective, text_nll
+from grpo_jax.options import Seed, Size, Weight
+from grpo_jax.prepare import load_frozen, load_model, loaded_for_texts
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags
+from grpo_jax.step.scores import check_top_k
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import encode_rows, padding_id
 
@@ -68,6 +62,7 @@ class Config:
         steps=100, learning_rate=1e-5, warmup_steps=10, decay="linear", checkpoint_every=50, log_every=10, eval_every=20
     )
     model: ModelOptions = ModelOptions()
+    divergence: TeacherConfig = TeacherConfig()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "sft"
     """Method that trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
@@ -89,16 +84,6 @@ class Config:
     max_tokens: Size | None = None
     """Longest completion with its EOS, in tokens (T). None: the length that the model was trained on. `overlong`
     decides about longer completions."""
-    teacher: str = ""
-    """Folder or hub id of the model that the policy learns from. It must have the policy's tokenizer. Empty: none."""
-    distillation: Literal["none", "reverse_kl", "forward_kl", "jsd"] = "none"
-    """Divergence from a teacher π_T at each token. reverse_kl: KL(π ‖ π_T). forward_kl: KL(π_T ‖ π). jsd: generalised
-    Jensen-Shannon (2306.13649)."""
-    distillation_top_k: Count = 0
-    """Compute the divergence over the teacher's k likeliest tokens, with all others counted as one; 0: over the whole
-    vocabulary."""
-    distillation_beta: float = 0.5
-    """Only for jsd: weight β of the teacher in its mixture. Near 0 it is like forward_kl, near 1 like reverse_kl."""
     nll_coef: Weight = 0.0
     """With a teacher: weight λ of the NLL of the completions, which is added to the divergence. 0: no NLL."""
     num_rows: Size = 8
@@ -113,10 +98,11 @@ def prepare(config: Config) -> Job:
     Raises:
       UsageError: One sentence that says what to change.
     """
-    if config.teacher:
-        check_alone("phases with a teacher")
+    for role in config.divergence.frozen_models:
+        check_alone(f"phases with a {role}")
     check_rows(config.train, rows=config.num_rows, name="num_rows")
-    divergence, devices = divergence_of(config), devices_of(config.train)
+    check_options(config.divergence, config.nll_coef)
+    devices = devices_of(config.train)
     rows = read_completions(config)  # before the weights, which take longer
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     training, held_out, prompts, notes = encode_texts(config, rows, model.pretrained)
@@ -130,9 +116,6 @@ def prepare(config: Config) -> Job:
     def evaluate(params: Any) -> Values:
         return {"nll": shares_of_mean(*text_nll(policy, params, heldout(), devices=devices))}
 
-    def log(params: Any, values: Values) -> dict[str, float]:
-        return {name: float(x.mean()) for name, x in values.items()}
-
     job = Job(
         config=config,
         phase="sft",
@@ -141,7 +124,7 @@ def prepare(config: Config) -> Job:
         objective=sft_objective(policy),
         batches=packed_batches(training, config.num_rows, config.seed),
         evaluate=evaluate,
-        log=log,
+        log=log_means,
         inputs={
             "held-out prompts": hash_prompts(prompts),
             "held-out texts": hash_values(*held_out[:3]),
@@ -151,41 +134,46 @@ def prepare(config: Config) -> Job:
         notes=notes,
         warnings=length_warning(width, shape.max_position_embeddings),
     )
-    if not config.teacher:
-        return job
-    check_top_k(divergence, shape.vocab_size)
-    teacher = load_teacher(config.teacher, config.model, model.pretrained, sharding=load_shardings(devices))
-    teacher = loaded_for_texts(teacher, width)
-    target = DistillationTarget(teacher.policy, divergence, config.nll_coef)
+    for role, name in config.divergence.frozen_models.items():
+        job = add_divergence(job, role, name, width, heldout)
+    return job
 
-    def log_both(params: Any, values: Values) -> dict[str, float]:
+
+def add_divergence(job: Job, role: str, name: str, width: int, heldout: Callable[[], Iterable[Packed]]) -> Job:
+    """Adds the divergence from a frozen model to a job, and its mean over held-out texts to the log.
+
+    Args:
+      job: The job without the model.
+      role, name: As in `load_frozen`.
+      width: The longest text, in tokens.
+      heldout: Returns the held-out texts.
+    """
+    config, policy, pretrained = job.config, job.model.policy, job.model.pretrained
+    devices = devices_of(config.train)
+    check_top_k(config.divergence.divergence, pretrained.config.vocab_size)
+    other = load_frozen(role, name, config.model, pretrained, sharding=load_shardings(devices))
+    other = loaded_for_texts(other, width)
+    target = Target(other.policy, config.divergence.divergence, config.nll_coef)
+
+    def log(params: Any, values: Values) -> dict[str, float]:
         mean = mean_divergence(policy, params, heldout(), target=target, devices=devices)
-        return log(params, values) | {"distillation": mean}
+        return log_means(params, values) | {"distillation": mean}
 
     return job._replace(
-        params={"policy": model.params, "teacher": teacher.params},
-        objective=distillation_objective(policy, target),
-        evaluate=lambda params: evaluate(params["policy"]),
-        log=log_both,
-        others={"teacher": teacher},
+        params={"policy": job.params, role: other.params},
+        objective=divergence_objective(policy, target),
+        evaluate=lambda params: job.evaluate(params["policy"]),
+        log=log,
+        others={role: other},
     )
 
 
+def log_means(params: Any, values: Values) -> dict[str, float]:
+    """Returns the mean of each value over the held-out texts."""
+    return {name: float(x.mean()) for name, x in values.items()}
+
+
 main = partial(run_method, prepare)
-
-
-def divergence_of(config: Config) -> DistillationConfig:
-    """Returns the divergence from the teacher; its kind is "none" without a teacher.
-
-    Raises:
-      UsageError: One sentence that says what to change.
-    """
-    names = ("distillation", "distillation_top_k", "distillation_beta", "teacher")
-    divergence = DistillationConfig(**{name: getattr(config, name) for name in names})
-    validate_divergence(divergence)
-    if config.nll_coef and not config.teacher:
-        raise UsageError(f"nll_coef is {config.nll_coef}, but distillation is none: leave it out, or name a teacher")
-    return divergence
 
 
 def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:

@@ -157,7 +157,7 @@ class Skipped(NamedTuple):
     arrays: Callable[[], Mapping[str, Any]]  # returns the arrays of the batch by name, or trees of them
 
 
-class Line(NamedTuple):
+class StepLog(NamedTuple):
     """The metrics, warnings and groups of a step that are written to the log."""
 
     metrics: Mapping[str, Any]  # plain numbers, the same in a rerun; empty: nothing is written

@@ -28,6 +28,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params import Adapted, check_full_precision
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.sampling.stopping import Stop
@@ -39,7 +40,7 @@ _AT_ONCE = 256  # concurrent requests, which the server batches
 _SOON = 30.0  # seconds for the first answer of a server
 _PAUSE = 5.0  # seconds between attempts to reach a server
 
-Completion = tuple[list[int], list[float]]  # tokens and their log-probabilities
+SampledTokens = tuple[list[int], list[float]]  # tokens and their log-probabilities
 
 
 def sampler_of(
@@ -101,7 +102,7 @@ def seed_of(noise: np.ndarray, number: int) -> int:
     return int.from_bytes(digest[:4]) >> 1
 
 
-def completions_of(answers: list[Completion], shape: tuple[int, int], max_tokens: int, task: Task) -> Completions:
+def completions_of(answers: list[SampledTokens], shape: tuple[int, int], max_tokens: int, task: Task) -> Completions:
     """Converts the answers to N·G requests to NumPy arrays, as a sampler returns them.
 
     Args:
@@ -127,7 +128,7 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
     check_full_precision(
         pretrained.params, "an engine samples with the original weights, so leave out quantize, or leave out engine"
     )
-    if task.environment is not None:
+    if interaction_of(task).parts == "turns":
         raise UsageError("an engine samples no episodes of several turns: leave out engine, or the environment")
     sampling = config.sampling
     if task.stop and task.stop.strips and any(text.startswith(" ") for text in sampling.stop):
@@ -195,7 +196,7 @@ class Engine:
                 "engine, its address"
             ) from None
 
-    def complete(self, params: Params, bodies: Sequence[Mapping[str, Any]]) -> list[Completion]:
+    def complete(self, params: Params, bodies: Sequence[Mapping[str, Any]]) -> list[SampledTokens]:
         """Samples completions with these parameters, each as tokens and their log-probabilities.
 
         If the server does not answer, waits for it, sends the parameters again, and repeats the missing requests.
@@ -207,7 +208,7 @@ class Engine:
         Raises:
           Interruption: The server does not answer within its timeout, refuses a request, or gives a wrong answer.
         """
-        answers: list[Completion | None] = [None] * len(bodies)
+        answers: list[SampledTokens | None] = [None] * len(bodies)
         gone_since, missing = None, len(bodies)
         while True:
             try:
@@ -227,7 +228,7 @@ class Engine:
                     ) from None
                 time.sleep(min(_PAUSE, self._timeout))
 
-    def _fill(self, answers: list[Completion | None], bodies: Sequence[Mapping[str, Any]]) -> None:
+    def _fill(self, answers: list[SampledTokens | None], bodies: Sequence[Mapping[str, Any]]) -> None:
         """Sends all missing requests concurrently. After a failure, no further requests begin.
 
         Raises:
@@ -250,7 +251,7 @@ class Engine:
         if errors:
             raise next((error for error in errors if isinstance(error, Interruption)), errors[0])
 
-    def _one(self, body: Mapping[str, Any]) -> Completion:
+    def _one(self, body: Mapping[str, Any]) -> SampledTokens:
         named = {"model": self.model}
         if self._adapter:
             named = {"model": self._adapter} if self._is_vllm else {"model": self.model, "lora_path": self._adapter}

@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -160,10 +160,18 @@ def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
 
 
-def decode(chat: Chat, ids: Sequence[int]) -> str:
-    """Decodes a completion. Only tokens that end a text and padding are left out: tags may be special tokens."""
+def decode(chat: Chat, ids: Sequence[int], end: Sequence[int] = ()) -> str:
+    """Decodes a completion. Only its end, tokens that end a text and padding are left out: tags may be special tokens.
+
+    Args:
+      chat: The tokenizer, and the tokens that end a text.
+      ids: The tokens of the completion.
+      end: The tokens that the template writes before the one that ends a turn: see `make_decoder`.
+    """
     left_out = {*chat.eos_ids, chat.tokenizer.pad_token_id}
-    text: str = chat.tokenizer.decode([i for i in ids if i not in left_out], skip_special_tokens=False)
+    ids = [i for i in ids if i not in left_out]
+    ids = ids[: -len(end)] if end and ids[-len(end) :] == end else ids
+    text: str = chat.tokenizer.decode(ids, skip_special_tokens=False)
     return text
 
 
@@ -243,6 +251,13 @@ def turn_end(chat: Chat) -> TurnEnd | None:
         return None
     learned = re.match(r"\s*\S+", tail)
     return TurnEnd(tail, learned.group() if learned else "") if answer else None
+
+
+def make_decoder(chat: Chat) -> Callable[[Sequence[int]], str]:
+    """Makes `decode` for completions whose end may have tokens before its EOS, such as Cohere's <|END_RESPONSE|>."""
+    end = turn_end(chat)
+    *tokens, last = chat.tokenizer(end.learned, add_special_tokens=False)["input_ids"] if end and end.learned else [-1]
+    return partial(decode, chat, end=tokens if last in chat.eos_ids else [])
 
 
 def end_marks(chat: Chat, end: TurnEnd | None) -> list[str]:
@@ -400,20 +415,26 @@ def reply_reader(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[[S
     """
     if not (chat.tokenizer.chat_template and roles):
         return None
+
+    def decoded(text: str) -> str:  # as in a reply: decoding may change special tokens and spaces next to them
+        return str(chat.tokenizer.decode(chat.tokenizer(text, add_special_tokens=False)["input_ids"]))
+
     role = known_role(chat, roles)
     before, _, after = _after_answer(chat, role, _REPLY).partition(_REPLY)
     mark = _end_of_turn(chat, before)
-    before = before[before.find(mark) + len(mark) :].lstrip()  # the policy has written the end of its turn
-    # Decoding may drop spaces next to special tokens, here as in a reply.
-    before = chat.tokenizer.decode(chat.tokenizer(before, add_special_tokens=False)["input_ids"])
+    before, mark = decoded(before[before.find(mark) + len(mark) :]), decoded(mark)  # the policy has written the mark
     end = "".join(after.split(maxsplit=1)[:1])  # variables of the template may change what follows it
-    space = after[: after.find(end)]
+    space, end = after[: after.find(end)], decoded(end)
+    is_json = '\\"' in _after_answer(chat, role, '"')
 
     def read(ids: Sequence[int]) -> Message:
-        text = chat.tokenizer.decode(ids, skip_special_tokens=False).removeprefix(mark)  # after a stop text
-        content = text.lstrip().removeprefix(before) if before else text
+        content = chat.tokenizer.decode(ids, skip_special_tokens=False).removeprefix(mark)  # after a stop text
+        is_exact = content.startswith(before)
+        content = content.removeprefix(before) if is_exact else content.lstrip().removeprefix(before.lstrip())
         if end and end in content:
             content = content.rpartition(end)[0].removesuffix(space)
+        with contextlib.suppress(ValueError):
+            content = json.loads(f'"{content}"') if is_json else content
         return {"role": role, "content": content}
 
     return read

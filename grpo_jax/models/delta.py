@@ -159,13 +159,13 @@ def convolve(before: jax.Array, x: jax.Array, taps: jax.Array, numbers: jax.Arra
     padded = jnp.concatenate([before, x], axis=1)
     total = x * taps[:, -1]
     for distance in range(1, num_taps):
-        earlier = jax.lax.slice_in_dim(padded, num_taps - 1 - distance, num_taps - 1 - distance + size, axis=1)
+        shifted = jax.lax.slice_in_dim(padded, num_taps - 1 - distance, num_taps - 1 - distance + size, axis=1)
         if numbers is not None:
             position = positions_in_texts(numbers)
             for place in range(distance):  # the token lies before the text that begins `place` tokens earlier
                 prompt = before[:, num_taps - 1 - distance + place][:, None]
-                earlier = jnp.where((position == place)[..., None], prompt, earlier)
-        total = total + earlier * taps[:, -1 - distance]
+                shifted = jnp.where((position == place)[..., None], prompt, shifted)
+        total = total + shifted * taps[:, -1 - distance]
     return jax.nn.silu(total)
 
 

@@ -33,7 +33,7 @@ from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.heads import Headed, scores
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.phase import Objective, row_scorer
+from grpo_jax.offline.phase import FitObjective, row_scorer
 from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
 from grpo_jax.step.scores import score_completion_tokens
 from grpo_jax.step.types import Array, Batch, Logs
@@ -62,13 +62,13 @@ def pair_objective(
     score: Callable[[Any, PairBatch], jax.Array],
     terms: Terms,
     prepare: Callable[[Any, PairBatch, Callable[..., Any]], PairBatch] | None = None,
-) -> Objective:
+) -> FitObjective:
     """Returns the objective that minimises the mean loss of pairs and logs the means of their metrics.
 
     Args:
       score: (parameters, batch) -> a number for each completion, `[N, G]`.
       terms: Computes the losses and metrics from the scores.
-      prepare: See `Objective`.
+      prepare: See `FitObjective`.
     """
 
     def loss_fn(params: Any, batch: PairBatch) -> tuple[jax.Array, Logs]:
@@ -79,7 +79,7 @@ def pair_objective(
         }
         return jnp.sum(batch.weights * losses), Logs(logged)
 
-    return Objective(loss_fn, pair_weights, prepare)
+    return FitObjective(loss_fn, pair_weights, prepare)
 
 
 def pair_weights(completion_mask: jax.Array) -> jax.Array:
@@ -210,7 +210,7 @@ def with_intervals(values: Mapping[str, np.ndarray]) -> dict[str, float]:
 PairLoss = Callable[..., jax.Array]
 
 
-def preference_objective(policy: Policy, loss: PairLoss) -> Objective:
+def preference_objective(policy: Policy, loss: PairLoss) -> FitObjective:
     """Returns the objective of a preference loss such as DPO.
 
     Its parameters are the policy's. With `lora.Adapted`, only the adapters are trained. Batches come from
@@ -265,7 +265,7 @@ def _by_side(name: str, values: Array) -> dict[str, Array]:
 
 
 @cache  # so that phases with one shape share their programs
-def reward_model_objective(config: ModelConfig, *, center_coef: float = 0.0) -> Objective:
+def reward_model_objective(config: ModelConfig, *, center_coef: float = 0.0) -> FitObjective:
     """L = mean over pairs of −log σ(r_chosen − r_rejected − margin).
 
     Its parameters come from `heads.add_head`. With adapters, only the adapters and the head are trained. Batches come
@@ -333,7 +333,7 @@ def evaluate_pairs(pair_scores: np.ndarray, *, bins: int = 10) -> PairEvaluation
 RatedLoss = Callable[..., jax.Array]
 
 
-def kto_objective(policy: Policy, loss: RatedLoss = kto_loss, *, estimates_kl: bool = True) -> Objective:
+def kto_objective(policy: Policy, loss: RatedLoss = kto_loss, *, estimates_kl: bool = True) -> FitObjective:
     """Returns the objective that minimises the mean loss of rated completions, with z₀ of the whole batch.
 
     Its parameters are the policy's. With `lora.Adapted`, only the adapters are trained. Batches come from

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import AdamWConfig, CheckpointConfig, PhaseConfig
-from grpo_jax.data.types import Line, Skipped
+from grpo_jax.data.types import Skipped, StepLog
 from grpo_jax.devices import (
     ONE_DEVICE,
     Devices,
@@ -27,9 +27,8 @@ from grpo_jax.models.params import join
 from grpo_jax.models.pieces import Pieces, by_prompts, computed_in_pieces
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import Size, check_ranges
-from grpo_jax.step.optimizer import init_state, learning_rate_schedule, make_optimizer, steps_taken
 from grpo_jax.step.types import Logs, TrainState
-from grpo_jax.step.update import train_step
+from grpo_jax.step.update import init_state, learning_rate_schedule, make_optimizer, steps_taken, train_step
 
 _MAX_SKIPPED = 5  # steps in a row without finite gradients
 
@@ -44,7 +43,7 @@ class SupervisedConfig(CheckpointConfig, AdamWConfig, PhaseConfig):
     """Steps between lines of the log."""
 
 
-class Objective(NamedTuple):
+class FitObjective(NamedTuple):
     """The loss that a phase minimises."""
 
     # (parameters, batch with weights) -> Σ weights · loss, logs
@@ -66,7 +65,7 @@ class FitPrograms(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitPrograms:
+def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitPrograms:
     """Checks the configuration and makes the programs of a phase, which are compiled at their first call.
 
     Phases with the same objective and configuration, such as the rounds of a reward model, share their programs.
@@ -119,7 +118,7 @@ def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitProg
     )
 
 
-def read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> Line:
+def read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> StepLog:
     """Returns the line of a step, which is empty unless a line is due or the step was skipped.
 
     Each skipped step has a line, so that lines do not depend on where a run was interrupted.
@@ -135,10 +134,10 @@ def read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[s
     is_evaluated = config.eval_every and number % config.eval_every == 0
     is_due = number % config.log_every == 0 or number == config.steps or is_evaluated
     if not (is_due or skipped):
-        return Line({}, "")
+        return StepLog({}, "")
     numbers = jax.tree.map(float, to_numpy(metrics))
     name = f"{phase}_{number:06d}"
-    return Line(
+    return StepLog(
         metrics=numbers,
         words=f"loss {numbers['loss']:.3f}" if is_due else "",
         times={} if is_due else None,

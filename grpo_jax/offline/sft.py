@@ -1,42 +1,24 @@
-"""Supervised fine-tuning on completions, with or without a teacher.
-
-Without a teacher the policy maximises the likelihood of the completions. A teacher is a frozen second policy of any
-size with the same tokens. At each token of a completion the policy then moves towards the teacher's distribution over
-the whole vocabulary, and with a coefficient towards the token itself. Teacher and policy are computed in the same piece
-of a batch, so that no state of the teacher outlives the piece. For on-policy distillation, in which the policy samples
-the completions, see `rl.distillation`; the divergences are the same.
-"""
+"""Supervised fine-tuning: the policy maximises the likelihood of completions. `offline.distillation` adds a teacher."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import Packed
 from grpo_jax.devices import ONE_DEVICE, Devices
 from grpo_jax.functional import masked_sum, token_mean_weights, weighted_sum
-from grpo_jax.models.geometry import TokenStates, rows_of_texts
+from grpo_jax.models.geometry import rows_of_texts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.phase import Objective, row_scorer
-from grpo_jax.step.divergence import outputs_of_states, token_divergence
-from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.offline.phase import FitObjective, row_scorer
+from grpo_jax.step.scores import score_completion_tokens
 from grpo_jax.step.types import Batch, Logs
 
 
-class DistillationTarget(NamedTuple):
-    """A teacher, and the loss of the policy with respect to it."""
-
-    teacher: Policy
-    divergence: DistillationConfig  # the kind of the divergence, any except k1, and its constants
-    nll_coef: float = 0.0  # λ, the weight of the tokens' NLL, which is added to the divergence
-
-
-def sft_objective(policy: Policy) -> Objective:
+def sft_objective(policy: Policy) -> FitObjective:
     """Returns the objective that minimises the NLL of completions.
 
     Its parameters are the policy's. With `lora.Adapted`, only the adapters are trained. A batch holds prompts with one
@@ -45,20 +27,7 @@ def sft_objective(policy: Policy) -> Objective:
     Args:
       policy: The model's functions.
     """
-    return Objective(partial(text_loss, policy), token_mean_weights)
-
-
-def distillation_objective(policy: Policy, target: DistillationTarget) -> Objective:
-    """Returns the objective that minimises the divergence from a teacher plus λ times the NLL of completions.
-
-    Its parameters are {"policy": ..., "teacher": ...}, and only the policy's are trained. Batches are those of
-    `sft_objective`.
-
-    Args:
-      policy: The model's functions.
-      target: The teacher and the loss.
-    """
-    return Objective(partial(distillation_loss, policy, target=target), token_mean_weights)
+    return FitObjective(partial(text_loss, policy), token_mean_weights)
 
 
 def text_loss(policy: Policy, params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:
@@ -67,19 +36,6 @@ def text_loss(policy: Policy, params: Params, batch: Batch | Packed) -> tuple[ja
     scores = score_completion_tokens(policy, params, batch)
     loss = weighted_sum(-scores.logprobs, batch.weights, batch.completion_mask)
     return loss, Logs({"entropy": masked_sum(scores.entropy, batch.completion_mask)})
-
-
-def distillation_loss(
-    policy: Policy, params: Params, batch: Batch | Packed, *, target: DistillationTarget
-) -> tuple[jax.Array, Logs]:
-    """L = Σ w [D_T − λ log π(oₜ)]; logs the means of divergence, NLL and entropy over tokens."""
-    batch = as_completions(batch)
-    states = states_of(policy, params["policy"], batch)
-    scores = score_completion_tokens(policy, params["policy"], batch, states)
-    divergence = divergence_of_states(policy, target, params, batch, states)
-    loss = weighted_sum(divergence - target.nll_coef * scores.logprobs, batch.weights, batch.completion_mask)
-    means = {"distillation": divergence, "nll": -scores.logprobs, "entropy": scores.entropy}
-    return loss, Logs({name: masked_sum(x, batch.completion_mask) for name, x in means.items()})
 
 
 def as_completions(batch: Batch | Packed) -> Batch:
@@ -101,34 +57,6 @@ def token_nll(policy: Policy, params: Params, batch: Batch | Packed) -> jax.Arra
     return -logprobs.reshape(batch.completion_mask.shape)
 
 
-def teacher_divergence(policy: Policy, target: DistillationTarget, params: Params, batch: Batch | Packed) -> jax.Array:
-    """Returns the divergence of the policy from its teacher at each token, in nats, `[N, G, T]` or `[B, S]`.
-
-    Args:
-      policy: The model's functions.
-      target: The teacher and the loss.
-      params: The parameters of policy and teacher, by role.
-      batch: The completions.
-    """
-    completions = as_completions(batch)
-    states = states_of(policy, params["policy"], completions)
-    return divergence_of_states(policy, target, params, completions, states).reshape(batch.completion_mask.shape)
-
-
-def divergence_of_states(
-    policy: Policy, target: DistillationTarget, params: Params, batch: Batch, states: TokenStates
-) -> jax.Array:
-    """Returns `teacher_divergence`, `[N, G, T]`, from the states of the policy."""
-    heads = policy.head(params["policy"]), target.teacher.head(params["teacher"])
-
-    def divergence(hidden: jax.Array, taught: jax.Array, temperature: jax.Array) -> jax.Array:
-        outputs = outputs_of_states(target.divergence, heads[1], taught, temperature, vocab_size=len(heads[0][0]))
-        return token_divergence(target.divergence, heads, hidden, outputs, temperature)
-
-    taught = jax.lax.stop_gradient(states_of(target.teacher, params["teacher"], batch))
-    return states.map(divergence, taught, batch.temperature)
-
-
 # ---- evaluation
 
 
@@ -146,31 +74,10 @@ def text_nll(
     Returns:
       Two arrays `[M]`, float64 and int, row by row and in the order of the texts in a row.
     """
-    return _sum_texts(row_scorer(token_nll, policy, devices=devices), params, batches)
+    return sum_texts(row_scorer(token_nll, policy, devices=devices), params, batches)
 
 
-def mean_divergence(
-    policy: Policy,
-    params: Params,
-    batches: Iterable[Packed],
-    *,
-    target: DistillationTarget,
-    devices: Devices = ONE_DEVICE,
-) -> float:
-    """Returns the mean divergence from the teacher over all completion tokens of the batches, in nats.
-
-    Args:
-      policy: The model's functions.
-      params: The parameters of policy and teacher, by role.
-      target: The teacher and the loss.
-      batches, devices: See `text_nll`.
-    """
-    score = row_scorer(teacher_divergence, policy, target, devices=devices)
-    totals, tokens = _sum_texts(score, params, batches)
-    return float(totals.sum() / max(tokens.sum(), 1))
-
-
-def _sum_texts(
+def sum_texts(
     score: Callable[[Params, Packed], np.ndarray], params: Params, batches: Iterable[Packed]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns sums over the completion tokens of each text, float64 `[M]`, and the numbers of tokens, int `[M]`."""

@@ -99,9 +99,9 @@ def try_reward(reward: Reward, example: Example, completions: Sequence[Completio
         value = float(scores.rewards[0]) if scores.applicable[0] else None
         failures = [messages[reason] for reason, count in counts.items() if count > before[0][reason]]
         failure = failures[0] if failures and not scores.applicable.any() else ""
-    for values, earlier in zip((counts, messages), before, strict=True):
+    for values, saved in zip((counts, messages), before, strict=True):
         values.clear()
-        values.update(earlier)
+        values.update(saved)
     if f"{UsageError.__module__}.{UsageError.__name__}: " in failure:
         raise UsageError(place_and_reason(failure))
     return value, place_and_reason(failure) if failure else ""

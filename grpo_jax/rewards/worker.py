@@ -228,8 +228,8 @@ def _rewards(reward: Any, examples: Any, completions: Any) -> list[Any]:
 def _replies(reply: Any, examples: Any, questions: Any) -> list[Any]:
     from grpo_jax.data.episodes import asked  # not imported by workers of rewards
 
-    episodes = [(example, *question) for example, question in zip(examples, questions, strict=True)]
-    return [answer._asdict() for answer in asked(reply, episodes)]
+    calls = [(example, *question) for example, question in zip(examples, questions, strict=True)]
+    return [answer._asdict() for answer in asked(reply, calls)]
 
 
 def _failure(error: BadReward) -> dict[str, str]:

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax import functional as F
-from grpo_jax.checks import check_models, validate
+from grpo_jax.checks import validate
 from grpo_jax.config import DistillationConfig, GRPOConfig, LossConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.numerics import is_zero
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -27,13 +26,12 @@ from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
-from grpo_jax.step.divergence import outputs_of_states, token_divergence
-from grpo_jax.step.scores import score_completion_tokens, states_of
-from grpo_jax.step.types import Array, Batch, Logs, TeacherOutputs
+from grpo_jax.step.scores import check_top_k, outputs_of_states, score_completion_tokens, states_of, token_divergence
+from grpo_jax.step.types import Array, Batch, Logs, TargetOutputs
 from grpo_jax.tasks.task import Task
 
 
-def make_distillation_programs(
+def make_programs(
     policy: Policy, teacher: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
 ) -> Programs:
     """Checks all options and makes the programs of distillation, which are compiled at their first call.
@@ -48,24 +46,12 @@ def make_distillation_programs(
     Raises:
       UsageError: Options do not work. The message says what to change.
     """
-    check_models(config, ("policy", "teacher"))
+    if config.distillation.distillation == "none":
+        raise UsageError("there is a teacher, but distillation is none: choose one, such as reverse_kl")
     validate(config, num_devices=parts(devices_of(config)))
     check_task(task, config)
-    check_top_k(config.distillation, task.vocab_size)
+    check_top_k(config.distillation.divergence, task.vocab_size)
     return make_method_programs(distillation_method(policy, teacher, config), policy, task, config, sampler=sampler)
-
-
-def check_top_k(config: DistillationConfig, vocab_size: int) -> None:
-    """Checks that `distillation_top_k` is below the number of tokens.
-
-    Raises:
-      UsageError: It is too large.
-    """
-    if config.distillation_top_k >= vocab_size:
-        raise UsageError(
-            f"distillation_top_k is {config.distillation_top_k}, but the model has {vocab_size} tokens: set it below "
-            "that, or to 0 for all"
-        )
 
 
 def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> Method:
@@ -80,14 +66,14 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
 
     def scorer(models: Params, batch: Batch) -> dict[str, Any]:
         size = len(policy.unembedding(models["policy"]))
-        return {"teacher": teacher_outputs(teacher, models["teacher"], options, batch, vocab_size=size)}
+        return {"target": teacher_outputs(teacher, models["teacher"], options, batch, vocab_size=size)}
 
     def without_rewards(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, Any]]:
         zeros = jnp.zeros(rewards.rewards.shape, jnp.float32)
         return masked(batch._replace(advantages=zeros), config.loss), zeros, {}
 
     by_token = options.distillation == "k1"
-    advantage = without_rewards if is_zero(options.reward_coef) else grpo.advantage
+    advantage = grpo.advantage if config.needs_rewards else without_rewards
     return grpo._replace(
         scorers=(*grpo.scorers, scorer),
         advantage=taught_advantage(advantage, options, config.loss),
@@ -100,7 +86,8 @@ def teacher_term(policy: Policy, teacher: Policy, config: DistillationConfig) ->
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
         heads = policy.head(models["policy"]), teacher.head(models["teacher"])
-        divergence = forward.states.map(partial(token_divergence, config, heads), batch.teacher, batch.temperature)
+        compare = partial(token_divergence, config.divergence, heads)
+        divergence = forward.states.map(compare, batch.target, batch.temperature)
         loss = config.distillation_coef * F.weighted_sum(divergence, batch.weights, batch.completion_mask)
         return loss, Logs({"distillation": F.masked_sum(divergence, batch.completion_mask)})
 
@@ -109,7 +96,7 @@ def teacher_term(policy: Policy, teacher: Policy, config: DistillationConfig) ->
 
 def teacher_outputs(
     teacher: Policy, params: Params, config: DistillationConfig, batch: Batch, *, vocab_size: int
-) -> TeacherOutputs:
+) -> TargetOutputs:
     """Computes the outputs of a teacher that the loss needs, which depend on the kind of distillation.
 
     Args:
@@ -120,23 +107,22 @@ def teacher_outputs(
       vocab_size: The number of tokens of the policy. Further tokens of the teacher are excluded from its top k.
     """
     if config.distillation == "k1":
-        return TeacherOutputs(logprobs=score_completion_tokens(teacher, params, batch).logprobs)
-    outputs = partial(outputs_of_states, config, teacher.head(params), vocab_size=vocab_size)
+        return TargetOutputs(logprobs=score_completion_tokens(teacher, params, batch).logprobs)
+    outputs = partial(outputs_of_states, config.divergence, teacher.head(params), vocab_size=vocab_size)
     return states_of(teacher, params, batch).map(outputs, batch.temperature)
 
 
-def output_bytes(config: DistillationConfig, teacher: ModelConfig) -> int:
+def output_bytes(config: GRPOConfig, teacher: ModelConfig) -> int:
     """Returns the size in bytes of `teacher_outputs` for each token of a rollout.
 
     Args:
-      config: The distillation options of the run.
+      config: The configuration of the run.
       teacher: The configuration of the teacher's decoder.
     """
-    if config.distillation == "k1":
+    kind, top_k, _ = config.distillation.divergence
+    if kind == "k1":
         return 4
-    if not config.distillation_top_k:
-        return jnp.dtype(teacher.dtype).itemsize * teacher.hidden_size
-    return 4 * (2 * config.distillation_top_k + 1)
+    return 4 * (2 * top_k + 1) if top_k else jnp.dtype(teacher.dtype).itemsize * teacher.hidden_size
 
 
 def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: LossConfig) -> Advantage:
@@ -155,8 +141,8 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: Los
             return batch._replace(advantages=weighted), logged, logs
         # Without a separate scoring pass, use the sampler's log-probabilities as those before the update.
         logprobs = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
-        assert batch.teacher is not None
-        by_token = jnp.where(batch.completion_mask, F.teacher_advantages(logprobs, batch.teacher.logprobs), 0)
+        assert batch.target is not None
+        by_token = jnp.where(batch.completion_mask, F.teacher_advantages(logprobs, batch.target.logprobs), 0)
         k1 = -jnp.sum(by_token) / jnp.maximum(jnp.sum(batch.completion_mask), 1)
         learned = keep_top_entropy(by_token, scored, loss)
         advantages = F.per_token(weighted, by_token) + config.distillation_coef * learned

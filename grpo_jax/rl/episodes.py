@@ -9,13 +9,14 @@ import numpy as np
 
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.episodes import ENDINGS, MAX_CHARACTERS, Reply
-from grpo_jax.data.types import Completion, Example, Span, Turn
+from grpo_jax.data.types import Completion, Example, Reward, Rewards, Span, Turn
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices, to_numpy
 from grpo_jax.errors import UsageError
+from grpo_jax.hosts import check_alone
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.reward import place_and_reason
-from grpo_jax.rl.types import Graded, step_key
+from grpo_jax.rewards.reward import named_components, place_and_reason
+from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import Completions, truncation_of
 from grpo_jax.step.types import Batch
@@ -27,16 +28,27 @@ from grpo_jax.tasks.task import Task
 EpisodePrograms = tuple[Callable[..., Episodes], Callable[..., Episodes]]
 
 
-def episode_sampler(
-    policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices
-) -> Callable[..., Completions]:
-    """Returns the function `draw` of a `Sampler` whose completions are episodes.
+def check_turns(options: SamplingConfig) -> None:
+    """Raises if an environment has no room for its replies, or there are several hosts.
 
-    Args:
-      policy: The functions of the model.
-      task: Supplies the environment, and decodes completions.
-      sampling: The sampling options of the run.
-      devices: The devices that share the rows.
+    Raises:
+      UsageError: Task and options conflict. The message says what to change.
+    """
+    check_alone("environments")
+    if options.max_turns > 1 and not options.environment_tokens:
+        raise UsageError(
+            "environment_tokens is 0, so no episode could go on after its first turn: set it to the tokens of all "
+            "replies of an episode"
+        )
+
+
+# ---- sampling
+
+
+def make_draw(
+    task: Task, policy: Policy, sampling: SamplingConfig, devices: Devices
+) -> tuple[Callable[..., Completions], None]:
+    """Returns the function `draw` of a `Sampler`. There is no single program.
 
     Raises:
       UsageError: The policy cannot continue after a reply.
@@ -47,7 +59,7 @@ def episode_sampler(
         inputs = prompts.tokens, numbers, temperature
         return play(programs, params, inputs, noise, prompts.examples, task, sampling, devices)
 
-    return draw
+    return draw, None
 
 
 def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
@@ -222,7 +234,7 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
     return tuple(one(number) for number in actions)
 
 
-# ---- grading, metrics and checks
+# ---- grading and metrics
 
 
 def read_episode(task: Task, completions: Completions, content: Any, place: tuple[int, int]) -> Completion:
@@ -237,14 +249,14 @@ def read_episode(task: Task, completions: Completions, content: Any, place: tupl
     return Completion(text, ids, truncated, turns, ending, last.stopped)
 
 
-def turn_parts(completions: Completions, counted: bool) -> np.ndarray:
+def find_turns(
+    task: Task, completions: Completions, texts: Sequence[Completion], spans: np.ndarray, reward: Reward | Rewards
+) -> np.ndarray:
     """Returns the turns of each episode as parts: object `[N, G]`, tuples of `Span` in tokens.
 
-    Args:
-      completions: The completions as NumPy arrays.
-      counted: True: the reward of a part is the environment's reward of the turn. False: it is 0.
+    The reward of a part is the environment's reward of the turn if `shares_a_function`, and else 0.
     """
-    parts = np.empty(completions.truncated.shape, object)
+    counted, parts = shares_a_function(reward, task.reward), np.empty(completions.truncated.shape, object)
     for place in np.ndindex(parts.shape):
         turn = np.where(completions.completion_mask[place], completions.turn[place], 0)
         rewards = np.nan_to_num(completions.turn_rewards[place]) * counted
@@ -255,80 +267,82 @@ def turn_parts(completions: Completions, counted: bool) -> np.ndarray:
     return parts
 
 
-def episode_numbers(task: Task, completions: Completions, texts: list[list[Completion]]) -> dict[str, np.ndarray]:
-    """Returns statistics of episodes `[N, G]` by name: turns, environment tokens, endings and its measures."""
+def shares_a_function(reward: Reward | Rewards, task_reward: Reward | Rewards) -> bool:
+    """Returns true if two rewards have a function in common. Only then do a run's rewards of turns count.
+
+    The coin toss of a control is not in the task's reward, so its rewards of turns are left out too. Otherwise the
+    control would learn from them, even if they cancel in the sum of an episode: the loss weighs a token by the length
+    of its completion, and later turns change that length.
+    """
+    functions, others = ([part.reward for part in named_components(each).values()] for each in (reward, task_reward))
+    return any(function in others for function in functions)
+
+
+def count_episodes(
+    task: Task, completions: Completions, texts: Sequence[Sequence[Completion]]
+) -> dict[str, np.ndarray]:
+    """Returns statistics of episodes `[N, G]`: "ending", and by the names of metrics the numbers that are averaged."""
     turn, mask = np.asarray(completions.turn), np.asarray(completions.completion_mask)
     numbers = {
-        "turns": turn.max(-1),
-        "environment_tokens": ((turn > 0) & ~mask).sum(-1),
         "ending": np.asarray(completions.ending),
+        "turns_mean": turn.max(-1),
+        "environment_tokens_mean": ((turn > 0) & ~mask).sum(-1),
     }
     assert task.environment is not None
     if task.environment.measure is None:
         return numbers
     measured: list[Mapping[str, Any]] = [task.environment.measure(text) for group in texts for text in group]
-    shape = numbers["turns"].shape
     return numbers | {
-        f"measure_{name}": np.array([each[name] for each in measured]).reshape(shape) for name in measured[0]
+        f"environment_{name}": np.array([each[name] for each in measured]).reshape(turn.shape[:2])
+        for name in measured[0]
     }
 
 
-def episode_metrics(graded: Graded) -> dict[str, Any]:
-    """Returns means of the statistics of episodes, and the number of episodes for each ending."""
-    episodes = graded.episodes
-    means = {f"{name}_mean": float(episodes[name].mean()) for name in ("turns", "environment_tokens")}
-    counts = np.bincount(episodes["ending"].ravel(), minlength=len(ENDINGS))
-    endings = {f"ended_{name.replace(' ', '_')}": int(n) for name, n in zip(ENDINGS, counts, strict=True)}
-    measured = {
-        name.replace("measure_", "environment_"): float(values.mean())
-        for name, values in episodes.items()
-        if name.startswith("measure_")
-    }
-    logged = {name: count for name, count in endings.items() if count or name == "ended_done"}
-    return means | logged | measured
+def report_episodes(task: Task, graded: Graded, step: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns metrics of episodes, and warnings.
 
-
-def check_first_episodes(task: Task, graded: Graded) -> None:
-    """Raises if the environment failed in every episode of the first rollout.
+    Metrics are means of the statistics, and the number of episodes for each ending. There is a warning for each kind of
+    failure of the environment, and one if all episodes ran out of turns.
 
     Raises:
-      UsageError: The environment failed. The message says how and where.
+      UsageError: The environment failed in every episode of the first step. The message says how and where.
     """
-    if task.environment and task.environment.messages and _endings(graded) <= {"raised", "not a reply", "died"}:
-        failure, message = next(iter(task.environment.messages.items()))
+    statistics, failures = graded.statistics, failures_of(task)
+    counts = np.bincount(statistics["ending"].ravel(), minlength=len(ENDINGS))
+    endings = {name: int(count) for name, count in zip(ENDINGS, counts, strict=True) if count}
+    if step == 0 and failures and endings.keys() <= {"raised", "not a reply", "died"}:
         raise UsageError(
-            f"every episode of the first rollout ended in its environment: {_environment_failed(failure, message)}"
+            f"every episode of the first rollout ended in its environment: {next(iter(failures.values()))}"
         )
-
-
-def episode_warnings(task: Task, graded: Graded) -> dict[str, str]:
-    """Returns a warning for each kind of failure of the environment, and one if all episodes ran out of turns."""
-    assert task.environment is not None
+    metrics: dict[str, Any] = {name: float(x.mean()) for name, x in statistics.items() if name != "ending"}
+    metrics |= {f"ended_{name.replace(' ', '_')}": count for name, count in ({"done": 0} | endings).items()}
     warnings = {
-        f"environment {failure}": f"{_environment_failed(failure, message)}; metrics.jsonl counts them as "
-        f"ended_{failure.replace(' ', '_')}"
-        for failure, message in task.environment.messages.items()
+        f"environment {name}": f"{failure}; metrics.jsonl counts them as ended_{name.replace(' ', '_')}"
+        for name, failure in failures.items()
     }
-    if _endings(graded) == {"turns"}:
+    if endings.keys() == {"turns"}:
         warnings["turns"] = "every episode was cut off after its last turn: raise max_turns"
-    return warnings
+    return metrics, warnings
 
 
-def _endings(graded: Graded) -> set[str]:
-    return {ENDINGS[number] for number in np.unique(graded.episodes["ending"])}
+def failures_of(task: Task) -> dict[str, str]:
+    """Returns a sentence about each kind of failure of the environment so far."""
+    assert task.environment
+    return {
+        name: f"the environment failed ({name}), which ends the episode: {place_and_reason(message)}"
+        for name, message in task.environment.messages.items()
+    }
 
 
-def _environment_failed(failure: str, message: str) -> str:
-    return f"the environment failed ({failure}), which ends the episode: {place_and_reason(message)}"
-
-
-def turn_columns(completions: Completions, i: int, texts: Sequence[Completion]) -> dict[str, Any]:
-    """Returns the columns of a group of episodes for `readable`.
+def turn_columns(
+    graded: Graded, number: int, completions: Completions, place: int, texts: Sequence[Completion]
+) -> dict[str, Any]:
+    """Returns columns of a group of episodes for people to read.
 
     They are the turn of each token (negative if the environment wrote it), rewards of turns, and endings.
     """
-    lengths = completions.attention_mask[i].sum(-1)
-    turn = np.where(completions.completion_mask[i], completions.turn[i], -completions.turn[i])
+    lengths = completions.attention_mask[place].sum(-1)
+    turn = np.where(completions.completion_mask[place], completions.turn[place], -completions.turn[place])
     return {
         "turns": [row[:length].tolist() for row, length in zip(turn, lengths, strict=True)],
         "turn_rewards": [[turn.reward for turn in text.turns] for text in texts],
@@ -336,8 +350,22 @@ def turn_columns(completions: Completions, i: int, texts: Sequence[Completion]) 
     }
 
 
-def empty_episodes(batch: Batch, sampling: SamplingConfig) -> Batch:
+def add_zeros(batch: Batch, sampling: SamplingConfig) -> Batch:
     """Adds the fields of episodes, as zeros, to a batch of zeros."""
     shape = batch.temperature.shape
     rewards, ending = np.zeros((*shape, sampling.max_turns), np.float32), np.zeros(shape, np.int8)
     return batch._replace(turn=np.zeros_like(batch.completion_ids), turn_rewards=rewards, ending=ending)
+
+
+EPISODES = Interaction(
+    "turns",
+    check_turns,
+    make_draw,
+    read_episode,
+    find_turns,
+    report_episodes,
+    turn_columns,
+    add_zeros,
+    count_episodes,
+    failures_of,
+)

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_jax.config import BY_PART, AdvantagesOf, GRPOConfig
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.data.text import spans_in_tokens, token_pieces
+from grpo_jax.data.text import token_pieces
 from grpo_jax.data.types import Completion, Example, Reward, Rewards, Span
 from grpo_jax.devices import Devices, gather_rows, local_numbers, local_rows
 from grpo_jax.hosts import gather
@@ -23,9 +23,9 @@ from grpo_jax.rewards.reward import (
     ungraded_messages,
 )
 from grpo_jax.rl.guards import check_first_rewards, rollout_metrics, rollout_warnings
+from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import Graded, RewardArrays, Rollout
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.sampling.stopping import before_stop
 from grpo_jax.tasks.task import Task
 
 
@@ -47,36 +47,25 @@ def make_grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devic
       config: The configuration of the run.
       devices: The devices that share the rows.
     """
-    read, episodes = reward if config.needs_rewards else no_reward, episodes_of(task)
-    is_first = True
+    read = reward if config.needs_rewards else no_reward
 
     def grade(rollout: Rollout) -> Rollout:
         before = ungraded_counts(read)
         completions = read_completions(rollout)
         prompts = rollout.prompts.take(local_numbers(devices, len(rollout.prompts.examples)))
         graded = grade_completions(prompts, completions, task, read)
-        if episodes and config.loss.advantages_of == "turns":
-            graded = graded._replace(parts=episodes.turn_parts(completions, shares_a_function(read, task.reward)))
         counts = _sum_everywhere(read, new_counts(before, ungraded_counts(read)))
         everywhere = gather_rows("rewards", graded, devices)
         return rollout._replace(graded=everywhere, metrics=counts, warnings=grader_warnings(read))
 
     def report(rollout: Rollout, step: int) -> Rollout:
-        nonlocal is_first
         graded = rollout.graded
         assert graded is not None
         if step == 0:  # a resumed run must continue like an uninterrupted run
             check_first_rewards(graded, reward)
-        metrics = rollout_metrics(graded)
-        warnings = rollout_warnings(graded, task, step + 1, is_graded=config.needs_rewards)
-        if episodes:
-            if is_first:
-                episodes.check_first_episodes(task, graded)
-            metrics |= episodes.episode_metrics(graded)
-            warnings = episodes.episode_warnings(task, graded) | warnings
-        elif any(graded.parts.ravel()):
-            metrics["spans_mean"] = float(np.mean([len(parts) for parts in graded.parts.ravel()]))
-        is_first = False
+        metrics, warnings = interaction_of(task).report(task, graded, step)
+        metrics = rollout_metrics(graded) | metrics
+        warnings |= rollout_warnings(graded, step + 1, is_graded=config.needs_rewards)
         return rollout._replace(metrics=metrics | rollout.metrics, warnings=warnings | rollout.warnings)
 
     def arrays(graded: Graded, num_tokens: int) -> RewardArrays:
@@ -126,15 +115,12 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
     Raises:
       UsageError: A reward function returned the wrong number of rewards.
     """
-    texts, episode_module = decode_groups(completions, task), episodes_of(task)
-    shape = completions.truncated.shape
+    interaction, texts, shape = interaction_of(task), decode_groups(completions, task), completions.truncated.shape
     examples = [example for example in prompts.examples for _ in range(shape[1])]
     flat = [text for group in texts for text in group]
     read = final_texts(task, examples, flat)
     scores = score_completions(reward, examples, read)
-    if any(scores.parts):
-        for number, (parts, text) in enumerate(zip(scores.parts, read, strict=True)):
-            scores.parts[number] = spans_in_tokens(parts, text, lambda ids: before_stop(task.decode(ids), task.stop))
+    parts = interaction.find_parts(task, completions, read, scores.parts, reward)
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     return Graded(
         scores.rewards,
@@ -143,51 +129,25 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         lengths=np.asarray(completions.completion_mask).sum(-1),
         truncated=np.asarray(completions.truncated),
         distinct=np.array([len({(*text.ids, text.truncated) for text in group}) / shape[1] for group in texts]),
-        parts=scores.parts,
-        episodes=episode_module.episode_numbers(task, completions, texts) if episode_module else {},
+        parts=parts,
+        statistics=interaction.statistics(task, completions, texts),
+        num_tokens=np.asarray(completions.attention_mask).sum(-1),
     )
 
 
 def final_texts(task: Task, examples: Sequence[Example], texts: Sequence[Completion]) -> list[Completion]:
     """Returns the part of each completion that rewards and votes read: see `Task.extract_final`."""
-    if task.extract_final is None or task.environment is not None:
+    if task.extract_final is None or interaction_of(task).parts == "turns":
         return list(texts)
     return list(map(task.extract_final, examples, texts))
 
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
-    """Decodes completions to `[N][G]` texts without EOS. The text of an episode includes the observations."""
-    episodes, (num_prompts, group_size) = episodes_of(task), completions.truncated.shape
-    read = episodes.read_episode if episodes else read_text
+    """Decodes completions to `[N][G]` texts without EOS. Those of several turns include the observations."""
+    read, (num_prompts, group_size) = interaction_of(task).read, completions.truncated.shape
     # One call for all tokens, since a thousand calls of NumPy take longer than decoding.
     content = completions.attention_mask & ~np.isin(completions.completion_ids, task.eos_ids)
     return [[read(task, completions, content, (i, j)) for j in range(group_size)] for i in range(num_prompts)]
-
-
-def read_text(task: Task, completions: Completions, content: Any, place: tuple[int, int]) -> Completion:
-    """Returns the text of a completion, from its tokens where `content` `[N, G, T]` is true."""
-    ids = completions.completion_ids[place][content[place]].tolist()
-    return task.read(ids, truncated=bool(completions.truncated[place]))
-
-
-def episodes_of(task: Task) -> Any:
-    """Imports and returns the module `rl.episodes`, or returns None if the task has no environment."""
-    if task.environment is None:
-        return None
-    from grpo_jax.rl import episodes
-
-    return episodes
-
-
-def shares_a_function(reward: Reward | Rewards, task_reward: Reward | Rewards) -> bool:
-    """Returns true if two rewards have a function in common. Only then do a run's rewards of turns count.
-
-    The coin toss of a control is not in the task's reward, so its rewards of turns are left out too. Otherwise the
-    control would learn from them, even if they cancel in the sum of an episode: the loss weighs a token by the length
-    of its completion, and later turns change that length.
-    """
-    functions, others = ([part.reward for part in named_components(each).values()] for each in (reward, task_reward))
-    return any(function in others for function in functions)
 
 
 # ---- as arrays for the devices
@@ -275,13 +235,17 @@ def readable(
     count = len(numbers)
     texts = decode_groups(jax.tree.map(lambda x: x[:count], completions), task)
     lengths = completions.attention_mask.sum(-1)
-    episodes = episodes_of(task)
+    interaction, has_parts = interaction_of(task), any(graded.parts.ravel())
 
     def group(i: int) -> dict[str, Any]:
         number = numbers[i]
         example, sampled = rollout.prompts.examples[number], completions.completion_ids[i]
         by_completion = advantages[i] if advantages.ndim == 2 else advantages[i, :, 0]
-        parts = _part_columns(graded, number, advantages[i] if advantages.ndim == 3 else None)
+        by_part = {}
+        if advantages.ndim == 3 and has_parts:
+            rows = zip(advantages[i], graded.parts[number], strict=True)
+            at_ends = [_rounded(row[[part.end - 1 for part in parts]]) for row, parts in rows]
+            by_part = {f"{interaction.parts.removesuffix('s')}_advantages": at_ends}
         return {
             "prompt": example["prompt"],
             "columns": {name: _short(value) for name, value in example.items() if name != "prompt"},
@@ -296,34 +260,11 @@ def readable(
                 for ids, length, text in zip(sampled, lengths[i], texts[i], strict=True)
             ],
             "logprobs": [_rounded(values[:length], 3) for values, length in zip(logprobs[i], lengths[i], strict=True)],
-            **(episodes.turn_columns(completions, i, texts[i]) if episodes else {}),
-            **parts,
+            **interaction.columns(graded, number, completions, i, texts[i]),
+            **by_part,
         }
 
     return [group(i) for i in range(count)]
-
-
-def _part_columns(graded: Graded, number: int, advantages: np.ndarray | None) -> dict[str, Any]:
-    """Returns columns about the turns or spans of a group.
-
-    Args:
-      graded: The rewards of the rollout.
-      number: The number of the group.
-      advantages: The advantages of tokens, `[G, T]`. None: advantages are not computed for each part.
-    """
-    parts = graded.parts[number]
-    columns: dict[str, Any] = {}
-    if not graded.episodes and any(graded.parts.ravel()):
-        # Each span is a half-open range of tokens.
-        columns["spans"] = [[[part.start, part.end] for part in row] for row in parts]
-        columns["span_rewards"] = [[part.reward for part in row] for row in parts]
-    if advantages is not None and (graded.episodes or columns):
-        at_ends = [
-            _rounded(row[[part.end - 1 for part in row_parts]])
-            for row, row_parts in zip(advantages, parts, strict=True)
-        ]
-        columns["turn_advantages" if graded.episodes else "span_advantages"] = at_ends
-    return columns
 
 
 def _rounded(values: np.ndarray, digits: int = 4) -> list[float]:

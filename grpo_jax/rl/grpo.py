@@ -14,7 +14,7 @@ import optax
 
 from grpo_jax import functional as F
 from grpo_jax.checks import check_models, validate
-from grpo_jax.config import BY_PART, GRPOConfig, LossConfig
+from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -24,9 +24,9 @@ from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
-from grpo_jax.step.optimizer import learning_rate_schedule, make_optimizer
-from grpo_jax.step.scores import score_completion_tokens, states_of
-from grpo_jax.step.types import Array, Batch, Logs
+from grpo_jax.step.scores import score_completion_tokens, states_of, token_divergence
+from grpo_jax.step.types import Array, Batch, Logs, TargetOutputs
+from grpo_jax.step.update import learning_rate_schedule, make_optimizer
 from grpo_jax.tasks.task import Task
 
 
@@ -250,20 +250,13 @@ def objective_term(config: LossConfig) -> LossTerm:
 def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
     """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
 
+    kind = Divergence("forward_kl" if config.divergence == "reverse" else "reverse_kl")
+
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        unembeddings = [policy.unembedding(models[role]) for role in ("policy", "reference")]
+        heads = policy.head(models["policy"]), policy.head(models["reference"])
 
         def divergence(states: jax.Array, ref_states: jax.Array, temperature: jax.Array) -> jax.Array:
-            return F.token_kl(
-                states,
-                unembeddings[0],
-                ref_states,
-                unembeddings[1],
-                temperature=temperature,
-                reverse=config.divergence == "reverse",
-                softcap=policy.softcap,
-                ref_softcap=policy.softcap,
-            )
+            return token_divergence(kind, heads, states, TargetOutputs(hidden=ref_states), temperature)
 
         reference = states_of(policy, models["reference"], batch)
         kl, mask = forward.states.map(divergence, reference, batch.temperature), batch.completion_mask

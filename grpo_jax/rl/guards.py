@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax import hosts
-from grpo_jax.checks import check_episodes
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import BY_PART, GRPOConfig
 from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.reward import ungraded_messages
+from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import Graded
 from grpo_jax.tasks.task import Task
 
@@ -38,9 +37,8 @@ def check_task(task: Task, config: GRPOConfig, *, bootstraps: bool = False) -> N
         raise UsageError(
             f"top_k is {sampling.top_k}, but the model has {task.vocab_size} tokens: set it below that, or to 0 for all"
         )
-    if task.environment is not None:
-        hosts.check_alone("environments")
-    check_episodes(sampling, has_environment=task.environment is not None)
+    interaction = interaction_of(task)
+    interaction.check(sampling)
     texts = task.stop.texts if task.stop else ()
     if tuple(sampling.stop) != texts:
         raise UsageError(f"stop is {sampling.stop}, but the task stops at {texts}: pass the same texts to text_task")
@@ -49,7 +47,7 @@ def check_task(task: Task, config: GRPOConfig, *, bootstraps: bool = False) -> N
             "completions of this task are meant to be cut off, and end there: leave mask_truncated and "
             "bootstrap_truncated out"
         )
-    if loss.advantages_of == ("turns" if task.environment is None else "spans"):
+    if loss.advantages_of in BY_PART and loss.advantages_of != interaction.parts:
         raise UsageError(
             f'advantages_of "{loss.advantages_of}" does not suit this task: "turns" is for tasks with an environment, '
             '"spans" for completions of one turn'
@@ -108,23 +106,17 @@ def length_warning(width: int, longest: int | None) -> dict[str, str]:
 
 
 @np.errstate(invalid="ignore", over="ignore")  # the run warns about an infinite reward
-def rollout_warnings(graded: Graded, task: Task, step: int, *, is_graded: bool = True) -> dict[str, str]:
+def rollout_warnings(graded: Graded, step: int, *, is_graded: bool = True) -> dict[str, str]:
     """Returns warnings about rollouts from which the policy cannot learn.
 
     Args:
       graded: The rewards of the rollout.
-      task: The task of the run.
       step: The number of the step, from 1.
       is_graded: True if the method needs rewards.
     """
     warnings = {}
     if not np.isfinite(graded.rewards).all():
         warnings["reward"] = "the reward function returned NaN or infinity: such a step is skipped"
-    if graded.truncated.all() and not task.open_ended and not graded.episodes:
-        warnings["truncated"] = (
-            "no completion ended within max_tokens: raise max_tokens, name a text that ends completions with stop, or "
-            "check that the model was trained to write EOS"
-        )
     if not is_graded:
         return warnings
     if not graded.applicable.any():

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import Line, Reward, Rewards
+from grpo_jax.data.types import Reward, Rewards, StepLog
 from grpo_jax.devices import devices_of, to_devices, update_flops
 from grpo_jax.models.params import TRAINED_ROLES, join
 from grpo_jax.models.transformer import Params
@@ -37,12 +37,12 @@ class Iteration(NamedTuple):
     score: Callable[[TrainState, Batch], Batch]
     grade: Callable[[Rollout, int], Rollout]  # decodes and rewards completions
     learn: Callable[[TrainState, Batch, Rollout, int], tuple[TrainState, Learned]]  # the state is donated
-    line: Callable[..., Line]  # (step, rollout, scored batch, learned) -> the line to write
+    line: Callable[..., StepLog]  # (step, rollout, scored batch, learned) -> the line to write
 
 
 def iterate(
     it: Iteration, state: TrainState, step: int, on_dispatch: Callable[[], None] = lambda: None
-) -> tuple[TrainState, Callable[[], Line]]:
+) -> tuple[TrainState, Callable[[], StepLog]]:
     """Runs one iteration, without waiting for the devices to finish the update.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import Line, Skipped
+from grpo_jax.data.types import Skipped, StepLog
 from grpo_jax.devices import Devices, local_rows, peak_flops, pop_bytes_moved, size, to_numpy
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.rl.grade import read_completions, readable
@@ -29,7 +29,7 @@ def read_line(
     rollout: Rollout,
     batch: Batch,
     learned: Learned,
-) -> Line:
+) -> StepLog:
     """Waits for the metrics of an iteration, and returns its line of the log.
 
     Args:
@@ -54,8 +54,7 @@ def read_line(
     if every and (step % every == 0 or step + 1 == config.steps):
         logprobs, advantages = local_rows((batch.sampler_logprobs, learned.advantages))
         groups = readable(rollout, read_completions(rollout), logprobs, advantages, task, devices)
-    tokens = int(rollout.prompts.tokens.mask.sum() + graded.lengths.sum())
-    tokens += int(graded.episodes["environment_tokens"].sum()) if graded.episodes else 0  # computed too
+    tokens = int(rollout.prompts.tokens.mask.sum() + graded.num_tokens.sum())
     times = {
         "tokens": {"rollout": rollout.metrics["tokens"], "update": config.optimizer.epochs * tokens},
         "update_flops": flops * config.optimizer.epochs * tokens,
@@ -75,7 +74,7 @@ def read_line(
     words = ["no reward" if reward is None else f"reward {reward:.3f}"]
     words += [f"KL {metrics['kl']:.3g}"] if "kl" in metrics else []
     words += [f"length {rollout.metrics['length_mean']:.1f}"]
-    return Line(
+    return StepLog(
         metrics=rollout.metrics | metrics,
         words=", ".join(words),
         warnings=warnings | damaged | (ratio_warning(metrics) if rollout.is_fresh else {}),

@@ -25,13 +25,14 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import grpo_method, kl_in_reward, masked, optimizer_of
 from grpo_jax.rl.guards import check_task
+from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Forward, LossTerm, Method, RewardArrays
-from grpo_jax.step.optimizer import learning_rate_schedule
 from grpo_jax.step.scores import score_completion_tokens, states_of
 from grpo_jax.step.types import Array, Batch, Logs
+from grpo_jax.step.update import learning_rate_schedule
 from grpo_jax.tasks.task import Task
 
 
@@ -70,7 +71,7 @@ def make_ppo_programs(
     Raises:
       UsageError: Options do not work. The message says what to change.
     """
-    if task.environment is not None:
+    if interaction_of(task).parts == "turns":
         raise UsageError("a critic of PPO reads no episodes of several turns: train with GRPO, or without environment")
     validate_ppo(config, num_devices=parts(devices_of(config.run)))
     check_task(task, config.run, bootstraps=config.critic.bootstrap_truncated)

@@ -14,17 +14,16 @@ import numpy as np
 
 from grpo_jax.config import GRPOConfig, SamplingConfig
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.devices import ONE_DEVICE, Devices, all_rows, jit_on_devices, map_rows, place, spread_over, to_devices
+from grpo_jax.devices import ONE_DEVICE, Devices, all_rows, place, spread_over, to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grade import episodes_of
 from grpo_jax.rl.guards import has_spread
-from grpo_jax.rl.types import SAMPLING, Rollout, noise_of, step_key
-from grpo_jax.sampling.sampler import Completions, Truncation, sample_groups, truncation_of
+from grpo_jax.rl.interaction import interaction_of
+from grpo_jax.rl.types import SAMPLING, Rollout, noise_of
+from grpo_jax.sampling.sampler import Completions, Truncation, truncation_of
 from grpo_jax.step.types import Batch
-from grpo_jax.tasks.curriculum import add_step, empty_window
 from grpo_jax.tasks.task import Task
 
 
@@ -36,7 +35,7 @@ class Sampler(NamedTuple):
     draw: Callable[..., Completions]
     devices: Devices
     # The compiled program, (params, prompt, numbers, temperature, noise) -> Completions, on the devices. None: an
-    # engine samples, or several programs sample episodes
+    # engine samples, or several programs do
     program: Callable[..., Completions] | None = None
     group_tokens: int = 0  # tokens of a prompt's completions, G · T. 0: prompts are never cut
 
@@ -45,7 +44,7 @@ class Sampler(NamedTuple):
     ) -> tuple[Batch, Completions]:
         """Samples a group of completions for each prompt.
 
-        The call waits for episodes and for engines. Otherwise it only dispatches the program.
+        The call waits for engines and for replies. Otherwise it only dispatches the program.
 
         Args:
           params: The parameters of the policy.
@@ -80,70 +79,15 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
 
     Args:
       policy: The functions of the model.
-      task: Supplies the widths of prompts, the special tokens and an environment if there is one.
+      task: Supplies the special tokens, and an environment if there is one.
       sampling: The sampling options of the run.
       devices: The devices that share the rows.
 
     Raises:
       UsageError: The task has an environment, but the policy cannot continue after its replies.
     """
-    group_tokens = sampling.group_size * sampling.completion_width
-    if task.environment is not None:
-        from grpo_jax.rl.episodes import episode_sampler  # loaded only for tasks with an environment
-
-        return Sampler(episode_sampler(policy, task, sampling, devices), devices, group_tokens=group_tokens)
-
-    def sample(params, prompt, numbers, temperature, noise) -> Completions:
-        def sample_rows(shared, prompt, numbers, temperature) -> Completions:
-            params, noise = shared
-            return sample_completions(policy, task, sampling, params, prompt, numbers, temperature, step_key(*noise))
-
-        return map_rows(sample_rows, devices)((params, noise), prompt, numbers, temperature)
-
-    run_program = jit_on_devices(sample, 0, devices=devices)
-
-    def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        noise = to_devices(noise, devices, axes=None)
-        return run_program(params, prompts.tokens, numbers, temperature, noise)
-
-    return Sampler(draw, devices, run_program, group_tokens)
-
-
-def sample_completions(
-    policy: Policy,
-    task: Task,
-    sampling: SamplingConfig,
-    params: Params,
-    prompt: PromptTokens,
-    numbers: jax.Array,
-    temperature: jax.Array,
-    key: jax.Array,
-) -> Completions:
-    """Samples completions of prompts with the options of a run.
-
-    Args:
-      policy, params: The functions and parameters of the model.
-      task: Supplies the special tokens.
-      sampling: The sampling options of the run.
-      prompt: The prompts, `[N, P]`.
-      numbers: The numbers of the completions, int32 `[N, G]`, which key the noise of each.
-      temperature: The temperature of each completion, `[N, G]`.
-      key: The key of the noise, consumed.
-    """
-    policy = policy if sampling.narrow_decoding else policy._replace(select=None)
-    return sample_groups(
-        policy,
-        params,
-        prompt,
-        numbers,
-        key,
-        max_tokens=sampling.max_tokens,
-        eos_ids=task.eos_ids,
-        temperature=temperature,
-        truncation=truncation_of(sampling.top_k, sampling.top_p, sampling.min_p),
-        pad_id=task.pad_id,
-        stop=task.stop,
-    )
+    draw, program = interaction_of(task).make_draw(task, policy, sampling, devices)
+    return Sampler(draw, devices, program, group_tokens=sampling.group_size * sampling.completion_width)
 
 
 def to_batch(prompt: PromptTokens, temperature: Any, completions: Completions) -> Batch:
@@ -266,8 +210,7 @@ def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
         truncated_logprobs=np.zeros(shape, np.float32) if is_truncated else None,
         truncated=np.zeros(shape[:2], bool),
     )
-    episodes = episodes_of(task)
-    return episodes.empty_episodes(batch, sampling) if episodes else batch
+    return interaction_of(task).add_zeros(batch, sampling)
 
 
 # ---- curriculum
@@ -291,6 +234,8 @@ def by_solve_rate(
       sampling: The sampling options of the run.
       devices: The devices that share the rows.
     """
+    from grpo_jax.tasks.curriculum import add_step, empty_window
+
     choose = task.curriculum
     if choose is None:
         raise UsageError("curriculum is set, but prompts of this task are all in the same order: leave it out")

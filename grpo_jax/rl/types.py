@@ -5,19 +5,23 @@ Rewards pass through four containers: the list that a function returns becomes `
 `Graded` on the host, then `RewardArrays` on the devices, and finally the advantages of a `Batch`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from grpo_jax.config import SamplingConfig
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.types import Completion, Reward, Rewards
 from grpo_jax.models.geometry import TokenStates
 from grpo_jax.models.transformer import Params
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step.types import Array, Batch, Logs, TrainState
+from grpo_jax.tasks.task import Task
 
 _NOTHING: Any = MappingProxyType({})  # read-only, since it is shared
 
@@ -28,11 +32,34 @@ class Graded(NamedTuple):
     rewards: np.ndarray  # float32 [N, G], the weighted sum
     applicable: np.ndarray  # bool [N, G], true if any reward applies
     components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where the reward does not apply
-    lengths: np.ndarray  # int [N, G], in tokens, including EOS
+    lengths: np.ndarray  # int [N, G], in tokens of the policy, including EOS
     truncated: np.ndarray  # bool [N, G]
     distinct: np.ndarray  # float [N], share of distinct completions in a group
     parts: np.ndarray  # object [N, G], the turns or spans: tuples of `Span` in tokens, ordered by their ends
-    episodes: dict[str, np.ndarray]  # name -> [N, G], statistics of episodes; empty without an environment
+    statistics: dict[str, np.ndarray]  # name -> [N, G], see `Interaction`
+    num_tokens: np.ndarray  # int [N, G], all tokens, also those that the policy only read
+
+
+class Interaction(NamedTuple):
+    """The functions that differ between completions of one turn and completions of several turns."""
+
+    parts: Literal["spans", "turns"]  # the parts of a completion that may have rewards of their own
+    check: Callable[[SamplingConfig], None]  # raises if the options do not suit the task
+    # (task, policy, sampling options, devices) -> `draw` and `program` of a `source.Sampler`
+    make_draw: Callable[..., tuple[Callable[..., Completions], Callable[..., Completions] | None]]
+    # (task, completions as NumPy arrays, mask [N, G, T] of their tokens without EOS, place in [N, G]) -> a text
+    read: Callable[[Task, Completions, Any, tuple[int, int]], Completion]
+    # (task, completions, texts that are rewarded [N · G], their spans, reward) -> `Graded.parts`
+    find_parts: Callable[[Task, Completions, Sequence[Completion], np.ndarray, Reward | Rewards], np.ndarray]
+    # (task, rewards, number of the step, from 0) -> metrics and warnings. Raises if the run cannot learn
+    report: Callable[[Task, Graded, int], tuple[dict[str, Any], dict[str, str]]]
+    # (rewards, number of a group, completions on this host, place of the group in them, texts) -> columns to read
+    columns: Callable[[Graded, int, Completions, int, Sequence[Completion]], dict[str, Any]]
+    # (batch of zeros, sampling options) -> batch with zeros for the other fields that are sampled
+    add_zeros: Callable[[Batch, SamplingConfig], Batch] = lambda batch, sampling: batch
+    # (task, completions, texts) -> statistics of completions, name -> [N, G]
+    statistics: Callable[[Task, Completions, Sequence[Sequence[Completion]]], dict[str, np.ndarray]] = lambda *_: {}
+    failures: Callable[[Task], dict[str, str]] = lambda task: {}  # returns sentences about failures so far, by key
 
 
 class Rollout(NamedTuple):

@@ -16,9 +16,8 @@ from grpo_jax.models.params import join
 from grpo_jax.models.pieces import choose_pieces
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import SHUFFLING, Learned, Method, RewardArrays, step_key
-from grpo_jax.step.optimizer import steps_taken
 from grpo_jax.step.types import Array, Batch, Logs, TrainState
-from grpo_jax.step.update import train_step
+from grpo_jax.step.update import steps_taken, train_step
 
 # Metrics of optimizer steps, not of tokens.
 STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate", "changed_share"})

@@ -23,7 +23,7 @@ import numpy as np
 
 from grpo_jax import hosts
 from grpo_jax.config import LoggingConfig
-from grpo_jax.data.types import Line, Skipped
+from grpo_jax.data.types import Skipped, StepLog
 from grpo_jax.devices import Devices, place, shardings
 from grpo_jax.errors import Interruption
 from grpo_jax.runs.checkpoint import best_step
@@ -130,7 +130,7 @@ os.register_at_fork(after_in_child=_forget)
 # ---- the loop
 
 S = TypeVar("S", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
-Pending = Callable[[], Line]  # waits for the metrics of a step
+Pending = Callable[[], StepLog]  # waits for the metrics of a step
 
 
 def run_steps(
@@ -243,7 +243,7 @@ def is_stale(scores: Mapping[int, float], patience: int) -> bool:
     return patience > 0 and len(scores) > 0 and sum(step > best_step(scores) for step in scores) >= patience
 
 
-def write_line(run: RunFolder, phase: str, step: int, line: Line, evaluated: dict[str, float]) -> str:
+def write_line(run: RunFolder, phase: str, step: int, line: StepLog, evaluated: dict[str, float]) -> str:
     """Writes the metrics, rollouts, times and warnings of a step.
 
     Args:

@@ -311,18 +311,16 @@ def start_decoding(
     """
     shape = running.last_ids.shape
     hidden, decode, cache = policy.prefill(params, prompt, shape[1], room)
-    add_token = token_adder(policy, params, eos_ids, stop)
-
-    def add(running: Running, hidden: jax.Array, step: jax.Array) -> Running:
-        return add_token(running, hidden, step, running.out.truncated)
+    add = token_adder(policy, params, eos_ids, stop)
 
     def extend(state):
         step, cache, running = state
         active = (running.out.truncated,) if policy.forgets else ()
         hidden, cache = decode(cache, running.last_ids, step - 1, *active)
-        return step + 1, cache, add(running, hidden, step)
+        return step + 1, cache, add(running, hidden, step, running.out.truncated)
 
-    first = add(running, jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))
+    hidden = jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1]))
+    first = add(running, hidden, jnp.int32(0), running.out.truncated)
     return extend, (jnp.int32(1), cache, first)
 
 

@@ -101,38 +101,38 @@ def read_token_bytes(
             case {"type": "Fuse"}:
                 pass
             case {"type": "Join"}:  # tokenizers without a decoder
-                later = [b" " + piece for piece in later]
+                later = [b" " + token_bytes for token_bytes in later]
             case {"type": "ByteLevel"}:
-                later = first = [_from_byte_level(piece) for piece in later]
+                later = first = [_from_byte_level(token_bytes) for token_bytes in later]
             case {"type": "Replace", "pattern": {"String": old}, "content": new}:
-                later = first = [piece.replace(old.encode(), new.encode()) for piece in later]
+                later = first = [token_bytes.replace(old.encode(), new.encode()) for token_bytes in later]
             case {"type": "Metaspace", "replacement": old, "prepend_scheme": scheme}:
-                first = [piece.replace(old.encode(), b" " if scheme == "never" else b"") for piece in later]
-                later = [piece.replace(old.encode(), b" ") for piece in later]
+                first = [token_bytes.replace(old.encode(), b" " if scheme == "never" else b"") for token_bytes in later]
+                later = [token_bytes.replace(old.encode(), b" ") for token_bytes in later]
             case {"type": "ByteFallback"}:
-                is_byte = np.array([_BYTE_TOKEN.fullmatch(piece) is not None for piece in later])
+                is_byte = np.array([_BYTE_TOKEN.fullmatch(token_bytes) is not None for token_bytes in later])
                 later = first = [
-                    bytes([int(piece[3:5], 16)]) if single else piece
-                    for piece, single in zip(later, is_byte, strict=True)
+                    bytes([int(token_bytes[3:5], 16)]) if single else token_bytes
+                    for token_bytes, single in zip(later, is_byte, strict=True)
                 ]
             case {"type": "Strip", "content": str(start), "start": 1, "stop": 0}:
-                first = [piece.removeprefix(start.encode()) for piece in first]
+                first = [token_bytes.removeprefix(start.encode()) for token_bytes in first]
             case _:
                 raise refusal
     removed = np.array([token is None for token in tokens])
-    letter = [i for i, piece in enumerate(later) if piece.isalpha()][:1]
+    letter = [i for i, token_bytes in enumerate(later) if token_bytes.isalpha()][:1]
     for i in {*tokenizer.added_tokens_decoder, *special_ids} & {*range(vocab_size)}:
         removed[i] = decode([*letter, i]) == decode(letter)
-    pieces, written = TokenBytes(first, later, is_byte, removed), np.flatnonzero(~removed).tolist()
-    if any(decode(ids) != pieces.text(ids) for ids in (written, written[::-1])):
+    read, written = TokenBytes(first, later, is_byte, removed), np.flatnonzero(~removed).tolist()
+    if any(decode(ids) != read.text(ids) for ids in (written, written[::-1])):
         raise refusal
-    return pieces
+    return read
 
 
-def _from_byte_level(piece: bytes) -> bytes:
+def _from_byte_level(token_bytes: bytes) -> bytes:
     """Returns the bytes of a byte-level token. Tokens with other characters stand for themselves."""
-    characters = piece.decode()
-    return bytes(map(_BYTES.__getitem__, characters)) if all(x in _BYTES for x in characters) else piece
+    characters = token_bytes.decode()
+    return bytes(map(_BYTES.__getitem__, characters)) if all(x in _BYTES for x in characters) else token_bytes
 
 
 # ---- the automaton
@@ -142,7 +142,7 @@ _Rest = tuple[tuple[int, int], ...] | None
 _State = tuple[int, _Rest]  # the longest end of the text that begins a stop text, as its number, and the rest
 
 
-def make_stop(texts: Sequence[str], pieces: Callable[[], TokenBytes]) -> Stop | None:
+def make_stop(texts: Sequence[str], read_tokens: Callable[[], TokenBytes]) -> Stop | None:
     """Makes the automaton of stop texts. It is exact: it stops at the token whose text completes one of them.
 
     UTF-8 texts contain each other exactly if their bytes do, so the automaton reads bytes (Aho & Corasick, 1975).
@@ -151,7 +151,7 @@ def make_stop(texts: Sequence[str], pieces: Callable[[], TokenBytes]) -> Stop | 
 
     Args:
       texts: The stop texts.
-      pieces: Returns the bytes of all tokens. It is called only if there are stop texts.
+      read_tokens: Returns the bytes of all tokens. It is called only if there are stop texts.
 
     Returns:
       The automaton, or None if there are no stop texts.
@@ -168,9 +168,9 @@ def make_stop(texts: Sequence[str], pieces: Callable[[], TokenBytes]) -> Stop | 
     if (size := sum(map(len, encoded))) > _MOST_BYTES:
         raise UsageError(f"stop has texts of {size} bytes: give fewer or shorter ones, of at most {_MOST_BYTES}")
     next_node, count = _next_nodes(encoded)
-    first, later, is_byte, removed = pieces()
+    first, later, is_byte, removed = read_tokens()
     initial, flat = _advance(next_node, _flatten(first), 0), _flatten(later)
-    after_pieces = cache(partial(_advance, next_node, flat))
+    after_tokens = cache(partial(_advance, next_node, flat))
     single = [(i, later[i][0]) for i in np.flatnonzero(is_byte).tolist()]
     states: list[_State] = [(0, ()), (count, ()), *((node, ()) for node in range(count))]
     known = {state: number for number, state in enumerate(states) if number}
@@ -179,7 +179,7 @@ def make_stop(texts: Sequence[str], pieces: Callable[[], TokenBytes]) -> Stop | 
         if number == STOPPED:
             rows.append(np.full(len(later), STOPPED))
             continue
-        nodes = initial if number == START else after_pieces(node if rest == () else 0)
+        nodes = initial if number == START else after_tokens(node if rest == () else 0)
         row = np.where(nodes == count, STOPPED, nodes + 2)
         for token, byte in single:
             if number == START and not first[token]:
@@ -217,14 +217,14 @@ def _next_nodes(texts: Sequence[bytes]) -> tuple[np.ndarray, int]:
     return next_node, count
 
 
-def _flatten(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the bytes of all pieces in one array, and where each piece begins and ends."""
-    ends = np.cumsum([len(piece) for piece in pieces])
-    return np.frombuffer(b"".join(pieces), np.uint8), np.append(0, ends[:-1]), ends
+def _flatten(tokens: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the bytes of all tokens in one array, and where each token begins and ends."""
+    ends = np.cumsum([len(token) for token in tokens])
+    return np.frombuffer(b"".join(tokens), np.uint8), np.append(0, ends[:-1]), ends
 
 
 def _advance(next_node: np.ndarray, flat: tuple[np.ndarray, np.ndarray, np.ndarray], node: int) -> np.ndarray:
-    """Returns the node after each piece, int `[V]`, from `node` on."""
+    """Returns the node after each token, int `[V]`, from `node` on."""
     data, starts, ends = flat
     nodes, left, place = np.full(len(starts), node, np.int32), np.arange(len(starts)), 0
     while len(left := left[starts[left] + place < ends[left]]):

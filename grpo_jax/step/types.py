@@ -26,8 +26,8 @@ class TrainState(NamedTuple):
     source: Any = ()  # the state of the source of rollouts, arrays [N, ...]
 
 
-class TeacherOutputs(NamedTuple):
-    """Outputs of a teacher that the loss needs. A field is None if the kind of distillation does not need it."""
+class TargetOutputs(NamedTuple):
+    """Outputs of a model that the policy should match. A field is None if the loss does not need it."""
 
     logprobs: Array = None  # [N, G, T], log-probabilities of the sampled tokens
     hidden: Array = None  # [N, G, T, E], hidden states
@@ -56,7 +56,7 @@ class Batch(NamedTuple):
     old_entropy: Array = None  # [N, G, T], in nats
     old_values: Array = None  # [N, G, T], values of a critic before the updates
     end_values: Array = None  # [N, G, 1], its values after the last token
-    teacher: TeacherOutputs | None = None
+    target: TargetOutputs | None = None  # outputs of another model, with which terms compare the policy
     # ---- from the rewards
     advantages: Array = None  # [N, G], or [N, G, T]
     returns: Array = None  # [N, G, T], the targets of a critic

@@ -15,44 +15,57 @@ from grpo_jax.data.episodes import (
     messages_of,
 )
 from grpo_jax.data.types import Example
+from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import Chat, reply_encoder, reply_reader
 from grpo_jax.rewards.processes import Processes, ProcessOptions
 from grpo_jax.rewards.values import BadReward
 from grpo_jax.rewards.worker import digest_of_source
 from grpo_jax.tasks.adapters import load_factory, trl_tools
-from grpo_jax.tasks.options import TaskOptions
-from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of as schemas_of
+from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of
+
+
+def tool_schemas(*, tools: str, factory: str, in_chat: bool) -> list[dict[str, Any]] | None:
+    """Returns the schemas of the functions that the policy may call, or None.
+
+    Args:
+      tools, factory: The options that name functions, or a class whose methods are functions.
+      in_chat: True if the prompts are in the chat template.
+
+    Raises:
+      UsageError: A function cannot be loaded, or the functions cannot be described to the model.
+    """
+    functions = trl_tools(load_factory(factory)) if factory else load_tools(tools) if tools else {}
+    schemas = schemas_of(functions) or None
+    if schemas and not in_chat:
+        flag = "--tools" if tools else "--environment-factory"
+        raise UsageError(f"{flag} needs a model with a chat template, which tells it of the tools, and --chat")
+    return schemas
 
 
 @contextmanager
-def open_environment(options: TaskOptions, chat: Chat, in_chat: bool) -> Iterator[Environment]:
-    """Opens the environment that the options name, in child processes that end with the block."""
-    spec, arguments = options.environment, dict[str, str]()
-    named = options.tools or options.environment_factory
-    if options.tools:
-        spec, arguments = "grpo_jax.tasks.tools:environment_of_tools", {"tools": named}
-    elif options.environment_factory:
-        spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": named}
+def open_environment(
+    chat: Chat, in_chat: bool, *, environment: str = "", tools: str = "", factory: str = "", **limits: Any
+) -> Iterator[Environment]:
+    """Opens an environment in child processes that end with the block.
+
+    Args:
+      chat: The tokenizer and its chat template.
+      in_chat: True if replies are messages.
+      environment, tools, factory: One of the options of a task that name the environment.
+      limits: Options of `environment_in_processes`.
+    """
+    spec, arguments, named = environment, dict[str, str](), tools or factory
+    if tools:
+        spec, arguments = "grpo_jax.tasks.tools:reply_with_loaded", {"tools": tools}
+    elif factory:
+        spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": factory}
     roles: tuple[str, ...] = ("tool", "user") if named else ("user",) if in_chat else ()
-    with environment_in_processes(
-        spec,
-        reply_encoder(chat, roles=roles),
-        arguments=arguments,
-        deadline=options.reply_deadline,
-        budget=options.reply_budget,
-        memory_mb=options.reply_memory_mb,
-    ) as environment:
-        environment = environment._replace(read=reply_reader(chat, roles=roles))
+    encode = reply_encoder(chat, roles=roles)
+    with environment_in_processes(spec, encode, arguments=arguments, **limits) as opened:
+        opened = opened._replace(read=reply_reader(chat, roles=roles))
         if named:
-            environment = environment._replace(measure=count_calls, source=digest_of_source(named))
-        yield environment
-
-
-def tools_of(options: TaskOptions) -> dict[str, Callable[..., Any]]:
-    """Returns the functions that the policy may call, by name."""
-    if options.environment_factory:
-        return trl_tools(load_factory(options.environment_factory))
-    return load_tools(options.tools) if options.tools else {}
+            opened = opened._replace(measure=count_calls, source=digest_of_source(named))
+        yield opened
 
 
 @contextmanager

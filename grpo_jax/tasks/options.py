@@ -1,11 +1,23 @@
-"""Options that choose the task on the command line."""
+"""Tasks that options name, as on the command line: prompts, rewards and the environment."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from grpo_jax.data.generators import PREFIX, AnswerIn
+import numpy as np
+
+from grpo_jax.data.generators import PREFIX, AnswerIn, parse_generators
+from grpo_jax.data.rows import read_rows
+from grpo_jax.data.text import uses_chat
+from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
+from grpo_jax.models.chat import make_chat
+from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import Bound, Size
-from grpo_jax.rewards.reward import parse_reward
+from grpo_jax.rewards.reward import open_rewards, parse_reward
+from grpo_jax.tasks.task import Task, text_task
 
 # Strict and lenient grading are both logged: a model that learns only the format raises just the strict reward.
 # Published scores of GSM8K are those of its own pattern.
@@ -70,11 +82,6 @@ class TaskOptions:
     """Megabytes that a process of the environment may allocate beyond what loading it took; None: no limit."""
 
 
-def has_environment(options: TaskOptions) -> bool:
-    """Returns whether an environment or tools answer the policy, so that a completion may have several turns."""
-    return bool(options.environment or options.tools or options.environment_factory)
-
-
 def check_task_options(options: TaskOptions) -> tuple[str, ...]:
     """Checks the options before a model is loaded, and returns the texts of the rewards to open.
 
@@ -129,3 +136,117 @@ def _usual_rewards(options: TaskOptions) -> tuple[str, ...]:
 def usual_num_heldout(num_rows: int) -> int:
     """Returns the default number of held-out prompts of your own rows: a tenth of the rows, at least 1, at most 200."""
     return min(200, max(1, num_rows // 10))
+
+
+# ---- opening
+
+
+@contextmanager
+def open_task(
+    options: TaskOptions,
+    pretrained: Pretrained,
+    *,
+    group_size: int,
+    chat_template_kwargs: str = "",
+    training: bool = True,
+    has_levels: bool = False,
+    **prompts: Any,
+) -> Iterator[Task]:
+    """Opens the task that the options name. Its rewards run in child processes that end with the block.
+
+    Args:
+      options: The task's options on the command line.
+      pretrained: The model whose tokenizer encodes the prompts.
+      group_size: The number of completions of a prompt in training, G.
+      chat_template_kwargs: Variables of the chat template, as JSON.
+      training: False if the task is only evaluated, so that all rows may be held out.
+      has_levels: True for a curriculum, in which the levels of generators rise.
+      prompts: Further arguments of `text_task`: num_prompts and seed, and others such as stop and max_prompt_tokens.
+
+    Yields:
+      The task.
+
+    Raises:
+      UsageError: The task does not exist, or cannot be opened.
+    """
+    texts = check_task_options(options)
+    chat = uses_chat(options.chat, pretrained.tokenizer)
+    tools, named = None, {"tools": options.tools, "factory": options.environment_factory}
+    opened: AbstractContextManager[Any] = nullcontext()
+    if options.environment or any(named.values()):
+        from grpo_jax.tasks import environments  # imported only by tasks with an environment
+
+        tools = environments.tool_schemas(**named, in_chat=chat)
+        opened = environments.open_environment(
+            make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs),
+            chat,
+            environment=options.environment,
+            **named,
+            deadline=options.reply_deadline,
+            budget=options.reply_budget,
+            memory_mb=options.reply_memory_mb,
+        )
+    make = _task_maker(options, training, has_levels)
+    graded = open_rewards(
+        texts,
+        group_size=group_size,
+        deadline=options.reward_deadline,
+        budget=options.reward_budget,
+        memory_mb=options.reward_memory_mb,
+    )
+    rewarded = graded if texts else nullcontext(environments.episode_return)
+    with opened as environment, rewarded as rewards:
+        task = make(
+            pretrained.tokenizer,
+            pretrained.eos_ids,
+            reward=rewards,
+            chat=chat,
+            vocab_size=pretrained.config.vocab_size,
+            template=options.template,
+            system=options.system,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            **prompts,
+        )
+        yield task._replace(environment=environment)
+
+
+def _task_maker(options: TaskOptions, training: bool, has_levels: bool) -> Any:
+    """Returns the function that makes the task from a tokenizer and the arguments common to all tasks."""
+    most = options.num_heldout
+    if options.task.startswith(PREFIX):
+        from grpo_jax.tasks.generated import generated_task  # imported only by tasks with generators
+
+        generators, place = parse_generators(options.task.removeprefix(PREFIX)), options.answer_in
+        maker: Any = partial(generated_task, generators=generators, num_heldout=most or 200)
+        return partial(maker, has_levels=has_levels, answer_in=place)
+    if options.task in _REWARDS:
+        from grpo_jax.tasks import problems  # imported only by GSM8K and MATH
+    if options.task == "gsm8k":
+        training_rows, test_rows = (
+            problems.gsm8k_rows(options.data or problems.GSM8K, split=split) for split in ("train", "test")
+        )
+        number = 200 if most is None and training else most
+        return partial(problems.problem_task, "gsm8k", rows=training_rows, heldout_rows=test_rows, num_heldout=number)
+    read, source = (problems.math_rows, options.data) if options.task == "math" else (read_rows, options.task)
+    rows: Sequence[Mapping[str, Any]] = read(source)
+    heldout_rows: Sequence[Mapping[str, Any]] | None = read(options.heldout) if options.heldout else None
+    has_bare_replies = options.environment and options.chat is False and options.template is None
+    # There may be a million rows, so only runs that may be refused read them here.
+    if has_bare_replies and any(isinstance(row.get(options.prompt_column), list) for row in rows):
+        raise UsageError("--chat False gives replies no chat template, but the rows hold messages: leave it out")
+    if options.environment_factory:
+        from grpo_jax.tasks.adapters import load_factory, trl_rows
+
+        factory = load_factory(options.environment_factory)
+        rows, heldout_rows = trl_rows(factory, rows), heldout_rows and trl_rows(factory, heldout_rows)
+    if not training and most is not None:
+        rows = [rows[i] for i in np.sort(rng(0).permutation(len(rows))[:most])]
+    held: dict[str, Any] = {"heldout_rows": heldout_rows, "num_heldout": most}
+    if heldout_rows is None and training:
+        held = {"num_heldout": usual_num_heldout(len(rows)) if most is None else most}
+    elif heldout_rows is None:
+        held = {"heldout_share": 0.0}
+    if options.task == "math":
+        return partial(problems.problem_task, "math", rows=rows, **held)
+    return partial(text_task, rows=rows, prompt_column=options.prompt_column, **held)

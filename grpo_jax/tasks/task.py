@@ -27,15 +27,15 @@ from grpo_jax.data.types import (
     rng,
 )
 from grpo_jax.errors import UsageError, reason_of
-from grpo_jax.models.chat import Chat, decode, make_chat, prompt_writer, render, row_kwargs, with_kwargs
+from grpo_jax.models.chat import Chat, make_chat, make_decoder, prompt_writer, render, row_kwargs, with_kwargs
 from grpo_jax.models.geometry import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
 from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_token_bytes
-from grpo_jax.tasks.curriculum import Drawn, Window, draw_by_solve_rate
 
-if TYPE_CHECKING:  # imported only by tasks with an environment
+if TYPE_CHECKING:  # imported only by tasks with an environment, and by curricula
     from grpo_jax.data.episodes import Environment
+    from grpo_jax.tasks.curriculum import Drawn, Window
 
 _STEPS = 100  # the longest prompts of this many steps decide the widths for sampling
 _ALL_IN_ADVANCE = 20_000  # with more rows, most prompts are encoded when a step takes them
@@ -64,7 +64,7 @@ class Task(NamedTuple):
     extract_final: Callable[[Example, Completion], Completion] | None = None
     rows: str = ""  # digest of all training rows; empty if prompts are generated from the seed
     # (window, step, bound of the solve rate) -> the prompts of a step of a curriculum. None: the task has none
-    curriculum: Callable[[Window, int, float], Drawn] | None = None
+    curriculum: "Callable[[Window, int, float], Drawn] | None" = None
     # Other rows -> the numbers of those whose prompts have room, with the prompts. None: the task is not from rows
     encode: "Callable[[Sequence[Mapping[str, Any]]], dict[int, EncodedPrompt]] | None" = None
 
@@ -211,10 +211,12 @@ def text_task(
     def padded(rows: PromptRows, numbers: Iterable[int] | None = None) -> Prompts:
         return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id, widths=widths)
 
-    decoding = partial(decode, writer)
+    decoding = make_decoder(writer)
     ends = make_stop(stop, partial(read_token_bytes, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
 
-    def draw(window: Window, step: int, bound: float) -> Drawn:
+    def draw(window: "Window", step: int, bound: float) -> "Drawn":
+        from grpo_jax.tasks.curriculum import Drawn, draw_by_solve_rate
+
         del bound
         numbers, metrics = draw_by_solve_rate(window, size, num_prompts, rng(seed, 1, step))
         return Drawn(numbers, padded(training, numbers), metrics)

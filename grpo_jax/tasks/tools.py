@@ -170,6 +170,6 @@ def load_tools(text: str) -> dict[str, Callable[..., Any]]:
     return {name: load("tool", f"{place}:{name}", module=module) for name in names}
 
 
-def environment_of_tools(*, tools: str) -> ReplyFn:
-    """Makes an environment of the functions named by a text. Child processes call this function."""
+def reply_with_loaded(*, tools: str) -> ReplyFn:
+    """Returns `reply_with` for the functions that a text names. Child processes call this function."""
     return reply_with(load_tools(tools))

@@ -16,6 +16,7 @@ from grpo_jax import hosts
 from grpo_jax.commands import kto, sft, train
 from grpo_jax.commands.dpo import CONSTANTS
 from grpo_jax.commands.offline import encoding
+from grpo_jax.config import TeacherConfig
 from grpo_jax.data.preferences import encode_preferences, read_preferences
 from grpo_jax.models.chat import Chat
 from grpo_jax.models.huggingface import load_pretrained
@@ -29,6 +30,7 @@ PAIRS = ("--steps", 8, "--num-pairs", 16, "--learning-rate", 1e-2, "--eval-every
 KTO = ("--steps", 8, "--num-completions", 16, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
 OFFLINE = {"sft": SFT, "dpo": PAIRS, "kto": KTO, "reward-model": PAIRS}
 TEACHER = ("--teacher", "teacher", "--distillation", "forward_kl", "--nll-coef", 0.1)
+TAUGHT = sft.Config(divergence=TeacherConfig("jsd", teacher="DIR"))
 
 
 def options_of(method):
@@ -332,7 +334,7 @@ def test_an_options_file_can_choose_another_method(folder, tmp_path):
     assert config.train.run.loss.epsilon_high == 0.28
 
 
-@pytest.mark.parametrize(("method", "config"), [(kto, kto.Config()), (sft, sft.Config(teacher="DIR"))])
+@pytest.mark.parametrize(("method", "config"), [(kto, kto.Config()), (sft, TAUGHT)])
 def test_single_host_methods_are_refused_on_two_hosts(monkeypatch, method, config):
     monkeypatch.setattr(hosts, "count", lambda: 2)
     with refused("leave out --distributed"):

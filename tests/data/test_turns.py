@@ -113,11 +113,16 @@ def test_variables_of_the_template_reach_the_next_turn(tokenizer):
     tokenizer.chat_template = CHATML
 
 
+# As that of GLM: a turn ends where the next one begins.
+NO_END = "{% for m in messages %}<|im_end|>\n{{ m.content }}{% endfor %}"
+
 READ = [
     (CHATML, "tool", " so\n", {"role": "tool", "content": " so\n"}),
     (CHATML, "user", "<|im_end|>\n", {"role": "user", "content": "<|im_end|>\n"}),
     (CHATML.replace("tool", "ipython"), "tool", "", {"role": "tool", "content": ""}),
     (AS_JSON, "user", " so\n", {"role": "user", "content": "so"}),  # as the policy read it
+    (AS_JSON, "tool", ' a "b"\n', {"role": "tool", "content": ' a "b"\n'}),
+    (NO_END, "user", "so", {"role": "user", "content": "so"}),
     (TWO_ENDS, "user", "so", {"role": "user", "content": "so"}),
     (CHATML + "{{ '<think>' if thinks is undefined }}", "user", "so", {"role": "user", "content": "so"}),
 ]

@@ -1,10 +1,14 @@
 """Cases of chats, and their comparison with transformers' `apply_chat_template`."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.data.text import answer_prompts, encode_prompts
-from grpo_jax.models.chat import Chat, reply_encoder, turn_end
+from grpo_jax.data.types import Completion
+from grpo_jax.models.chat import Chat, make_decoder, reply_encoder, reply_reader, turn_end
+from grpo_jax.tasks.task import final_extractor
+from grpo_jax.tasks.tools import Call, calls_of
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 QUESTION = {"role": "user", "content": "What is 2 + 3?\n  Say why: ä 猫 <b>"}
@@ -23,6 +27,14 @@ ANSWERS = {
     "spaces": "  8 ",
     "reasoning": "<think>\n4 + 4 is 8.\n</think>\n\nIt is 8.",
 }
+THOUGHT = "4 + 4"
+# Messages of the assistant, and a word that the template writes if it writes more than the content.
+MESSAGES = {
+    "content": ({"content": "It is 8."}, "It"),
+    "reasoning": ({"content": "It is 8.", "reasoning_content": THOUGHT, "thinking": THOUGHT}, THOUGHT),
+    "calls": ({"content": "", "tool_calls": [CALL]}, "add_numbers"),
+}
+READ_CALL = re.compile(r'<tool_call>\s*\{|\s*(<\|python_tag\|>)?\{"name"')  # the formats of `tasks.tools`
 REPLIES = ("No, wrong.", " 1\n2 ", 'say "so" {1}')
 TOOL = {
     "type": "function",
@@ -69,6 +81,7 @@ def compare(tokenizer: Any) -> Iterator[tuple[str, str]]:
                 for answer in ANSWERS.values():
                     yield from _compare_answer(chat._replace(tools=tools), prompts, messages, answer, expected)
     yield from _compare_replies(chat, expected)
+    yield from _compare_messages(chat, expected)
 
 
 def _compare_answer(
@@ -111,7 +124,8 @@ def _compare_replies(chat: Chat, expected: Expected) -> Iterator[tuple[str, str]
         kind = f"replies of the {role}"
         try:
             ((prompt, (sampled,), _),) = answer_prompts(chat, encode_prompts(chat, [[first]]), [(answer["content"],)])
-            encode, sampled_ids = reply_encoder(chat, roles=(role,)), [*prompt, *sampled]
+            encode, reader = (make(chat, roles=(role,)) for make in (reply_encoder, reply_reader))
+            sampled_ids = [*prompt, *sampled]
             histories = [[first, answer, {"role": role, "content": reply}] for reply in REPLIES]
             all_ids = [expected(history, add_generation_prompt=True) for history in histories]
         except Exception as error:
@@ -123,3 +137,41 @@ def _compare_replies(chat: Chat, expected: Expected) -> Iterator[tuple[str, str]
                 continue
             more = encode(reply)
             yield kind, "equal" if ids[len(sampled_ids) :] == more else f"DIFFERENT: {chat.tokenizer.decode(more)!r}"
+            message = reader(more)
+            same = message["role"] == role and message["content"] in (reply, reply.strip())  # some templates strip it
+            yield f"{kind}, read", "equal" if same else f"DIFFERENT: {reply!r}: {message}"
+
+
+def _compare_messages(chat: Chat, expected: Expected) -> Iterator[tuple[str, str]]:
+    """Reads messages of the assistant from the tokens that the template writes after a prompt, as rewards do."""
+    tokenizer, extract, read = chat.tokenizer, final_extractor(chat.tokenizer), make_decoder(chat)
+    for name, (fields, word) in MESSAGES.items():
+        kind, options = f"messages with {name}", {"tools": [TOOL] if name == "calls" else None, "tokenize": False}
+        try:
+            prompt = expected([QUESTION], add_generation_prompt=True, **options)
+            whole: Any = expected([QUESTION, {"role": "assistant", **fields}], **options)
+        except Exception as error:
+            yield kind, f"skipped: refused by the template ({type(error).__name__})"
+            continue
+        if word not in whole.partition("Say why")[2]:
+            yield kind, f"skipped: the template writes no {name}"
+            continue
+        if not whole.startswith(prompt):
+            yield kind, "skipped: the template opens a turn in another way than it writes it"
+            continue
+        ids = tokenizer(whole[len(prompt) :], add_special_tokens=False)["input_ids"]
+        ids = ids[: next((place for place, i in enumerate(ids) if i in chat.eos_ids), len(ids))]
+        text = read(ids)
+        if name == "calls":
+            result = "equal" if calls_of(text) == [Call("add_numbers", {"a": 2})] else f"DIFFERENT: {text!r}"
+            yield kind, result if READ_CALL.search(text) else "skipped: a format of calls that is not read"
+        elif extract:
+            content = extract({"prompt": prompt}, Completion(text, ids))
+            same = content == fields["content"]
+            yield f"{kind}, extracted", "equal" if same else f"DIFFERENT: {text!r}: {content!r}"
+        elif "<|message|>" in text or "channel" in text:
+            yield kind, "skipped: the template writes channels, which only a response_template reads"
+        else:  # rewards read all text
+            tags, thought = r"(\s*<[^<>]*>)*\s*", re.escape(fields.get("reasoning_content", ""))
+            same = re.fullmatch(tags + thought + tags + re.escape(fields["content"]), text.rstrip())
+            yield kind, "equal" if same else f"DIFFERENT: {text!r}"

@@ -10,6 +10,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ import transformers
 import trl
 from chats import compare
 from today import Today
+from trl.chat_template_utils import add_response_schema
 
 TAG = re.compile(r"<[|｜][^<>\s{}']+>|<(?:start|end)_of_\w+>|</?s>|<\w+\|>|\[/?INST\]|\[gMASK\]|<sop>")
 
@@ -44,6 +46,9 @@ def main() -> None:
             counts: Counter[tuple[str, str]] = Counter()
             tokenizer = load(folder)
             for name, tokenizer.chat_template in templates():
+                tokenizer.response_template = None
+                with suppress(ValueError):  # TRL knows how to parse the replies of some templates
+                    add_response_schema(tokenizer)
                 for kind, result in compare(tokenizer):
                     counts[kind, result.partition(":")[0] if result.startswith("DIFF") else result] += 1
                     if result.startswith("DIFF"):

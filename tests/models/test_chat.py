@@ -53,6 +53,8 @@ TEMPLATES = {
     "{{ '<|assistant|>\n' if add_generation_prompt else '<|endoftext|>' }}".replace(
         "<|user|>", "{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}"
     ),
+    "two tokens at the end": "{% for m in messages %}" + HEADER + "{{ m.content }}"
+    "{{ '<bos>' if m.role == 'assistant' }}<|im_end|>{% endfor %}" + OPENED,
     "no end": "{% for m in messages %}<|{{ 'assistant' if m.role == 'assistant' else 'user' }}|>\n{{ m.content }}"
     "{% endfor %}{{ '<|assistant|>\n' if add_generation_prompt }}",
     "reasoning": THOUGHT + OPENED,
@@ -146,7 +148,7 @@ def test_turn_ends_are_those_of_the_template(tokenizer):
     for name, tokenizer.chat_template in TEMPLATES.items():
         end = turn_end(Chat(tokenizer, tools=[TOOL]))  # also where the template writes no tools
         ends[name] = end and end.learned
-    assert ends.pop("no end") == ""
+    assert (ends.pop("no end"), ends.pop("two tokens at the end")) == ("", "<bos><|im_end|>")
     assert set(ends.values()) == {"<|im_end|>"}
 
 

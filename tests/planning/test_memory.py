@@ -9,7 +9,7 @@ from tiny import slow_unless
 from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
 from experiments.planning.models import MODELS
-from grpo_jax.config import DistillationConfig, PPOConfig, recipe, with_options
+from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
 from grpo_jax.models.params import split
@@ -126,6 +126,8 @@ ON_H100 = [
     ("Gemma-3-270M", "sample", {}, 2.07),
     ("Gemma-3-270M", "sample", {"rounding": "stochastic"}, 2.07),
     ("Gemma-3-270M", "sample", {"lora_rank": 16}, 1.75),
+    ("Qwen2.5-0.5B", "sample", {"lora_rank": 16}, 1.70),
+    ("Qwen3-0.6B", "sample", {"lora_rank": 16}, 10.14),
 ]
 
 
@@ -167,7 +169,7 @@ def test_a_teacher_counts_with_its_parameters_and_outputs():
     assert alone.scorer == alone.scoring == 0
     tokens = 8 * 4 * 16
     for kind, top_k, of_token in (("jsd", 0, 4 * 16), ("jsd", 5, 4 * 5 + 4 * 6), ("k1", 0, 4)):
-        size = output_bytes(DistillationConfig(kind, distillation_top_k=top_k), teacher)
+        size = output_bytes(recipe(distillation=kind, distillation_top_k=top_k), teacher)
         assert size == of_token  # hidden states; ids and logits; one number
         needs = estimate(SMALL, shape._replace(scorer=teacher, output_bytes=size))
         assert needs.scorer == 4 * memory.num_params(teacher) + of_token * tokens

@@ -11,7 +11,6 @@ from grpo_jax.data.types import Completion, Turn
 from grpo_jax.models.chat import Chat
 from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.tasks.environments import environment_in_processes, open_environment
-from grpo_jax.tasks.options import TaskOptions
 
 # A user's file. `act` does what the action says in Python.
 FILE = """
@@ -72,7 +71,7 @@ def test_replies_in_chat_runs_are_messages(file, tmp_path, in_chat):
     arithmetic.TEXT.save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     tokenizer.chat_template = "{% for m in messages %}={{ m.content }}+{% endfor %}"
-    with open_environment(TaskOptions(environment=f"{file}:act"), Chat(tokenizer), in_chat) as environment:
+    with open_environment(Chat(tokenizer), in_chat, environment=f"{file}:act") as environment:
         ids = environment.encode("12")
         assert tokenizer.decode(ids) == ("+=12+" if in_chat else "12")
         assert (environment.read and environment.read(ids)) == ({"role": "user", "content": "12"} if in_chat else None)

@@ -17,7 +17,7 @@ from grpo_jax.devices import devices_of, place, to_devices, to_numpy
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.params import split
 from grpo_jax.offline import phase
-from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
+from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
 from grpo_jax.rl import update
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.programs import Programs
@@ -187,7 +187,7 @@ def near(policy, params, batch: Batch, scale=0.3) -> Batch:
     return batch._replace(**fields, old_entropy=scores.entropy)
 
 
-def phase_step(objective: Objective, start, batch, config: SupervisedConfig):
+def phase_step(objective: FitObjective, start, batch, config: SupervisedConfig):
     """Returns the gradients of one step of a phase on its devices, `[1, ...]`, and its metrics, in NumPy."""
     devices = devices_of(config)
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ import pytest
 import rl_helpers
 from tiny import GOLDEN, digit_task, load_golden, recorder, says_three, slow_unless
 
-from grpo_jax.config import DistillationConfig, GRPOConfig, PPOConfig, recipe, run_of, with_options
+from grpo_jax.config import Divergence, GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import (
@@ -44,8 +44,9 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.weights import load_params
 from grpo_jax.offline import pairs as offline_pairs
-from grpo_jax.offline.phase import Objective, SupervisedConfig
-from grpo_jax.offline.sft import DistillationTarget, distillation_objective, mean_divergence, sft_objective, text_nll
+from grpo_jax.offline.distillation import Target, divergence_objective, mean_divergence
+from grpo_jax.offline.phase import FitObjective, SupervisedConfig
+from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.rl.distillation import distillation_method
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
@@ -398,13 +399,13 @@ def packed_rows() -> Packed:
 PAIRS, ROWS = rl_helpers.some_pairs(N, 64)._replace(margins=[0.1 * i for i in range(N)]), packed_rows()
 REFERENCE = NOISE.normal(-8, 1, (N, 2)).astype(np.float32)
 TAUGHT = {"policy": start_of("decoder"), "teacher": jax.jit(TEACHER.init)(jax.random.key(5))}
-LESSON = DistillationTarget(TEACHER, DistillationConfig("forward_kl"), nll_coef=0.3)
+LESSON = Target(TEACHER, Divergence("forward_kl"), nll_coef=0.3)
 
 
 class Phase(NamedTuple):
     """What a phase minimises, and where it starts."""
 
-    objective: Objective
+    objective: FitObjective
     start: Any
     batch: Any
 
@@ -421,7 +422,7 @@ def phase_named(name: str) -> Phase:
         rated = pairs._replace(desirable=np.arange(N) % 3 > 0, ref_logprobs=reference)
         return Phase(offline_pairs.kto_objective(DECODER), start_of("lora"), rated)
     if name == "teacher":
-        return Phase(distillation_objective(DECODER, LESSON), TAUGHT, ROWS)
+        return Phase(divergence_objective(DECODER, LESSON), TAUGHT, ROWS)
     batch = ROWS if name == "packed" else a_batch()
     return Phase(sft_objective(DECODER), start_of("decoder"), batch)
 

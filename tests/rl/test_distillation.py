@@ -13,14 +13,14 @@ from tiny import digit_task, refused, save_tiny_model, slow_unless
 
 from experiments.tasks import arithmetic
 from grpo_jax import functional as F
-from grpo_jax.config import DistillationConfig, ModelOptions, recipe, with_options
+from grpo_jax.config import Divergence, ModelOptions, recipe, with_options
 from grpo_jax.data.packing import pack, packed_pieces
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import pad_completions
 from grpo_jax.models.huggingface import load_pretrained
-from grpo_jax.offline.sft import DistillationTarget, distillation_loss, mean_divergence
-from grpo_jax.prepare import load_teacher
-from grpo_jax.rl.distillation import distillation_method, make_distillation_programs
+from grpo_jax.offline.distillation import Target, distillation_loss, mean_divergence
+from grpo_jax.prepare import load_frozen
+from grpo_jax.rl.distillation import distillation_method, make_programs
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.step.scores import score_completion_tokens, states_of
@@ -107,8 +107,7 @@ def test_packed_texts_have_the_loss_of_separate_texts():
     prompts, texts = ([noise.integers(0, V, noise.integers(1, 5)).tolist() for _ in range(12)] for _ in range(2))
     rows, padded = pack(prompts, texts, width=8), pad_prompts(prompts, [{} for _ in prompts], width=4, pad_id=0)
     alone = Batch(padded.tokens, *pad_completions([[x] for x in texts], 4), np.ones((12, 1), np.float32))
-    divergence = DistillationConfig("forward_kl")
-    target = DistillationTarget(POLICY, divergence, nll_coef=0.3)
+    target = Target(POLICY, Divergence("forward_kl"), nll_coef=0.3)
 
     def loss(params, batch):
         batch = batch._replace(weights=F.token_mean_weights(jnp.asarray(batch.completion_mask)))
@@ -161,7 +160,7 @@ def test_top_entropy_masks_reward_and_teacher_advantages():
 
         @jax.jit
         def learned(batch):
-            taught = batch._replace(teacher=scores_of(method, MODELS, batch)["teacher"])
+            taught = batch._replace(**scores_of(method, MODELS, batch))
             return method.advantage(some_rewards(), taught, 0.0)
 
         batch, logged, _ = learned(a_batch())
@@ -182,9 +181,9 @@ def test_teachers_lacking_tokens_are_refused(tmp_path):
         save_tiny_model(tmp_path / name, arithmetic.TEXT, vocab_size=vocab_size)
     whole, padded = (load_pretrained(tmp_path / name) for name in ("whole", "padded"))
     with refused(f"small lacks tokens from {size - 1} on"):
-        load_teacher(tmp_path / "small", ModelOptions(), whole)
+        load_frozen("teacher", tmp_path / "small", ModelOptions(), whole)
     for teacher, student in (("whole", padded), ("padded", whole)):  # rows of padding are no tokens
-        load_teacher(tmp_path / teacher, ModelOptions(), student)
+        load_frozen("teacher", tmp_path / teacher, ModelOptions(), student)
 
 
 # ---- runs
@@ -200,7 +199,7 @@ TASK = digit_task(never)
 @pytest.mark.slow
 def test_a_policy_nears_its_teacher_without_a_reward(tmp_path):
     config = with_options(CONFIG, steps=30)
-    programs, lines = make_distillation_programs(POLICY, POLICY, TASK, config), {}
+    programs, lines = make_programs(POLICY, POLICY, TASK, config), {}
     for name, teacher, steps in (("other", TEACHER, 30), ("itself", PARAMS, 1)):
         run = open_run(tmp_path / name, config)
         train(MODELS | {"teacher": teacher}, TASK, config, run, programs, phase="grpo", until=steps)

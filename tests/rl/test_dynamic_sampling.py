@@ -43,7 +43,15 @@ def made_up(number: int, rewards, parts=None) -> Rollout:
     for i, j in np.ndindex(spans.shape):
         spans[i, j] = (Span(0, 1, float(names[i]), "tokens"),)
     graded = Graded(
-        rewards, ~np.isnan(rewards), components, tokens[..., 0], completions.truncated, names / 100, spans, {}
+        rewards,
+        ~np.isnan(rewards),
+        components,
+        tokens[..., 0],
+        completions.truncated,
+        names / 100,
+        spans,
+        {},
+        tokens[..., 0],
     )
     return Rollout(first, to_batch(first.tokens, tokens[..., 0] * 1.0, completions), graded=graded)
 

@@ -16,6 +16,7 @@ from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.interaction import ONE_TURN
 from grpo_jax.rl.programs import check_programs
 from grpo_jax.rl.types import Graded
 from grpo_jax.statistics import paired_difference
@@ -63,10 +64,12 @@ def test_rollouts_that_teach_nothing_are_warned_of_once(tmp_path, capsys):
 
 def test_endless_completions_warn_except_in_open_ended_tasks():
     all_, ones = np.ones((2, 3), bool), np.ones((2, 3))
-    graded = Graded(np.arange(6.0).reshape(2, 3), all_, {}, ones, all_, np.ones(2), ones, {})
-    assert guards.rollout_warnings(graded, TASK, 1).keys() == {"truncated"}
-    assert not guards.rollout_warnings(graded, TASK._replace(open_ended=True), 1)
-    assert not guards.rollout_warnings(graded._replace(truncated=all_ & (np.arange(3) > 0)), TASK, 1)
+    parts = np.empty((2, 3), object)
+    parts.fill(())
+    graded = Graded(np.arange(6.0).reshape(2, 3), all_, {}, ones, all_, np.ones(2), parts, {}, ones)
+    assert ONE_TURN.report(TASK, graded, 0)[1].keys() == {"truncated"}
+    assert not ONE_TURN.report(TASK._replace(open_ended=True), graded, 0)[1]
+    assert not ONE_TURN.report(TASK, graded._replace(truncated=all_ & (np.arange(3) > 0)), 0)[1]
 
 
 START = {"reward": 0.4, "kl": 0.0, "sampler_mismatch": 1.0}

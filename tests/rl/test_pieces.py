@@ -51,18 +51,22 @@ def a_batch() -> Batch:
 # ---- which pieces there are
 
 
+def num_pieces(prompts, tokens):
+    """The number of pieces of up to 1,024 tokens, for prompts with one completion each."""
+    pieces, rest = divmod(prompts, cut.choose_piece(prompts, 0, 1, tokens, microbatches=0, piece_tokens=1_024).rows)
+    assert not rest
+    return pieces
+
+
 def test_pieces_divide_minibatches_within_the_token_limit():
     for prompts in (1, 2, 6, 7, 12, 32):
-        pieces = [cut.choose_microbatches(prompts, tokens, 1_024) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
+        pieces = [num_pieces(prompts, tokens) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
         assert all(prompts % count == 0 for count in pieces)
         assert pieces == sorted(pieces)  # longer texts, more pieces
         assert (pieces[0], pieces[-1]) == (1, prompts)  # all at once, and one by one
-    assert cut.choose_microbatches(32, 256, 1_024) == 8
-    assert cut.choose_microbatches(32, 257, 1_024) == 16
-    assert (cut.choose_microbatches(32, 64, 1_024), cut.choose_microbatches(32, 65, 1_024)) == (
-        1,
-        4,
-    )  # 2,048 tokens stay whole
+    assert num_pieces(32, 256) == 8
+    assert num_pieces(32, 257) == 16
+    assert (num_pieces(32, 64), num_pieces(32, 65)) == (1, 4)  # 2,048 tokens stay whole
 
 
 ROW_SHAPES = [

@@ -19,8 +19,7 @@ from grpo_jax.offline.pairs import pair_batches
 from grpo_jax.offline.phase import SupervisedConfig, check_rows, make_fit_programs
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.prepare import check_vocabulary
-from grpo_jax.rl import guards
-from grpo_jax.rl.distillation import make_distillation_programs
+from grpo_jax.rl import distillation, guards
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.ppo import make_ppo_programs
 
@@ -120,7 +119,7 @@ PROGRAMS = [
     (TASK, EPISODES, {}, "max_turns and environment_tokens"),
     (PLAYED, EPISODES, {"environment_tokens": 0}, "environment_tokens is 0"),
     (PLAYED, EPISODES, {"advantages_of": "spans"}, '"spans"'),
-    (TASK, TAUGHT, {}, "reverse_kl needs a teacher"),
+    (TASK, TAUGHT, {}, "need a teacher"),
 ]
 OURS = {"a": 0, "b": 1}
 ZEROS, (OBJECTIVE,) = jnp.zeros((5, 1, 1, 1)), grpo_method(POLICY, RUN).terms
@@ -131,9 +130,9 @@ CALLS = [
         (lambda task=task, config=with_options(config, **changes): make_programs(POLICY, task, config), words)
         for task, config, changes, words in PROGRAMS
     ),
-    (lambda: make_distillation_programs(POLICY, POLICY, TASK, RUN), "distillation is none"),
+    (lambda: distillation.make_programs(POLICY, POLICY, TASK, RUN), "distillation is none"),
     (
-        lambda: make_distillation_programs(POLICY, POLICY, TASK, with_options(TAUGHT, distillation_top_k=V)),
+        lambda: distillation.make_programs(POLICY, POLICY, TASK, with_options(TAUGHT, distillation_top_k=V)),
         f"{V} tokens",
     ),
     (lambda: check_vocabulary({"a": 0, "b": 2}, OURS, "teacher"), "'b' is 2 there and 1 here"),

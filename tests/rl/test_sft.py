@@ -16,7 +16,7 @@ from grpo_jax.data.types import pad_completions
 from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
+from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import programs_so_far
@@ -114,7 +114,7 @@ def squares(params, batch):
     return jnp.sum(batch.weights * (batch.values - params["mean"]) ** 2), Logs({}, {})
 
 
-OBJECTIVE = Objective(squares, token_mean_weights)
+OBJECTIVE = FitObjective(squares, token_mean_weights)
 
 
 def batches(*bad: int):

@@ -20,8 +20,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, load_tokenizer
 from grpo_jax.rewards.builtin import generator_score
 from grpo_jax.tasks.curriculum import add_step, empty_window
-from grpo_jax.tasks.opening import open_task
-from grpo_jax.tasks.options import TaskOptions, check_task_options
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 
 HAS_PACKAGE = importlib.util.find_spec("reasoning_gym") is not None
 needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="needs the package reasoning-gym")

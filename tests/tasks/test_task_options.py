@@ -12,8 +12,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
 from grpo_jax.rewards.reward import open_rewards, parse_reward, score_completions
 from grpo_jax.runs.export import model_card
-from grpo_jax.tasks.opening import open_task
-from grpo_jax.tasks.options import TaskOptions, check_task_options
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 
 BUILTIN = "grpo_jax.rewards.builtin:"
 

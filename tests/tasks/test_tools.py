@@ -179,7 +179,7 @@ def test_hanging_or_escaping_tools_end_only_their_episode(tmp_path, name, failur
     (tmp_path / "escapes.py").write_text(ESCAPES)
     arguments = {"tools": f"{tmp_path}/escapes.py:{name},fine"}
     call = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'
-    spec = "grpo_jax.tasks.tools:environment_of_tools"
+    spec = "grpo_jax.tasks.tools:reply_with_loaded"
     with environment_in_processes(spec, list, arguments=arguments, deadline=1.0, workers=1) as found:
         transcripts = [[Turn(Completion(call % asked_for))] for asked_for in ("fine", name, "fine")]
         replies = found.ask([{}] * 3, transcripts, [(0,)] * 3)
