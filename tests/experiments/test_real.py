@@ -12,7 +12,7 @@ from grpo_jax.commands.train import method_of, module_of
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.options import options_of
 from grpo_jax.runs import export, flags
-from grpo_jax.tasks.opening import open_task
+from grpo_jax.tasks.options import open_task
 
 
 def test_held_out_sums_are_not_trained_on():
