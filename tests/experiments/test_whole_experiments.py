@@ -134,6 +134,13 @@ RUNS = {
     "arithmetic": ("arithmetic", WARM, "before, after, control", check_arithmetic),
     "calculator": ("calculator", WARM, "before, after, control", None),
     "guess": ("guess", f"{WARM} --group-size 2", "before, after, control, noise", None),
+    "curriculum": ("curriculum", "--warm-steps 2 --steps 2 --num-seeds 1", "uniform, curriculum", None),
+    "dtypes": (
+        "dtypes",
+        f"{WARM} --num-seeds 1 --rates 1e-3",
+        "float32 0.001, stochastic 0.001, nearest 0.001",
+        None,
+    ),
     "ppo": ("ppo", f"{WARM} --num-seeds 2", "ppo, grpo, control", check_ppo),
     "distill": (
         "distill",
