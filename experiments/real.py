@@ -5,12 +5,16 @@ Each command is printed before it runs, in a process of its own. `sums` teaches 
 where Gemma 3 270M takes about 20 minutes.
 
 `gsm8k` is made for one GPU: the model first learns the solutions of GSM8K's training problems, and then GRPO trains it
-with the reward for correct answers. The control of each task trains from the same start on a coin toss, and should not
-learn. At the end the exported folder is evaluated like any other model. A command that has ended is not repeated, and
-one that was interrupted resumes.
+with the reward for correct answers. `reasoning_gym:NAME?options` takes a generator of that package, with three solved
+questions in the prompt, and needs a CPU like `sums`.
+
+The control of each task trains from the same start on a coin toss, and should not learn. At the end the exported folder
+of `sums` and `gsm8k` is evaluated like any other model. A command that has ended is not repeated, and one that was
+interrupted resumes.
 
   python -m experiments.real --model DIR
   python -m experiments.real --model DIR --task gsm8k --data DIR
+  python -m experiments.real --model DIR --task "reasoning_gym:gcd?max_value=20"
 """
 
 import json
@@ -18,14 +22,17 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from experiments import timing
+from grpo_jax.data.generators import PREFIX, generate, parse_generators
+from grpo_jax.data.rows import hash_of_prompt
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.runs.files import read_lines, read_object, write_json
 from grpo_jax.runs.flags import program, read_flags, refusing
@@ -43,8 +50,8 @@ class Config:
 
     model: str = ""
     """Folder of a Hugging Face model, or its id on the hub."""
-    task: Literal["sums", "gsm8k"] = "sums"
-    """sums: additions, on a CPU. gsm8k: word problems, on a GPU."""
+    task: str = "sums"
+    """sums: additions, on a CPU. gsm8k: word problems, on a GPU. reasoning_gym:NAME?options: a generator, on a CPU."""
     data: str = ""
     """Folder with GSM8K's train.jsonl and test.jsonl."""
     seeds: tuple[int, ...] = (0,)
@@ -136,7 +143,52 @@ def gsm8k_stages(config: Config, folder: Path, seed: int) -> list[Stage]:
     ]
 
 
-TASKS: Mapping[str, Callable[[Config, Path, int], list[Stage]]] = {"sums": sums_stages, "gsm8k": gsm8k_stages}
+def solved_questions(generator: str) -> str:
+    """Returns the beginning of every prompt: three questions of a generator, which are never held out, with answers."""
+    entries = (generate(generator, None, index)[1] for index in range(1000))
+    shown = (entry for entry in entries if hash_of_prompt(entry["question"]) > 0.5)  # below are the held-out ones
+    text = "".join(f"{x['question'].strip()}\nAnswer: {x['answer']}\n\n" for x in islice(shown, 3))
+    return text.replace("{", "{{").replace("}", "}}")  # it is part of a template
+
+
+def generator_options(text: str) -> list[str]:
+    """Returns the options of a task that takes one generator: `reasoning_gym:NAME?options`.
+
+    Raises:
+      UsageError: There is no such generator, or there are several.
+    """
+    generators = parse_generators(text.removeprefix(PREFIX))
+    if len(generators) > 1:
+        raise UsageError(f"{text} names {len(generators)} generators: give one")
+    template = solved_questions(generators[0][0]) + "{question}\nAnswer:"
+    return arguments(task=text, template=template, answer_in="stop", stop="\\n", max_tokens=8, chat=False)
+
+
+def generator_stages(config: Config, folder: Path, seed: int) -> list[Stage]:
+    """Returns the command of one seed on a generator of reasoning_gym."""
+    train = arguments(steps=20, num_prompts=4, group_size=8, learning_rate=1e-6, dtype="bfloat16")
+    evaluate = arguments(num_heldout=100, eval_every=20, eval_samples=2)
+    train = [*generator_options(config.task), *train, *evaluate]
+    return grpo_stages(config, folder, config.model, seed, train=train, evaluate=[])[:1]
+
+
+TASKS: Mapping[str, Callable[[Config, Path, int], list[Stage]]] = {
+    "sums": sums_stages,
+    "gsm8k": gsm8k_stages,
+    PREFIX: generator_stages,
+}
+
+
+def stages_of(config: Config, folder: Path, seed: int) -> list[Stage]:
+    """Returns the commands of one seed.
+
+    Raises:
+      UsageError: There is no such task.
+    """
+    task = PREFIX if config.task.startswith(PREFIX) else config.task
+    if task not in TASKS:
+        raise UsageError(f"--task is {task}: give sums, gsm8k or {PREFIX}NAME")
+    return TASKS[task](config, folder, seed)
 
 
 def grpo_stages(
@@ -243,7 +295,7 @@ def main(config: Config) -> None:
     for seed in config.seeds:
         folder = out / f"seed{seed}"
         folder.mkdir(parents=True, exist_ok=True)
-        for stage in TASKS[config.task](config, folder, seed):
+        for stage in stages_of(config, folder, seed):
             run_stage(in_small(stage) if config.small else stage, folder)
         results[str(seed)] = results_of(folder)
     write_json(out / "results.json", results)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,6 +13,7 @@ import numpy as np
 from grpo_jax.checks import check_effects
 from grpo_jax.config import GRPOConfig, ModelOptions, run_of, with_options
 from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
+from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message, prompt_limit
 from grpo_jax.data.types import Component, Reward, Rewards
@@ -30,6 +32,7 @@ from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.pretrained import restore
 from grpo_jax.runs.report import finish
 from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
+from grpo_jax.tasks.generated import generated_task
 from grpo_jax.tasks.task import Task, text_task
 from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
 from grpo_jax.train import train
@@ -117,7 +120,8 @@ class GRPOTrainer:
 
         Args:
           prompts: Texts, lists of chat messages, or rows whose "prompt" is either, or a file of rows (.jsonl, .json).
-            The trainer uses all of them for training.
+            The trainer uses all of them for training. "reasoning_gym:NAME?option=value" takes rows from generators, for
+            the reward `rewards.builtin.generator_score()`: see the option --task of the command.
 
         Returns:
           The trained model with adapters merged. With quantize they are merged into the original weights, which are
@@ -129,7 +133,10 @@ class GRPOTrainer:
           FloatingPointError: Gradients were not finite too many times in a row.
         """
         started, options, rows = time.perf_counter(), self._options, _rows(prompts)
-        rows = rows if self._factory is None else trl_rows(self._factory, rows)
+        if self._factory is not None:
+            if isinstance(rows, str):
+                raise UsageError("environment_factory gives the columns of rows to reset, and generators have none")
+            rows = trl_rows(self._factory, rows)
         if self._lower_num_prompts:
             num_left = len(self._task(rows, num_prompts=1).heldout.examples)  # without the empty and overlong ones
             options = with_options(options, num_prompts=_fitting_num_prompts(run_of(options.train), num_left))
@@ -137,7 +144,7 @@ class GRPOTrainer:
         prepared = prepare(GRPO, options, self._models, task)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(prepared.options))
         self.run.say(f"run folder: {self.run.path}")
-        begin(self.run, prepared, chat=self._uses_chat)
+        begin(self.run, prepared, chat=self._uses_chat(rows))
         programs, phase = prepared.programs, GRPO.phase
         state = train(prepared.params, task, programs.config, self.run, programs, phase=phase)
         finish(self.run, {}, params_sha256(state.params["policy"]), started)
@@ -148,33 +155,36 @@ class GRPOTrainer:
             params = merge(params) if isinstance(params, Adapted) else params
         return prepared.models["policy"].pretrained._replace(params=params)
 
-    @property
-    def _uses_chat(self) -> bool:
-        """Returns true if text prompts become user messages, as for environments with a chat template."""
-        return bool(self._reply and self._models["policy"].pretrained.tokenizer.chat_template)
+    def _uses_chat(self, rows: str | Sequence[Mapping[str, Any]]) -> bool:
+        """Returns true if text prompts become user messages: for environments and generators with a chat template."""
+        template = self._models["policy"].pretrained.tokenizer.chat_template
+        return bool(template and (self._reply or isinstance(rows, str)))
 
-    def _task(self, rows: Sequence[Mapping[str, Any]], *, num_prompts: int) -> Task:
-        """Makes a task from rows, without a held-out set."""
+    def _task(self, rows: str | Sequence[Mapping[str, Any]], *, num_prompts: int) -> Task:
+        """Makes a task from rows, without a held-out set, or from generators."""
         run, model = run_of(self._options.train), self._options.model
         pretrained = self._models["policy"].pretrained
-        if self._tools and not self._uses_chat:
+        uses_chat = self._uses_chat(rows)
+        if self._tools and not uses_chat:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
         chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, model.chat_template_kwargs)
         environment = self._reply and _environment(self._reply, bool(self._tools), chat)
         longest = pretrained.config.max_position_embeddings
-        task = text_task(
+        if isinstance(rows, str):
+            make: Any = partial(generated_task, generators=parse_generators(rows.removeprefix(PREFIX)))
+        else:
+            make = partial(text_task, rows=rows, heldout_share=0.0)
+        task = make(
             pretrained.tokenizer,
             pretrained.eos_ids,
-            rows,
             vocab_size=pretrained.config.vocab_size,
             num_prompts=num_prompts,
             seed=run.seed,
             reward=self._reward,
-            heldout_share=0.0,
             max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, run.sampling.completion_width),
             overlong=model.overlong,
             stop=run.sampling.stop,
-            chat=self._uses_chat,
+            chat=uses_chat,
             tools=schemas_of(self._tools) if self._tools else None,
             chat_template_kwargs=model.chat_template_kwargs,
         )
@@ -246,8 +256,10 @@ def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward
     return components
 
 
-def _rows(prompts: Any) -> list[Mapping[str, Any]]:
-    """Converts prompts of any kind to rows."""
+def _rows(prompts: Any) -> str | list[Mapping[str, Any]]:
+    """Converts prompts of any kind to rows. Names of generators stay a text."""
+    if isinstance(prompts, str) and prompts.startswith(PREFIX):
+        return prompts
     if isinstance(prompts, str) and not prompts.endswith(SUFFIXES):
         raise UsageError(f"prompts is one text: put it into brackets, or name a file that ends in {SUFFIXES[0]}")
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable | Path):

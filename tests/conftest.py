@@ -13,6 +13,7 @@ import functools
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -96,6 +97,30 @@ def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     from experiments import plots
 
     monkeypatch.setattr(plots, "save_curves", lambda run, *_: (run.path / "curves.png").touch())
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts a package with two generators in place of reasoning_gym."""
+    from generator_package import FACTORY
+
+    from grpo_jax.data import generators
+
+    folder = tmp_path / "packages/reasoning_gym"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "factory.py").write_text(FACTORY)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(folder.parent)
+    caches = generators.generate, generators.open_generator
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+    for name in ("reasoning_gym", "reasoning_gym.factory"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from grpo_jax.data.rows import (
     read_messages,
     read_prompt,
     read_rows,
-    text_column,
 )
 from grpo_jax.data.text import Message, check_text, encode_answers
 from grpo_jax.data.types import LARGEST_REWARD, rng
@@ -35,6 +34,7 @@ ASSISTANT = "\n\nAssistant:"
 TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 NO_PROMPT = "with an empty prompt"  # a reason why a row is dropped
+_NEEDED = "give rows with chosen and rejected, or for kto with completion and label"
 
 
 class Preference(NamedTuple):
@@ -119,15 +119,15 @@ def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference |
       UsageError: A column is missing, or has the wrong type.
     """
     row = _with_prompt(row)
+    chosen, rejected = (completion_text(row, name, remedy=_NEEDED) for name in _SIDES)
     if "prompt" not in row:
-        return parse_transcripts(text_column(row, "chosen"), text_column(row, "rejected"), chat=chat)
+        return parse_transcripts(chosen, rejected, chat=chat)
     prompt, margin = prompt_of(row), row.get("margin")
     margin = 0.0 if margin is None else margin
     if not isinstance(margin, int | float) or isinstance(margin, bool) or not abs(margin) <= LARGEST_REWARD:
         raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number of float32")
     if prompt is None:
         return NO_PROMPT
-    chosen, rejected = (completion_text(row, name) for name in ("chosen", "rejected"))
     return _checked(Preference(prompt, chosen, rejected, float(margin), _variables(row)))
 
 

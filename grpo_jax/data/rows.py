@@ -22,6 +22,7 @@ from grpo_jax.errors import UsageError, reason_of, user_path
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".parquet")
 _SAVED = ("state.json", "dataset_dict.json", "dataset_info.json")  # files of save_to_disk that hold no rows
+_CLONED = ".gitattributes"  # in every repository of the hub
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -260,7 +261,7 @@ def _file(path: Path, split: str | None) -> Path:
         names = [f"{split or 'train'}{suffix}" for suffix in SUFFIXES]
         candidates = [path / name for name in names if (path / name).is_file()]
         if not candidates:
-            if any((path / name).is_file() for name in _SAVED) or not _row_files(path):
+            if any((path / name).is_file() for name in (*_SAVED, _CLONED)) or not _row_files(path):
                 return path  # for the package datasets
             raise UsageError(f"{path} has no {names[0]}: name one of its files: {', '.join(_row_files(path))}")
         return candidates[0]
@@ -345,6 +346,8 @@ def _dataset_rows(load: str, source: str, split: str, subset: str | None = None,
             rows = datasets.load_dataset(source, subset, split=split, **files)
         else:
             rows = datasets.load_from_disk(source)
+            if isinstance(rows, dict) and split not in rows:
+                raise ValueError(f"name one of the folders in it, {', '.join(rows)}")
             rows = rows[split] if isinstance(rows, dict) else rows
     except Exception as error:  # from the package, the hub or the network
         raise UsageError(f"data set {name}, split {split} cannot be loaded: {reason_of(error)}") from error

@@ -665,7 +665,7 @@ def test_an_exported_model_refuses_prompts_in_its_template(chats, tmp_path, caps
 
 
 @pytest.mark.parametrize("name", ["granite", "gemma4", "qwen3_5_moe"])
-def test_reward_models_without_a_class_are_refused_before_training(tmp_path, capsys, name):
+def test_reward_models_without_a_class_are_refused(tmp_path, capsys, name):
     """Reward models are no policies: no evaluation, engine or export of a run reads one."""
     model = copy_golden(name, tmp_path / "model", CHAT)
     rows = [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "2"} for i in range(9)]

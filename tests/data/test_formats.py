@@ -128,19 +128,27 @@ def saved(kind, path):
         data.to_parquet(path / "data" / "train-00000-of-00001.parquet")
         (path / "README.md").write_text("---\nlicense: mit\n---\n# Rows\n")
         return path
+    if kind == "clone with files in its root":
+        for number in (0, 1):
+            data.select([number]).to_parquet(path / f"train-0000{number}-of-00002.parquet")
+        data.select([0]).to_parquet(path / "test-00000-of-00001.parquet")
+        (path / ".gitattributes").write_text("*.parquet filter=lfs\n")
+        return path
     data = datasets.DatasetDict(train=data, test=data.select([1])) if kind == "DatasetDict" else data
     data.save_to_disk(path / "saved")
     return path / "saved"
 
 
-@pytest.mark.parametrize("kind", ["parquet", "Dataset", "DatasetDict", "clone"])
+@pytest.mark.parametrize("kind", ["parquet", "Dataset", "DatasetDict", "clone", "clone with files in its root"])
 def test_files_of_the_package_datasets_are_read(tmp_path, kind):
     rows = read_rows(saved(kind, tmp_path))
     assert [row["n"] for row in rows] == [1, 2]
     for row, expected in zip(rows, ROWS, strict=True):
         assert read_prompt([*row["messages"], *ASKED], "a row") == read_prompt([*expected["messages"], *ASKED], "a row")
     if kind == "DatasetDict":
-        assert len(read_rows(tmp_path / "saved", split="test")) == 1
+        assert len(read_rows(tmp_path / "saved", split="test")) == len(read_rows(tmp_path / "saved/test")) == 1
+        with refused("saved, split dev cannot be loaded: name one of the folders in it, train, test"):
+            read_rows(tmp_path / "saved", split="dev")
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "saved/state.json", "clone/README.md"])

@@ -249,6 +249,7 @@ BAD_OPTIONS = [
     ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4"),
     ({"prompts": PROMPTS, "minibatches": 4}, "3 prompts for 4 pieces"),
     ({"prompts": "nowhere.jsonl"}, "no nowhere.jsonl"),
+    ({"prompts": "reasoning_gym:sums*"}, "the generator 'sums\\*' cannot be read"),
     ({"prompts": [[{"role": "user", "content": "1+1"}]]}, "no chat template"),
     ({"prompts": PROMPTS, "chat_template_kwargs": {"thinks": False}}, "sets thinks, but the chat template has no such"),
 ]

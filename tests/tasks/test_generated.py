@@ -9,100 +9,21 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from tiny import refused
+from tiny import refused, save_tiny_model
 
 from experiments.tasks import arithmetic
-from grpo_jax.data import generators
+from experiments.tasks.characters import Characters
+from grpo_jax import GRPOTrainer
 from grpo_jax.data.generators import generate, highest_level, parse_generators, read_answer
 from grpo_jax.data.types import Completion
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import Pretrained, load_tokenizer
+from grpo_jax.models.huggingface import Pretrained, load_pretrained, load_tokenizer
 from grpo_jax.rewards.builtin import generator_score
 from grpo_jax.tasks.curriculum import add_step, empty_window
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 
 HAS_PACKAGE = importlib.util.find_spec("reasoning_gym") is not None
 needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="needs the package reasoning-gym")
-
-FACTORY = '''
-from dataclasses import dataclass
-from random import Random
-from types import SimpleNamespace
-
-
-@dataclass
-class Config:
-    low: int = 0
-    high: int = 29
-
-
-class Sums:
-    def __init__(self, seed, size, low=0, high=29):
-        assert low < high, "low must be below high"
-        self.seed, self.low, self.high = seed, low, high
-
-    def __getitem__(self, index):
-        noise = Random(self.seed + index)
-        a, b = noise.randint(self.low, self.high), noise.randint(self.low, self.high)
-        return {"question": f"{a}+{b}=", "answer": str(a + b), "metadata": {}}
-
-    def score_answer(self, answer, entry):
-        return 1.0 if int(answer) == int(entry["answer"]) else 0.1
-
-
-class Listed(Sums):
-    """Makes its entries in advance, as some generators do."""
-
-    def __init__(self, seed, size, **options):
-        super().__init__(seed, size, **options)
-        self.entries = [super(Listed, self).__getitem__(i) for i in range(size)]
-
-    def __getitem__(self, index):
-        return self.entries[index]
-
-
-class Curriculum:
-    attributes = {"high": SimpleNamespace(levels=[30, 60, -1, 90])}
-
-    def set_global_level(self, level):
-        self.level = level
-
-    def generate_configuration(self):
-        return Config(high=self.attributes["high"].levels[self.level])
-
-
-DATASETS = {"sums": Sums, "listed": Listed}
-
-
-def create_curriculum(name):
-    if name != "sums":
-        raise ValueError("No curriculum registered")
-    return Curriculum()
-
-
-def create_dataset(name, **options):
-    return DATASETS[name](**options)
-'''
-
-
-@pytest.fixture
-def stand_in(tmp_path, monkeypatch):
-    """Puts a package with two generators in place of reasoning_gym."""
-    folder = tmp_path / "packages/reasoning_gym"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text("")
-    (folder / "factory.py").write_text(FACTORY)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(folder.parent)
-    caches = generators.generate, generators.open_generator
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-    for name in ("reasoning_gym", "reasoning_gym.factory"):
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -250,6 +171,18 @@ def test_the_generators_score_is_the_reward_in_processes(pretrained):
         other = example | {"question": "1+1=?"}
         assert component.reward([other], [Completion(wrong)]) == [None]
         assert "set PYTHONHASHSEED=0" in component.reward.messages["raised"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("stand_in")
+def test_the_trainer_takes_generators_as_the_command_does(tmp_path):
+    folder = save_tiny_model(tmp_path / "model", Characters("".join(map(chr, range(32, 127))) + "\n"))
+    options = {"num_prompts": 4, "group_size": 2, "steps": 1, "max_tokens": 2, "run_dir": tmp_path / "run"}
+    trainer = GRPOTrainer(folder, generator_score(), **options)
+    trainer.train("reasoning_gym:sums")
+    with opened(load_pretrained(folder), template=None) as task:
+        prompts = {example["prompt"] for example in task.prompts(0).examples}
+    assert {line["prompt"] for line in trainer.run.lines("rollouts.jsonl")} <= prompts
 
 
 # ---- levels
