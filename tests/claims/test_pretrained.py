@@ -30,6 +30,7 @@ def test_settings_differ_in_one_part():
     assert clipped.num_updates == 8 * base.num_updates
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")
 def test_runs_are_kept_and_their_numbers_are_added(tmp_path, monkeypatch):
     question = dataclasses.replace(
