@@ -7,7 +7,7 @@ peak = held + max(sampling, scoring, learning), in bytes:
 
 - held = parameters + two moments of AdamW + a copy of trained parameters (the reference) + a model that scores rollouts
 - sampling = layers laid out for decoding + keys and values + the largest of the prompts' pass, one token's logits, and
-  a part of the previous keys and values while their arrays grow
+  a part of the previous keys and values while their arrays grow + the workspace of a matrix product on a GPU
 - scoring = the scoring model's pass over one piece
 - learning = max(gradients + activations of one piece, 1.2 moments: the step of the optimizer)
 
@@ -55,6 +55,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 _STEP = 1.2
 # While a cache grows, a part of the previous cache is still in memory: this share of the whole cache.
 _PREVIOUS = 0.3
+_WORKSPACE = 32 * 2**20  # bytes that a matrix product of a library takes on an NVIDIA GPU
 _QUERIES = 128  # queries in a block, as in `models.attention.attend`
 
 
@@ -120,7 +121,7 @@ class Estimate(NamedTuple):
     scorer: int  # the parameters of a model that scores rollouts, and its outputs for one rollout
     decoding: int  # a copy of the layers, laid out for decoding, and the unembedding if it is cast
     cache: int  # keys and values of prompts and completions, or the states and convolution inputs of delta nets
-    choosing: int  # a pass over the prompts, the logits of one token of each completion, or a part of a previous cache
+    choosing: int  # prompts' pass, logits of one token of each completion, or part of a previous cache; and a workspace
     scoring: int  # a pass of the scoring model over one piece; other scores need less than learning
     gradients: int  # gradients of one piece, and their sum if there are several pieces
     activations: int  # activations of one piece, with its logits
@@ -165,6 +166,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         prefill += _whole_layer(model, shape)
     keys_and_values = _keys_and_values(model, shape)
     previous = round(_PREVIOUS * keys_and_values) if shape.max_tokens >= shape.traits.grows_from else 0
+    workspace = _WORKSPACE if shape.traits.backend == "gpu" else 0
     return Estimate(
         params=trained + (bytes_on_device(frozen_shapes(model, shape), shape.mesh) if shape.lora_rank else 0),
         optimizer=2 * trained,
@@ -172,7 +174,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         scorer=_scorer(model, shape),
         decoding=_decoding(model, shape),
         cache=keys_and_values + rows * len(model.delta_layers) * FLOAT32 * _state(model),
-        choosing=max(prefill, 3 * FLOAT32 * rows * model.vocab_size // shape.tensor, previous),
+        choosing=max(prefill, 3 * FLOAT32 * rows * model.vocab_size // shape.tensor, previous) + workspace,
         scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
         gradients=trained * min(shape.num_pieces, 2),
         activations=_activations(model, shape),

@@ -82,14 +82,13 @@ GPU_PLUGINS = "jax_cuda13_plugin", "jax_cuda12_plugin"
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(find_spec, GPU_PLUGINS)), reason="needs JAX's plugin for CUDA, such as jax[cuda13]")
 def test_the_compiler_for_gpus_takes_what_is_planned(tmp_path):
-    """Compiles for an H100 that is not there. A call of a library takes 32 MB, which the plan leaves out."""
+    """Compiles for an H100 that is not there. A small model adds at least 32 MB for each library call in flight."""
     model = ModelConfig(32_000, 512, 2048, 4, 8, 4, 64, qk_norm=True)
     (tmp_path / "config.json").write_text(json.dumps(config_to_huggingface(model)))
     rows = compiled("learn score sample", f"--model {tmp_path} --topology h100:1 --microbatches 1 --max-tokens 128")
     assert float(rows["learn", "given"][4]) == pytest.approx(1, abs=0.01)
     assert 0.8 < float(rows["learn", "added"][4]) < 1.03
-    planned, compiled_gib = map(float, rows["sample", "added"][2:4])
-    assert 0.8 * planned < compiled_gib < 1.03 * planned + 0.03
+    assert 0.8 < float(rows["sample", "added"][4]) < 1.03
     assert 1 <= float(rows["sample", "step"][4]) < 2
     assert float(rows["score", "added"][2]) < float(rows["learn", "added"][3])  # there is no estimate
 
