@@ -30,8 +30,10 @@ from experiments.tasks.stories import stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.errors import UsageError
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size, options_of
-from grpo_jax.prepare import Loaded, load_model
+from grpo_jax.prepare import load_model
 from grpo_jax.rl.grpo import grpo_method, make_group_advantage
 from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.runs import flags
@@ -97,12 +99,12 @@ def config_of(options: Mapping[str, Any], seed: int, steps: int) -> GRPOConfig:
     return recipe(**BASE | changed, steps=steps, seed=seed, checkpoint_every=0, rollouts_every=0)
 
 
-def make_task(model: Loaded, config: GRPOConfig) -> Task:
+def make_task(model: Pretrained, config: GRPOConfig) -> Task:
     """Returns the task of happy stories for a run."""
     return stories_task(
-        model.pretrained.tokenizer,
-        model.pretrained.eos_ids,
-        vocab_size=model.pretrained.config.vocab_size,
+        model.tokenizer,
+        model.eos_ids,
+        vocab_size=model.config.vocab_size,
         num_prompts=config.sampling.num_prompts,
         seed=config.seed,
     )
@@ -114,7 +116,7 @@ def make_coin(seed: int) -> Rewards:
 
 
 def make_run(
-    file: Path, model: Loaded, task: Task, reward: Reward | Rewards, config: GRPOConfig, programs: Programs
+    file: Path, model: Pretrained, task: Task, reward: Reward | Rewards, config: GRPOConfig, programs: Programs
 ) -> None:
     """Trains a setting with one seed, and writes its metrics and held-out rewards.
 
@@ -128,7 +130,7 @@ def make_run(
     """
     started, models = time.perf_counter(), {"policy": model.params}
     run = RunFolder(file.with_suffix(""), options_of(config), console=Console(quiet=True))
-    describe = make_description(model.policy, model.params, config)
+    describe = make_description(decoder_policy(model.config), model.params, config)
     start = evaluate_heldout(programs, model.params, task, config, run)
     _, end = train_with_evaluation(models, task, config, run, programs, phase=PHASES[0], reward=reward, start=start)
     lines = [line for line in run.lines() if "reward" in line]
@@ -143,11 +145,12 @@ def make_run(
     temporary.replace(file)
 
 
-def make_setting_programs(model: Loaded, task: Task, config: GRPOConfig, advantages: str) -> Programs:
+def make_setting_programs(model: Pretrained, task: Task, config: GRPOConfig, advantages: str) -> Programs:
     """Returns the programs of GRPO with the advantages of a preset."""
-    method = grpo_method(model.policy, config)
+    policy = decoder_policy(model.config)
+    method = grpo_method(policy, config)
     method = method._replace(advantage=make_group_advantage(with_options(config, preset=advantages).loss))
-    return make_method_programs(method, model.policy, task, config)
+    return make_method_programs(method, policy, task, config)
 
 
 def file_of(config: Config, options: Mapping[str, Any], seed: int) -> Path:

@@ -83,13 +83,15 @@ from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
 from grpo_jax.models.chat import Chat
 from grpo_jax.models.heads import add_head
+from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params import join, split
+from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.pairs import pair_batches, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.options import Positive, Size
-from grpo_jax.prepare import Loaded, load_model
+from grpo_jax.prepare import load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs
@@ -166,7 +168,8 @@ class Thirds(NamedTuple):
 class Shared(NamedTuple):
     """The parts that all seeds share."""
 
-    model: Loaded
+    model: Pretrained
+    policy: Policy
     start: Params  # initial parameters of SFT
     thirds: Thirds
     judge: RewardModel
@@ -192,15 +195,16 @@ def main(config: Config) -> None:
     thirds = split_and_encode(read_preferences(config.data, chat=config.chat)[0], model, config)
     configs = [with_options(config, seed=seed) for seed in seeds]
     tasks = [dialogue_task(thirds, model, one) for one in configs]
-    grpo = make_programs(model.policy, tasks[0], config.ppo.run)
-    ppo = make_ppo_programs(model.policy, critic_policy(model.pretrained.config), tasks[0], config.ppo)
+    policy = decoder_policy(model.config)
+    grpo = make_programs(policy, tasks[0], config.ppo.run)
+    ppo = make_ppo_programs(policy, critic_policy(model.config), tasks[0], config.ppo)
     # PPO and GRPO sample alike, and share the compiled sampler.
     programs = {"ppo": ppo._replace(sampler=grpo.sampler), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
-    keep_description(run, model.pretrained, config.model, config.chat)
+    keep_description(run, model, config.model, config.chat)
     start = place(model.params, devices_of(config.ppo.run))
     judge = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
-    shared = Shared(model, start, thirds, judge, programs, run)
+    shared = Shared(model, policy, start, thirds, judge, programs, run)
     matches = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]
     results = summarised(matches, shared)
     write_json(run.path / "results.json", results)
@@ -229,21 +233,21 @@ def check(config: Config) -> None:
 # ---- data
 
 
-def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: Config) -> Thirds:
+def split_and_encode(preferences: Sequence[Preference], model: Pretrained, config: Config) -> Thirds:
     """Splits the data into thirds and encodes them. For SFT, an answer that is not cut at T ends with EOS."""
-    loaded, parts, max_tokens = model.pretrained, split_by_dialogue(preferences, 3), config.ppo.run.sampling.max_tokens
-    options = encoding(loaded, config.model, max_tokens, has_end=False)
-    pairs = [encode_preferences(Chat(loaded.tokenizer, loaded.eos_ids), part, **options) for part in parts]
-    return Thirds(parts, pairs, [pack_chosen(part, loaded.eos_ids[-1], max_tokens) for part in pairs])
+    parts, max_tokens = split_by_dialogue(preferences, 3), config.ppo.run.sampling.max_tokens
+    options = encoding(model, config.model, max_tokens, has_end=False)
+    pairs = [encode_preferences(Chat(model.tokenizer, model.eos_ids), part, **options) for part in parts]
+    return Thirds(parts, pairs, [pack_chosen(part, model.eos_ids[-1], max_tokens) for part in pairs])
 
 
-def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
+def dialogue_task(thirds: Thirds, model: Pretrained, config: Config) -> Task:
     """Makes a task with training prompts from the first third and held-out prompts from the last third."""
     return text_task(
-        model.pretrained.tokenizer,
-        model.pretrained.eos_ids,
+        model.tokenizer,
+        model.eos_ids,
         dialogue_rows(thirds.preferences[0]),
-        vocab_size=model.pretrained.config.vocab_size,
+        vocab_size=model.config.vocab_size,
         num_prompts=config.ppo.run.sampling.num_prompts,
         seed=config.ppo.run.seed,
         reward=taken_up,
@@ -261,10 +265,10 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     """Trains all models of one seed, and samples answers to the held-out prompts before and after."""
     start, thirds, run, seed = shared.start, shared.thirds, shared.run, config.ppo.run.seed
     model, answers = shared.model, dict[str, Evaluation]()
-    sft = fit_sft(start, thirds.rows[0], model, config, run)
+    sft = fit_sft(start, thirds.rows[0], shared.policy, config, run)
     nll = {}
     for name, params in (("before", start), ("after", sft)):
-        totals, tokens = text_nll(model.policy, params, packed_pieces(thirds.rows[2], config.sft_rows))
+        totals, tokens = text_nll(shared.policy, params, packed_pieces(thirds.rows[2], config.sft_rows))
         nll[name] = float(totals.sum() / tokens.sum())
     learned = fit_reward_model(sft, thirds.pairs[0], model, config, run, f"reward_model_{seed}")
     scorers = {"learned": as_reward(learned, config), "judge": as_reward(shared.judge, config)}
@@ -291,11 +295,11 @@ def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int) -> dic
     return {key: Component(reward, float(key == learns)) for key, reward in rewards.items()}
 
 
-def with_critic(sft: Params, learned: RewardModel, model: Loaded, config: Config) -> Params:
+def with_critic(sft: Params, learned: RewardModel, model: Pretrained, config: Config) -> Params:
     """Returns the SFT policy with the critic that PPO starts from, by role."""
     if config.ppo.critic.critic == "own" and config.critic_start == "reward_model":
         return {"policy": sft, "critic": learned.params}
-    return add_critic(model.pretrained.config, sft, config.ppo.critic.critic)
+    return add_critic(model.config, sft, config.ppo.critic.critic)
 
 
 def supervised(config: Config, steps: int, learning_rate: float, **options: Any) -> SupervisedConfig:
@@ -304,25 +308,24 @@ def supervised(config: Config, steps: int, learning_rate: float, **options: Any)
     return SupervisedConfig(steps, learning_rate, warmup_steps=WARMUP_STEPS, decay="linear", **options)
 
 
-def fit_sft(start: Params, rows: Packed, model: Loaded, config: Config, run: RunFolder) -> Params:
+def fit_sft(start: Params, rows: Packed, policy: Policy, config: Config, run: RunFolder) -> Params:
     """Trains the policy by SFT on chosen answers."""
     batches = packed_batches(rows, config.sft_rows, config.ppo.run.seed)
     phase = supervised(config, config.sft_steps, config.sft_learning_rate)
-    state = fit(sft_objective(model.policy), start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
+    state = fit(sft_objective(policy), start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
     return join(state.params, split(start)[1])
 
 
 def fit_reward_model(
-    start: Params, pairs: EncodedPairs, model: Loaded, config: Config, run: RunFolder, phase: str
+    start: Params, pairs: EncodedPairs, model: Pretrained, config: Config, run: RunFolder, phase: str
 ) -> RewardModel:
     """Trains a reward model from these parameters."""
-    loaded = model.pretrained
-    shape, params = add_head(loaded.config, start)
+    shape, params = add_head(model.config, start)
     batches = pair_batches(pairs, config.num_pairs, config.ppo.run.seed)
     options = supervised(config, config.reward_model_steps, config.reward_model_learning_rate, weight_decay=0.1)
     state = fit(reward_model_objective(shape), params, batches, options, run, phase=phase)
     trained = join(state.params, split(params)[1])
-    return RewardModel(*loaded._replace(config=shape, params=trained))
+    return RewardModel(*model._replace(config=shape, params=trained))
 
 
 def as_reward(model: RewardModel, config: Config) -> Reward:

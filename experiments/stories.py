@@ -23,7 +23,7 @@ import numpy as np
 from experiments.tasks.stories import repeated_share, stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.devices import devices_of, place
-from grpo_jax.models.policy import Policy
+from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.prepare import load_model
 from grpo_jax.rl.evaluate import Evaluation, Samples
@@ -63,22 +63,23 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     model = load_model(config.model, seed=config.train.seed)
     task = stories_task(
-        model.pretrained.tokenizer,
-        model.pretrained.eos_ids,
-        vocab_size=model.pretrained.config.vocab_size,
+        model.tokenizer,
+        model.eos_ids,
+        vocab_size=model.config.vocab_size,
         num_prompts=config.train.sampling.num_prompts,
         seed=config.train.seed,
         max_prompt_tokens=config.model.max_prompt_tokens,
         overlong=config.model.overlong,
     )
-    programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
+    policy = decoder_policy(model.config)
+    programs = make_programs(policy, task, config.train)  # refuses bad options before anything is compiled
     start = place(model.params, devices_of(config.train))
     run = flags.open_run(config)
-    keep_description(run, model.pretrained, config.model, chat=False)
+    keep_description(run, model, config.model, chat=False)
     width = task.heldout.tokens.width + config.train.sampling.max_tokens
-    run.warn(length_warning(width, model.pretrained.config.max_position_embeddings))
+    run.warn(length_warning(width, model.config.max_position_embeddings))
     stories: list[str] = []
-    describe = make_description(model.policy, start, config.train)
+    describe = make_description(policy, start, config.train)
 
     def examine(evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:
         prompts, completions = calls[0].prompts.tokens, calls[0].completions

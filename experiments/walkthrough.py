@@ -40,7 +40,7 @@ from grpo_jax.models.chat import Chat
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params import split
-from grpo_jax.models.policy import Policy
+from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.prepare import load_model
@@ -145,7 +145,8 @@ def main(config: Config) -> Walk:
     """Takes one step of GRPO, and prints its numbers."""
     if len(config.answers) != len(config.prompts):
         raise UsageError(f"there are {len(config.prompts)} prompts and {len(config.answers)} answers: give one each")
-    policy, params, pretrained = load_model(ModelOptions(model=config.model, dtype=config.dtype), seed=config.seed)
+    pretrained = load_model(ModelOptions(model=config.model, dtype=config.dtype), seed=config.seed)
+    policy, params = decoder_policy(pretrained.config), pretrained.params
     task = task_of(config, pretrained)
     same = {name: value for name, value in vars(config).items() if name in options_of(recipe())}
     options = recipe(num_prompts=len(task.heldout.examples), **same)

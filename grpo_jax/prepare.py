@@ -19,8 +19,7 @@ from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, pl
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
-from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.policy import Policy, decoder_policy, resolve_dtype
+from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
 from grpo_jax.planning.memory import Plan, choose, shape_of
@@ -31,19 +30,10 @@ from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import keep_description, keep_files
+from grpo_jax.runs.pretrained import keep_description, keep_files, with_adapters
 from grpo_jax.tasks.task import Task
 
-
-class Loaded(NamedTuple):
-    """A pretrained model, ready to be trained."""
-
-    policy: Policy
-    params: Params  # with adapters, if the options ask for them
-    pretrained: Pretrained
-
-
-Models = Mapping[str, Loaded]  # by role: "policy" first, and optionally "teacher"
+Models = Mapping[str, Pretrained]  # by role: "policy" first, and optionally "teacher"
 
 
 @dataclass(frozen=True)
@@ -78,7 +68,7 @@ def load_models(
     check_models(config, names)
     sharding = load_shardings(devices_of(config))
     policy = load_model(options, seed=config.seed, pretrained=pretrained, sharding=sharding, weights=weights)
-    load: Any = partial(load_frozen, options=options, student=policy.pretrained, sharding=sharding, weights=weights)
+    load: Any = partial(load_frozen, options=options, student=policy, sharding=sharding, weights=weights)
     return {"policy": policy} | {role: load(role, name) for role, name in names.items()}
 
 
@@ -89,8 +79,8 @@ def load_model(
     pretrained: Pretrained | None = None,
     sharding: Any = None,
     weights: bool = True,
-) -> Loaded:
-    """Loads the model that the options name.
+) -> Pretrained:
+    """Loads the model that the options name. Its parameters have adapters if the options ask for them.
 
     Args:
       options: The options of the model.
@@ -121,15 +111,14 @@ def load_model(
             sharding=sharding,
             weights=weights,
         )
-    params, width = pretrained.params, pretrained.config.hidden_size
+    decoder_policy(pretrained.config)  # raises if this machine does not support the kind of attention
+    width = pretrained.config.hidden_size
     if rank > width:
         raise UsageError(f"lora_rank is {rank}: it must be at most {width}, the width of the model")
-    if rank and weights:
-        from grpo_jax.models.peft import targets_of
-
-        key, targets = jax.random.key(seed), targets_of(pretrained.config, options.lora_targets)
-        params = add_adapters(params, key, rank=rank, alpha=options.lora_alpha, targets=targets)
-    return Loaded(decoder_policy(pretrained.config), params, pretrained)
+    if not rank or not weights:
+        return pretrained
+    params = with_adapters(pretrained.params, pretrained.config, options, jax.random.key(seed))
+    return pretrained._replace(params=params)
 
 
 def load_frozen(
@@ -140,7 +129,7 @@ def load_frozen(
     *,
     sharding: Any = None,
     weights: bool = True,
-) -> Loaded:
+) -> Pretrained:
     """Loads a model that judges the policy's tokens, with its dtype and attention.
 
     The parameters have the dtype of activations.
@@ -164,15 +153,7 @@ def load_frozen(
     needed = min(student.config.vocab_size, 1 + max(tokens.values()))
     if model.config.vocab_size < needed:
         raise UsageError(f"the {role} {name} lacks tokens from {model.config.vocab_size} on: name one with {needed}")
-    return Loaded(decoder_policy(model.config), model.params, model)
-
-
-def loaded_for_texts(model: Loaded, longest: int) -> Loaded:
-    """Applies `for_texts`, and makes the policy again if that changes the configuration."""
-    pretrained = for_texts(model.pretrained, longest)
-    if pretrained is model.pretrained:
-        return model
-    return model._replace(policy=decoder_policy(pretrained.config), pretrained=pretrained)
+    return model
 
 
 def check_vocabulary(tokens: Mapping[str, int], own: Mapping[str, int], name: str) -> None:
@@ -210,7 +191,7 @@ def grpo_programs(
     models: Models, task: Task, config: GRPOConfig, sampler: Sampler | None = None
 ) -> tuple[Programs, Params]:
     """Makes the programs of GRPO, which learn from a teacher as well if there is one."""
-    policy, *others = (model.policy for model in models.values())
+    policy, *others = (decoder_policy(model.config) for model in models.values())
     params = {role: model.params for role, model in models.items()}
     if not others:
         return make_programs(policy, task, config, sampler=sampler), params
@@ -225,9 +206,9 @@ def ppo_programs(
     """Makes the programs of PPO, and adds a critic to the policy."""
     from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs  # loaded only for PPO
 
-    policy, params, pretrained = models["policy"]
-    programs = make_ppo_programs(policy, critic_policy(pretrained.config), task, config, sampler=sampler)
-    return programs, add_critic(pretrained.config, params, config.critic.critic)
+    shape, params = models["policy"].config, models["policy"].params
+    programs = make_ppo_programs(decoder_policy(shape), critic_policy(shape), task, config, sampler=sampler)
+    return programs, add_critic(shape, params, config.critic.critic)
 
 
 GRPO = Algorithm("grpo", validate, grpo_programs)
@@ -269,13 +250,13 @@ def prepare(
     """
     if run_of(options.train).needs_rewards:
         row, group_size = task.prompts(0).examples[0], run_of(options.train).sampling.group_size
-        try_rewards(task, row, models["policy"].pretrained, group_size)
+        try_rewards(task, row, models["policy"], group_size)
     options, models, plan = apply_memory_plan(options, models, task)
     config, sampler = run_of(options.train), None
     if engine.engine:
         from grpo_jax.engines.sampler import sampler_of  # loaded only with an engine
 
-        sampler = sampler_of(engine, models["policy"].pretrained, task, config, note=note)
+        sampler = sampler_of(engine, models["policy"], task, config, note=note)
     programs, params = algorithm.programs(models, task, options.train, sampler)
     return Prepared(options, models, task, programs, place(params, devices_of(config)), plan)
 
@@ -342,19 +323,17 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     """
     config, width = run_of(options.train), task.prompts(0).tokens.width
     longest = width + config.sampling.completion_width
-    models = {role: loaded_for_texts(model, longest) for role, model in models.items()}
+    models = {role: for_texts(model, longest) for role, model in models.items()}
     policy, devices = models["policy"], devices_of(config)
     shape = shape_of(options.train, options.model, width, parts=parts(devices))
-    for scorer in (model.pretrained.config for role, model in models.items() if role != "policy"):
+    for scorer in (model.config for role, model in models.items() if role != "policy"):
         from grpo_jax.rl.distillation import output_bytes  # loaded only with a teacher
 
         shape = shape._replace(scorer=scorer, output_bytes=output_bytes(config, scorer))
     limits = gather("the memory of a device", memory_limit(min(size(devices), jax.local_device_count())))
-    plan = choose(policy.pretrained.config, shape, min(limits), remat=options.model.remat)
-    pretrained = policy.pretrained._replace(config=plan.model)
-    planned = policy._replace(policy=decoder_policy(plan.model), pretrained=pretrained)
-    options = with_options(options, dtype=pretrained.config.dtype, **plan.options)
-    return options, {**models, "policy": planned}, plan
+    plan = choose(policy.config, shape, min(limits), remat=options.model.remat)
+    options = with_options(options, dtype=plan.model.dtype, **plan.options)
+    return options, {**models, "policy": policy._replace(config=plan.model)}, plan
 
 
 def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) -> None:
@@ -368,7 +347,7 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
     Raises:
       UsageError: The run is resumed, and files of its models have changed.
     """
-    plan, pretrained = prepared.plan, prepared.models["policy"].pretrained
+    plan, policy = prepared.plan, prepared.models["policy"]
     run.say(str(plan))
     if not plan.fits:
         run.warn_once("plan", f"{plan}: that is an estimate, but the run may run out of memory")
@@ -376,9 +355,9 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
     if group_tokens and len(widths := prepared.task.heldout.tokens.batch_widths(group_tokens)) > 1:
         words = ", ".join(map(str, widths))
         run.say(f"prompts are sampled at widths of {words} tokens; the first step of each width compiles a program")
-    keep_description(run, pretrained, prepared.options.model, chat)
+    keep_description(run, policy, prepared.options.model, chat)
     for role, model in prepared.models.items():
         if role != "policy":
-            keep_files(run, role, model.pretrained)
+            keep_files(run, role, model)
     width = prepared.task.heldout.tokens.width + prepared.programs.config.sampling.completion_width
-    run.warn(length_warning(width, pretrained.config.max_position_embeddings))
+    run.warn(length_warning(width, policy.config.max_position_embeddings))

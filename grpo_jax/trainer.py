@@ -153,17 +153,16 @@ class GRPOTrainer:
         else:
             params = join(state.params, split(prepared.params)[1])["policy"]
             params = merge(params) if isinstance(params, Adapted) else params
-        return prepared.models["policy"].pretrained._replace(params=params)
+        return prepared.models["policy"]._replace(params=params)
 
     def _uses_chat(self, rows: str | Sequence[Mapping[str, Any]]) -> bool:
         """Returns true if text prompts become user messages: for environments and generators with a chat template."""
-        template = self._models["policy"].pretrained.tokenizer.chat_template
+        template = self._models["policy"].tokenizer.chat_template
         return bool(template and (self._reply or isinstance(rows, str)))
 
     def _task(self, rows: str | Sequence[Mapping[str, Any]], *, num_prompts: int) -> Task:
         """Makes a task from rows, without a held-out set, or from generators."""
-        run, model = run_of(self._options.train), self._options.model
-        pretrained = self._models["policy"].pretrained
+        run, model, pretrained = run_of(self._options.train), self._options.model, self._models["policy"]
         uses_chat = self._uses_chat(rows)
         if self._tools and not uses_chat:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")

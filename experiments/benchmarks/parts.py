@@ -57,7 +57,7 @@ def main(config: Config) -> None:
     run = race_config(RACES["real"], steps=1, seed=0)
     options = RunOptions(run, ModelOptions(config.model, dtype=config.dtype))
     models = load_models(options.model, run)
-    pretrained = models["policy"].pretrained
+    pretrained = models["policy"]
     prepared = prepare(GRPO, options, models, race_task("real", pretrained, seed=0))
     calls, batch = measure(prepared, config.repeats)
     (prompts, group, tokens), width = batch.completion_ids.shape, batch.prompt.ids.shape[1]

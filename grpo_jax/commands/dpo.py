@@ -20,6 +20,8 @@ from grpo_jax.commands.offline import Job, PairOptions, pair_job, run_method
 from grpo_jax.commands.train import Method
 from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences
 from grpo_jax.errors import UsageError
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.pairs import (
     PairLoss,
     evaluate_terms,
@@ -30,7 +32,6 @@ from grpo_jax.offline.pairs import (
     score_pairs,
 )
 from grpo_jax.options import Positive, Range, Size, Weight
-from grpo_jax.prepare import Loaded
 
 CONSTANTS = ("beta", "label_smoothing", "tau", "gamma", "odds_coef", "nll_coef")
 LOSSES: Mapping[str, PairLoss] = {
@@ -76,10 +77,11 @@ def prepare(config: Config) -> Job:
     """
     loss = loss_of(config)
 
-    def make(model: Loaded, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
+    def make(model: Pretrained, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
+        policy = decoder_policy(model.config)
         return {
-            "objective": preference_objective(model.policy, loss),
-            "score": partial(score_pairs, pair_logprobs, model.policy),
+            "objective": preference_objective(policy, loss),
+            "score": partial(score_pairs, pair_logprobs, policy),
             "evaluate": partial(evaluate_terms, partial(preference_terms, loss)),
         }
 

@@ -86,7 +86,7 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
     if options.control and config.frozen_models:
         raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
     models = load_models(options.model, config, weights=not options.dry_run)
-    with task_of(options, models["policy"].pretrained) as task:
+    with task_of(options, models["policy"]) as task:
         if options.dry_run:
             show_start(options, models, task)
             return
@@ -101,7 +101,7 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
 
 def show_start(options: RewardOptions, models: Models, task: Task) -> None:
     """Prints what a run would begin with: the notes, the memory plan, and the first prompt with its rewards."""
-    pretrained, prompts = models["policy"].pretrained, task.prompts(0)
+    pretrained, prompts = models["policy"], task.prompts(0)
     scores = try_rewards(task, prompts.examples[0], pretrained, run_of(options.train).sampling.group_size)
     _, _, plan = apply_memory_plan(options, models, task)
     first = pretrained.tokenizer.decode(prompts.tokens.ids[0][prompts.tokens.mask[0]].tolist())

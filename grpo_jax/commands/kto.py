@@ -24,6 +24,8 @@ from grpo_jax.data.preferences import EncodedPairs, Rating, encode_ratings, read
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
 from grpo_jax.hosts import check_alone
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.pairs import (
     PairBatch,
     evaluate_terms,
@@ -35,7 +37,6 @@ from grpo_jax.offline.pairs import (
     with_reference_point,
 )
 from grpo_jax.options import Positive, Size, Weight
-from grpo_jax.prepare import Loaded
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,11 @@ def prepare(config: Config) -> Job:
         batch = with_reference_point(batch, logprobs[:, 1] if estimates_kl else None)
         return evaluate_terms(partial(rated_terms, loss), logprobs, batch)
 
-    def make(model: Loaded, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
+    def make(model: Pretrained, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
+        policy = decoder_policy(model.config)
         return {
-            "objective": kto_objective(model.policy, loss, estimates_kl=estimates_kl),
-            "score": partial(score_pairs, pair_logprobs, model.policy),
+            "objective": kto_objective(policy, loss, estimates_kl=estimates_kl),
+            "score": partial(score_pairs, pair_logprobs, policy),
             "evaluate": evaluate,
             "summary": summary,
             "warnings": rating_warnings(config, training),

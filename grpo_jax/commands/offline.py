@@ -24,13 +24,13 @@ from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
 from grpo_jax.models.chat import Chat, make_chat, turn_end
-from grpo_jax.models.huggingface import Pretrained, load_tokenizer, model_folder, scoring_padding
+from grpo_jax.models.huggingface import Pretrained, for_texts, load_tokenizer, model_folder, scoring_padding
 from grpo_jax.models.params import join, split
 from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, check_rows
 from grpo_jax.options import Fraction, Seed, Size
-from grpo_jax.prepare import Loaded, load_model, loaded_for_texts
+from grpo_jax.prepare import load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.checkpoint import params_sha256
@@ -72,7 +72,7 @@ class Job(NamedTuple):
 
     config: Any  # the options, with defaults that were resolved
     phase: str
-    model: Loaded  # the trained model
+    model: Pretrained  # the trained model
     params: Any  # initial parameters of the objective
     objective: FitObjective
     batches: Callable[[int], Any]  # step -> batch
@@ -81,7 +81,7 @@ class Job(NamedTuple):
     title: str  # title of the table
     notes: Sequence[str]  # sentences about dropped, cut and packed rows
     warnings: Mapping[str, str]
-    others: Mapping[str, Loaded] = {}  # frozen models by role, whose files must be the same when the run resumes
+    others: Mapping[str, Pretrained] = {}  # frozen models by role, whose files must be the same when the run resumes
     # (job, initial parameters) -> the job with scores of the initial model, computed once; None: it needs none
     with_reference: "Callable[[Job, Any], Job] | None" = None
     summary: Callable[[Any], dict[str, float]] = with_intervals  # evaluation -> numbers
@@ -103,7 +103,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     started = time.perf_counter()
     job = prepare(config)
     # A resumed run keeps the dtype, even on another kind of device.
-    config = with_options(job.config, dtype=job.model.pretrained.config.dtype)
+    config = with_options(job.config, dtype=job.model.config.dtype)
     run = open_run(job._replace(config=config))
     params = place(job.params, devices_of(config.train))
     if job.with_reference:
@@ -146,10 +146,10 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
 def open_run(job: Job) -> RunFolder:
     """Opens the folder of a run, and stores the model's description, the warnings and the digests of all inputs."""
     run = flags.open_run(job.config)
-    keep_description(run, job.model.pretrained, job.config.model, job.config.chat)
+    keep_description(run, job.model, job.config.model, job.config.chat)
     for role, model in job.others.items():
-        keep_files(run, role, model.pretrained)
-    tokenizer = job.model.pretrained.tokenizer
+        keep_files(run, role, model)
+    tokenizer = job.model.tokenizer
     end = turn_end(Chat(tokenizer)) if uses_chat(job.config.chat, tokenizer) else None
     if end and not end.learned:
         run.say("plan: the chat template writes no end of a turn, so none is trained")
@@ -178,7 +178,7 @@ def compare(before: Values, after: Values, summary: Callable[[Values], dict[str,
 def pair_job(
     config: Any,
     phase: str,
-    make: Callable[[Loaded, EncodedPairs, EncodedPairs], dict[str, Any]],
+    make: Callable[[Pretrained, EncodedPairs, EncodedPairs], dict[str, Any]],
     *,
     number: str,
     read: Callable[..., tuple[Sequence[Any], Mapping[str, int]]],
@@ -211,17 +211,15 @@ def pair_job(
     rows, dropped = read(config.data, chat=bool(config.chat))
     parts = split_preferences(rows, config.heldout_share)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
-    pretrained = model.pretrained
-    chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
-    options = encoding(pretrained, config.model, config.max_tokens, in_chat=bool(config.chat), has_end=has_end)
+    chat = make_chat(model.tokenizer, model.eos_ids, config.model.chat_template_kwargs)
+    options = encoding(model, config.model, config.max_tokens, in_chat=bool(config.chat), has_end=has_end)
     training, heldout = (encode(chat, part, **options) for part in parts)
     batches = pair_batches(training, size, config.seed, name=number)
     noun = number.removeprefix("num_")
     width = max(sum(pair_widths(part)) for part in (training, heldout))
-    model = loaded_for_texts(model, width)
+    model = for_texts(model, width)
     fields = make(model, training, heldout)
     score, evaluate = partial(fields.pop("score"), num_pairs=size, devices=devices), fields.pop("evaluate")
-    longest = pretrained.config.max_position_embeddings
     digests = (hash_values(side.prompts, side.answers, side.desirable) for side in (training, heldout))
 
     def evaluated(pairs: EncodedPairs, params: Any) -> Any:
@@ -242,7 +240,7 @@ def pair_job(
         inputs=dict(zip(("training rows", f"held-out {noun}"), digests, strict=True)),
         title=f"{len(heldout.prompts)} held-out {noun} of {len(rows)}, with 95% intervals",
         notes=[*(f"dropped {many} rows {why}" for why, many in dropped.items()), *training.notes],
-        warnings=fields.pop("warnings", {}) | length_warning(width, longest),
+        warnings=fields.pop("warnings", {}) | length_warning(width, model.config.max_position_embeddings),
         with_reference=with_reference if has_reference else None,
         **fields,
     )

@@ -27,12 +27,11 @@ from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_pre
 from grpo_jax.devices import devices_of, to_numpy
 from grpo_jax.models.families import text_part
 from grpo_jax.models.heads import Headed, add_head
-from grpo_jax.models.huggingface import classifier_class
+from grpo_jax.models.huggingface import Pretrained, classifier_class
 from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import PairEvaluation, evaluate_pairs, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Fraction, Size, Weight
-from grpo_jax.prepare import Loaded
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs.folder import RunFolder
 
@@ -72,10 +71,9 @@ def prepare(config: Config) -> Job:
       UsageError: One sentence that says what to change.
     """
 
-    def make(model: Loaded, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
-        loaded = model.pretrained
-        classifier_class(text_part(read_json(loaded.folder / "config.json"))["model_type"])  # the export needs it
-        shape, params = add_head(loaded.config, model.params)
+    def make(model: Pretrained, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
+        classifier_class(text_part(read_json(model.folder / "config.json"))["model_type"])  # the export needs it
+        shape, params = add_head(model.config, model.params)
         score = partial(score_pairs, pair_rewards, shape)
 
         def rows(before: PairEvaluation, after: PairEvaluation, params: Headed) -> Rows:
@@ -87,7 +85,7 @@ def prepare(config: Config) -> Job:
         def leave(run: RunFolder, after: PairEvaluation, params: Headed) -> dict[str, Any]:
             whole = to_numpy(params)  # on all hosts
             if run.writes:
-                keep_model(run, RewardModel(*loaded._replace(config=shape, params=whole)))
+                keep_model(run, RewardModel(*model._replace(config=shape, params=whole)))
             curve = after.calibration._asdict()
             return {"calibration": {name: np.asarray(value).tolist() for name, value in curve.items()}}
 

@@ -41,12 +41,13 @@ from grpo_jax.devices import devices_of, load_shardings
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import make_chat
-from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.huggingface import Pretrained, for_texts
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.distillation import Target, check_options, divergence_objective, mean_divergence
 from grpo_jax.offline.phase import SupervisedConfig, check_rows
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.options import Seed, Size, Weight
-from grpo_jax.prepare import load_frozen, load_model, loaded_for_texts
+from grpo_jax.prepare import load_frozen, load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags
 from grpo_jax.step.scores import check_top_k
@@ -105,10 +106,10 @@ def prepare(config: Config) -> Job:
     devices = devices_of(config.train)
     rows = read_completions(config)  # before the weights, which take longer
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
-    training, held_out, prompts, notes = encode_texts(config, rows, model.pretrained)
+    training, held_out, prompts, notes = encode_texts(config, rows, model)
     width = training.ids.shape[1]
-    model = loaded_for_texts(model, width)
-    policy, shape = model.policy, model.pretrained.config
+    model = for_texts(model, width)
+    policy = decoder_policy(model.config)
 
     def heldout() -> Iterable[Packed]:
         return packed_pieces(held_out, config.num_rows)
@@ -132,7 +133,7 @@ def prepare(config: Config) -> Job:
         },
         title="held-out completions, nats a token [95% interval]",
         notes=notes,
-        warnings=length_warning(width, shape.max_position_embeddings),
+        warnings=length_warning(width, model.config.max_position_embeddings),
     )
     for role, name in config.divergence.frozen_models.items():
         job = add_divergence(job, role, name, width, heldout)
@@ -148,12 +149,11 @@ def add_divergence(job: Job, role: str, name: str, width: int, heldout: Callable
       width: The longest text, in tokens.
       heldout: Returns the held-out texts.
     """
-    config, policy, pretrained = job.config, job.model.policy, job.model.pretrained
-    devices = devices_of(config.train)
-    check_top_k(config.divergence.divergence, pretrained.config.vocab_size)
-    other = load_frozen(role, name, config.model, pretrained, sharding=load_shardings(devices))
-    other = loaded_for_texts(other, width)
-    target = Target(other.policy, config.divergence.divergence, config.nll_coef)
+    config, policy, devices = job.config, decoder_policy(job.model.config), devices_of(job.config.train)
+    check_top_k(config.divergence.divergence, job.model.config.vocab_size)
+    other = load_frozen(role, name, config.model, job.model, sharding=load_shardings(devices))
+    other = for_texts(other, width)
+    target = Target(decoder_policy(other.config), config.divergence.divergence, config.nll_coef)
 
     def log(params: Any, values: Values) -> dict[str, float]:
         mean = mean_divergence(policy, params, heldout(), target=target, devices=devices)

@@ -97,7 +97,7 @@ def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescrip
     # A hub id is not resolved, so that the adapter can be used on other machines.
     base = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
     saved = {name: getattr(options, name) for name in LoraDescription._fields[2:]}
-    return LoraDescription(base, fingerprint(pretrained.params), **saved)
+    return LoraDescription(base, fingerprint(pretrained.params.base), **saved)
 
 
 def keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
@@ -124,6 +124,16 @@ def _description(run: Path) -> dict[str, str]:
     names = {*filter(huggingface.is_copied, huggingface.files_of(folder)), _LORA_FILE}
     digests = hash_files(folder, (name for name in names if (folder / name).exists()))
     return {f"{name} of the model": digest for name, digest in digests.items()}
+
+
+def with_adapters(
+    params: Params, config: ModelConfig, options: ModelOptions | LoraDescription, key: jax.Array
+) -> Adapted:
+    """Adds new adapters to the parameters of a model, as the options of LoRA say."""
+    from grpo_jax.models.peft import targets_of  # loaded only for runs with adapters
+
+    targets = targets_of(config, options.lora_targets)
+    return add_adapters(params, key, rank=options.lora_rank, alpha=options.lora_alpha, targets=targets)
 
 
 # ---- loading the model from the run
@@ -239,15 +249,8 @@ def restore(
             params = round_stochastically(params) if _rounds_stochastically(run) else params
             config = untied_if_stored(params)
         else:
-            from grpo_jax.models.peft import targets_of  # loaded only for runs with adapters
-
             config, base_params = (config, param_shapes(config)) if adapter else _load_base(lora, config, base)
-            shape: Any = {
-                "rank": lora.lora_rank,
-                "alpha": lora.lora_alpha,
-                "targets": targets_of(config, lora.lora_targets),
-            }
-            add = partial(add_adapters, key=jax.random.key(0), **shape)
+            add = partial(with_adapters, config=config, options=lora, key=jax.random.key(0))
             like = split(jax.eval_shape(add, base_params))[0]
             adapters, step = checkpoints.restore_params(lambda _: like, step)
             params = Adapted(base_params, adapters, jnp.float32(lora.lora_alpha / lora.lora_rank))

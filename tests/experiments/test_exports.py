@@ -18,6 +18,7 @@ from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pr
 from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, split
 from grpo_jax.models.peft import load_adapter
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.prepare import load_model
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.runs import flags
@@ -46,14 +47,14 @@ def saved_run(folder, name, options="", describe=keep_description, base="base"):
     config = flags.parse(stories.Config, None, args.split())
     loaded = load_model(config.model, seed=0)
     run = flags.open_run(config)
-    describe(run, loaded.pretrained, config.model)
+    describe(run, loaded, config.model)
     params = loaded.params
     if isinstance(params, Adapted):
         params = params._replace(adapters=random_like(params.adapters))
-    state = init_state(split({"policy": params})[0], grpo_method(loaded.policy, config.train).optimizer)
+    state = init_state(split({"policy": params})[0], grpo_method(decoder_policy(loaded.config), config.train).optimizer)
     with run.checkpoints("grpo", keep=1) as checkpoints:
         checkpoints.save(state, 2)
-    return run, loaded.pretrained, params, state
+    return run, loaded, params, state
 
 
 @pytest.fixture(scope="module")

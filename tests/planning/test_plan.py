@@ -13,10 +13,9 @@ from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import from_json
 from grpo_jax.planning.memory import Shape, choose, estimate, shape_of
-from grpo_jax.prepare import Loaded, RunOptions, apply_memory_plan
+from grpo_jax.prepare import RunOptions, apply_memory_plan
 
 # Four prompts of 1,040 tokens; on an accelerator pieces of 16,384 tokens, so that all are one.
 SHAPE = Shape(4, 8, 16, 128, piece_tokens=0)
@@ -94,7 +93,7 @@ class Options(RunOptions):
 
 def plan_with(monkeypatch, options: RunOptions, limit: int):
     monkeypatch.setattr(prepare, "memory_limit", lambda devices: limit)
-    loaded = Loaded(decoder_policy(SMALL), None, Pretrained(SMALL, None, None, (), Path(), ()))
+    loaded = Pretrained(SMALL, None, None, (), Path(), ())
     task = SimpleNamespace(prompts=lambda step: SimpleNamespace(tokens=SimpleNamespace(width=16)))
     options, models, plan = apply_memory_plan(options, {"policy": loaded}, task)
     return options, models["policy"], plan
@@ -106,7 +105,7 @@ def test_resumed_runs_reuse_their_saved_plan(monkeypatch):
     smaller, loaded, plan = plan_with(monkeypatch, Options(), int(0.7 * plan.estimate.peak))
     assert plan.fits
     assert plan.options != {"piece_tokens": 768, "remat": "none"}
-    assert loaded.pretrained.config.remat == smaller.model.remat
+    assert loaded.config.remat == smaller.model.remat
     kept = from_json(Options(), json.loads(json.dumps(asdict(smaller))))
     for limit in (10**9, 2**10):
         resumed, _, again = plan_with(monkeypatch, kept, limit)

@@ -15,6 +15,7 @@ from experiments.benchmarks.race.races import RACES, race_config, race_task
 from grpo_jax.config import ModelOptions
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.models.weights import save_params
 from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
@@ -30,7 +31,7 @@ def main(recorder: Recorder) -> None:
     config = race_config(RACES[plan.race], steps=len(plan.prompts), seed=plan.seed, **plan.settings)
     options = RunOptions(config, ModelOptions(plan.model))
     models = load_models(options.model, config)
-    pretrained = models["policy"].pretrained
+    pretrained = models["policy"]
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         return recorder.grade([example["prompt"] for example in examples], completions)
@@ -59,7 +60,8 @@ def main(recorder: Recorder) -> None:
     probe = np.array(plan.probe, np.int32)[:, None]
     prompt = PromptTokens(ids.astype(np.int32), mask)
     batch = Batch(prompt, probe, np.ones(probe.shape, bool), np.ones(probe.shape[:2], np.float32))
-    recorder.finish(score_completion_tokens(models["policy"].policy, pretrained.params, batch).logprobs[:, 0])
+    policy = decoder_policy(pretrained.config)
+    recorder.finish(score_completion_tokens(policy, pretrained.params, batch).logprobs[:, 0])
 
 
 if __name__ == "__main__":
