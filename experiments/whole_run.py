@@ -140,7 +140,7 @@ def whole_run(
       reward gets the others.
     """
     loop = run_of(config)
-    validate(loop, compares_groups=make_method is grpo_method)
+    validate(config)
     every = loop.logging.eval_every or loop.steps
     if loop.steps % every:
         raise UsageError(f"eval_every ({every}) must divide steps ({loop.steps})")

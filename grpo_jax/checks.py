@@ -3,65 +3,52 @@
 A check yields a sentence for each conflict. The first sentence is raised as a `UsageError`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from grpo_jax.config import CONSTANTS, GRPOConfig, LossConfig, MeshConfig, PPOConfig
+from grpo_jax.config import CONSTANTS, GRPOConfig, LossConfig, MeshConfig, PPOConfig, preset_of, run_of
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.presets import PRESETS
-from grpo_jax.options import FLOAT32, check_ranges, options_of, suggestion
+from grpo_jax.options import FLOAT32, check_ranges, options_of
 
 Sentences = Iterator[str]
 
 
-def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool = True) -> None:
+def validate(config: GRPOConfig | PPOConfig, *, num_devices: int = 1) -> None:
     """Raises if options do not work together, before anything is compiled.
 
     Args:
       config: The configuration of the run.
       num_devices: The number of devices over which prompts are sharded.
-      compares_groups: True if advantages compare the completions of a group, so that groups need a minimum size.
 
     Raises:
       UsageError: Options do not work. The message says what to change.
     """
     check_ranges(config)
-    _refuse_first(
-        _preset(config.loss),
-        _mesh(config.mesh),
+    run = run_of(config)
+    sentences = chain(
         config.conflicts(),
-        _steps(config),
-        _sampling(config, compares_groups and config.needs_rewards),
-        _constants(config.loss),
-        _kl(config.loss),
-        _advantages(config),
-        _old_logprobs(config),
-        _reference(config),
-        _updates(config, num_devices),
+        _constants(run.loss),
+        _steps(run, num_devices),
+        _sampling(run, compares_groups=isinstance(config, GRPOConfig) and run.needs_rewards),
+        _kl(run),
+        _advantages(run),
     )
-
-
-def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
-    """Raises if options of PPO do not work together, as `validate` does.
-
-    Args:
-      config: The configuration of the run.
-      num_devices: The number of devices over which prompts are sharded.
-
-    Raises:
-      UsageError: Options do not work. The message says what to change.
-    """
-    check_ranges(config)
-    _refuse_first(config.conflicts(), _groups_in_ppo(config.run))
-    validate(config.run, num_devices=num_devices, compares_groups=False)
-    _refuse_first(_tokens_in_ppo(config.run))
+    for sentence in sentences:
+        raise UsageError(sentence)
 
 
 def validate_mesh(config: MeshConfig) -> None:
-    """Raises if the options of a mesh do not work together, as `validate` does."""
+    """Raises if the options of a mesh do not work together.
+
+    Raises:
+      UsageError: Options do not work. The message says what to change.
+    """
     check_ranges(config)
-    _refuse_first(_mesh(config))
+    if config.parallel == "pmap" and config.fsdp * config.tensor > 1:
+        raise UsageError(
+            f"fsdp is {config.fsdp} and tensor is {config.tensor}, but pmap divides nothing: set parallel to mesh"
+        )
 
 
 # Options that do something only if another option does not have the value that turns it off.
@@ -103,30 +90,36 @@ def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
         raise UsageError(f"the options need a {role}: name a model with the same tokenizer as {role}")
 
 
-def _refuse_first(*checks: Iterable[str]) -> None:
-    for sentence in chain.from_iterable(checks):
-        raise UsageError(sentence)
+def _constants(loss: LossConfig) -> Sentences:
+    published = preset_of(loss.preset)
+    for name in CONSTANTS:
+        value, number = getattr(loss, name), published.constants.get(name)
+        if value is not None and number is None and not (name == "delta" and published.takes_delta):
+            yield f"{name} is {value}, but preset {loss.preset} has no such constant: leave it out"
+        if value is None and number is not None:
+            yield f"{name} is None, but preset {loss.preset} needs it: {number} is its own"
+    if loss.epsilon_low is not None and loss.epsilon_low > 1 and not published.bounds_log_ratio:
+        yield f"epsilon_low is {loss.epsilon_low}: a ratio is at least 0, so set it to at most 1, which is no bound"
+    if loss.delta is not None and loss.epsilon_high is not None and loss.delta <= 1 + loss.epsilon_high:
+        yield f"delta is {loss.delta}: it must be above 1 + epsilon_high ({loss.epsilon_high}), or it is the clip"
 
 
-def _preset(loss: LossConfig) -> Sentences:
-    if loss.preset not in PRESETS:
-        yield f"there is no preset {loss.preset}: {suggestion(loss.preset, PRESETS)}"
-
-
-def _mesh(config: MeshConfig) -> Sentences:
-    if config.parallel == "pmap" and config.fsdp * config.tensor > 1:
-        yield f"fsdp is {config.fsdp} and tensor is {config.tensor}, but pmap divides nothing: set parallel to mesh"
-
-
-def _steps(config: GRPOConfig) -> Sentences:
+def _steps(config: GRPOConfig, num_devices: int) -> Sentences:
     steps, profiled, staleness = config.steps, config.logging.profile_steps, config.sampling.staleness
     if profiled and steps <= 2:
         yield f"profile_steps is {profiled}, but the first two of {steps} steps are not recorded: set steps above 2"
     if staleness and staleness >= steps:
         yield f"staleness is {staleness}, and steps is {steps}, so the start would sample all: set it below steps"
+    options, num_prompts = config.optimizer, config.sampling.num_prompts
+    pieces = options.minibatches * (options.microbatches or 1) * num_devices
+    if num_prompts % pieces:
+        product = f"minibatches x microbatches x devices / tensor, {pieces}"
+        yield f"num_prompts is {num_prompts}: it must be a multiple of {product}"
+    if not config.loss.objective.has_ratio and options.epochs * options.minibatches > 1:
+        yield f"preset {config.loss.preset} has no ratio, so it can use a rollout once: set epochs and minibatches to 1"
 
 
-def _sampling(config: GRPOConfig, compares_groups: bool) -> Sentences:
+def _sampling(config: GRPOConfig, *, compares_groups: bool) -> Sentences:
     options, least = config.sampling, config.loss.objective.min_group_size
     if compares_groups and options.group_size < least:
         preset = config.loss.preset
@@ -144,21 +137,8 @@ def _sampling(config: GRPOConfig, compares_groups: bool) -> Sentences:
             yield f"curriculum draws prompts by the rewards of all steps before: leave it out, or set {name} to {off}"
 
 
-def _constants(loss: LossConfig) -> Sentences:
-    published = PRESETS[loss.preset]
-    for name in CONSTANTS:
-        value, number = getattr(loss, name), published.constants.get(name)
-        if value is not None and number is None and not (name == "delta" and published.takes_delta):
-            yield f"{name} is {value}, but preset {loss.preset} has no such constant: leave it out"
-        if value is None and number is not None:
-            yield f"{name} is None, but preset {loss.preset} needs it: {number} is its own"
-    if loss.epsilon_low is not None and loss.epsilon_low > 1 and not published.bounds_log_ratio:
-        yield f"epsilon_low is {loss.epsilon_low}: a ratio is at least 0, so set it to at most 1, which is no bound"
-    if loss.delta is not None and loss.epsilon_high is not None and loss.delta <= 1 + loss.epsilon_high:
-        yield f"delta is {loss.delta}: it must be above 1 + epsilon_high ({loss.epsilon_high}), or it is the clip"
-
-
-def _kl(loss: LossConfig) -> Sentences:
+def _kl(config: GRPOConfig) -> Sentences:
+    loss, options = config.loss, config.reference
     in_loss = loss.kl_coef > 0 and not loss.kl_in_reward
     in_reward = loss.kl_coef > 0 and loss.kl_in_reward
     if loss.divergence != "preset" and not in_loss:
@@ -173,44 +153,8 @@ def _kl(loss: LossConfig) -> Sentences:
             f"preset {loss.preset} takes its KL off the sum of the rewards, but advantages_of is {loss.advantages_of}: "
             "set kl_coef to 0, or kl_in_reward to False"
         )
-
-
-def _advantages(config: GRPOConfig) -> Sentences:
-    loss, max_rollouts = config.loss, config.sampling.max_rollouts
-    for name in config.token_weights:
-        # Every token's gradient passes through the one ratio, so that the weight of a token would not reach it.
-        if loss.objective.per_completion:
-            yield (
-                f"preset {loss.preset} has one ratio a completion, but {name} gives each token a weight of its own: "
-                "leave it out, or take grpo, dapo or another with ratios of tokens"
-            )
-    if loss.advantages_of == "components" and max_rollouts > 1:
-        yield (
-            f"max_rollouts is {max_rollouts}, but dynamic sampling looks at one reward, while advantages_of "
-            '"components" learns from each: set max_rollouts to 1, or advantages_of to "sum"'
-        )
-
-
-def _old_logprobs(config: GRPOConfig) -> Sentences:
-    loss, sampling = config.loss, config.sampling
-    already = f"preset {loss.preset} takes its ratio against the sampler already"
-    if loss.correction != "none" and loss.objective.ratio_to_sampler:
-        yield f"correction {loss.correction} compares the sampler with the trainer, but {already}: leave it out"
-    if loss.old_logprobs == "sampler" and loss.objective.ratio_to_sampler:
-        yield f"{already}: leave old_logprobs out"
-    if loss.old_logprobs == "sampler" and loss.correction != "none":
-        yield f"correction {loss.correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
-    if loss.correction == "geometric" and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
-        yield (
-            "correction geometric drops all completions when top_k, top_p or min_p change their probabilities: leave "
-            "these out, or take another correction"
-        )
-
-
-def _reference(config: GRPOConfig) -> Sentences:
-    options, loss = config.reference, config.loss
     completions = config.sampling.num_prompts * config.sampling.group_size
-    if options.kl_target is not None and not (loss.kl_in_reward and loss.kl_coef > 0):
+    if options.kl_target is not None and not in_reward:
         yield f"kl_target is {options.kl_target}: it steers a KL in the reward: set kl_in_reward, and kl_coef above 0"
     if options.kl_target is not None and options.kl_horizon < completions:
         yield f"kl_horizon is {options.kl_horizon}: it must be at least the completions of a step ({completions})"
@@ -222,28 +166,29 @@ def _reference(config: GRPOConfig) -> Sentences:
         yield f"ref_mixup_alpha is {options.ref_mixup_alpha}, but the reference never moves: set ref_sync_steps above 0"
 
 
-def _updates(config: GRPOConfig, num_devices: int) -> Sentences:
-    options, num_prompts = config.optimizer, config.sampling.num_prompts
-    pieces = options.minibatches * (options.microbatches or 1) * num_devices
-    if num_prompts % pieces:
-        product = f"minibatches x microbatches x devices / tensor, {pieces}"
-        yield f"num_prompts is {num_prompts}: it must be a multiple of {product}"
-    if not config.loss.objective.has_ratio and options.epochs * options.minibatches > 1:
-        yield f"preset {config.loss.preset} has no ratio, so it can use a rollout once: set epochs and minibatches to 1"
-
-
-def _groups_in_ppo(run: GRPOConfig) -> Sentences:
-    of = run.loss.advantages_of
-    if of != "sum":
-        yield f'advantages_of "{of}" is for groups, but PPO has a critic for the sum of the rewards: set it to "sum"'
-
-
-def _tokens_in_ppo(run: GRPOConfig) -> Sentences:
-    max_rollouts = run.sampling.max_rollouts
-    if max_rollouts > 1 and run.sampling.group_size == 1:
-        yield f"max_rollouts is {max_rollouts}, but there is nothing to compare: set it to 1, or group_size above 1"
-    if run.loss.objective.per_completion:
+def _advantages(config: GRPOConfig) -> Sentences:
+    loss, sampling = config.loss, config.sampling
+    for name in config.token_weights:
+        # Every token's gradient passes through the one ratio, so that the weight of a token would not reach it.
+        if loss.objective.per_completion:
+            yield (
+                f"preset {loss.preset} has one ratio a completion, but {name} gives each token a weight of its own: "
+                "leave it out, or take grpo, dapo or another with ratios of tokens"
+            )
+    if loss.advantages_of == "components" and sampling.max_rollouts > 1:
         yield (
-            f"preset {run.loss.preset} has one ratio a completion, but a critic's advantages are of tokens: take "
-            "lite_ppo, dapo or another with ratios of tokens"
+            f"max_rollouts is {sampling.max_rollouts}, but dynamic sampling looks at one reward, while advantages_of "
+            '"components" learns from each: set max_rollouts to 1, or advantages_of to "sum"'
+        )
+    already = f"preset {loss.preset} takes its ratio against the sampler already"
+    if loss.correction != "none" and loss.objective.ratio_to_sampler:
+        yield f"correction {loss.correction} compares the sampler with the trainer, but {already}: leave it out"
+    if loss.old_logprobs == "sampler" and loss.objective.ratio_to_sampler:
+        yield f"{already}: leave old_logprobs out"
+    if loss.old_logprobs == "sampler" and loss.correction != "none":
+        yield f"correction {loss.correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
+    if loss.correction == "geometric" and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
+        yield (
+            "correction geometric drops all completions when top_k, top_p or min_p change their probabilities: leave "
+            "these out, or take another correction"
         )

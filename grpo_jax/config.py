@@ -265,13 +265,24 @@ class LossConfig:
     def objective(self) -> Objective:
         """The preset with the numbers of these options."""
         numbers = {name: getattr(self, name) for name in NUMBERS}
-        return PRESETS[self.preset]._replace(constants=self.constants, **numbers)
+        return preset_of(self.preset)._replace(constants=self.constants, **numbers)
 
     @property
     def constants(self) -> Mapping[str, float]:
         """Constants of the preset's term, by name, with the numbers of these options."""
         numbers = {name: getattr(self, name) for name in CONSTANTS if getattr(self, name) is not None}
-        return {**PRESETS[self.preset].constants, **numbers}
+        return {**preset_of(self.preset).constants, **numbers}
+
+
+def preset_of(name: str) -> Objective:
+    """Returns a preset.
+
+    Raises:
+      UsageError: There is no such preset. The message lists the closest names.
+    """
+    if name not in PRESETS:
+        raise UsageError(f"there is no preset {name}: {suggestion(name, PRESETS)}")
+    return PRESETS[name]
 
 
 _INSIDE = Range(lambda beta: 0 < beta < 1, "between 0 and 1; at the ends take forward_kl or reverse_kl")
@@ -491,9 +502,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 def _preset_numbers(preset: str) -> dict[str, Any]:
     """Returns the options that a preset sets, by name."""
-    if preset not in PRESETS:
-        raise UsageError(f"there is no preset {preset}: {suggestion(preset, PRESETS)}")
-    published = PRESETS[preset]
+    published = preset_of(preset)
     numbers = {name: getattr(published, name) for name in NUMBERS}
     constants = {name: published.constants.get(name) for name in CONSTANTS}
     return numbers | constants | RECIPES.get(preset, {})
@@ -543,12 +552,28 @@ class PPOConfig:
     critic: CriticConfig = CriticConfig()
 
     def conflicts(self) -> Iterator[str]:
-        """Yields a sentence for each option of GRPO that PPO does not have."""
-        options = self.run.distillation
+        """Yields a sentence for each conflict of a run's options with a critic, and then those of the run."""
+        options, loss, sampling = self.run.distillation, self.run.loss, self.run.sampling
         if options.teacher:
             yield "PPO takes no teacher: leave it out, or take --method grpo"
         if options.distillation != "none":
             yield f"distillation {options.distillation} needs GRPO: leave it out, or take --method grpo"
+        if loss.advantages_of != "sum":
+            yield (
+                f'advantages_of "{loss.advantages_of}" is for groups, but PPO has a critic for the sum of the rewards: '
+                'set it to "sum"'
+            )
+        if sampling.max_rollouts > 1 and sampling.group_size == 1:
+            yield (
+                f"max_rollouts is {sampling.max_rollouts}, but there is nothing to compare: set it to 1, or group_size "
+                "above 1"
+            )
+        if loss.objective.per_completion:
+            yield (
+                f"preset {loss.preset} has one ratio a completion, but a critic's advantages are of tokens: take "
+                "lite_ppo, dapo or another with ratios of tokens"
+            )
+        yield from self.run.conflicts()
 
 
 def run_of(config: GRPOConfig | PPOConfig) -> GRPOConfig:

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
-from grpo_jax.checks import check_models, validate, validate_ppo
+from grpo_jax.checks import check_models
 from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, run_of, with_options
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
@@ -182,7 +182,6 @@ class Algorithm(NamedTuple):
     """The parts of the preparation that differ between GRPO and PPO."""
 
     phase: str  # the name of its lines and checkpoints
-    validate: Callable[..., None]  # (options, num_devices=...): raises if options do not work
     # (models, task, options, sampler of an engine or None) -> (programs, initial parameters by role)
     programs: Callable[[Models, Task, Any, Sampler | None], tuple[Programs, Params]]
 
@@ -211,8 +210,8 @@ def ppo_programs(
     return programs, add_critic(shape, params, config.critic.critic)
 
 
-GRPO = Algorithm("grpo", validate, grpo_programs)
-PPO = Algorithm("ppo", validate_ppo, ppo_programs)
+GRPO = Algorithm("grpo", grpo_programs)
+PPO = Algorithm("ppo", ppo_programs)
 
 
 class Prepared(NamedTuple, Generic[Options]):

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from grpo_jax.checks import check_effects
+from grpo_jax.checks import check_effects, validate
 from grpo_jax.config import GRPOConfig, ModelOptions, run_of, with_options
 from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.generators import PREFIX, parse_generators
@@ -110,7 +110,7 @@ class GRPOTrainer:
         check_ranges(self._options.model)
         check_effects(self._options.model)
         fitting = with_options(run, num_prompts=_pieces(run)) if self._lower_num_prompts else run
-        GRPO.validate(fitting, num_devices=parts(devices_of(run)))
+        validate(fitting, num_devices=parts(devices_of(run)))
         self._models = load_models(self._options.model, run, pretrained=pretrained)
 
     def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:

@@ -15,7 +15,7 @@ import pytest
 from tiny import refused
 
 from grpo_jax import config as configs, options as grpo_options
-from grpo_jax.checks import validate, validate_ppo
+from grpo_jax.checks import validate
 from grpo_jax.commands import dpo, kto, reward_model, sft
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
@@ -91,7 +91,7 @@ def test_defaults_are_the_recipes_of_grpo_and_ppo():
     run = configs.PPOConfig().run
     assert (run.loss.preset, run.loss.kl_coef, run.loss.kl_in_reward) == ("lite_ppo", 0.02, True)
     assert run.sampling.group_size == 1
-    validate_ppo(configs.PPOConfig())
+    validate(configs.PPOConfig())
     assert configs.run_of(configs.PPOConfig()) is configs.run_of(run)
 
 

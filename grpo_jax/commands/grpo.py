@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from grpo_jax.checks import validate
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import EngineOptions, GRPOConfig, recipe, run_of
 from grpo_jax.data.text import prompt_limit
@@ -81,7 +82,7 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
       UsageError: One sentence that says what to change.
     """
     started, config = time.perf_counter(), run_of(options.train)
-    algorithm.validate(options.train, num_devices=parts(devices_of(config)))  # before a checkpoint is read
+    validate(options.train, num_devices=parts(devices_of(config)))  # before a checkpoint is read
     check_task_options(options.task)
     if options.control and config.frozen_models:
         raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")

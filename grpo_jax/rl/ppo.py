@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax import functional as F
-from grpo_jax.checks import validate_ppo
+from grpo_jax.checks import validate
 from grpo_jax.config import CriticConfig, PPOConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
@@ -73,7 +73,7 @@ def make_ppo_programs(
     """
     if interaction_of(task).parts == "turns":
         raise UsageError("a critic of PPO reads no episodes of several turns: train with GRPO, or without environment")
-    validate_ppo(config, num_devices=parts(devices_of(config.run)))
+    validate(config, num_devices=parts(devices_of(config.run)))
     check_task(task, config.run, bootstraps=config.critic.bootstrap_truncated)
     return make_method_programs(ppo_method(policy, critic, config), policy, task, config.run, sampler=sampler)
 

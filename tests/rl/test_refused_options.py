@@ -7,7 +7,7 @@ from bigrams import POLICY, TASK, V
 from rl_helpers import RUN, some_pairs
 from tiny import refused, says_three
 
-from grpo_jax.checks import validate, validate_ppo
+from grpo_jax.checks import validate
 from grpo_jax.config import PPOConfig, with_options
 from grpo_jax.data.packing import pack, packed_batches
 from grpo_jax.data.types import Component
@@ -92,7 +92,7 @@ OPTIONS = [
 @pytest.mark.parametrize(("config", "changes", "words"), OPTIONS)
 def test_options_that_do_not_go_together_are_refused(config, changes, words):
     with refused(words):
-        (validate_ppo if config is PPO else validate)(with_options(config, **changes))
+        validate(with_options(config, **changes))
 
 
 def test_weights_of_completions_go_with_ratios_of_completions():
