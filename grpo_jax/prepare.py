@@ -1,7 +1,7 @@
 """Prepares training: loads models, plans memory, and makes the programs of a method that learns from rewards.
 
 The command line and `GRPOTrainer` take the same steps: `load_models`, a task, `prepare`, and `begin` when the run has
-its folder. An `Algorithm` holds what differs between GRPO and PPO.
+its folder.
 """
 
 from collections.abc import Callable, Mapping
@@ -178,40 +178,32 @@ def check_vocabulary(tokens: Mapping[str, int], own: Mapping[str, int], name: st
 # ---- methods that learn from rewards
 
 
-class Algorithm(NamedTuple):
-    """The parts of the preparation that differ between GRPO and PPO."""
-
-    phase: str  # the name of its lines and checkpoints
-    # (models, task, options, sampler of an engine or None) -> (programs, initial parameters by role)
-    programs: Callable[[Models, Task, Any, Sampler | None], tuple[Programs, Params]]
-
-
-def grpo_programs(
-    models: Models, task: Task, config: GRPOConfig, sampler: Sampler | None = None
+def programs_of(
+    models: Models, task: Task, config: GRPOConfig | PPOConfig, sampler: Sampler | None
 ) -> tuple[Programs, Params]:
-    """Makes the programs of GRPO, which learn from a teacher as well if there is one."""
-    policy, *others = (decoder_policy(model.config) for model in models.values())
-    params = {role: model.params for role, model in models.items()}
-    if not others:
-        return make_programs(policy, task, config, sampler=sampler), params
-    from grpo_jax.rl.distillation import make_programs as make_programs_of_both  # loaded only with a teacher
+    """Makes the programs of the method that the options configure, and its initial parameters by role.
 
-    return make_programs_of_both(policy, others[0], task, config, sampler=sampler), params
+    Args:
+      models: The models, with a teacher if the options need one.
+      task: Supplies the prompts and the reward.
+      config: The configuration of GRPO, or of PPO, which adds a critic to the policy.
+      sampler: Samples completions instead of the policy; None: the policy samples.
 
+    Raises:
+      UsageError: Options do not work. The message says what to change.
+    """
+    policy, *teachers = (decoder_policy(model.config) for model in models.values())
+    params, shape = {role: model.params for role, model in models.items()}, models["policy"].config
+    if isinstance(config, PPOConfig):
+        from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs  # loaded only for PPO
 
-def ppo_programs(
-    models: Models, task: Task, config: PPOConfig, sampler: Sampler | None = None
-) -> tuple[Programs, Params]:
-    """Makes the programs of PPO, and adds a critic to the policy."""
-    from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs  # loaded only for PPO
+        programs = make_ppo_programs(policy, critic_policy(shape), task, config, sampler=sampler)
+        return programs, add_critic(shape, params["policy"], config.critic.critic)
+    if teachers:
+        from grpo_jax.rl.distillation import make_programs as make_programs_of_both  # loaded only with a teacher
 
-    shape, params = models["policy"].config, models["policy"].params
-    programs = make_ppo_programs(decoder_policy(shape), critic_policy(shape), task, config, sampler=sampler)
-    return programs, add_critic(shape, params, config.critic.critic)
-
-
-GRPO = Algorithm("grpo", grpo_programs)
-PPO = Algorithm("ppo", ppo_programs)
+        return make_programs_of_both(policy, *teachers, task, config, sampler=sampler), params
+    return make_programs(policy, task, config, sampler=sampler), params
 
 
 class Prepared(NamedTuple, Generic[Options]):
@@ -226,7 +218,6 @@ class Prepared(NamedTuple, Generic[Options]):
 
 
 def prepare(
-    algorithm: Algorithm,
     options: Options,
     models: Models,
     task: Task,
@@ -237,7 +228,6 @@ def prepare(
     """Plans the memory of a run and makes its programs, which are compiled at their first call.
 
     Args:
-      algorithm: `GRPO` or `PPO`.
       options: The options of the run.
       models: The models, as returned by `load_models`.
       task: Supplies the prompts and the reward.
@@ -256,7 +246,7 @@ def prepare(
         from grpo_jax.engines.sampler import sampler_of  # loaded only with an engine
 
         sampler = sampler_of(engine, models["policy"], task, config, note=note)
-    programs, params = algorithm.programs(models, task, options.train, sampler)
+    programs, params = programs_of(models, task, options.train, sampler)
     return Prepared(options, models, task, programs, place(params, devices_of(config)), plan)
 
 

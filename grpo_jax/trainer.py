@@ -25,7 +25,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, format_of, join, split
 from grpo_jax.options import check_known, check_ranges, check_type, check_types, option_types
-from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
+from grpo_jax.prepare import RunOptions, begin, load_models, prepare
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
@@ -35,7 +35,7 @@ from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.generated import generated_task
 from grpo_jax.tasks.task import Task, text_task
 from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
-from grpo_jax.train import train
+from grpo_jax.train import PHASES, train
 
 
 class GRPOTrainer:
@@ -141,11 +141,11 @@ class GRPOTrainer:
             num_left = len(self._task(rows, num_prompts=1).heldout.examples)  # without the empty and overlong ones
             options = with_options(options, num_prompts=_fitting_num_prompts(run_of(options.train), num_left))
         task = self._task(rows, num_prompts=run_of(options.train).sampling.num_prompts)
-        prepared = prepare(GRPO, options, self._models, task)
+        prepared = prepare(options, self._models, task)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(prepared.options))
         self.run.say(f"run folder: {self.run.path}")
         begin(self.run, prepared, chat=self._uses_chat(rows))
-        programs, phase = prepared.programs, GRPO.phase
+        programs, phase = prepared.programs, PHASES[0]
         state = train(prepared.params, task, programs.config, self.run, programs, phase=phase)
         finish(self.run, {}, params_sha256(state.params["policy"]), started)
         if options.model.quantize != "none":

@@ -28,7 +28,7 @@ from grpo_jax.config import ModelOptions
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.params import split
 from grpo_jax.models.pieces import choose_pieces
-from grpo_jax.prepare import GRPO, Prepared, RunOptions, load_models, prepare
+from grpo_jax.prepare import Prepared, RunOptions, load_models, prepare
 from grpo_jax.rl.hooks import with_fixed_reference
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import noise_of
@@ -58,7 +58,7 @@ def main(config: Config) -> None:
     options = RunOptions(run, ModelOptions(config.model, dtype=config.dtype))
     models = load_models(options.model, run)
     pretrained = models["policy"]
-    prepared = prepare(GRPO, options, models, race_task("real", pretrained, seed=0))
+    prepared = prepare(options, models, race_task("real", pretrained, seed=0))
     calls, batch = measure(prepared, config.repeats)
     (prompts, group, tokens), width = batch.completion_ids.shape, batch.prompt.ids.shape[1]
     forward = cost_of(Shape(pretrained.config, prompts, width, tokens, group), element=4).forward_flops

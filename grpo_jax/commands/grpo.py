@@ -18,7 +18,6 @@ Other methods are --method ppo, sft, reward-model, dpo and kto; each has a --hel
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from grpo_jax.checks import validate
@@ -29,8 +28,6 @@ from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.prepare import (
-    GRPO,
-    Algorithm,
     Models,
     RunOptions,
     apply_memory_plan,
@@ -71,12 +68,11 @@ class Config(RewardOptions):
 # ---- for all methods that learn from rewards
 
 
-def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
+def train_by_rewards(options: RewardOptions) -> None:
     """Trains a policy on rewards; prints a table and the checksum, and writes results.json and report.html.
 
     Args:
-      options: The options of the command line.
-      algorithm: The method, such as GRPO or PPO.
+      options: The options of the command line, which configure GRPO or PPO.
 
     Raises:
       UsageError: One sentence that says what to change.
@@ -91,10 +87,10 @@ def train_by_rewards(options: RewardOptions, algorithm: Algorithm) -> None:
         if options.dry_run:
             show_start(options, models, task)
             return
-        prepared = prepare(algorithm, options, models, task, engine=options.engine, note=flags.say_note)
+        prepared = prepare(options, models, task, engine=options.engine, note=flags.say_note)
         run, programs = flags.open_run(prepared.options), prepared.programs
         begin(run, prepared, chat=options.task.chat)
-        phases = (algorithm.phase, CONTROL) if options.control else (algorithm.phase,)
+        phases = (options.method, CONTROL) if options.control else (options.method,)
         results = train_with_control(prepared.params, task, programs.config, run, programs, phases=phases)
         report.print_results(run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", results[0])
         report.finish(run, *results, started)
@@ -129,4 +125,4 @@ def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextMa
     )
 
 
-main = partial(train_by_rewards, algorithm=GRPO)
+main = train_by_rewards

@@ -12,12 +12,10 @@ training; --control also trains on a coin toss. Export and evaluation of the run
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from grpo_jax.commands.grpo import RewardOptions, train_by_rewards
 from grpo_jax.commands.train import Method
 from grpo_jax.config import PPOConfig, with_options
-from grpo_jax.prepare import PPO
 
 
 @dataclass(frozen=True)
@@ -29,4 +27,4 @@ class Config(RewardOptions):
     method: Method = "ppo"
 
 
-main = partial(train_by_rewards, algorithm=PPO)
+main = train_by_rewards

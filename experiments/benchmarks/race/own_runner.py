@@ -18,7 +18,7 @@ from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.models.weights import save_params
-from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
+from grpo_jax.prepare import RunOptions, begin, load_models, prepare
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step.scores import score_completion_tokens
 from grpo_jax.step.types import Batch
@@ -47,7 +47,7 @@ def main(recorder: Recorder) -> None:
         return {}
 
     task = race_task(plan.race, pretrained, plan.seed)._replace(reward=reward)
-    prepared = prepare(GRPO, options, models, task)
+    prepared = prepare(options, models, task)
     run = RunFolder(Path(plan.folder) / "run", {})
     begin(run, prepared)
     with recorder.pause():
