@@ -508,7 +508,7 @@ def spans_in_tokens(
     """Converts spans to tokens: from the token with the first character of a span to the token with its last.
 
     Args:
-      spans: Spans that passed `rewards.values.checked_spans`, from one reward or several.
+      spans: Spans that passed `rewards.worker.checked_spans`, from one reward or several.
       completion: The completion that the spans belong to, or its final part, with all its ids.
       decode: Decodes token ids to text.
 

@@ -31,7 +31,7 @@ from typing import Any, Literal, TypeVar
 from grpo_jax.data.types import MESSAGE_CHARACTERS, Checked, Completion, Earned, Example
 from grpo_jax.errors import UsageError
 from grpo_jax.options import Size, check_number
-from grpo_jax.rewards.values import REASONS, BadReward, reward_from_json
+from grpo_jax.rewards.worker import REASONS, BadReward, reward_from_json
 
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
 _CHILD = "from grpo_jax.rewards.worker import main; main()"

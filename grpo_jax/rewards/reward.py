@@ -27,7 +27,7 @@ from grpo_jax.data import coroutines
 from grpo_jax.data.types import LARGEST_REWARD, Checked, Completion, Component, Example, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.processes import Grader
-from grpo_jax.rewards.values import BadReward, checked_rewards
+from grpo_jax.rewards.worker import BadReward, checked_rewards
 
 
 class RewardScores(NamedTuple):

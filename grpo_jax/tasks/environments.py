@@ -18,8 +18,7 @@ from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import Chat, reply_encoder, reply_reader
 from grpo_jax.rewards.processes import Processes, ProcessOptions
-from grpo_jax.rewards.values import BadReward
-from grpo_jax.rewards.worker import digest_of_source
+from grpo_jax.rewards.worker import BadReward, digest_of_source
 from grpo_jax.tasks.adapters import load_factory, trl_tools
 from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of
 

@@ -4,7 +4,7 @@ import pytest
 
 from grpo_jax.data.text import spans_in_tokens
 from grpo_jax.data.types import Completion, Span
-from grpo_jax.rewards.values import MOST_SPANS as MOST, BadReward, checked_spans
+from grpo_jax.rewards.worker import MOST_SPANS as MOST, BadReward, checked_spans
 
 # Tokens 0 … 5; the first loses its space, and two of them make up one character.
 PIECES = [b" ab", b"c.\n", b"de", b"\xc3", b"\xa9", b"f"]
