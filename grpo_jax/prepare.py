@@ -13,7 +13,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 
 from grpo_jax.checks import check_models
-from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, run_of, with_options
+from grpo_jax.config import DecodingConfig, EngineOptions, GRPOConfig, ModelOptions, PPOConfig, run_of, with_options
+from grpo_jax.data.text import prompt_limit
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
 from grpo_jax.errors import UsageError
@@ -173,6 +174,26 @@ def check_vocabulary(tokens: Mapping[str, int], own: Mapping[str, int], name: st
             f"the {name} has another tokenizer than the model: {token!r} is {ids[0]} there and {ids[1]} here; name a "
             "model with the same tokenizer"
         )
+
+
+def prompt_options(options: Any, sampling: DecodingConfig, pretrained: Pretrained) -> dict[str, Any]:
+    """Returns the arguments of `text_task` that say how prompts are encoded and completions end.
+
+    Args:
+      options: `ModelOptions`, or others with max_prompt_tokens, overlong and chat_template_kwargs.
+      sampling: How completions are sampled.
+      pretrained: The model that samples.
+
+    Raises:
+      UsageError: Completions leave no room for a prompt.
+    """
+    longest = pretrained.config.max_position_embeddings
+    return {
+        "max_prompt_tokens": prompt_limit(options.max_prompt_tokens, longest, sampling.completion_width),
+        "overlong": options.overlong,
+        "stop": sampling.stop,
+        "chat_template_kwargs": options.chat_template_kwargs,
+    }
 
 
 # ---- methods that learn from rewards

@@ -15,7 +15,7 @@ from grpo_jax.config import GRPOConfig, ModelOptions, run_of, with_options
 from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import SUFFIXES, read_rows
-from grpo_jax.data.text import Message, prompt_limit
+from grpo_jax.data.text import Message
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, abbreviate, user_path
@@ -25,7 +25,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, format_of, join, split
 from grpo_jax.options import check_known, check_ranges, check_type, check_types, option_types
-from grpo_jax.prepare import RunOptions, begin, load_models, prepare
+from grpo_jax.prepare import RunOptions, begin, load_models, prepare, prompt_options
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
@@ -168,7 +168,6 @@ class GRPOTrainer:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
         chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, model.chat_template_kwargs)
         environment = self._reply and _environment(self._reply, bool(self._tools), chat)
-        longest = pretrained.config.max_position_embeddings
         if isinstance(rows, str):
             make: Any = partial(generated_task, generators=parse_generators(rows.removeprefix(PREFIX)))
         else:
@@ -180,12 +179,9 @@ class GRPOTrainer:
             num_prompts=num_prompts,
             seed=run.seed,
             reward=self._reward,
-            max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, run.sampling.completion_width),
-            overlong=model.overlong,
-            stop=run.sampling.stop,
             chat=uses_chat,
             tools=schemas_of(self._tools) if self._tools else None,
-            chat_template_kwargs=model.chat_template_kwargs,
+            **prompt_options(model, run.sampling, pretrained),
         )
         return task._replace(environment=environment)
 

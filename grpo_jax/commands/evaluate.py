@@ -30,14 +30,14 @@ from rich.table import Table
 from grpo_jax.checks import check_effects, validate
 from grpo_jax.config import DecodingConfig, GRPOConfig, recipe
 from grpo_jax.data.prompts import hash_prompts
-from grpo_jax.data.text import Overlong, prompt_limit
+from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.models.weights import read_json
 from grpo_jax.options import Size, check_type, flattened, from_json, option_types, options_of
-from grpo_jax.prepare import try_rewards
+from grpo_jax.prepare import prompt_options, try_rewards
 from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, num_heldout_calls, sample_heldout, summary
 from grpo_jax.rl.guards import check_tokens
@@ -151,7 +151,6 @@ def main(options: Options) -> None:
     if saved:
         options = dataclasses.replace(options, phase=phase_of(Path(options.model), options.phase))
     pretrained, step = load(options)
-    limit, longest = options.max_prompt_tokens, pretrained.config.max_position_embeddings
     group_size = saved.get("group_size", _GROUP_SIZE)
     task_of = open_task(
         options,
@@ -159,12 +158,9 @@ def main(options: Options) -> None:
         num_prompts=1,
         group_size=group_size,
         seed=0,
-        max_prompt_tokens=prompt_limit(limit, longest, config.sampling.completion_width),
-        overlong=options.overlong,
-        stop=options.stop,
-        chat_template_kwargs=options.chat_template_kwargs,
         training=same_task,
         has_levels=same_task and saved.get("curriculum", 0) > 0,
+        **prompt_options(options, config.sampling, pretrained),
     )
     with task_of as task:
         check_tokens(task)
@@ -173,7 +169,8 @@ def main(options: Options) -> None:
         try_rewards(task, task.heldout.examples[0], pretrained, group_size)
         pretrained = for_texts(pretrained, task.heldout.tokens.width + config.sampling.completion_width)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
-        if same_task and changed(Path(options.model), options.phase, task):
+        inputs = read_inputs(Path(options.model)).get(options.phase or "", {}) if same_task else {}
+        if same_task and inputs.get("held-out prompts") != hash_prompts(task.heldout):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
         warn(console, notes)
         block = saved.get("num_prompts", 32) * group_size
@@ -226,11 +223,6 @@ def show(console: Console, numbers: dict[str, float], title: str) -> None:
         if not name.endswith(("_low", "_high")):
             table.add_row(name, cell(numbers, name))
     console.print(table)
-
-
-def changed(run: Path, phase: str | None, task: Task) -> bool:
-    """Returns whether the held-out prompts of a run have changed."""
-    return read_inputs(run).get(phase_of(run, phase), {}).get("held-out prompts") != hash_prompts(task.heldout)
 
 
 def load(options: Options) -> tuple[Pretrained, int | None]:

@@ -23,7 +23,6 @@ from pathlib import Path
 from grpo_jax.checks import validate
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import EngineOptions, GRPOConfig, recipe, run_of
-from grpo_jax.data.text import prompt_limit
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
@@ -34,6 +33,7 @@ from grpo_jax.prepare import (
     begin,
     load_models,
     prepare,
+    prompt_options,
     try_rewards,
 )
 from grpo_jax.runs import flags, report
@@ -110,18 +110,15 @@ def show_start(options: RewardOptions, models: Models, task: Task) -> None:
 
 def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextManager[Task]:
     """Opens the task of a command line. The processes of its rewards end with the block."""
-    sampling, longest = run_of(options.train).sampling, pretrained.config.max_position_embeddings
+    sampling = run_of(options.train).sampling
     return open_task(
         options.task,
         pretrained,
         num_prompts=sampling.num_prompts,
         group_size=sampling.group_size,
         seed=run_of(options.train).seed,
-        max_prompt_tokens=prompt_limit(options.model.max_prompt_tokens, longest, sampling.completion_width),
-        overlong=options.model.overlong,
-        stop=sampling.stop,
-        chat_template_kwargs=options.model.chat_template_kwargs,
         has_levels=sampling.curriculum > 0,
+        **prompt_options(options.model, sampling, pretrained),
     )
 
 

@@ -198,7 +198,7 @@ def pair_job(
       read: (source, chat=...) -> rows, and the numbers of dropped rows by reason.
       encode: (chat, rows, options of `encode_answers`) -> encoded rows.
       has_reference: True if the loss uses the scores of the initial model.
-      has_end: True if the end of completions is learned, as in `encoding`.
+      has_end: True if the end of completions is learned, by a policy. A reward model scores the last token.
 
     Raises:
       UsageError: One sentence that says what to change.
@@ -212,7 +212,8 @@ def pair_job(
     parts = split_preferences(rows, config.heldout_share)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     chat = make_chat(model.tokenizer, model.eos_ids, config.model.chat_template_kwargs)
-    options = encoding(model, config.model, config.max_tokens, in_chat=bool(config.chat), has_end=has_end)
+    options = encoding(model, config.model, config.max_tokens) | {"in_chat": bool(config.chat)}
+    options |= {} if has_end else scoring(model)
     training, heldout = (encode(chat, part, **options) for part in parts)
     batches = pair_batches(training, size, config.seed, name=number)
     noun = number.removeprefix("num_")
@@ -246,22 +247,13 @@ def pair_job(
     )
 
 
-def encoding(
-    pretrained: Pretrained,
-    options: ModelOptions,
-    max_tokens: int | None,
-    *,
-    in_chat: bool = False,
-    has_end: bool = True,
-) -> dict[str, Any]:
-    """Returns the options of `encode_answers` for a model.
+def encoding(pretrained: Pretrained, options: ModelOptions, max_tokens: int | None) -> dict[str, Any]:
+    """Returns the options of `encode_answers` that limit texts to those of a model.
 
     Args:
       pretrained: The model.
       options: The options of the model, which limit prompts.
       max_tokens: The longest completion, in tokens; None: the length that the model was trained on.
-      in_chat: Use the chat template, as in `encode_answers`.
-      has_end: True if the end of completions is learned, by a policy. A reward model scores the last token.
 
     Raises:
       UsageError: Completions leave no room for a prompt.
@@ -272,7 +264,9 @@ def encoding(
         "max_tokens": longest if max_tokens is None else max_tokens,
         "overlong": options.overlong,
         "vocab_size": pretrained.config.vocab_size,
-        "in_chat": in_chat,
-        "scored": not has_end,
-        "pad_id": None if has_end else scoring_padding(read_json(pretrained.folder / "config.json")),
     }
+
+
+def scoring(pretrained: Pretrained) -> dict[str, Any]:
+    """Returns the options of `encode_answers` for a reward model made from a pretrained one."""
+    return {"scored": True, "pad_id": scoring_padding(read_json(pretrained.folder / "config.json"))}

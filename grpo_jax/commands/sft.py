@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.commands.offline import Job, Values, run_method
+from grpo_jax.commands.offline import Job, Values, encoding, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, TeacherConfig
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
@@ -33,7 +33,6 @@ from grpo_jax.data.text import (
     answer_prompts,
     ending_id,
     fit_answers,
-    prompt_limit,
     uses_chat,
 )
 from grpo_jax.data.types import hash_values
@@ -229,15 +228,14 @@ def encode_texts(
     Raises:
       UsageError: One sentence that says what to change.
     """
-    tokenizer, shape = pretrained.tokenizer, pretrained.config
-    longest, overlong = shape.max_position_embeddings, config.model.overlong
+    tokenizer, limits = pretrained.tokenizer, encoding(pretrained, config.model, config.max_tokens)
+    overlong, vocab_size, limit = limits["overlong"], limits["vocab_size"], limits.pop("max_prompt_tokens")
     chat = make_chat(tokenizer, pretrained.eos_ids, config.model.chat_template_kwargs)
     are_texts = rows[0][config.completion_column] is None
-    limit = prompt_limit(config.model.max_prompt_tokens, longest, config.max_tokens or 1)
     training_rows, heldout_rows, row_notes, prompt_tokens = encode_rows(
         chat,
         rows,
-        vocab_size=shape.vocab_size,
+        vocab_size=vocab_size,
         prompt_column=config.prompt_column,
         template=config.template,
         in_chat=not are_texts and uses_chat(config.chat, tokenizer),
@@ -258,8 +256,6 @@ def encode_texts(
                 answers[number] = _text_answer(ids, ending_id(tokenizer, chat.eos_ids))
             elif not isinstance(completion, str):
                 answers[number] = answer_conversation(chat, encoded.texts[number], ids, completion)
-        max_tokens = longest if config.max_tokens is None else config.max_tokens
-        limits: Any = {"max_tokens": max_tokens, "overlong": overlong, "vocab_size": shape.vocab_size}
         fitted, _, about = fit_answers(answers, noun="completions", **limits)
         notes += [f"{name}: {note}" for note in about]
         sides.append(([x.prompt for x in fitted], [x.answers[0] for x in fitted], [x.learned for x in fitted]))
@@ -269,7 +265,7 @@ def encode_texts(
     notes.append(
         f"{count} texts to train on in {size} rows of {width} tokens: {size / config.num_rows:.3g} steps an epoch"
     )
-    padded = pad_prompts(*heldout_rows.take(), width=prompt_tokens, pad_id=padding_id(tokenizer, shape.vocab_size))
+    padded = pad_prompts(*heldout_rows.take(), width=prompt_tokens, pad_id=padding_id(tokenizer, vocab_size))
     return training, heldout, padded, notes
 
 

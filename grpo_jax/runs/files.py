@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,11 +60,9 @@ def read_lines(file: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
       UsageError: A line is not as a run writes it.
     """
-    return [record for _, record in complete_lines(file, fields)] if file.exists() else []
-
-
-def complete_lines(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the complete lines of a .jsonl file, each as text and as a parsed object."""
+    records: list[dict[str, Any]] = []
+    if not file.exists():
+        return records
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -78,7 +76,8 @@ def complete_lines(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[str,
         if not isinstance(record, dict):
             raise UsageError(f"{where} holds no object: mend or remove it")
         check_fields(record, where, fields)
-        yield line, record
+        records.append(record)
+    return records
 
 
 def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any]) -> None:

@@ -118,7 +118,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     """
     args, prog = sys.argv[1:] if args is None else args, program()
     default = _with_file(config_class(), args)
-    config = _read(config_class, _with_preset(default, args), args, prog, description)
+    config = _read(config_class, _with_preset(default, value_of("--preset", args)), args, prog, description)
     hosts.start(config.output.hosts, say_refusal, say_note)
     folder = user_path(config.output.run_dir)
     folder = folder if folder.name else folder.absolute()
@@ -217,10 +217,9 @@ def prepare_terminal() -> None:
         os.environ["COLUMNS"] = str(_NARROWEST)
 
 
-def _with_preset(default: Config, args: list[str]) -> Config:
-    """Returns the defaults, with the values of --preset if it is known; an unknown preset is refused later."""
-    preset = value_of("--preset", args)
-    has_one = preset in PRESETS and "preset" in options_of(default)
+def _with_preset(default: Config, preset: Any) -> Config:
+    """Returns the defaults, with the values of a preset if it is known; an unknown preset is refused later."""
+    has_one = preset in list(PRESETS) and "preset" in options_of(default)  # in a file it may be anything
     return with_options(default, preset=preset) if has_one else default
 
 
@@ -235,10 +234,7 @@ def _with_file(default: Config, args: list[str]) -> Config:
         return default
     saved = read_options(user_path(file))
     try:
-        config = from_json(default, saved)
-        if "preset" in saved:  # it sets the options that the file leaves out
-            config = from_json(with_options(default, preset=saved["preset"]), saved)
-        return config
+        return from_json(_with_preset(default, saved.get("preset")), saved)  # which sets what the file leaves out
     except UsageError as error:
         raise UsageError(f"{file} does not fit ({error})") from None
 

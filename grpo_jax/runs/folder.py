@@ -35,7 +35,6 @@ from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
     TEMPORARY,
     Tracker,
-    complete_lines,
     finite,
     hold,
     read_lines,
@@ -157,7 +156,7 @@ class RunFolder:
 
     def log(self, phase: str, step: int, values: dict[str, Any]) -> None:
         """Writes a line of metrics.jsonl, with numbers that are the same in a rerun."""
-        self._log("metrics.jsonl", {"phase": phase, "step": step, **values})
+        self._append("metrics.jsonl", phase, step, values)
 
     def log_times(
         self,
@@ -194,14 +193,14 @@ class RunFolder:
         compiled, read = programs_so_far()
         line |= {"peak_memory_mb": peak_memory_mb(), "compilations": compiled, "cache_reads": read}
         line |= numbers or {}
-        self._log("times.jsonl", {"phase": phase, "step": step, **line})
+        self._append("times.jsonl", phase, step, line)
         self._seconds.clear()
         return line
 
     def log_rollout(self, phase: str, step: int, groups: list[dict[str, Any]]) -> None:
         """Writes lines of rollouts.jsonl, one for each group."""
         for group in groups:
-            self._append("rollouts.jsonl", {"phase": phase, "step": step, **group})
+            self._append("rollouts.jsonl", phase, step, group)
 
     def rewind(self, phase: str, step: int, lines_before: Mapping[str, int] = {}) -> None:
         """Drops the lines of a phase after a step, and a last line that a crash cut off.
@@ -215,11 +214,10 @@ class RunFolder:
             return
         for name in _PHASE_FILES:
             file, done = self.path / name, step or -1  # a phase that starts writes the line of step 0 again
-            lines = list(complete_lines(file, LINE)) if file.exists() else []
-            remaining = [line for line, record in lines if record["phase"] != phase or record["step"] <= done]
+            remaining = [line for line in self.lines(name) if line["phase"] != phase or line["step"] <= done]
             if file.exists():
-                write_text(file, "".join(line + "\n" for line in remaining))
-            left = sum(record["phase"] == phase and record["step"] <= done for _, record in lines)
+                write_text(file, "".join(json.dumps(line) + "\n" for line in remaining))
+            left = sum(line["phase"] == phase for line in remaining)
             self._lines[phase, name] = left
             if left < lines_before.get(name, 0):
                 lost = lines_before[name] - left
@@ -236,19 +234,18 @@ class RunFolder:
         """
         return read_lines(self.path / name, LINE if name in _PHASE_FILES else {})
 
-    def _log(self, name: str, record: dict[str, Any]) -> None:
-        self._append(name, record)
-        for tracker in self.trackers:
-            tracker.log(record)
-
-    def _append(self, name: str, record: dict[str, Any]) -> None:
+    def _append(self, name: str, phase: str, step: int, values: Mapping[str, Any]) -> None:
+        """Writes a line, and tells it to the trackers if it consists of numbers."""
         if not self.writes:
             return
         self._check_present()
+        record = {"phase": phase, "step": step, **values}
         line = json.dumps(finite(record), allow_nan=False)
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        self._lines[record["phase"], name] += 1
+        self._lines[phase, name] += 1
+        for tracker in self.trackers if name in _NUMBER_FILES else ():
+            tracker.log(record)
 
     def _check_present(self) -> None:
         if self.writes and not (self.path / OPTIONS_FILE).exists():

@@ -123,8 +123,6 @@ def progress(console: Console, phase: str, total: int, completed: int = 0) -> It
       completed: The number of steps that were completed before.
     """
     if not _moves(console):
-        if 0 < completed < total:
-            say(console, f"{phase}: continues after step {completed} of {total}")
         if completed < total:
             say(console, f"{phase}: {_COMPILING}")
         yield _lines(console, phase, total)

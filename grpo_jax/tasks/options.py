@@ -220,17 +220,18 @@ def _task_maker(options: TaskOptions, training: bool, has_levels: bool) -> Any:
         generators, place = parse_generators(options.task.removeprefix(PREFIX)), options.answer_in
         maker: Any = partial(generated_task, generators=generators, num_heldout=most or 200)
         return partial(maker, has_levels=has_levels, answer_in=place)
+    make, read = partial(text_task, prompt_column=options.prompt_column), read_rows
     if options.task in _REWARDS:
         from grpo_jax.tasks import problems  # imported only by GSM8K and MATH
+
+        make, read = partial(problems.problem_task, options.task), problems.math_rows
+    rows: Sequence[Mapping[str, Any]]
+    heldout_rows: Sequence[Mapping[str, Any]] | None = None
     if options.task == "gsm8k":
-        training_rows, test_rows = (
-            problems.gsm8k_rows(options.data or problems.GSM8K, split=split) for split in ("train", "test")
-        )
-        number = 200 if most is None and training else most
-        return partial(problems.problem_task, "gsm8k", rows=training_rows, heldout_rows=test_rows, num_heldout=number)
-    read, source = (problems.math_rows, options.data) if options.task == "math" else (read_rows, options.task)
-    rows: Sequence[Mapping[str, Any]] = read(source)
-    heldout_rows: Sequence[Mapping[str, Any]] | None = read(options.heldout) if options.heldout else None
+        source, most = options.data or problems.GSM8K, 200 if most is None and training else most
+        rows, heldout_rows = (problems.gsm8k_rows(source, split=split) for split in ("train", "test"))
+    else:
+        rows, heldout_rows = read(options.data or options.task), read(options.heldout) if options.heldout else None
     has_bare_replies = options.environment and options.chat is False and options.template is None
     # There may be a million rows, so only runs that may be refused read them here.
     if has_bare_replies and any(isinstance(row.get(options.prompt_column), list) for row in rows):
@@ -240,13 +241,9 @@ def _task_maker(options: TaskOptions, training: bool, has_levels: bool) -> Any:
 
         factory = load_factory(options.environment_factory)
         rows, heldout_rows = trl_rows(factory, rows), heldout_rows and trl_rows(factory, heldout_rows)
-    if not training and most is not None:
-        rows = [rows[i] for i in np.sort(rng(0).permutation(len(rows))[:most])]
     held: dict[str, Any] = {"heldout_rows": heldout_rows, "num_heldout": most}
     if heldout_rows is None and training:
         held = {"num_heldout": usual_num_heldout(len(rows)) if most is None else most}
     elif heldout_rows is None:
-        held = {"heldout_share": 0.0}
-    if options.task == "math":
-        return partial(problems.problem_task, "math", rows=rows, **held)
-    return partial(text_task, rows=rows, prompt_column=options.prompt_column, **held)
+        rows, held = [rows[i] for i in np.sort(rng(0).permutation(len(rows))[:most])], {"heldout_share": 0.0}
+    return partial(make, rows=rows, **held)

@@ -46,8 +46,7 @@ def test_files_get_one_progress_line_a_minute(clock):
     assert [line.split()[2] for line in lines_of(clock, 3, 310)[1:]] == ["1", "2", "3"]
 
 
-def test_phases_print_where_they_continue_unless_complete(clock):
-    assert lines_of(clock, 10, 1, completed=4)[0] == "grpo: continues after step 4 of 10"
+def test_complete_phases_print_nothing(clock):
     assert lines_of(clock, 10, 1, completed=10) == []
 
 

@@ -63,7 +63,9 @@ def test_signals_save_the_step_and_runs_resume_exactly(tmp_path, expected, numbe
     (saved,) = (tmp_path / "run/checkpoints/grpo").iterdir()
     assert 4 <= int(saved.name) < 12
     run_here(tmp_path, "--resume")
-    assert "finished" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "finished" in printed
+    assert printed.count(f"continues after step {saved.name} of 12") == 1
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == expected
 
 
