@@ -18,7 +18,6 @@ from experiments.tasks.characters import Characters
 from grpo_jax import hosts
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.fit import fit
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy, decoder_policy
@@ -34,6 +33,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs
 from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import fit
 
 # ---- small new models
 

@@ -34,7 +34,6 @@ from experiments.tasks import arithmetic
 from grpo_jax import hosts
 from grpo_jax.config import Distillation, GRPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
-from grpo_jax.fit import fit
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
@@ -51,7 +50,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step.types import Batch
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import HeldoutResult, evaluate_heldout, train_with_evaluation
+from grpo_jax.train import HeldoutResult, evaluate_heldout, fit, train_with_evaluation
 
 TEACHER = replace(MODEL, hidden_size=2 * MODEL.hidden_size, intermediate_size=2 * MODEL.intermediate_size)
 CURVES = (

@@ -80,7 +80,6 @@ from grpo_jax.data.preferences import (
 from grpo_jax.data.types import Component, Reward
 from grpo_jax.devices import devices_of, place
 from grpo_jax.errors import UsageError
-from grpo_jax.fit import fit
 from grpo_jax.models.chat import Chat
 from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import Pretrained
@@ -102,7 +101,7 @@ from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.tasks.task import Task, random_reward, text_task
-from grpo_jax.train import evaluate_heldout, train_with_evaluation
+from grpo_jax.train import evaluate_heldout, fit, train_with_evaluation
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
 CURVES = (

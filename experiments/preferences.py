@@ -36,7 +36,6 @@ from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from grpo_jax import hosts
 from grpo_jax.data.preferences import EncodedPairs, with_mismatched
 from grpo_jax.data.types import rng
-from grpo_jax.fit import fit
 from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import PromptTokens
@@ -56,6 +55,7 @@ from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step.types import TrainState
+from grpo_jax.train import fit
 
 VOCAB, TOKENS, PROMPTS = 8, 3, 4
 POLICY = decoder_policy(ModelConfig(VOCAB, 32, 64, 2, 2, 2, 16, initializer_range=0.3))

@@ -1,14 +1,17 @@
-"""Trains with rewards, optionally with held-out evaluations or a control run.
+"""Trains with rewards, optionally with held-out evaluations or a control run, or on a data set.
 
-It runs the iteration of `rl` with the runner of `runs`.
+`train` takes the iteration of `rl`, and `fit` an objective of `offline`. The runner of `runs` takes their steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import Reward, Rewards, StepLog
-from grpo_jax.devices import place, pop_bytes_moved
+import jax
+
+from grpo_jax.config import GRPOConfig, LoggingConfig
+from grpo_jax.data.types import Reward, Rewards
+from grpo_jax.devices import devices_of, place, pop_bytes_moved, to_devices
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.evaluate import (
@@ -27,10 +30,13 @@ from grpo_jax.rl.programs import Programs, check_programs, compile_ahead
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import watched
-from grpo_jax.runs.runner import run_steps
+from grpo_jax.runs.runner import Pending, run_steps
 from grpo_jax.statistics import paired_difference
 from grpo_jax.step.types import TrainState
 from grpo_jax.tasks.task import Task, inputs_of, random_reward
+
+if TYPE_CHECKING:
+    from grpo_jax.offline.phase import FitObjective, SupervisedConfig
 
 CONTROL = "control"
 PHASES = ("grpo", CONTROL)
@@ -85,9 +91,7 @@ def train(
     def initial_state() -> TrainState:
         return programs.initial_state(trained)._replace(source=it.initial_source())
 
-    def take_step(
-        state: TrainState, step: int, on_dispatch: Callable[[], None]
-    ) -> tuple[TrainState, Callable[[], StepLog]]:
+    def take_step(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[TrainState, Pending]:
         compile_ahead(programs, params, task, reward or task.reward)  # while the first step samples
         return iterate(it, state, step, on_dispatch)
 
@@ -105,7 +109,72 @@ def train(
     )
 
 
-# ---- with evaluations on held-out prompts
+# ---- on a data set
+
+
+def fit(
+    objective: "FitObjective",
+    params: Any,
+    batches: Callable[[int], Any],
+    config: "SupervisedConfig",
+    run: RunFolder,
+    *,
+    phase: str,
+    evaluate: Callable[[Any, int], dict[str, float]] | None = None,
+) -> TrainState:
+    """Minimises an objective over batches, continuing from the newest checkpoint of this phase in the run.
+
+    Args:
+      objective: The objective, such as `sft_objective`, `divergence_objective`, `preference_objective`,
+        `kto_objective` or `reward_model_objective`.
+      params: Initial parameters for the objective. `models.params.split` decides which of them are trained.
+      batches: A pure function from a step to its batch. The leading axis is a multiple of microbatches x the
+        `devices.parts` of the devices. Every host makes the whole batch.
+      config: The configuration of the phase.
+      run: The folder for lines and checkpoints.
+      phase: The name of the phase, which names lines and checkpoints.
+      evaluate: (all parameters, steps taken) -> metrics to log, called at step 0 and every `config.eval_every` steps.
+
+    Returns:
+      The final state. The model is `join(state.params, split(params)[1])`, both of `models.params`.
+
+    Raises:
+      UsageError: The configuration does not work, or a batch cannot be divided among pieces and devices.
+      FloatingPointError: Gradients were not finite too many times in a row.
+    """
+    from grpo_jax.offline.phase import check_rows, make_fit_programs, read_line  # runs with rewards load without it
+
+    devices, programs = devices_of(config), make_fit_programs(objective, config)
+    trained, frozen = (place(part, devices) for part in split(params))
+
+    def step(state: TrainState, number: int, on_dispatch: Callable[[], None]) -> tuple[TrainState, Pending]:
+        batch = batches(number)
+        check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
+        state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
+        on_dispatch()
+        return state, partial(read_line, phase, config, number + 1, metrics, batch)
+
+    return run_steps(
+        run,
+        phase,
+        config.steps,
+        LoggingConfig(config.eval_every, config.checkpoint_every, config.keep_best, config.patience),
+        evaluates_end=False,
+        score=_negative_loss,
+        initial_state=lambda: programs.init_state(trained),
+        step=step,
+        devices=devices,
+        evaluate=(lambda state, step: evaluate(join(state.params, frozen), step)) if evaluate else None,
+    )
+
+
+def _negative_loss(numbers: Mapping[str, float]) -> float:
+    """Returns the negative of the first loss or NLL of an evaluation, or else its first number."""
+    losses = (-value for name, value in numbers.items() if name.endswith(("loss", "nll")))
+    return next(losses, next(iter(numbers.values())))
+
+
+# ---- with rewards, and evaluations on held-out prompts
 
 
 class HeldoutResult(NamedTuple):

@@ -22,7 +22,6 @@ from grpo_jax.data.preferences import Preference, encode_preferences, read_prefe
 from grpo_jax.data.rows import batches
 from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
 from grpo_jax.errors import UsageError
-from grpo_jax.fit import fit
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import Chat
 from grpo_jax.models.params import join, split
@@ -39,7 +38,7 @@ from grpo_jax.rl.types import LABELLING, noise_of
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step.types import TrainState
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import train
+from grpo_jax.train import fit, train
 
 # (examples, first completions, second completions) -> whether the first is better; None: the judge does not choose
 PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]

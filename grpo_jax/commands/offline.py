@@ -22,7 +22,6 @@ from grpo_jax.data.text import prompt_limit, uses_chat
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
-from grpo_jax.fit import fit
 from grpo_jax.models.chat import Chat, make_chat, turn_end
 from grpo_jax.models.huggingface import Pretrained, for_texts, load_tokenizer, model_folder, scoring_padding
 from grpo_jax.models.params import join, split
@@ -37,6 +36,7 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, keep_files
 from grpo_jax.statistics import paired_difference
+from grpo_jax.train import fit
 
 Values = Mapping[str, np.ndarray]  # name -> one number for each held-out pair or text; the first is minimised
 Rows = dict[str, dict[str, Any]]  # name of a row of the final table -> numbers by name

@@ -13,7 +13,6 @@ from tiny import random_params, tiny_config
 from grpo_jax.data.packing import pack, packed_batches, packed_pieces
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import pad_completions
-from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
@@ -21,6 +20,7 @@ from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import programs_so_far
 from grpo_jax.step.types import Batch, Logs
+from grpo_jax.train import fit
 
 POLICY = decoder_policy(tiny_config(16))
 PARAMS = random_params(tiny_config(16))
