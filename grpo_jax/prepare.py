@@ -223,7 +223,7 @@ def programs_of(
     if teachers:
         from grpo_jax.rl.distillation import make_programs as make_programs_of_both  # loaded only with a teacher
 
-        return make_programs_of_both(policy, *teachers, task, config, sampler=sampler), params
+        return make_programs_of_both(policy, teachers[0], task, config, sampler=sampler), params
     return make_programs(policy, task, config, sampler=sampler), params
 
 

@@ -1,6 +1,6 @@
 """Tasks that options name, as on the command line: prompts, rewards and the environment."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -220,13 +220,14 @@ def _task_maker(options: TaskOptions, training: bool, has_levels: bool) -> Any:
         generators, place = parse_generators(options.task.removeprefix(PREFIX)), options.answer_in
         maker: Any = partial(generated_task, generators=generators, num_heldout=most or 200)
         return partial(maker, has_levels=has_levels, answer_in=place)
-    make, read = partial(text_task, prompt_column=options.prompt_column), read_rows
+    make: Any = partial(text_task, prompt_column=options.prompt_column)
+    read: Callable[[str], Sequence[Mapping[str, Any]]] = read_rows
     if options.task in _REWARDS:
         from grpo_jax.tasks import problems  # imported only by GSM8K and MATH
 
         make, read = partial(problems.problem_task, options.task), problems.math_rows
     rows: Sequence[Mapping[str, Any]]
-    heldout_rows: Sequence[Mapping[str, Any]] | None = None
+    heldout_rows: Sequence[Mapping[str, Any]] | None
     if options.task == "gsm8k":
         source, most = options.data or problems.GSM8K, 200 if most is None and training else most
         rows, heldout_rows = (problems.gsm8k_rows(source, split=split) for split in ("train", "test"))
