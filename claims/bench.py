@@ -22,8 +22,7 @@ from rich.console import Console
 import grpo_jax
 from claims.testbeds import TESTBEDS, Testbed
 from experiments import whole_run
-from grpo_jax.checks import validate
-from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
+from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, validate, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.policy import Policy

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.checks import validate
-from grpo_jax.config import GRPOConfig, PPOConfig, run_of, with_options
+from grpo_jax.config import GRPOConfig, PPOConfig, run_of, validate, with_options
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
 from grpo_jax.models.geometry import PromptTokens

@@ -25,8 +25,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from grpo_jax import hosts
-from grpo_jax.checks import validate_mesh
-from grpo_jax.config import PhaseConfig
+from grpo_jax.config import PhaseConfig, validate_mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import backend_name
 from grpo_jax.models import sharding

@@ -12,8 +12,16 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
-from grpo_jax.checks import check_models
-from grpo_jax.config import DecodingConfig, EngineOptions, GRPOConfig, ModelOptions, PPOConfig, run_of, with_options
+from grpo_jax.config import (
+    DecodingConfig,
+    EngineOptions,
+    GRPOConfig,
+    ModelOptions,
+    PPOConfig,
+    check_models,
+    run_of,
+    with_options,
+)
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size

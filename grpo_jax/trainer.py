@@ -10,8 +10,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from grpo_jax.checks import check_effects, validate
-from grpo_jax.config import GRPOConfig, ModelOptions, run_of, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, check_effects, run_of, validate, with_options
 from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import SUFFIXES, read_rows

@@ -15,8 +15,8 @@ import pytest
 from tiny import refused
 
 from grpo_jax import config as configs, options as grpo_options
-from grpo_jax.checks import validate
 from grpo_jax.commands import dpo, kto, reward_model, sft
+from grpo_jax.config import validate
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
 from grpo_jax.runs import flags

@@ -27,8 +27,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from grpo_jax.checks import check_effects, validate
-from grpo_jax.config import DecodingConfig, GRPOConfig, recipe
+from grpo_jax.config import DecodingConfig, GRPOConfig, check_effects, recipe, validate
 from grpo_jax.data.prompts import hash_prompts
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError, make_folder, user_path

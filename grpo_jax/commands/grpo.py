@@ -20,9 +20,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_jax.checks import validate
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import EngineOptions, GRPOConfig, recipe, run_of
+from grpo_jax.config import EngineOptions, GRPOConfig, recipe, run_of, validate
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained

@@ -9,7 +9,7 @@ No text is evaluated as code, and every pattern takes time proportional to the l
 
 import contextlib
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
@@ -103,26 +103,28 @@ _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|,\\!|\\[,;:! ])\s*\d{3})+(?![\d,])")
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALES |= {"k": 1000, "K": 1000, "M": 10**6, "B": 10**9}
-_SYNONYMS = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\[dtc]frac(?![a-z])", r"\\frac"),
-        (r"(\d)\s+(\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),  # 3 1/2
-        (r"\\(?:left|right)(?![a-z])\.?|\\[bB]igg?[lr]?(?![a-z])|\\(?:display|text)style(?![a-z])|(?<!\\)\\!", ""),
-        (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])", " "),
-        (r"\\(le|ge|ne)q(?![a-z])", r"\\\1"),
-        (rf"(?<!\s)\s*{_WORDS}\{{\s*(?:or|and)\s*\}}|(?<!\s)\s+(?:or|and)\s", ", "),
-    )
-]
+_SYNONYMS = (
+    (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+    (r"(\d)\s+(\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),  # 3 1/2
+    (r"\\(?:left|right)(?![a-z])\.?|\\[bB]igg?[lr]?(?![a-z])|\\(?:display|text)style(?![a-z])|(?<!\\)\\!", ""),
+    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])", " "),
+    (r"\\(le|ge|ne)q(?![a-z])", r"\\\1"),
+    (rf"(?<!\s)\s*{_WORDS}\{{\s*(?:or|and)\s*\}}|(?<!\s)\s+(?:or|and)\s", ", "),
+)
 
 
 def _uniform(text: str) -> str:
     """Writes signs in ASCII and fractions as \\frac, and removes sizes, spaces of LaTeX, and marks of thousands."""
     text = re.sub("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{{{match.group().translate(_SUPERSCRIPTS)}}}", text)
     text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text.translate(_CHARACTERS))
-    for pattern, replacement in _SYNONYMS:
-        text = pattern.sub(replacement, text)
-    return " ".join(text.split())
+    return " ".join(_rewritten(text, _SYNONYMS).split())
+
+
+def _rewritten(text: str, rules: Iterable[tuple[str, str]]) -> str:
+    """Applies rules (pattern, replacement) in turn."""
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -237,17 +239,14 @@ class Formula(NamedTuple):
 
 # Arguments get their braces: \frac14, \frac{14}3, \sqrt2, x^2, 12_8. Groups in \frac may be nested twice.
 _BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
-_ARGUMENTS = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\(frac|sqrt)\s*(\\[a-zA-Z]+|\w)", r"\\\1{\2}"),
-        (rf"(\\frac\s*{_BRACED})\s*(\\[a-zA-Z]+|\w)", r"\1{\2}"),
-        (r"([\^_])\s*(\\[a-zA-Z]+|-?\d+|\w)", r"\1{\2}"),
-        (r"(\\[a-zA-Z]+)\s+([a-zA-Z])", r"\1{\2}"),  # \cot x
-        (r"(?<![\d\s])\s+|\s+(?![\d\s])", ""),  # not between digits: 2 3 is not 23
-        (r"(?<![\w}.])\.(?=\d)", "0."),
-    )
-]
+_ARGUMENTS = (
+    (r"\\(frac|sqrt)\s*(\\[a-zA-Z]+|\w)", r"\\\1{\2}"),
+    (rf"(\\frac\s*{_BRACED})\s*(\\[a-zA-Z]+|\w)", r"\1{\2}"),
+    (r"([\^_])\s*(\\[a-zA-Z]+|-?\d+|\w)", r"\1{\2}"),
+    (r"(\\[a-zA-Z]+)\s+([a-zA-Z])", r"\1{\2}"),  # \cot x
+    (r"(?<![\d\s])\s+|\s+(?![\d\s])", ""),  # not between digits: 2 3 is not 23
+    (r"(?<![\w}.])\.(?=\d)", "0."),
+)
 _TEXT = re.compile(rf"{_WORDS}\{{([^{{}}]*)\}}")
 _LABEL = re.compile(  # x, x_1, f(x), \theta, \angle ABC or (x, y)
     r"((?:\\angle\s*)?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([^()=]*\))?|\\[a-zA-Z]+|\([a-zA-Z](?:,\s?[a-zA-Z])+\))"
@@ -317,9 +316,7 @@ def _read_value(text: str, nested: int) -> Hashable:
         text = _TEXT.sub(r"\1", text).strip()  # \textbf{\text{A}}
     while (group := _enclosed(text)) and (group[0] == "{" or (group[0] == "(" and len(_split(group[1], ",")) == 1)):
         text = group[1].strip()
-    leaf = text
-    for pattern, replacement in _ARGUMENTS:
-        leaf = pattern.sub(replacement, leaf)
+    leaf = _rewritten(text, _ARGUMENTS)
     number = _NUMBER.fullmatch(leaf) if len(leaf) <= _LONGEST_NUMBER and ", " not in text else None
     if number and (value := _value_of(number)) is not None:
         return value

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax import functional as F
-from grpo_jax.checks import validate
-from grpo_jax.config import DistillationConfig, GRPOConfig, LossConfig
+from grpo_jax.config import DistillationConfig, GRPOConfig, LossConfig, validate
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig

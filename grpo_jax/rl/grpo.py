@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax import functional as F
-from grpo_jax.checks import check_models, validate
-from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig
+from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig, check_models, validate
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params

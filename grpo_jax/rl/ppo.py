@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax import functional as F
-from grpo_jax.checks import validate
-from grpo_jax.config import CriticConfig, PPOConfig
+from grpo_jax.config import CriticConfig, PPOConfig, validate
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads

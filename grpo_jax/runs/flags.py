@@ -29,8 +29,7 @@ import yaml
 from rich.console import Console
 
 from grpo_jax import hosts
-from grpo_jax.checks import check_effects
-from grpo_jax.config import with_options
+from grpo_jax.config import check_effects, with_options
 from grpo_jax.devices import COMPILING
 from grpo_jax.errors import Interruption, UsageError, flush_output, lacking, open_nowhere, user_path
 from grpo_jax.functional.presets import PRESETS

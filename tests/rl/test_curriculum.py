@@ -6,8 +6,7 @@ from bigrams import TASK, train_grpo
 from rl_helpers import RUN, Stop, assert_same_runs, open_run, run_programs, stopping
 from tiny import digit_prompts, refused
 
-from grpo_jax.checks import validate
-from grpo_jax.config import with_options
+from grpo_jax.config import validate, with_options
 from grpo_jax.data.types import rng
 from grpo_jax.tasks.curriculum import Drawn, add_step, choose_levels, draw_by_solve_rate, empty_window, number_of
 

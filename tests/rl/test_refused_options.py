@@ -7,8 +7,7 @@ from bigrams import POLICY, TASK, V
 from rl_helpers import RUN, some_pairs
 from tiny import refused, says_three
 
-from grpo_jax.checks import validate
-from grpo_jax.config import PPOConfig, with_options
+from grpo_jax.config import PPOConfig, validate, with_options
 from grpo_jax.data.packing import pack, packed_batches
 from grpo_jax.data.types import Component
 from grpo_jax.devices import Mesh, first_devices, place
