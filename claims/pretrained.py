@@ -38,6 +38,7 @@ from grpo_jax.rl.grpo import grpo_method, make_group_advantage
 from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.progress import use_cache
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import PHASES, evaluate_heldout, train_with_evaluation
 
@@ -190,7 +191,7 @@ def answer_of(config: Config) -> dict[str, Any]:
 
 if __name__ == "__main__":
     options = flags.read_flags(Config, prog="python -m claims.pretrained", description=__doc__)
-    flags.keep_programs()
+    use_cache()
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs each checkpoint
     try:
         main(options)

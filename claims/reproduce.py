@@ -47,7 +47,7 @@ from claims.questions import BY_ID, CLAIMS, COIN, PAGES, QUESTIONS
 from claims.verdicts import LOOKS, interval
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, report
-from grpo_jax.runs.progress import in_time
+from grpo_jax.runs.progress import in_time, use_cache
 from grpo_jax.runs.report import explain_control
 
 ROOT = Path(__file__).parents[1]
@@ -160,7 +160,7 @@ def run_guarded(config: Config) -> None:
     # GPUs would round the factors of a product to TF32, and TPUs to bfloat16: then a machine would be an experiment.
     jax.config.update("jax_default_matmul_precision", "highest")
     if config.compilation_cache:
-        flags.keep_programs()
+        use_cache()
     try:
         main(config)
     except (UsageError, FloatingPointError) as error:

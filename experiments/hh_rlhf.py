@@ -200,7 +200,7 @@ def main(config: Config) -> None:
     # PPO and GRPO sample alike, and share the compiled sampler.
     programs = {"ppo": ppo._replace(sampler=grpo.sampler), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
-    keep_description(run, model, config.model, config.chat)
+    keep_description(run, {"policy": model}, config.model, config.chat)
     start = place(model.params, devices_of(config.ppo.run))
     judge = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, policy, start, thirds, judge, programs, run)

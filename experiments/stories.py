@@ -75,7 +75,7 @@ def main(config: Config) -> None:
     programs = make_programs(policy, task, config.train)  # refuses bad options before anything is compiled
     start = place(model.params, devices_of(config.train))
     run = flags.open_run(config)
-    keep_description(run, model, config.model, chat=False)
+    keep_description(run, {"policy": model}, config.model, chat=False)
     width = task.heldout.tokens.width + config.train.sampling.max_tokens
     run.warn(length_warning(width, model.config.max_position_embeddings))
     stories: list[str] = []

@@ -52,6 +52,7 @@ from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import SAMPLING, Graded, noise_of
 from grpo_jax.rl.update import optimizer_step
 from grpo_jax.runs import flags
+from grpo_jax.runs.progress import use_cache
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step.scores import score_completion_tokens
 from grpo_jax.step.types import Array, Batch
@@ -422,6 +423,6 @@ def table(columns: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     config = flags.read_flags(Config, prog="python -m experiments.walkthrough", description=__doc__)
     if config.compilation_cache:
-        flags.keep_programs()
+        use_cache()
     with flags.refusing():
         main(config)

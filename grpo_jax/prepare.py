@@ -39,7 +39,7 @@ from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import keep_description, keep_files, with_adapters
+from grpo_jax.runs.pretrained import keep_description, with_adapters
 from grpo_jax.tasks.task import Task
 
 Models = Mapping[str, Pretrained]  # by role: "policy" first, and optionally "teacher"
@@ -373,9 +373,6 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
     if group_tokens and len(widths := prepared.task.heldout.tokens.batch_widths(group_tokens)) > 1:
         words = ", ".join(map(str, widths))
         run.say(f"prompts are sampled at widths of {words} tokens; the first step of each width compiles a program")
-    keep_description(run, policy, prepared.options.model, chat)
-    for role, model in prepared.models.items():
-        if role != "policy":
-            keep_files(run, role, model)
+    keep_description(run, prepared.models, prepared.options.model, chat)
     width = prepared.task.heldout.tokens.width + prepared.programs.config.sampling.completion_width
     run.warn(length_warning(width, policy.config.max_position_embeddings))

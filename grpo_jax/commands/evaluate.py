@@ -46,7 +46,7 @@ from grpo_jax.runs import flags
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.pretrained import Step, load_run, phase_of
-from grpo_jax.runs.progress import RunConsole, watched
+from grpo_jax.runs.progress import RunConsole, use_cache, watched
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
@@ -257,7 +257,7 @@ def command() -> None:
         with flags.refusing():
             options = parse()
             if options.compilation_cache:
-                flags.keep_programs()
+                use_cache()
             main(options)
     except KeyboardInterrupt:
         flags.refuse("stopped: nothing was written")

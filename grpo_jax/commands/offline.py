@@ -34,7 +34,7 @@ from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import keep_description, keep_files
+from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.statistics import paired_difference
 from grpo_jax.train import fit
 
@@ -146,9 +146,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
 def open_run(job: Job) -> RunFolder:
     """Opens the folder of a run, and stores the model's description, the warnings and the digests of all inputs."""
     run = flags.open_run(job.config)
-    keep_description(run, job.model, job.config.model, job.config.chat)
-    for role, model in job.others.items():
-        keep_files(run, role, model)
+    keep_description(run, {"policy": job.model, **job.others}, job.config.model, job.config.chat)
     tokenizer = job.model.tokenizer
     end = turn_end(Chat(tokenizer)) if uses_chat(job.config.chat, tokenizer) else None
     if end and not end.learned:

@@ -7,7 +7,6 @@ options of supervised fine-tuning.
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Literal, get_args
 
@@ -47,17 +46,12 @@ def method_of(args: Sequence[str]) -> str:
     options = flags.read_options(user_path(file)) if file else {}
     if "--resume" in args:
         folder = flags.value_of("--run-dir", args) or str(options.get("run_dir", RUN_DIR))
-        saved = _method_of_newest_run(user_path(folder))
+        runs = numbered_runs(user_path(folder))
+        saved = str(read_object(runs[max(runs)] / "config.json").get("method", "")) if runs else ""
         if named and saved and named != saved:
             raise UsageError(f"the run in {folder} is of method {saved}: leave out --method, or start a new run")
         named = named or saved
     return named or str(options.get("method", "grpo"))
-
-
-def _method_of_newest_run(folder: Path) -> str:
-    """Returns the method of the newest run in a folder; "" if there is no run or no method in its options."""
-    runs = numbered_runs(folder)
-    return str(read_object(runs[max(runs)] / "config.json").get("method", "")) if runs else ""
 
 
 def check_options(method: str, args: Sequence[str]) -> None:

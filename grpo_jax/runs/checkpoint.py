@@ -34,6 +34,7 @@ class Checkpoints:
         folder: Path,
         *,
         keep: int = 2,
+        keep_best: bool = False,
         run: Callable[[], str | None] = lambda: None,
         lines: Callable[[], dict[str, int]] = dict,
         warn: Callable[[str], None] | None = None,
@@ -43,16 +44,16 @@ class Checkpoints:
         Args:
           folder: The folder for the checkpoints of the phase.
           keep: The number of checkpoints to keep; older checkpoints are deleted.
+          keep_best: True to keep the checkpoint of the best trained step as well.
           run: Returns the digest of the run's options and inputs, as in `write_seal`. Checkpoints with another digest
             are skipped.
           lines: Writes the lines of the phase to the disk, and returns their numbers by file.
           warn: Prints a warning, one sentence; None: to stderr.
         """
-        self._folder, self._keep = folder.absolute(), keep
+        self._folder, self._keep, self._keep_best = folder.absolute(), keep, keep_best
         self._run, self._warn = run, warn or partial(say_aside, "warning")
         self._saving, self._count_lines = 0, lines  # the step
         self.lines: dict[str, int] = {}  # the lines that the restored or saved checkpoint covers
-        self._best: set[int] = set()  # steps that are kept beside the newest
         self.scores: dict[int, float] = {}  # held-out scores by step, as in `read_scores`, up to the restored step
 
     @cached_property
@@ -79,19 +80,17 @@ class Checkpoints:
         if not self._manager.save(step, args=ocp.args.Composite(**items)):
             raise UsageError(f"step {step} cannot be saved in {self._folder}, which holds a later one: start a new run")
 
-    def note_score(self, step: int, score: float, *, keep: bool) -> bool:
-        """Records the held-out score of a step. Returns true if `keep` is and it is the best trained step so far."""
+    def note_score(self, step: int, score: float) -> bool:
+        """Records the held-out score of a step. Returns whether its checkpoint is to be kept as the best."""
         self.scores[step] = -math.inf if math.isnan(score) else score
         if hosts.is_first():
             write_json(_scores_file(self._folder), {str(number): value for number, value in self.scores.items()})
-        return keep and self._keep_best() == step
+        return self._best() == step
 
-    def _keep_best(self) -> int | None:
-        """Keeps the checkpoint of the best trained step, and returns the step."""
-        self._best.clear()
+    def _best(self) -> int | None:
+        """Returns the best trained step, if its checkpoint is kept."""
         trained = {step: score for step, score in self.scores.items() if step > 0}
-        self._best |= {best_step(trained)} if trained else set()
-        return next(iter(self._best), None)
+        return best_step(trained) if self._keep_best and trained else None
 
     def _seal(self) -> None:
         """Seals a checkpoint before orbax renames its folder, so that it appears with its seal or not at all."""
@@ -130,7 +129,6 @@ class Checkpoints:
             return like(), 0
         scores = hosts.first_says("the scores so far", read_scores(self._folder) if hosts.is_first() else {})
         self.scores = {number: score for number, score in scores.items() if number <= step}
-        self._keep_best()
         targets = _placed(_items(shapes), None if shardings is None else _items(shardings(shapes)))
         restored = self._read(step, {name: ocp.args.StandardRestore(target) for name, target in targets.items()})
         return shapes._replace(params=restored["params"], **restored["rest"]), step
@@ -226,14 +224,14 @@ class Checkpoints:
 
 
 class _Preserved(NamedTuple):
-    """Orbax's policy of what to keep: the newest checkpoints, and some others."""
+    """Orbax's policy of what to keep: the newest checkpoints, and the best if there is one."""
 
     newest: int
-    others: set[int]
+    best: Callable[[], int | None]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         newest = sorted(checkpoint.step for checkpoint in checkpoints)[-self.newest :]
-        return [checkpoint.step in (*newest, *self.others) for checkpoint in checkpoints]
+        return [checkpoint.step in (*newest, self.best()) for checkpoint in checkpoints]
 
 
 def _scores_file(folder: Path) -> Path:

@@ -324,7 +324,7 @@ def main(
     """
     config = parse(config_class, description, args)
     if config.output.compilation_cache:
-        keep_programs()
+        progress.use_cache()
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also logs the exceptions that it raises
     sys.unraisablehook = _print_unraisable
     try:
@@ -373,14 +373,6 @@ def _leave(output: RunConfig, number: int) -> NoReturn:
 def _code(output: RunConfig, number: int) -> int:
     """Returns the exit status after a signal."""
     return output.stop_code if number == signal.SIGTERM else 128 + number
-
-
-def keep_programs() -> None:
-    """Lets JAX keep compiled programs in the user's cache folder; prints a note if it cannot."""
-    try:
-        progress.use_cache()
-    except UsageError as error:
-        say_note(str(error))
 
 
 def open_run(config: Any) -> RunFolder:

@@ -270,11 +270,12 @@ class RunFolder:
 
     # ---- checkpoints, times, messages
 
-    def checkpoints(self, phase: str, *, keep: int) -> Checkpoints:
-        """Returns the checkpoints of a phase; `keep` is that of `Checkpoints`."""
+    def checkpoints(self, phase: str, *, keep: int, keep_best: bool = False) -> Checkpoints:
+        """Returns the checkpoints of a phase; `keep` and `keep_best` are those of `Checkpoints`."""
         return Checkpoints(
             self.path / "checkpoints" / phase,
             keep=keep,
+            keep_best=keep_best,
             run=partial(run_digest, self.path, phase),
             lines=partial(self._sync, phase),
             warn=partial(self.warn_once, f"checkpoints of {phase}"),

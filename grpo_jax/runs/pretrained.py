@@ -1,5 +1,6 @@
 """Describes the model of a run in its folder, and loads it from its checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,27 +63,31 @@ class LoraDescription(NamedTuple):
         return LoraDescription(**{name: saved[name] for name in hints})
 
 
-def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptions, chat: bool | None = None) -> None:
-    """Copies the model's folder without its weights into the run, for `grpo_jax.runs.export`.
+def keep_description(
+    run: RunFolder, models: Mapping[str, Pretrained], options: ModelOptions, chat: bool | None = None
+) -> None:
+    """Copies the policy's folder without its weights into the run, for `grpo_jax.runs.export`.
 
-    Also prints the notes of the model, and how prompts that are text are encoded.
+    Also prints the notes of all models, and how prompts that are text are encoded.
 
     Args:
       run: The folder of the run, new or resumed.
-      pretrained: The model.
+      models: The models by role: "policy", and frozen ones.
       options: The options of the model.
       chat: True if a prompt that is text becomes a user's message; None: if the tokenizer has a chat template.
 
     Raises:
-      UsageError: The model's files have changed since the run began.
+      UsageError: Files of the models have changed since the run began.
     """
+    pretrained = models["policy"]
     in_chat = uses_chat(chat, pretrained.tokenizer)
     how = "are user messages of the chat template" if in_chat else "are encoded without a chat template"
     run.say(f"plan: prompts that are text {how}")
     is_rounded = pretrained.config.dtype == "bfloat16" and not options.lora_rank
     how = f", with {pretrained.config.rounding} rounding of parameters" if is_rounded else ""
     run.say(f"plan: products are computed in {pretrained.config.dtype}{how}")
-    keep_files(run, "model", pretrained)
+    for role, model in models.items():
+        _keep_files(run, "model" if role == "policy" else role, model)
     lora = _describe_lora(pretrained, options) if options.lora_rank else None  # on all hosts: weights may be sharded
     if run.writes:
         huggingface.save_description(run.path / "model", pretrained.config, source=pretrained.folder)
@@ -100,7 +105,7 @@ def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescrip
     return LoraDescription(base, fingerprint(pretrained.params.base), **saved)
 
 
-def keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
+def _keep_files(run: RunFolder, part: str, pretrained: Pretrained) -> None:
     """Prints a model's notes, and records the digests of its files in the run, which can resume only with the same.
 
     Args:

@@ -18,8 +18,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from grpo_jax.errors import UsageError
-
 # ---- compiled programs
 
 CACHE_BYTES = 2 * 2**30  # the programs used least recently are deleted above this size
@@ -45,14 +43,12 @@ def _processor() -> str:
 def use_cache(folder: Path | None = None) -> None:
     """Lets JAX keep compiled programs on disk, and read them at the next start.
 
-    If JAX already has a cache folder (JAX_COMPILATION_CACHE_DIR), this changes nothing.
+    If JAX already has a cache folder (JAX_COMPILATION_CACHE_DIR), this changes nothing. If the folder cannot be written
+    to, a note says so, and JAX compiles without a cache.
 
     Args:
       folder: The folder for the programs; None: one in the user's cache folder for each kind of processor. JAX's cache
         does not distinguish the processors that CPU programs are compiled for, and machines may share a home folder.
-
-    Raises:
-      UsageError: The folder cannot be written to. JAX then compiles without a cache.
     """
     if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
@@ -62,7 +58,8 @@ def use_cache(folder: Path | None = None) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _delete_incomplete(folder)
     except (OSError, RuntimeError, NotImplementedError) as error:  # no home folder; no locks
-        raise UsageError(f"compiled programs cannot be kept ({error}): set JAX_COMPILATION_CACHE_DIR") from None
+        say_aside("note", f"compiled programs cannot be kept ({error}): set JAX_COMPILATION_CACHE_DIR")
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small programs too

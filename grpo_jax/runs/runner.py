@@ -178,7 +178,7 @@ def run_steps(
     with (
         between_steps() as asked_to_stop,
         run.present(),
-        run.checkpoints(phase, keep=logging.keep_checkpoints) as checkpoints,
+        run.checkpoints(phase, keep=logging.keep_checkpoints, keep_best=logging.keep_best) as checkpoints,
     ):
         state, done = checkpoints.restore(initial_state, partial(shardings, devices=devices, axes=axes))
         if done:
@@ -187,8 +187,8 @@ def run_steps(
         run.rewind(phase, done, checkpoints.lines)
 
         def note(step: int, evaluated: Mapping[str, float]) -> bool:
-            has_use = logging.keep_best or logging.patience
-            return bool(has_use) and checkpoints.note_score(step, score(evaluated), keep=logging.keep_best)
+            has_use = logging.keep_best or logging.patience > 0
+            return has_use and checkpoints.note_score(step, score(evaluated))
 
         if evaluate and done == 0:
             start = evaluate(state, 0)

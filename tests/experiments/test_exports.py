@@ -47,7 +47,7 @@ def saved_run(folder, name, options="", describe=keep_description, base="base"):
     config = flags.parse(stories.Config, None, args.split())
     loaded = load_model(config.model, seed=0)
     run = flags.open_run(config)
-    describe(run, loaded, config.model)
+    describe(run, {"policy": loaded}, config.model)
     params = loaded.params
     if isinstance(params, Adapted):
         params = params._replace(adapters=random_like(params.adapters))
@@ -127,7 +127,9 @@ def test_a_description_of_adapters_that_changed_is_refused(adapted, tmp_path, ha
 
 
 def test_custom_loops_export_without_model_notes(folder, tmp_path):
-    saved_run(folder, "own", describe=lambda run, model, options: keep_model(run, model.config, arithmetic.TEXT))
+    saved_run(
+        folder, "own", describe=lambda run, models, options: keep_model(run, models["policy"].config, arithmetic.TEXT)
+    )
     assert export(Options(folder / "own", tmp_path / "out")) == 2
 
 
@@ -137,7 +139,7 @@ def test_untied_heads_are_exported_despite_tied_config(folder, options, tmp_path
     change_json(base / "config.json", tie_word_embeddings=True)
     run, model, params, _ = saved_run(tmp_path, "run", options, base=base)
     assert any("lm_head" in warning["message"] for warning in read_lines(run.path / "warnings.jsonl"))
-    keep_description(run, model, ModelOptions(str(base)))  # as a resumed run does
+    keep_description(run, {"policy": model}, ModelOptions(str(base)))  # as a resumed run does
     trained = merge(params) if options else params
     assert params_sha256(load_run(run.path)[0].params) == params_sha256(trained)
     export(Options(run.path, tmp_path / "out", dtype="float32"))
@@ -160,7 +162,7 @@ def test_added_chat_templates_belong_to_the_model(folder, tmp_path):
         (changed / name).write_text("others")
         with refused(f"not what they were when the run .* began: {name} of the model"):
             if changed == base:
-                keep_description(run, model, ModelOptions(str(base)))
+                keep_description(run, {"policy": model}, ModelOptions(str(base)))
             else:
                 export(Options(run.path, tmp_path / "again"))
 
@@ -200,4 +202,4 @@ def test_a_run_does_not_continue_with_another_base(whole, tmp_path):
         tmp_path / "other", jax.tree.map(lambda x: x * 0.5, params), model.config, source=model.folder
     )
     with refused(r"not what they were when the run .* began: .*model.safetensors of the model"):
-        keep_description(run, model._replace(folder=other), ModelOptions(str(other)))
+        keep_description(run, {"policy": model._replace(folder=other)}, ModelOptions(str(other)))
