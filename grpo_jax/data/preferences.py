@@ -182,25 +182,22 @@ def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Pref
       The preference, or the reason why there is none.
     """
     shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071, of texts
-    end = shared.rfind(ASSISTANT) + len(ASSISTANT)
-    if not TURN.search(chosen) and not TURN.search(rejected):
-        end = shared.rfind(" ")
-        if shared[: max(end, 0)].strip() and chosen != rejected:
-            first, second = (text[end:].strip() if chat else text[end:] for text in (chosen, rejected))
-            return _checked(Preference(shared[:end], first, second))
-        return "with equal answers" if chosen == rejected else "without a common prompt"
-    if end < len(ASSISTANT) or not shared.startswith("\n\nHuman:"):
+    has_turns, end = TURN.search(chosen) or TURN.search(rejected), max(shared.rfind(" "), 0)
+    if not has_turns and chosen == rejected:
+        return "with equal answers"
+    if has_turns:
+        end = shared.rfind(ASSISTANT) + len(ASSISTANT) if shared.startswith("\n\nHuman:") and ASSISTANT in shared else 0
+    prompt: str | list[Message] = shared[:end]
+    if not shared[:end].strip():
         return "without a common prompt"
     if any(TURN.search(text[end:]) for text in (chosen, rejected)):
         return "with turns after the answer"
-    prompt = shared[:end]
-    if not chat:
-        return _checked(Preference(prompt, chosen[end:], rejected[end:]))
-    _, *spoken = TURN.split(prompt.removesuffix(ASSISTANT))
-    messages: list[Message] = [
-        {"role": _ROLES[who], "content": text.strip()} for who, text in zip(spoken[::2], spoken[1::2], strict=True)
-    ]
-    return _checked(Preference(messages, chosen[end:].strip(), rejected[end:].strip()))
+    if has_turns and chat:
+        _, *spoken = TURN.split(shared[:end].removesuffix(ASSISTANT))
+        turns = zip(spoken[::2], spoken[1::2], strict=True)
+        prompt = [{"role": _ROLES[who], "content": text.strip()} for who, text in turns]
+    first, second = (text[end:].strip() if chat else text[end:] for text in (chosen, rejected))
+    return _checked(Preference(prompt, first, second))
 
 
 def _checked(pair: Preference) -> Preference | str:

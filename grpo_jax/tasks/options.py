@@ -171,17 +171,16 @@ def open_task(
     """
     texts = check_task_options(options)
     chat = uses_chat(options.chat, pretrained.tokenizer)
-    tools, named = None, {"tools": options.tools, "factory": options.environment_factory}
-    opened: AbstractContextManager[Any] = nullcontext()
-    if options.environment or any(named.values()):
+    opened: AbstractContextManager[Any] = nullcontext((None, None))
+    if options.environment or options.tools or options.environment_factory:
         from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
-        tools = environments.tool_schemas(**named, in_chat=chat)
         opened = environments.open_environment(
             make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs),
             chat,
             environment=options.environment,
-            **named,
+            tools=options.tools,
+            factory=options.environment_factory,
             deadline=options.reply_deadline,
             budget=options.reply_budget,
             memory_mb=options.reply_memory_mb,
@@ -195,7 +194,7 @@ def open_task(
         memory_mb=options.reward_memory_mb,
     )
     rewarded = graded if texts else nullcontext(environments.episode_return)
-    with opened as environment, rewarded as rewards:
+    with opened as (environment, tools), rewarded as rewards:
         task = make(
             pretrained.tokenizer,
             pretrained.eos_ids,
