@@ -57,18 +57,14 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
     """
     path = user_path(source)
     if not path.exists() and not str(source).endswith(SUFFIXES) and _HUB_ID.fullmatch(str(source)):
-        rows = _dataset_rows("load_dataset", str(source), split or "train", subset)
+        rows = _dataset_rows(str(source), split or "train", subset)
+    elif (path := _file(path, split)).is_dir():
+        rows = _dataset_rows(str(path), split or "train", subset)
+    elif path.name.endswith(".parquet"):
+        rows = _dataset_rows("parquet", "train", data_files=str(path))
     else:
-        path = _file(path, split)
         kind = path.name.removesuffix(".gz").rpartition(".")[2]
-        if path.is_dir():
-            is_saved = any((path / name).is_file() for name in _SAVED)
-            load = "load_from_disk" if is_saved else "load_dataset"
-            rows = _dataset_rows(load, str(path), split or "train", subset)
-        elif kind == "parquet":
-            rows = _dataset_rows("load_dataset", "parquet", "train", data_files=str(path))
-        else:
-            rows = {"json": _json_rows, "jsonl": _json_lines, "csv": _csv_rows}[kind](path)
+        rows = {"json": _json_rows, "jsonl": _json_lines, "csv": _csv_rows}[kind](path)
     if not rows:
         raise UsageError(f"{source} holds no rows")
     return rows
@@ -331,8 +327,8 @@ def _row(value: Any, where: str) -> Row:
     return Row(value, where)
 
 
-def _dataset_rows(load: str, source: str, split: str, subset: str | None = None, **files: str) -> list[Row]:
-    """Reads rows with the package datasets, by its function `load`."""
+def _dataset_rows(source: str, split: str, subset: str | None = None, **files: str) -> list[Row]:
+    """Reads rows with the package datasets, from the hub or from files of its own."""
     name = files.get("data_files", source)
     try:
         import datasets
@@ -342,7 +338,7 @@ def _dataset_rows(load: str, source: str, split: str, subset: str | None = None,
             problem = f"{name} is a data set of the package datasets: to read it"
         raise UsageError(f"{problem} install grpo_jax[hub] (the package datasets)") from None
     try:
-        if load == "load_dataset":
+        if files or not any((Path(source) / saved).is_file() for saved in _SAVED):
             rows = datasets.load_dataset(source, subset, split=split, **files)
         else:
             rows = datasets.load_from_disk(source)

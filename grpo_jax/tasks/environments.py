@@ -23,42 +23,48 @@ from grpo_jax.tasks.adapters import load_factory, trl_tools
 from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of
 
 
-@contextmanager
-def open_environment(
-    chat: Chat, in_chat: bool, *, environment: str = "", tools: str = "", factory: str = "", **limits: Any
-) -> Iterator[tuple[Environment, list[dict[str, Any]] | None]]:
-    """Opens an environment in child processes that end with the block.
+def tool_schemas(*, tools: str, factory: str, in_chat: bool) -> list[dict[str, Any]] | None:
+    """Returns the schemas of the functions that the policy may call, or None.
 
     Args:
-      chat: The tokenizer and its chat template.
-      in_chat: True if prompts and replies are messages.
-      environment, tools, factory: One of the options of a task that name the environment.
-      limits: Options of `environment_in_processes`.
-
-    Yields:
-      The environment, and the schemas of the functions that the policy may call; None: there are none.
+      tools, factory: The options that name functions, or a class whose methods are functions.
+      in_chat: True if the prompts are in the chat template.
 
     Raises:
       UsageError: A function cannot be loaded, or the functions cannot be described to the model.
     """
-    spec, arguments, named, functions = environment, dict[str, str](), tools or factory, {}
-    if tools:
-        spec, arguments = "grpo_jax.tasks.tools:reply_with_loaded", {"tools": tools}
-        functions = load_tools(tools)
-    elif factory:
-        spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": factory}
-        functions = trl_tools(load_factory(factory))
+    functions = trl_tools(load_factory(factory)) if factory else load_tools(tools) if tools else {}
     schemas = schemas_of(functions) or None
     if schemas and not in_chat:
         flag = "--tools" if tools else "--environment-factory"
         raise UsageError(f"{flag} needs a model with a chat template, which tells it of the tools, and --chat")
+    return schemas
+
+
+@contextmanager
+def open_environment(
+    chat: Chat, in_chat: bool, *, environment: str = "", tools: str = "", factory: str = "", **limits: Any
+) -> Iterator[Environment]:
+    """Opens an environment in child processes that end with the block.
+
+    Args:
+      chat: The tokenizer and its chat template.
+      in_chat: True if replies are messages.
+      environment, tools, factory: One of the options of a task that name the environment.
+      limits: Options of `environment_in_processes`.
+    """
+    spec, arguments, named = environment, dict[str, str](), tools or factory
+    if tools:
+        spec, arguments = "grpo_jax.tasks.tools:reply_with_loaded", {"tools": tools}
+    elif factory:
+        spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": factory}
     roles: tuple[str, ...] = ("tool", "user") if named else ("user",) if in_chat else ()
     encode = reply_encoder(chat, roles=roles)
     with environment_in_processes(spec, encode, arguments=arguments, **limits) as opened:
         opened = opened._replace(read=reply_reader(chat, roles=roles))
         if named:
             opened = opened._replace(measure=count_calls, source=digest_of_source(named))
-        yield opened, schemas
+        yield opened
 
 
 @contextmanager

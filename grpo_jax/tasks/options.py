@@ -1,7 +1,7 @@
 """Tasks that options name, as on the command line: prompts, rewards and the environment."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -171,34 +171,31 @@ def open_task(
     """
     texts = check_task_options(options)
     chat = uses_chat(options.chat, pretrained.tokenizer)
-    rewards: Any = None
-    environment = tools = None
-    with ExitStack() as stack:
-        if options.environment or options.tools or options.environment_factory:
-            from grpo_jax.tasks import environments  # imported only by tasks with an environment
+    tools, named = None, {"tools": options.tools, "factory": options.environment_factory}
+    opened: AbstractContextManager[Any] = nullcontext()
+    if options.environment or any(named.values()):
+        from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
-            opened = environments.open_environment(
-                make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs),
-                chat,
-                environment=options.environment,
-                tools=options.tools,
-                factory=options.environment_factory,
-                deadline=options.reply_deadline,
-                budget=options.reply_budget,
-                memory_mb=options.reply_memory_mb,
-            )
-            environment, tools = stack.enter_context(opened)
-            rewards = environments.episode_return
-        make = _task_maker(options, training, has_levels)
-        if texts:
-            graded = open_rewards(
-                texts,
-                group_size=group_size,
-                deadline=options.reward_deadline,
-                budget=options.reward_budget,
-                memory_mb=options.reward_memory_mb,
-            )
-            rewards = stack.enter_context(graded)
+        tools = environments.tool_schemas(**named, in_chat=chat)
+        opened = environments.open_environment(
+            make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs),
+            chat,
+            environment=options.environment,
+            **named,
+            deadline=options.reply_deadline,
+            budget=options.reply_budget,
+            memory_mb=options.reply_memory_mb,
+        )
+    make = _task_maker(options, training, has_levels)
+    graded = open_rewards(
+        texts,
+        group_size=group_size,
+        deadline=options.reward_deadline,
+        budget=options.reward_budget,
+        memory_mb=options.reward_memory_mb,
+    )
+    rewarded = graded if texts else nullcontext(environments.episode_return)
+    with opened as environment, rewarded as rewards:
         task = make(
             pretrained.tokenizer,
             pretrained.eos_ids,

@@ -195,7 +195,6 @@ def text_task(
     Raises:
       UsageError: Rows, columns, template or split are invalid. The message is one sentence that says where.
     """
-    check_number("num_prompts", num_prompts, Size)
     check_type("stop", stop, tuple[str, ...])
     encoding = {"all_in_advance": _ALL_IN_ADVANCE} | encoding
     writer = make_chat(tokenizer, eos_ids, chat_template_kwargs, tools)

@@ -71,7 +71,7 @@ def test_replies_in_chat_runs_are_messages(file, tmp_path, in_chat):
     arithmetic.TEXT.save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     tokenizer.chat_template = "{% for m in messages %}={{ m.content }}+{% endfor %}"
-    with open_environment(Chat(tokenizer), in_chat, environment=f"{file}:act") as (environment, _):
+    with open_environment(Chat(tokenizer), in_chat, environment=f"{file}:act") as environment:
         ids = environment.encode("12")
         assert tokenizer.decode(ids) == ("+=12+" if in_chat else "12")
         assert (environment.read and environment.read(ids)) == ({"role": "user", "content": "12"} if in_chat else None)
