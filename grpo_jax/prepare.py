@@ -6,7 +6,6 @@ its folder.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -75,10 +74,11 @@ def load_models(
     """
     names = {role: name for role, name in config.frozen_models.items() if name}
     check_models(config, names)
-    sharding = load_shardings(devices_of(config))
-    policy = load_model(options, seed=config.seed, pretrained=pretrained, sharding=sharding, weights=weights)
-    load: Any = partial(load_frozen, options=options, student=policy, sharding=sharding, weights=weights)
-    return {"policy": policy} | {role: load(role, name) for role, name in names.items()}
+    loading: Any = {"sharding": load_shardings(devices_of(config)), "weights": weights}
+    policy = load_model(options, seed=config.seed, pretrained=pretrained, **loading)
+    return {"policy": policy} | {
+        role: load_frozen(role, name, options, policy, **loading) for role, name in names.items()
+    }
 
 
 def load_model(
@@ -130,15 +130,7 @@ def load_model(
     return pretrained._replace(params=params)
 
 
-def load_frozen(
-    role: str,
-    name: str | Path,
-    options: ModelOptions,
-    student: Pretrained,
-    *,
-    sharding: Any = None,
-    weights: bool = True,
-) -> Pretrained:
+def load_frozen(role: str, name: str | Path, options: ModelOptions, student: Pretrained, **loading: Any) -> Pretrained:
     """Loads a model that judges the policy's tokens, with its dtype and attention.
 
     The parameters have the dtype of activations.
@@ -148,15 +140,13 @@ def load_frozen(
       name: The folder of a Hugging Face model, or its id on the hub.
       options: The options of the policy.
       student: The policy.
-      sharding, weights: As in `load_pretrained`.
+      **loading: Further arguments of `load_pretrained`: sharding, weights.
 
     Raises:
       UsageError: There is no such model, or its tokens differ from the policy's.
     """
-    dtype, attention = resolve_dtype(options.dtype), options.attention
-    model = load_pretrained(
-        name, param_dtype=dtype, dtype=dtype, attention=attention, sharding=sharding, weights=weights
-    )
+    dtype = resolve_dtype(options.dtype)
+    model = load_pretrained(name, param_dtype=dtype, dtype=dtype, attention=options.attention, **loading)
     tokens = student.tokenizer.get_vocab()
     check_vocabulary(model.tokenizer.get_vocab(), tokens, f"{role} {name}")
     needed = min(student.config.vocab_size, 1 + max(tokens.values()))

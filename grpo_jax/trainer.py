@@ -106,6 +106,7 @@ class GRPOTrainer:
         self._options = with_options(RunOptions(GRPOConfig()), model=str(model), **options)
         run = run_of(self._options.train)
         check_ranges(run)
+        check_ranges(self._options.model)
         check_effects(self._options.model)
         fitting = with_options(run, num_prompts=_pieces(run)) if self._lower_num_prompts else run
         validate(fitting, num_devices=parts(devices_of(run)))

@@ -256,18 +256,15 @@ def parse_reward(text: str) -> Spec:
 
 
 @contextmanager
-def open_rewards(
-    texts: Sequence[str], *, group_size: int, deadline: float = 10.0, budget: float = 60.0, memory_mb: int | None = None
-) -> Iterator[Rewards]:
+def open_rewards(texts: Sequence[str], *, group_size: int, **limits: Any) -> Iterator[Rewards]:
     """Opens the rewards named by texts, each in its own child processes, which end with the block.
 
     Args:
       texts: Texts for `parse_reward`, at least one.
       group_size: The number of completions of a prompt in training, G. A call gets all completions of one prompt, so
         that a function can compare them.
-      deadline: Seconds for a call with G completions. Calls with more completions get more time in proportion.
-      budget: Seconds for all completions of a rollout.
-      memory_mb: Megabytes that a process may allocate after loading the function. None: no limit.
+      **limits: Further fields of `ProcessOptions`, such as deadline, 10 (seconds for a call with G completions; calls
+        with more get more time in proportion), budget, 60 (seconds for all completions of a rollout), and memory_mb.
 
     Yields:
       The rewards by name.
@@ -282,11 +279,10 @@ def open_rewards(
         raise UsageError(f"two rewards are called {twice[0]}: give them names, as in other={twice[0]}")
     if not any(weight for _, weight, *_ in specs):
         raise UsageError("every reward has the weight 0: there is nothing to learn from")
-    options = {"deadline": deadline, "budget": budget, "group_size": group_size, "memory_mb": memory_mb}
     with ExitStack() as stack:
         rewards = {}
         for name, weight, function, arguments in specs:
-            grader = Grader(function, arguments=arguments, chunk="prompt", **options)
+            grader = Grader(function, arguments=arguments, chunk="prompt", group_size=group_size, **limits)
             rewards[name] = Component(stack.enter_context(grader), weight)
         yield rewards
 
