@@ -191,7 +191,10 @@ def judge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Decision]:
             if decision.seeds and decision.verdict == "undecided":
                 decision = decision._replace(needed=needed(claim, values[claim.id], len(claims)))
             decisions[claim.id] = decision
-    return {claim.id: decisions[claim.id] for claim in CLAIMS} | decide_once(RETESTS, values)
+    decided = {claim.id: decisions[claim.id] for claim in CLAIMS}
+    for family in RETESTS:
+        decided |= decide_once(family, values)
+    return decided
 
 
 def _decision_of(known: Mapping[str, Any]) -> Decision:
