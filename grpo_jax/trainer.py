@@ -105,7 +105,8 @@ class GRPOTrainer:
             options, model = options | settings, model.folder
         self._options = with_options(RunOptions(GRPOConfig()), model=str(model), **options)
         run = run_of(self._options.train)
-        check_ranges(self._options)
+        check_ranges(run)
+        check_ranges(self._options.model)
         check_effects(self._options.model)
         fitting = with_options(run, num_prompts=_pieces(run)) if self._lower_num_prompts else run
         validate(fitting, num_devices=parts(devices_of(run)))
