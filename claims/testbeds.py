@@ -243,8 +243,8 @@ def _start_of_words(seed: int, steps: int, run: RunFolder) -> Params:
 
 
 def first_prompts(prompts: Prompts, count: int) -> Prompts:
-    """The first of some prompts."""
-    return prompts.take(np.arange(count))
+    """The first prompts, as many as there are, but at most `count`."""
+    return prompts.take(np.arange(min(count, len(prompts.examples))))
 
 
 # The last, `draw`, is the seed of a run.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny import whole_prompts
 
-from claims import testbeds
+from claims import bench, testbeds
 from experiments.tasks import arithmetic, letters
 from grpo_jax.data.types import rng
 from grpo_jax.models.config import ModelConfig
@@ -182,3 +182,14 @@ def test_words_are_worth_what_their_text_is():
     np.testing.assert_allclose(reward(length=2.0), gold + 2 * length / 16, atol=1e-6)
     np.testing.assert_allclose(reward(repetition=2.0), gold + 2 * length * repeated / 16, atol=1e-6)
     assert set(np.array(reward(coin=1.0, length=1.0)).ravel()) == {0, 1}
+
+
+# ---- all testbeds
+
+
+@pytest.mark.parametrize("preset", bench.SIZES)
+@pytest.mark.parametrize("name", testbeds.TESTBEDS)
+def test_tasks_hold_out_what_presets_ask(name, preset):
+    heldout = bench.SIZES[preset].heldout
+    prompts = testbeds.TESTBEDS[name].task(num_prompts=2, seed=0, heldout=heldout).task.heldout
+    assert len(prompts.examples) == len(prompts.tokens.ids) == min(heldout, 256 if name == "words" else heldout)
