@@ -99,13 +99,8 @@ def find_spans(
     task: Task, completions: Completions, texts: Sequence[Completion], spans: np.ndarray, reward: Reward | Rewards
 ) -> np.ndarray:
     """Converts the spans of texts from characters to tokens."""
-
-    def decode(ids: Sequence[int]) -> str:
-        text = task.decode(ids)
-        return task.stop.cut(text) if task.stop else text
-
     for number, (parts, text) in enumerate(zip(spans, texts, strict=True) if any(spans) else ()):
-        spans[number] = spans_in_tokens(parts, text, decode)
+        spans[number] = spans_in_tokens(parts, text, lambda ids: task.read(ids, truncated=False).text)
     return spans.reshape(completions.truncated.shape)
 
 
