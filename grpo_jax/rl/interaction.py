@@ -100,7 +100,7 @@ def find_spans(
 ) -> np.ndarray:
     """Converts the spans of texts from characters to tokens."""
     for number, (parts, text) in enumerate(zip(spans, texts, strict=True) if any(spans) else ()):
-        spans[number] = spans_in_tokens(parts, text, lambda ids: task.read(ids, truncated=False).text)
+        spans[number] = spans_in_tokens(parts, text, lambda ids: task.read(ids, truncated=False))
     return spans.reshape(completions.truncated.shape)
 
 
