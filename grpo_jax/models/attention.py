@@ -463,7 +463,8 @@ def attend_past(
         return jnp.moveaxis(x.reshape(n, g, w, *x.shape[2:]), (3, 2), (1, -2))
 
     if written is not None:
-        cache = caches.write_tokens(cache, *map(by_heads, written), places)
+        keys, values = map(by_heads, written)
+        cache = caches.write_tokens(cache, keys, values, places)
     queries = by_heads(scores.scaled(queries)).reshape(n, k, g, q * w, e)
     if w > 1:
         masks = tuple(jnp.repeat(mask, q, axis=3).reshape(*mask.shape[:3], 1, q * w, -1) for mask in masks)
