@@ -79,6 +79,8 @@ class Config:
     """Seeds of the look, for questions that the looks before left open. None: the first look, or `num_seeds`."""
     out: Path = Path("runs/results")
     """Folder for RESULTS.md, and for its other pages in docs/. `--out .` replaces the pages of this repository."""
+    add_to: Path | None = None
+    """File of numbers that gets the seeds of --only, after those that it has. None: they are only printed."""
     numbers: tuple[Path, ...] = ()
     """Files of numbers to make the pages of, instead of runs. The first decides; others, of other machines, are put
     beside it."""

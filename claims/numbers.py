@@ -81,8 +81,14 @@ def write_numbers(file: Path, preset: str, size: Size, folder: Path, names: Sequ
     _write(file, known | {"answers": answers | {name: it for name, it in others.items() if name in OTHERS}})
 
 
-def add_answer(file: Path, name: str, answer: Mapping[str, Any]) -> None:
-    """Adds the answer to a question to a file of numbers, or replaces it.
+def add_answer(file: Path, name: str, answer: Mapping[str, Any], *, more: bool = False) -> None:
+    """Adds the answer to a question to a file of numbers.
+
+    Args:
+      file: of numbers.
+      name: of the question.
+      answer: as `answers.answer` returns it.
+      more: whether its seeds are added to those of the file; else it replaces the file's answer.
 
     Raises:
       UsageError: the file has no values of seeds.
@@ -90,7 +96,45 @@ def add_answer(file: Path, name: str, answer: Mapping[str, Any]) -> None:
     known = read_object(file)
     if "answers" not in known:
         raise UsageError(f"{file} has no values of seeds: name a file of numbers as `reproduce` writes it")
+    if more and name in known["answers"]:
+        answer = with_more_seeds(known["answers"][name], answer)
     _write(file, known | {"answers": known["answers"] | {name: answer}})
+
+
+def with_more_seeds(answer: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an answer with the seeds of another after its own.
+
+    Args:
+      answer: as `answers.answer` returns it.
+      more: the same question, asked with other seeds.
+
+    Raises:
+      UsageError: they share seeds, or have other rows or columns.
+    """
+    if shared := set(answer["seeds"]) & set(more["seeds"]):
+        raise UsageError(f"seed {min(shared)} is in both answers: give answers with other seeds")
+    try:
+        joined = {key: _join(answer[key], more[key]) for key in ("rows", "primary", "also", "curves", "seeds")}
+    except ValueError as error:
+        raise UsageError(f"the answers are to different questions: {error}") from None
+    both = {key: " and ".join(dict.fromkeys((answer[key], more[key]))) for key in ("machine", "code")}
+    return {**answer, **joined, **both, "seconds": answer["seconds"] + more["seconds"]}
+
+
+def _join(first: Any, second: Any) -> Any:
+    """Joins the lists of two objects with the same names; counts are added."""
+    match first, second:
+        case dict(), dict() if first.keys() == second.keys():
+            return {key: _join(it, second[key]) for key, it in first.items()}
+        case [list(), int()], [list(), int()]:  # values of a claim, and how many runs diverged
+            return [first[0] + second[0], first[1] + second[1]]
+        case [dict(), *_], [dict(), *_] if len(first) == len(second):
+            return [_join(*pair) for pair in zip(first, second, strict=True)]
+        case list(), list():
+            return first + second
+        case _ if first == second:
+            return first
+    raise ValueError(f"{first!r:.60} is not {second!r:.60}")
 
 
 def _write(file: Path, known: Mapping[str, Any]) -> None:
@@ -147,7 +191,10 @@ def judge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Decision]:
             if decision.seeds and decision.verdict == "undecided":
                 decision = decision._replace(needed=needed(claim, values[claim.id], len(claims)))
             decisions[claim.id] = decision
-    return {claim.id: decisions[claim.id] for claim in CLAIMS} | decide_once(RETESTS, values)
+    decided = {claim.id: decisions[claim.id] for claim in CLAIMS}
+    for family in RETESTS:
+        decided |= decide_once(family, values)
+    return decided
 
 
 def _decision_of(known: Mapping[str, Any]) -> Decision:

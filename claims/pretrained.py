@@ -1,21 +1,22 @@
-"""Five claims again on stories260K, a pretrained language model: the runs of `questions/stories.toml`.
+"""Claims again on pretrained language models: the runs of `questions/stories.toml` and `questions/sums.toml`.
 
 Each setting is run with each seed, and a run whose file is on disk is not repeated: after a stop the same command
 continues. `--numbers` then adds the settings whose runs are all there to a file of numbers, of which
 `claims.reproduce --numbers` makes the pages.
 
   python -m claims.pretrained --model DIR --numbers docs/results/numbers.json
+  python -m claims.pretrained --question sums --model DIR --numbers docs/results/numbers.json
 """
 
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -23,9 +24,10 @@ from rich.console import Console
 from claims.answers import hardware, measure_runs
 from claims.bench import Runs, Setting, code_checksum, read_run
 from claims.numbers import add_answer
-from claims.questions import QUESTIONS
+from claims.questions import QUESTIONS, Question
+from experiments.real import EXAMPLES, sums
 from experiments.stories import make_description
-from experiments.tasks.rewards import happy_sentences
+from experiments.tasks.rewards import exact_answer, happy_sentences
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.types import Component, Reward, Rewards
@@ -39,13 +41,71 @@ from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import use_cache
-from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.tasks.task import Task, random_reward, text_task
 from grpo_jax.train import PHASES, evaluate_heldout, train_with_evaluation
 
-QUESTION = QUESTIONS["stories"]
-BASE = {"num_prompts": 8, "group_size": 8, "max_tokens": 64, "learning_rate": 1e-4, "eval_samples": 7}
 TESTBED: Any = None  # rewards are computed on the host, so there is none
 METRICS = ("entropy", "zero_spread_share", "ratio_deviation", "skipped")
+
+
+def stories(model: Pretrained, config: GRPOConfig) -> Task:
+    """Returns the task of happy stories for a run."""
+    return stories_task(
+        model.tokenizer,
+        model.eos_ids,
+        vocab_size=model.config.vocab_size,
+        num_prompts=config.sampling.num_prompts,
+        seed=config.seed,
+    )
+
+
+def additions(model: Pretrained, config: GRPOConfig) -> Task:
+    """Returns the task of sums after three solved ones for a run."""
+    rows, heldout = sums()
+    return text_task(
+        model.tokenizer,
+        model.eos_ids,
+        rows,
+        vocab_size=model.config.vocab_size,
+        num_prompts=config.sampling.num_prompts,
+        seed=config.seed,
+        reward=exact_answer,
+        template=EXAMPLES + "{question}",
+        stop=config.sampling.stop,
+        heldout_rows=heldout[:NUM_HELDOUT],
+    )
+
+
+class Study(NamedTuple):
+    """A question about a pretrained model, and what all of its runs share."""
+
+    question: Question
+    base: Mapping[str, Any]  # options, of which a setting changes some
+    steps: int
+    make_task: Callable[[Pretrained, GRPOConfig], Task]
+    reward: Reward  # that is measured
+    describes_samples: bool  # whether the KL to the start and repeated sentences are measured on held-out samples
+
+
+NUM_HELDOUT = 100
+STUDIES = {
+    "stories": Study(
+        QUESTIONS["stories"],
+        {"num_prompts": 8, "group_size": 8, "max_tokens": 64, "learning_rate": 1e-4, "eval_samples": 7},
+        steps=200,
+        make_task=stories,
+        reward=happy_sentences,
+        describes_samples=True,
+    ),
+    "sums": Study(
+        QUESTIONS["sums"],
+        {"num_prompts": 8, "group_size": 8, "max_tokens": 5, "stop": ("\n",), "learning_rate": 1e-6, "eval_samples": 1},
+        steps=16,
+        make_task=additions,
+        reward=exact_answer,
+        describes_samples=False,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -53,12 +113,16 @@ class Config:
     """Options of the runs."""
 
     model: str
-    """Folder of stories260K in Hugging Face's format."""
+    """Folder of the model in Hugging Face's format: stories260K for stories, Gemma 3 270M for sums."""
+    question: Literal["stories", "sums"] = "stories"
+    """stories: the reward is the share of happy sentences. sums: it is 1 for the right sum."""
+    seed: int = 0
+    """The first random seed."""
     num_seeds: Size = 6
-    """Runs of each setting, with random seeds from 0 on."""
-    steps: Size = 200
-    """Training steps of a run."""
-    run_dir: Path = Path("runs/stories_claims")
+    """Runs of each setting, with random seeds from `seed` on."""
+    steps: Size | None = None
+    """Training steps of a run. None: 200 of stories, 16 of sums."""
+    run_dir: Path = Path("runs/pretrained_claims")
     """Folder of the runs. A run that is there is not repeated."""
     only: tuple[str, ...] = ()
     """Settings to run now, by name. None: all."""
@@ -72,52 +136,55 @@ def main(config: Config) -> None:
     Raises:
       UsageError: There is no model, or a run or the file of numbers cannot be used.
     """
-    if unknown := set(config.only) - QUESTION.settings.keys():
-        raise UsageError(f"there is no setting {', '.join(unknown)}: name some of {', '.join(QUESTION.settings)}")
+    study = STUDIES[config.question]
+    settings = study.question.settings
+    if unknown := set(config.only) - settings.keys():
+        raise UsageError(f"there is no setting {', '.join(unknown)}: name some of {', '.join(settings)}")
     model = load_model(ModelOptions(model=config.model), seed=0)
     programs: dict[str, Programs] = {}  # a setting's programs serve all of its seeds
-    for seed, (row, options) in product(range(config.num_seeds), QUESTION.settings.items()):
+    for seed, (row, options) in product(seeds_of(config), settings.items()):
         file = file_of(config, options, seed)
-        if row in (config.only or QUESTION.settings) and not file.exists():
+        if row in (config.only or settings) and not file.exists():
             Console().print(f"seed {seed} of {row}", markup=False)
-            run_config = config_of(options, seed, config.steps)
-            task = make_task(model, run_config)
+            run_config = config_of(study, options, seed, config.steps or study.steps)
+            task = study.make_task(model, run_config)
             if row not in programs:
                 advantages = options.get("advantages", run_config.loss.preset)
                 programs[row] = make_setting_programs(model, task, run_config, advantages)
-            reward = make_coin(seed) if "coin" in options else task.reward
-            make_run(file, model, task, reward, run_config, programs[row])
+            reward = make_coin(study.reward, seed) if "coin" in options else task.reward
+            make_run(file, model, task, reward, run_config, programs[row], describes_samples=study.describes_samples)
     if config.numbers:
-        add_answer(config.numbers, QUESTION.name, answer_of(config))
+        add_answer(config.numbers, study.question.name, answer_of(config))
 
 
 # ---- runs
 
 
-def config_of(options: Mapping[str, Any], seed: int, steps: int) -> GRPOConfig:
+def config_of(study: Study, options: Mapping[str, Any], seed: int, steps: int) -> GRPOConfig:
     """Returns the configuration of a setting's run."""
     changed = {name: value for name, value in options.items() if name not in ("advantages", "coin")}
-    return recipe(**BASE | changed, steps=steps, seed=seed, checkpoint_every=0, rollouts_every=0)
+    return recipe(**{**study.base, **changed}, steps=steps, seed=seed, checkpoint_every=0, rollouts_every=0)
 
 
-def make_task(model: Pretrained, config: GRPOConfig) -> Task:
-    """Returns the task of happy stories for a run."""
-    return stories_task(
-        model.tokenizer,
-        model.eos_ids,
-        vocab_size=model.config.vocab_size,
-        num_prompts=config.sampling.num_prompts,
-        seed=config.seed,
-    )
+def seeds_of(config: Config) -> range:
+    """Returns the random seeds of the runs."""
+    return range(config.seed, config.seed + config.num_seeds)
 
 
-def make_coin(seed: int) -> Rewards:
+def make_coin(reward: Reward, seed: int) -> Rewards:
     """Returns rewards of which a coin toss is learned, and that of the task is only measured."""
-    return {"happy": Component(happy_sentences, weight=0.0), "coin": Component(random_reward(seed))}
+    return {"measured": Component(reward, weight=0.0), "coin": Component(random_reward(seed))}
 
 
 def make_run(
-    file: Path, model: Pretrained, task: Task, reward: Reward | Rewards, config: GRPOConfig, programs: Programs
+    file: Path,
+    model: Pretrained,
+    task: Task,
+    reward: Reward | Rewards,
+    config: GRPOConfig,
+    programs: Programs,
+    *,
+    describes_samples: bool,
 ) -> None:
     """Trains a setting with one seed, and writes its metrics and held-out rewards.
 
@@ -128,18 +195,20 @@ def make_run(
       reward: The reward to learn from.
       config: The configuration of the run.
       programs: The programs of the setting.
+      describes_samples: See `Study`.
     """
     started, models = time.perf_counter(), {"policy": model.params}
     run = RunFolder(file.with_suffix(""), options_of(config), console=Console(quiet=True))
-    describe = make_description(decoder_policy(model.config), model.params, config)
     start = evaluate_heldout(programs, model.params, task, config, run)
     _, end = train_with_evaluation(models, task, config, run, programs, phase=PHASES[0], reward=reward, start=start)
     lines = [line for line in run.lines() if "reward" in line]
     metrics: dict[str, Any] = {name: [line[name] for line in lines] for name in METRICS} | {
-        "gold": [line.get("reward_happy", line["reward"]) for line in lines]
+        "gold": [line.get("reward_measured", line["reward"]) for line in lines]
     }
-    described = [describe(*held) for held in (start, end)]
-    metrics |= {name: [it[name] for it in described] for name in ("kl", "repeated")}
+    if describes_samples:
+        describe = make_description(decoder_policy(model.config), model.params, config)
+        described = [describe(*held) for held in (start, end)]
+        metrics |= {name: [it[name] for it in described] for name in ("kl", "repeated")}
     scores = [np.column_stack([held.evaluation.scores, held.evaluation.greedy]) for held in (start, end)]
     temporary = file.with_suffix(".tmp.npz")
     np.savez_compressed(temporary, scores=scores, seconds=time.perf_counter() - started, **metrics)
@@ -156,7 +225,8 @@ def make_setting_programs(model: Pretrained, task: Task, config: GRPOConfig, adv
 
 def file_of(config: Config, options: Mapping[str, Any], seed: int) -> Path:
     """Returns the file of a run, named by a checksum of its options."""
-    known = json.dumps([BASE, dict(sorted(options.items())), config.steps, seed])
+    study = STUDIES[config.question]
+    known = json.dumps([study.base, dict(sorted(options.items())), config.steps or study.steps, seed])
     return config.run_dir.expanduser() / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.npz"
 
 
@@ -165,8 +235,9 @@ def file_of(config: Config, options: Mapping[str, Any], seed: int) -> Path:
 
 def answer_of(config: Config) -> dict[str, Any]:
     """Returns the answer to the question, of the settings whose runs are all on disk."""
-    runs, seeds, seconds = dict[str, Runs](), range(config.num_seeds), 0.0
-    for row, options in QUESTION.settings.items():
+    asked = STUDIES[config.question].question
+    runs, seeds, seconds = dict[str, Runs](), seeds_of(config), 0.0
+    for row, options in asked.settings.items():
         files = [file_of(config, options, seed) for seed in seeds]
         if all(file.exists() for file in files):
             results = [read_run(file) for file in files]
@@ -174,12 +245,12 @@ def answer_of(config: Config) -> dict[str, Any]:
             stacked["diverged"] = np.zeros(stacked["gold"].shape, bool)  # a run that diverges ends with an error
             seconds += float(stacked.pop("seconds").sum())
             runs[row] = Runs(Setting(TESTBED, "grpo", options, {}), stacked, stacked.pop("scores"))
-    known = runs.keys() | QUESTION.starts.keys()
+    known = runs.keys() | asked.starts.keys()
     question = replace(
-        QUESTION,
-        claims=[it for it in QUESTION.claims if known >= set(it.rows)],
-        also=[it for it in QUESTION.also if known >= set(it.rows)],
-        curves=[row for row in QUESTION.curves if row in known],
+        asked,
+        claims=[it for it in asked.claims if known >= set(it.rows)],
+        also=[it for it in asked.also if known >= set(it.rows)],
+        curves=[row for row in asked.curves if row in known],
     )
     return measure_runs(question, runs) | {
         "seconds": seconds,

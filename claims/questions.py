@@ -18,6 +18,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -156,5 +157,5 @@ HEADLINES = tuple(
 )
 QUESTIONS = {file.stem: read_question(file) for file in sorted(FOLDER.glob("*.toml"))}
 CLAIMS = tuple(claim for name in PAGES["questions"] for claim in QUESTIONS[name].claims)
-RETESTS = QUESTIONS["stories"].claims  # on a pretrained model, with a rule of their own
-BY_ID = {claim.id: claim for claim in (*CLAIMS, *RETESTS)}
+RETESTS = (QUESTIONS["stories"].claims, QUESTIONS["sums"].claims)  # on pretrained models, each with a rule of its own
+BY_ID = {claim.id: claim for claim in (*CLAIMS, *chain(*RETESTS))}

@@ -14,6 +14,7 @@ again on the same kind of machine. Presets other than cpu write RESULTS-smoke.md
   python -m claims.reproduce --preset cpu
   python -m claims.reproduce --preset cpu --look 20
   python -m claims.reproduce --preset cpu --only ablate_kl
+  python -m claims.reproduce --preset cpu --only ablate_kl --seed 15 --num-seeds 10 --add-to docs/results/numbers.json
   python -m claims.reproduce --numbers docs/results/numbers.json docs/results/numbers2.json --out .
 """
 
@@ -33,7 +34,7 @@ from rich.console import Console
 
 from claims import answers
 from claims.bench import Bench, Config, cores
-from claims.numbers import judge, read_numbers, result_of, write_numbers
+from claims.numbers import add_answer, judge, read_numbers, result_of, write_numbers
 from claims.pages import (
     UNLEARNED,
     WHY_UNLEARNED,
@@ -67,6 +68,8 @@ def main(config: Config) -> None:
         bench = bench_of(config)
         for name, answer in answer_all(bench, config.only).items():
             show(bench, name, answer)
+            if config.add_to:
+                add_answer(config.add_to.expanduser(), name, answer, more=True)
         return
     out = config.out.expanduser()
     try:

@@ -295,21 +295,17 @@ def try_rewards(
     named = named_components(task.reward)
     parts = [str(row[column]) for column in ("solution", "answer") if row.get(column) is not None]
     texts = {"the empty completion": ""} | ({"the row's own answer": "\n#### ".join(parts)} if parts else {})
-    scores: dict[str, dict[str, float | str | None]] = {}
-    failures = {name: "" for name, component in named.items() if component.weight}
-    left = len(failures) * len(texts)
+    tries: dict[str, dict[str, tuple[float | None, str]]] = {}
     for what, text in texts.items():
         completion = Completion(text, pretrained.tokenizer(text, add_special_tokens=False)["input_ids"])
-        scores[what] = {}
-        for name, component in named.items():
-            value, failure = try_reward(component.reward, row, [completion] * group_size)
-            scores[what][name] = failure or value
-            if failure and name in failures:
-                failures[name], left = failure, left - 1
-    if failures and not left:
-        name, failure = next(iter(failures.items()))
+        group = [completion] * group_size
+        tries[what] = {name: try_reward(component.reward, row, group) for name, component in named.items()}
+    counted = [name for name, component in named.items() if component.weight]
+    failures = [(name, tried[name][1]) for name in counted for tried in tries.values()]
+    if failures and all(failure for _, failure in failures):
+        name, failure = failures[len(texts) - 1]
         raise UsageError(f"the reward {name} fails on the first prompt, so nothing is sampled: {failure}")
-    return scores
+    return {what: {name: failure or value for name, (value, failure) in tried.items()} for what, tried in tries.items()}
 
 
 def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Options, Models, Plan]:

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
-from tiny import DATA, STORIES, change_json, needs_data
+from tiny import DATA, STORIES, change_json, needs_data, slow_unless
 
 from experiments.plan import DEVICES, Device, costs, traffic_of
 from experiments.planning.models import MODELS
@@ -68,6 +68,12 @@ def execute(*codes: str) -> dict[str, Any]:
     return names
 
 
+@cache
+def executed(page: str, number: int) -> dict[str, Any]:
+    """Runs a program of a page once, and returns its names."""
+    return execute(programs(page)[number])
+
+
 # ---- Python
 
 
@@ -91,31 +97,33 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("page", "number"), EXAMPLES)
 def test_an_example_runs(page, number):
-    execute(programs(page)[number])
+    executed(page, number)
 
 
-def test_sgd_over_devices_updates_as_one_device_does():
-    names = execute(programs("own_loop.md")[0])
+@pytest.mark.parametrize("function", slow_unless(("add_up_loss",), ("add_up", "add_up_loss")))
+def test_sgd_over_devices_updates_as_one_device_does(monkeypatch, function):
+    """By pmap, and by shard_map."""
+    names = executed("own_loop.md", 0)
 
     def updates(params, batch, gradient_of):
         """Returns the parameters after a step of SGD by each preset, chosen by its name alone."""
         presets = {}
         for name in F.PRESETS:
-            names["method"] = F.PRESETS[name]
+            monkeypatch.setitem(names, "method", F.PRESETS[name])
             presets[name] = params - 0.1 * gradient_of(params, batch)
         return presets
 
     params, batch = names["params"], names["batch"]
     expected = jax.jit(partial(updates, gradient_of=jax.grad(names["loss"])))(params, batch)
-    data = {"in_specs": (P(), P("data")), "out_specs": P()}
-    ways = {"add_up": partial(jax.pmap, axis_name="data", in_axes=(None, 0), out_axes=None)}
-    ways["add_up_loss"] = lambda step: jax.jit(jax.shard_map(step, mesh=names["mesh"], **data))
-    for function, mapped in ways.items():
-        step = partial(updates, gradient_of=lambda *arrays, function=function: names[function](*arrays)[1])
-        results = mapped(step)(params, names["rows"] if function == "add_up" else batch)
-        for name, update in expected.items():
-            assert np.abs(update - params).max() > 1e-4, name
-            assert_allclose(results[name], update, atol=1e-6, err_msg=f"{function}, {name}")
+    step = partial(updates, gradient_of=lambda *arrays: names[function](*arrays)[1])
+    if function == "add_up":
+        results = jax.pmap(step, axis_name="data", in_axes=(None, 0), out_axes=None)(params, names["rows"])
+    else:
+        data = {"in_specs": (P(), P("data")), "out_specs": P()}
+        results = jax.jit(jax.shard_map(step, mesh=names["mesh"], **data))(params, batch)
+    for name, update in expected.items():
+        assert np.abs(update - params).max() > 1e-4, name
+        assert_allclose(results[name], update, atol=1e-6, err_msg=name)
 
 
 def test_the_example_of_memory_runs(capsys):

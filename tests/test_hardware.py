@@ -1,6 +1,6 @@
 """Hardware: programs lower for TPU and CUDA on a machine that has neither, and what devices have and compute."""
 
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -35,29 +35,33 @@ def shape(*axes, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(axes, dtype)
 
 
-KEY = jax.eval_shape(jax.random.key, 0)
-PARAMS = jax.eval_shape(POLICY.init, KEY)
-PROMPTS = PromptTokens(shape(N, P, dtype=jnp.int32), shape(N, P, dtype=jnp.bool_))
-REWARDS = RewardArrays(shape(N, G), shape(N, G, dtype=jnp.bool_))
-NUMBER = shape(dtype=jnp.uint32)
-
-
 sample = partial(interaction.sample_completions, POLICY, TASK, CONFIG.sampling)
 score = partial(score_rollout, METHOD, CONFIG)
-update = partial(learn, METHOD, CONFIG)
-
-SAMPLE = PARAMS, PROMPTS, shape(N, G, dtype=jnp.int32), shape(N, G), KEY
-BATCH = source.to_batch(PROMPTS, shape(N, G), jax.eval_shape(sample, *SAMPLE))
-SCORE = {"policy": PARAMS, "reference": PARAMS}, BATCH
-SCORED = BATCH._replace(**jax.eval_shape(score, *SCORE))
-STATE = jax.eval_shape(lambda params: init_state(params, METHOD.optimizer), {"policy": PARAMS})
-LEARN = STATE, {"policy": None}, SCORED, REWARDS, (NUMBER, NUMBER)
+PROGRAMS = {"sample": sample, "score": score, "learn": partial(learn, METHOD, CONFIG)}
 
 
-@pytest.mark.parametrize(
-    ("program", "args"), [(sample, SAMPLE), (score, SCORE), (update, LEARN)], ids=["sample", "score", "learn"]
-)
-def test_lowers_for_tpu_and_cuda(program, args):
+@cache
+def arguments():
+    """The shapes that each program takes. They are traced here, and not while tests are collected."""
+    key = jax.eval_shape(jax.random.key, 0)
+    params = jax.eval_shape(POLICY.init, key)
+    prompts = PromptTokens(shape(N, P, dtype=jnp.int32), shape(N, P, dtype=jnp.bool_))
+    to_sample = params, prompts, shape(N, G, dtype=jnp.int32), shape(N, G), key
+    batch = source.to_batch(prompts, shape(N, G), jax.eval_shape(sample, *to_sample))
+    to_score = {"policy": params, "reference": params}, batch
+    scored = batch._replace(**jax.eval_shape(score, *to_score))
+    state = jax.eval_shape(lambda params: init_state(params, METHOD.optimizer), {"policy": params})
+    rewards, number = RewardArrays(shape(N, G), shape(N, G, dtype=jnp.bool_)), shape(dtype=jnp.uint32)
+    return {
+        "sample": to_sample,
+        "score": to_score,
+        "learn": (state, {"policy": None}, scored, rewards, (number, number)),
+    }
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_lowers_for_tpu_and_cuda(name):
+    program, args = PROGRAMS[name], arguments()[name]
     exported = jax.export.export(jax.jit(program), platforms=["tpu", "cuda"])(*args)
     assert exported.platforms == ("tpu", "cuda")
     assert exported.mlir_module_serialized

@@ -108,10 +108,7 @@ def prepare(config: Config) -> Job:
     training, held_out, prompts, notes = encode_texts(config, rows, model)
     width = training.ids.shape[1]
     model = for_texts(model, width)
-    policy = decoder_policy(model.config)
-
-    def heldout() -> Iterable[Packed]:
-        return packed_pieces(held_out, config.num_rows)
+    policy, heldout = decoder_policy(model.config), partial(packed_pieces, held_out, config.num_rows)
 
     def evaluate(params: Any) -> Values:
         return {"nll": shares_of_mean(*text_nll(policy, params, heldout(), devices=devices))}

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_jax.data.types import Example, hash_values
+from grpo_jax.data.types import Example, hash_values, pad_rows
 from grpo_jax.errors import UsageError
 from grpo_jax.models.geometry import ONE_WIDTH, PromptTokens, PromptWidths
 
@@ -44,13 +44,10 @@ def pad_prompts(
     Raises:
       UsageError: A prompt is empty or longer than `width`.
     """
-    ids = np.full((len(token_ids), width), pad_id, np.int32)
-    mask = np.zeros((len(token_ids), width), bool)
     for row, tokens in enumerate(token_ids):
         if not 0 < len(tokens) <= width:
             raise UsageError(f"prompt {row} has {len(tokens)} tokens: it needs at least 1 and at most {width}")
-        ids[row, width - len(tokens) :] = tokens
-        mask[row, width - len(tokens) :] = True
+    ids, mask = pad_rows(token_ids, width, pad_id=pad_id, at_left=True)
     return Prompts(PromptTokens(ids, mask, widths=widths), list(examples))
 
 

@@ -131,12 +131,19 @@ def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tu
     Returns:
       Ids int32 and mask bool, `[N, G, T]`.
     """
-    ids = np.zeros((len(groups), len(groups[0]), width), np.int32)
-    mask = np.zeros(ids.shape, bool)
-    for i, group in enumerate(groups):
-        for j, tokens in enumerate(group):
-            ids[i, j, : len(tokens)] = tokens
-            mask[i, j, : len(tokens)] = True
+    shape = len(groups), len(groups[0]), width
+    ids, mask = pad_rows([tokens for group in groups for tokens in group], width)
+    return ids.reshape(shape), mask.reshape(shape)
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int] | np.ndarray], width: int, *, pad_id: int = 0, at_left: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pads rows of at most `width` ids on the right, or on the left, into arrays: ids int32 and mask bool, `[N, S]`."""
+    ids, mask = np.full((len(rows), width), pad_id, np.int32), np.zeros((len(rows), width), bool)
+    for number, tokens in enumerate(rows):
+        place = slice(width - len(tokens), width) if at_left else slice(len(tokens))
+        ids[number, place], mask[number, place] = tokens, True
     return ids, mask
 
 

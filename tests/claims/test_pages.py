@@ -186,6 +186,28 @@ def test_numbers_file_holds_seed_values_and_their_checksum(config, tmp_path):
     assert numbers.read_numbers(other).checksum != first
 
 
+def test_more_seeds_follow_those_of_the_file(config, tmp_path):
+    source = config.out / "docs/results-smoke/numbers.json"
+    file, known = tmp_path / "numbers.json", json.loads(source.read_text())
+    file.write_text(source.read_text())
+    answer = known["answers"]["ablate_kl"]
+    more = json.loads(json.dumps(answer)) | {"seeds": [97, 99], "code": "checksum 1"}
+    more["primary"]["kl_none"] = [[0.5, 0.25], 1]
+    numbers.add_answer(file, "ablate_kl", more, more=True)
+    joined = json.loads(file.read_text())["answers"]["ablate_kl"]
+    assert joined["seeds"] == [*answer["seeds"], 97, 99]
+    values, diverged = answer["primary"]["kl_none"]
+    assert joined["primary"]["kl_none"] == [[*values, 0.5, 0.25], diverged + 1]
+    (row, *_), (before, *_) = joined["rows"].values(), answer["rows"].values()
+    assert row == {column: 2 * values for column, values in before.items()}
+    assert joined["code"] == f"{answer['code']} and checksum 1"
+    assert joined["seconds"] == pytest.approx(2 * answer["seconds"], rel=1e-6)
+    with refused("seed 97 is in both answers"):
+        numbers.add_answer(file, "ablate_kl", more, more=True)
+    with refused("different questions"):
+        numbers.with_more_seeds(answer, more | {"rows": {}})
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"preset": "cpu", "answers": 3}'])
 def test_a_file_that_has_no_numbers_is_named(tmp_path, text):
     (tmp_path / "numbers.json").write_text(text)

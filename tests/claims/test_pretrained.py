@@ -9,15 +9,16 @@ import pytest
 from tiny import refused
 
 from claims import pretrained
-from claims.questions import QUESTIONS, RETESTS
+from claims.questions import QUESTIONS
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT.parent / "shared/data/stories260K-hf"
+STUDY = pretrained.STUDIES["stories"]
 SETTINGS = {name: QUESTIONS["stories"].settings[name] for name in ("β 0", "β 0, centred", "coin toss")}
 
 
 def test_settings_differ_in_one_part():
-    options = {row: pretrained.config_of(it, seed=3, steps=200) for row, it in QUESTIONS["stories"].settings.items()}
+    options = {row: pretrained.config_of(STUDY, it, seed=3, steps=200) for row, it in STUDY.question.settings.items()}
     base = options["GRPO, β 0.04"]
     assert (base.steps, base.seed, base.loss.kl_coef, base.sampling.max_tokens) == (200, 3, 0.04, 64)
     assert options["β 0"] == dataclasses.replace(base, loss=dataclasses.replace(base.loss, kl_coef=0.0))
@@ -30,21 +31,27 @@ def test_settings_differ_in_one_part():
     assert clipped.num_updates == 8 * base.num_updates
 
 
+def test_settings_of_sums_share_samples_and_steps():
+    study = pretrained.STUDIES["sums"]
+    options = {row: pretrained.config_of(study, it, seed=3, steps=16) for row, it in study.question.settings.items()}
+    assert {it.sampling.num_prompts * it.sampling.group_size for it in options.values()} == {64}
+    assert {(it.steps, it.sampling.stop, it.sampling.max_tokens) for it in options.values()} == {(16, ("\n",), 5)}
+    assert [it.loss.kl_coef for it in options.values()] == [0.04, 0.0, 0.0, 0.04, 0.04]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")
 def test_runs_are_kept_and_their_numbers_are_added(tmp_path, monkeypatch):
     question = dataclasses.replace(
-        pretrained.QUESTION,
+        STUDY.question,
         settings=SETTINGS,
         starts={"no training": "β 0"},
-        claims=[it for it in RETESTS if "_std_" in it.id],
+        claims=[it for it in STUDY.question.claims if "_std_" in it.id],
         also=[],
         curves=["β 0"],
     )
-    monkeypatch.setattr(pretrained, "QUESTION", question)
-    monkeypatch.setattr(
-        pretrained, "BASE", pretrained.BASE | {"max_tokens": 40, "learning_rate": 1e-2, "eval_samples": 1}
-    )
+    base = STUDY.base | {"max_tokens": 40, "learning_rate": 1e-2, "eval_samples": 1}
+    monkeypatch.setitem(pretrained.STUDIES, "stories", STUDY._replace(question=question, base=base))
     numbers = tmp_path / "numbers.json"
     numbers.write_text('{"preset": "cpu", "answers": {"ablate_kl": {}}}')
     config = pretrained.Config(str(STORIES), num_seeds=1, steps=2, run_dir=tmp_path / "runs", numbers=numbers)

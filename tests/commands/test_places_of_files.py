@@ -590,9 +590,10 @@ ABSENT = {
 
 
 def cells() -> Iterator[Any]:
-    """Yields each row with each of its places. Episodes take longest."""
+    """Yields each row with each of its places. Quick ones hold each run's training, and each place of one run."""
+    slow = {"chats": (), "judged": (), "episodes": ("evaluation", "resumed", "exported"), "supervised": ("resumed",)}
     for row, place in product(ROWS, PLACES):
-        is_slow = ROWS[row][0] == "episodes" and place in ("resumed", "exported")
+        is_slow = place in slow[ROWS[row][0]]
         if (row, place) not in ABSENT:
             yield pytest.param(row, place, marks=pytest.mark.slow if is_slow else ())
 

@@ -173,10 +173,14 @@ def test_devices_add_up(rollout):
     updated, _ = example.update(state, sharded)
     params, opt_state = state.params, state.opt_state
     weights = example.F.sequence_mean_weights(batch["completion_mask"])
-    for _ in range(example.updates_per_rollout):
-        gradients, _ = gradient(params, batch, weights)
+
+    @jax.jit
+    def step(params, opt_state, gradients):
         changes, opt_state = example.optimizer.update(gradients, opt_state)
-        params = optax.apply_updates(params, changes)
+        return optax.apply_updates(params, changes), opt_state
+
+    for _ in range(example.updates_per_rollout):
+        params, opt_state = step(params, opt_state, gradient(params, batch, weights)[0])
     moments = [jax.tree.leaves(optax.tree.get(it, "mu")) for it in (updated.opt_state, opt_state)]
     for x, y in zip(*moments, strict=True):
         assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y)

@@ -244,7 +244,11 @@ def test_loss_weights_over_devices_cover_the_whole_batch():
     parts = [np.broadcast_to(x, (8, *x.shape)) * np.ones((8, *[1] * x.ndim), x.dtype) for x in (NEW, OLD, ADVANTAGES)]
     mask = (np.arange(8)[:, None, None] % 4 >= np.arange(4)[:, None]) & MASK  # other tokens on each device
     arrays = (*parts, mask)
-    for name in ("dapo", "dr_grpo", "gspo"):
-        loss = F.PRESETS[name].loss
-        over_devices = jax.vmap(lambda *args, loss=loss: loss(*args, axis_name="data")[0], axis_name="data")(*arrays)
-        assert_allclose(over_devices.sum(), loss(*(x.reshape(-1, *x.shape[2:]) for x in arrays))[0], rtol=1e-5)
+    losses = [F.PRESETS[name].loss for name in ("dapo", "dr_grpo", "gspo")]
+
+    def of_all(*arrays, **options):
+        return [loss(*arrays, **options)[0] for loss in losses]
+
+    over_devices = jax.jit(jax.vmap(partial(of_all, axis_name="data"), axis_name="data"))(*arrays)
+    whole = jax.jit(of_all)(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
+    assert_allclose([x.sum() for x in over_devices], whole, rtol=1e-5)

@@ -98,9 +98,7 @@ def test_convolutions_see_their_text_and_its_prefix(numbers):
 
 # ---- a decoder with delta nets
 
-CONFIG = ModelConfig(
-    24, 16, 20, 4, 4, 2, 8, initializer_range=0.4, delta=DeltaConfig(2, 4, 6, 5, 4), delta_layers=(0, 1, 2)
-)
+CONFIG = ModelConfig(24, 16, 20, 2, 4, 2, 8, initializer_range=0.4, delta=DeltaConfig(2, 4, 6, 5, 4), delta_layers=(0,))
 POLICY, PROMPTS = decoder_policy(CONFIG), ragged_prompts([5, 1, 3], 24)
 
 
@@ -109,44 +107,42 @@ def scored(params, completions):
     return score_completion_tokens(POLICY, params, batch).logprobs
 
 
+TURNS = {"max_tokens": 30, "eos_ids": (7, 8, 9)}
+REPLIES = np.random.default_rng(0).integers(0, 24, (3, 4, 40)).astype(np.int32)
+continued = jax.jit(partial(continue_episodes, POLICY, **TURNS))
+
+
+@jax.jit
+def first_turn(params):
+    numbers = row_numbers(3, 4)
+    more = {"environment_tokens": 80, "temperature": 1.3}
+    return begin_episodes(POLICY, params, PROMPTS, numbers, jax.random.key(1), **more, **TURNS)
+
+
 def test_replies_continue_the_state_of_their_completion():
     """Replies of different lengths, of which some are computed in several calls; some completions wait for others."""
-    numbers, counts = row_numbers(3, 4), np.array([[0, 1, 2, 40], [3, 5, 0, 1], [33, 32, 31, 2]], np.int32)
-    replies = np.random.default_rng(0).integers(0, 24, (3, 4, 40)).astype(np.int32)
-
-    @jax.jit
-    def three_turns(params):
-        options = {"max_tokens": 30, "eos_ids": (7, 8, 9)}
-        episodes = begin_episodes(
-            POLICY, params, PROMPTS, numbers, jax.random.key(1), environment_tokens=80, temperature=1.3, **options
-        )
-        for _ in range(2):
-            continues = jnp.ones((3, 4), bool)
-            episodes = continue_episodes(POLICY, params, episodes, replies, counts, continues, **options)
-        return episodes.running.out, scored(params, episodes.running.out)
-
-    out, logprobs = jax.device_get(three_turns(random_params(CONFIG, 0.15)))
+    counts = np.array([[0, 1, 2, 40], [3, 5, 0, 1], [33, 32, 31, 2]], np.int32)
+    params = random_params(CONFIG, 0.15)
+    episodes = first_turn(params)
+    for _ in range(2):
+        episodes = continued(params, episodes, REPLIES, counts, np.ones((3, 4), bool))
+    out = episodes.running.out
+    logprobs = jax.device_get(jax.jit(scored)(params, out))
+    out = jax.device_get(out)
     assert (out.turn.max(axis=-1) == 3).sum() > 5
     np.testing.assert_allclose(out.sampler_logprobs[out.completion_mask], logprobs[out.completion_mask], atol=2e-5)
 
 
 def test_an_episode_that_waits_absorbs_no_token():
-    numbers, options = row_numbers(3, 4), {"max_tokens": 12, "eos_ids": (7, 8, 9)}
-    replies = np.random.default_rng(0).integers(0, 24, (3, 4, 3)).astype(np.int32)
-    nothing, all_tokens = np.zeros((3, 4), np.int32), np.full((3, 4), 3, np.int32)
+    params, counts = random_params(CONFIG, 0.15), np.full((3, 4), 3, np.int32)
 
-    @partial(jax.jit, static_argnums=1)
-    def two_turns(params, waits):
-        start = begin_episodes(
-            POLICY, params, PROMPTS, numbers, jax.random.key(1), environment_tokens=6, temperature=1.3, **options
-        )
-        for counts, continues in ([(nothing, False)] * waits) + [(all_tokens, True)]:
-            flags = jnp.full((3, 4), continues)
-            start = continue_episodes(POLICY, params, start, replies, counts, flags, **options)
-        return start.running.out
+    def two_turns(waits):
+        episodes = first_turn(params)
+        for _ in range(waits):
+            episodes = continued(params, episodes, REPLIES, 0 * counts, np.zeros((3, 4), bool))
+        return jax.device_get(continued(params, episodes, REPLIES, counts, np.ones((3, 4), bool)).running.out)
 
-    params = random_params(CONFIG, 0.15)
-    at_once, later = (jax.device_get(two_turns(params, waits)) for waits in (0, 2))
+    at_once, later = (two_turns(waits) for waits in (0, 2))
     np.testing.assert_array_equal(later.completion_ids, at_once.completion_ids)
     np.testing.assert_allclose(later.sampler_logprobs, at_once.sampler_logprobs, atol=1e-6)
 
@@ -156,7 +152,7 @@ def test_states_stay_correct_when_completions_leave(assume):
     params, sample = random_params(CONFIG, 0.15), partial(sample_groups, **options)
     inputs = params, PROMPTS, numbers, jax.random.key(0)
     whole = jax.jit(partial(sample, POLICY._replace(select=None)))(*inputs)
-    assume(narrows_from=1, grows_from=1)
+    assume(narrows_from=1, grows_from=1, rooms=2)
     narrow = jax.jit(partial(sample, POLICY))(*inputs)
     np.testing.assert_array_equal(narrow.completion_ids, whole.completion_ids)
     np.testing.assert_allclose(narrow.sampler_logprobs, whole.sampler_logprobs, atol=1e-5)

@@ -126,8 +126,12 @@ def test_reply_logits_are_right_after_another_completion_leaves(name):
     @jax.jit
     def logits(params):
         _, decode, cache = policy.prefill(params, prompt, 1, 13)
-        for step in range(5):
-            _, cache = decode(cache, completions[:, :, step], jnp.int32(step))
+
+        def decoded(step, cache):
+            ids = jax.lax.dynamic_index_in_dim(jnp.asarray(completions), step, axis=2, keepdims=False)
+            return decode(cache, ids, step)[1]
+
+        cache = jax.lax.fori_loop(0, 5, decoded, cache)
         lengths, append = jnp.full((2, 1), 5), policy.decoder(params)
         first, cache = append(cache, completions[:, :, 5:13], lengths, lengths + 3)
         cache = policy.widen(policy.select(cache, jnp.array([1])), 21)

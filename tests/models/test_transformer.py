@@ -8,7 +8,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import decoded_states, load_golden, ragged_prompts, random_params, refused, slow_unless, whole_prompts
+from tiny import decoded_states, load_golden, ragged_prompts, random_params, refused, whole_prompts
 
 from grpo_jax.functional.products import assume_traits
 from grpo_jax.models import geometry
@@ -156,9 +156,8 @@ def test_width_and_ids_of_padding_do_not_matter(hidden_fn):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "piece_tokens"), slow_unless([("all options", 4)], [("all options", 4), ("all options", 8), ("delta", 8)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "piece_tokens"), [("all options", 4), ("all options", 8), ("delta", 8)])
 def test_prompts_may_be_computed_at_several_widths(name, piece_tokens):
     """Prompts of 6, 4 and 1 tokens. Pieces of 4 tokens have one prompt each, and the last has it twice; a piece of 8
     tokens has the prompts of 4 and 1."""
