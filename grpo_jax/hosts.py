@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 from jax.experimental import multihost_utils
 
-from grpo_jax.errors import UsageError, flush_output
+from grpo_jax.errors import UsageError, flush_output, reason_of
 
 Value = TypeVar("Value")
 
@@ -106,7 +106,7 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
         )
     except (ValueError, RuntimeError) as error:
         raise UsageError(
-            f"the hosts of the run did not meet ({_line(error)}): give each the same coordinator_address and "
+            f"the hosts of the run did not meet ({reason_of(error)}): give each the same coordinator_address and "
             "num_processes, and its process_id"
         ) from None
     if count() > 1:
@@ -206,7 +206,7 @@ def _value_of(what: str, number: int, host: int) -> Any:
             return pickle.loads(_client().blocking_key_value_get_bytes(key, _WAIT_SECONDS * 1000))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
-                raise UsageError(f"host 0 cannot be reached any more ({_line(error)}): see its messages") from None
+                raise UsageError(f"host 0 cannot be reached any more ({reason_of(error)}): see its messages") from None
         if attempt == _LONG_WAITS:
             _note(f"has waited {attempt * _WAIT_SECONDS} s for host {host}: {what}")
     raise AssertionError
@@ -270,7 +270,3 @@ def _end(code: int) -> NoReturn:
     if is_first() and count() > 1:  # the coordinator ends with host 0, so the other hosts must read the failure first
         time.sleep(3 * _LOOK_SECONDS)
     os._exit(code)
-
-
-def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]

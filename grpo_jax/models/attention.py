@@ -57,11 +57,14 @@ def _frequencies(rotation: Rotation | None, features: int) -> tuple[jax.Array, f
     scaling = rotation.scaling
     if scaling is None or scaling.rope_type == "dynamic":  # `ModelConfig.check_width` refuses texts that it changes
         return frequencies, 1.0
-    if scaling.rope_type == "longrope":
-        return _longrope(frequencies, scaling, is_long=rotation.is_long)
+    if scaling.rope_type == "llama3":
+        return _llama3(frequencies, scaling), 1.0
     if scaling.rope_type == "yarn":
-        return _yarn(frequencies, scaling, rotation.theta, features)
-    return _llama3(frequencies, scaling) if scaling.rope_type == "llama3" else frequencies / scaling.factor, 1.0
+        return _yarn(frequencies, scaling, rotation.theta, features), _attention_factor(scaling)
+    if scaling.rope_type == "longrope":
+        factors = scaling.long_factor if rotation.is_long else scaling.short_factor
+        return frequencies / jnp.array(factors, jnp.float32), _attention_factor(scaling)
+    return frequencies / scaling.factor, 1.0
 
 
 def _llama3(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
@@ -77,7 +80,7 @@ def _llama3(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
     return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
-def _yarn(frequencies: jax.Array, scaling: RopeScaling, theta: float, features: int) -> tuple[jax.Array, float]:
+def _yarn(frequencies: jax.Array, scaling: RopeScaling, theta: float, features: int) -> jax.Array:
     """Stretches waves with fewer than β_slow turns in the original context by `factor`, and keeps waves with more than
     β_fast.
 
@@ -96,28 +99,21 @@ def _yarn(frequencies: jax.Array, scaling: RopeScaling, theta: float, features: 
     first, last = max(first, 0), min(last, features - 1)
     last = last + 0.001 if first == last else last  # avoids a division by 0 in the same way as transformers
     stretched = jnp.clip((jnp.arange(features // 2, dtype=jnp.float32) - first) / (last - first), 0.0, 1.0)
-    mixed = frequencies * (stretched / scaling.factor + 1 - stretched)
-    return mixed, _yarn_factor(scaling)
+    return frequencies * (stretched / scaling.factor + 1 - stretched)
 
 
-def _yarn_factor(scaling: RopeScaling) -> float:
-    """Returns the factor of queries and keys: m(mscale) / m(mscale_all_dim), m(a) = 1 + a·ln(factor)/10."""
+def _attention_factor(scaling: RopeScaling) -> float:
+    """Returns the factor of queries and keys: see `RopeScaling.attention_factor`."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    growth = math.log(scaling.factor)
+    if scaling.rope_type == "longrope":
+        return math.sqrt(1 + growth / math.log(scaling.original_max_position_embeddings))
     above, below = scaling.mscale or 0.0, scaling.mscale_all_dim or 0.0
     above, below = (above, below) if above and below else (1.0, 0.0)
-    slope = 0.1 * math.log(max(scaling.factor, 1))
-    return (1 + slope * above) / (1 + slope * below)
-
-
-def _longrope(frequencies: jax.Array, scaling: RopeScaling, *, is_long: bool) -> tuple[jax.Array, float]:
-    """Divides each frequency by its own factor for short or for long texts (2402.13753)."""
-    frequencies = frequencies / jnp.array(scaling.long_factor if is_long else scaling.short_factor, jnp.float32)
-    if scaling.attention_factor is not None:
-        return frequencies, scaling.attention_factor
-    if scaling.factor <= 1:
-        return frequencies, 1.0
-    return frequencies, math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
+    return (1 + 0.1 * growth * above) / (1 + 0.1 * growth * below)
 
 
 def rotate(x: jax.Array, angles: Angles) -> jax.Array:
@@ -432,8 +428,7 @@ def attend_fused(
 
 def attend_past(
     queries: jax.Array,
-    keys: jax.Array | None,
-    values: jax.Array | None,
+    written: KeyValues | None,
     masks: tuple[jax.Array, ...],
     prompt: KeyValues,
     cache: KeyValues,
@@ -447,8 +442,8 @@ def attend_past(
 
     Args:
       queries: The queries of W tokens per completion, `[N, G·W, K, Q, E]`.
-      keys, values: The keys and values of these tokens, `[N, G·W, K, E]`, which are written to the cache; None: the
-        cache has them already.
+      written: The keys and values of these tokens, `[N, G·W, K, E]`, which are written to the cache; None: the cache
+        has them already.
       masks: The mask over the prompt and the mask over the cache.
       prompt: The keys and values of the prompts in this layer.
       cache: The keys and values of the completions in this layer. On a mesh the first axis is two, `[N, K·G, ...]`.
@@ -467,8 +462,9 @@ def attend_past(
         """Rearranges `[N, G·W, K, ..., E]` to `[N, K, G, ..., W, E]`."""
         return jnp.moveaxis(x.reshape(n, g, w, *x.shape[2:]), (3, 2), (1, -2))
 
-    if keys is not None and values is not None:
-        cache = caches.write_tokens(cache, by_heads(keys), by_heads(values), places)
+    if written is not None:
+        keys, values = map(by_heads, written)
+        cache = caches.write_tokens(cache, keys, values, places)
     queries = by_heads(scores.scaled(queries)).reshape(n, k, g, q * w, e)
     if w > 1:
         masks = tuple(jnp.repeat(mask, q, axis=3).reshape(*mask.shape[:3], 1, q * w, -1) for mask in masks)

@@ -26,9 +26,9 @@ class Stored(NamedTuple):
     """The tensor in which files hold a leaf, if it is more than a linear map or a vector under another name."""
 
     name: str
-    # (config, number of the leaf's outputs) -> the leaf's part of the tensor, as an index. None: the whole tensor. If
-    # several leaves have one name and no part, they lie one behind the other, in the order of `PROJECTIONS`.
-    part: Callable[[ModelConfig, int], Any] | None = None
+    # (config, number of the leaf's outputs) -> the leaf's part of the tensor, as an index. If several leaves are the
+    # whole of one tensor, they lie one behind the other, in the order of `PROJECTIONS`.
+    part: Callable[[ModelConfig, int], Any] = lambda config, num_outputs: ...
     is_transposed: bool = True  # true for matrices [out, in]
 
 
@@ -134,12 +134,12 @@ def names_of(config: ModelConfig) -> Names:
 NOT_IN_FILES = ("dtype", "rounding", "remat", "attention", "router")
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_SMALL = ("num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input")  # Gemma 4's
 _SYNONYMS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # of activations
 # Fields that have the names of files
 _SAME: tuple[str, ...] = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings")
 _SAME += ("initializer_range", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-_SAME += ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_SAME += ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "mlp_bias")
+_SAME += ("num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input")
 
 
 def _config_class(model_type: str) -> Any:
@@ -179,7 +179,7 @@ def _fields(file: File) -> Fields:
     fields = {name: file[name] for name in (*_SIZES, *_SAME) if file.get(name) is not None}
     fields = {"head_dim": file["hidden_size"] // heads} | fields | _rope(file) | _experts(file)
     biases = {"qkv_bias": file.get("qkv_bias", file.get("attention_bias")), "o_bias": file.get("attention_bias")}
-    fields |= {name: bool(value) for name, value in (biases | {"mlp_bias": file.get("mlp_bias")}).items()}
+    fields |= {name: bool(value) for name, value in biases.items()}
     fields["unrotated_layers"] = tuple(i for i, rotated in enumerate(file.get("no_rope_layers") or ()) if not rotated)
     kinds = file.get("layer_types") or ["sliding_attention"] * layers
     sliding = tuple(layer for layer in range(layers) if kinds[layer] == "sliding_attention")
@@ -232,7 +232,7 @@ def _gemma4(file: File) -> Fields:
         heads["turning"] = rope.get("partial_rotary_factor", 1.0)
     if file["hidden_size_per_layer_input"] and file["vocab_size_per_layer_input"] != file["vocab_size"]:
         raise UsageError("vocab_size_per_layer_input must be vocab_size")
-    fields = _gemma(file) | _gemma4_experts(file) | {name: file[name] for name in _SMALL}
+    fields = _gemma(file) | _gemma4_experts(file)
     return fields | {"global_heads": Heads(**heads, keys_are_values=file["attention_k_eq_v"])}
 
 
@@ -274,8 +274,7 @@ def _file(model_type: str, config: ModelConfig) -> File:
     """Returns the entries of a config.json of this family, by the names of its class in transformers."""
     known = _config_class(model_type)().to_dict()
     rope: dict[str, Any] = _rope_parameters(config)
-    names = (*_SIZES, *_SAME, *_SMALL, "sliding_window", "mlp_bias")
-    written = {name: getattr(config, name) for name in names}
+    written = {name: getattr(config, name) for name in (*_SIZES, *_SAME, "sliding_window")}
     written |= config.experts._asdict() | {"num_local_experts": config.experts.num_experts} if config.experts else {}
     written |= {
         "hidden_activation": config.hidden_act,

@@ -118,18 +118,13 @@ def format_of(params: Any) -> Quantize:
     return next((x.format for x in leaves if is_quantised(x)), "none")
 
 
-def holds_quantised(params: Any) -> bool:
-    """Returns whether any kernel in a tree of parameters is quantised."""
-    return format_of(params) != "none"
-
-
 def check_full_precision(params: Any, remedy: str) -> None:
     """Checks that no kernel is quantised.
 
     Raises:
       UsageError: A kernel is quantised. The message ends with the remedy.
     """
-    if holds_quantised(params):
+    if format_of(params) != "none":
         raise UsageError(f"these parameters are quantised: {remedy}")
 
 

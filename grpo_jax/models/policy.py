@@ -202,6 +202,14 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
         """Returns the slots of a layer without a window. If all layers have one, the largest number works as well."""
         return max(layer.values.shape[-2] for layer in caches.key_values(completions))
 
+    def advance(separate: Any, cache: Any, ids: jax.Array, number: jax.Array, is_token: jax.Array | None):
+        """Computes the next tokens of completions, `[N, G]` or `[N, G, W]`: see `geometry_of_next`."""
+        prefix, completions = cache
+        seen = geometry_of_next(config, prefix, ids.shape[1], room(completions), number, is_token)
+        rows = ids.reshape(len(ids), -1)
+        hidden, completions, _ = compute_next(config, separate, rows, seen, prefix, completions)
+        return hidden.reshape(*ids.shape, -1), (prefix, completions)
+
     def prefill(params: Params, prompt: PromptTokens, group_size: int, max_tokens: int):
         def compute(prompt: PromptTokens) -> tuple[jax.Array, list[Memory]]:
             seen = geometry_of_rows(config, rows_of_prompts(prompt))
@@ -228,11 +236,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
         cache = prefix, tuple(map(begin, memories, slots_of_layers(max_tokens)))
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array, active: jax.Array | None = None):
-            prefix, completions = cache
-            is_token = None if active is None else active[..., None]
-            seen = geometry_of_next(config, prefix, ids.shape[1], room(completions), step, is_token)
-            hidden, completions, _ = compute_next(config, separate, ids, seen, prefix, completions)
-            return hidden, (prefix, completions)
+            return advance(separate, cache, ids, step, None if active is None else active[..., None])
 
         return hidden, decode, cache
 
@@ -240,11 +244,8 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
         separate = layout(params)
 
         def append(cache: Any, ids: jax.Array, lengths: jax.Array, counts: jax.Array):
-            (prefix, completions), (n, group_size, width) = cache, ids.shape
-            number, is_token = lengths[..., None] + jnp.arange(width), jnp.arange(width) < counts[..., None]
-            seen = geometry_of_next(config, prefix, group_size, room(completions), number, is_token)
-            hidden, completions, _ = compute_next(config, separate, ids.reshape(n, -1), seen, prefix, completions)
-            return hidden.reshape(n, group_size, width, -1), (prefix, completions)
+            places = jnp.arange(ids.shape[-1])
+            return advance(separate, cache, ids, lengths[..., None] + places, places < counts[..., None])
 
         return append
 

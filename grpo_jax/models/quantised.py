@@ -30,7 +30,7 @@ from grpo_jax.models.params import (
     Params,
     Quantised,
     Quantize,
-    holds_quantised,
+    format_of,
     is_quantised,
     split_shape,
 )
@@ -99,7 +99,7 @@ def quantise_params(params: Params, format: Quantize) -> Params:
     """
     if format == "none":
         return params
-    if holds_quantised(params):
+    if format_of(params) != "none":
         raise UsageError("these parameters are quantised already: give those of the original model")
 
     def leaf(path: Any, x: jax.Array) -> Any:

@@ -7,6 +7,7 @@ rounding a share of the weights moves at once, so that their mean follows the fl
 
 import math
 import zlib
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,13 +52,10 @@ def round_stochastically(params: Params, dtype: Any = jnp.float32) -> Params:
       The parameters. The gradient of rounded float32 arrays passes unchanged.
     """
 
-    def rounded(path: Any, x: jax.Array) -> jax.Array:
-        return round_leaf(path, x).astype(dtype) if _is_rounded(path, x) else x
-
-    return jax.tree_util.tree_map_with_path(rounded, params)
+    return jax.tree_util.tree_map_with_path(partial(round_leaf, dtype=dtype), params)
 
 
-def round_leaf(path: Any, x: jax.Array) -> jax.Array:
+def round_leaf(path: Any, x: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     """Returns one leaf of `round_stochastically`, for its path in the tree of parameters."""
     if not _is_rounded(path, x):
         return x
@@ -66,7 +64,7 @@ def round_leaf(path: Any, x: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _noise(x.shape, salt)
     near = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     # With 0 for −0, XLA on GPUs would share one array of zeros with the gradients, and copy it.
-    return x + jax.lax.stop_gradient(jnp.where(jnp.isfinite(x), near - x, -0.0))
+    return (x + jax.lax.stop_gradient(jnp.where(jnp.isfinite(x), near - x, -0.0))).astype(dtype)
 
 
 def _noise(shape: tuple[int, ...], salt: int) -> jax.Array:

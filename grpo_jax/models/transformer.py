@@ -37,7 +37,7 @@ from grpo_jax.models.geometry import (
     rows_of_prompts,
 )
 from grpo_jax.models.modules import MLP, Linear, PerLayerInput, declared, linears, nn, norm
-from grpo_jax.models.params import PROJECTIONS, Params as Params, holds_quantised, is_quantised, split_shape
+from grpo_jax.models.params import PROJECTIONS, Params as Params, format_of, is_quantised, split_shape
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, spread
 
 Collections = Mapping[str, Params]  # the variables of linen: "params", and "lora" if there are adapters
@@ -66,20 +66,23 @@ def layers_with(config: ModelConfig, module: str) -> list[int]:
     return [number for number, form in enumerate(config.forms) if is_norm or module in form]
 
 
-def layer_params(config: ModelConfig, layers: Params, number: int) -> Params:
+def layer_params(config: ModelConfig, layers: Params, number: int, period: range | None = None) -> Params:
     """Returns the parameters of one layer, by module.
 
     Args:
       config: The configuration of the decoder.
       layers: The stacked parameters of all modules, or of some.
       number: The number of the layer, from 0.
+      period: The layers whose parameters are stacked. A module of only one of them has no axis of layers. None: all
+        layers, and every module has an axis.
     """
-    numbers = {module: layers_with(config, module) for module in layers}
-    return {
-        module: jax.tree.map(itemgetter(numbers[module].index(number)), tree)
-        for module, tree in layers.items()
-        if number in numbers[module]
-    }
+    params = {}
+    for module, tree in layers.items():
+        numbers = [i for i in layers_with(config, module) if period is None or i in period]
+        if number in numbers:
+            has_axis = period is None or len(numbers) > 1
+            params[module] = jax.tree.map(itemgetter(numbers.index(number)), tree) if has_axis else tree
+    return params
 
 
 def repetition(forms: tuple[Form, ...]) -> tuple[int, int]:
@@ -130,20 +133,11 @@ def scan_layers(
                 stacks[module] = jax.tree.map(lambda y, i=first, n=split: y[i:].reshape(-1, *n, *y.shape[1:]), tree)
         return stacks
 
-    def take_layer(stacks: Params, number: int) -> Params:
-        """Returns the parameters of one layer of a period."""
-        numbers = {module: [i for i in layers_with(config, module) if i in repeated] for module in stacks}
-        return {
-            module: tree if len(numbers[module]) == 1 else jax.tree.map(itemgetter(numbers[module].index(number)), tree)
-            for module, tree in stacks.items()
-            if number in numbers[module]
-        }
-
     def step_period(x: jax.Array, scanned: Any) -> tuple[jax.Array, list[Any]]:
         stacks, period_results = scanned
         results, seen = [], shared
         for number, kind in zip(repeated, period_results, strict=True):
-            params = {name: take_layer(layers, number) for name, layers in stacks.items()}
+            params = {name: layer_params(config, layers, number, repeated) for name, layers in stacks.items()}
             x, seen, result = step(forms[number], x, seen, params, kind or kinds[number])
             results.append(result)
         return x, results
@@ -181,21 +175,17 @@ def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> 
       The parameters of a new model.
     """
     constants = {"bias": jnp.zeros, "scale": jnp.ones, "expert_scale": jnp.ones, "offset": jnp.zeros}
-
-    def name(path: Any) -> str:
-        return path[-1].key
-
-    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
-    sizes = [0 if name(path) in constants else leaf.size for path, leaf in leaves]
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    sizes = [leaf.size for path, leaf in leaves if path[-1].key not in constants]
     drawn = initializer_range * jax.random.normal(key, (sum(sizes),))
-    pieces = jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])
-    made = [
-        constants[name(path)](leaf.shape, leaf.dtype)
-        if name(path) in constants
-        else piece.reshape(leaf.shape).astype(leaf.dtype)
-        for (path, leaf), piece in zip(leaves, pieces, strict=True)
-    ]
-    return jax.tree.unflatten(tree, made)
+    pieces = iter(jnp.split(drawn, list(itertools.accumulate(sizes))[:-1]))
+
+    def initial(path: Any, leaf: Any) -> jax.Array:
+        if constant := constants.get(path[-1].key):
+            return constant(leaf.shape, leaf.dtype)
+        return next(pieces).reshape(leaf.shape).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(initial, shapes)
 
 
 @cache
@@ -406,7 +396,7 @@ def unrolls(config: ModelConfig, params: Params) -> bool:
     With remat "layer" little is saved, so a loop copies little. On a mesh a loop gathers one layer at a time.
     """
     traits = traits_of_backend()
-    limit = traits.unrolled_quantised_layers if holds_quantised(params) else traits.unrolled_layers
+    limit = traits.unrolled_layers if format_of(params) == "none" else traits.unrolled_quantised_layers
     return config.num_hidden_layers <= limit and config.remat == "none" and sharding.mesh_sizes() is None
 
 
@@ -523,8 +513,7 @@ class Attention(nn.Module):
             assert read is not None
             attended, memory = attend_rows(queries, *read, masks, geometry.reaches, config.attention, scores), read
         else:
-            keys, values = read or (None, None)
-            attended, memory = attend_past(queries, keys, values, masks, *past, places, scores)
+            attended, memory = attend_past(queries, read, masks, *past, places, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
         attended = attended * jax.nn.sigmoid(gate) if config.gated_attention else attended
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
@@ -550,13 +539,7 @@ def _experts(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
 
 
 # Kind of mixer -> module (x, geometry, kind of the layer, past, read) -> (mixed x, memory): see `Attention`
-_MIXERS: dict[Mixer, Any] = {
-    "attention": Attention,
-    "global_attention": Attention,
-    "reader": Attention,
-    "global_reader": Attention,
-    "delta": _delta_net,
-}
+_MIXERS: dict[Mixer, Any] = dict.fromkeys(get_args(Mixer), Attention) | {"delta": _delta_net}
 # Kind of feed-forward part -> function (config, residual stream, its norm, is_decoding) -> (change, routing)
 _FEED_FORWARD: dict[FeedForward, Callable[..., tuple[jax.Array, Any]]] = {
     "mlp": _mlp,

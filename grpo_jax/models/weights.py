@@ -54,8 +54,7 @@ class Tensor:
     shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
     linear: bool  # true for linear layers, whose leaves are transposed and may have axes for heads, [*in, *out]
     layers: tuple[int, ...] = ()  # the layers that have the tensor
-    # The part of the tensor that the leaf is, as an index, if the tensor holds several leaves
-    part: Any = None
+    part: Any = ...  # an index: the leaf's part of the tensor, which may hold several leaves
 
     @property
     def stacked(self) -> int:
@@ -68,15 +67,15 @@ class Tensor:
 
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Converts a tensor of the folder to a part of its leaf, in the given shape."""
-        tensor = tensor if self.part is None else tensor[self.part]
+        tensor = tensor[self.part]
         return (tensor.swapaxes(-1, -2) if self.linear else tensor).reshape(shape)
 
     def put_leaf(self, tensor: np.ndarray, leaf: np.ndarray) -> None:
         """Inverts `to_leaf`: writes a part of the leaf to a tensor of the folder."""
-        shape = tensor.shape if self.part is None else tensor[self.part].shape
+        shape = tensor[self.part].shape
         if self.linear:
             leaf = leaf.reshape(*shape[:-2], shape[-1], shape[-2]).swapaxes(-1, -2)
-        tensor[... if self.part is None else self.part] = leaf.reshape(shape)
+        tensor[self.part] = leaf.reshape(shape)
 
 
 # Names of leaves outside layers
@@ -144,8 +143,7 @@ def _tensor(config: ModelConfig, names: Names, place: tuple[str, ...], shape: tu
         shape = (*shape[:-count], math.prod(shape[-count:]))
     elif leaf == "taps":  # a convolution of each feature by itself has one input
         shape = (shape[0], 1, shape[1])
-    part = stored.part and stored.part(config, shape[-2 if linear else -1])
-    return Tensor(stored.name, shape, linear, layers, part)
+    return Tensor(stored.name, shape, linear, layers, stored.part(config, shape[-2 if linear else -1]))
 
 
 def _stored(names: Names, place: tuple[str, ...]) -> Stored:
@@ -165,7 +163,7 @@ def _joined(tensors: list[Tensor]) -> list[Tensor]:
     shape = list(tensors[0].shape)
     shape[axis] = sum(sizes)
     return [
-        replace(x, shape=tuple(shape), part=(..., slice(end - size, end), *after) if x.part is None else x.part)
+        replace(x, shape=tuple(shape), part=(..., slice(end - size, end), *after) if x.part is ... else x.part)
         for x, size, end in zip(tensors, sizes, itertools.accumulate(sizes), strict=True)
     ]
 
@@ -201,7 +199,7 @@ def load_params(
     """
     decoder_policy(config)  # refuses a kind of attention that this machine lacks, before weights are read
     shapes, layout = param_shapes(config), tensor_layout(config, head=head)
-    tensors = text_tensors(find_tensors(folder))
+    tensors = find_tensors(folder)
     if config.tie_word_embeddings and not head and _HEAD in tensors:
         tensors.setdefault(_EMBEDDING, tensors[_HEAD])  # files may hold a shared matrix under either name
     if head:
@@ -223,25 +221,27 @@ def load_params(
         return read_tensor(tensors, name)
 
     def load(tensor: Tensor, leaf: Any, target: Any) -> Any:
+        stacked = tensor.stacked
+
+        def read_part(place: Sequence[int], index: Any) -> np.ndarray:
+            """Reads a part of the leaf at a place of its stacked axes, by an index of its other axes."""
+            return tensor.to_leaf(read(tensor.name_at(place)), leaf.shape[stacked:])[index]
+
         if is_quantised(leaf):
 
             def kernel(place: tuple[int, ...]) -> np.ndarray:
-                stacked = tensor.stacked
-                x = read(tensor.name_at(place[:stacked]))
-                x = x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype)
-                return tensor.to_leaf(x, leaf.shape[stacked:])[place[stacked:]]
+                x = read_part(place[:stacked], place[stacked:])
+                return x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype)
 
             return _quantised(kernel, leaf, target)
 
         def part(index: Any) -> np.ndarray:
             """Reads the part of one device: a slice for each axis of the leaf."""
-            places = [range(size)[part] for size, part in zip(leaf.shape, index, strict=True)]
-            stacked, piece = tensor.stacked, np.empty([len(indices) for indices in places], dtype)
-            for place, numbers in zip(
-                np.ndindex(piece.shape[:stacked]), itertools.product(*places[:stacked]), strict=True
-            ):
-                whole = tensor.to_leaf(read(tensor.name_at(numbers)), leaf.shape[stacked:])
-                piece[place] = whole[index[stacked:]]
+            numbers = [range(size)[part] for size, part in zip(leaf.shape, index, strict=True)]
+            piece = np.empty([len(indices) for indices in numbers], dtype)
+            places = itertools.product(*numbers[:stacked])
+            for number, place in zip(np.ndindex(piece.shape[:stacked]), places, strict=True):
+                piece[number] = read_part(place, index[stacked:])
             return piece
 
         return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, target, part))
@@ -292,7 +292,11 @@ class Found(NamedTuple):
 
 
 def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
-    """Finds all tensors of a folder, by name. Only the headers of files are read."""
+    """Finds all tensors of a folder, by name. Only the headers of files are read.
+
+    If the model has a tower for images, the result has only the tensors of its text model, by their names in a folder
+    that holds nothing else.
+    """
     if names is None:
         if (folder / _SINGLE).exists():  # transformers too ignores an index beside it
             names = [_SINGLE]
@@ -312,7 +316,8 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
         with _opened(file) as opened:
             for name in opened.keys():  # noqa: SIM118, it is no dictionary
                 header = opened.get_slice(name)
-                tensors[name] = Found(file, name, tuple(header.get_shape()), header.get_dtype())
+                if not _BESIDE_TEXT.match(name):
+                    tensors[_text_name(name)] = Found(file, name, tuple(header.get_shape()), header.get_dtype())
     return tensors
 
 
@@ -321,14 +326,10 @@ _TEXT_NAME = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.*)")
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|(vision|audio)_tower|embed_(vision|audio)|multi_modal_projector)\.|mtp\.")
 
 
-def text_tensors(tensors: dict[str, Found]) -> dict[str, Found]:
-    """Returns the tensors of the text model, by their names in a folder that holds only the text model."""
-
-    def text_name(name: str) -> str:
-        match = _TEXT_NAME.fullmatch(name)
-        return name if match is None else match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
-
-    return {text_name(name): place for name, place in tensors.items() if not _BESIDE_TEXT.match(name)}
+def _text_name(name: str) -> str:
+    """Returns the name of a tensor in a folder that holds only the text model."""
+    match = _TEXT_NAME.fullmatch(name)
+    return name if match is None else match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
 
 
 def untie_if_different(folder: Path, config: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -341,7 +342,7 @@ def untie_if_different(folder: Path, config: ModelConfig) -> tuple[ModelConfig, 
     Returns:
       The configuration of the weights, and a note for the user if it differs.
     """
-    tensors = text_tensors(find_tensors(folder))
+    tensors = find_tensors(folder)
     if not config.tie_word_embeddings or not {_EMBEDDING, _HEAD} <= tensors.keys() or _are_equal(tensors):
         return config, ()
     note = f"config.json ties the output matrix to the embedding, but the files hold a different {_HEAD}, which is used"
@@ -380,11 +381,14 @@ def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) 
         for tensor in jax.tree.leaves(layout)
         for place in np.ndindex((len(tensor.layers), num_experts)[: tensor.stacked])
     }
-    packed = {name for name in needed if name not in tensors and {f"{name}_blocks", f"{name}_scales"} <= tensors.keys()}
-    for name in packed:
-        _check_mxfp4(tensors, name, needed[name])
-    needed = {name: shape for name, shape in needed.items() if name not in packed}
+    # Some files repeat the tied matrix.
+    ignored = {_HEAD} if config.tie_word_embeddings else set()
     for name, shape in needed.items():
+        packed = {f"{name}_blocks", f"{name}_scales"}
+        if name not in tensors and packed <= tensors.keys():
+            _check_mxfp4(tensors, name, shape)
+            ignored |= packed
+            continue
         if name not in tensors:
             raise UsageError(f"the model's safetensors files hold no tensor {name!r}")
         if tensors[name].shape != shape:
@@ -394,13 +398,11 @@ def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) 
                 f"tensor {name!r} is of dtype {tensors[name].dtype}, but only {', '.join(FLOAT_DTYPES)} can be read: "
                 "convert the model first"
             )
-    # Older files have rotary frequencies, which follow from the configuration. Some files repeat the tied matrix.
-    ignored = {f"{name}_{part}" for name in packed for part in ("blocks", "scales")}
-    ignored |= {_HEAD} if config.tie_word_embeddings else set()
     # Files of Gemma 4 also hold keys and values for layers that read those of another layer.
     readers = [layer for layer, source in enumerate(config.sources) if source != layer]
     unused = ("k_proj", "v_proj", "k_norm", "v_norm")
     ignored |= {f"model.layers.{layer}.self_attn.{name}.weight" for layer in readers for name in unused}
+    # Older files have rotary frequencies, which follow from the configuration.
     unknown = {name for name in tensors.keys() - needed.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}
     if unknown:
         raise UsageError(

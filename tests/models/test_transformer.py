@@ -442,8 +442,8 @@ def test_cached_attention_equals_attention_of_the_group(features_first, scores, 
         tokens = P_A + step + S_A * np.arange(G_A)
         seen = np.broadcast_to(np.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))
         of_past = PREFIX_MASK[:, None, None, None, None], seen
-        next_tokens = (np.asarray(x)[:, tokens] for x in (queries, keys, values))
-        attended, cache = attend_next(*next_tokens, of_past, prompt, cache, np.int32(step))
+        next_queries, *written = (np.asarray(x)[:, tokens] for x in (queries, keys, values))
+        attended, cache = attend_next(next_queries, KeyValues(*written), of_past, prompt, cache, np.int32(step))
         np.testing.assert_allclose(attended, expected[:, tokens], atol=1e-6)
 
 
