@@ -211,17 +211,17 @@ def programs_of(
     Raises:
       UsageError: Options do not work. The message says what to change.
     """
-    policy, *teachers = (decoder_policy(model.config) for model in models.values())
+    policy, *frozen = (decoder_policy(model.config) for model in models.values())
     params, shape = {role: model.params for role, model in models.items()}, models["policy"].config
     if isinstance(config, PPOConfig):
         from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs  # loaded only for PPO
 
         programs = make_ppo_programs(policy, critic_policy(shape), task, config, sampler=sampler)
         return programs, add_critic(shape, params["policy"], config.critic.critic)
-    if teachers:
+    if frozen:
         from grpo_jax.rl.distillation import make_programs as make_programs_of_both  # loaded only with a teacher
 
-        return make_programs_of_both(policy, teachers[0], task, config, sampler=sampler), params
+        return make_programs_of_both(policy, frozen[0], task, config, sampler=sampler), params
     return make_programs(policy, task, config, sampler=sampler), params
 
 
