@@ -350,7 +350,7 @@ def test_one_question_is_printed_without_pages(config, asked, capsys):
 
 def test_a_start_says_how_long_it_may_take(tmp_path):
     committed = numbers.read_numbers(ROOT / "docs" / "results" / "numbers.json").questions
-    seconds = 2 * (committed["ablate_kl"].seconds + committed["staleness"].seconds)  # of 10 seeds each
+    seconds = sum(20 * committed[name].seconds / committed[name].seeds for name in ("ablate_kl", "staleness"))
     bench = Bench(Config(num_seeds=20, run_dir=tmp_path))
     sentence = reproduce.expected_time(bench, ["ablate_kl", "staleness"])
     assert sentence == f"they may take up to {in_time(seconds)} on two CPU cores"
