@@ -51,7 +51,7 @@ def test_second_start_recompiles_only_incomplete_cache_entries(tmp_path):
     assert "Error" not in done.stderr
 
 
-def test_unwritable_caches_get_a_note_and_configured_ones_stay(tmp_path, capsys):
+def test_unwritable_caches_are_noted_and_configured_ones_stay(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     told = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "told"))
