@@ -192,8 +192,8 @@ def judge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Decision]:
                 decision = decision._replace(needed=needed(claim, values[claim.id], len(claims)))
             decisions[claim.id] = decision
     decided = {claim.id: decisions[claim.id] for claim in CLAIMS}
-    for family in RETESTS:
-        decided |= decide_once(family, values)
+    for retests in RETESTS:
+        decided |= decide_once(retests, values)
     return decided
 
 

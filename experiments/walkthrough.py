@@ -318,7 +318,7 @@ def show_logprobs(
 ) -> None:
     """Prints log-probabilities of the policy, `start`, those among the top k, and those at temperature 1, `plain`."""
     mask = sampled.completion_mask
-    drawn = sampled.sampler_logprobs if sampled.truncated_logprobs is None else sampled.truncated_logprobs
+    drawn = sampled.sampler_logprobs if sampled.processed_logprobs is None else sampled.processed_logprobs
     columns = {"log π": start, "π": np.exp(start), "π among top k": np.exp(drawn), "π, temperature 1": np.exp(plain)}
     table({"token": tokens} | {name: values[mask] for name, values in columns.items()})
     off, selected = np.exp(plain - start)[mask], np.exp(start - drawn)[mask]

@@ -26,12 +26,11 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl.evaluate import heldout_calls
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.hooks import with_fixed_reference
 from grpo_jax.rl.interaction import sample_completions
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import EVALUATION, REWARD, SAMPLING, Method, RewardArrays, step_key
-from grpo_jax.rl.update import learn, models_of
+from grpo_jax.rl.update import learn, models_of, with_fixed_reference
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step.types import Array, TrainState
 from grpo_jax.step.update import init_state

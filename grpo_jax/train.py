@@ -24,9 +24,9 @@ from grpo_jax.rl.evaluate import (
     summary,
 )
 from grpo_jax.rl.grade import grader_warnings
-from grpo_jax.rl.hooks import with_fixed_reference
 from grpo_jax.rl.iteration import iterate, make_iteration
 from grpo_jax.rl.programs import Programs, check_programs, compile_ahead
+from grpo_jax.rl.update import with_fixed_reference
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import watched

@@ -181,7 +181,7 @@ def digit_task(reward: Any, prompts: Callable[[int], Prompts] = digit_prompts, v
 def digit_stop(*texts: str, vocab_size: int = 8) -> Stop | None:
     """Returns stop texts for the tokens of `digits`."""
     words, none = [str(i).encode() for i in range(vocab_size)], np.zeros(vocab_size, bool)
-    return make_stop(texts, lambda: TokenBytes(words, words, none, none))
+    return make_stop(texts, TokenBytes(words, words, none, none)) if texts else None
 
 
 def says_three(examples: Any, completions: Sequence[str]) -> list[float]:

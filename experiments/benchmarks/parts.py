@@ -29,10 +29,9 @@ from grpo_jax.models.config import Dtype
 from grpo_jax.models.params import split
 from grpo_jax.models.pieces import choose_pieces
 from grpo_jax.prepare import Prepared, RunOptions, load_models, prepare
-from grpo_jax.rl.hooks import with_fixed_reference
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import noise_of
-from grpo_jax.rl.update import loss_of
+from grpo_jax.rl.update import loss_of, with_fixed_reference
 from grpo_jax.step.types import TrainState
 from grpo_jax.step.update import accumulate_grads
 

@@ -21,12 +21,12 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.sharding import BATCH
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.hooks import with_fixed_reference
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import RewardArrays
+from grpo_jax.rl.update import with_fixed_reference
 from grpo_jax.tasks.task import Task
 
 

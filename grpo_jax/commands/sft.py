@@ -42,9 +42,15 @@ from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained, for_texts
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.offline.distillation import Target, check_options, divergence_objective, mean_divergence
 from grpo_jax.offline.phase import SupervisedConfig, check_rows
-from grpo_jax.offline.sft import sft_objective, text_nll
+from grpo_jax.offline.sft import (
+    Target,
+    check_teacher_options,
+    divergence_objective,
+    mean_divergence,
+    sft_objective,
+    text_nll,
+)
 from grpo_jax.options import Seed, Size, Weight
 from grpo_jax.prepare import load_frozen, load_model
 from grpo_jax.rl.guards import length_warning
@@ -101,7 +107,7 @@ def prepare(config: Config) -> Job:
     for role in config.divergence.frozen_models:
         check_alone(f"phases with a {role}")
     check_rows(config.train, rows=config.num_rows, name="num_rows")
-    check_options(config.divergence, config.nll_coef)
+    check_teacher_options(config.divergence, config.nll_coef)
     devices = devices_of(config.train)
     rows = read_completions(config)  # before the weights, which take longer
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))

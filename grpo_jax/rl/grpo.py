@@ -18,11 +18,11 @@ from grpo_jax.devices import devices_of, parts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.hooks import make_hooks
 from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
+from grpo_jax.rl.update import make_hooks
 from grpo_jax.step.scores import score_completion_tokens, states_of, token_divergence
 from grpo_jax.step.types import Array, Batch, Logs, TargetOutputs
 from grpo_jax.step.update import learning_rate_schedule, make_optimizer
@@ -281,7 +281,7 @@ def corrected_advantages(
     advantages, mask, metrics = batch.advantages, batch.completion_mask, {}
     if config.correction != "none":
         log_ratio, weights_of = _CORRECTIONS[config.correction]
-        sampled = batch.sampler_logprobs if batch.truncated_logprobs is None else batch.truncated_logprobs
+        sampled = batch.sampler_logprobs if batch.processed_logprobs is None else batch.processed_logprobs
         weights = weights_of(log_ratio(old_logprobs, sampled, mask))
         advantages = F.per_token(advantages, weights) * weights
         metrics["correction"] = F.masked_sum(weights, mask)

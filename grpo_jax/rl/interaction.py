@@ -16,7 +16,6 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.sampler import Completions, sample_groups, truncation_of
-from grpo_jax.sampling.stopping import before_stop
 from grpo_jax.tasks.task import Task
 
 
@@ -101,7 +100,7 @@ def find_spans(
 ) -> np.ndarray:
     """Converts the spans of texts from characters to tokens."""
     for number, (parts, text) in enumerate(zip(spans, texts, strict=True) if any(spans) else ()):
-        spans[number] = spans_in_tokens(parts, text, lambda ids: before_stop(task.decode(ids), task.stop))
+        spans[number] = spans_in_tokens(parts, text, lambda ids: task.read(ids, truncated=False))
     return spans.reshape(completions.truncated.shape)
 
 

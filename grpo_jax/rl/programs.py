@@ -22,11 +22,10 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl import update
 from grpo_jax.rl.grade import empty_rewards
-from grpo_jax.rl.hooks import with_fixed_reference
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.source import Sampler, empty_batch, make_sampler
 from grpo_jax.rl.types import REWARD_AXES, Learned, Method
-from grpo_jax.rl.update import models_of
+from grpo_jax.rl.update import models_of, with_fixed_reference
 from grpo_jax.step.types import Batch, TrainState
 from grpo_jax.step.update import init_state
 from grpo_jax.tasks.task import Task

@@ -200,14 +200,14 @@ def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
     """Returns a batch of zeros with the shapes of sampled batches."""
     prompt = task.prompts(0).tokens
     shape = len(prompt), sampling.group_size, sampling.completion_width
-    is_truncated = truncation_of(sampling.top_k, sampling.top_p, sampling.min_p) != Truncation()
+    is_processed = truncation_of(sampling.top_k, sampling.top_p, sampling.min_p) != Truncation()
     batch = Batch(
         prompt=jax.tree.map(np.zeros_like, prompt),
         completion_ids=np.zeros(shape, np.int32),
         completion_mask=np.zeros(shape, bool),
         temperature=np.zeros(shape[:2], np.float32),
         sampler_logprobs=np.zeros(shape, np.float32),
-        truncated_logprobs=np.zeros(shape, np.float32) if is_truncated else None,
+        processed_logprobs=np.zeros(shape, np.float32) if is_processed else None,
         truncated=np.zeros(shape[:2], bool),
     )
     return interaction_of(task).add_zeros(batch, sampling)

@@ -1,4 +1,4 @@
-"""The update of an iteration, as pure functions of whole arrays: epochs, minibatches, pieces, devices.
+"""The update of an iteration, as pure functions of whole arrays: epochs, minibatches, pieces, devices, hooks.
 
 Letters as in `types`.
 """
@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, spread_over
+from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.models.params import join
 from grpo_jax.models.pieces import choose_pieces
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.types import SHUFFLING, Learned, Method, RewardArrays, step_key
+from grpo_jax.rl.types import SHUFFLING, Hook, Learned, Method, RewardArrays, step_key
 from grpo_jax.step.types import Array, Batch, Logs, TrainState
 from grpo_jax.step.update import steps_taken, train_step
 
@@ -67,6 +68,13 @@ def models_of(trained: Params, frozen: Any, extras: Mapping[str, Any]) -> Params
     """Returns all models of a run by role. A reference that moves comes from `extras`."""
     models = join(trained, frozen)
     return models | {"reference": join(extras["reference"], frozen["policy"])} if "reference" in extras else models
+
+
+def with_fixed_reference(models: Params, config: GRPOConfig) -> Params:
+    """Adds the frozen role "reference", the initial policy, to a run's models by role, if the reference never moves."""
+    if config.reference.ref_sync_steps or not config.loss.objective.has_reference:
+        return models
+    return models | {"reference": models["policy"]}
 
 
 def update_epochs(
@@ -198,3 +206,54 @@ def average_over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) ->
         "skipped": metrics["skipped"].max(),
         "skipped_update": jnp.where(skipped.any(), jnp.argmax(skipped), -1),
     }
+
+
+# ---- hooks: a reference that moves, and an adaptive coefficient of its KL
+
+
+def make_hooks(config: GRPOConfig) -> tuple[Callable[[Any], dict[str, Any]], tuple[Hook, ...]]:
+    """Returns a function from trained parameters to initial `TrainState.extras`, and the hooks that update these."""
+    moves, adapts = config.reference.ref_sync_steps > 0, config.reference.kl_target is not None
+
+    def extras(trained: Any) -> dict[str, Any]:
+        # A copy, since the update donates the state.
+        reference = {"reference": jax.tree.map(jnp.copy, trained["policy"])} if moves else {}
+        return reference | ({"kl_coef": jnp.float32(config.loss.kl_coef)} if adapts else {})
+
+    hooks = (sync_reference(config) if moves else None, adapt_kl_coef(config) if adapts else None)
+    return extras, tuple(hook for hook in hooks if hook is not None)
+
+
+def sync_reference(config: GRPOConfig) -> Hook:
+    """θ_ref ← α θ + (1 − α) θ_ref every `ref_sync_steps` iterations. TR-DPO (2404.09656)."""
+
+    def hook(state: TrainState, metrics: Any, step: Any) -> TrainState:
+        due = (step + 1) % config.reference.ref_sync_steps == 0
+        alpha = jnp.where(due, config.reference.ref_mixup_alpha, 0.0)
+        reference = jax.tree.map(
+            lambda new, old: (alpha * new + (1 - alpha) * old).astype(old.dtype),
+            state.params["policy"],
+            state.extras["reference"],
+        )
+        return state._replace(extras=state.extras | {"reference": reference})
+
+    return hook
+
+
+def adapt_kl_coef(config: GRPOConfig) -> Hook:
+    """Moves β towards `kl_target` (`functional.adaptive_kl_coef`). 1909.08593."""
+
+    target = config.reference.kl_target
+    assert target is not None
+
+    def hook(state: TrainState, metrics: Any, step: Any) -> TrainState:
+        kl_coef = adaptive_kl_coef(
+            state.extras["kl_coef"],
+            metrics["kl_completion"],
+            target=target,
+            num_samples=config.sampling.num_prompts * config.sampling.group_size,
+            horizon=config.reference.kl_horizon,
+        )
+        return state._replace(extras=state.extras | {"kl_coef": kl_coef})
+
+    return hook

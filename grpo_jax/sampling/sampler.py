@@ -180,7 +180,7 @@ class Completions(NamedTuple):
     completion_ids: jax.Array  # int32 [N, G, T], `pad_id` on masked tokens
     completion_mask: jax.Array  # bool [N, G, T], true up to and including the token that ended the row
     sampler_logprobs: jax.Array  # [N, G, T], from the softmax after temperature, which a scorer computes too
-    truncated_logprobs: jax.Array | None  # [N, G, T], after top-k, top-p and min-p too; None without them
+    processed_logprobs: jax.Array | None  # [N, G, T], after top-k, top-p and min-p too; None without them
     truncated: jax.Array  # bool [N, G], true if no token ended the row within T
     # ---- fields of episodes; None without an environment
     turn: Any = None  # int32 [N, G, T], the turn of each token, from 1; a reply belongs to the turn before it; 0: none
@@ -274,7 +274,7 @@ def initial_state(
         completion_ids=jnp.full(zeros.shape, pad_id, jnp.int32),
         completion_mask=jnp.zeros(zeros.shape, bool),
         sampler_logprobs=zeros,
-        truncated_logprobs=zeros if jax.tree.leaves(truncation) else None,
+        processed_logprobs=zeros if jax.tree.leaves(truncation) else None,
         truncated=jnp.ones(shape, bool),
     )
     running = Running(
@@ -441,15 +441,15 @@ def token_adder(
     logits_of = make_logits(policy, params)
 
     def add_token(running: Running, hidden: jax.Array, step: jax.Array, active: jax.Array) -> Running:
-        ids, logprobs, truncated_logprobs = _draw(running, logits_of(hidden), step, multiplies_by_columns(hidden.dtype))
+        ids, logprobs, processed_logprobs = _draw(running, logits_of(hidden), step, multiplies_by_columns(hidden.dtype))
         put = partial(put_at, step=step, active=active)
         ends, out = jnp.any(ids[..., None] == jnp.asarray(eos_ids, jnp.int32), axis=-1), running.out
         states = running.stop_states
         if stop is not None:
             states = jnp.asarray(stop.table, jnp.int32)[states, jnp.asarray(stop.classes)[ids]]
             ends |= states == STOPPED
-        if truncated_logprobs is not None:
-            out = out._replace(truncated_logprobs=put(out.truncated_logprobs, truncated_logprobs))
+        if processed_logprobs is not None:
+            out = out._replace(processed_logprobs=put(out.processed_logprobs, processed_logprobs))
         out = out._replace(
             completion_ids=put(out.completion_ids, ids),
             completion_mask=put(out.completion_mask, True),
@@ -472,12 +472,12 @@ def _draw(
     else:
         uniforms = running.uniforms[:, :, step]
     draw = partial(sample_categorical, uniforms=uniforms, greedy=greedy, by_columns=by_columns)
-    if running.out.truncated_logprobs is None:
+    if running.out.processed_logprobs is None:
         return *draw(logits, scale=scale), None
     logits = logits * scale[..., None]
-    ids, truncated_logprobs = draw(truncate(logits, running.limits, greedy.shape))
+    ids, processed_logprobs = draw(truncate(logits, running.limits, greedy.shape))
     logprobs = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
-    return ids, logprobs, truncated_logprobs
+    return ids, logprobs, processed_logprobs
 
 
 def put_at(array: Any, value: Any, step: jax.Array, active: jax.Array) -> jax.Array:

@@ -37,10 +37,9 @@ class Stop(NamedTuple):
                 return place
         return None
 
-
-def before_stop(text: str, stop: Stop | None) -> str:
-    """Returns the part of a decoded text before the first stop text, or all of it."""
-    return text[: min((text.find(part) for part in (stop.texts if stop else ()) if part in text), default=len(text))]
+    def cut(self, text: str) -> str:
+        """Returns the part of a decoded text before the first stop text, or all of it."""
+        return text[: min((text.find(part) for part in self.texts if part in text), default=len(text))]
 
 
 class TokenBytes(NamedTuple):
@@ -142,7 +141,7 @@ _Rest = tuple[tuple[int, int], ...] | None
 _State = tuple[int, _Rest]  # the longest end of the text that begins a stop text, as its number, and the rest
 
 
-def make_stop(texts: Sequence[str], read_tokens: Callable[[], TokenBytes]) -> Stop | None:
+def make_stop(texts: Sequence[str], tokens: TokenBytes) -> Stop:
     """Makes the automaton of stop texts. It is exact: it stops at the token whose text completes one of them.
 
     UTF-8 texts contain each other exactly if their bytes do, so the automaton reads bytes (Aho & Corasick, 1975).
@@ -150,17 +149,12 @@ def make_stop(texts: Sequence[str], read_tokens: Callable[[], TokenBytes]) -> St
     also contain the bytes that may follow in the current character.
 
     Args:
-      texts: The stop texts.
-      read_tokens: Returns the bytes of all tokens. It is called only if there are stop texts.
-
-    Returns:
-      The automaton, or None if there are no stop texts.
+      texts: The stop texts, at least one.
+      tokens: The bytes of all tokens.
 
     Raises:
       UsageError: A text is empty, holds U+FFFD or half of a surrogate pair, or there are too many texts.
     """
-    if not texts:
-        return None
     for text in texts:
         if not text or "\ufffd" in text.encode(errors="surrogatepass").decode(errors="replace"):
             raise UsageError(f"a stop text is {text!r}: it must be text that tokens can write, and not empty")
@@ -168,7 +162,7 @@ def make_stop(texts: Sequence[str], read_tokens: Callable[[], TokenBytes]) -> St
     if (size := sum(map(len, encoded))) > _MOST_BYTES:
         raise UsageError(f"stop has texts of {size} bytes: give fewer or shorter ones, of at most {_MOST_BYTES}")
     next_node, count = _next_nodes(encoded)
-    first, later, is_byte, removed = read_tokens()
+    first, later, is_byte, removed = tokens
     initial, flat = _advance(next_node, _flatten(first), 0), _flatten(later)
     after_tokens = cache(partial(_advance, next_node, flat))
     single = [(i, later[i][0]) for i in np.flatnonzero(is_byte).tolist()]

@@ -44,7 +44,7 @@ class Batch(NamedTuple):
     temperature: Array  # [N, G], the sampling temperature
     # ---- from the sampler
     sampler_logprobs: Array = None  # [N, G, T], after temperature
-    truncated_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
+    processed_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
     truncated: Array = None  # bool [N, G], true if no token ended the completion
     # ---- for episodes, as in `Completions`; None: there is one turn
     turn: Array = None  # int32 [N, G, T]

@@ -31,7 +31,7 @@ from grpo_jax.models.chat import Chat, make_chat, make_decoder, prompt_writer, r
 from grpo_jax.models.geometry import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
 from grpo_jax.rewards.reward import sources
-from grpo_jax.sampling.stopping import Stop, before_stop, make_stop, read_token_bytes
+from grpo_jax.sampling.stopping import Stop, make_stop, read_token_bytes
 
 if TYPE_CHECKING:  # imported only by tasks with an environment, and by curricula
     from grpo_jax.data.episodes import Environment
@@ -76,7 +76,7 @@ class Task(NamedTuple):
           truncated: True if no token ended the completion.
         """
         whole = self.decode(ids)
-        text = before_stop(whole, self.stop)
+        text = self.stop.cut(whole) if self.stop else whole
         return Completion(text, ids, truncated, stopped=text != whole)
 
 
@@ -124,8 +124,8 @@ def final_extractor(tokenizer: Any, stop: Stop | None = None) -> Callable[[Examp
 
     def extract(example: Example, completion: Completion) -> Completion:
         try:
-            text = before_stop(tokenizer.decode(list(completion.ids)), stop)
-            message = tokenizer.parse_response(text, prefix=example["prompt"])
+            text = tokenizer.decode(list(completion.ids))
+            message = tokenizer.parse_response(stop.cut(text) if stop else text, prefix=example["prompt"])
         except Exception:  # no text of a policy may end a run
             message = {}
         content = message.get("content")
@@ -211,7 +211,7 @@ def text_task(
         return pad_prompts(*rows.take(numbers), width=width, pad_id=pad_id, widths=widths)
 
     decoding = make_decoder(writer)
-    ends = make_stop(stop, partial(read_token_bytes, tokenizer, decoding, vocab_size, (*eos_ids, pad_id)))
+    ends = make_stop(stop, read_token_bytes(tokenizer, decoding, vocab_size, (*eos_ids, pad_id))) if stop else None
 
     def draw(window: "Window", step: int, bound: float) -> "Drawn":
         from grpo_jax.tasks.curriculum import Drawn, draw_by_solve_rate

@@ -44,9 +44,8 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.weights import load_params
 from grpo_jax.offline import pairs as offline_pairs
-from grpo_jax.offline.distillation import Target, divergence_objective, mean_divergence
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig
-from grpo_jax.offline.sft import sft_objective, text_nll
+from grpo_jax.offline.sft import Target, divergence_objective, mean_divergence, sft_objective, text_nll
 from grpo_jax.rl.distillation import distillation_method
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method

@@ -18,7 +18,7 @@ from grpo_jax.data.packing import pack, packed_pieces
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import pad_completions
 from grpo_jax.models.huggingface import load_pretrained
-from grpo_jax.offline.distillation import Target, distillation_loss, mean_divergence
+from grpo_jax.offline.sft import Target, distillation_loss, mean_divergence
 from grpo_jax.prepare import load_frozen
 from grpo_jax.rl.distillation import distillation_method, make_programs
 from grpo_jax.rl.grpo import grpo_method

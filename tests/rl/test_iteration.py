@@ -18,10 +18,9 @@ from grpo_jax.data.types import Component, Span
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.rl.grade import grade_completions, reward_arrays
 from grpo_jax.rl.grpo import by_part, corrected_advantages, make_programs
-from grpo_jax.rl.hooks import sync_reference
 from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.types import Graded
-from grpo_jax.rl.update import average_over_updates
+from grpo_jax.rl.update import average_over_updates, sync_reference
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step.types import Batch, TrainState
@@ -166,7 +165,7 @@ def test_corrections_by_hand(correction, expected, mean):
     for total, count in metrics.values():
         assert total / count == pytest.approx(mean, rel=1e-5)
     # What was sampled from, where that was less than the whole softmax.
-    batch = batch._replace(sampler_logprobs=old_logprobs, truncated_logprobs=sampler_logprobs)
+    batch = batch._replace(sampler_logprobs=old_logprobs, processed_logprobs=sampler_logprobs)
     np.testing.assert_allclose(corrected_advantages(batch, now, old_logprobs, loss)[0], expected, rtol=1e-5)
 
 

@@ -211,7 +211,7 @@ def test_completions_hold_what_they_say():
     logits = policy.hidden(table, PROMPTS, ids)
     logprobs = np.take_along_axis(log_softmax(logits), ids[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(out.sampler_logprobs, np.where(mask, logprobs, 0), atol=1e-5)
-    assert out.truncated_logprobs is None
+    assert out.processed_logprobs is None
     # The draw has rows of every kind: ended by each id, cut, of one token.
     assert {ids[ends].tolist().count(eos) > 0 for eos in eos_ids} == {True}
     assert np.asarray(out.truncated).any()
@@ -335,14 +335,14 @@ def test_scored_logprobs_equal_sampler_logprobs(params, prompts, sample, score, 
     assert (deviation * temperature[..., None]).max() <= 8e-6  # of log-probabilities down to −13
     assert (np.asarray(out.sampler_logprobs)[~mask] == 0).all()
     if limits is None:
-        assert out.truncated_logprobs is None
+        assert out.processed_logprobs is None
         return
-    assert (np.asarray(out.truncated_logprobs)[~mask] == 0).all()
+    assert (np.asarray(out.processed_logprobs)[~mask] == 0).all()
     for row in np.argwhere(mask):
         n, g, t = row
         keep, _ = allowed(logits[n, g, t], *(x[n, g] for x in limits))
         left = log_softmax(np.where(keep, logits[n, g, t], -np.inf))
-        assert out.truncated_logprobs[n, g, t] == pytest.approx(left[ids[n, g, t]], abs=1e-4)
+        assert out.processed_logprobs[n, g, t] == pytest.approx(left[ids[n, g, t]], abs=1e-4)
 
 
 @pytest.mark.parametrize("max_tokens", [96, pytest.param(256, marks=pytest.mark.slow)])

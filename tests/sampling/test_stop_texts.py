@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import Policy
-from grpo_jax.sampling.stopping import STOPPED, TokenBytes, before_stop, make_stop, read_token_bytes
+from grpo_jax.sampling.stopping import STOPPED, TokenBytes, make_stop, read_token_bytes
 
 WORDS = ["▁", "▁a", "a", "ab", "▁▁b", "b\n", "\n", "é", "<x>", *(f"<0x{byte:02X}>" for byte in range(256)), "<eos>"]
 LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -120,7 +120,7 @@ TEXTS = [("\n",), (" a", "é"), ("ab\n", "b", "\n\n a"), ("é\n", "aab"), ("日�
 @pytest.mark.parametrize("name", names_of({"stories260K-hf"}))
 @pytest.mark.parametrize("texts", TEXTS, ids=repr)
 def test_the_automaton_stops_where_decoded_text_does(name, texts):
-    decode, stop, rng = decoder_of(load(name)), make_stop(texts, lambda: pieces_of(name)), np.random.default_rng(0)
+    decode, stop, rng = decoder_of(load(name)), make_stop(texts, pieces_of(name)), np.random.default_rng(0)
     for length in range(150):
         ids = random_ids(name, texts, rng, length % 15)
         assert stop.find_end(ids) == first_end(decode, ids, texts)
@@ -168,7 +168,7 @@ SAMPLED = [
 def test_a_thousand_completions_are_those_cut_afterwards(name, texts, tokens):
     """The noise of a token depends on its place, so sampling without stop texts gives the tokens to cut."""
     decode, pieces = decoder_of(load(name)), pieces_of(name)
-    stop, rng = make_stop(texts, lambda: pieces), np.random.default_rng(0)
+    stop, rng = make_stop(texts, pieces), np.random.default_rng(0)
     size = len(pieces.later)
     sets = [sorted({i for _ in range(3) for i in written_at_random(name, text.encode(), rng)}) for text in texts]
     policy, params = favouring(sets, size)
@@ -201,7 +201,7 @@ def test_states_follow_completions_that_are_left_behind(assume):
     policy = markov_policy(lambda step, num_rows: counts.append(int(num_rows)))
     words = [bytes([65 + i]) for i in range(12)]
     pieces = TokenBytes(words, words, np.zeros(12, bool), np.zeros(12, bool))
-    stop = make_stop(["AB", "CD", "EEF", "GA", "HH", "IK"], lambda: pieces)
+    stop = make_stop(["AB", "CD", "EEF", "GA", "HH", "IK"], pieces)
     inputs = random_table(12) / 2, ragged_prompts([2] * 16, 12), row_numbers(16, 8), jax.random.key(1)
     out = jax.device_get(sampler_of(policy, max_tokens=64, eos_ids=(), stop=stop)(*inputs))
     jax.effects_barrier()
@@ -219,27 +219,26 @@ def test_tables_of_a_large_vocabulary_are_small():
     words = [bytes(word) for n in (1, 2, 3) for word in itertools.product(range(64, 128), repeat=n)][: 2**18]
     words += [b"x"] * (2**18 - len(words))
     none = np.zeros(2**18, bool)
-    stop = make_stop(["Question:", "User:", "ABC"], lambda: TokenBytes(words, words, none, none))
+    stop = make_stop(["Question:", "User:", "ABC"], TokenBytes(words, words, none, none))
     assert stop.classes.nbytes + stop.table.nbytes < 2**20
     assert stop.classes.itemsize == 1
 
 
 def test_texts_are_cut_before_the_first_stop():
     pieces = pieces_of("metaspace")
-    assert before_stop("xxbay", make_stop(["a", "bay", "c"], lambda: pieces)) == "xx"
-    assert before_stop("xxba", None) == before_stop("xxba", make_stop(["c"], lambda: pieces)) == "xxba"
-    assert make_stop([], lambda: 1 / 0) is None
+    assert make_stop(["a", "bay", "c"], pieces).cut("xxbay") == "xx"
+    assert make_stop(["c"], pieces).cut("xxba") == "xxba"
 
 
 @pytest.mark.parametrize("text", ["", "a\ufffd", "\ud83d"])
 def test_texts_that_no_token_writes_are_refused(text):
     with refused("a stop text is"):
-        make_stop([text], lambda: pieces_of("metaspace"))
+        make_stop([text], pieces_of("metaspace"))
 
 
 def test_many_texts_are_refused():
     with refused("of 2000 bytes"):
-        make_stop(["ab" * 500] * 2, lambda: pieces_of("metaspace"))
+        make_stop(["ab" * 500] * 2, pieces_of("metaspace"))
 
 
 class NotFast:
@@ -269,6 +268,6 @@ def test_a_decode_that_changes_the_text_is_refused():
 
 
 def test_states_have_the_numbers_that_the_sampler_reads():
-    stop = make_stop(["ab"], lambda: pieces_of("byte fallback"))
+    stop = make_stop(["ab"], pieces_of("byte fallback"))
     assert (stop.table[STOPPED] == STOPPED).all()
     assert json.dumps(stop.find_end([2, 2, 3])) == "2"
