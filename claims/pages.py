@@ -375,7 +375,7 @@ def _why_open(result: Result | None, decision: Decision) -> str:
     if look is None:
         return "the last look was taken"
     minutes = result.seconds / 60 * (look - seeds) / seeds
-    takes = "was not taken" if math.isnan(minutes) else f"takes up to {minutes:.0f} minutes more"
+    takes = "was not taken" if math.isnan(minutes) else f"takes up to {minutes:.0f} min more"
     cost = f"the look at {look} seeds {takes}, `--look {look}`"
     within = decision.needed is not None and decision.needed <= LOOKS[-1]
     return cost if within else f"more than the last look's {LOOKS[-1]}; {cost}"
@@ -439,8 +439,8 @@ def agreement(first: Numbers, other: Numbers) -> str:
     other_way = f" The sign differs in {len(turned)} ({'; '.join(turned)})." if turned else ""
     return (
         f"The intervals of {overlapping} of {len(both)} claims overlap. The means of {far} are more than {FAR} "
-        f"standard errors apart, and the largest distance is {max(distances):.1f}. By chance alone, the largest of "
-        f"{len(both)} is at least that in at most {by_chance(distances):.0%} of repetitions. Verdicts: "
+        f"standard errors apart, and the largest distance is {max(distances):.1f}. If machines did not differ, at "
+        f"most {by_chance(distances):.0%} of repetitions would have a distance as large among {len(both)}. Verdicts: "
         f"{', '.join(f'{count} {word}' for word, count in verdicts.items())}.{other_way}"
     )
 
@@ -451,7 +451,8 @@ def _elsewhere(first: Numbers, other: Numbers) -> str:
     verdicts, seeds = Counter(relation(one, two) for _, one, two in both), max(two.seeds for _, _, two in both)
     return (
         f"On another machine, with up to {seeds} seeds, the rule decided {verdicts[ONLY_SECOND]} of the undecided "
-        f"claims. {verdicts[DIFFERENT]} of the decided claims got another verdict there ([comparison](#again))."
+        f"claims. {verdicts[DIFFERENT] or 'None'} of the decided claims got another verdict there "
+        "([comparison](#again))."
     )
 
 
