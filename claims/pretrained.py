@@ -27,7 +27,7 @@ from claims.numbers import add_answer
 from claims.questions import QUESTIONS, Question
 from experiments.real import EXAMPLES, sums
 from experiments.stories import make_description
-from experiments.tasks.rewards import exact_answer, happy_sentences
+from experiments.tasks.rewards import happy_sentences
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.types import Component, Reward, Rewards
@@ -36,6 +36,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size, options_of
 from grpo_jax.prepare import load_model
+from grpo_jax.rewards.builtin import exact_answer
 from grpo_jax.rl.grpo import grpo_method, make_group_advantage
 from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.runs import flags
@@ -44,6 +45,7 @@ from grpo_jax.runs.progress import use_cache
 from grpo_jax.tasks.task import Task, random_reward, text_task
 from grpo_jax.train import PHASES, evaluate_heldout, train_with_evaluation
 
+RIGHT = exact_answer()
 TESTBED: Any = None  # rewards are computed on the host, so there is none
 METRICS = ("entropy", "zero_spread_share", "ratio_deviation", "skipped")
 
@@ -69,7 +71,7 @@ def additions(model: Pretrained, config: GRPOConfig) -> Task:
         vocab_size=model.config.vocab_size,
         num_prompts=config.sampling.num_prompts,
         seed=config.seed,
-        reward=exact_answer,
+        reward=RIGHT,
         template=EXAMPLES + "{question}",
         stop=config.sampling.stop,
         heldout_rows=heldout[:NUM_HELDOUT],
@@ -102,7 +104,7 @@ STUDIES = {
         {"num_prompts": 8, "group_size": 8, "max_tokens": 5, "stop": ("\n",), "learning_rate": 1e-6, "eval_samples": 1},
         steps=16,
         make_task=additions,
-        reward=exact_answer,
+        reward=RIGHT,
         describes_samples=False,
     ),
 }

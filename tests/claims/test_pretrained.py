@@ -10,6 +10,7 @@ from tiny import refused
 
 from claims import pretrained
 from claims.questions import QUESTIONS
+from grpo_jax.data.types import Completion
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT.parent / "shared/data/stories260K-hf"
@@ -37,6 +38,14 @@ def test_settings_of_sums_share_samples_and_steps():
     assert {it.sampling.num_prompts * it.sampling.group_size for it in options.values()} == {64}
     assert {(it.steps, it.sampling.stop, it.sampling.max_tokens) for it in options.values()} == {(16, ("\n",), 5)}
     assert [it.loss.kl_coef for it in options.values()] == [0.04, 0.0, 0.0, 0.04, 0.04]
+
+
+def test_a_right_sum_may_begin_with_a_space():
+    """The tokens of a base model write "3 + 4 =" with " 7", and the text ends before the line break."""
+    reward = pretrained.STUDIES["sums"].reward
+    row = {"prompt": "3 + 4 =", "answer": "7"}
+    completions = [Completion(text, (1,), truncated=False) for text in (" 7", "7", " 8", " 7 8")]
+    assert list(reward([row] * 4, completions)) == [1, 1, 0, 0]
 
 
 @pytest.mark.slow
