@@ -28,7 +28,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch
 
 UNSOLVABLE = 0.1  # share of additions whose answer is never right, the same ones for every seed
 WRONG, WRONG_CARRIED = 0.5, 0.97  # shares of wrong labels in the start of `ADDITIONS`

@@ -31,7 +31,7 @@ from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import fit
 

@@ -48,7 +48,7 @@ from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import HeldoutResult, evaluate_heldout, fit, train_with_evaluation
 

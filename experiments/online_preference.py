@@ -56,7 +56,7 @@ from grpo_jax.rl.programs import Programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import evaluate_heldout, train_with_evaluation
 

@@ -54,7 +54,7 @@ from grpo_jax.options import Positive, Seed, Size
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
-from grpo_jax.step.types import TrainState
+from grpo_jax.step import TrainState
 from grpo_jax.train import fit
 
 VOCAB, TOKENS, PROMPTS = 8, 3, 4

@@ -33,8 +33,7 @@ from grpo_jax.runs import flags, report
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.runs.report import finish
 from grpo_jax.statistics import cell
-from grpo_jax.step.scores import score_completion_tokens
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch, score_completion_tokens
 from grpo_jax.train import train_with_control
 
 

@@ -54,8 +54,7 @@ from grpo_jax.rl.update import optimizer_step
 from grpo_jax.runs import flags
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step.scores import score_completion_tokens
-from grpo_jax.step.types import Array, Batch
+from grpo_jax.step import Array, Batch, score_completion_tokens
 from grpo_jax.tasks.task import Task
 
 CONSOLE = Console(highlight=False)
@@ -169,7 +168,7 @@ def main(config: Config) -> Walk:
     heading("3. Advantages: (reward − mean) / (standard deviation + ε)", "functional.group_advantages")
     show_advantages(graded.rewards, advantages)
 
-    heading("4. Log-probabilities of the sampled tokens", "step.scores.score_completion_tokens")
+    heading("4. Log-probabilities of the sampled tokens", "step.score_completion_tokens")
     batch = to_batch(task.heldout.tokens, temperature, sampled)
     start = np.asarray(score(params, batch).logprobs)
     plain = np.asarray(score(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
@@ -186,7 +185,7 @@ def main(config: Config) -> Walk:
     heading("7. One optimizer step", "rl.update.optimizer_step")
     updated, metrics = updates(policy, programs, options, params, batch)
 
-    heading("8. The same completions after the update", "step.scores.score_completion_tokens")
+    heading("8. The same completions after the update", "step.score_completion_tokens")
     after = terms(np.asarray(score(updated, batch).logprobs), batch, algorithm)
     show_terms(tokens, after, mask)
     say(f"loss of a second pass over this rollout: {after.loss:.4f}")

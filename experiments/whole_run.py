@@ -32,8 +32,7 @@ from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import EVALUATION, REWARD, SAMPLING, Method, RewardArrays, step_key
 from grpo_jax.rl.update import learn, models_of, with_fixed_reference
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step.types import Array, TrainState
-from grpo_jax.step.update import init_state
+from grpo_jax.step import Array, TrainState, init_state
 from grpo_jax.tasks.task import Task
 
 # Metrics of the rollout of a step, before its updates.

@@ -32,7 +32,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import watched
 from grpo_jax.runs.runner import Pending, run_steps
 from grpo_jax.statistics import paired_difference
-from grpo_jax.step.types import TrainState
+from grpo_jax.step import TrainState
 from grpo_jax.tasks.task import Task, inputs_of, random_reward
 
 if TYPE_CHECKING:

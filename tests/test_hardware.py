@@ -20,7 +20,7 @@ from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.rl.update import learn
-from grpo_jax.step.update import init_state
+from grpo_jax.step import init_state
 
 MODEL = ModelConfig(32, 16, 24, 2, 2, 1, 8, dtype="bfloat16", remat="layer")
 N, G, P, T = 4, 2, 5, 6

@@ -36,7 +36,7 @@ from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import LABELLING, noise_of
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step.types import TrainState
+from grpo_jax.step import TrainState
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import fit, train
 

@@ -49,7 +49,7 @@ from grpo_jax.options import Seed, Size, Weight
 from grpo_jax.prepare import load_frozen, load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags
-from grpo_jax.step.scores import check_top_k
+from grpo_jax.step import check_top_k
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import encode_rows, padding_id
 

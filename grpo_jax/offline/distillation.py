@@ -23,8 +23,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import FitObjective, row_scorer
 from grpo_jax.offline.sft import as_completions, sum_texts
 from grpo_jax.options import check_ranges
-from grpo_jax.step.scores import outputs_of_states, score_completion_tokens, states_of, token_divergence
-from grpo_jax.step.types import Batch, Logs
+from grpo_jax.step import Batch, Logs, outputs_of_states, score_completion_tokens, states_of, token_divergence
 
 
 class Target(NamedTuple):

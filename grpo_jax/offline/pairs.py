@@ -35,8 +35,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import FitObjective, row_scorer
 from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
-from grpo_jax.step.scores import score_completion_tokens
-from grpo_jax.step.types import Array, Batch, Logs
+from grpo_jax.step import Array, Batch, Logs, score_completion_tokens
 
 
 class PairBatch(NamedTuple):

@@ -27,8 +27,7 @@ from grpo_jax.models.params import join
 from grpo_jax.models.pieces import Pieces, by_prompts, computed_in_pieces
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import Size, check_ranges
-from grpo_jax.step.types import Logs, TrainState
-from grpo_jax.step.update import init_state, learning_rate_schedule, make_optimizer, steps_taken, train_step
+from grpo_jax.step import Logs, TrainState, init_state, learning_rate_schedule, make_optimizer, steps_taken, train_step
 
 _MAX_SKIPPED = 5  # steps in a row without finite gradients
 

@@ -14,8 +14,7 @@ from grpo_jax.models.geometry import rows_of_texts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import FitObjective, row_scorer
-from grpo_jax.step.scores import score_completion_tokens
-from grpo_jax.step.types import Batch, Logs
+from grpo_jax.step import Batch, Logs, score_completion_tokens
 
 
 def sft_objective(policy: Policy) -> FitObjective:

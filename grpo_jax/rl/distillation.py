@@ -25,8 +25,17 @@ from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
-from grpo_jax.step.scores import check_top_k, outputs_of_states, score_completion_tokens, states_of, token_divergence
-from grpo_jax.step.types import Array, Batch, Logs, TargetOutputs
+from grpo_jax.step import (
+    Array,
+    Batch,
+    Logs,
+    TargetOutputs,
+    check_top_k,
+    outputs_of_states,
+    score_completion_tokens,
+    states_of,
+    token_divergence,
+)
 from grpo_jax.tasks.task import Task
 
 

@@ -19,7 +19,7 @@ from grpo_jax.rewards.reward import named_components, place_and_reason
 from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import Completions, truncation_of
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 
 # The two compiled programs, which serve any number of turns:

@@ -23,9 +23,17 @@ from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
 from grpo_jax.rl.update import make_hooks
-from grpo_jax.step.scores import score_completion_tokens, states_of, token_divergence
-from grpo_jax.step.types import Array, Batch, Logs, TargetOutputs
-from grpo_jax.step.update import learning_rate_schedule, make_optimizer
+from grpo_jax.step import (
+    Array,
+    Batch,
+    Logs,
+    TargetOutputs,
+    learning_rate_schedule,
+    make_optimizer,
+    score_completion_tokens,
+    states_of,
+    token_divergence,
+)
 from grpo_jax.tasks.task import Task
 
 

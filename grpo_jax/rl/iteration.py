@@ -24,7 +24,7 @@ from grpo_jax.rl.lines import read_line
 from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import by_solve_rate, make_draw, make_source, with_spread
 from grpo_jax.rl.types import REWARD_AXES, Learned, Rollout
-from grpo_jax.step.types import Batch, TrainState
+from grpo_jax.step import Batch, TrainState
 from grpo_jax.tasks.task import Task
 
 

@@ -13,7 +13,7 @@ from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.rl.grade import read_completions, readable
 from grpo_jax.rl.guards import ratio_warning
 from grpo_jax.rl.types import Learned, Rollout
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 
 

@@ -29,9 +29,7 @@ from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Forward, LossTerm, Method, RewardArrays
-from grpo_jax.step.scores import score_completion_tokens, states_of
-from grpo_jax.step.types import Array, Batch, Logs
-from grpo_jax.step.update import learning_rate_schedule
+from grpo_jax.step import Array, Batch, Logs, learning_rate_schedule, score_completion_tokens, states_of
 from grpo_jax.tasks.task import Task
 
 

@@ -26,8 +26,7 @@ from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.source import Sampler, empty_batch, make_sampler
 from grpo_jax.rl.types import REWARD_AXES, Learned, Method
 from grpo_jax.rl.update import models_of, with_fixed_reference
-from grpo_jax.step.types import Batch, TrainState
-from grpo_jax.step.update import init_state
+from grpo_jax.step import Batch, TrainState, init_state
 from grpo_jax.tasks.task import Task
 
 # Options that only the host reads: changing them needs no other programs. The sampler determines the devices.

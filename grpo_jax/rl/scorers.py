@@ -15,8 +15,7 @@ from grpo_jax.models.pieces import choose_pieces, computed_in_pieces, lengths_of
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import Method, Scorer
-from grpo_jax.step.scores import score_completion_tokens
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch, score_completion_tokens
 
 
 def score_rollout(

@@ -23,7 +23,7 @@ from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import SAMPLING, Rollout, noise_of
 from grpo_jax.sampling.sampler import Completions, Truncation, truncation_of
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 
 

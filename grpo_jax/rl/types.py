@@ -20,7 +20,7 @@ from grpo_jax.data.types import Completion, Reward, Rewards
 from grpo_jax.models.geometry import TokenStates
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step.types import Array, Batch, Logs, TrainState
+from grpo_jax.step import Array, Batch, Logs, TrainState
 from grpo_jax.tasks.task import Task
 
 _NOTHING: Any = MappingProxyType({})  # read-only, since it is shared

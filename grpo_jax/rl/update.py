@@ -17,8 +17,7 @@ from grpo_jax.models.params import join
 from grpo_jax.models.pieces import choose_pieces
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import SHUFFLING, Hook, Learned, Method, RewardArrays, step_key
-from grpo_jax.step.types import Array, Batch, Logs, TrainState
-from grpo_jax.step.update import steps_taken, train_step
+from grpo_jax.step import Array, Batch, Logs, TrainState, steps_taken, train_step
 
 # Metrics of optimizer steps, not of tokens.
 STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate", "changed_share"})

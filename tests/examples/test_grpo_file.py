@@ -22,8 +22,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.rl.update import learn
-from grpo_jax.step.types import Batch
-from grpo_jax.step.update import init_state
+from grpo_jax.step import Batch, init_state
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples/grpo.py"

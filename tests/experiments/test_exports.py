@@ -25,7 +25,7 @@ from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.pretrained import keep_description, load_run
-from grpo_jax.step.update import init_state
+from grpo_jax.step import init_state
 
 LORA = "--lora-rank 2 --lora-alpha 6 --lora-targets q_proj o_proj down_proj"
 LORA += " --param-dtype bfloat16 --remat layer --attention xla"

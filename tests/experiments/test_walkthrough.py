@@ -11,7 +11,7 @@ from experiments import chapter, walkthrough
 from grpo_jax.data.types import Completion
 from grpo_jax.functional import kl_k3
 from grpo_jax.models.policy import Policy
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch
 
 CORRECTIONS = [
     # 10 2 5 5 are no answers to x = 4; of 8 half are right: ½ / √(8 · ¼ / 7).

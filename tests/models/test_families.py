@@ -23,8 +23,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import dequantise_params, quantise_params
 from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.sampling.sampler import Truncation, sample_groups
-from grpo_jax.step.scores import score_completion_tokens
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch, score_completion_tokens
 
 FULLEST = {
     "llama": "llama_biases",

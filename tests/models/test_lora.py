@@ -20,7 +20,7 @@ from grpo_jax.models.params import Adapted, join, split
 from grpo_jax.models.peft import adaptable, load_adapter, save_adapter, targets_of
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import load_params, read_json
-from grpo_jax.step.update import init_state
+from grpo_jax.step import init_state
 
 ADAPTER = GOLDEN / "llama/adapter"  # q_proj, v_proj, o_proj and down_proj with r = 3, by PEFT
 CONFIG, BASE = load_golden("llama")  # all seven kernels have different shapes

@@ -19,7 +19,7 @@ from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise, quantise_params
 from grpo_jax.models.weights import load_params
-from grpo_jax.step.update import init_state
+from grpo_jax.step import init_state
 
 CONFIG, BASE = load_golden("llama")
 POLICY = decoder_policy(CONFIG)

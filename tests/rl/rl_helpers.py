@@ -24,8 +24,7 @@ from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.types import REWARD_AXES, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step.scores import score_completion_tokens
-from grpo_jax.step.types import Batch, TrainState
+from grpo_jax.step import Batch, TrainState, score_completion_tokens
 
 LINES = ("metrics.jsonl", "rollouts.jsonl")
 # The configuration of a run on bigrams, whose programs many tests share.

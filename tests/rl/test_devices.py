@@ -55,7 +55,7 @@ from grpo_jax.rl.source import completion_numbers, group_temperatures, make_samp
 from grpo_jax.rl.types import Method, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 

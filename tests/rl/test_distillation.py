@@ -23,8 +23,7 @@ from grpo_jax.prepare import load_frozen
 from grpo_jax.rl.distillation import distillation_method, make_programs
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.types import RewardArrays
-from grpo_jax.step.scores import score_completion_tokens, states_of
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch, score_completion_tokens, states_of
 from grpo_jax.train import train
 
 WIDTH = 9

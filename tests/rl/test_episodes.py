@@ -21,7 +21,7 @@ from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Forward, noise_of
-from grpo_jax.step.scores import score_completion_tokens, states_of
+from grpo_jax.step import score_completion_tokens, states_of
 from grpo_jax.tasks.task import random_reward
 
 CONFIG = recipe(

@@ -23,7 +23,7 @@ from grpo_jax.rl.types import Graded
 from grpo_jax.rl.update import average_over_updates, sync_reference
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.step.types import Batch, TrainState
+from grpo_jax.step import Batch, TrainState
 from grpo_jax.tasks.task import random_reward
 
 # ---- learning and logging

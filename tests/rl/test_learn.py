@@ -21,9 +21,7 @@ from grpo_jax.rl.ppo import ppo_method
 from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.scorers import needs_old_logprobs
 from grpo_jax.rl.update import minibatch_order
-from grpo_jax.step.scores import score_completion_tokens, states_of
-from grpo_jax.step.types import Batch
-from grpo_jax.step.update import has_weight_decay, make_optimizer
+from grpo_jax.step import Batch, has_weight_decay, make_optimizer, score_completion_tokens, states_of
 from grpo_jax.tasks.task import Task
 
 N, G, P, T = 16, 4, 2, 3

@@ -15,7 +15,7 @@ from grpo_jax.models.heads import Headed
 from grpo_jax.rl.grpo import grpo_method, kl_in_reward
 from grpo_jax.rl.ppo import explained_variance, ppo_method, token_advantages
 from grpo_jax.rl.types import RewardArrays
-from grpo_jax.step.types import Batch
+from grpo_jax.step import Batch
 
 PARAMS = {"policy": TABLE, "critic": Headed({"before": TABLE["before"]}, jnp.zeros(D))}
 HEAD = jnp.linspace(-1, 1, D)

@@ -19,7 +19,7 @@ from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_prog
 from grpo_jax.offline.sft import sft_objective, text_nll
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import programs_so_far
-from grpo_jax.step.types import Batch, Logs
+from grpo_jax.step import Batch, Logs
 from grpo_jax.train import fit
 
 POLICY = decoder_policy(tiny_config(16))

@@ -29,7 +29,7 @@ from grpo_jax.runs import checkpoint as seal
 from grpo_jax.runs.checkpoint import Checkpoints, best_step, check_seal, params_sha256, read_scores, saved_steps
 from grpo_jax.runs.files import hold, write_text
 from grpo_jax.runs.folder import RunFolder, fresh_folder
-from grpo_jax.step.types import TrainState
+from grpo_jax.step import TrainState
 from grpo_jax.train import train
 
 CONFIG = with_options(RUN, rollouts_every=0)
