@@ -101,7 +101,7 @@ STUDIES = {
     ),
     "sums": Study(
         QUESTIONS["sums"],
-        {"num_prompts": 8, "group_size": 8, "max_tokens": 5, "stop": ("\n",), "learning_rate": 1e-6, "eval_samples": 1},
+        {"num_prompts": 8, "group_size": 8, "max_tokens": 5, "stop": ("\n",), "learning_rate": 1e-6, "eval_samples": 4},
         steps=16,
         make_task=additions,
         reward=RIGHT,
