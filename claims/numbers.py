@@ -41,6 +41,7 @@ class Result(NamedTuple):
     """The numbers of a question on the pages: means with Student's 95% intervals over its seeds."""
 
     seeds: int
+    steps: int  # of a run; 0: those of the file
     seconds: float  # that it took; NaN: not known
     machine: str  # that computed it, and its jax
     code: str  # that computed it
@@ -207,6 +208,7 @@ def result_of(known: Mapping[str, Any]) -> Result:
     read: Callable[[Any], Interval] = interval_over_runs if has_values else lambda it: Interval(*it)
     return Result(
         seeds=len(known["seeds"]) if has_values else known["seeds"],
+        steps=known.get("steps", 0),
         seconds=math.nan if known["seconds"] is None else known["seconds"],
         machine=known["machine"],
         code=known["code"],

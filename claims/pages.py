@@ -33,10 +33,6 @@ DIFFERS = (
     "seeds are not paired across them."
 )
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
-PRETRAINED = (
-    "Five claims were repeated in runs of 200 steps with stories260K, a pretrained language model of 260,000 "
-    "parameters. "
-)
 POSTS, NOTES = ("000", "001"), ("003",)  # sources without an author, and notes
 NOT_MEASURED = "–"
 AS_CLAIMED = ", as claimed"
@@ -94,7 +90,7 @@ def _draw(numbers: Numbers, folder: Path, before: Path) -> None:
         save_rows(folder / f"{name}.png", result.rows, result.drawn)
         curves = f"{name}_curves.png"
         if result.curves:
-            save_curves(folder / curves, result.curves, numbers.steps)
+            save_curves(folder / curves, result.curves, result.steps or numbers.steps)
         elif (before / curves).exists() and before.resolve() != folder.resolve():
             shutil.copy(before / curves, folder / curves)
 
@@ -184,7 +180,8 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
     link, words = f"docs/{folder.name}/", Counter(numbers.claims[it.id].verdict for it in asked.CLAIMS)
     families = Counter(claim.family for claim in asked.CLAIMS)
     looks = sorted({seeds for it in asked.CLAIMS if (seeds := numbers.claims[it.id].seeds)})
-    has_retests = "stories" in numbers.questions
+    retests = {name: it for name, it in asked.PAGES["retests"].items() if name in numbers.questions}
+    rules = ", ".join(f"[{it['model']}]({link}{name}.md)" for name, it in retests.items())
     last, curves = max(looks, default=0), folder / "ppo_vs_grpo_curves.png"
     says = "GRPO or PPO: scores during training; a coin toss has random rewards"
     open_claims = [(it, of) for it in asked.CLAIMS if (of := numbers.claims[it.id]).verdict == "undecided"]
@@ -223,8 +220,8 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
             ],
         ),
         looks=", ".join(map(str, looks)),
-        pretrained=PRETRAINED * has_retests,
-        retests=f"Verdicts on stories260K follow [another rule]({link}stories.md)." * has_retests,
+        pretrained="".join(f"{it['says']} " for it in retests.values()),
+        retests=f"Pretrained models have rules of their own ({rules})." * bool(retests),
         look=f" --look {last}" if last > SIZES[numbers.preset].seeds else "",
         machines=_machines(numbers),
         source=numbers.source,

@@ -256,6 +256,7 @@ def answer_of(config: Config) -> dict[str, Any]:
     )
     return measure_runs(question, runs) | {
         "seconds": seconds,
+        "steps": config.steps or STUDIES[config.question].steps,
         "seeds": list(seeds),
         "machine": hardware(),
         "code": f"checksum {code_checksum()}",

@@ -9,6 +9,7 @@ import pytest
 from tiny import refused
 
 from claims import pretrained
+from claims.numbers import read_numbers
 from claims.questions import QUESTIONS
 from grpo_jax.data.types import Completion
 
@@ -38,6 +39,14 @@ def test_settings_of_sums_share_samples_and_steps():
     assert {it.sampling.num_prompts * it.sampling.group_size for it in options.values()} == {64}
     assert {(it.steps, it.sampling.stop, it.sampling.max_tokens) for it in options.values()} == {(16, ("\n",), 5)}
     assert [it.loss.kl_coef for it in options.values()] == [0.04, 0.0, 0.0, 0.04, 0.04]
+
+
+def test_committed_curves_end_at_the_last_step():
+    known = read_numbers(ROOT / "docs/results/numbers.json")
+    steps = {name: known.questions[name].steps for name in pretrained.STUDIES if name in known.questions}
+    assert steps == {name: pretrained.STUDIES[name].steps for name in steps}
+    assert "stories" in steps
+    assert known.questions["ablate_kl"].steps == 0  # those of the file
 
 
 def test_a_right_sum_may_begin_with_a_space():
