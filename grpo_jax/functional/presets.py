@@ -158,7 +158,7 @@ def check(objective: Objective, *, group_size: int = 8) -> None:
     if group_size < objective.min_group_size:
         raise ValueError(f"group_size is {group_size}: these advantages need at least {objective.min_group_size}")
     if objective.reads_outcomes and objective.kl_in_reward and objective.kl_coef:
-        raise ValueError("these advantages depend on the signs of rewards, which a KL changes: set kl_in_reward to False")
+        raise ValueError("these advantages read the signs of rewards, which a KL changes: set kl_in_reward to False")
     if objective.kl_in_reward and objective.kl_bias_correction:
         raise ValueError("kl_bias_correction is of a KL in the loss: set it to False, or kl_in_reward")
     uncorrected = objective.kl_coef and not objective.kl_in_reward and not objective.kl_bias_correction
