@@ -237,7 +237,7 @@ def encode_texts(
         template=config.template,
         in_chat=not are_texts and uses_chat(config.chat, tokenizer),
         system=config.system,
-        num_heldout=usual_num_heldout(len(rows)) if config.num_heldout is None else config.num_heldout,
+        num_heldout=usual_num_heldout if config.num_heldout is None else config.num_heldout,
         max_prompt_tokens=None if are_texts else limit,  # a text loses its end, below
         overlong=overlong,
     )
