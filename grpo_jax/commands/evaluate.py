@@ -99,6 +99,8 @@ def parse(args: list[str] | None = None) -> Options:
     if options.task in ("", saved.get("task")):
         names |= {field.name for field in dataclasses.fields(TaskOptions)}
         names |= {"max_prompt_tokens", "overlong", "chat_template_kwargs"}
+    if options.data not in ("", saved.get("data")):  # other rows are all evaluated
+        names -= {"heldout", "num_heldout"}
     if saved.get("max_tokens", 0) is None:  # the run did not limit completions
         names.remove("max_tokens")
     default = from_json(Options(model=options.model), {name: saved[name] for name in names & saved.keys()})
@@ -135,6 +137,10 @@ def main(options: Options) -> None:
     saved = saved_options(options.model)
     if not options.task and not Path(options.model).exists():
         raise UsageError(f"there is no folder {options.model}: name that of a run; a model needs --task as well")
+    if not saved and (options.phase or options.step is not None):
+        raise UsageError(f"--phase and --step choose a checkpoint, and {options.model} is no run: leave them out")
+    if saved and options.dtype not in ("auto", saved.get("dtype", "float32")):
+        raise UsageError(f"the run keeps its dtype {saved.get('dtype', 'float32')}: leave out --dtype")
     same_task = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
     if same_task and options.num_heldout != saved.get("num_heldout"):
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
@@ -180,7 +186,7 @@ def main(options: Options) -> None:
     show(console, numbers, f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each")
     console.print(f"{time.perf_counter() - started:.0f} s")
     if out:
-        save(dataclasses.replace(options, step=step), out, numbers, evaluation, task)
+        save(dataclasses.replace(options, step=step, dtype=pretrained.config.dtype), out, numbers, evaluation, task)
 
 
 def config_of(options: Options) -> GRPOConfig:
