@@ -80,7 +80,7 @@ class Config:
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
     num_heldout: int | None = None
-    """Largest number of held-out prompts. None: 200, and at most a tenth of the rows."""
+    """Largest number of held-out prompts. None: 200, and at most a tenth of the prompts."""
     max_tokens: Size | None = None
     """Longest completion with its EOS, in tokens (T). None: the length that the model was trained on. `overlong`
     decides about longer completions."""

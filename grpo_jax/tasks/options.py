@@ -64,8 +64,8 @@ class TaskOptions:
     """Rows that are only evaluated, in the format of `task`: a file, folder or hub id. Empty: part of your rows is held
     out."""
     num_heldout: Size | None = None
-    """Largest number of held-out prompts. None: 200 in training, at most a tenth of your own rows; all in
-    evaluations."""
+    """Largest number of held-out prompts. None: in training 200, at most a tenth of your own prompts, or all of
+    --heldout; in evaluations all."""
     reward_deadline: Bound = 10.0
     """Seconds that a reward may take for the completions of one prompt. Then the call is killed, and these completions
     get no number."""
