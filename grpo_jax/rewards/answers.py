@@ -61,10 +61,10 @@ def boxed_answer(text: str) -> str | None:
     if start < 0:
         return None
     rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox")
-    if not rest.startswith("{"):
+    if not rest.lstrip().startswith("{"):
         single = re.match(r"\s+([-\d.,]+|\w)", rest)  # \boxed 5
         return single.group(1) if single else None
-    depth = 0
+    rest, depth = rest.lstrip(), 0
     for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \{ and \} are not braces
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth == 0 and brace.group() == "}":

@@ -68,8 +68,9 @@ def test_evaluate_reproduces_the_final_scores_of_training(folder, tmp_path, caps
     assert (options["task"], options["step"], options["dtype"]) == (str(folder / "rows.jsonl"), 2, "float32")
     after = {name: value for name, value in results["after"].items() if not name.startswith("change")}
     assert {name: numbers[name] for name in after} == pytest.approx(after, abs=1e-6, nan_ok=True)
-    with refused("leave out --num-heldout"):
-        evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, "--num-heldout", 9)
+    for path in ((), ("--task", f"{folder}/../{folder.name}/rows.jsonl")):
+        with refused("leave out --num-heldout"):
+            evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, *path, "--num-heldout", 9)
     with refused("the run keeps its dtype float32"):
         evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, "--dtype", "bfloat16")
     with refused("--heldout is for training"):

@@ -157,6 +157,7 @@ CASES = [
     ("math", r"\frac{1}{2}", r"so \boxed{\dfrac12}.", True, "a fraction"),
     ("math", "2", r"\boxed{1} or \boxed{2}", True, "the last box"),
     ("math", "2", "2", False, "no box"),
+    ("math", "42", r"\boxed {42}", True, "a space before the brace"),
 ]
 FORMULAS = [
     ("0.5", r"\frac{1}{2}", True, "the same number"),
