@@ -574,7 +574,7 @@ def refuse_epsilon(constants: Container[str]) -> None:
 def per_token(advantages: jax.Array, like: jax.Array) -> jax.Array:
     """Gives advantages of completions `[...]` or of tokens `[..., T]` the rank of `like` `[..., T]`."""
     advantages = jnp.asarray(advantages)  # a plain number has no shape
-    return advantages[..., None] if advantages.ndim == like.ndim - 1 else advantages
+    return advantages[..., None] if advantages.ndim == jnp.ndim(like) - 1 else advantages
 
 
 def _completion_mean(values: jax.Array, mask: jax.Array) -> jax.Array:

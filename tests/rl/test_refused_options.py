@@ -51,6 +51,7 @@ OPTIONS = [
     (RUN, {"correction": "token", "old_logprobs": "sampler"}, "correction token .*old_logprobs"),
     (RUN, {"advantages_of": "spans", "preset": "gmpo"}, "gmpo .*advantages_of"),
     (RUN, {"preset": "gpg", "epochs": 2}, "gpg"),
+    (RUN, {"preset": "gpg", "old_logprobs": "sampler"}, "gpg has no ratio, so old_logprobs"),
     (RUN, {"preset": "pass_at_k", "group_size": 4}, "group_size is 4: preset pass_at_k"),
     (RUN, {"preset": "max_rl", "kl_in_reward": True, "kl_coef": 0.1}, "max_rl .*kl_in_reward"),
     (RUN, {"advantages_of": "components", "max_rollouts": 2}, "dynamic sampling"),
