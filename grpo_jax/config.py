@@ -761,7 +761,7 @@ def _advantages(config: GRPOConfig) -> Iterator[str]:
     if loss.old_logprobs == "sampler" and loss.objective.ratio_to_sampler:
         yield f"{already}: leave old_logprobs out"
     if loss.old_logprobs == "sampler" and not loss.objective.has_ratio and loss.kl_coef == 0:
-        yield f"preset {loss.preset} has no ratio, so old_logprobs would change nothing: leave it out, or set correction"
+        yield f"preset {loss.preset} has no ratio, so old_logprobs changes nothing: leave it out, or set correction"
     if loss.old_logprobs == "sampler" and loss.correction != "none":
         yield f"correction {loss.correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
     if loss.correction == "geometric" and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
