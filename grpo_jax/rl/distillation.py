@@ -142,8 +142,8 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: Los
       loss: The loss options of the run, whose `top_entropy` applies to k1 too.
     """
 
-    def taught(rewards: RewardArrays, scored: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
-        batch, logged, logs = advantage(rewards, scored, kl_coef)
+    def taught(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
+        batch, logged, logs = advantage(rewards, batch, kl_coef)
         weighted = batch.advantages if config.reward_coef == 1 else config.reward_coef * batch.advantages
         if config.distillation != "k1":
             return batch._replace(advantages=weighted), logged, logs
@@ -152,7 +152,7 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: Los
         assert batch.target is not None
         by_token = jnp.where(batch.completion_mask, F.teacher_advantages(logprobs, batch.target.logprobs), 0)
         k1 = -jnp.sum(by_token) / jnp.maximum(jnp.sum(batch.completion_mask), 1)
-        learned = keep_top_entropy(by_token, scored, loss)
+        learned = keep_top_entropy(by_token, batch, loss)
         advantages = F.per_token(weighted, by_token) + config.distillation_coef * learned
         return batch._replace(advantages=advantages), logged, logs | {"distillation": k1}
 

@@ -177,17 +177,16 @@ def kl_in_reward(
 def masked(batch: Batch, config: LossConfig) -> Batch:
     """Masks truncated completions and tokens of low entropy, if the options ask for it.
 
-    A truncated completion is removed from the mask, so it has no KL either. For a token of low entropy only the
-    advantage is set to 0 (2506.01939).
+    A truncated completion is removed from the mask, so it has no KL either, and its tokens are not among those whose
+    entropies are compared. For a token of low entropy only the advantage is set to 0 (2506.01939).
 
     Args:
       batch: The batch with advantages, and with entropies if `top_entropy` is below 1.
       config: The loss options of the run.
     """
-    batch = batch._replace(advantages=keep_top_entropy(batch.advantages, batch, config))
     if config.mask_truncated:
         batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, ~batch.truncated))
-    return batch
+    return batch._replace(advantages=keep_top_entropy(batch.advantages, batch, config))
 
 
 def keep_top_entropy(advantages: jax.Array, batch: Batch, config: LossConfig) -> jax.Array:

@@ -166,9 +166,10 @@ def test_top_entropy_masks_reward_and_teacher_advantages():
         assert options.get("reward_coef", 1) or not np.any(logged)
         return np.where(mask, np.broadcast_to(batch.advantages, mask.shape), 0)
 
-    keep = F.top_entropy_tokens(entropy, mask, share=0.5)
-    assert 0.4 < np.mean(keep[mask]) < 0.7
-    for options in ({}, {"reward_coef": 0.0}):
+    for options in ({}, {"reward_coef": 0.0}, {"mask_truncated": True}):
+        learned_from = mask & ~a_batch().truncated[..., None] if "mask_truncated" in options else mask
+        keep = F.top_entropy_tokens(entropy, learned_from, share=0.5)
+        assert 0.4 < np.mean(keep[learned_from]) < 0.7
         whole, masked = advantages(**options), advantages(**options, top_entropy=0.5)
         np.testing.assert_allclose(masked, np.where(keep, whole, 0), rtol=1e-5, atol=1e-6)
         assert np.abs(whole[mask & ~keep]).min() > 1e-6

@@ -136,11 +136,11 @@ def gradient_by_hand(params, batch: Batch, mask, delta, off_policy_threshold, *,
 
 def by_hand(batch: Batch, *, top_entropy, mask_truncated, params=PARAMS, **constants) -> optax.Params:
     mask, rewards = batch.completion_mask, rl_helpers.ragged_rewards(N, G)
-    # Of n tokens the 1 + ⌊share (n − 1)⌋ of the highest entropy.
-    of_tokens = np.sort(np.asarray(batch.old_entropy)[mask])[::-1]
+    learned_from = mask & ~batch.truncated[..., None] if mask_truncated else mask
+    # Of n tokens that are learned from, the 1 + ⌊share (n − 1)⌋ of the highest entropy.
+    of_tokens = np.sort(np.asarray(batch.old_entropy)[learned_from])[::-1]
     has_advantage = batch.old_entropy >= of_tokens[int(top_entropy * (len(of_tokens) - 1))]
     advantages = F.group_advantages(rewards.rewards, where=rewards.applicable)[..., None] * has_advantage
-    learned_from = mask & ~batch.truncated[..., None] if mask_truncated else mask
     return gradient_by_hand(params, batch._replace(advantages=advantages), learned_from, **constants)
 
 
