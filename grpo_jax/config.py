@@ -697,6 +697,12 @@ def _sampling(config: GRPOConfig, *, compares_groups: bool) -> Iterator[str]:
     if compares_groups and options.group_size < least:
         preset = config.loss.preset
         yield f"group_size is {options.group_size}: preset {preset} compares completions, so set it to at least {least}"
+    loss = config.loss
+    if compares_groups and loss.objective.needs_nonnegative_rewards and loss.kl_in_reward and loss.kl_coef > 0:
+        yield (
+            f"preset {loss.preset} reads rewards of at least 0, and kl_in_reward would subtract from them: set "
+            "kl_in_reward to False, or kl_coef to 0"
+        )
     tokens = options.num_prompts * options.group_size * options.max_tokens
     if tokens >= 2**31:
         yield f"num_prompts x group_size x max_tokens is {tokens}: a rollout has less than 2^31 tokens, so lower one"
@@ -758,6 +764,8 @@ def _advantages(config: GRPOConfig) -> Iterator[str]:
         yield f"correction {loss.correction} compares the sampler with the trainer, but {already}: leave it out"
     if loss.old_logprobs == "sampler" and loss.objective.ratio_to_sampler:
         yield f"{already}: leave old_logprobs out"
+    if loss.old_logprobs == "sampler" and not loss.objective.has_ratio:
+        yield f"old_logprobs is sampler, but preset {loss.preset} has no ratio: leave it out, or take a correction"
     if loss.old_logprobs == "sampler" and loss.correction != "none":
         yield f"correction {loss.correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
     if loss.correction == "geometric" and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):

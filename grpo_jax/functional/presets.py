@@ -123,11 +123,13 @@ PRESETS: dict[str, Objective] = {
     # 2504.02546
     "gpg": _ON_POLICY._replace(advantages=ignore_lengths(A.gpg_advantages)),
     # 2602.02710
-    "max_rl": _BY_TOKEN._replace(advantages=ignore_lengths(A.max_rl_advantages)),
+    "max_rl": _BY_TOKEN._replace(advantages=ignore_lengths(A.max_rl_advantages), needs_nonnegative_rewards=True),
     # 2508.08221
     "lite_ppo": _BY_TOKEN._replace(advantages=ignore_lengths(A.batch_std_advantages)),
     # 2508.10751, k = 4 of 8.
-    "pass_at_k": _BY_TOKEN._replace(advantages=ignore_lengths(A.pass_at_k_advantages, k=4), min_group_size=4),
+    "pass_at_k": _BY_TOKEN._replace(
+        advantages=ignore_lengths(A.pass_at_k_advantages, k=4), min_group_size=4, needs_nonnegative_rewards=True
+    ),
 }
 PRESETS = _Presets(PRESETS)
 

@@ -10,17 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import POLICY, TASK, train_grpo
-from rl_helpers import RUN, open_run, recording, rise_of, run_programs
+from rl_helpers import RUN, assert_same_runs, open_run, recording, rise_of, run_programs
 from tiny import digit_prompts as prompts, refused, says_three
 
 from grpo_jax.config import with_options
 from grpo_jax.data.types import Component, Span
+from grpo_jax.errors import Interruption
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.rl.grade import grade_completions, reward_arrays
 from grpo_jax.rl.grpo import by_part, corrected_advantages, make_programs
 from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.types import Graded
-from grpo_jax.rl.update import average_over_updates, sync_reference
+from grpo_jax.rl.update import adapt_kl_coef, average_over_updates, sync_reference
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Batch, TrainState
@@ -73,6 +74,13 @@ def test_reference_mixes_in_the_policy_when_due():
     assert moved == [4, 5, 4, 5]  # the steps are counted from 0
 
 
+def test_a_kl_that_is_nan_keeps_its_coefficient():
+    state, adapt = TrainState({}, (), 0, {"kl_coef": jnp.float32(0.5)}), adapt_kl_coef(with_options(RUN, kl_target=6.0))
+    numbers = {"kl_completion": jnp.array([jnp.nan, 3.0, 9.0])}
+    without, below, above = adapt(state, numbers, 0).extras["kl_coef"]
+    assert below < without == 0.5 < above
+
+
 def test_kl_in_the_reward_is_steered_to_target(tmp_path):
     """With rewards of zero in the last step, only the penalty tells completions apart."""
     config = with_options(RUN, steps=4, preset="rloo", kl_coef=0.5, kl_target=0.005, kl_horizon=64)
@@ -119,6 +127,27 @@ def test_checkpoints_survive_donation_of_their_buffers(tmp_path):
         restored, number = checkpoints.restore(lambda: state)
     assert number == 2
     np.testing.assert_array_equal(restored.params["w"], np.full((512, 1024), 4.0))
+
+
+def test_interrupted_evaluations_are_repeated_on_resume(tmp_path):
+    config, fails = with_options(RUN, steps=4, eval_every=2, checkpoint_every=3), []
+
+    def evaluate(params, step):
+        if step in fails:
+            raise Interruption("the engine is gone")
+        return {"score": float(jnp.sum(params["after"]))}
+
+    def trained(name):
+        run = open_run(tmp_path / name, config)
+        return train_grpo(TASK, config, run, run_programs(), evaluate=evaluate), run
+
+    whole = trained("whole")
+    for fails[:] in ([2], [4]):
+        with pytest.raises(Interruption):
+            trained("stopped")
+    fails.clear()
+    assert_same_runs(trained("stopped"), whole)
+    assert [line["step"] for line in whole[1].lines() if "score" in line] == [0, 2, 4]
 
 
 # ---- metrics
