@@ -198,7 +198,6 @@ def run_steps(
             return state
         pending: Pending | None = None
         reached = saved = done  # steps taken by the state, and the step of the newest checkpoint
-        is_evaluating = False
         profile = profiling(run.path / "profile", done, logging.profile_steps)
         with run.progress(phase, steps, done) as show, profile as profile_step:
 
@@ -217,10 +216,8 @@ def run_steps(
                     reached, is_last = number + 1, number + 1 == end
                     evaluated: dict[str, float] = {}
                     if evaluate and (reached % logging.eval_every == 0 or (is_last and evaluates_end)):
-                        is_evaluating = True
                         with run.timed("evaluate"):
                             evaluated = evaluate(state, reached)
-                        is_evaluating = False
                     stop, is_best = asked_to_stop(), bool(evaluated) and note(reached, evaluated)
                     ends = is_stale(checkpoints.scores, logging.patience)
                     save = stop or is_last or ends or is_best or reached % every == 0
@@ -233,12 +230,9 @@ def run_steps(
                         run.say(f"{phase}: ends at step {reached}, {logging.patience} evaluations after its best score")
                     if stop or ends:
                         break
-            except Interruption:
-                # While a step samples or grades, the state is unchanged. An evaluation is repeated with its step, since
-                # a run that continues after the step would leave it out.
-                if not is_evaluating:
-                    read({})
-                if reached > saved and not is_evaluating:
+            except Interruption:  # raised while a step samples or grades, so the state is unchanged
+                read({})
+                if reached > saved:
                     checkpoints.save(state, reached)
                 raise
     return state

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import POLICY, TASK, train_grpo
-from rl_helpers import RUN, assert_same_runs, open_run, recording, rise_of, run_programs
+from rl_helpers import RUN, open_run, recording, rise_of, run_programs
 from tiny import digit_prompts as prompts, refused, says_three
 
 from grpo_jax.config import with_options
 from grpo_jax.data.types import Component, Span
-from grpo_jax.errors import Interruption
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.rl.grade import grade_completions, reward_arrays
 from grpo_jax.rl.grpo import by_part, corrected_advantages, make_programs
@@ -127,27 +126,6 @@ def test_checkpoints_survive_donation_of_their_buffers(tmp_path):
         restored, number = checkpoints.restore(lambda: state)
     assert number == 2
     np.testing.assert_array_equal(restored.params["w"], np.full((512, 1024), 4.0))
-
-
-def test_interrupted_evaluations_are_repeated_on_resume(tmp_path):
-    config, fails = with_options(RUN, steps=4, eval_every=2, checkpoint_every=3), []
-
-    def evaluate(params, step):
-        if step in fails:
-            raise Interruption("the engine is gone")
-        return {"score": float(jnp.sum(params["after"]))}
-
-    def trained(name):
-        run = open_run(tmp_path / name, config)
-        return train_grpo(TASK, config, run, run_programs(), evaluate=evaluate), run
-
-    whole = trained("whole")
-    for fails[:] in ([2], [4]):
-        with pytest.raises(Interruption):
-            trained("stopped")
-    fails.clear()
-    assert_same_runs(trained("stopped"), whole)
-    assert [line["step"] for line in whole[1].lines() if "score" in line] == [0, 2, 4]
 
 
 # ---- metrics

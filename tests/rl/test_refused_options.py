@@ -97,6 +97,11 @@ def test_options_that_do_not_go_together_are_refused(config, changes, words):
         validate(with_options(config, **changes))
 
 
+def test_a_kl_also_reads_old_logprobs():
+    for other in ("kl_in_reward", "kl_bias_correction"):
+        validate(with_options(RUN, preset="gpg", old_logprobs="sampler", kl_coef=0.1, **{other: True}))
+
+
 def test_weights_of_completions_go_with_ratios_of_completions():
     for preset in ("rloo", "gmpo", "luspo"):
         validate(with_options(RUN, preset=preset, correction="sequence", off_policy_threshold=0.1))
