@@ -698,9 +698,9 @@ def _sampling(config: GRPOConfig, *, compares_groups: bool) -> Iterator[str]:
         preset = config.loss.preset
         yield f"group_size is {options.group_size}: preset {preset} compares completions, so set it to at least {least}"
     loss = config.loss
-    if compares_groups and loss.objective.needs_nonnegative_rewards and loss.kl_in_reward and loss.kl_coef > 0:
+    if compares_groups and loss.objective.reads_absolute_rewards and loss.kl_in_reward and loss.kl_coef > 0:
         yield (
-            f"preset {loss.preset} reads rewards of at least 0, and kl_in_reward would subtract from them: set "
+            f"preset {loss.preset} asks which rewards are above 0, but kl_in_reward subtracts from them: set "
             "kl_in_reward to False, or kl_coef to 0"
         )
     tokens = options.num_prompts * options.group_size * options.max_tokens

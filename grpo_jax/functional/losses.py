@@ -280,8 +280,8 @@ class Objective(NamedTuple):
     """The weights divide by a length, `max_length`, which is the limit of completions in training."""
     min_group_size: int = 2
     """Smallest group whose completions the advantages can compare."""
-    needs_nonnegative_rewards: bool = False
-    """The advantages read rewards of at least 0, so that no KL can be subtracted from them."""
+    reads_absolute_rewards: bool = False
+    """The advantages depend on which rewards are above 0, so that no KL can be subtracted from them."""
 
     def __hash__(self) -> int:
         # A mapping has no hash.

@@ -219,6 +219,24 @@ def small_groups():
     )()
 
 
+@cache
+def moved_groups():
+    """Returns the advantages of a group, and those with the same number added to all of its rewards."""
+    rewards, lengths = np.float32([1, 0, 0, 2, 0, 0, 0, 0]), np.arange(8) + 1
+    return jax.jit(
+        lambda: {
+            name: [objective.advantages(rewards + x, lengths) for x in np.float32([0, 0.5])]
+            for name, objective in F.PRESETS.items()
+        }
+    )()
+
+
+@every_preset
+def test_presets_declare_if_they_read_absolute_rewards(name):
+    before, after = moved_groups()[name]
+    assert F.PRESETS[name].reads_absolute_rewards == (not np.allclose(before, after, atol=1e-5))
+
+
 @every_preset
 def test_the_smallest_group_is_declared(name):
     enough, too_few = small_groups()[name]

@@ -195,7 +195,7 @@ def test_turn_rewards_have_the_weight_of_their_sum(weight, ending):
     graded = grade_completions(prompts(0).take(np.arange(1)), completions, PLAYED, reward)
     threes, of_turns = graded.components["threes"].item(), weight * (ending != "raised") * np.array([2, 4])
     at_ends = reward_arrays(graded, "turns", len(ids), reward).parts[0, 0, [1, 4]]
-    np.testing.assert_allclose(at_ends, of_turns + [0, threes], rtol=1e-6)
+    np.testing.assert_allclose(at_ends, np.add(of_turns, [0, threes]), rtol=1e-6)
 
 
 @pytest.mark.slow
