@@ -693,16 +693,12 @@ def _steps(config: GRPOConfig, num_devices: int) -> Iterator[str]:
 
 
 def _sampling(config: GRPOConfig, *, compares_groups: bool) -> Iterator[str]:
-    options, least = config.sampling, config.loss.objective.min_group_size
+    options, objective, preset = config.sampling, config.loss.objective, config.loss.preset
+    least = objective.min_group_size
     if compares_groups and options.group_size < least:
-        preset = config.loss.preset
         yield f"group_size is {options.group_size}: preset {preset} compares completions, so set it to at least {least}"
-    loss = config.loss
-    if compares_groups and loss.objective.reads_absolute_rewards and loss.kl_in_reward and loss.kl_coef > 0:
-        yield (
-            f"preset {loss.preset} asks which rewards are above 0, but kl_in_reward subtracts from them: set "
-            "kl_in_reward to False, or kl_coef to 0"
-        )
+    if compares_groups and objective.reads_outcomes and objective.kl_in_reward and objective.has_reference:
+        yield f"preset {preset} depends on the signs of rewards, which a KL changes: set kl_in_reward to False"
     tokens = options.num_prompts * options.group_size * options.max_tokens
     if tokens >= 2**31:
         yield f"num_prompts x group_size x max_tokens is {tokens}: a rollout has less than 2^31 tokens, so lower one"

@@ -280,8 +280,8 @@ class Objective(NamedTuple):
     """The weights divide by a length, `max_length`, which is the limit of completions in training."""
     min_group_size: int = 2
     """Smallest group whose completions the advantages can compare."""
-    reads_absolute_rewards: bool = False
-    """The advantages depend on which rewards are above 0, so that no KL can be subtracted from them."""
+    reads_outcomes: bool = False
+    """The advantages depend on the sign of a reward or of a group's mean, which a KL in the reward would change."""
 
     def __hash__(self) -> int:
         # A mapping has no hash.

@@ -142,8 +142,8 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: Los
       loss: The loss options of the run, whose `top_entropy` applies to k1 too.
     """
 
-    def taught(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
-        batch, logged, logs = advantage(rewards, batch, kl_coef)
+    def taught(rewards: RewardArrays, scored: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
+        batch, logged, logs = advantage(rewards, scored, kl_coef)
         weighted = batch.advantages if config.reward_coef == 1 else config.reward_coef * batch.advantages
         if config.distillation != "k1":
             return batch._replace(advantages=weighted), logged, logs

@@ -177,8 +177,8 @@ def kl_in_reward(
 def masked(batch: Batch, config: LossConfig) -> Batch:
     """Masks truncated completions and tokens of low entropy, if the options ask for it.
 
-    A truncated completion is removed from the mask, so it has no KL either, and its tokens are not among those whose
-    entropies are compared. For a token of low entropy only the advantage is set to 0 (2506.01939).
+    A truncated completion is removed from the mask, so it has no KL either. For a token of low entropy only the
+    advantage is set to 0 (2506.01939). The share of tokens to keep is of those that are left in the mask, as in TRL.
 
     Args:
       batch: The batch with advantages, and with entropies if `top_entropy` is below 1.

@@ -92,7 +92,7 @@ OBJECTIVES = [
     (GRPO._replace(kl_coef=-1.0), ["kl_coef is -1.0"]),
     (GRPO._replace(entropy_coef=float("inf")), ["entropy_coef is inf"]),
     (GRPO._replace(kl_in_reward=True, kl_bias_correction=True), ["kl_bias_correction", "kl_in_reward"]),
-    (F.PRESETS["max_rl"]._replace(kl_coef=0.1, kl_in_reward=True), ["rewards are above 0", "kl_in_reward"]),
+    (F.PRESETS["pass_at_k"]._replace(kl_in_reward=True, kl_coef=0.1), ["signs of rewards", "kl_in_reward"]),
     (GRPO.with_constants(epsilon_low=float("nan")), ["epsilon_low is nan"]),
     (F.PRESETS["cispo"].with_constants(epsilon_high=-0.5), ["epsilon_high is -0.5"]),
     (GRPO.with_constants(delta=1.0), ["delta is 1.0"]),
