@@ -760,8 +760,10 @@ def _advantages(config: GRPOConfig) -> Iterator[str]:
         yield f"correction {loss.correction} compares the sampler with the trainer, but {already}: leave it out"
     if loss.old_logprobs == "sampler" and loss.objective.ratio_to_sampler:
         yield f"{already}: leave old_logprobs out"
-    if loss.old_logprobs == "sampler" and not loss.objective.has_ratio and loss.kl_coef == 0:
-        yield f"preset {loss.preset} has no ratio, so old_logprobs changes nothing: leave it out, or set correction"
+    # A KL in the reward, or one that is weighted by the ratio, reads them too.
+    is_read = loss.objective.has_ratio or (loss.kl_coef > 0 and (loss.kl_in_reward or loss.kl_bias_correction))
+    if loss.old_logprobs == "sampler" and not is_read:
+        yield f"old_logprobs is sampler, but preset {loss.preset} has no ratio: leave it out, or take a correction"
     if loss.old_logprobs == "sampler" and loss.correction != "none":
         yield f"correction {loss.correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
     if loss.correction == "geometric" and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
