@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 from tiny import refused, save_tiny_model
@@ -99,6 +101,20 @@ def test_time_to_a_level_is_interpolated():
     assert results.time_to(points, 0.1) == 0
     assert results.time_to(points, 0.95) is None
     assert results.step_seconds([9, 10, 12, 13, 14.5]) == 1.25
+
+
+PEAKS = """
+from experiments.benchmarks import step
+from grpo_jax.devices import peak_memory_mb
+step.matmul_flops = lambda dtype: 0.0
+print(peak_memory_mb(), step.summary([{"compilations": 0}], 0, 0)["peak_rss_mb"])
+"""
+
+
+def test_peak_memory_is_not_that_of_the_parent():
+    large = bytearray(3 * 2**28)
+    done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
+    assert max(map(float, done.stdout.split())) < len(large) / 2**20
 
 
 def entry(rewards, **changes):
