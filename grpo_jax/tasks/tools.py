@@ -38,12 +38,13 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
     schemas = []
     for name, function in tools.items():
         try:
-            schemas.append(get_json_schema(function))
+            schema = get_json_schema(function)
         except Exception as error:  # transformers raises several types
             reason = " ".join(str(error).split())
             raise UsageError(
                 f"the tool {name} needs a type hint and a line of its docstring for each argument: {reason}"
             ) from None
+        schemas.append(schema | {"function": schema["function"] | {"name": name}})  # calls name the key
     return schemas
 
 

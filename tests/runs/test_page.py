@@ -231,7 +231,7 @@ def test_spans_stand_below_their_completion(show):
     assert page.texts(".card td")[1:] == ["0.5", "0.25", "Tom <b>", "-1", "-1.75", " sat."]
     assert page.texts(".card summary b") == ["2 spans"]
     choose(page, "colour", "advantage")
-    assert attributes(page, ".card:first-child i", "class") == ["g1", "g1", "m2", "g1"]
+    assert attributes(page, ".card:first-child i", "class") == ["g1", "g1", "m2", "m2"]  # EOS belongs to the last span
     del line["span_advantages"]  # where sums were compared
     assert show(metrics(1), [line]).texts(".card td")[-3:] == ["-1", "\u2013", " sat."]
 

@@ -39,8 +39,8 @@ def ask(text, tools=TOOLS):
 
 
 def test_a_schema_has_the_types_and_the_words():
-    (schema,) = schemas_of({"multiply": multiply})
-    assert schema["function"]["name"] == "multiply"
+    (schema,) = schemas_of({"times": multiply})
+    assert schema["function"]["name"] == "times"
     assert schema["function"]["description"] == "Multiplies two numbers."
     assert schema["function"]["parameters"]["properties"]["b"] == {"type": "number", "description": "another one."}
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
@@ -126,7 +126,7 @@ def test_results_json_cannot_write_become_errors():
 def test_calls_return_lines_and_plain_text_ends_episodes():
     call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
     both = call % ("multiply", '{"a": 2, "b": 3}') + call % ("later", '{"word": "é"}')
-    assert ask(both) == Reply('6\n{"said": "\\u00e9"}')
+    assert ask(both) == Reply('6\n{"said": "é"}')
     assert ask(both, {"multiply": multiply}).text.startswith("6\nError: there is no tool later")
     assert ask("6") == Reply(done=True)
 
