@@ -330,6 +330,13 @@ def test_axes_have_units(show):
     }
 
 
+@pytest.mark.parametrize(("method", "unit"), [("grpo", "nats a token"), ("kto", "nats a completion")])
+def test_kl_has_the_unit_of_its_method(show, method, unit):
+    lines = [{"phase": method, "step": step, "kl": 0.5 * step} for step in (1, 2)]
+    page = show(lines, config={"method": method})
+    assert page.texts("figure[data-metric=kl] .unit") == [unit]
+
+
 def test_supervised_runs_show_their_loss_first(show):
     lines = [{"phase": "dpo", "step": s, "loss": 1 / s, "accuracy": s / 9, "margin": float(s)} for s in range(1, 9)]
     lines[-1] |= {"heldout_loss": 0.5, "heldout_accuracy": 0.5}
