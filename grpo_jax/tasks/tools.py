@@ -110,7 +110,7 @@ def reply_with(tools: Tools) -> ReplyFn:
 
 
 _ERROR = "Error: "
-_ERRORS = re.compile(rf"(?<!\w){_ERROR}")  # does not match names of exceptions such as ValueError
+_ERRORS = re.compile(f"^{_ERROR}", re.M)  # messages of errors and results may contain the word too
 
 
 def _reply(results: Sequence[str]) -> Reply:
@@ -149,9 +149,10 @@ def _text(result: Any) -> str:
 
 def count_calls(completion: Completion) -> dict[str, float]:
     """Counts the calls of an episode, and the calls that were answered by an error."""
-    observations = completion.observations
-    calls = sum(len(calls_of(action)) for action in completion.actions[: len(observations)])
-    return {"calls": calls, "bad_calls": sum(len(_ERRORS.findall(text)) for text in observations)}
+    turns = [turn for turn in completion.turns if turn.observation is not None]
+    calls = [len(calls_of(turn.action)) for turn in turns]
+    errors = [len(_ERRORS.findall(turn.message["content"] if turn.message else turn.observation)) for turn in turns]
+    return {"calls": sum(calls), "bad_calls": sum(map(min, calls, errors))}
 
 
 # ---- tools named on a command line

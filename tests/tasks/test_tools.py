@@ -100,6 +100,21 @@ def test_bad_calls_get_an_error_and_are_counted(text):
     assert count_calls(episode) == {"calls": 1, "bad_calls": 1}
 
 
+COUNTED = [
+    ("Error: RuntimeError: Error: no such city", 1),
+    ("rain. Error: 3 degrees", 0),
+    ("6\nError: TypeError: a", 1),
+    ("Error: a\nError: b\nError: of one message", 2),
+]
+
+
+@pytest.mark.parametrize(("result", "bad"), COUNTED)
+def test_an_error_is_counted_once(result, bad):
+    message = {"role": "tool", "content": result}
+    turn = Turn(Completion(BAD_CALLS[-1] * 2), Completion(f"<tool>{result}</tool>"), None, message)
+    assert count_calls(Completion("", turns=[turn, Turn(Completion("6"))])) == {"calls": 2, "bad_calls": bad}
+
+
 def test_results_json_cannot_write_become_errors():
     def pairs() -> dict:
         """Returns a dict without names."""
