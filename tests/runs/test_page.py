@@ -330,11 +330,18 @@ def test_axes_have_units(show):
     }
 
 
-@pytest.mark.parametrize(("method", "unit"), [("grpo", "nats a token"), ("kto", "nats a completion")])
-def test_kl_has_the_unit_of_its_method(show, method, unit):
-    lines = [{"phase": method, "step": step, "kl": 0.5 * step} for step in (1, 2)]
+METHODS = [
+    ("grpo", {"length_mean": 4}, ["nats a token", "mean of prompts"]),
+    ("kto", {}, ["nats a completion", "mean"]),
+]
+
+
+@pytest.mark.parametrize(("method", "more", "units"), METHODS)
+def test_units_are_those_of_the_method(show, method, more, units):
+    lines = [{"phase": method, "step": s, "kl": 0.5 * s, "heldout_accuracy": 0.2 * s} | more for s in (1, 2)]
     page = show(lines, config={"method": method})
-    assert page.texts("figure[data-metric=kl] .unit") == [unit]
+    names = ("kl", "heldout_accuracy")
+    assert [page.texts(f"figure[data-metric={name}] .unit") for name in names] == [[unit] for unit in units]
 
 
 def test_supervised_runs_show_their_loss_first(show):
