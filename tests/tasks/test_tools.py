@@ -61,6 +61,7 @@ CALLS = [
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g", "arguments": {"x": "<"}}',
         [Call("f", {}), Call("g", {"x": "<"})],
     ),
+    ('<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>', [Call("f", {"x": 1})]),
     ('{"name": "multiply", "parameters": {"a": 2, "b": 3}}', [Call("multiply", {"a": 2, "b": 3})]),
     (
         '<|python_tag|>{"name": "f", "parameters": {"x": "a;b"}}; {"name": "g", "parameters": {}}',
