@@ -14,7 +14,7 @@ import jax.numpy as jnp  # noqa: F401, read by the examples
 
 from grpo_jax.functional import advantages as A, losses as L, policy_gradient as P
 from grpo_jax.functional.advantages import group_advantages
-from grpo_jax.functional.divergence import kl_k1
+from grpo_jax.functional.divergence import kl_k1, kl_k2, kl_unbiased
 from grpo_jax.functional.losses import Objective, token_mean_weights
 from grpo_jax.functional.numerics import AxisName
 
@@ -161,6 +161,9 @@ def check(objective: Objective, *, group_size: int = 8) -> None:
         raise ValueError("these advantages read the signs of rewards, which a KL changes: set kl_in_reward to False")
     if objective.kl_in_reward and objective.kl_bias_correction:
         raise ValueError("kl_bias_correction is of a KL in the loss: set it to False, or kl_in_reward")
+    if objective.kl_bias_correction and objective.divergence in (kl_k2, kl_unbiased):
+        # On samples of the current policy x is the unbiased gradient. ρ k3 has ρ x, ρ k2 has ρ (x + k2).
+        raise ValueError("kl_bias_correction biases gradients of kl_k2 and kl_unbiased: take kl_k3, or set it to False")
     uncorrected = objective.kl_coef and not objective.kl_in_reward and not objective.kl_bias_correction
     if uncorrected and objective.divergence is kl_k1:
         raise ValueError(

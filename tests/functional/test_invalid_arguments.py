@@ -89,6 +89,8 @@ OBJECTIVES = [
     (OF_COMPLETIONS._replace(aggregation=F.token_mean_weights), ["sequence_mean_weights"]),
     (OF_COMPLETIONS._replace(aggregation=F.constant_length_weights), ["sequence_mean_weights"]),
     (GRPO._replace(divergence=F.kl_k1), ["kl_k1", "kl_unbiased", "kl_in_reward"]),
+    (GRPO._replace(divergence=F.kl_k2, kl_bias_correction=True), ["kl_bias_correction", "kl_k3"]),
+    (GRPO._replace(divergence=F.kl_unbiased, kl_bias_correction=True), ["kl_bias_correction", "kl_k3"]),
     (GRPO._replace(kl_coef=-1.0), ["kl_coef is -1.0"]),
     (GRPO._replace(entropy_coef=float("inf")), ["entropy_coef is inf"]),
     (GRPO._replace(kl_in_reward=True, kl_bias_correction=True), ["kl_bias_correction", "kl_in_reward"]),
