@@ -86,7 +86,8 @@ def text_part(config: File) -> File:
     text, tie = config.get("text_config"), "tie_word_embeddings"
     if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
         return config
-    outer = {name: config[name] for name in ("eos_token_id", "dtype", "quantization_config") if name in config}
+    names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
+    outer = {name: config[name] for name in names if name in config}
     text = text | {tie: config[tie]} if tie in config else text  # the class of the whole model reads the outer value
     return outer | text | {"architectures": [f"{FAMILIES[text['model_type']].name}ForCausalLM"]}
 

@@ -72,7 +72,8 @@ def export(options: Options) -> int:
         else:
             dtype = dtype_of(options)
             card += f"\n{rounding_sentence(dtype)}\n" if dtype != jnp.float32 else ""
-            huggingface.save_pretrained(partial, trained.merged(), trained.config, source=source, dtype=dtype)
+            merged = trained.merged(jnp.float32)  # rounded only once, when it is written
+            huggingface.save_pretrained(partial, merged, trained.config, source=source, dtype=dtype)
         write_text(partial / "README.md", card)
     return trained.step
 

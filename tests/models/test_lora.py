@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -75,6 +76,23 @@ def test_merged_kernels_against_a_loop():
 def test_merging_keeps_the_dtype_of_the_base():
     half = ADAPTED._replace(base=load_params(GOLDEN / "llama", CONFIG, dtype=jnp.bfloat16))
     assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(merge, half))} == {jnp.dtype("bfloat16")}
+
+
+def test_merging_keeps_changes_below_bfloat16s_resolution():
+    """Their sum stays in the mean, and in float32 each stays."""
+    base = load_params(GOLDEN / "llama", CONFIG, dtype=jnp.bfloat16)
+    small = Adapted(base, ADAPTED.adapters, jnp.float32(1e-5))
+    exact = merge(small._replace(base=jax.tree.map(lambda x: x.astype(jnp.float32), base)))
+    before, wanted, rounded = (
+        np.concatenate([np.ravel(x["layers"][block][name]["kernel"]) for block, name in sites(x["layers"])])
+        for x in (base, exact, merge(small))
+    )
+    in_float32 = merge(small, jnp.float32)["layers"]["attention"]["q_proj"]["kernel"]
+    np.testing.assert_array_equal(in_float32, exact["layers"]["attention"]["q_proj"]["kernel"])
+    before, rounded = before.astype(np.float32), rounded.astype(np.float32)
+    change = wanted - before
+    assert (wanted.astype(ml_dtypes.bfloat16).astype(np.float32) == before).mean() > 0.9
+    assert np.vdot(rounded - before, change) / np.vdot(change, change) == pytest.approx(1, abs=0.3)
 
 
 # ---- what is trained
