@@ -22,6 +22,7 @@ from claims.figures import save_curves, save_rows
 from claims.groups import SIGNAL, gradient_signal
 from claims.numbers import result_of, start_row, with_nan
 from claims.questions import QUESTIONS, Comparison, Question
+from grpo_jax import statistics
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.files import read_object, write_json
 
@@ -167,6 +168,7 @@ def question_checksum(name: str) -> str:
     folder = Path(__file__).parent
     modules = ("answers", "annotators", "columns", "enumeration", "groups", "testbeds", "bench")
     files = [folder / "questions" / f"{name}.toml", *(folder / f"{module}.py" for module in modules)]
+    files.append(Path(statistics.__file__))  # pass@k, and errors of calibration
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

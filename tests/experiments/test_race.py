@@ -168,6 +168,12 @@ def test_options_that_do_not_work_are_refused(tmp_path, options, words):
         race.main(race.Config(out=tmp_path, **options))
 
 
+def test_tunix_is_refused_where_it_loads_no_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
+    with refused("only Llamas: leave it out of --entrants"):
+        race.main(race.Config(race="real", model=tmp_path, out=tmp_path / "race"))
+
+
 @pytest.mark.slow
 def test_this_library_runs_a_plan(tmp_path):
     model, folder = save_tiny_model(tmp_path / "model", TEXT), tmp_path / "run"
