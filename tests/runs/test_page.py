@@ -231,7 +231,7 @@ def test_spans_stand_below_their_completion(show):
     assert page.texts(".card td")[1:] == ["0.5", "0.25", "Tom <b>", "-1", "-1.75", " sat."]
     assert page.texts(".card summary b") == ["2 spans"]
     choose(page, "colour", "advantage")
-    assert attributes(page, ".card:first-child i", "class") == ["g1", "g1", "m2", "g1"]
+    assert attributes(page, ".card:first-child i", "class") == ["g1", "g1", "m2", "m2"]  # EOS belongs to the last span
     del line["span_advantages"]  # where sums were compared
     assert show(metrics(1), [line]).texts(".card td")[-3:] == ["-1", "\u2013", " sat."]
 
@@ -328,6 +328,20 @@ def test_axes_have_units(show):
     assert {name: page.texts(f"figure[data-metric={name}] .unit") for name in units} == {
         name: [unit] for name, unit in units.items()
     }
+
+
+METHODS = [
+    ("grpo", {"length_mean": 4}, ["nats a token", "mean of prompts"]),
+    ("kto", {}, ["nats a completion", "mean"]),
+]
+
+
+@pytest.mark.parametrize(("method", "more", "units"), METHODS)
+def test_units_are_those_of_the_method(show, method, more, units):
+    lines = [{"phase": method, "step": s, "kl": 0.5 * s, "heldout_accuracy": 0.2 * s} | more for s in (1, 2)]
+    page = show(lines, config={"method": method})
+    names = ("kl", "heldout_accuracy")
+    assert [page.texts(f"figure[data-metric={name}] .unit") for name in names] == [[unit] for unit in units]
 
 
 def test_supervised_runs_show_their_loss_first(show):
