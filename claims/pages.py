@@ -399,6 +399,7 @@ def _question_page(name: str, numbers: Numbers, folder: Path) -> str:
     """Returns a question with its claims, table, figure, and what was measured besides."""
     question, result, curves = asked.QUESTIONS[name], numbers.questions[name], f"{name}_curves.png"
     columns, rows = rows_as_text(result)
+    shared = " without the runs of earlier questions" * (question.module == "reproduce")
     besides = table(
         ("source", "what it says", "measured by", "ours"),
         [(it.source, it.words, it.measure, number(it.interval)) for it in result.also],
@@ -421,7 +422,7 @@ def _question_page(name: str, numbers: Numbers, folder: Path) -> str:
         curves=f"![scores over the steps of training]({curves})" if (folder / curves).exists() else "",
         also=f"Also measured, without a verdict.\n\n{besides}" if result.also else "",
         machine=result.machine,
-        time="" if math.isnan(result.seconds) else f", {result.seconds:.0f} s",
+        time="" if math.isnan(result.seconds) else f", {result.seconds:.0f} s{shared}",
     )
 
 

@@ -319,6 +319,8 @@ def test_pages_name_the_command_of_their_question(config, tmp_path):
     for name in ("sums", "stories"):
         page = (tmp_path / "docs/results-smoke" / f"{name}.md").read_text()
         assert f"`python -m claims.pretrained --question {name} --model DIR`" in page
+    page = (config.out / "docs/results-smoke/ablate_kl.md").read_text()
+    assert re.search(r"`python -m claims.reproduce --only ablate_kl`: .* s without the runs of earlier questions", page)
 
 
 BOUNDS = [((0.0, 0.1), True), ((0.1, 0.2), True), ((0.11, 0.2), False), ((-0.3, -0.21), False)]
