@@ -119,7 +119,7 @@ def answer(bench: Bench, name: str) -> dict[str, Any]:
       UsageError: a claim has not one value for each seed.
     """
     started, file = time.perf_counter(), _file(bench, name)
-    earlier = read_answer(file) if file.exists() else {"seeds": (), "seconds": 0.0}
+    earlier: dict[str, Any] = read_answer(file) if file.exists() else {"seeds": (), "seconds": 0.0}
     measured = measure(bench, QUESTIONS[name])
     for key, (values, _) in measured["primary"].items():
         if len(values) != len(bench.seeds):
