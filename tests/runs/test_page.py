@@ -228,6 +228,20 @@ def test_tokens_are_shaded_by_probability_or_advantage(show):
     assert {*attributes(page, ".card:last-child i", "class")} == {"m1"}
 
 
+PARTS = [
+    ({}, {}, "Blue"),
+    ({"explained_variance": 0.5}, {}, "Tokens have the mean"),
+    ({}, {"distillation": "k1"}, "The t"),
+]
+
+
+@pytest.mark.parametrize(("more", "config", "words"), PARTS)
+def test_note_says_what_advantages_leave_out(show, more, config, words):
+    page = show(metrics(1, **more), [group(1)], config=config)
+    choose(page, "colour", "advantage")
+    assert page.texts(".tools p")[0].startswith(words)
+
+
 def test_spans_stand_below_their_completion(show):
     spans = {"spans": [[[0, 2], [2, 3]], []], "span_rewards": [[0.5, -1.0], []]}
     line = group(1, text="Tom <b> sat.", **spans, span_advantages=[[0.25, -1.75], []])
