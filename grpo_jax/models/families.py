@@ -92,6 +92,15 @@ def text_part(config: File) -> File:
     return outer | text | {"architectures": [f"{FAMILIES[text['model_type']].name}ForCausalLM"]}
 
 
+def text_module(config: File) -> str:
+    """Returns the name of the text model in the class with which AutoModelForCausalLM loads this config.json."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as classes
+
+    text = text_part(config)
+    is_alone = text is config or classes.get(str(config.get("model_type"))) in text["architectures"]
+    return "model" if is_alone else "model.language_model"
+
+
 def config_to_huggingface(config: ModelConfig) -> File:
     """Makes the config.json of a model that was not loaded from one. `config_from_huggingface` reads it back.
 

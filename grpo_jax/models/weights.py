@@ -320,7 +320,7 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
             for name in opened.keys():  # noqa: SIM118, it is no dictionary
                 header = opened.get_slice(name)
                 if not _BESIDE_TEXT.match(name):
-                    tensors[_text_name(name)] = Found(file, name, tuple(header.get_shape()), header.get_dtype())
+                    tensors[text_name(name)] = Found(file, name, tuple(header.get_shape()), header.get_dtype())
     return tensors
 
 
@@ -329,7 +329,7 @@ _TEXT_NAME = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.*)")
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|(vision|audio)_tower|embed_(vision|audio)|multi_modal_projector)\.|mtp\.")
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
     """Returns the name of a tensor in a folder that holds only the text model."""
     match = _TEXT_NAME.fullmatch(name)
     return name if match is None else match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"

@@ -68,7 +68,8 @@ def export(options: Options) -> int:
     card = model_card(run, phase=phase_of(run, options.phase), step=trained.step, adapter=options.adapter)
     with huggingface.complete_or_not_at_all(out) as partial:
         if options.adapter and trained.lora:
-            peft.save_adapter(partial, trained.config, trained.params, base=str(options.base or trained.lora.base))
+            base = str(options.base or trained.lora.base)
+            peft.save_adapter(partial, trained.config, trained.params, base=base, source=source)
         else:
             dtype = dtype_of(options)
             card += f"\n{rounding_sentence(dtype)}\n" if dtype != jnp.float32 else ""
