@@ -109,7 +109,7 @@ def write_report(folder: Path) -> Path:
     groups = _read_groups(folder / "rollouts.jsonl")
     names = list(dict.fromkeys([*(line["phase"] for line in metrics), *groups]))
     counts = {name: 0 for line in metrics for name in line if name.startswith(_COUNTS)}
-    metrics = [counts | line if "reward" in line else line for line in metrics]
+    metrics = [line | counts | line if "reward" in line else line for line in metrics]
     results = read_object(file) if (file := folder / "results.json").exists() else None
     short = partial(_cut, characters=_OPTION_CHARACTERS)
     run = {
