@@ -62,6 +62,9 @@ def _forest(axis: Any, panel: Sequence[tuple[Claim, Decision]]) -> None:
         axis.plot(np.clip(mean, -reach, reach), place, beyond, color=colour, markersize=5)
         if math.isfinite(low):
             axis.plot(np.clip((low, high), -reach, reach), (place, place), color=colour, linewidth=1.4)
+            for end, arrow in ((low, "<"), (high, ">")):
+                if abs(end) > reach:  # the interval goes on
+                    axis.plot(np.clip(end, -reach, reach), place, arrow, color=colour, markersize=3.5)
         number = f"× {math.exp(mean):.2f}" if ratio else f"{mean:+z.3f}".replace("-", "−")
         words = f"{number}   n {decision.seeds}"
         axis.text(1.01, place, words, transform=axis.get_yaxis_transform(), fontsize=8, va="center")

@@ -117,6 +117,15 @@ def test_figures_are_drawn_alike_each_time(config, tmp_path):
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
 
 
+def test_intervals_that_leave_the_axis_end_in_arrows(tmp_path, monkeypatch):
+    drawn, close = [], figures.plt.close
+    monkeypatch.setattr(figures.plt, "close", lambda figure: close(figure) or drawn.extend(figure.axes[0].lines))
+    interval = Interval(-0.1, -0.13, -0.07)
+    figures.save_forest(tmp_path / "forest.png", [(BY_ID["kl_none"], Decision("contradicted", 10, interval))])
+    assert [line.get_xdata()[0] for line in drawn if line.get_marker() == "<"] == [-figures.REACH["difference"]]
+    assert not [line for line in drawn if line.get_marker() == ">"]
+
+
 def test_committed_pages_match_the_committed_numbers(asked, tmp_path):
     files = sorted((ROOT / "docs/results").glob("numbers*.json"))
     reproduce.main(Config(numbers=tuple(files), out=tmp_path))
