@@ -12,6 +12,7 @@ lie on this host's devices.
 import dataclasses
 import math
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -448,6 +449,9 @@ def peak_memory_mb() -> float:
     statistics = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in statistics:
         return round(statistics["peak_bytes_in_use"] / 2**20, 1)
+    status = Path("/proc/self/status")  # `ru_maxrss` would include the peak of the process which started this one
+    if kib := re.search(r"VmHWM:\s*(\d+)", status.read_text(encoding="utf-8") if status.exists() else ""):
+        return round(int(kib[1]) / 2**10, 1)
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
 
