@@ -181,7 +181,7 @@ def fine(): return "fine"
 
 
 ESCAPE_FAILURES = [
-    ("leave", "died"),
+    ("leave", "raised"),
     ("spin", "timeout"),
     pytest.param("sleep", "timeout", marks=pytest.mark.slow),
     pytest.param("sleep_later", "timeout", marks=pytest.mark.slow),
@@ -201,6 +201,21 @@ def test_hanging_or_escaping_tools_end_only_their_episode(tmp_path, name, failur
         replies = found.ask([{}] * 3, transcripts, [(0,)] * 3)
     assert [reply.failure for reply in replies] == ["", failure, ""]
     assert [reply.text for reply in replies] == ["fine", "", "fine"]
+
+
+def leave():
+    raise SystemExit(0)
+
+
+async def leave_later():
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize("tool", [leave, leave_later])
+def test_tools_that_exit_do_not_end_training(tool):
+    call = f'<tool_call>{{"name": "{tool.__name__}", "arguments": {{}}}}</tool_call>'
+    reply = ask(call, {tool.__name__: tool})
+    assert (reply.failure, reply.message.splitlines()[-1]) == ("raised", "SystemExit: 0")
 
 
 def test_names_of_tools_on_a_command_line():
