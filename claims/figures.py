@@ -63,7 +63,7 @@ def _forest(axis: Any, panel: Sequence[tuple[Claim, Decision]]) -> None:
         if math.isfinite(low):
             axis.plot(np.clip((low, high), -reach, reach), (place, place), color=colour, linewidth=1.4)
             for end, arrow in ((low, "<"), (high, ">")):
-                if abs(end) > reach:  # the interval goes on
+                if abs(end) > reach and beyond == mark:  # the interval continues, and the mean has no arrow
                     axis.plot(np.clip(end, -reach, reach), place, arrow, color=colour, markersize=3.5)
         number = f"× {math.exp(mean):.2f}" if ratio else f"{mean:+z.3f}".replace("-", "−")
         words = f"{number}   n {decision.seeds}"
