@@ -693,10 +693,12 @@ def _steps(config: GRPOConfig, num_devices: int) -> Iterator[str]:
 
 
 def _sampling(config: GRPOConfig, *, compares_groups: bool) -> Iterator[str]:
-    options, least = config.sampling, config.loss.objective.min_group_size
+    options, objective, preset = config.sampling, config.loss.objective, config.loss.preset
+    least = objective.min_group_size
     if compares_groups and options.group_size < least:
-        preset = config.loss.preset
         yield f"group_size is {options.group_size}: preset {preset} compares completions, so set it to at least {least}"
+    if compares_groups and objective.reads_outcomes and objective.kl_in_reward and objective.has_reference:
+        yield f"preset {preset} depends on the signs of rewards, which a KL changes: set kl_in_reward to False"
     tokens = options.num_prompts * options.group_size * options.max_tokens
     if tokens >= 2**31:
         yield f"num_prompts x group_size x max_tokens is {tokens}: a rollout has less than 2^31 tokens, so lower one"
@@ -758,6 +760,10 @@ def _advantages(config: GRPOConfig) -> Iterator[str]:
         yield f"correction {loss.correction} compares the sampler with the trainer, but {already}: leave it out"
     if loss.old_logprobs == "sampler" and loss.objective.ratio_to_sampler:
         yield f"{already}: leave old_logprobs out"
+    # A KL in the reward, or one that is weighted by the ratio, reads them too.
+    is_read = loss.objective.has_ratio or (loss.kl_coef > 0 and (loss.kl_in_reward or loss.kl_bias_correction))
+    if loss.old_logprobs == "sampler" and not is_read:
+        yield f"old_logprobs is sampler, but preset {loss.preset} has no ratio: leave it out, or take a correction"
     if loss.old_logprobs == "sampler" and loss.correction != "none":
         yield f"correction {loss.correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
     if loss.correction == "geometric" and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):

@@ -256,7 +256,8 @@ def _rows(prompts: Any) -> str | list[Mapping[str, Any]]:
         return prompts
     if isinstance(prompts, str) and not prompts.endswith(SUFFIXES):
         raise UsageError(f"prompts is one text: put it into brackets, or name a file that ends in {SUFFIXES[0]}")
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable | Path):
+    is_table = isinstance(prompts, Mapping) or hasattr(prompts, "iterrows")  # iterates over names of columns
+    if is_table or not isinstance(prompts, Iterable | Path):
         raise UsageError(f"prompts is {abbreviate(prompts)}: give a list of texts, messages or rows, or a file of rows")
     if isinstance(prompts, str | Path):
         return list(read_rows(prompts))

@@ -13,6 +13,7 @@ mean best of k.
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -96,15 +97,23 @@ def parse(args: list[str] | None = None) -> Options:
     read = partial(flags.read_flags, Options, prog=flags.program(), description=__doc__, args=args)
     options = read()
     saved, names = saved_options(options.model), {*_DECODING}
-    if options.task in ("", saved.get("task")):
+    if not options.task or same_rows(options.task, saved.get("task", "")):
         names |= {field.name for field in dataclasses.fields(TaskOptions)}
         names |= {"max_prompt_tokens", "overlong", "chat_template_kwargs"}
+    if options.data and not same_rows(options.data, saved.get("data", "")):  # other rows are all evaluated
+        names -= {"heldout", "num_heldout"}
     if saved.get("max_tokens", 0) is None:  # the run did not limit completions
         names.remove("max_tokens")
     default = from_json(Options(model=options.model), {name: saved[name] for name in names & saved.keys()})
     options = read(default=default) if saved else options
     check_effects(options)
     return options
+
+
+def same_rows(name: str, saved: str) -> bool:
+    """Returns whether two options name the same rows, perhaps by different paths."""
+    path, saved_path = (os.path.realpath(os.path.expanduser(text)) for text in (name, saved))
+    return name == saved or (bool(name and saved) and path == saved_path)
 
 
 def saved_options(model: str) -> dict[str, Any]:
@@ -135,7 +144,12 @@ def main(options: Options) -> None:
     saved = saved_options(options.model)
     if not options.task and not Path(options.model).exists():
         raise UsageError(f"there is no folder {options.model}: name that of a run; a model needs --task as well")
-    same_task = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
+    if not saved and (options.phase or options.step is not None):
+        raise UsageError(f"--phase and --step choose a checkpoint, and {options.model} is no run: leave them out")
+    if saved and options.dtype not in ("auto", saved.get("dtype", "float32")):
+        raise UsageError(f"the run keeps its dtype {saved.get('dtype', 'float32')}: leave out --dtype")
+    named = [(getattr(options, name), saved.get(name, "")) for name in ("task", "data")]
+    same_task = "task" in saved and all(same_rows(*pair) for pair in named)
     if same_task and options.num_heldout != saved.get("num_heldout"):
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
     if options.heldout and not same_task:
@@ -180,7 +194,7 @@ def main(options: Options) -> None:
     show(console, numbers, f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each")
     console.print(f"{time.perf_counter() - started:.0f} s")
     if out:
-        save(dataclasses.replace(options, step=step), out, numbers, evaluation, task)
+        save(dataclasses.replace(options, step=step, dtype=pretrained.config.dtype), out, numbers, evaluation, task)
 
 
 def config_of(options: Options) -> GRPOConfig:

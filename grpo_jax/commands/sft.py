@@ -80,7 +80,7 @@ class Config:
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
     num_heldout: int | None = None
-    """Largest number of held-out prompts. None: 200, and at most a tenth of the rows."""
+    """Largest number of held-out prompts. None: 200, and at most a tenth of the prompts."""
     max_tokens: Size | None = None
     """Longest completion with its EOS, in tokens (T). None: the length that the model was trained on. `overlong`
     decides about longer completions."""
@@ -237,7 +237,7 @@ def encode_texts(
         template=config.template,
         in_chat=not are_texts and uses_chat(config.chat, tokenizer),
         system=config.system,
-        num_heldout=usual_num_heldout(len(rows)) if config.num_heldout is None else config.num_heldout,
+        num_heldout=usual_num_heldout if config.num_heldout is None else config.num_heldout,
         max_prompt_tokens=None if are_texts else limit,  # a text loses its end, below
         overlong=overlong,
     )

@@ -147,6 +147,8 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(prompt, str):
         is_repeated = any((message["content"] or "").strip() == prompt.strip() for message in shared)
         prompt = [] if is_repeated else [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, list) and shared[: len(prompt)] == read_messages(prompt, f"{where}: column prompt"):
+        prompt = []
     if not prompt and not shared:
         raise UsageError(f"{where}: chosen and rejected share no message, so there is no prompt: add a column prompt")
     answers = {"chosen": chosen[len(shared) :], "rejected": rejected[len(shared) :]}

@@ -302,15 +302,21 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _csv_rows(path: Path) -> list[Row]:
+    csv.field_size_limit(2**31 - 1)  # Python's default, 128 KiB, is too short for long prompts
+    rows = []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
-            rows = [_row(row, f"{path}, line {reader.line_num}") for row in progress(reader, f"reading {path.name}")]
+            names = [name for name in reader.fieldnames or () if name]  # spreadsheets write empty names
+            if twice := next((name for name in names if names.count(name) > 1), ""):
+                raise UsageError(f"{path} has two columns {twice}: rename one of them in its first line")
+            for columns in progress(reader, f"reading {path.name}"):
+                where = f"{path}, line {reader.line_num}"
+                if None in columns or None in columns.values():
+                    raise UsageError(f"{where} has other columns than the first line of the file names")
+                rows.append(_row(columns, where))
     except (csv.Error, OSError, UnicodeError) as error:
         raise UsageError(f"{path} is not CSV in UTF-8 ({reason_of(error)})") from None
-    for row in rows:
-        if None in row or None in row.values():
-            raise UsageError(f"{row.where} has other columns than the first line of the file names")
     return rows
 
 

@@ -200,7 +200,8 @@ def top_tokens(hidden: jax.Array, unembedding: jax.Array, k: int) -> jax.Array:
 
     rows = jnp.zeros_like(logits.hidden, shape=(logits.hidden.shape[0], k), dtype=jnp.float32)
     nothing = rows - jnp.inf, rows.astype(jnp.int32)
-    (_, ids), _ = jax.lax.scan(merge, nothing, jnp.arange(_num_slices(logits)))
+    # int32 even if integers have 64 bits, or the ids of later slices would have another type.
+    (_, ids), _ = jax.lax.scan(merge, nothing, jnp.arange(_num_slices(logits), dtype=jnp.int32))
     return ids.reshape(*hidden.shape[:-1], k)
 
 

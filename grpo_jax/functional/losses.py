@@ -184,11 +184,11 @@ def grpo_loss(
     Args:
       logprobs: `[..., T]` in nats, under the policy, with gradient.
       old_logprobs: `[..., T]` in nats, under the policy in the denominator of the ratio.
-      advantages: `[...]`, one per completion, or `[..., T]`, one per token.
+      advantages: `[...]`, one per completion, or `[..., T]`, one per token; without gradient.
       completion_mask: bool `[..., T]`, true on sampled tokens including the ending one.
       term: (logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`. Default: PPO's clip of token ratios.
         `ratio_term` makes other terms, and functions named `*_term` are other terms.
-      ref_logprobs: `[..., T]` in nats, under the reference. None: no KL term.
+      ref_logprobs: `[..., T]` in nats, under the reference; without gradient. None: no KL term.
       kl_coef: β. None: 0.04 from DeepSeekMath if there is a reference. A number above 0 needs a reference.
       divergence: (logprobs, ref_logprobs) -> `[..., T]`.
       kl_bias_correction: ρ D instead of D, where ρ is the ratio of the token, with gradient. With k3 it is unbiased in
@@ -225,6 +225,8 @@ def grpo_loss(
         )
     if weights is None:
         weights = sequence_mean_weights(completion_mask)
+    # Neither the reference nor a critic that computed the advantages learns from this loss.
+    advantages, ref_logprobs = jax.lax.stop_gradient((advantages, ref_logprobs))
     arrays = logprobs, old_logprobs, advantages, completion_mask
     loss = term(*arrays, **constants)
     metrics = policy_metrics(*arrays, term=partial(term, **constants))
@@ -280,6 +282,8 @@ class Objective(NamedTuple):
     """The weights divide by a length, `max_length`, which is the limit of completions in training."""
     min_group_size: int = 2
     """Smallest group whose completions the advantages can compare."""
+    reads_outcomes: bool = False
+    """The advantages depend on the sign of a reward or of a group's mean, which a KL in the reward would change."""
 
     def __hash__(self) -> int:
         # A mapping has no hash.

@@ -495,8 +495,8 @@ def clip_cov_term(
       share: the share of all tokens that are chosen, at least one; 2e-4 from the paper. Static.
       covariance_low: 1 from the paper.
       covariance_high: 5 from the paper.
-      epsilon_low: 0.2 from PPO.
-      epsilon_high: 0.2 from PPO.
+      epsilon_low: 0.2 from PPO; the authors' scripts have 1.
+      epsilon_high: 0.2 from PPO; the authors' scripts have 1.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -574,7 +574,7 @@ def refuse_epsilon(constants: Container[str]) -> None:
 def per_token(advantages: jax.Array, like: jax.Array) -> jax.Array:
     """Gives advantages of completions `[...]` or of tokens `[..., T]` the rank of `like` `[..., T]`."""
     advantages = jnp.asarray(advantages)  # a plain number has no shape
-    return advantages[..., None] if advantages.ndim == like.ndim - 1 else advantages
+    return advantages[..., None] if advantages.ndim == jnp.ndim(like) - 1 else advantages
 
 
 def _completion_mean(values: jax.Array, mask: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp  # noqa: F401, read by the examples
 
 from grpo_jax.functional import advantages as A, losses as L, policy_gradient as P
 from grpo_jax.functional.advantages import group_advantages
-from grpo_jax.functional.divergence import kl_k1
+from grpo_jax.functional.divergence import kl_k1, kl_k2, kl_unbiased
 from grpo_jax.functional.losses import Objective, token_mean_weights
 from grpo_jax.functional.numerics import AxisName
 
@@ -123,11 +123,13 @@ PRESETS: dict[str, Objective] = {
     # 2504.02546
     "gpg": _ON_POLICY._replace(advantages=ignore_lengths(A.gpg_advantages)),
     # 2602.02710
-    "max_rl": _BY_TOKEN._replace(advantages=ignore_lengths(A.max_rl_advantages)),
+    "max_rl": _BY_TOKEN._replace(advantages=ignore_lengths(A.max_rl_advantages), reads_outcomes=True),
     # 2508.08221
     "lite_ppo": _BY_TOKEN._replace(advantages=ignore_lengths(A.batch_std_advantages)),
-    # 2508.10751, k = 4 of 8.
-    "pass_at_k": _BY_TOKEN._replace(advantages=ignore_lengths(A.pass_at_k_advantages, k=4), min_group_size=4),
+    # 2508.10751, k = 4 of 8. In a group of four there is only one subset of four, so that all advantages would be 0.
+    "pass_at_k": _BY_TOKEN._replace(
+        advantages=ignore_lengths(A.pass_at_k_advantages, k=4), min_group_size=5, reads_outcomes=True
+    ),
 }
 PRESETS = _Presets(PRESETS)
 
@@ -155,8 +157,13 @@ def check(objective: Objective, *, group_size: int = 8) -> None:
         raise ValueError(f"delta is {objective.constants['delta']}: it must be above 1")
     if group_size < objective.min_group_size:
         raise ValueError(f"group_size is {group_size}: these advantages need at least {objective.min_group_size}")
+    if objective.reads_outcomes and objective.kl_in_reward and objective.kl_coef:
+        raise ValueError("these advantages read the signs of rewards, which a KL changes: set kl_in_reward to False")
     if objective.kl_in_reward and objective.kl_bias_correction:
         raise ValueError("kl_bias_correction is of a KL in the loss: set it to False, or kl_in_reward")
+    if objective.kl_bias_correction and objective.divergence in (kl_k2, kl_unbiased):
+        # On samples of the current policy x is the unbiased gradient. ρ k3 has ρ x, ρ k2 has ρ (x + k2).
+        raise ValueError("kl_bias_correction biases gradients of kl_k2 and kl_unbiased: take kl_k3, or set it to False")
     uncorrected = objective.kl_coef and not objective.kl_in_reward and not objective.kl_bias_correction
     if uncorrected and objective.divergence is kl_k1:
         raise ValueError(

@@ -48,7 +48,7 @@ def kl_penalized_rewards(
       logprobs: `[..., T]` in nats, under the policy that sampled.
       ref_logprobs: `[..., T]` in nats.
       mask: bool `[..., T]`.
-      kl_coef: β; 0.05 in RLOO's paper, 0.1 in 1909.08593.
+      kl_coef: β; 0.05 in TRL's RLOO, 0.1 in 1909.08593.
 
     Returns:
       `[...]`, for an advantage function; without gradient.

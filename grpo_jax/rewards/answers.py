@@ -32,7 +32,9 @@ _NUMBER = re.compile(
     r"|(?P<times>\s*(?:\\times|\\cdot|\*)\s*10)?\^\{?(?P<power>[-+]?\d{1,3})(?!\d)\}?)?)"
 )
 # In running text a sign does not follow a digit or a letter, as in 10-5, and a number does not begin inside a word.
-_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}.])[-−]\$?|(?<![\w.])){_DIGITS}(?:/\d+)?")
+# Thai, Chinese, Japanese and Korean have no spaces there.
+_IN_WORD = r"[^\W\u0e00-\u0e4f\u3040-\u9fff\uac00-\ud7af]"
+_IN_TEXT = re.compile(rf"(?:(?<!{_IN_WORD})(?<![)\]}}.])[-−]\$?|(?<!{_IN_WORD})(?<!\.)){_DIGITS}(?:/\d+)?")
 _FORMULA = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?", re.DOTALL)  # \$ does not end it
 _WORDS = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|operatorname)\s*(?=\{)"
 
@@ -59,10 +61,10 @@ def boxed_answer(text: str) -> str | None:
     if start < 0:
         return None
     rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox")
-    if not rest.startswith("{"):
+    if not rest.lstrip().startswith("{"):
         single = re.match(r"\s+([-\d.,]+|\w)", rest)  # \boxed 5
         return single.group(1) if single else None
-    depth = 0
+    rest, depth = rest.lstrip(), 0
     for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \{ and \} are not braces
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth == 0 and brace.group() == "}":
@@ -100,7 +102,7 @@ _CHARACTERS = str.maketrans(
     | {"½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4"}
 )
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|,\\!|\\[,;:! ])\s*\d{3})+(?![\d,])")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\\!|\\[,;:! ])\s*\d{3})+(?!\d)")
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALES |= {"k": 1000, "K": 1000, "M": 10**6, "B": 10**9}
 _SYNONYMS = (

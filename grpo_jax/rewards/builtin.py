@@ -178,9 +178,10 @@ def _graded(
     examples: Sequence[Example],
     completions: Sequence[Completion],
 ) -> list[float]:
-    if any(column not in example for example in examples):
+    if any(example.get(column) is None for example in examples):
         raise UsageError(
-            f"a reward compares with the column {column!r}, which an example does not have: name it by column=..."
+            f"a reward compares with the column {column!r}, which an example does not have, or without a value: name "
+            "it by column=..., or leave the row out"
         )
     answers = (extract(last_action(completion)) for completion in completions)
     truths = (expected(str(example[column])) for example in examples)

@@ -260,6 +260,7 @@ class Grader:
       counts: Reason -> the number of completions without a reward since the start, for each of REASONS.
       messages: Reason -> the last message about it, the end of a traceback or of the function's stderr.
       source: The digest of the function's file; empty for a function of this package.
+      spec: The name of the function.
     """
 
     def __init__(self, reward: str, **options: Any) -> None:
@@ -276,7 +277,7 @@ class Grader:
         self.counts = dict.fromkeys(REASONS, 0)
         self.messages: dict[str, str] = {}
         self._processes = Processes("reward", reward, ProcessOptions(**options), _read_reward)
-        self.source = self._processes.source
+        self.source, self.spec = self._processes.source, reward
 
     def __call__(self, examples: Sequence[Example], completions: Sequence[Completion]) -> list[Earned]:
         """Returns the rewards of B completions, each finite or None.

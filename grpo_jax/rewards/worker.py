@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from grpo_jax.data.coroutines import resolve
 from grpo_jax.data.types import LARGEST_REWARD, MESSAGE_CHARACTERS, Checked, Completion, Span, hash_file
-from grpo_jax.errors import UsageError, abbreviate
+from grpo_jax.errors import UsageError, abbreviate, user_path
 
 _STDERR = 2
 _WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and its allocations
@@ -142,7 +142,7 @@ def import_place(kind: str, place: str, spec: str) -> Any:
             if not {"", os.getcwd()} & {*sys.path}:  # an installed command's path lacks the current folder
                 sys.path.append(os.getcwd())
             return importlib.import_module(place)
-        path = Path(place).resolve()
+        path = user_path(place).resolve()
         if not path.is_file():
             raise UsageError(f"the {kind} {spec!r} cannot be loaded: there is no file {path}")
         sys.path.insert(0, str(path.parent))  # lets it import modules in its folder

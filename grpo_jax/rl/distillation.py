@@ -152,7 +152,7 @@ def taught_advantage(advantage: Advantage, config: DistillationConfig, loss: Los
         assert batch.target is not None
         by_token = jnp.where(batch.completion_mask, F.teacher_advantages(logprobs, batch.target.logprobs), 0)
         k1 = -jnp.sum(by_token) / jnp.maximum(jnp.sum(batch.completion_mask), 1)
-        learned = keep_top_entropy(by_token, scored, loss)
+        learned = keep_top_entropy(by_token, batch, loss)
         advantages = F.per_token(weighted, by_token) + config.distillation_coef * learned
         return batch._replace(advantages=advantages), logged, logs | {"distillation": k1}
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.config import SamplingConfig
-from grpo_jax.data.episodes import ENDINGS, MAX_CHARACTERS, Reply
+from grpo_jax.data.episodes import ENDINGS, FAILURES, MAX_CHARACTERS, Reply, episode_return
 from grpo_jax.data.types import Completion, Example, Reward, Rewards, Span, Turn
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices, to_numpy
 from grpo_jax.errors import UsageError
@@ -21,6 +21,8 @@ from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episod
 from grpo_jax.sampling.sampler import Completions, truncation_of
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
+
+_RETURNS = (episode_return, f"{episode_return.__module__}:{episode_return.__name__}")
 
 # The two compiled programs, which serve any number of turns:
 # (params, prompt, numbers, temperature, noise) -> Episodes after one turn, and
@@ -254,12 +256,14 @@ def find_turns(
 ) -> np.ndarray:
     """Returns the turns of each episode as parts: object `[N, G]`, tuples of `Span` in tokens.
 
-    The reward of a part is the environment's reward of the turn if `shares_a_function`, and else 0.
+    The reward of a part is the environment's reward of the turn, multiplied by `turn_weight`. It is 0 if the
+    environment failed, since the reward of such an episode does not add up its turns.
     """
-    counted, parts = shares_a_function(reward, task.reward), np.empty(completions.truncated.shape, object)
+    weight, parts = turn_weight(reward, task.reward), np.empty(completions.truncated.shape, object)
     for place in np.ndindex(parts.shape):
         turn = np.where(completions.completion_mask[place], completions.turn[place], 0)
-        rewards = np.nan_to_num(completions.turn_rewards[place]) * counted
+        has_failed = ENDINGS[completions.ending[place]] in FAILURES
+        rewards = np.nan_to_num(completions.turn_rewards[place]) * (0 if has_failed else weight)
         tokens = {number: np.flatnonzero(turn == number) for number in range(1, turn.max() + 1)}
         parts[place] = tuple(
             Span(int(at[0]), int(at[-1]) + 1, float(rewards[number - 1]), "tokens") for number, at in tokens.items()
@@ -267,15 +271,20 @@ def find_turns(
     return parts
 
 
-def shares_a_function(reward: Reward | Rewards, task_reward: Reward | Rewards) -> bool:
-    """Returns true if two rewards have a function in common. Only then do a run's rewards of turns count.
+def turn_weight(reward: Reward | Rewards, task_reward: Reward | Rewards) -> float:
+    """Returns the weight with which the environment's rewards of turns are in a run's reward.
 
-    The coin toss of a control is not in the task's reward, so its rewards of turns are left out too. Otherwise the
-    control would learn from them, even if they cancel in the sum of an episode: the loss weighs a token by the length
-    of its completion, and later turns change that length.
+    It is that of `episode_return`. Other functions may add up the turns as well. Without `episode_return`, it is
+    therefore the largest weight of a function that is also in the task's reward.
+
+    The coin toss of a control is not in the task's reward, so rewards of turns are left out. Otherwise the control
+    would learn from them, even if they cancel in the sum of an episode: the loss weighs a token by the length of its
+    completion, and later turns change that length.
     """
-    functions, others = ([part.reward for part in named_components(each).values()] for each in (reward, task_reward))
-    return any(function in others for function in functions)
+    parts, known = named_components(reward).values(), [part.reward for part in named_components(task_reward).values()]
+    # A `Grader` has the name of its function.
+    sums = [part.weight for part in parts if getattr(part.reward, "spec", part.reward) in _RETURNS]
+    return sum(sums) if sums else max((part.weight for part in parts if part.reward in known), key=abs, default=0.0)
 
 
 def count_episodes(

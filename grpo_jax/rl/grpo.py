@@ -178,16 +178,15 @@ def masked(batch: Batch, config: LossConfig) -> Batch:
     """Masks truncated completions and tokens of low entropy, if the options ask for it.
 
     A truncated completion is removed from the mask, so it has no KL either. For a token of low entropy only the
-    advantage is set to 0 (2506.01939).
+    advantage is set to 0 (2506.01939). The share of tokens to keep is of those that are left in the mask, as in TRL.
 
     Args:
       batch: The batch with advantages, and with entropies if `top_entropy` is below 1.
       config: The loss options of the run.
     """
-    batch = batch._replace(advantages=keep_top_entropy(batch.advantages, batch, config))
     if config.mask_truncated:
         batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, ~batch.truncated))
-    return batch
+    return batch._replace(advantages=keep_top_entropy(batch.advantages, batch, config))
 
 
 def keep_top_entropy(advantages: jax.Array, batch: Batch, config: LossConfig) -> jax.Array:

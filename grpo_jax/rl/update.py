@@ -253,6 +253,8 @@ def adapt_kl_coef(config: GRPOConfig) -> Hook:
             num_samples=config.sampling.num_prompts * config.sampling.group_size,
             horizon=config.reference.kl_horizon,
         )
+        # A step whose KL is not finite is skipped. With it, this coefficient and so all later steps would be lost.
+        kl_coef = jnp.where(jnp.isfinite(kl_coef), kl_coef, state.extras["kl_coef"])
         return state._replace(extras=state.extras | {"kl_coef": kl_coef})
 
     return hook

@@ -26,7 +26,7 @@ from grpo_jax.models.rounding import round_stochastically
 from grpo_jax.models.transformer import Params, param_shapes
 from grpo_jax.options import flattened
 from grpo_jax.runs import files
-from grpo_jax.runs.checkpoint import Checkpoints, best_step, read_scores
+from grpo_jax.runs.checkpoint import Checkpoints, best_step, read_scores, saved_steps
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, check_inputs, read_inputs, run_digest
 
 Step = int | Literal["best"] | None
@@ -242,8 +242,9 @@ def restore(
         return replace(config, tie_word_embeddings=config.tie_word_embeddings and "unembedding" not in params)
 
     if step == "best":
-        scores = read_scores(run / "checkpoints" / phase)
-        scores.pop(0, None)  # the initial model has no checkpoint
+        folder = run / "checkpoints" / phase
+        newest = max(saved_steps(folder), default=0)  # a killed run may have scored later steps
+        scores = {number: score for number, score in read_scores(folder).items() if 0 < number <= newest}
         if not scores:
             raise UsageError(f"{run} has kept no best checkpoint: train with --keep-best, or name a step")
         step = best_step(scores)

@@ -64,8 +64,8 @@ class TaskOptions:
     """Rows that are only evaluated, in the format of `task`: a file, folder or hub id. Empty: part of your rows is held
     out."""
     num_heldout: Size | None = None
-    """Largest number of held-out prompts. None: 200 in training, at most a tenth of your own rows; all in
-    evaluations."""
+    """Largest number of held-out prompts. None: in training 200, at most a tenth of your own prompts, or all of
+    --heldout; in evaluations all."""
     reward_deadline: Bound = 10.0
     """Seconds that a reward may take for the completions of one prompt. Then the call is killed, and these completions
     get no number."""
@@ -133,9 +133,9 @@ def _usual_rewards(options: TaskOptions) -> tuple[str, ...]:
     return () if options.environment else _REWARDS.get(options.task, ())
 
 
-def usual_num_heldout(num_rows: int) -> int:
-    """Returns the default number of held-out prompts of your own rows: a tenth of the rows, at least 1, at most 200."""
-    return min(200, max(1, num_rows // 10))
+def usual_num_heldout(num_prompts: int) -> int:
+    """Returns the default number of held-out prompts: a tenth of the different prompts, at least 1, at most 200."""
+    return min(200, max(1, num_prompts // 10))
 
 
 # ---- opening
@@ -244,7 +244,7 @@ def _task_maker(options: TaskOptions, training: bool, has_levels: bool) -> Any:
         rows, heldout_rows = trl_rows(factory, rows), heldout_rows and trl_rows(factory, heldout_rows)
     held: dict[str, Any] = {"heldout_rows": heldout_rows, "num_heldout": most}
     if heldout_rows is None and training:
-        held = {"num_heldout": usual_num_heldout(len(rows)) if most is None else most}
+        held = {"num_heldout": usual_num_heldout if most is None else most}
     elif heldout_rows is None:
         rows, held = [rows[i] for i in np.sort(rng(0).permutation(len(rows))[:most])], {"heldout_share": 0.0}
     return partial(make, rows=rows, **held)

@@ -275,7 +275,7 @@ def encode_rows(
     system: str | None = None,
     heldout_rows: Sequence[Mapping[str, Any]] | None = None,
     heldout_share: float = 0.1,
-    num_heldout: int | None = None,
+    num_heldout: int | Callable[[int], int] | None = None,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
     all_in_advance: int | None = None,
@@ -296,7 +296,8 @@ def encode_rows(
       heldout_share: About the share of the prompts that is held out, without `heldout_rows`. 0: all prompts are trained
         on and also evaluated, and a note says so.
       num_heldout: The most rows taken from `heldout_rows`, or without these, the number of different held-out prompts,
-        which replaces the share. The prompts with the smallest hashes are taken.
+        which replaces the share. The prompts with the smallest hashes are taken. A function gets the number of
+        different prompts.
       max_prompt_tokens, overlong: See `encode_prompts`.
       all_in_advance: The most training rows whose prompts are all encoded in advance. With more rows, only held-out
         prompts, prompts that may not fit, and a sample that decides the width are encoded in advance. None: no limit.
@@ -308,7 +309,7 @@ def encode_rows(
     Raises:
       UsageError: Rows, columns, template or split are invalid. The message is one sentence that says where.
     """
-    check_number("num_heldout", num_heldout, Size)
+    check_number("num_heldout", None if callable(num_heldout) else num_heldout, Size)
     write = prompt_writer(chat, in_chat, system)
     prompt_of = partial(_prompt, prompt_column=prompt_column, template=template)
 
@@ -319,6 +320,7 @@ def encode_rows(
 
     check = partial(_check, chat, prompt_of, write)
     checked = check(rows, "row")
+    num_heldout = num_heldout(len(np.unique(checked[0]))) if callable(num_heldout) else num_heldout
     apart = None if heldout_rows is None else check(heldout_rows, "held-out row")
     nothing_held_out = apart is None and num_heldout is None and heldout_share == 0
     train, out, lost = _sides(checked[0], None if apart is None else apart[0], heldout_share, num_heldout)

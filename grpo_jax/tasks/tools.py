@@ -143,7 +143,7 @@ def _told(error: Exception) -> str:
 
 
 def _text(result: Any) -> str:
-    return result if isinstance(result, str) else json.dumps(result, default=str)
+    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
 def count_calls(completion: Completion) -> dict[str, float]:

@@ -31,3 +31,12 @@ def test_stop_texts_of_files_and_runs_are_literal(tmp_path):
         grpo.Config, None, ["--config", str(tmp_path / "config.json"), "--run-dir", str(tmp_path / "x")]
     )
     assert options.train.sampling.stop == ("\\nabla", "\n")
+
+
+def test_other_rows_of_the_task_are_all_evaluated(tmp_path):
+    saved = {"task": "math", "data": "a.jsonl", "heldout": "b.jsonl", "num_heldout": 5, "chat": False}
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    for args, rows in (([], ("b.jsonl", 5)), (["--data", "c.jsonl"], ("", None))):
+        options = evaluate.parse([str(tmp_path), *args])
+        assert (options.heldout, options.num_heldout, options.chat) == (*rows, False)

@@ -42,6 +42,7 @@ REFUSED = [
     ("", "evaluate somewhere --task gsm8k --samples 0", "samples is 0"),
     ("", "evaluate somewhere --task gsm8k --samples 99999999999", "samples is 99999999999"),
     ("", f"evaluate somewhere --task gsm8k --seed {2**32}", f"seed is {2**32}"),
+    ("", "evaluate model --task rows.jsonl --reward rewards.py:low --step 3", "model is no run"),
     ("task", "--task ''", "--task is needed"),
     ("task", "", "--reward is needed for rows.jsonl"),
     ("task", "--reward 'lenght(maximum=1)'", "no built-in reward 'lenght'"),

@@ -64,11 +64,15 @@ def test_evaluate_reproduces_the_final_scores_of_training(folder, tmp_path, caps
 
     # The task and the length are the run's; how many prompts are sampled at once makes no difference.
     numbers = evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, "--num-prompts", 3)
-    assert (numbers["options"]["task"], numbers["options"]["step"]) == (str(folder / "rows.jsonl"), 2)
+    options = numbers["options"]
+    assert (options["task"], options["step"], options["dtype"]) == (str(folder / "rows.jsonl"), 2, "float32")
     after = {name: value for name, value in results["after"].items() if not name.startswith("change")}
     assert {name: numbers[name] for name in after} == pytest.approx(after, abs=1e-6, nan_ok=True)
-    with refused("leave out --num-heldout"):
-        evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, "--num-heldout", 9)
+    for path in ((), ("--task", f"{folder}/../{folder.name}/rows.jsonl")):
+        with refused("leave out --num-heldout"):
+            evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, *path, "--num-heldout", 9)
+    with refused("the run keeps its dtype float32"):
+        evaluation(tmp_path / "run", tmp_path / "out", *SAMPLED, "--dtype", "bfloat16")
     with refused("--heldout is for training"):
         evaluation(
             folder / "model", tmp_path / "out", *LOW, "--task", folder / "rows.jsonl", "--heldout", "other.jsonl"

@@ -30,6 +30,7 @@ PREFERENCES = [
     ({"chosen": ASKED + BLUE, "rejected": ASKED + GREEN}, SKY),
     ({"prompt": "What color is the sky?", "chosen": ASKED + BLUE, "rejected": ASKED + GREEN}, SKY),
     ({"prompt": "What color is the sky?", "chosen": BLUE, "rejected": GREEN}, SKY),
+    ({"prompt": PARTS, "chosen": ASKED + BLUE, "rejected": ASKED + GREEN}, SKY),
     ({"prompt": ASKED, "tools": [TOOL], "chosen": BLUE, "rejected": GREEN}, SKY._replace(kwargs={"tools": [TOOL]})),
 ]
 
@@ -103,6 +104,8 @@ def test_a_csv_holds_texts(tmp_path):
     assert rows[0] == {"prompt": 'a, "b"\nc', "completion": "d", "label": "1"}
     assert [rating.desirable for rating in read_ratings(tmp_path)[0]] == [True, False]
     assert rows[1].where == f"{tmp_path}/train.csv, line 4"
+    (tmp_path / "long.csv").write_text(f"prompt,,\n{'word ' * 30_000},,\n")
+    assert len(read_rows(tmp_path / "long.csv")[0]["prompt"]) == 150_000
 
 
 # ---- the package datasets

@@ -174,8 +174,8 @@ def test_best_checkpoint_is_exported_on_request(whole, tmp_path):
         (copy / "checkpoints/grpo.scores.json").write_text(scores)
         with refused(words):
             export(best)
-    (copy / "checkpoints/grpo.scores.json").write_text('{"0": 1, "1": 0.5, "2": 0.9, "3": null}')
-    assert export(best) == 2
+    (copy / "checkpoints/grpo.scores.json").write_text('{"0": 1, "1": null, "2": 0.9, "3": 0.95}')
+    assert export(best) == 2  # it was killed before it saved step 3
 
 
 BAD_EXPORTS = [

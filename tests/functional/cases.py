@@ -145,8 +145,8 @@ LOSS |= {"ref_logprobs": REF, "entropy": ENTROPY, "weights": WEIGHTS}
 of_loss = partial(
     Case,
     arrays=LOSS,
-    differentiable="logprobs advantages ref_logprobs entropy",
-    constant="old_logprobs",
+    differentiable="logprobs entropy",
+    constant="old_logprobs advantages ref_logprobs",
     numbers=EPSILONS | {"kl_coef": 0.3, "entropy_coef": 0.1},
     is_of_batch=True,
 )

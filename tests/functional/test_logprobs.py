@@ -171,6 +171,13 @@ def test_top_tokens_are_those_of_all_logits(vocabulary, width):
         assert_array_equal(ids, np.argsort(-(arrays["hidden"] @ arrays["unembedding"].T), axis=-1)[..., :k])
 
 
+def test_top_tokens_are_32_bits_under_x64():
+    arrays = random_arrays(7)
+    with jax.enable_x64(True):
+        tops = jax.eval_shape(partial(F.top_tokens, k=3), arrays["hidden"], arrays["unembedding"])
+    assert tops.dtype == jnp.int32
+
+
 # --- digits ---
 
 

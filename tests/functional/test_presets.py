@@ -208,21 +208,18 @@ def small_groups():
     """Returns the advantages of groups of the smallest size, and of one less."""
 
     def of(name, size):
-        rewards, lengths = np.float32([1, 0, 0, 2])[:size], np.array([3, 1, 2, 5])[:size]
+        rewards, lengths = np.float32([1, 0, 0, 0, 0])[:size], np.array([3, 1, 2, 5, 4])[:size]
         return F.PRESETS[name].advantages(rewards, lengths)
 
     sizes = {name: objective.min_group_size for name, objective in F.PRESETS.items()}
-    return jax.jit(
-        lambda: {
-            name: [of(name, size), 0.0 if name == "pass_at_k" else of(name, size - 1)] for name, size in sizes.items()
-        }
-    )()
+    return jax.jit(lambda: {name: [of(name, size), of(name, size - 1)] for name, size in sizes.items()})()
 
 
 @every_preset
 def test_the_smallest_group_is_declared(name):
     enough, too_few = small_groups()[name]
     assert np.isfinite(enough).all()
+    assert np.any(enough)
     assert not np.any(too_few)
     with pytest.raises(ValueError, match=r"group_size is .*at least"):
         F.check(F.PRESETS[name], group_size=F.PRESETS[name].min_group_size - 1)

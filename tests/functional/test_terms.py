@@ -78,6 +78,12 @@ def test_on_policy_gradient_is_reinforce(name):
     assert_allclose(gradient, -ADVANTAGES[:, None] * weights, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("surrogate", [F.clipped_surrogate, F.unclipped_surrogate, F.cispo_surrogate, F.sapo_surrogate])
+def test_surrogates_take_plain_numbers(surrogate):
+    number = jax.jit(lambda: surrogate(0.1, 2.0))()
+    assert_allclose(number, surrogate(jnp.full(1, 0.1), jnp.array(2.0))[0], rtol=1e-6)
+
+
 def test_infinite_delta_changes_nothing_and_costs_nothing():
     log_ratio, advantages = np.float32([[-0.5, 0.4, 1.8]] * 2), np.float32([1, -1])
 

@@ -137,6 +137,9 @@ CASES = [
     ("gsm8k lenient", "18", "#### Step 3: the total\nSo 18.", True, "a heading is no answer"),
     ("gsm8k lenient", "18", "#### Final answer: 18", True, "the stated number"),
     ("gsm8k lenient", "5", "x5", False, "no number"),
+    ("gsm8k lenient", "18", "所以答案是18。", True, "no spaces between words"),
+    ("gsm8k lenient", "-18", "一共是-18个", True, "no spaces between words"),
+    ("gsm8k lenient", "18", "一共是-18个", False, "the sign"),
     ("gsm8k lenient", "18", "", False, "no text"),
     # ---- GSM8K's own pattern
     ("gsm8k official", "18", "#### 18", True, "the form of the data"),
@@ -154,6 +157,7 @@ CASES = [
     ("math", r"\frac{1}{2}", r"so \boxed{\dfrac12}.", True, "a fraction"),
     ("math", "2", r"\boxed{1} or \boxed{2}", True, "the last box"),
     ("math", "2", "2", False, "no box"),
+    ("math", "42", r"\boxed {42}", True, "a space before the brace"),
 ]
 FORMULAS = [
     ("0.5", r"\frac{1}{2}", True, "the same number"),
@@ -166,6 +170,8 @@ FORMULAS = [
     (r"\frac{1}{3}", "0.333333", False, "rounded"),
     ("1000", "1{,}000", True, "a separator of thousands"),
     ("1000", r"1\,000", True, "a separator of thousands"),
+    ("(1000,2)", r"(1{,}000, 2)", True, "a separator of thousands in a tuple"),
+    ("1000,2000", r"1{,}000,2{,}000", True, "separators of thousands in a list"),
     ("1000", "1,000", True, "a separator of thousands"),
     (r"11,\! 111,\! 111,\! 100", "11111111100", True, "separators of thousands"),
     ("10,200", "10, 200", False, "a list"),

@@ -32,6 +32,8 @@ def test_exact_answer():
     last = builtin.exact_answer("goal", extract=last_number)
     assert last(examples[-1:] * 2, texts("It is 7.", "None")) == [1.0, 0.0]
     assert last([{"goal": 1000}], texts("It is 1e3.")) == [1.0]
+    with refused("compares with the column 'goal', which an example does not have, or without a value"):
+        reward([{"goal": None}], texts("None"))
 
 
 # ---- what can take for ever

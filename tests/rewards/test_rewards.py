@@ -348,9 +348,11 @@ def test_async_functions_run_in_a_process(file):
             assert score_completions(rewards, [{}] * 2, texts("a", "bc")).rewards.tolist() == [2.0, 2.0]
 
 
-def test_grader_paths_are_relative_to_its_starting_folder(file, monkeypatch):
+@pytest.mark.parametrize("path", ["actions.py", "~/actions.py"])
+def test_grader_paths_are_relative_to_its_starting_folder(file, monkeypatch, path):
     monkeypatch.chdir(file.parent)
-    with Grader("actions.py:act", chunk=1, workers=1) as grader:
+    monkeypatch.setenv("HOME", str(file.parent))
+    with Grader(f"{path}:act", chunk=1, workers=1) as grader:
         monkeypatch.chdir("/")
         assert graded(grader, "os._exit(3)", FINE)[0] == [None, 1.0]  # loaded again
 

@@ -151,7 +151,9 @@ def test_k1_adds_teacher_and_reward_advantages():
 
 
 def test_top_entropy_masks_reward_and_teacher_advantages():
-    mask, entropy = a_batch().completion_mask, a_batch().old_entropy
+    sampled, truncated = a_batch().completion_mask, np.broadcast_to(np.arange(3) == 0, (4, 3))
+    # Truncated completions have the highest entropies, but take no part of the share if they are masked.
+    entropy = a_batch().old_entropy + 9 * truncated[..., None]
 
     def advantages(**options):
         config = recipe("dapo", distillation="k1", distillation_coef=0.7, **options)
@@ -160,17 +162,18 @@ def test_top_entropy_masks_reward_and_teacher_advantages():
         @jax.jit
         def learned(batch):
             taught = batch._replace(**scores_of(method, MODELS, batch))
-            return method.advantage(some_rewards(), taught, 0.0)
+            return method.advantage(some_rewards(), taught._replace(truncated=truncated, old_entropy=entropy), 0.0)
 
         batch, logged, _ = learned(a_batch())
         assert options.get("reward_coef", 1) or not np.any(logged)
-        return np.where(mask, np.broadcast_to(batch.advantages, mask.shape), 0)
+        return np.broadcast_to(batch.advantages, sampled.shape)
 
-    keep = F.top_entropy_tokens(entropy, mask, share=0.5)
-    assert 0.4 < np.mean(keep[mask]) < 0.7
-    for options in ({}, {"reward_coef": 0.0}):
+    for options in ({}, {"reward_coef": 0.0}, {"mask_truncated": True}):
+        mask = sampled & ~truncated[..., None] if "mask_truncated" in options else sampled
+        keep = F.top_entropy_tokens(entropy, mask, share=0.5)
+        assert 0.4 < np.mean(keep[mask]) < 0.7
         whole, masked = advantages(**options), advantages(**options, top_entropy=0.5)
-        np.testing.assert_allclose(masked, np.where(keep, whole, 0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(masked[mask], np.where(keep, whole, 0)[mask], rtol=1e-5, atol=1e-6)
         assert np.abs(whole[mask & ~keep]).min() > 1e-6
 
 

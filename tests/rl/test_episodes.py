@@ -12,15 +12,16 @@ from rl_helpers import assert_same_runs, compilations_of, open_run, recording
 from tiny import digit_prompts, digit_task, random_params, refused, tiny_config
 
 from grpo_jax.config import recipe, with_options
-from grpo_jax.data.episodes import Reply, environment, episode_return
+from grpo_jax.data.episodes import ENDINGS as REASONS, Reply, environment, episode_return
 from grpo_jax.data.types import Component, rng
 from grpo_jax.devices import Mesh, first_devices
 from grpo_jax.functional import turn_advantages
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.grade import decode_groups
+from grpo_jax.rl.grade import decode_groups, grade_completions, reward_arrays
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Forward, noise_of
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import score_completion_tokens, states_of
 from grpo_jax.tasks.task import random_reward
 
@@ -182,6 +183,19 @@ def test_replacing_the_task_reward_drops_environment_rewards(tmp_path):
     # Alongside the task's own reward, the environment's count.
     _, batch, rewards, _ = learned_by_turns(tmp_path / "both", BOTH | {"coin": Component(random_reward(0))})
     assert np.any(turn_rewards(batch, rewards)[np.arange(1, 4) < np.asarray(batch.turn).max(-1)[..., None]])
+
+
+@pytest.mark.parametrize(("weight", "ending"), [(1.0, "done"), (0.5, "turns"), (0.0, "done"), (0.5, "raised")])
+def test_turn_rewards_have_the_weight_of_their_sum(weight, ending):
+    ids, turn = [3, EOS, 1, 3, EOS, PAD], [1, 1, 1, 2, 2, 0]  # two turns, with a reply of one token between them
+    mask = [True, True, False, True, True, False]
+    arrays = (np.array(x)[None, None] for x in (False, turn, [2.0, 4.0, np.nan], REASONS.index(ending)))
+    completions = Completions(*(np.array(x)[None, None] for x in (ids, mask)), None, None, *arrays)
+    reward = BOTH | {"environment": Component(episode_return, weight)}
+    graded = grade_completions(prompts(0).take(np.arange(1)), completions, PLAYED, reward)
+    threes, of_turns = graded.components["threes"].item(), weight * (ending != "raised") * np.array([2, 4])
+    at_ends = reward_arrays(graded, "turns", len(ids), reward).parts[0, 0, [1, 4]]
+    np.testing.assert_allclose(at_ends, np.add(of_turns, [0, threes]), rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from grpo_jax.rl.grade import grade_completions, reward_arrays
 from grpo_jax.rl.grpo import by_part, corrected_advantages, make_programs
 from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.types import Graded
-from grpo_jax.rl.update import average_over_updates, sync_reference
+from grpo_jax.rl.update import adapt_kl_coef, average_over_updates, sync_reference
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Batch, TrainState
@@ -71,6 +71,13 @@ def test_reference_mixes_in_the_policy_when_due():
     state, sync = TrainState(params, (), jnp.int32(0), extras), sync_reference(config)
     moved = [float(sync(state, {}, step).extras["reference"]["w"]) for step in range(4)]
     assert moved == [4, 5, 4, 5]  # the steps are counted from 0
+
+
+def test_a_kl_that_is_nan_keeps_its_coefficient():
+    state, adapt = TrainState({}, (), 0, {"kl_coef": jnp.float32(0.5)}), adapt_kl_coef(with_options(RUN, kl_target=6.0))
+    numbers = {"kl_completion": jnp.array([jnp.nan, 3.0, 9.0])}
+    without, below, above = adapt(state, numbers, 0).extras["kl_coef"]
+    assert below < without == 0.5 < above
 
 
 def test_kl_in_the_reward_is_steered_to_target(tmp_path):

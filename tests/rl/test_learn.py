@@ -136,16 +136,18 @@ def gradient_by_hand(params, batch: Batch, mask, delta, off_policy_threshold, *,
 
 def by_hand(batch: Batch, *, top_entropy, mask_truncated, params=PARAMS, **constants) -> optax.Params:
     mask, rewards = batch.completion_mask, rl_helpers.ragged_rewards(N, G)
-    # Of n tokens the 1 + ⌊share (n − 1)⌋ of the highest entropy.
-    of_tokens = np.sort(np.asarray(batch.old_entropy)[mask])[::-1]
+    learned_from = mask & ~batch.truncated[..., None] if mask_truncated else mask
+    # Of n tokens that are learned from, the 1 + ⌊share (n − 1)⌋ of the highest entropy.
+    of_tokens = np.sort(np.asarray(batch.old_entropy)[learned_from])[::-1]
     has_advantage = batch.old_entropy >= of_tokens[int(top_entropy * (len(of_tokens) - 1))]
     advantages = F.group_advantages(rewards.rewards, where=rewards.applicable)[..., None] * has_advantage
-    learned_from = mask & ~batch.truncated[..., None] if mask_truncated else mask
     return gradient_by_hand(params, batch._replace(advantages=advantages), learned_from, **constants)
 
 
 def test_every_option_has_its_functions_gradient():
     batch = a_batch()
+    # Truncated completions have the highest entropies, but take no part of the share of tokens.
+    batch = batch._replace(old_entropy=batch.old_entropy + 9 * batch.truncated[..., None].astype(np.float32))
     actual, metrics = gradient_of(with_options(GRPO, **OPTIONS), batch, rl_helpers.ragged_rewards(N, G))
     assert 0 < metrics["on_policy_share"] < 1
     rl_helpers.assert_close(actual, by_hand(batch, **OPTIONS), rtol=1e-4, atol=1e-7)

@@ -51,7 +51,9 @@ OPTIONS = [
     (RUN, {"correction": "token", "old_logprobs": "sampler"}, "correction token .*old_logprobs"),
     (RUN, {"advantages_of": "spans", "preset": "gmpo"}, "gmpo .*advantages_of"),
     (RUN, {"preset": "gpg", "epochs": 2}, "gpg"),
-    (RUN, {"preset": "pass_at_k", "group_size": 2}, "group_size is 2: preset pass_at_k"),
+    (RUN, {"preset": "gpg", "old_logprobs": "sampler"}, "gpg has no ratio"),
+    (RUN, {"preset": "pass_at_k", "group_size": 4}, "group_size is 4: preset pass_at_k"),
+    (RUN, {"preset": "max_rl", "kl_in_reward": True, "kl_coef": 0.1}, "max_rl .*kl_in_reward"),
     (RUN, {"advantages_of": "components", "max_rollouts": 2}, "dynamic sampling"),
     (RUN, {"advantages_of": "components", "preset": "rloo"}, "KL"),
     (RUN, {"kl_target": 6.0}, "kl_target"),
@@ -92,6 +94,11 @@ OPTIONS = [
 def test_options_that_do_not_go_together_are_refused(config, changes, words):
     with refused(words):
         validate(with_options(config, **changes))
+
+
+def test_a_kl_also_reads_old_logprobs():
+    for other in ("kl_in_reward", "kl_bias_correction"):
+        validate(with_options(RUN, preset="gpg", old_logprobs="sampler", kl_coef=0.1, **{other: True}))
 
 
 def test_weights_of_completions_go_with_ratios_of_completions():

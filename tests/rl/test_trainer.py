@@ -55,6 +55,13 @@ class Threes:
         return [text.count("3") for text in completions]
 
 
+class Frame(list):
+    """A table like pandas', which iterates over the names of its columns."""
+
+    def iterrows(self):
+        """The method by which pandas' tables are known."""
+
+
 class Rising(Threes):
     """Rewards that differ in every group, whatever is sampled."""
 
@@ -245,6 +252,7 @@ BAD_OPTIONS = [
     ({"prompts": []}, "prompts is empty"),
     ({"prompts": 3}, "prompts is 3: give a list"),
     ({"prompts": {"prompt": PROMPTS}}, "prompts is {'prompt': .*: give a list"),
+    ({"prompts": Frame(["prompt", "answer"])}, "prompts is .*: give a list"),
     ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt"),
     ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4"),
     ({"prompts": PROMPTS, "minibatches": 4}, "3 prompts for 4 pieces"),

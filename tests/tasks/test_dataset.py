@@ -368,6 +368,8 @@ UNREADABLE = [
     ("r.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0)[:-9], "r.jsonl.gz cannot be read"),
     ("r.xlsx", b"a", "r.xlsx is not one of .jsonl"),
     ("r.csv", b"a,b\n1,2\n3", "r.csv, line 3 has other columns than the first line"),
+    ("r.csv", b"a,b\n1,2,3", "r.csv, line 2 has other columns than the first line"),
+    ("r.csv", b"a,b,a,,\n1,2,3,,", "r.csv has two columns a: rename one of them"),
     ("r.csv", b"a\n\xff", "r.csv is not CSV in UTF-8"),
 ]
 

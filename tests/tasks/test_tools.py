@@ -191,3 +191,8 @@ def test_names_of_tools_on_a_command_line():
     for text in ("f", "file.py:", "file.py:f,,g", "file.py:f(1)"):
         with refused("the tools"):
             load_tools(text)
+
+
+def test_results_keep_the_letters_of_every_language():
+    call = '<tool_call>{"name": "later", "arguments": {"word": "Zürich 東京"}}</tool_call>'
+    assert ask(call).text == '{"said": "Zürich 東京"}'
