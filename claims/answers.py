@@ -22,6 +22,7 @@ from claims.figures import save_curves, save_rows
 from claims.groups import SIGNAL, gradient_signal
 from claims.numbers import result_of, start_row, with_nan
 from claims.questions import QUESTIONS, Comparison, Question
+from grpo_jax import statistics
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.files import read_object, write_json
 
@@ -118,11 +119,12 @@ def answer(bench: Bench, name: str) -> dict[str, Any]:
       UsageError: a claim has not one value for each seed.
     """
     started, file = time.perf_counter(), _file(bench, name)
+    earlier: dict[str, Any] = read_answer(file) if file.exists() else {"seeds": (), "seconds": 0.0}
     measured = measure(bench, QUESTIONS[name])
     for key, (values, _) in measured["primary"].items():
         if len(values) != len(bench.seeds):
             raise UsageError(f"{key} of {name} has {len(values)} values: give one for each of {len(bench.seeds)} seeds")
-    before = read_answer(file)["seconds"] if file.exists() else 0.0
+    before = earlier["seconds"] if {*earlier["seeds"]} <= {*bench.seeds} else 0.0  # the time of other seeds is theirs
     measured |= {"seconds": before + time.perf_counter() - started, "seeds": list(bench.seeds)}
     measured |= {"machine": hardware(), "code": f"checksum {code_checksum()}", "made_by": question_checksum(name)}
     write_json(file, measured)
@@ -166,6 +168,7 @@ def question_checksum(name: str) -> str:
     folder = Path(__file__).parent
     modules = ("answers", "annotators", "columns", "enumeration", "groups", "testbeds", "bench")
     files = [folder / "questions" / f"{name}.toml", *(folder / f"{module}.py" for module in modules)]
+    files.append(Path(statistics.__file__))  # pass@k, and errors of calibration
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -78,7 +78,7 @@ COLUMNS: Mapping[str, Column] = {
     "KL": partial(metric_mean, metric="kl"),
     "entropy": partial(metric_mean, metric="entropy"),
     "mismatch": partial(metric_mean, metric="first_sampler_mismatch"),
-    "largest |ratio − 1|": partial(metric_mean, metric="ratio_deviation", share=1),
+    "largest |ratio − 1| of a token": partial(metric_mean, metric="ratio_deviation", share=1),
     "groups of equal rewards": partial(metric_mean, metric="zero_spread_share", share=1),
     "different": partial(metric_mean, metric="distinct_share", share=1),
     "different, first steps": partial(metric_mean, metric="distinct_share", first=5),
@@ -110,7 +110,8 @@ def log_ratio_of_samples(one: Runs, other: Runs) -> np.ndarray:
 def steps_to(runs: Runs, targets: np.ndarray) -> np.ndarray:
     """Returns the step from which on the mean score of `SMOOTH` steps first reaches each seed's target, from 1.
 
-    It is all steps and one more if a run never does. A run shorter than `SMOOTH` steps is as if it stood still before.
+    If a run never does, it is the last such step and one more. A run shorter than `SMOOTH` steps is as if it stood
+    still before.
     """
     steps = runs.metrics["gold"]
     padded = np.pad(steps, [(0, 0), (max(0, SMOOTH - steps.shape[1]), 0)], mode="edge")

@@ -102,6 +102,26 @@ def add_answer(file: Path, name: str, answer: Mapping[str, Any], *, more: bool =
     _write(file, known | {"answers": known["answers"] | {name: answer}})
 
 
+def check_addition(file: Path, names: Sequence[str], preset: str, seeds: Sequence[int]) -> None:
+    """Refuses seeds that a file of numbers cannot take, before they are run.
+
+    Args:
+      file: of numbers.
+      names: of the questions.
+      preset: of the runs.
+      seeds: to be added.
+
+    Raises:
+      UsageError: the file is of another preset, or has one of the seeds.
+    """
+    known = read_object(file)
+    if known.get("preset") != preset:
+        raise UsageError(f"{file} has runs of the preset {known.get('preset')}, not {preset}: name another --add-to")
+    for name in names:
+        if shared := {*seeds} & {*known.get("answers", {}).get(name, {}).get("seeds", ())}:
+            raise UsageError(f"{file} has seed {min(shared)} of {name}: give another --seed")
+
+
 def with_more_seeds(answer: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an answer with the seeds of another after its own.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 
 import numpy as np
+from scipy import special
 
 from claims import questions as asked
 from claims.bench import SIZES
@@ -36,7 +37,6 @@ UNKNOWN = Interval(math.nan, math.nan, math.nan)
 POSTS, NOTES = ("000", "001"), ("003",)  # sources without an author, and notes
 NOT_MEASURED = "–"
 AS_CLAIMED = ", as claimed"
-FAR = 1.96  # standard errors between two means: by chance one claim in twenty
 # How the verdicts of two machines compare.
 ONLY_FIRST, ONLY_SECOND = "decided only on the first machine", "decided only on the second machine"
 DIFFERENT = "different verdicts"
@@ -399,6 +399,7 @@ def _question_page(name: str, numbers: Numbers, folder: Path) -> str:
     """Returns a question with its claims, table, figure, and what was measured besides."""
     question, result, curves = asked.QUESTIONS[name], numbers.questions[name], f"{name}_curves.png"
     columns, rows = rows_as_text(result)
+    shared = " without the runs of earlier questions" * (question.module == "reproduce")
     besides = table(
         ("source", "what it says", "measured by", "ours"),
         [(it.source, it.words, it.measure, number(it.interval)) for it in result.also],
@@ -406,7 +407,9 @@ def _question_page(name: str, numbers: Numbers, folder: Path) -> str:
     return _fill(
         "question",
         name=name,
-        command="reproduce --only " + name if question.module == "reproduce" else f"{question.module} --model DIR",
+        command="reproduce --only " + name
+        if question.module == "reproduce"
+        else f"{question.module} --question {name} --model DIR",
         title=question.title,
         text=question.text,
         unlearned="" if result.learned else f"{UNLEARNED.capitalize()}: {WHY_UNLEARNED}",
@@ -419,7 +422,7 @@ def _question_page(name: str, numbers: Numbers, folder: Path) -> str:
         curves=f"![scores over the steps of training]({curves})" if (folder / curves).exists() else "",
         also=f"Also measured, without a verdict.\n\n{besides}" if result.also else "",
         machine=result.machine,
-        time="" if math.isnan(result.seconds) else f", {result.seconds:.0f} s",
+        time="" if math.isnan(result.seconds) else f", {result.seconds:.0f} s{shared}",
     )
 
 
@@ -431,14 +434,15 @@ def agreement(first: Numbers, other: Numbers) -> str:
     both = _both(first, other)
     verdicts = Counter(relation(one, two) for _, one, two in both)
     overlapping = sum(overlap(one.interval, two.interval) for _, one, two in both)
-    distances = [apart(one, two) for _, one, two in both]
-    far = sum(distance > FAR for distance in distances)
+    distances, chances = ([of(one, two) for _, one, two in both] for of in (apart, chance))
+    far, least = sum(p < 0.05 for p in chances), min(1.0, len(both) * min(chances))  # Bonferroni: claims may depend
     turned = [claim.label for claim, one, two in both if turns(one, two)]
     other_way = f" The sign differs in {len(turned)} ({'; '.join(turned)})." if turned else ""
     return (
-        f"The intervals of {overlapping} of {len(both)} claims overlap. The means of {far} are more than {FAR} "
-        f"standard errors apart, and the largest distance is {max(distances):.1f}. If machines did not differ, at "
-        f"most {by_chance(distances):.0%} of repetitions would have a distance as large among {len(both)}. Verdicts: "
+        f"The intervals of {overlapping} of {len(both)} claims overlap. The means of {far} are further apart than 95% "
+        f"would be by chance (Welch's t test), and the largest distance is {max(distances):.1f} standard errors. If "
+        f"machines did not differ, at most {least:.0%} of repetitions would have a p as small among "
+        f"{len(both)}. Verdicts: "
         f"{', '.join(f'{count} {word}' for word, count in verdicts.items())}.{other_way}"
     )
 
@@ -474,12 +478,20 @@ def _again(first: Numbers, other: Numbers) -> str:
     ]
     seconds = sum(it.seconds for it in other.questions.values())
     time = "" if math.isnan(seconds) else f", {_minutes(seconds)} minutes"
-    one, two = (" and ".join(dict.fromkeys(it.machine for it in of.questions.values())) for of in (first, other))
-    code = " and ".join(dict.fromkeys(it.code for it in other.questions.values()))
-    machines = f"The first machine is {one}. The second is {two}{time}, code {code}."
+    names = list(dict.fromkeys(claim.question for claim, _, _ in _both(first, other)))
+    one = places_of({name: first.questions[name].machine for name in names})
+    two = places_of({name: "{0.machine}, code {0.code}".format(other.questions[name]) for name in names})
+    machines = f"The first machine is {one}. The second is {two}{time}."
     return f"{machines} {agreement(first, other)}\n\n{other.source}\n\n" + table(
         ("claim", "first machine", "second machine", "intervals overlap", "apart", "verdicts"), rows
     )
+
+
+def places_of(places: Mapping[str, str]) -> str:
+    """Returns the place where most of the questions were answered, and the other places with their questions."""
+    (most, _), *others = Counter(places.values()).most_common()
+    named = {other: ", ".join(name for name, place in places.items() if place == other) for other, _ in others}
+    return most + "".join(f" (but of {names}: {other})" for other, names in named.items())
 
 
 def overlap(a: Interval, b: Interval) -> bool:
@@ -492,9 +504,11 @@ def apart(one: Decision, two: Decision) -> float:
     return abs(one.interval.mean - two.interval.mean) / math.hypot(standard_error(one), standard_error(two))
 
 
-def by_chance(distances: Sequence[float]) -> float:
-    """Bonferroni's bound n · P(|z| > max): however claims depend on each other, chance gives no more."""
-    return min(1.0, len(distances) * math.erfc(max(distances) / math.sqrt(2)))
+def chance(one: Decision, two: Decision) -> float:
+    """Welch's p: how often chance puts two means at least as far apart, with deviations of so few seeds."""
+    squares = np.square([standard_error(one), standard_error(two)])
+    degrees = squares.sum() ** 2 / (squares**2 / [one.seeds - 1, two.seeds - 1]).sum()
+    return float(2 * special.stdtr(degrees, -apart(one, two)))
 
 
 def turns(one: Decision, two: Decision) -> bool:

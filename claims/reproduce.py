@@ -14,7 +14,7 @@ again on the same kind of machine. Presets other than cpu write RESULTS-smoke.md
   python -m claims.reproduce --preset cpu
   python -m claims.reproduce --preset cpu --look 20
   python -m claims.reproduce --preset cpu --only ablate_kl
-  python -m claims.reproduce --preset cpu --only ablate_kl --seed 15 --num-seeds 10 --add-to docs/results/numbers.json
+  python -m claims.reproduce --preset cpu --only ablate_kl --seed 25 --num-seeds 10 --add-to docs/results/numbers.json
   python -m claims.reproduce --numbers docs/results/numbers.json docs/results/numbers2.json --out .
 """
 
@@ -34,7 +34,7 @@ from rich.console import Console
 
 from claims import answers
 from claims.bench import Bench, Config, cores
-from claims.numbers import add_answer, judge, read_numbers, result_of, write_numbers
+from claims.numbers import add_answer, check_addition, judge, read_numbers, result_of, write_numbers
 from claims.pages import (
     UNLEARNED,
     WHY_UNLEARNED,
@@ -66,6 +66,8 @@ def main(config: Config) -> None:
         raise UsageError(f"there is no question {', '.join(sorted(unknown))}: name some of {', '.join(names)}")
     if config.only:
         bench = bench_of(config)
+        if config.add_to:
+            check_addition(config.add_to.expanduser(), config.only, config.preset, bench.seeds)
         for name, answer in answer_all(bench, config.only).items():
             show(bench, name, answer)
             if config.add_to:
@@ -123,14 +125,14 @@ def answer_all(bench: Bench, names: Sequence[str]) -> Answers:
 def expected_time(bench: Bench, names: Sequence[str]) -> str:
     """Returns a sentence on the time that questions take, by the time that the committed results took per seed.
 
-    Some of their runs may be on disk already. Then it takes less.
+    These were asked in order, so runs count for the first question that has them. If some are on disk, it takes less.
     """
     file = folder_of(ROOT, bench.preset) / "numbers.json"
     results = read_numbers(file).questions if file.exists() else {}
     seconds = sum(results[name].seconds / results[name].seeds if name in results else math.nan for name in names)
     if math.isnan(seconds):
         return "nobody has measured how long they take"
-    return f"they may take up to {in_time(seconds * len(bench.seeds))} on two CPU cores"
+    return f"they took {in_time(seconds * len(bench.seeds))} on two CPU cores, after the runs of earlier questions"
 
 
 def _say(progress: Callable[[int, str], None], place: int, name: str, words: str) -> None:
@@ -139,7 +141,7 @@ def _say(progress: Callable[[int, str], None], place: int, name: str, words: str
 
 def show(bench: Bench, name: str, answer: Mapping[str, Any]) -> None:
     """Prints the table and the numbers of an answer."""
-    run, result, seeds = bench.run, result_of(answer), ", ".join(map(str, bench.seeds))
+    run, result, seeds = bench.run, result_of(answer), ", ".join(map(str, answer["seeds"]))
     columns, rows = rows_as_text(result)
     report.print_table(
         run, f"{name}: means ± half a 95% interval over seeds {seeds}; {bench.size.steps} steps", columns, rows

@@ -306,7 +306,8 @@ def costs(plan: Plan) -> dict[str, tuple[float, float]]:
     rollout = shapes.Shape(plan.model, together, separate.prompt_tokens, separate.max_tokens, separate.group_size)
     cost = shapes.cost_of(rollout, element=2 if plan.model.dtype == "bfloat16" else 4)
     forward, critics = cost.forward_flops / cut, 2 if separate.critic == "own" else 1
-    passes = 3 if plan.model.remat == "none" else 4
+    # With LoRA, frozen parameters have no gradient: the backward pass is only that of activations.
+    passes = (2 if separate.lora_rank else 3) + (plan.model.remat != "none")
     return {
         "sample": (forward, cost.sample_bytes / cut),
         "score": (forward * critics, 0.0),

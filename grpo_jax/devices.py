@@ -12,6 +12,7 @@ lie on this host's devices.
 import dataclasses
 import math
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from grpo_jax.config import PhaseConfig, validate_mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import backend_name
 from grpo_jax.models import sharding
+from grpo_jax.models.params import is_quantised
 
 AXIS = "data"
 COMPILING = "compile_ahead"  # name of the thread that compiles programs while others run
@@ -411,7 +413,7 @@ def peak_flops(devices: int) -> float | None:
     return next((devices * peak for name, peak in _PEAK_FLOPS.items() if name in kind), None)
 
 
-def update_flops(trained: Any, frozen: Any, tokens: int) -> float:
+def update_flops(trained: Any, frozen: Any, tokens: int, expert_share: float = 1.0) -> float:
     """Counts the operations of a forward and backward pass, except for those of attention itself.
 
     Each trained parameter takes 6 operations per token: 2 forward and 4 backward. A frozen parameter takes 4, since it
@@ -421,15 +423,25 @@ def update_flops(trained: Any, frozen: Any, tokens: int) -> float:
       trained: The trained parameters.
       frozen: The frozen parameters, or None.
       tokens: The number of tokens, without padding. A prompt counts once per group.
+      expert_share: The share of a mixture's experts that compute a token.
 
     Returns:
       The number of operations.
     """
-    return float(tokens) * (6 * _size(trained) + 4 * _size(frozen))
+    return float(tokens) * (6 * _used(trained, expert_share) + 4 * _used(frozen, expert_share))
 
 
-def _size(tree: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+def _used(tree: Any, expert_share: float) -> float:
+    """Counts the parameters that a token is multiplied by. Embeddings of layers are only looked up."""
+
+    def count(path: Any, x: Any) -> float:
+        names = {getattr(entry, "key", None) for entry in path}
+        if names >= {"per_layer", "embedding"}:
+            return 0
+        return math.prod(x.shape) * (expert_share if "experts" in names and "router" not in names else 1)
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantised)
+    return sum(count(path, x) for path, x in leaves)
 
 
 def peak_memory_mb() -> float:
@@ -437,6 +449,9 @@ def peak_memory_mb() -> float:
     statistics = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in statistics:
         return round(statistics["peak_bytes_in_use"] / 2**20, 1)
+    status = Path("/proc/self/status")  # `ru_maxrss` would include the peak of the process which started this one
+    if kib := re.search(r"VmHWM:\s*(\d+)", status.read_text(encoding="utf-8") if status.exists() else ""):
+        return round(int(kib[1]) / 2**10, 1)
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
 

@@ -11,10 +11,12 @@ from tiny import task_of_tokens
 
 from grpo_jax import devices
 from grpo_jax.config import recipe
-from grpo_jax.devices import memory_limit, peak_flops
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.devices import memory_limit, peak_flops, update_flops
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.quantised import quantise_params
+from grpo_jax.models.transformer import param_shapes
 from grpo_jax.rl import interaction, source
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.scorers import score_rollout
@@ -84,6 +86,19 @@ def test_device_peak_follows_the_most_specific_name(monkeypatch, kind, peak):
 
 def test_the_peak_of_other_devices_is_not_known():
     assert peak_flops(1) is None
+
+
+def test_operations_are_of_the_parameters_that_tokens_use():
+    """A quarter of the experts, whole codes of 4 bits, and no embedding that is only looked up."""
+    config = ModelConfig(8, experts=ExpertsConfig(8, 2, 32, norm_topk_prob=True))
+    layers = param_shapes(config)["layers"]
+    experts = layers["experts"]
+    share = decoder_policy(config).expert_share
+    assert update_flops({"experts": experts}, None, 1, share) == 6 * 2 * (8 * 64 + 2 * 3 * 64 * 32)
+    coded = jax.eval_shape(partial(quantise_params, format="nf4"), {"layers": {"attention": layers["attention"]}})
+    assert update_flops(None, coded, 1) == 4 * 2 * 2 * (64 * 64 + 64 * 32)
+    looked_up = {"per_layer": {"embedding": experts["router"]["kernel"]}}
+    assert update_flops(looked_up, None, 1) == 0
 
 
 def test_cpu_memory_is_bounded_by_machine_and_cgroup(monkeypatch):

@@ -7,7 +7,6 @@ count as in `benchmarks.programs`. Use `taskset -c 0` for one core.
   python -m experiments.benchmarks.parts --model DIR --dtype bfloat16
 """
 
-import resource
 import statistics
 import time
 from collections import defaultdict
@@ -22,6 +21,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments.benchmarks.peers.recorder import peak_mb
 from experiments.benchmarks.race.races import RACES, race_config, race_task
 from experiments.benchmarks.shapes import Shape, cost_of
 from grpo_jax.config import ModelOptions
@@ -66,7 +66,7 @@ def main(config: Config) -> None:
         operations = PASSES.get(name, 0) * forward or 2 * ROWS * INNER * COLUMNS * name.startswith("product")
         table.add_row(name, f"{seconds:.3f}", f"{cpu:.3f}", f"{temporary:.2f}", f"{operations / cpu / 1e9:.0f}")
     Console().print(table)
-    print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9:.1f} GB")
+    print(f"peak memory: {peak_mb() / 1e3:.1f} GB")
 
 
 def measure(prepared: Prepared[RunOptions], repeats: int) -> tuple[dict[str, list[tuple[float, float, float]]], Any]:

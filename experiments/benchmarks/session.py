@@ -95,7 +95,7 @@ def run(step: Step, seconds: float, out: Path) -> list[Row]:
     """
     if 60 * step.minutes > seconds:
         return [{"step": step.name, "result": "left out"}]
-    began, log = timing.times_of_children(), out.with_name(f"{out.name}.log")
+    began, log, before = timing.times_of_children(), out.with_name(f"{out.name}.log"), commands_in(out)
     with log.open("w") as file:
         command, environment = [sys.executable, *step.args, "--out", str(out)], os.environ | {"PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
@@ -106,8 +106,15 @@ def run(step: Step, seconds: float, out: Path) -> list[Row]:
             process.wait()
             result = f"killed: see {log}"
     took = timing.times_of_children().since(began)
-    lines = [line for file in out.rglob(timing.FILE) for line in file.read_text().splitlines()]
+    if result.startswith("killed"):
+        del took["cpu_seconds"]  # those of the processes that it started are lost, because nobody waited for them
+    lines = [line for file, known in commands_in(out).items() for line in known[len(before.get(file, ())) :]]
     return [{"step": step.name, "result": result, **took}, *map(json.loads, lines)]
+
+
+def commands_in(out: Path) -> dict[Path, list[str]]:
+    """Returns the lines of commands in a folder of results, which may have those of earlier sessions, by file."""
+    return {file: file.read_text().splitlines() for file in out.rglob(timing.FILE)}
 
 
 def show(rows: list[Row]) -> None:

@@ -13,7 +13,6 @@ update while it samples the next rollout. Use `taskset -c 0` for one core.
 """
 
 import json
-import resource
 import statistics
 import tempfile
 import time
@@ -26,6 +25,7 @@ import jax
 import tyro
 from rich.console import Console
 
+from experiments.benchmarks.peers.recorder import peak_mb
 from experiments.benchmarks.programs import matmul_flops
 from experiments.benchmarks.shapes import SHAPES, ShapeName, end_ids, random_prompts
 from grpo_jax.config import recipe
@@ -118,7 +118,7 @@ def summary(lines: list[dict[str, Any]], ready: float, first_end: float) -> dict
         "ready_to_first_step": round(first_end - ready, 2),
         "start_to_first_step": round(first_end - _BEGAN, 2),
         "compilations": lines[-1]["compilations"],
-        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6),
+        "peak_rss_mb": round(peak_mb()),
         "matmul_gflops": round(matmul_flops("float32") / 1e9, 1),
     }
 

@@ -153,7 +153,9 @@ def add_divergence(job: Job, role: str, name: str, width: int, heldout: Callable
 
     def log(params: Any, values: Values) -> dict[str, float]:
         mean = mean_divergence(policy, params, heldout(), target=target, devices=devices)
-        return log_means(params, values) | {"distillation": mean}
+        numbers = log_means(params, values)
+        # The loss is first, and so the score of keep_best and patience.
+        return {"loss": mean + target.nll_coef * numbers["nll"], **numbers, "distillation": mean}
 
     return job._replace(
         params={"policy": job.params, role: other.params},

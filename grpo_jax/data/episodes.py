@@ -92,14 +92,14 @@ def _called(reply: ReplyFn, *arguments: Any) -> Any:
     try:
         answer = reply(*arguments)
         return _finished(answer) if inspect.isawaitable(answer) else answer
-    except Exception:
+    except (Exception, SystemExit):  # code of a policy may call exit()
         return _raised()
 
 
 async def _finished(answer: Awaitable[Any]) -> Any:
     try:
         return await answer
-    except Exception:
+    except (Exception, SystemExit):  # code of a policy may call exit()
         return _raised()
 
 

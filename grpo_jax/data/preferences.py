@@ -120,15 +120,15 @@ def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference |
     """
     row = _with_prompt(row)
     chosen, rejected = (completion_text(row, name, remedy=_NEEDED) for name in _SIDES)
-    if "prompt" not in row:
-        return parse_transcripts(chosen, rejected, chat=chat)
-    prompt, margin = prompt_of(row), row.get("margin")
-    margin = 0.0 if margin is None else margin
+    margin = 0.0 if row.get("margin") is None else row["margin"]
     if not isinstance(margin, int | float) or isinstance(margin, bool) or not abs(margin) <= LARGEST_REWARD:
         raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number of float32")
-    if prompt is None:
-        return NO_PROMPT
-    return _checked(Preference(prompt, chosen, rejected, float(margin), _variables(row)))
+    if "prompt" not in row:
+        pair = parse_transcripts(chosen, rejected, chat=chat)
+    else:
+        prompt = prompt_of(row)
+        pair = NO_PROMPT if prompt is None else _checked(Preference(prompt, chosen, rejected))
+    return pair if isinstance(pair, str) else pair._replace(margin=float(margin), kwargs=_variables(row))
 
 
 def _variables(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from functools import cache, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -20,8 +21,11 @@ Turns = str | list[Message]  # a prompt as text, or as messages
 
 # Replaces the function of transformers in templates that write today's date: a run must see the same prompts when it
 # resumes on another day.
-_FIXED_DATE = "{% macro strftime_now(form) %}{{ form.replace('%Y', '2025').replace('%b', 'Jan').replace('%m', '01')"
-_FIXED_DATE += ".replace('%d', '01') }}{% endmacro %}"
+_FIXED_DATE = "{% macro strftime_now(form) %}{{ form"
+for _letter in "YymBbdAaHIMSpjF":
+    _value = f"{date(2025, 1, 1):%{_letter}}"
+    _FIXED_DATE += f".replace('%{_letter}', '{_value}').replace('%-{_letter}', '{_value.lstrip('0') or 0}')"
+_FIXED_DATE += " }}{% endmacro %}"
 _ANSWER, _REPLY = "answer-of-the-assistant", "reply-to-the-assistant"  # contents by which the template is explored
 
 

@@ -86,9 +86,19 @@ def text_part(config: File) -> File:
     text, tie = config.get("text_config"), "tie_word_embeddings"
     if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
         return config
-    outer = {name: config[name] for name in ("eos_token_id", "dtype", "quantization_config") if name in config}
+    names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
+    outer = {name: config[name] for name in names if name in config}
     text = text | {tie: config[tie]} if tie in config else text  # the class of the whole model reads the outer value
     return outer | text | {"architectures": [f"{FAMILIES[text['model_type']].name}ForCausalLM"]}
+
+
+def text_module(config: File) -> str:
+    """Returns the name of the text model in the class with which AutoModelForCausalLM loads this config.json."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as classes
+
+    text = text_part(config)
+    is_alone = text is config or classes.get(str(config.get("model_type"))) in text["architectures"]
+    return "model" if is_alone else "model.language_model"
 
 
 def config_to_huggingface(config: ModelConfig) -> File:

@@ -34,6 +34,8 @@ from grpo_jax.models.weights import (
 
 # Files of a folder besides weights, and those of them that a run and an export copy. None of them is a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
+# The same weights in the format of their makers: Mistral, gpt-oss
+_SECOND_COPIES = ["consolidated*.safetensors", "*/*.safetensors"]
 _COPIED: tuple[str, ...] = ("*.jinja", "*.model", "LICENSE*", "vocab.*", "merges.txt", "tekken.json", "chat_template.*")
 _COPIED += ("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -146,7 +148,8 @@ def model_folder(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name), allow_patterns=[*_TEXT_FILES, "*.safetensors"]))
+        wanted = [*_TEXT_FILES, "*.safetensors"]
+        return Path(snapshot_download(str(name), allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
     except Exception as error:  # the hub has many classes of errors: offline, unknown, private
         raise UsageError(
             f"{name} is no folder here, and fetching it from the hub failed: {reason_of(error)}"
@@ -255,7 +258,8 @@ def save_pretrained(
     source = None if source is None else Path(source)
     dtype = np.dtype(dtype or decoder["embedding"].dtype)
     written = text_part(read_json(source / "config.json")) if source else config_to_huggingface(config)
-    written.pop("quantization_config", None)
+    for name in ("quantization_config", "auto_map"):  # the folder has no code, which auto_map would name
+        written.pop(name, None)
     if isinstance(params, Headed):
         written = _classifier_config(written)
     else:

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.params import TARGETS, Adapted, Params, Target, check_full_precision, split_shape
+from grpo_jax.models.rounding import round_leaf
 
 
 def add_adapters(
@@ -60,8 +61,13 @@ def add_adapters(
     return Adapted(params, adapters, jnp.float32(alpha / rank))
 
 
-def merge(params: Adapted) -> Params:
-    """Merges adapters into plain parameters, W + (α/r)·A B, in the dtype of W. The base is not changed.
+def merge(params: Adapted, dtype: Any = None) -> Params:
+    """Merges adapters into plain parameters, W + (α/r)·A B. The base is not changed.
+
+    Args:
+      params: The adapted parameters.
+      dtype: The dtype of the sums; None: that of W. To bfloat16 they are rounded stochastically: a change is often
+        smaller than half the distance between two numbers, and rounding to the nearest would lose it. See `rounding`.
 
     Raises:
       UsageError: W is quantised, and cannot hold the sum in its few bits.
@@ -79,7 +85,11 @@ def merge(params: Adapted) -> Params:
             a, b = adapter["a"].reshape(*stacked, -1, rank), adapter["b"].reshape(*stacked, rank, -1)
             change = params.scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
             merged = kernel.astype(jnp.float32) + change.reshape(kernel.shape)
-            layers[block][name] = layers[block][name] | {"kernel": merged.astype(kernel.dtype)}
+            target = jnp.dtype(dtype or kernel.dtype)
+            if target == jnp.bfloat16:
+                path = tuple(map(jax.tree_util.DictKey, ("layers", block, name, "kernel")))
+                merged = jax.jit(round_leaf, static_argnums=(0, 2))(path, merged, target)
+            layers[block][name] = layers[block][name] | {"kernel": merged.astype(target)}
     return params.base | {"layers": layers}
 
 

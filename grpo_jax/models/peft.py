@@ -1,6 +1,7 @@
 """Loading and saving LoRA adapters as PEFT folders with adapter_config.json and adapter_model.safetensors."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 
 from grpo_jax.errors import UsageError, abbreviate, missing, user_path
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import text_module
 from grpo_jax.models.huggingface import complete_or_not_at_all
 from grpo_jax.models.lora import sites
 from grpo_jax.models.params import TARGETS, Adapted, Target, split_shape
@@ -22,6 +24,7 @@ from grpo_jax.models.weights import (
     read_json,
     read_tensor,
     tensor_layout,
+    text_name,
     write_json,
 )
 
@@ -43,13 +46,13 @@ _REFUSED_IN_ADAPTERS = (
 _INITS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
-def adapter_config(*, rank: int, alpha: float, targets: Iterable[str], base: str) -> dict[str, Any]:
+def adapter_config(*, rank: int, alpha: float, targets: Iterable[str] | str, base: str) -> dict[str, Any]:
     """Makes the adapter_config.json of LoRA adapters.
 
     Args:
       rank: The rank of the adapters, R.
       alpha: α in ΔW = (α/R)·A B.
-      targets: The names of the modules that have adapters.
+      targets: The names of the modules that have adapters, or a regular expression.
       base: The folder or hub id of the base model.
 
     Returns:
@@ -61,7 +64,7 @@ def adapter_config(*, rank: int, alpha: float, targets: Iterable[str], base: str
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,
-        "target_modules": sorted(targets),
+        "target_modules": targets if isinstance(targets, str) else sorted(targets),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -91,7 +94,9 @@ def targets_of(config: ModelConfig, targets: Sequence[Target]) -> tuple[Target, 
     return tuple(name for name in targets if name in possible)
 
 
-def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, base: str) -> Path:
+def save_adapter(
+    folder: str | Path, config: ModelConfig, params: Adapted, *, base: str, source: Path | None = None
+) -> Path:
     """Writes adapters to a folder that PEFT can load.
 
     A module of transformers may compute several projections, such as qkv_proj of Phi-3. Its adapter joins theirs: A
@@ -103,6 +108,8 @@ def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, ba
       config: The configuration of the decoder.
       params: The parameters with adapters.
       base: The folder or hub id of the base model, for adapter_config.json.
+      source: A folder with the config.json of the base, which names modules differently if the base has towers for
+        images; None: `base`. Without that file, it has none.
 
     Returns:
       The folder.
@@ -113,6 +120,8 @@ def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, ba
     layers, layout = params.adapters["layers"], tensor_layout(config)["layers"]
     if impossible := {name for _, name in sites(layers)} - set(adaptable(config)):
         raise UsageError(f"PEFT cannot hold adapters of {sorted(impossible)} in this family: export merged weights")
+    described = Path(source or base) / "config.json"
+    inside = text_module(read_json(described)) if described.is_file() else "model"
     tensors: dict[str, np.ndarray] = {}
     modules: dict[Tensor, int] = {}  # the sum of the ranks in a module
     places = []  # block, projection, and the ranks before it in its module
@@ -127,11 +136,13 @@ def save_adapter(folder: str | Path, config: ModelConfig, params: Adapted, *, ba
         a, b = a.reshape(*stacked, -1, ranks), b.reshape(*stacked, ranks, -1)
         tensor, columns = layout[block][name]["kernel"], np.s_[first : first + ranks]
         for numbers in np.ndindex(stacked):
-            stem, (outputs, inputs) = _peft_name(tensor, numbers), tensor.shape
+            stem, (outputs, inputs) = _peft_name(tensor, numbers, inside), tensor.shape
             tensors.setdefault(f"{stem}.lora_A.weight", np.zeros((rank, inputs), a.dtype))[columns] = a[numbers].T
             whole = tensors.setdefault(f"{stem}.lora_B.weight", np.zeros((outputs, rank), b.dtype))
             tensor.put_leaf(whole[:, columns], b[numbers])
-    targets = {name.split(".")[-3] for name in tensors}
+    targets: Any = {name.split(".")[-3] for name in tensors}
+    if inside != "model":  # towers have modules of the same names
+        targets = rf"{re.escape(inside)}\..*\.({'|'.join(sorted(targets))})"
     options = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
     with complete_or_not_at_all(folder) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", {"format": "pt"})
@@ -166,7 +177,8 @@ def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Ada
             f"init_lora_weights {options['init_lora_weights']!r} in {folder}/adapter_config.json changes the base: "
             "save the adapter with PEFT's path_initial_model_for_weight_conversion first"
         )
-    by_name = find_tensors(folder, ["adapter_model.safetensors"])
+    found = find_tensors(folder, ["adapter_model.safetensors"])
+    by_name = {_PREFIX + text_name(name.removeprefix(_PREFIX)): place for name, place in found.items()}
     rank, alpha, left = options.get("r", 8), options.get("lora_alpha", 8), set(by_name)  # 8 and 8 are PEFT's defaults
     if type(alpha) not in (int, float) or not abs(alpha) < 1e30:  # also NaN
         raise UsageError(
@@ -200,6 +212,9 @@ def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Ada
     return Adapted(params, {"layers": layers}, jnp.float32(scale))
 
 
-def _peft_name(tensor: Tensor, place: tuple[int, ...]) -> str:
+_PREFIX = "base_model.model."
+
+
+def _peft_name(tensor: Tensor, place: tuple[int, ...], inside: str = "model") -> str:
     """Returns the name of a projection in PEFT's files. Each expert has a module, as in transformers 4."""
-    return f"base_model.model.{tensor.name_at(place).removesuffix('.weight')}"
+    return f"{_PREFIX}{inside}{tensor.name_at(place).removesuffix('.weight').removeprefix('model')}"

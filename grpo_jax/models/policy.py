@@ -74,6 +74,7 @@ class Policy(NamedTuple):
     softcap: float | None = None
     # the number of experts in a mixture; None: the model has no experts
     num_experts: int | None = None
+    expert_share: float = 1.0  # the share of them that compute a token
     # params -> the numbers that products use, if these have fewer bits than the parameters; None: they are the same
     rounded: Callable[[Params], Params] | None = None
 
@@ -156,6 +157,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         forgets=config.sliding_window is not None or bool(config.delta_layers),
         states=partial(_states, config),
         num_experts=config.experts and config.experts.num_experts,
+        expert_share=config.experts.num_experts_per_tok / config.experts.num_experts if config.experts else 1.0,
         rounded=None if config.dtype == "float32" else _ROUNDING[config.rounding],
         **_decoding(config),
     )

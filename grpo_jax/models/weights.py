@@ -200,6 +200,8 @@ def load_params(
     decoder_policy(config)  # refuses a kind of attention that this machine lacks, before weights are read
     shapes, layout = param_shapes(config), tensor_layout(config, head=head)
     tensors = find_tensors(folder)
+    if _stored(names_of(config), ("experts", "gate_proj", "kernel")).name == "mlp.experts.{}.gate_proj.weight":
+        tensors = _of_single_experts(tensors)
     if config.tie_word_embeddings and not head and _HEAD in tensors:
         tensors.setdefault(_EMBEDDING, tensors[_HEAD])  # files may hold a shared matrix under either name
     if head:
@@ -289,6 +291,7 @@ class Found(NamedTuple):
     name: str  # in the file
     shape: tuple[int, ...]
     dtype: str  # its name in safetensors
+    part: tuple[slice, ...] = ()  # the part of the tensor in the file; (): all
 
 
 def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
@@ -317,7 +320,7 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
             for name in opened.keys():  # noqa: SIM118, it is no dictionary
                 header = opened.get_slice(name)
                 if not _BESIDE_TEXT.match(name):
-                    tensors[_text_name(name)] = Found(file, name, tuple(header.get_shape()), header.get_dtype())
+                    tensors[text_name(name)] = Found(file, name, tuple(header.get_shape()), header.get_dtype())
     return tensors
 
 
@@ -326,10 +329,31 @@ _TEXT_NAME = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.*)")
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|(vision|audio)_tower|embed_(vision|audio)|multi_modal_projector)\.|mtp\.")
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
     """Returns the name of a tensor in a folder that holds only the text model."""
     match = _TEXT_NAME.fullmatch(name)
     return name if match is None else match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
+
+
+# Tensors of all experts of a layer: `[X, 2F, D]` and `[X, D, F]`
+_ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
+
+
+def _of_single_experts(tensors: dict[str, Found]) -> dict[str, Found]:
+    """Replaces tensors that hold all experts of a layer, as those of Qwen3.5 on the hub, by those of single experts."""
+    single = dict[str, Found]()
+    for name, found in tensors.items():
+        match = _ALL_EXPERTS.fullmatch(name)
+        if not match or len(found.shape) != 3:
+            single[name] = found
+            continue
+        projections = match[2].split("_")
+        rows, inputs = found.shape[1] // len(projections), found.shape[2]
+        for number, expert in itertools.product(range(len(projections)), range(found.shape[0])):
+            part = slice(expert, expert + 1), slice(number * rows, (number + 1) * rows)
+            whole = f"{match[1]}.{expert}.{projections[number]}_proj.weight"
+            single[whole] = found._replace(shape=(rows, inputs), part=part)
+    return single
 
 
 def untie_if_different(folder: Path, config: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -450,7 +474,7 @@ def read_tensor(tensors: dict[str, Found], name: str) -> np.ndarray:
         place = tensors[name]
         # The file is opened for each tensor because everything read from an open file counts as memory in use.
         with _opened(place.file) as opened:
-            tensor = opened.get_tensor(place.name)
+            tensor = opened.get_slice(place.name)[place.part][0] if place.part else opened.get_tensor(place.name)
     with np.errstate(invalid="ignore"):
         largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN if any value is NaN
     if not largest <= _LARGEST:

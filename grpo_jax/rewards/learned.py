@@ -103,7 +103,11 @@ def reward_function(
     def encode(prompts: Sequence[Any], groups: Sequence[Sequence[Completion]]) -> list[Answers]:
         check_template(model.tokenizer, prompts)
         readable = [list(getattr(prompt, "messages", ())) or prompt for prompt in prompts]
-        encoded = encode_prompts(chat, readable, max_prompt_tokens=max_prompt_tokens, overlong="truncate")
+        variables = [getattr(prompt, "kwargs", {}) for prompt in prompts]  # "tools" among them
+        known = [
+            {name: each[name] for name in each if name in str(model.tokenizer.chat_template)} for each in variables
+        ]
+        encoded = encode_prompts(chat, readable, max_prompt_tokens=max_prompt_tokens, overlong="truncate", kwargs=known)
         if len(encoded.numbers) < len(prompts):
             raise UsageError("a prompt is empty for the tokenizer of the reward model, or does not fit: leave it out")
         rows = answer_prompts(chat, encoded, groups, scored=True, pad_id=pad_id)

@@ -54,12 +54,18 @@ def score_completions(
       The scores. A NaN that a function returned stays NaN in the sum. A reward of None does not apply.
 
     Raises:
-      UsageError: A function returned a wrong number of rewards, anything other than numbers, or bad spans.
+      UsageError: A function returned a wrong number of rewards, anything other than numbers, or bad spans, or exited.
     """
     named, count = named_components(rewards), len(completions)
-    answers = [component.reward(examples, completions) for component in named.values()]
-    if any(map(inspect.isawaitable, answers)):
-        answers = coroutines.resolve(answers)
+    try:
+        answers = [component.reward(examples, completions) for component in named.values()]
+        if any(map(inspect.isawaitable, answers)):
+            answers = coroutines.resolve(answers)
+    except SystemExit as error:  # it would end the run as if it were finished
+        raise UsageError(
+            f"a reward called sys.exit({error.code!r}), perhaps in code of a completion: name it to a Grader, which "
+            "runs it in another process"
+        ) from error
     # functional.combine_rewards reads NaN as a reward that does not apply; here NaN must stay visible.
     total, applicable = np.zeros(count, np.float32), np.zeros(count, bool)
     components: dict[str, np.ndarray] = {}

@@ -201,7 +201,7 @@ def make_damage_check(learning_rate: float) -> Callable[[Mapping[str, Any]], dic
         if not is_far or reward >= first[0] - abs(first[0]) / 2 or first[0] == 0:
             return {}
         distance = (
-            f"its KL to the start is {kl:.2g} nats a token"
+            f"its KL to the reference is {kl:.2g} nats a token"
             if kl is not None
             else (f"one iteration moves log-probabilities by {math.log(metrics['sampler_mismatch']):.2g} nats a token")
         )

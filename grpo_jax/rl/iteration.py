@@ -133,7 +133,8 @@ def make_iteration(
             return programs.learn(state._replace(source=()), frozen, batch, rewards, seed_and_step)
 
     # Models that only score take no part in an update.
-    flops = update_flops(trained, {role: part for role, part in frozen.items() if role in TRAINED_ROLES}, 1)
+    updated = {role: part for role, part in frozen.items() if role in TRAINED_ROLES}
+    flops = update_flops(trained, updated, 1, programs.expert_share)
     damage = make_damage_check(config.optimizer.learning_rate)
     return Iteration(
         initial_source=source.initial_state,

@@ -68,11 +68,13 @@ def export(options: Options) -> int:
     card = model_card(run, phase=phase_of(run, options.phase), step=trained.step, adapter=options.adapter)
     with huggingface.complete_or_not_at_all(out) as partial:
         if options.adapter and trained.lora:
-            peft.save_adapter(partial, trained.config, trained.params, base=str(options.base or trained.lora.base))
+            base = str(options.base or trained.lora.base)
+            peft.save_adapter(partial, trained.config, trained.params, base=base, source=source)
         else:
             dtype = dtype_of(options)
             card += f"\n{rounding_sentence(dtype)}\n" if dtype != jnp.float32 else ""
-            huggingface.save_pretrained(partial, trained.merged(), trained.config, source=source, dtype=dtype)
+            merged = trained.merged(jnp.float32)  # rounded only once, when it is written
+            huggingface.save_pretrained(partial, merged, trained.config, source=source, dtype=dtype)
         write_text(partial / "README.md", card)
     return trained.step
 

@@ -179,9 +179,9 @@ class Trained(NamedTuple):
     lora: LoraDescription | None
     step: int
 
-    def merged(self) -> Params:
-        """Returns the parameters, with adapters merged if there are any."""
-        return merge(self.params) if isinstance(self.params, Adapted) else self.params
+    def merged(self, dtype: Any = None) -> Params:
+        """Returns the parameters, with adapters merged if there are any, as `lora.merge` does."""
+        return merge(self.params, dtype) if isinstance(self.params, Adapted) else self.params
 
 
 def phase_of(run: Path, phase: str | None = None) -> str:

@@ -39,6 +39,7 @@ from grpo_jax.statistics import cell
 MAX_BYTES = 5_000_000  # the page leaves out rollouts and curves to stay below this size
 _CURVE_POINTS = 500  # the largest number of points in a curve
 _PAGE_POINTS = 100_000  # the largest number of points in all curves together, about 1.2 MB
+_COUNTS = ("ungraded_", "ended_", "spans_")  # metrics that a step leaves out if they are 0
 _FEWEST_POINTS = 8  # of a curve, however many curves there are
 _OPTION_CHARACTERS = 4000  # of an option, such as a template, a warning or a result
 _TEXT_LIMITS = (None, 4000, 1000, 250)  # characters of a prompt, completion or column; None: no limit
@@ -107,9 +108,8 @@ def write_report(folder: Path) -> Path:
     metrics, times = (read_lines(folder / f"{name}.jsonl", LINE) for name in ("metrics", "times"))
     groups = _read_groups(folder / "rollouts.jsonl")
     names = list(dict.fromkeys([*(line["phase"] for line in metrics), *groups]))
-    ungraded = {name: 0 for line in metrics for name in line if name.startswith("ungraded_")}
-    # Steps without ungraded completions do not log these counts.
-    metrics = [ungraded | line if ungraded and "reward" in line else line for line in metrics]
+    counts = {name: 0 for line in metrics for name in line if name.startswith(_COUNTS)}
+    metrics = [line | counts | line if "reward" in line else line for line in metrics]
     results = read_object(file) if (file := folder / "results.json").exists() else None
     short = partial(_cut, characters=_OPTION_CHARACTERS)
     run = {

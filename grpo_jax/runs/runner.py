@@ -266,7 +266,8 @@ def write_line(run: RunFolder, phase: str, step: int, line: StepLog, evaluated: 
         _keep_skipped(run, line.skipped)
     run.log_rollout(phase, step, list(line.groups))
     times = {} if line.times is None else run.log_times(phase, step, **line.times)
-    tokens, seconds = times.get("rollout_tokens"), times.get("step_s")  # sampling overlaps with other work
+    # Sampling overlaps with other work of the step, but not with its evaluation.
+    tokens, seconds = times.get("rollout_tokens"), (times.get("step_s") or 0) - (times.get("evaluate_s") or 0)
     return line.words + (f", {tokens / seconds:,.0f} tokens/s" if line.words and tokens and seconds else "")
 
 

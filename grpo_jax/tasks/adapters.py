@@ -187,7 +187,7 @@ def trl_reward(factory: Factory, reward: Callable[..., Any] | None = None) -> Re
         rows = [_row(example) for example in examples]
         columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
         messages = [_messages(text.turns) for text in completions]
-        prompts = [example["prompt"] for example in examples]
+        prompts = [list(getattr(prompt := example["prompt"], "messages", ())) or prompt for example in examples]
         return list(await awaited(reward(environments=played, prompts=prompts, completions=messages, **columns)))
 
     return graded

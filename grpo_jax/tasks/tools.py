@@ -38,12 +38,13 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
     schemas = []
     for name, function in tools.items():
         try:
-            schemas.append(get_json_schema(function))
+            schema = get_json_schema(function)
         except Exception as error:  # transformers raises several types
             reason = " ".join(str(error).split())
             raise UsageError(
                 f"the tool {name} needs a type hint and a line of its docstring for each argument: {reason}"
             ) from None
+        schemas.append(schema | {"function": schema["function"] | {"name": name}})  # calls name the key
     return schemas
 
 
@@ -59,11 +60,11 @@ def calls_of(text: str) -> list[Call]:
     object with a name is an answer, not a call.
     """
     if "<tool_call>" in text:
-        return [_call(parts, "arguments") for parts in _HERMES.findall(text)]
+        return [_call(parts) for parts in _HERMES.findall(text)]
     stripped = text.strip().removeprefix("<|python_tag|>").strip()
     if not _LLAMA.match(stripped):
         return []
-    return [_call(part, "parameters") for part in _objects(stripped)]
+    return [_call(part) for part in _objects(stripped)]
 
 
 def _objects(text: str) -> list[str]:
@@ -80,14 +81,15 @@ def _objects(text: str) -> list[str]:
     return parts
 
 
-def _call(text: str, key: str) -> Call:
+def _call(text: str) -> Call:
+    """Reads a call. Without the arguments of one format, those of the other count, so that none are left out."""
     try:
         parts = json.loads(text)
     except (ValueError, RecursionError):
         return Call("", {}, f"the call is no JSON: {text.strip()[:100]}")
-    arguments = parts.get(key, parts.get("arguments", {})) if isinstance(parts, dict) else None
+    arguments = parts.get("arguments", parts.get("parameters", {})) if isinstance(parts, dict) else None
     if not isinstance(arguments, dict) or not isinstance(parts.get("name"), str):
-        return Call("", {}, f'a call needs a "name" and "{key}" that are an object')
+        return Call("", {}, 'a call needs a "name", and "arguments" or "parameters" that are an object')
     return Call(parts["name"], arguments)
 
 
@@ -109,7 +111,7 @@ def reply_with(tools: Tools) -> ReplyFn:
 
 
 _ERROR = "Error: "
-_ERRORS = re.compile(rf"(?<!\w){_ERROR}")  # does not match names of exceptions such as ValueError
+_ERRORS = re.compile(f"^{_ERROR}", re.M)  # messages of errors and results may contain the word too
 
 
 def _reply(results: Sequence[str]) -> Reply:
@@ -148,9 +150,11 @@ def _text(result: Any) -> str:
 
 def count_calls(completion: Completion) -> dict[str, float]:
     """Counts the calls of an episode, and the calls that were answered by an error."""
-    observations = completion.observations
-    calls = sum(len(calls_of(action)) for action in completion.actions[: len(observations)])
-    return {"calls": calls, "bad_calls": sum(len(_ERRORS.findall(text)) for text in observations)}
+    turns = [turn for turn in completion.turns if turn.observation is not None]
+    calls = [len(calls_of(turn.action)) for turn in turns]
+    texts = [turn.message["content"] if turn.message else str(turn.observation) for turn in turns]
+    errors = [len(_ERRORS.findall(text)) for text in texts]
+    return {"calls": sum(calls), "bad_calls": sum(map(min, calls, errors))}
 
 
 # ---- tools named on a command line

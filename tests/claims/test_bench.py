@@ -1,19 +1,22 @@
 """Checks that runs of the questions are kept, shared and continued with more seeds, and each question's file."""
 
+import inspect
 import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from tiny import refused
 
-from claims import answers, bench as benches
+from claims import annotators, answers, bench as benches, columns
 from claims.bench import Bench, Config, make_setting
 from claims.questions import COIN, FOLDER, PAGES, QUESTIONS, START, read_question
 from claims.testbeds import ARITHMETIC
+from experiments import common, whole_run
 from experiments.tasks import arithmetic
 from experiments.whole_run import History, heldout_of
 from grpo_jax.models.config import ModelConfig
@@ -83,6 +86,17 @@ def test_seeds_and_folders(tmp_path):
         make_setting(epsilon_wide=1.0)
     with refused("there is no testbed 'subtractions': name one of additions, coarse"):
         make_setting("subtractions")
+
+
+def test_checksums_are_of_all_code_behind_a_number(monkeypatch):
+    read, read_bytes = [], Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda file: read.append(file) or read_bytes(file))
+    benches.code_checksum()
+    behind_runs = (whole_run.whole_run, whole_run.learn, whole_run.init_state, common.imitate, common.fit)
+    assert {Path(inspect.getsourcefile(it)) for it in behind_runs} <= {*read}
+    answers.question_checksum("pass_at_k")
+    behind_columns = (columns.best_of, annotators.calibration, columns.pass_at)
+    assert {Path(inspect.getsourcefile(it)) for it in behind_columns} <= {*read}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null"])

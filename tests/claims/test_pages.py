@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from claims.questions import BY_ID, CLAIMS, COIN, HEADLINES, PAGES, QUESTIONS, S
 from claims.testbeds import ADDITIONS, WORDS
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.files import write_json
+from grpo_jax.runs.flags import read_flags
 from grpo_jax.runs.progress import in_time
+from grpo_jax.statistics import interval_over_runs
 
 ROOT = Path(__file__).parents[2]
 MEANS = {"grpo_ppo": 0.001, "kl_none": 0.2, "kl_high": 0.05, "clip_none": -0.05, "samples_to_target": np.log(0.4)}
@@ -208,6 +211,32 @@ def test_more_seeds_follow_those_of_the_file(config, tmp_path):
         numbers.with_more_seeds(answer, more | {"rows": {}})
 
 
+def test_seeds_that_cannot_be_added_are_not_run(config, asked):
+    file = config.out / "docs/results-smoke/numbers.json"
+    asked.clear()
+    for changes, words in (({"seed": 9}, "has seed 9 of ablate_kl"), ({"preset": "gpu"}, "preset smoke, not gpu")):
+        with refused(words):
+            reproduce.main(reproduce.replace(config, only=("ablate_kl",), num_seeds=1, add_to=file, **changes))
+    assert not asked
+
+
+@pytest.mark.parametrize("text", [reproduce.__doc__, (ROOT / "docs/ablations.md").read_text(encoding="utf-8")])
+def test_the_documented_seeds_can_be_added(text, tmp_path):
+    (line,) = re.findall(r"-m claims.reproduce (.*--add-to .*)", text)
+    config = read_flags(Config, args=shlex.split(line))
+    seeds = Bench(reproduce.replace(config, run_dir=tmp_path)).seeds
+    numbers.check_addition(ROOT / config.add_to, config.only, config.preset, seeds)
+
+
+def test_an_answer_counts_no_time_of_other_seeds(asked, tmp_path):
+    config = Config(preset="smoke", num_seeds=2, run_dir=tmp_path)
+    first = answers.answer(Bench(config), "ablate_kl")
+    file = tmp_path / "smoke" / "ablate_kl.json"
+    write_json(file, first | {"seconds": 1000.0})
+    assert answers.answer(Bench(reproduce.replace(config, num_seeds=4)), "ablate_kl")["seconds"] >= 1000
+    assert answers.answer(Bench(reproduce.replace(config, seed=20)), "ablate_kl")["seconds"] < 1000
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"preset": "cpu", "answers": 3}'])
 def test_a_file_that_has_no_numbers_is_named(tmp_path, text):
     (tmp_path / "numbers.json").write_text(text)
@@ -277,6 +306,23 @@ def test_another_machine_has_a_page_and_a_link(config, other, tmp_path):
     assert re.search(row, again)
 
 
+def test_other_machines_are_named_with_their_questions():
+    places = {"ablate_kl": "one H100", "staleness": "two cores", "pass_at_k": "one H100"}
+    assert pages.places_of(places) == "one H100 (but of staleness: two cores)"
+
+
+def test_pages_name_the_command_of_their_question(config, tmp_path):
+    known = json.loads((config.out / "docs/results-smoke/numbers.json").read_text())
+    pretrained = known["answers"]["ablate_kl"] | {"primary": {}, "also": []}
+    (tmp_path / "numbers.json").write_text(json.dumps(known | {"answers": {"sums": pretrained, "stories": pretrained}}))
+    reproduce.main(Config(numbers=(tmp_path / "numbers.json",), out=tmp_path))
+    for name in ("sums", "stories"):
+        page = (tmp_path / "docs/results-smoke" / f"{name}.md").read_text()
+        assert f"`python -m claims.pretrained --question {name} --model DIR`" in page
+    page = (config.out / "docs/results-smoke/ablate_kl.md").read_text()
+    assert re.search(r"`python -m claims.reproduce --only ablate_kl`: .* s without the runs of earlier questions", page)
+
+
 BOUNDS = [((0.0, 0.1), True), ((0.1, 0.2), True), ((0.11, 0.2), False), ((-0.3, -0.21), False)]
 
 
@@ -307,9 +353,9 @@ def test_distance_of_means_and_chance_probability_by_hand():
     one, other = (Interval(mean, mean - 2.262 * e, mean + 2.262 * e) for mean, e in ((0.3, 0.03), (0.2, 0.04)))
     both = Decision("undecided", 10, one), Decision("undecided", 10, other)
     assert pages.apart(*both) == pytest.approx(2, rel=1e-3)
-    assert pages.by_chance([1.96]) == pytest.approx(0.05, abs=1e-4)
-    assert pages.by_chance([0.3, 1.96, 1.0]) == pytest.approx(0.15, abs=1e-4)
-    assert pages.by_chance([0.3] * 9) == 1
+    values = np.random.default_rng(0).normal(size=10), np.random.default_rng(1).normal(0.4, 2, size=20)
+    seen = [Decision("undecided", len(x), interval_over_runs(x)) for x in values]
+    assert pages.chance(*seen) == pytest.approx(stats.ttest_ind(*values, equal_var=False).pvalue)
 
 
 @pytest.mark.slow
@@ -336,11 +382,12 @@ def test_each_claim_has_a_value_for_each_seed(config, monkeypatch):
 def test_one_question_is_printed_without_pages(config, asked, capsys):
     page = (config.out / "RESULTS-smoke.md").read_text()
     asked.clear()
-    reproduce.main(reproduce.replace(config, only=("ablate_kl",), out=config.out / "none"))
+    # The answer on disk has more seeds than are asked for.
+    reproduce.main(reproduce.replace(config, only=("ablate_kl",), num_seeds=2, out=config.out / "none"))
     printed = " ".join(capsys.readouterr().out.split())
     assert not asked
     assert not (config.out / "none").exists()
-    assert "ablate_kl: means ± half a 95% interval over seeds 0, 1, " in printed
+    assert "ablate_kl: means ± half a 95% interval over seeds 0, 1, 2, 3, 4, 5, 6, 7, 8, 9; " in printed
     assert "+0.200 [" in printed
     assert "ablate_kl.png" in printed
     assert (config.out / "RESULTS-smoke.md").read_text() == page
@@ -353,7 +400,7 @@ def test_a_start_says_how_long_it_may_take(tmp_path):
     seconds = sum(20 * committed[name].seconds / committed[name].seeds for name in ("ablate_kl", "staleness"))
     bench = Bench(Config(num_seeds=20, run_dir=tmp_path))
     sentence = reproduce.expected_time(bench, ["ablate_kl", "staleness"])
-    assert sentence == f"they may take up to {in_time(seconds)} on two CPU cores"
+    assert sentence == f"they took {in_time(seconds)} on two CPU cores, after the runs of earlier questions"
     assert "nobody has measured" in reproduce.expected_time(bench, ["ablate_kl", "unknown"])
 
 

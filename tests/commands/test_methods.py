@@ -226,6 +226,14 @@ def test_sft_continues_with_the_same_teacher_only(folder, tmp_path, capsys):
     assert "model.safetensors of the teacher" in refusal(capsys, "train", "--resume", "--run-dir", tmp_path / "run")
 
 
+def test_held_out_loss_with_a_teacher_scores_checkpoints(folder):
+    files = ("--model", folder / "model", "--task", folder / "rows.jsonl", *TEACHER, "--teacher", folder / "teacher")
+    job = sft.prepare(flags.parse(sft.Config, None, [*map(str, files)]))
+    numbers = job.log(job.params, job.evaluate(job.params))
+    assert next(iter(numbers)) == "loss"
+    assert numbers["loss"] == pytest.approx(numbers["distillation"] + 0.1 * numbers["nll"], rel=1e-6)
+
+
 # ---- reward model
 
 

@@ -4,7 +4,7 @@ import pytest
 from tiny import refused, write_rows
 
 from grpo_jax.commands.sft import Config, read_completions
-from grpo_jax.data.preferences import read_preferences, read_ratings
+from grpo_jax.data.preferences import Preference, preference_of, read_preferences, read_ratings
 
 USER = {"role": "user", "content": "Hi"}
 PAIR = {"prompt": [USER], "chosen": "a", "rejected": "b"}
@@ -46,3 +46,10 @@ def test_unusable_rows_are_refused_with_their_line(tmp_path, read, row, change, 
     file = write_rows(tmp_path / "rows.jsonl", [row, row | change])
     with refused(rf"rows.jsonl, line 2: .*{words}"):
         read(file)
+
+
+def test_transcripts_keep_their_margin():
+    sides = {
+        side: f"\n\nHuman: Hi\n\nAssistant: {answer}" for side, answer in zip(("chosen", "rejected"), "ab", strict=True)
+    }
+    assert preference_of(sides | {"margin": 2}) == Preference("\n\nHuman: Hi\n\nAssistant:", " a", " b", 2.0)

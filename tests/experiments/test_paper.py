@@ -42,6 +42,7 @@ def test_seconds_by_hand():
     assert plan.costs(of)["score"][0] == flops
     assert plan.costs(of)["learn"][0] == 3 * flops
     assert plan.costs(of._replace(model=replace(model, remat="layer")))["learn"][0] == 4 * flops
+    assert plan.costs(of._replace(shape=shape._replace(lora_rank=1)))["learn"][0] == 2 * flops  # only of activations
     # Of each token all weights, and keys and values: 4 numbers of the prompt twice, and of 1 and 2 completion tokens.
     assert plan.costs(of)["sample"][1] == 4 * (2 * (40 + 16) + 4 * (2 + 3))
     assert plan.costs(of._replace(shape=shape._replace(fsdp=2)))["learn"][0] == 3 * flops  # twice the prompts, halved

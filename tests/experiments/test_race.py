@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 from tiny import refused, save_tiny_model
@@ -101,6 +103,20 @@ def test_time_to_a_level_is_interpolated():
     assert results.step_seconds([9, 10, 12, 13, 14.5]) == 1.25
 
 
+PEAKS = """
+from experiments.benchmarks import step
+from grpo_jax.devices import peak_memory_mb
+step.matmul_flops = lambda dtype: 0.0
+print(peak_memory_mb(), step.summary([{"compilations": 0}], 0, 0)["peak_rss_mb"])
+"""
+
+
+def test_peak_memory_is_not_that_of_the_parent():
+    large = bytearray(3 * 2**28)
+    done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
+    assert max(map(float, done.stdout.split())) < len(large) / 2**20
+
+
 def entry(rewards, **changes):
     """Returns the results of a process."""
     numbers = {"curve": curve(*rewards), "peak_mb": 100, "step_seconds": 1.0, "first_change": 1.0, "logprobs": [[-1.0]]}
@@ -150,6 +166,12 @@ UNFIT_OPTIONS = [
 def test_options_that_do_not_work_are_refused(tmp_path, options, words):
     with refused(words):
         race.main(race.Config(out=tmp_path, **options))
+
+
+def test_tunix_is_refused_where_it_loads_no_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
+    with refused("only Llamas: leave it out of --entrants"):
+        race.main(race.Config(race="real", model=tmp_path, out=tmp_path / "race"))
 
 
 @pytest.mark.slow

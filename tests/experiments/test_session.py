@@ -10,7 +10,7 @@ from grpo_jax.runs.flags import read_flags
 GOOD = """
 import sys; from pathlib import Path; from experiments import timing
 out = Path(sys.argv[-1])
-out.mkdir()
+out.mkdir(exist_ok=True)
 timing.run_timed("counts", out, [sys.executable, "-c", "print('measured'); sum(range(10**6))"])
 """
 
@@ -23,6 +23,7 @@ def test_steps_run_while_time_is_left(tmp_path, monkeypatch):
         Step("slow", 0.001, ("-c", "import time; time.sleep(60)")),
     ]
     monkeypatch.setattr(session, "steps_of", lambda config: steps)
+    session.run(steps[0], 9, tmp_path / "good")  # an earlier session, whose commands are not of this one
     session.main(Config(minutes=0.05, out=tmp_path))
     rows = json.loads((tmp_path / "steps.json").read_text())
     assert [row.get("step", row.get("command")) for row in rows] == ["good", "counts", "too long", "bad", "slow"]
@@ -32,6 +33,7 @@ def test_steps_run_while_time_is_left(tmp_path, monkeypatch):
     assert (results["good"], results["too long"]) == ("ended", "left out")
     assert results["bad"].startswith("failed: see")
     assert results["slow"].startswith("killed: see")
+    assert "cpu_seconds" not in rows[-1]  # what it started was not waited for
     assert (tmp_path / "good.log").read_text() == "measured\n"
     assert "no accelerator" in (tmp_path / "bad.log").read_text()
 

@@ -64,7 +64,7 @@ TEMPLATES = {
     "marks and another header": TOOLS + "{% for m in messages %}" + HEADER + "{% if m.role == 'assistant' %}"
     "{% generation %}<|answers|>{{ m.content }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}" + OPENED,
-    "a date": "{{ strftime_now('%d %b %Y') }}" + CHATML,
+    "a date": "{{ strftime_now('%d %b %Y, %B %-d, %A, %y-%m-%dT%H:%M') }}" + CHATML,
 }
 COUNTS = {
     "prompts": 40,

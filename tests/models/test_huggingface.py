@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import transformers
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 from tiny import GOLDEN, change_json, load_golden, refused, row_numbers, sampler_of, write_tokenizer
@@ -142,6 +143,34 @@ def test_the_outer_config_says_whether_matrices_are_tied(outer, inner, tied):
     text = read_json(GOLDEN / "gemma3" / "config.json") | {"tie_word_embeddings": inner}
     whole = {"model_type": "gemma3", "text_config": text} | ({} if outer is None else {"tie_word_embeddings": outer})
     assert config_from_huggingface(text_part(whole)).tie_word_embeddings == tied
+
+
+def test_the_outer_config_names_the_dtype():
+    """Of files that transformers 4 wrote, such as that of Gemma 3 4B."""
+    whole = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": {"model_type": "gemma3_text"}}
+    assert text_part(whole)["torch_dtype"] == "bfloat16"
+
+
+def test_saved_models_name_no_code_that_is_missing(folder, tmp_path):
+    configure(folder, auto_map={"AutoConfig": "configuration_own.OwnConfig"})
+    loaded = load_pretrained(folder)
+    saved = save_pretrained(tmp_path / "saved", loaded.params, loaded.config, source=folder)
+    assert transformers.AutoConfig.from_pretrained(saved, trust_remote_code=True).model_type == "llama"
+
+
+def test_experts_of_a_layer_may_be_one_tensor(tmp_path):
+    """Qwen3.5 on the hub has them as its modules in transformers do."""
+    config, params = load_golden("qwen3_5_moe")
+    tensors, experts = original_tensors("qwen3_5_moe"), config.experts.num_experts
+    for layer in range(config.num_hidden_layers):
+        of_layer = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{of_layer}.{i}.{name}_proj.weight") for i in range(experts)])
+            for name in ("gate", "up", "down")
+        )
+        tensors |= {f"{of_layer}.gate_up_proj": np.concatenate([gate, up], 1), f"{of_layer}.down_proj": down}
+    save_file(tensors, tmp_path / "model.safetensors")
+    bit_for_bit(load_params(tmp_path, config), params)
 
 
 def test_a_single_file_overrides_an_old_index(folder):
@@ -435,7 +464,9 @@ def test_hub_models_are_fetched_without_pickles(folder, monkeypatch):
     needed = [*(file.name for file in folder.iterdir()), "LICENSE", "chat_template.jinja"]
     needed += ["additional_chat_templates/tool_use.jinja"]
     offered = [*needed, "pytorch_model.bin", "model.pt", "modeling.py", "model.gguf"]
-    matching = huggingface_hub.utils.filter_repo_objects(offered, allow_patterns=asked["allow_patterns"])
+    offered += ["consolidated.safetensors", "original/model.safetensors"]  # the weights again: Mistral, gpt-oss
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    matching = huggingface_hub.utils.filter_repo_objects(offered, **patterns)
     assert list(matching) == needed
 
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import re
 import shutil
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -19,7 +21,7 @@ from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge, site
 from grpo_jax.models.params import Adapted, join, split
 from grpo_jax.models.peft import adaptable, load_adapter, save_adapter, targets_of
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.models.weights import load_params, read_json, write_json
 from grpo_jax.step import init_state
 
 ADAPTER = GOLDEN / "llama/adapter"  # q_proj, v_proj, o_proj and down_proj with r = 3, by PEFT
@@ -75,6 +77,23 @@ def test_merged_kernels_against_a_loop():
 def test_merging_keeps_the_dtype_of_the_base():
     half = ADAPTED._replace(base=load_params(GOLDEN / "llama", CONFIG, dtype=jnp.bfloat16))
     assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(merge, half))} == {jnp.dtype("bfloat16")}
+
+
+def test_merging_keeps_changes_below_bfloat16s_resolution():
+    """Their sum stays in the mean, and in float32 each stays."""
+    base = load_params(GOLDEN / "llama", CONFIG, dtype=jnp.bfloat16)
+    small = Adapted(base, ADAPTED.adapters, jnp.float32(1e-5))
+    exact = merge(small._replace(base=jax.tree.map(lambda x: x.astype(jnp.float32), base)))
+    before, wanted, rounded = (
+        np.concatenate([np.ravel(x["layers"][block][name]["kernel"]) for block, name in sites(x["layers"])])
+        for x in (base, exact, merge(small))
+    )
+    in_float32 = merge(small, jnp.float32)["layers"]["attention"]["q_proj"]["kernel"]
+    np.testing.assert_array_equal(in_float32, exact["layers"]["attention"]["q_proj"]["kernel"])
+    before, rounded = before.astype(np.float32), rounded.astype(np.float32)
+    change = wanted - before
+    assert (wanted.astype(ml_dtypes.bfloat16).astype(np.float32) == before).mean() > 0.9
+    assert np.vdot(rounded - before, change) / np.vdot(change, change) == pytest.approx(1, abs=0.3)
 
 
 # ---- what is trained
@@ -162,6 +181,27 @@ def test_adapters_come_back_bit_by_bit(tmp_path, targets):
     loaded = load_adapter(tmp_path / "out", CONFIG, BASE)
     assert loaded.base is BASE
     jax.tree.map(partial(np.testing.assert_array_equal, strict=True), loaded, params)
+
+
+WITH_TOWERS = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vision_config": {}}
+ALONE = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}, "vision_config": {}}
+
+
+@pytest.mark.parametrize(
+    ("file", "module"), [(WITH_TOWERS, "model.language_model"), (ALONE, "model")], ids=["gemma3", "qwen3_5"]
+)
+def test_adapters_of_multimodal_bases_name_peft_modules(file, module, tmp_path):
+    """Those of the class that AutoModelForCausalLM takes. PEFT would ignore others, and leave the base as it is."""
+    (tmp_path / "base").mkdir()
+    write_json(tmp_path / "base/config.json", file)
+    folder = save_adapter(tmp_path / "out", CONFIG, ADAPTED, base=str(tmp_path / "base"))
+    names = load_file(folder / "adapter_model.safetensors")
+    assert {name.partition(".layers.")[0] for name in names} == {f"base_model.model.{module}"}
+    targets = read_json(folder / "adapter_config.json")["target_modules"]
+    if module != "model":
+        assert re.fullmatch(targets, "model.language_model.layers.0.self_attn.q_proj")
+        assert not re.fullmatch(targets, "model.vision_tower.encoder.layers.0.self_attn.q_proj")
+    jax.tree.map(np.testing.assert_array_equal, load_adapter(folder, CONFIG, BASE).adapters, ADAPTED.adapters)
 
 
 def test_projections_of_one_module_share_its_adapter(tmp_path):

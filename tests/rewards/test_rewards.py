@@ -175,6 +175,20 @@ def test_async_rewards_run_concurrently():
     assert asyncio.run(cell()).rewards.tolist() == [7.0]
 
 
+def leave(examples, completions):
+    sys.exit(0)
+
+
+async def leave_later(examples, completions):
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("reward", [leave, leave_later])
+def test_rewards_that_exit_do_not_end_training_silently(reward):
+    with refused(r"called sys.exit\(0\)"):
+        score_completions(reward, [{}], texts("x"))
+
+
 def test_spans_are_added_up_by_weight_beside_numbers():
     def lines(examples, completions):
         return [[(0, 1, 0.25), (1, 3, 0.5)], [], None]

@@ -75,7 +75,7 @@ def test_endless_completions_warn_except_in_open_ended_tasks():
 START = {"reward": 0.4, "kl": 0.0, "sampler_mismatch": 1.0}
 NO_KL = {"reward": 0.4, "sampler_mismatch": 1.0}
 DAMAGE = [  # (metrics of the first step, of a later step, words of the warning)
-    (START, {"reward": 0.1, "kl": 1.2}, "KL to the start is 1.2 .* from 0.4 to 0.1: .* such as 1e-05"),
+    (START, {"reward": 0.1, "kl": 1.2}, "KL to the reference is 1.2 .* from 0.4 to 0.1: .* such as 1e-05"),
     (START, {"reward": 0.3, "kl": 9.0}, ""),  # a method may move far, as long as the reward does not fall
     (START, {"reward": 0.0, "kl": 0.9}, ""),  # hard prompts
     (START | {"reward": None}, {"reward": 0.0, "kl": 9.0}, ""),  # no reward applied

@@ -350,6 +350,20 @@ def test_messages_are_read_in_the_reward_models_template(chatting, reward_model)
     np.testing.assert_allclose(model([text], ["7"]), reward_model([{"prompt": "3+4="}], ["7"]), rtol=1e-4)
 
 
+def test_variables_of_rows_reach_its_template(chatting):
+    tokenizer, answer, template = (
+        chatting.tokenizer,
+        {"role": "assistant", "content": "7"},
+        chatting.tokenizer.chat_template,
+    )
+    tokenizer.chat_template = "5" + template
+    expected = score_of(tokenizer, [USER, answer])
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + template
+    variables = {"tools": [{"type": "function", "function": {"name": "5"}}], "of_the_policy": True}
+    prompt = Prompt("the policy's own template", [USER], variables, template="another")
+    np.testing.assert_allclose(chatting([{"prompt": prompt}], ["7"]), [expected], rtol=1e-4, atol=1e-4)
+
+
 def test_a_fixed_size_is_compiled_once(reward_model):
     reward = reward_function(reward_model, batch_size=4, max_prompt_tokens=6, max_tokens=5)
     rows = [{"prompt": prompt} for prompt in ("1+1=", "2+2=", "3+3=") for _ in range(2)]

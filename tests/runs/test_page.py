@@ -91,7 +91,9 @@ def rl_run():
 @pytest.mark.parametrize("dark", [False, True])
 def test_first_screen_shows_main_curves_and_fits_phones(show, dark):
     page = show(**rl_run(), dark=dark)
-    assert titles(page) == ["Reward", "Held-out score", "KL to the start", "Entropy", "Length", "Groups that teach"]
+    assert titles(page) == [
+        *("Reward", "Held-out score", "KL to the reference", "Entropy", "Length", "Groups with spread")
+    ]
     assert page.texts(".results th[scope=col]") == ["before", "after", "control"]
     bottom = page.run("return document.querySelector('#curves > .charts').getBoundingClientRect().bottom")
     assert bottom < 900
@@ -137,7 +139,7 @@ def test_other_metrics_are_folded_and_flat_ones_apart(show):
     assert len({y for _, y in drawn(page, "loss")[0]}) == 1
     page = show(metrics(1, 2, kl=0.5, length_mean=3.0))  # what decides is named first
     assert titles(page) == ["Reward"]
-    assert page.texts("#curves summary")[0] == "Flat curvesKL to the start 0.5; Length 3"
+    assert page.texts("#curves summary")[0] == "Flat curvesKL to the reference 0.5; Length 3"
 
 
 def test_phases_can_be_shown_and_hidden(show):
@@ -194,9 +196,11 @@ def test_cards_say_what_a_completion_earned(show):
     assert page.texts(".card dd") == ["1", "+0.5", "3", "\u2013", "-0.5", "3"]  # the component is the reward
     assert attributes(page, ".card", "class") == ["card up", "card down"]
     assert page.texts(".card .cut") == ["cut off"]
-    assert "all rewards are 1: nothing to learn from" in page.texts(".group summary")[0]
+    assert page.texts(".group summary")[0].endswith("all rewards are 1")  # a critic gave advantages
     choose(page, "order", "by reward")
     assert page.texts(".card h4") == ["Completion 1 ", "Completion 2 cut off"]
+    page = show(metrics(1), [group(1, advantages=[0.0, 0.0])])
+    assert "all rewards are 1: nothing to learn from" in page.texts(".group summary")[0]
     graded = group(1, rewards=[None, 0.5, 2.0], size=3, components={"a": [1.0, 2.0, 3.0], "b": [0.0, 0.0, 1.0]})
     page = show(metrics(1), [graded])
     choose(page, "order", "by reward")
@@ -224,6 +228,20 @@ def test_tokens_are_shaded_by_probability_or_advantage(show):
     assert {*attributes(page, ".card:last-child i", "class")} == {"m1"}
 
 
+PARTS = [
+    ({}, {}, "Blue"),
+    ({"explained_variance": 0.5}, {}, "Tokens have the mean"),
+    ({}, {"distillation": "k1"}, "The t"),
+]
+
+
+@pytest.mark.parametrize(("more", "config", "words"), PARTS)
+def test_note_says_what_advantages_leave_out(show, more, config, words):
+    page = show(metrics(1, **more), [group(1)], config=config)
+    choose(page, "colour", "advantage")
+    assert page.texts(".tools p")[0].startswith(words)
+
+
 def test_spans_stand_below_their_completion(show):
     spans = {"spans": [[[0, 2], [2, 3]], []], "span_rewards": [[0.5, -1.0], []]}
     line = group(1, text="Tom <b> sat.", **spans, span_advantages=[[0.25, -1.75], []])
@@ -231,7 +249,7 @@ def test_spans_stand_below_their_completion(show):
     assert page.texts(".card td")[1:] == ["0.5", "0.25", "Tom <b>", "-1", "-1.75", " sat."]
     assert page.texts(".card summary b") == ["2 spans"]
     choose(page, "colour", "advantage")
-    assert attributes(page, ".card:first-child i", "class") == ["g1", "g1", "m2", "g1"]
+    assert attributes(page, ".card:first-child i", "class") == ["g1", "g1", "m2", "m2"]  # EOS belongs to the last span
     del line["span_advantages"]  # where sums were compared
     assert show(metrics(1), [line]).texts(".card td")[-3:] == ["-1", "\u2013", " sat."]
 
@@ -295,7 +313,7 @@ def test_curves_have_gaps_bands_and_lone_points(show):
     assert page.texts(".results td")[1:] == ["0.500[0.250, 0.750]"]
     assert page.texts("figure[data-metric=heldout_avg] b") == ["0.75 (step 4)"]
     assert "0.750[0.500, 1.000] (step 4)" in page.texts("#curves td")
-    assert titles(page, False) == ["Reward", "Held-out score", "KL to the start"]
+    assert titles(page, False) == ["Reward", "Held-out score", "KL to the reference"]
 
 
 def test_ticks_are_round_numbers(show):
@@ -328,6 +346,20 @@ def test_axes_have_units(show):
     assert {name: page.texts(f"figure[data-metric={name}] .unit") for name in units} == {
         name: [unit] for name, unit in units.items()
     }
+
+
+METHODS = [
+    ("grpo", {"length_mean": 4}, ["nats a token", "mean of prompts"]),
+    ("kto", {}, ["nats a completion", "mean"]),
+]
+
+
+@pytest.mark.parametrize(("method", "more", "units"), METHODS)
+def test_units_are_those_of_the_method(show, method, more, units):
+    lines = [{"phase": method, "step": s, "kl": 0.5 * s, "heldout_accuracy": 0.2 * s} | more for s in (1, 2)]
+    page = show(lines, config={"method": method})
+    names = ("kl", "heldout_accuracy")
+    assert [page.texts(f"figure[data-metric={name}] .unit") for name in names] == [[unit] for unit in units]
 
 
 def test_supervised_runs_show_their_loss_first(show):

@@ -4,12 +4,15 @@ import io
 import os
 from contextlib import suppress
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
+from grpo_jax.data.types import StepLog
 from grpo_jax.runs import progress as module
 from grpo_jax.runs.progress import RunConsole, in_time, progress, waiting, watched
+from grpo_jax.runs.runner import write_line
 
 
 @pytest.fixture
@@ -94,3 +97,9 @@ def test_terminal_bar_mentions_compilation_until_first_step(clock):
 
 def test_times_are_short():
     assert [in_time(s) for s in (3.2, 119, 780, 9000)] == ["3 s", "119 s", "13 min", "2.5 h"]
+
+
+def test_evaluations_do_not_slow_sampling_down():
+    times = {"rollout_tokens": 500, "step_s": 10.0, "evaluate_s": 9.5}
+    run = Mock(log_times=Mock(return_value=times))
+    assert write_line(run, "grpo", 1, StepLog({}, "reward 1", times={}), {}) == "reward 1, 1,000 tokens/s"

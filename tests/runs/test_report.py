@@ -96,14 +96,15 @@ def test_curves_have_gaps_and_metrics_of_some_steps(tmp_path):
     lines = metrics(1, 2, 3, 4, kl=0.5)
     lines[1] |= {"kl": None, "heldout_sampled": 0.25}
     lines[2]["kl"] = math.nan
-    lines[3] |= {"heldout_sampled": 0.5, "ungraded_answer_timeout": 2}
+    lines[3] |= {"heldout_sampled": 0.5, "ungraded_answer_timeout": 2, "ended_turns": 3}
     data = write_page(tmp_path / "run", lines + metrics(1, 2, phase="control", never=None))
     assert curve(data, "kl") == [[1, 0.5], [2, None], [3, None], [4, 0.5]]
     assert data["curves"]["heldout_sampled"] == {"grpo": [[2, 4], [0.25, 0.5]]}
     assert data["curves"]["reward"]["grpo"] == [[1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4]]
     assert curve(data, "reward", "control") == [[s, s / 10] for s in (1, 2)]
     assert "never" not in data["curves"]
-    assert curve(data, "ungraded_answer_timeout") == [[1, 0], [2, 0], [3, 0], [4, 2]]  # 0 where none is logged
+    for name, last in (("ungraded_answer_timeout", 2), ("ended_turns", 3)):
+        assert curve(data, name) == [[1, 0], [2, 0], [3, 0], [4, last]]  # 0 where none is logged
     assert (data["coins"], data["side"], data["parts"]) == (["control"], ["control"], 0)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.data.episodes import Reply, asked
-from grpo_jax.data.types import Completion, Turn
+from grpo_jax.data.types import Completion, Prompt, Turn
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.tasks import adapters
@@ -152,7 +152,8 @@ def test_rewards_of_trl_see_environments_messages_and_columns():
     rows = adapters.trl_rows(Counter, [{"prompt": [{"role": "user", "content": "Please. "}], "target": 5}])
     assert rows[0]["prompt"] == [{"role": "user", "content": "Please. Count to 5."}]
     episode = Completion("", turns=turns(call(2), call(1), "done", heard="2"))
-    assert asyncio.run(adapters.trl_reward(Counter, reward)(rows, [episode])) == [3]
+    in_template = {**rows[0], "prompt": Prompt("<user>Please. Count to 5.", rows[0]["prompt"])}  # as tasks give it
+    assert asyncio.run(adapters.trl_reward(Counter, reward)([in_template], [episode])) == [3]
     assert seen["target"] == [5]
     assert [message["role"] for message in seen["completions"][0]] == ["assistant", "tool"] * 2 + ["assistant"]
     assert seen["prompts"] == [rows[0]["prompt"]]

@@ -39,8 +39,8 @@ def ask(text, tools=TOOLS):
 
 
 def test_a_schema_has_the_types_and_the_words():
-    (schema,) = schemas_of({"multiply": multiply})
-    assert schema["function"]["name"] == "multiply"
+    (schema,) = schemas_of({"times": multiply})
+    assert schema["function"]["name"] == "times"
     assert schema["function"]["description"] == "Multiplies two numbers."
     assert schema["function"]["parameters"]["properties"]["b"] == {"type": "number", "description": "another one."}
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
@@ -61,6 +61,7 @@ CALLS = [
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g", "arguments": {"x": "<"}}',
         [Call("f", {}), Call("g", {"x": "<"})],
     ),
+    ('<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>', [Call("f", {"x": 1})]),
     ('{"name": "multiply", "parameters": {"a": 2, "b": 3}}', [Call("multiply", {"a": 2, "b": 3})]),
     (
         '<|python_tag|>{"name": "f", "parameters": {"x": "a;b"}}; {"name": "g", "parameters": {}}',
@@ -100,6 +101,21 @@ def test_bad_calls_get_an_error_and_are_counted(text):
     assert count_calls(episode) == {"calls": 1, "bad_calls": 1}
 
 
+COUNTED = [
+    ("Error: RuntimeError: Error: no such city", 1),
+    ("rain. Error: 3 degrees", 0),
+    ("6\nError: TypeError: a", 1),
+    ("Error: a\nError: b\nError: of one message", 2),
+]
+
+
+@pytest.mark.parametrize(("result", "bad"), COUNTED)
+def test_an_error_is_counted_once(result, bad):
+    message = {"role": "tool", "content": result}
+    turn = Turn(Completion(BAD_CALLS[-1] * 2), Completion(f"<tool>{result}</tool>"), None, message)
+    assert count_calls(Completion("", turns=[turn, Turn(Completion("6"))])) == {"calls": 2, "bad_calls": bad}
+
+
 def test_results_json_cannot_write_become_errors():
     def pairs() -> dict:
         """Returns a dict without names."""
@@ -126,7 +142,7 @@ def test_results_json_cannot_write_become_errors():
 def test_calls_return_lines_and_plain_text_ends_episodes():
     call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
     both = call % ("multiply", '{"a": 2, "b": 3}') + call % ("later", '{"word": "é"}')
-    assert ask(both) == Reply('6\n{"said": "\\u00e9"}')
+    assert ask(both) == Reply('6\n{"said": "é"}')
     assert ask(both, {"multiply": multiply}).text.startswith("6\nError: there is no tool later")
     assert ask("6") == Reply(done=True)
 
@@ -165,7 +181,7 @@ def fine(): return "fine"
 
 
 ESCAPE_FAILURES = [
-    ("leave", "died"),
+    ("leave", "raised"),
     ("spin", "timeout"),
     pytest.param("sleep", "timeout", marks=pytest.mark.slow),
     pytest.param("sleep_later", "timeout", marks=pytest.mark.slow),
@@ -185,6 +201,21 @@ def test_hanging_or_escaping_tools_end_only_their_episode(tmp_path, name, failur
         replies = found.ask([{}] * 3, transcripts, [(0,)] * 3)
     assert [reply.failure for reply in replies] == ["", failure, ""]
     assert [reply.text for reply in replies] == ["fine", "", "fine"]
+
+
+def leave():
+    raise SystemExit(0)
+
+
+async def leave_later():
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize("tool", [leave, leave_later])
+def test_tools_that_exit_do_not_end_training(tool):
+    call = f'<tool_call>{{"name": "{tool.__name__}", "arguments": {{}}}}</tool_call>'
+    reply = ask(call, {tool.__name__: tool})
+    assert (reply.failure, reply.message.splitlines()[-1]) == ("raised", "SystemExit: 0")
 
 
 def test_names_of_tools_on_a_command_line():

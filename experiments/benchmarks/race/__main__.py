@@ -20,6 +20,7 @@ import dataclasses
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -84,6 +85,7 @@ def main(config: Config) -> None:
         made_for = {"words": "a model that was trained on TinyStories", "real": "a base model"}
         raise UsageError(f"--model is needed: name the folder of {made_for[config.race]}")
     model = export_warm_start(out) if config.model is None else user_path(config.model).absolute()
+    check_model(model, config.entrants)
     steps = config.steps or race.steps
     folders: dict[str, list[Path]] = {name: [] for name in config.entrants}
     for seed in range(config.seeds):
@@ -117,6 +119,17 @@ def main(config: Config) -> None:
     console.print(f"levels are shares of the mean final reward of all, {summary['final']:.3f}", highlight=False)
     console.print(f"log-probabilities differ by at most {summary['log_probability_difference']:.1g}", highlight=False)
     console.print("What could not be made equal:", *DIFFERENCES, sep="\n- ", highlight=False, soft_wrap=True)
+
+
+def check_model(model: Path, entrants: Sequence[str]) -> None:
+    """Refuses entrants that cannot load the model, before hours of work.
+
+    Raises:
+      UsageError: Tunix's runner would have to load another model than a Llama.
+    """
+    kind = read_object(model / "config.json").get("model_type")
+    if kind != "llama" and any(ENTRANTS[name].library == "tunix" for name in entrants):
+        raise UsageError(f"the model is a {kind}, but Tunix's runner loads only Llamas: leave it out of --entrants")
 
 
 def is_complete(folder: Path, plan: Plan) -> bool:
