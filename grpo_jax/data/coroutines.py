@@ -24,7 +24,11 @@ def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
         if not hasattr(_OF_THREAD, "runner"):
             _OF_THREAD.runner = asyncio.Runner()
             weakref.finalize(threading.current_thread(), _OF_THREAD.runner.close)  # cancels unfinished tasks
-        return _OF_THREAD.runner.run(coroutine)
+        try:
+            return _OF_THREAD.runner.run(coroutine)
+        except SystemExit:  # the waiting tasks of this loop would raise it again in the next call
+            _OF_THREAD.__dict__.pop("runner").close()
+            raise
     return _thread_beside(running).submit(run_to_end, coroutine).result()
 
 

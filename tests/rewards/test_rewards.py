@@ -183,10 +183,15 @@ async def leave_later(examples, completions):
     sys.exit(0)
 
 
+async def one_later(examples, completions):
+    return [1.0] * len(completions)
+
+
 @pytest.mark.parametrize("reward", [leave, leave_later])
 def test_rewards_that_exit_do_not_end_training_silently(reward):
     with refused(r"called sys.exit\(0\)"):
         score_completions(reward, [{}], texts("x"))
+    assert score_completions(one_later, [{}], texts("x")).rewards.tolist() == [1.0]  # the next call is not affected
 
 
 def test_spans_are_added_up_by_weight_beside_numbers():
