@@ -400,6 +400,8 @@ def _question_page(name: str, numbers: Numbers, folder: Path) -> str:
     question, result, curves = asked.QUESTIONS[name], numbers.questions[name], f"{name}_curves.png"
     columns, rows = rows_as_text(result)
     shared = " without the runs of earlier questions" * (question.module == "reproduce")
+    says = {asked.START: "is where all runs start", asked.COIN: "has random rewards"}
+    controls = [f"“{it}” {words}" for it, words in says.items() if any(row.endswith(it) for row in rows)]
     besides = table(
         ("source", "what it says", "measured by", "ours"),
         [(it.source, it.words, it.measure, number(it.interval)) for it in result.also],
@@ -416,6 +418,7 @@ def _question_page(name: str, numbers: Numbers, folder: Path) -> str:
         claims=_claims_table(question.claims, numbers) if question.claims else "",
         reasons="\n\n".join(f"{claim.label}: {claim.why}." for claim in question.claims if claim.why),
         seeds=result.seeds,
+        controls=f" {', '.join(controls)}." if controls else "",
         rows=table(("", *columns), [(row, *values) for row, values in rows.items()]),
         note=result.note,
         drawn=" and ".join(result.drawn),
