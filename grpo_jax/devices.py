@@ -30,7 +30,7 @@ from grpo_jax.config import PhaseConfig, validate_mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import backend_name
 from grpo_jax.models import sharding
-from grpo_jax.models.params import is_quantised
+from grpo_jax.models.params import count_used
 
 AXIS = "data"
 COMPILING = "compile_ahead"  # name of the thread that compiles programs while others run
@@ -428,20 +428,7 @@ def update_flops(trained: Any, frozen: Any, tokens: int, expert_share: float = 1
     Returns:
       The number of operations.
     """
-    return float(tokens) * (6 * _used(trained, expert_share) + 4 * _used(frozen, expert_share))
-
-
-def _used(tree: Any, expert_share: float) -> float:
-    """Counts the parameters that a token is multiplied by. Embeddings of layers are only looked up."""
-
-    def count(path: Any, x: Any) -> float:
-        names = {getattr(entry, "key", None) for entry in path}
-        if names >= {"per_layer", "embedding"}:
-            return 0
-        return math.prod(x.shape) * (expert_share if "experts" in names and "router" not in names else 1)
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantised)
-    return sum(count(path, x) for path, x in leaves)
+    return float(tokens) * (6 * count_used(trained, expert_share) + 4 * count_used(frozen, expert_share))
 
 
 def peak_memory_mb() -> float:

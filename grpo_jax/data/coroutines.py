@@ -27,7 +27,7 @@ def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
         try:
             return _OF_THREAD.runner.run(coroutine)
         except SystemExit:  # the waiting tasks of this loop would raise it again in the next call
-            _OF_THREAD.__dict__.pop("runner").close()
+            vars(_OF_THREAD).pop("runner").close()
             raise
     return _thread_beside(running).submit(run_to_end, coroutine).result()
 

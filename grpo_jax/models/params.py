@@ -4,6 +4,7 @@ Parameters belong to one model, or are a dict of models by role: "policy", optio
 kernel of a projection is `[*in, *out]`, in a mixture `[X, *in, *out]`, with an axis L of layers before it.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -116,6 +117,24 @@ def format_of(params: Any) -> Quantize:
     """Returns the format of the quantised kernels in a tree of parameters, or "none"."""
     leaves = jax.tree.leaves(params, is_leaf=is_quantised)
     return next((x.format for x in leaves if is_quantised(x)), "none")
+
+
+def count_used(tree: Any, expert_share: float = 1.0) -> float:
+    """Counts the parameters that a token is multiplied by. Embeddings of layers are only looked up.
+
+    Args:
+      tree: A tree of parameters. Its leaves only need shapes.
+      expert_share: The share of a mixture's experts that compute a token.
+    """
+
+    def count(path: Any, x: Any) -> float:
+        names = {getattr(entry, "key", None) for entry in path}
+        if names >= {"per_layer", "embedding"}:
+            return 0
+        return math.prod(x.shape) * (expert_share if "experts" in names and "router" not in names else 1)
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantised)
+    return sum(count(path, x) for path, x in leaves)
 
 
 def check_full_precision(params: Any, remedy: str) -> None:

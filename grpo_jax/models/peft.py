@@ -33,6 +33,8 @@ try:
 except ModuleNotFoundError as error:
     raise missing(error.name) from None
 
+_PREFIX = "base_model.model."  # of the names of tensors
+
 # Options of adapter_config.json with which an adapter is not just W + s·A B, and initialisations that do not change W.
 _REFUSED_IN_ADAPTERS = (
     "lora_bias",
@@ -210,9 +212,6 @@ def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Ada
         raise UsageError(f"{folder} holds adapters that this decoder does not have: {sorted(left)[:3]}")
     scale = alpha / (rank**0.5 if options.get("use_rslora") else rank)
     return Adapted(params, {"layers": layers}, jnp.float32(scale))
-
-
-_PREFIX = "base_model.model."
 
 
 def _peft_name(tensor: Tensor, place: tuple[int, ...], inside: str = "model") -> str:

@@ -201,7 +201,7 @@ def load_params(
     shapes, layout = param_shapes(config), tensor_layout(config, head=head)
     tensors = find_tensors(folder)
     if _stored(names_of(config), ("experts", "gate_proj", "kernel")).name == "mlp.experts.{}.gate_proj.weight":
-        tensors = _of_single_experts(tensors)
+        tensors = _split_experts(tensors)
     if config.tie_word_embeddings and not head and _HEAD in tensors:
         tensors.setdefault(_EMBEDDING, tensors[_HEAD])  # files may hold a shared matrix under either name
     if head:
@@ -339,7 +339,7 @@ def text_name(name: str) -> str:
 _ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
-def _of_single_experts(tensors: dict[str, Found]) -> dict[str, Found]:
+def _split_experts(tensors: dict[str, Found]) -> dict[str, Found]:
     """Replaces tensors that hold all experts of a layer, as those of Qwen3.5 on the hub, by those of single experts."""
     single = dict[str, Found]()
     for name, found in tensors.items():

@@ -63,7 +63,7 @@ def score_completions(
             answers = coroutines.resolve(answers)
     except SystemExit as error:  # it would end the run as if it were finished
         raise UsageError(
-            f"a reward called sys.exit({error.code!r}), perhaps in code of a completion: name it to a Grader, which "
+            f"a reward called sys.exit({error.code!r}), perhaps in code of a completion: wrap it in a Grader, which "
             "runs it in another process"
         ) from error
     # functional.combine_rewards reads NaN as a reward that does not apply; here NaN must stay visible.

@@ -154,7 +154,7 @@ def test_tool_sources_of_packages_and_files_are_hashed(tmp_path, monkeypatch, pr
     assert sources == [hash_file(tmp_path / "my_tools/sums.py")] * 2
 
 
-def test_usually_a_tenth_of_different_prompts_is_held_out(tmp_path, pretrained):
+def test_a_tenth_of_different_prompts_is_held_out(tmp_path, pretrained):
     rows = [f"1+{i}=" for i in range(20)] * 5
     with opened(tmp_path, pretrained, rows, num_heldout=None, chat=False, reward=("length(maximum=3)",)) as task:
         assert list(Counter(row["prompt"] for row in task.heldout.examples).values()) == [5, 5]
