@@ -26,6 +26,15 @@ def first_number(examples: Sequence[Mapping[str, Any]], completions: Sequence[st
     return [float(it is not None and it[0] == example["answer"]) for example, it in zip(examples, numbers, strict=True)]
 
 
+def hash_number(examples: Sequence[Mapping[str, Any]], completions: Sequence[str]) -> list[float]:
+    """Returns 1 for a completion whose number after its last "####" is the answer, else 0, as in GSM8K."""
+    numbers = (re.search(r".*####\s*\$?(-?[\d,]*\.?\d+)", text, re.DOTALL) for text in completions)
+    return [
+        float(it is not None and float(it[1].replace(",", "")) == float(example["answer"].replace(",", "")))
+        for example, it in zip(examples, numbers, strict=True)
+    ]
+
+
 def sum_of_numbers(examples: Sequence[Mapping[str, Any]], completions: Sequence[str]) -> list[float]:
     """Returns the sum of the numbers in each text modulo 97, from 0 to 96/97: trivial, and different in a group."""
     return [sum(map(int, text.split())) % 97 / 97 for text in completions]

@@ -14,8 +14,9 @@ from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import Graded
 from grpo_jax.tasks.task import Task
 
-# In float32 ratios of tokens are within 1e-5 of 1. In bfloat16 we saw a ratio off by 0.33, and the mean by 0.013.
-RATIO_TOLERANCE = 1.0
+# In float32 ratios of tokens are within 1e-5 of 1. In bfloat16 on an H200, the largest of 32,000 ratios was off by 1 at
+# the median of 96 rollouts and by 2.9 at most, although the mean was always between 1.012 and 1.017.
+RATIO_TOLERANCE = 10.0
 MISMATCH_TOLERANCE = 1.05
 FAR_FROM_START = 1.0  # nats a token
 

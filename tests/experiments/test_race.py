@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tiny import refused, save_tiny_model
@@ -12,7 +13,11 @@ from experiments.benchmarks.peers.recorder import LINES, Moment, Plan, Recorder,
 from experiments.benchmarks.race import __main__ as race, plans, results
 from experiments.benchmarks.race.races import ENTRANTS, RACES, Entrant
 from experiments.tasks.arithmetic import TEXT, arithmetic_task
+from experiments.tasks.characters import Characters
+from experiments.tasks.rewards import hash_number
+from grpo_jax.rewards.builtin import gsm8k_answer
 from grpo_jax.runs.files import read_lines
+from grpo_jax.tasks.problems import TEMPLATES
 
 
 @pytest.fixture
@@ -83,6 +88,27 @@ def test_plans_hold_task_prompts_and_integer_batch_sizes(tmp_path):
     assert plan.answers[prompts[12].examples[0]["prompt"]] == prompts[12].examples[0]["answer"]
     assert plan.snapshots == [1, 10, 13]
     assert plan.settings == {"train_micro_batch_size": 8, "other": 3}
+
+
+GRADED = ["6 + 12\n#### 18", "####18", "#### $18.00", "#### 1\n#### 18", "18", "#### 8", "#### -18", "#### 1,018", ""]
+
+
+def test_numbers_after_hashes_are_graded_as_in_training():
+    rows = [{"prompt": "", "answer": "18"}] * len(GRADED)
+    assert hash_number(rows, GRADED) == gsm8k_answer()(rows, GRADED) == [1, 1, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_race_on_gsm8k_reads_rows_and_answers(tmp_path):
+    for split, numbers in {"train": range(40), "test": range(40, 44)}.items():
+        rows = [{"question": f"{i} + 1 =", "answer": f"It is {i + 1}.\n#### {i + 1}"} for i in numbers]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    letters = Characters("".join(sorted(set(TEMPLATES["gsm8k"][0] + "0123456789+-= #."))))
+    model = save_tiny_model(tmp_path / "model", letters)
+    entrant = ENTRANTS["TRL, bfloat16, eighths"]
+    plan = plans.make_plan("gsm8k", entrant, model, tmp_path, steps=1, seed=0, data=str(tmp_path))
+    assert len(plan.texts) == 32
+    assert plan.settings["per_device_train_batch_size"] == 32
+    assert all(f"Question: {int(plan.answers[text]) - 1} + 1 =" in text for text in plan.texts)
 
 
 def curve(*rewards, seconds=10.0):
@@ -159,6 +185,7 @@ UNFIT_OPTIONS = [
     ({"race": "words"}, "--model is needed"),
     ({"steps": 1}, "at least 2"),
     ({"entrants": ("TRL",)}, "TRL"),
+    ({"race": "gsm8k", "model": Path("DIR")}, "--data is needed"),
 ]
 
 

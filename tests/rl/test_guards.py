@@ -114,7 +114,7 @@ CLOSE = {"first_ratio_deviation": 0.3, "first_sampler_mismatch": 1.01}
 
 
 BOUNDS = [
-    (guards.ratio_warning, (CLOSE,), (CLOSE | {"first_ratio_deviation": 2.0},), "ratio is off 1"),
+    (guards.ratio_warning, (CLOSE,), (CLOSE | {"first_ratio_deviation": 20.0},), "ratio is off 1"),
     (guards.ratio_warning, (CLOSE,), (CLOSE | {"first_sampler_mismatch": 1.1},), "ratio is off 1"),
     (guards.length_warning, (8, 8), (9, 8), "longer than the 8"),
     (guards.length_warning, (9, None), (9, 8), "longer than the 8"),

@@ -35,6 +35,7 @@ class Plan:
     pad_id: int
     learning_rate: float
     race: str = ""
+    data: str = ""  # folder of the race's rows
     answers: dict[str, str] = field(default_factory=dict)  # prompt -> answer, for rewards that need one
     full_length: bool = False  # no id ends a completion
     snapshots: list[int] = field(default_factory=list)  # steps after which the policy is saved

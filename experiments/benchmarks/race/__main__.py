@@ -52,10 +52,13 @@ DEVICES = {
 class Config:
     """Options of the race."""
 
-    race: Literal["words", "arithmetic", "real"] = "arithmetic"
-    """words: happier stories. arithmetic: additions, with a model that is made here. real: sums, with a base model."""
+    race: Literal["words", "arithmetic", "real", "gsm8k"] = "arithmetic"
+    """words: happier stories. arithmetic: additions, with a model that is made here. real: sums, with a base model.
+    gsm8k: word problems on a GPU, with a model that solves some of them."""
     model: Path | None = None
     """Folder of the initial model. words needs a Llama trained on TinyStories, real a base model like Gemma 3 270M."""
+    data: Path | None = None
+    """Folder with GSM8K's train.jsonl and test.jsonl."""
     steps: Annotated[int, at_least(2)] | None = None
     """Steps of each process. None: those of the race."""
     seeds: Size = 3
@@ -82,8 +85,15 @@ def main(config: Config) -> None:
     race, out = RACES[config.race], user_path(config.out).absolute() / config.race
     out.mkdir(parents=True, exist_ok=True)
     if config.race != "arithmetic" and config.model is None:
-        made_for = {"words": "a model that was trained on TinyStories", "real": "a base model"}
+        made_for = {
+            "words": "a model that was trained on TinyStories",
+            "real": "a base model",
+            "gsm8k": "a model that solves some of GSM8K",
+        }
         raise UsageError(f"--model is needed: name the folder of {made_for[config.race]}")
+    if config.race == "gsm8k" and config.data is None:
+        raise UsageError("--data is needed: name the folder with GSM8K's train.jsonl and test.jsonl")
+    data = str(user_path(config.data).absolute()) if config.data else ""
     model = export_warm_start(out) if config.model is None else user_path(config.model).absolute()
     check_model(model, config.entrants)
     steps = config.steps or race.steps
@@ -92,11 +102,11 @@ def main(config: Config) -> None:
         for name in config.entrants:
             folder = out / f"seed{seed}" / name.replace(", ", "-").replace(" ", "_")
             folders[name].append(folder)
-            plan = make_plan(config.race, ENTRANTS[name], model, folder, steps=steps, seed=seed)
+            plan = make_plan(config.race, ENTRANTS[name], model, folder, steps=steps, seed=seed, data=data)
             if not is_complete(folder, plan):
                 print(f"seed {seed}: {name}", file=sys.stderr, flush=True)
                 run(plan, ENTRANTS[name], device, config)
-    reward = results.heldout_reward(config.race, model)
+    reward = results.heldout_reward(config.race, model, data)
     entries = {
         name: [results.entry_of(folder, model, race.learning_rate, reward) for folder in seeds]
         for name, seeds in folders.items()

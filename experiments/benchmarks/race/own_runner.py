@@ -45,7 +45,7 @@ def main(recorder: Recorder) -> None:
             )
         return {}
 
-    task = race_task(plan.race, pretrained, plan.seed)._replace(reward=reward)
+    task = race_task(plan.race, pretrained, plan.seed, plan.data)
     prepared = prepare(options, models, task)
     run = RunFolder(Path(plan.folder) / "run", {})
     begin(run, prepared)
@@ -53,7 +53,8 @@ def main(recorder: Recorder) -> None:
         recorder.write_versions("jax", "flax", "optax")
         for step, texts in enumerate(plan.prompts):
             assert [example["prompt"] for example in task.prompts(step).examples] == texts
-    train(prepared.params, task, prepared.programs.config, run, prepared.programs, phase="grpo", evaluate=save)
+    recorded = task._replace(reward=reward)  # `prepare` tries rewards, which is no rollout
+    train(prepared.params, recorded, prepared.programs.config, run, prepared.programs, phase="grpo", evaluate=save)
 
     ids, mask = (np.array(rows) for rows in plan.first_prompts())
     probe = np.array(plan.probe, np.int32)[:, None]

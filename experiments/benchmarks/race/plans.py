@@ -12,7 +12,7 @@ from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.folder import RunFolder
 
 
-def make_plan(name: str, entrant: Entrant, model: Path, folder: Path, *, steps: int, seed: int) -> Plan:
+def make_plan(name: str, entrant: Entrant, model: Path, folder: Path, *, steps: int, seed: int, data: str = "") -> Plan:
     """Returns the plan of a process.
 
     Args:
@@ -22,9 +22,10 @@ def make_plan(name: str, entrant: Entrant, model: Path, folder: Path, *, steps: 
       folder: The folder of the process.
       steps: The number of steps. The policy is saved every `save_every` steps, and after the first and the last.
       seed: The random seed of prompts and sampling.
+      data: The folder of the race's rows.
     """
     race, pretrained = RACES[name], load_pretrained(model)
-    task = race_task(name, pretrained, seed)
+    task = race_task(name, pretrained, seed, data)
     prompts = [task.prompts(step) for step in range(steps)]
     examples = [example for step in prompts for example in step.examples]
     wholes = {
@@ -38,6 +39,7 @@ def make_plan(name: str, entrant: Entrant, model: Path, folder: Path, *, steps: 
     return Plan(
         folder=str(folder),
         race=name,
+        data=data,
         model=str(model),
         seed=seed,
         prompts=[[example["prompt"] for example in step.examples] for step in prompts],

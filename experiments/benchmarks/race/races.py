@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 from experiments.benchmarks.peers.peer_common import BETA, CLIP, MAX_GRAD_NORM
 from experiments.real import EXAMPLES, sums
 from experiments.tasks.arithmetic import arithmetic_task
-from experiments.tasks.rewards import first_number
+from experiments.tasks.rewards import first_number, hash_number
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.tasks.problems import gsm8k_rows, problem_task
 from grpo_jax.tasks.task import Task, text_task
 
 
@@ -29,6 +30,7 @@ RACES = {
     "words": Race("happy_sentences", num_prompts=8, max_tokens=64, steps=100, save_every=5),
     "arithmetic": Race("exact_answer", num_prompts=32, max_tokens=4, steps=200, save_every=10),
     "real": Race("first_number", num_prompts=8, max_tokens=5, steps=40, save_every=20, learning_rate=1e-6),
+    "gsm8k": Race("hash_number", num_prompts=32, max_tokens=256, steps=8, save_every=8, learning_rate=3e-6),
 }
 
 
@@ -52,6 +54,9 @@ ENTRANTS = {
     "TRL, defaults": Entrant("trl", _TRL_PIECE),
     "TRL, whole batch": Entrant("trl", {"gradient_checkpointing": False}),
     "TRL, bfloat16": Entrant("trl", {"gradient_checkpointing": False, "bf16": True}),
+    "TRL, bfloat16, eighths": Entrant(
+        "trl", {"gradient_checkpointing": False, "bf16": True, "per_device_train_batch_size": 0.125}
+    ),
     "Tunix, defaults": Entrant("tunix", {}),
     "Tunix, quarters, cold cache": Entrant("tunix", {"train_micro_batch_size": 0.25}, cache="tunix", is_cold=True),
     "Tunix, quarters, warm cache": Entrant("tunix", {"train_micro_batch_size": 0.25}, cache="tunix"),
@@ -93,14 +98,28 @@ def race_config(race: Race, *, steps: int, seed: int, **options: Any) -> GRPOCon
     )
 
 
-def race_task(name: str, pretrained: Pretrained, seed: int) -> Task:
-    """Returns the task of a race for a model."""
+def race_task(name: str, pretrained: Pretrained, seed: int, data: str = "") -> Task:
+    """Returns the task of a race for a model. The race gsm8k reads its rows from the folder `data`."""
     num_prompts = RACES[name].num_prompts
     if name == "arithmetic":
         return arithmetic_task(num_prompts=num_prompts, seed=seed)
     tokenizer, eos_ids, vocab_size = pretrained.tokenizer, pretrained.eos_ids, pretrained.config.vocab_size
     if name == "words":
         return stories_task(tokenizer, eos_ids, vocab_size=vocab_size, num_prompts=num_prompts, seed=seed)
+    if name == "gsm8k":
+        problems, tests = (gsm8k_rows(data, split=split) for split in ("train", "test"))
+        return problem_task(
+            "gsm8k",
+            tokenizer,
+            eos_ids,
+            problems,
+            vocab_size=vocab_size,
+            num_prompts=num_prompts,
+            seed=seed,
+            reward=hash_number,
+            heldout_rows=tests,
+            num_heldout=200,
+        )
     rows, heldout = sums()
     return text_task(
         tokenizer,

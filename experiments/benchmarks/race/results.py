@@ -27,15 +27,16 @@ Entry = dict[str, Any]  # the results of one process
 # ---- one process
 
 
-def heldout_reward(name: str, model: Path) -> Callable[[Path], float]:
+def heldout_reward(name: str, model: Path, data: str = "") -> Callable[[Path], float]:
     """Returns a function of a folder with weights: their mean reward on held-out prompts, with the same noise for all.
 
     Args:
       name: The name of the race.
       model: The folder of the initial model, with configuration and tokenizer.
+      data: The folder of the race's rows.
     """
     pretrained, config = load_pretrained(model), race_config(RACES[name], steps=1, seed=0)
-    task, policy = race_task(name, pretrained, seed=0), decoder_policy(pretrained.config)
+    task, policy = race_task(name, pretrained, 0, data), decoder_policy(pretrained.config)
     sampler = make_sampler(policy, task, config.sampling)
 
     @cache
