@@ -4,9 +4,9 @@ Each command is printed before it runs, in a process of its own. `sums` teaches 
 20 from three solved examples in the prompt. It is made for a model of up to half a billion parameters on two CPU cores,
 where Gemma 3 270M takes about 20 minutes.
 
-`gsm8k` is made for one GPU: the model first learns the solutions of GSM8K's training problems, and then GRPO trains it
-with the reward for correct answers. `reasoning_gym:NAME?options` takes a generator of that package, with three solved
-questions in the prompt, and needs a CPU like `sums`.
+`gsm8k` is made for one GPU, where the same model takes about ten minutes. The model first learns the solutions of
+GSM8K's training problems, and then GRPO trains it with the reward for correct answers. `reasoning_gym:NAME?options`
+takes a generator of that package, with three solved questions in the prompt, and needs a CPU like `sums`.
 
 The control of each task trains from the same start on a coin toss, and should not learn. At the end the exported folder
 of `sums` and `gsm8k` is evaluated like any other model. A command that has ended is not repeated, and one that was
@@ -121,7 +121,7 @@ def gsm8k_stages(config: Config, folder: Path, seed: int) -> list[Stage]:
     base, run, supervised = folder / "base", folder / "sft", folder / "sft-model"
     lengths = arguments(max_tokens=256, max_prompt_tokens=256, dtype="bfloat16", chat=False)
     task = [*arguments(task="gsm8k", data=config.data, num_heldout=400), *lengths]
-    evaluate = [*task, *arguments(samples=3, num_prompts=128)]
+    evaluate = [*task, *arguments(samples=7, num_prompts=32)]
     sft = arguments(
         method="sft",
         model=config.model,
@@ -134,7 +134,7 @@ def gsm8k_stages(config: Config, folder: Path, seed: int) -> list[Stage]:
         num_rows=32,
         learning_rate=2e-5,
     )
-    train = arguments(steps=60, num_prompts=64, group_size=8, learning_rate=2e-6, eval_every=20, eval_samples=3)
+    train = arguments(steps=48, num_prompts=32, learning_rate=3e-6, eval_every=24, checkpoint_every=0)
     return [
         Stage(["evaluate", config.model, *evaluate, *arguments(out=base)], base / "numbers.json"),
         Stage(["train", *sft, *lengths], run / "results.json", run),

@@ -67,7 +67,7 @@ def steps_of(config: Config) -> Iterator[Step]:
     yield benchmark(first)
     if config.model:
         task = ("--task", "gsm8k", "--model", config.model, "--data", config.data)
-        yield Step("gsm8k", 6, ("-m", "experiments.real", *task, *["--small"] * config.rehearse))
+        yield Step("gsm8k", 10, ("-m", "experiments.real", *task, *["--small"] * config.rehearse))
     yield from map(benchmark, others)
 
 

@@ -22,6 +22,7 @@ def test_held_out_sums_are_not_trained_on():
 
 
 GENERATOR = "reasoning_gym:sums?high=4"
+SAMPLES = {"sums": 3, "gsm8k": 7}
 COMMANDS = [
     ("sums", ["train", "export", "evaluate"]),
     ("gsm8k", ["evaluate", "train", "export", "train", "export", "evaluate"]),
@@ -33,7 +34,7 @@ COMMANDS = [
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize(("task", "commands"), COMMANDS)
 def test_every_command_is_read(tmp_path, task, commands, small):
-    config = real.Config(model="DIR", task=task, data="GSM8K", extra="--learning-rate 3e-6")
+    config = real.Config(model="DIR", task=task, data="GSM8K", extra="--learning-rate 5e-6")
     stages = real.stages_of(config, tmp_path, 3)
     assert [stage.args[0] for stage in stages] == commands
     for stage in stages:
@@ -44,10 +45,10 @@ def test_every_command_is_read(tmp_path, task, commands, small):
             assert (options_of(options)["steps"] == 2) == small
             rate = options_of(options)["learning_rate"]
         elif name == "evaluate":
-            assert evaluate.parse(args).samples == (1 if small else 3)
+            assert evaluate.parse(args).samples == (1 if small else SAMPLES[task])
         else:
             flags.read_flags(export.Options, args=args)
-    assert rate == 3e-6
+    assert rate == 5e-6
 
 
 @pytest.mark.usefixtures("stand_in")
