@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.errors import UsageError, abbreviate
-from grpo_jax.models.chat import Chat, end_marks, render, turn_end, without_end, without_reasoning
+from grpo_jax.models.chat import Chat, Message, end_marks, render, turn_end, without_end, without_reasoning
 from grpo_jax.rewards.worker import import_place, load
 
 Tools = Mapping[str, Callable[..., Any]]  # by name
@@ -111,7 +111,8 @@ def check_calls(chat: Chat) -> None:
       UsageError: They are not.
     """
     call = {"id": "a12345678", "type": "function", "function": {"name": "look_up", "arguments": {"word": "b"}}}
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    question: Message = {"role": "user", "content": "a"}
+    turns = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
     try:
         opening, whole = render(chat, turns[:1]), render(chat, turns, is_opened=False)
     except UsageError:
