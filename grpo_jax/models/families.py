@@ -313,8 +313,10 @@ def _file(model_type: str, config: ModelConfig) -> File:
         written |= {"enable_moe_block": True, "top_k_experts": config.experts.num_experts_per_tok}
     if config.delta:
         written |= {f"linear_{name}": value for name, value in config.delta._asdict().items()}
-    # Earlier versions of transformers read these names.
+    # transformers 4 reads these names, and no `rope_parameters`.
     always: File = {name: written[name] for name in ("head_dim", "num_experts") if name in written}
+    always |= {"rope_scaling": rope} if config.rope_scaling else {}
+    always |= {name: share for name, share in rope.items() if name == "partial_rotary_factor"}
     written = {name: value for name, value in written.items() if name in known and value is not None}
     if (known.get("pad_token_id") or 0) >= config.vocab_size:
         written["pad_token_id"] = None
