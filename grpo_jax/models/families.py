@@ -352,6 +352,8 @@ def _rope(file: File) -> Fields:
         rope, local = rope["full_attention"], rope["sliding_attention"]
         if local["rope_type"] != "default":
             raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
+        if not rope.get("truncate", True):  # transformers reads it only if all layers have the same scaling
+            raise UsageError("truncate false is not supported in rope_parameters that differ between layers")
     fields = {"rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, file)}
     if local is None and rope.get("partial_rotary_factor") is not None:
         fields["partial_rotary_factor"] = rope["partial_rotary_factor"]

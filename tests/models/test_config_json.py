@@ -166,6 +166,10 @@ BAD = {
     "quantization_config": [{"bits": 4}],
 }
 LISTS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+NESTED_YARN = {
+    "full_attention": YARN | {"rope_theta": 10.0, "truncate": False},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+}
 # Family, further fields, and what the sentence names.
 BAD_IN_FAMILIES = [
     ("llama", {"hidden_size": 63}, "attention heads"),
@@ -179,6 +183,7 @@ BAD_IN_FAMILIES = [
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("gemma3_text", {"sliding_window_pattern": 0}, "transformers cannot read config.json"),
     ("olmo3", {"rope_parameters": {"sliding_attention": YARN | {"rope_theta": 10.0}}}, "layers with a window"),
+    ("olmo3", {"rope_parameters": NESTED_YARN}, "truncate false"),
     ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("granite", {"logits_scaling": 0.0}, "logits_scaling"),
     ("granite", {"residual_multiplier": "x"}, "residual_multiplier"),
