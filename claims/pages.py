@@ -206,7 +206,7 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
         findings="\n".join(f"- {it}" for it in _measured(asked.PAGES["findings"], numbers)),
         headlines=_headlines_table(numbers, link),
         notes=" ".join(f"{mark} {note}" for mark, note in zip(MARKS, notes, strict=False)),
-        early=sum(it.seeds < LOOKS[-1] for _, it in open_claims),
+        early=explain_early(sum(it.seeds < LOOKS[-1] for _, it in open_claims)),
         verdicts=", ".join(f"{words[word]} {word}" for word in (*VERDICTS[1:], VERDICTS[0], "undecided")),
         again="\n\n".join(again),
         elsewhere=" ".join(map(partial(_elsewhere, numbers), others)),
@@ -233,6 +233,13 @@ def _results_page(numbers: Numbers, others: Sequence[Numbers], pages: Mapping[st
         files=", ".join(f"[{_file_of(place)}]({link}{_file_of(place)})" for place in range(1 + len(others))),
         checksum=numbers.checksum,
     )
+
+
+def explain_early(count: int) -> str:
+    """Returns a sentence about the number of undecided claims that did not take the last look."""
+    if not count:
+        return f"Every undecided claim had the planned {LOOKS[-1]} seeds."
+    return f"For {count} of the undecided claims, we ran fewer than the planned {LOOKS[-1]} seeds."
 
 
 def _headlines_table(numbers: Numbers, link: str) -> str:

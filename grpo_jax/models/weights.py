@@ -475,14 +475,26 @@ def read_tensor(tensors: dict[str, Found], name: str) -> np.ndarray:
         # The file is opened for each tensor because everything read from an open file counts as memory in use.
         with _opened(place.file) as opened:
             tensor = opened.get_slice(place.name)[place.part][0] if place.part else opened.get_tensor(place.name)
-    with np.errstate(invalid="ignore"):
-        largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN if any value is NaN
-    if not largest <= _LARGEST:
+    if not (largest := _largest(tensor)) <= _LARGEST:
         raise UsageError(
             f"tensor {place.name!r} in {place.file} holds {largest:.3g}, which no model has: it is damaged, or its "
             "training diverged"
         )
     return tensor
+
+
+def _largest(tensor: np.ndarray) -> float:
+    """Returns the largest magnitude, or NaN if a value is NaN.
+
+    Without their sign bits, floats have the order of their bits as integers, in which NaN comes last. NumPy compares
+    integers 20 times as fast as bfloat16.
+    """
+    if tensor.dtype.kind in "biu":
+        return float(tensor.max(initial=0))
+    bits = tensor.reshape(-1).view(f"u{tensor.dtype.itemsize}")
+    pieces = np.array_split(bits, -(-bits.size // 2**22) or 1)  # so that only a small copy is in memory
+    magnitudes = [(piece & (np.iinfo(bits.dtype).max >> 1)).max(initial=0) for piece in pieces]
+    return float(np.array(max(magnitudes), bits.dtype).view(tensor.dtype))
 
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
