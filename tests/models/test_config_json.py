@@ -65,6 +65,7 @@ def experts(*fields, norm_topk_prob=False):
 
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+YARNED = RopeScaling("yarn", 8.0, 8192)
 
 # Where a file does not say something, it means what transformers takes it to mean.
 FIELDS = [
@@ -104,8 +105,11 @@ FIELDS = [
     ({"model_type": "olmo3"}, window(4096)),
     (
         {"model_type": "olmo3", "rope_theta": 500000.0, "rope_scaling": YARN, "num_hidden_layers": 4},
-        window(4096, (0, 1, 2)) | {"rope_scaling": RopeScaling("yarn", 8.0, 8192), "rope_local_base_freq": 500000.0},
+        window(4096, (0, 1, 2)) | {"rope_scaling": YARNED, "rope_local_base_freq": 500000.0},
     ),
+    # transformers reads it only if all layers have the same scaling
+    ({"model_type": "olmo3", "rope_scaling": YARN | {"truncate": False}}, {"rope_scaling": YARNED}),
+    ({"rope_scaling": YARN | {"truncate": False}}, {"rope_scaling": YARNED._replace(truncate=False)}),
     ({"model_type": "granite", "attention_multiplier": 0.1}, {"attention_multiplier": 0.1, "logits_scaling": 1.0}),
     ({"logits_scaling": 2.0}, {"logits_scaling": 1.0}),  # Llama has none
     (
@@ -166,10 +170,6 @@ BAD = {
     "quantization_config": [{"bits": 4}],
 }
 LISTS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0]}
-NESTED_YARN = {
-    "full_attention": YARN | {"rope_theta": 10.0, "truncate": False},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
-}
 # Family, further fields, and what the sentence names.
 BAD_IN_FAMILIES = [
     ("llama", {"hidden_size": 63}, "attention heads"),
@@ -183,7 +183,6 @@ BAD_IN_FAMILIES = [
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("gemma3_text", {"sliding_window_pattern": 0}, "transformers cannot read config.json"),
     ("olmo3", {"rope_parameters": {"sliding_attention": YARN | {"rope_theta": 10.0}}}, "layers with a window"),
-    ("olmo3", {"rope_parameters": NESTED_YARN}, "truncate false"),
     ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("granite", {"logits_scaling": 0.0}, "logits_scaling"),
     ("granite", {"residual_multiplier": "x"}, "residual_multiplier"),
