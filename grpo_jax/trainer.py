@@ -33,7 +33,7 @@ from grpo_jax.runs.report import finish
 from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.generated import generated_task
 from grpo_jax.tasks.task import Task, text_task
-from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
+from grpo_jax.tasks.tools import check_calls, count_calls, reply_with, schemas_of
 from grpo_jax.train import PHASES, train
 
 
@@ -188,6 +188,8 @@ class GRPOTrainer:
 def _environment(reply: ReplyFn, has_tools: bool, chat: Chat) -> Environment:
     """Makes an environment from a function. With tools, its replies may have the role "tool"."""
     roles = ("tool", "user") if has_tools else ("user",)
+    if has_tools:
+        check_calls(chat)
     environment = environment_of(reply, reply_encoder(chat, roles=roles))
     return environment._replace(read=reply_reader(chat, roles=roles), measure=count_calls if has_tools else None)
 

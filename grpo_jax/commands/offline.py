@@ -148,7 +148,7 @@ def open_run(job: Job) -> RunFolder:
     run = flags.open_run(job.config)
     keep_description(run, {"policy": job.model, **job.others}, job.config.model, job.config.chat)
     tokenizer = job.model.tokenizer
-    end = turn_end(Chat(tokenizer)) if uses_chat(job.config.chat, tokenizer) else None
+    end = turn_end(Chat(tokenizer, job.model.eos_ids)) if uses_chat(job.config.chat, tokenizer) else None
     if end and not end.learned:
         run.say("plan: the chat template writes no end of a turn, so none is trained")
     for note in job.notes:

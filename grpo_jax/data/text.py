@@ -399,6 +399,8 @@ def fit_answers(
         short, is_pair = tuple(ids[:max_tokens] for ids in answers), len(answers) > 1
         if not all(answers) or len(set(map(tuple, short))) < len(short):
             dropped["whose answers are empty or equal as tokens" if is_pair else "that are empty as tokens"] += 1
+        elif learned is not None and not any(learned[:max_tokens]):
+            dropped[f"without a message of the assistant in their first {max_tokens} tokens"] += 1
         elif short != answers and overlong == "drop":
             dropped[f"{'with an answer' if is_pair else 'that are'} longer than {max_tokens} tokens"] += 1
         else:

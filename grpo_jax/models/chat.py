@@ -7,6 +7,7 @@ made from whole texts, as `apply_chat_template` of transformers does.
 import contextlib
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
@@ -61,7 +62,9 @@ class TurnEnd(NamedTuple):
     """The text that a template writes after the content of the last assistant's message."""
 
     tail: str  # all of it
-    learned: str  # its beginning up to a space or line break, such as "<|im_end|>"; the model must learn to write it
+    # its beginning up to a space or line break, such as "<|im_end|>"; the model must learn to write it. Without a tail,
+    # the EOS with which the template begins the next turn, such as <|user|> of GLM-4
+    learned: str
 
 
 def render(chat: Chat, messages: Sequence[Message], place: str = "messages", *, is_opened: bool = True) -> str:
@@ -234,7 +237,9 @@ def prompt_writer(chat: Chat, in_chat: bool, system: str | None = None) -> Calla
 
 
 # Text that a template opens for the assistant to continue: "<think>\n", or "<think>\n\n</think>\n\n" without thinking.
-_OPENED = re.compile(r"[<\[][\w:|]*think\w*\|?[>\]]\s*([<\[]/[\w:|]*think\w*\|?[>\]]\s*)?\Z", re.IGNORECASE)
+_TAG = r"[\w:|]*think\w*\|?[>\]]"
+_OPENED = re.compile(rf"[<\[]{_TAG}\s*([<\[]/{_TAG}\s*)?\Z", re.IGNORECASE)
+_OPENING, _CLOSING = (re.compile(mark + _TAG, re.IGNORECASE) for mark in (r"[<\[]", r"[<\[]/"))
 
 
 def opened_text(prompt: str) -> str:
@@ -243,18 +248,35 @@ def opened_text(prompt: str) -> str:
     return match.group() if match else ""
 
 
+def without_reasoning(text: str) -> str:
+    """Removes the reasoning from a turn: from each <think>, or from the beginning, to the next </think>."""
+    *before, rest = _CLOSING.split(text)
+    parts = [_OPENING.split(part, 1) for part in before]
+    return "".join(part[0] for part in parts if part[1:]) + rest
+
+
+def _repeats_reasoning(content: str, written: str) -> bool:
+    """Returns whether a template wrote reasoning of its own, such as none at all, before that in a content."""
+    return 0 < len(_CLOSING.findall(content)) < len(_CLOSING.findall(written))
+
+
 # ---- completions
 
 
 def turn_end(chat: Chat) -> TurnEnd | None:
     """Returns the end of the assistant's last turn, or None if the template does not write the assistant's messages."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+    chat = chat._replace(tools=None)
     try:
-        _, answer, tail = render(chat._replace(tools=None), messages, is_opened=False).rpartition(_ANSWER)
+        _, answer, tail = render(chat, messages, is_opened=False).rpartition(_ANSWER)
     except UsageError:
         return None
-    learned = re.match(r"\s*\S+", tail)
-    return TurnEnd(tail, learned.group() if learned else "") if answer else None
+    if not answer:
+        return None
+    if learned := re.match(r"\s*\S+", tail):
+        return TurnEnd(tail, learned.group())
+    following = _after_answer(chat, "user", _REPLY)
+    return TurnEnd(tail, next((mark for mark in end_marks(chat, None) if following.startswith(mark)), ""))
 
 
 def make_decoder(chat: Chat) -> Callable[[Sequence[int]], str]:
@@ -282,7 +304,8 @@ def render_answer(chat: Chat, prompt: str, messages: Sequence[Message], answer: 
     """Writes messages and the assistant's answer in the chat template, without the end of the turn.
 
     Some templates drop a part of the answer, such as its reasoning, since they were written for the history of a chat.
-    Then the answer continues the prompt as it is.
+    Others take reasoning only from a field of the message, and write an empty one before that in the answer. Then the
+    answer continues the prompt as it is.
 
     Args:
       chat: The tokenizer and its template.
@@ -295,7 +318,9 @@ def render_answer(chat: Chat, prompt: str, messages: Sequence[Message], answer: 
     with contextlib.suppress(UsageError):
         whole = render(chat, [*messages, {"role": "assistant", "content": answer}], is_opened=False)
     body = whole[: len(whole) - len(end.tail)]
-    if whole.endswith(end.tail) and "".join(body.split()).endswith("".join(answer.split())):
+    is_written = whole.endswith(end.tail) and "".join(body.split()).endswith("".join(answer.split()))
+    shared = os.path.commonprefix([prompt, body])  # noqa: RUF071, of texts
+    if is_written and not _repeats_reasoning(answer, body.removeprefix(shared)):
         return body
     opened = opened_text(prompt)
     if opened and answer.lstrip().startswith(opened.strip()):
@@ -319,7 +344,8 @@ def encode_conversation(chat: Chat, messages: Sequence[Message], first: int) -> 
       The token ids, and a mask of equal length.
 
     Raises:
-      UsageError: The template writes the messages before a turn differently once other turns follow.
+      UsageError: The template writes the messages before a turn differently once other turns follow, or writes
+        reasoning of its own before that of a message.
     """
     tokenizer = chat.tokenizer
     text = render(chat, messages, "a conversation", is_opened=False)
@@ -328,6 +354,8 @@ def encode_conversation(chat: Chat, messages: Sequence[Message], first: int) -> 
         marked = tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
         return list(marked["input_ids"]), list(map(bool, marked["assistant_masks"]))
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    if turns and text.endswith(messages[turns[-1]]["content"] or "\0") and (end := turn_end(chat)):
+        text += end.learned  # no next turn follows that would begin with it
     spans = [_span_of_turn(chat, messages, i, text) for i in turns]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     places = encoded["offset_mapping"]
@@ -342,6 +370,7 @@ def _span_of_turn(chat: Chat, messages: Sequence[Message], number: int, text: st
     closed = render(chat, messages[: number + 1], is_opened=False)
     if text.startswith(closed):
         end = len(closed.rstrip())
+        end += next((len(mark) for mark in end_marks(chat, None) if text.startswith(mark, end)), 0)
     else:  # the last turn of a conversation has reasoning, or another end
         mark = _end_of_turn(chat, _after_answer(chat, "user", _REPLY).partition(_REPLY)[0])
         body, written, _ = text[max(start, 0) :].partition(mark or "\0")
@@ -351,6 +380,11 @@ def _span_of_turn(chat: Chat, messages: Sequence[Message], number: int, text: st
         raise UsageError(
             "the chat template writes the turns of a conversation differently once others follow, so it is unknown "
             "which tokens the assistant writes: put {% generation %} marks into the template, or give one turn a row"
+        )
+    if _repeats_reasoning(messages[number]["content"] or "", text[start:end]):
+        raise UsageError(
+            "the chat template writes empty reasoning before that in the content of a message: move the reasoning into "
+            "the message's field reasoning_content"
         )
     return start, end
 

@@ -19,7 +19,9 @@ from grpo_jax.models.sharding import BATCH, batch_parts, mesh_sizes, spread
 _MAX_OVERHEAD = 1.12
 # The largest number of full-length completions in a row. Each query also attends over masked keys of earlier
 # completions in its row: with 16 short completions in a row, an update without any padding took 1.9 times as long.
-_MAX_TOGETHER = 2
+# With prompts of 250 tokens and up to four long completions (144 of 256 tokens in the mean) in a row, a step of a model
+# with 48 million parameters took .82 of its time without packing.
+_MAX_TOGETHER, _MAX_LONG_TOGETHER, _LONG = 2, 4, 128
 
 
 class Microbatches(NamedTuple):
@@ -291,7 +293,8 @@ def choose_piece(
         return PieceShape(-(-num_prompts // microbatches), group_size, tokens)
     if num_prompts == 1 or num_prompts * whole <= 2 * piece_tokens:
         return PieceShape(num_prompts, group_size, tokens)
-    for together in range(1, min(_MAX_TOGETHER + 1, group_size)):
+    most = _MAX_LONG_TOGETHER if tokens >= _LONG else _MAX_TOGETHER
+    for together in range(1, min(most + 1, group_size)):
         rows, width = -(-group_size // together), together * tokens
         if rows * (prompt + width) <= _MAX_OVERHEAD * whole:
             # Slightly larger than other pieces, so that rows of full length also fill the last piece.

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -185,7 +186,7 @@ def trl_reward(factory: Factory, reward: Callable[..., Any] | None = None) -> Re
         if reward is None:
             return [await awaited(environment.get_reward()) for environment in played]
         rows = [_row(example) for example in examples]
-        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
+        columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows)) if name != "prompt"}
         messages = [_messages(text.turns) for text in completions]
         prompts = [list(getattr(prompt := example["prompt"], "messages", ())) or prompt for example in examples]
         return list(await awaited(reward(environments=played, prompts=prompts, completions=messages, **columns)))

@@ -20,7 +20,7 @@ from grpo_jax.models.chat import Chat, reply_encoder, reply_reader
 from grpo_jax.rewards.processes import Processes, ProcessOptions
 from grpo_jax.rewards.worker import BadReward, digest_of_source
 from grpo_jax.tasks.adapters import load_factory, trl_tools
-from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of
+from grpo_jax.tasks.tools import check_calls, count_calls, load_tools, schemas_of
 
 
 def tool_schemas(*, tools: str, factory: str, in_chat: bool) -> list[dict[str, Any]] | None:
@@ -59,6 +59,8 @@ def open_environment(
     elif factory:
         spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": factory}
     roles: tuple[str, ...] = ("tool", "user") if named else ("user",) if in_chat else ()
+    if named:
+        check_calls(chat._replace(tools=None))
     encode = reply_encoder(chat, roles=roles)
     with environment_in_processes(spec, encode, arguments=arguments, **limits) as opened:
         opened = opened._replace(read=reply_reader(chat, roles=roles))

@@ -2,18 +2,21 @@
 
 A tool has type hints, and a docstring whose "Args:" describes each argument. The chat template describes the tools to
 the model. A turn with calls is answered by their results, and a turn without calls ends the episode. Calls are read in
-the formats of Qwen (Hermes) and of Llama 3.
+the formats of Qwen (JSON as in Hermes, or the tags of Qwen3.5) and of Llama 3.
 """
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, abbreviate
+from grpo_jax.models.chat import Chat, Message, end_marks, render, turn_end, without_end, without_reasoning
 from grpo_jax.rewards.worker import import_place, load
 
 Tools = Mapping[str, Callable[..., Any]]  # by name
@@ -25,6 +28,7 @@ class Call(NamedTuple):
     name: str
     arguments: Mapping[str, Any]
     wrong: str = ""  # the error in the call, if it is malformed; name and arguments are then empty
+    are_texts: bool = False  # true if arguments are texts, whose types only the function's type hints tell
 
 
 def schemas_of(tools: Tools) -> list[dict[str, Any]]:
@@ -50,15 +54,19 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
 
 _LLAMA = re.compile(r'(?=.*"(parameters|arguments)"\s*:)\{\s*"(name|type|parameters)"', re.S)
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|$)", re.S)
+_TAGGED = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.S)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.S)
 
 
 def calls_of(text: str) -> list[Call]:
     """Returns the calls in a turn of the policy, which may be none.
 
-    Hermes and Qwen write <tool_call>{"name": …, "arguments": {…}}</tool_call> for each call. A Llama 3 turn with calls
-    consists only of {"name": …, "parameters": {…}}, or several of these objects with ";" between them. Any other
-    object with a name is an answer, not a call.
+    Hermes and Qwen write <tool_call>{"name": …, "arguments": {…}}</tool_call> for each call. Qwen3.5 writes there
+    <function=…><parameter=…>…</parameter></function>. A Llama 3 turn with calls consists only of {"name": …,
+    "parameters": {…}}, or several of these objects with ";" between them. Any other object with a name is an answer,
+    not a call. Calls within reasoning are thoughts.
     """
+    text = without_reasoning(text)
     if "<tool_call>" in text:
         return [_call(parts) for parts in _HERMES.findall(text)]
     stripped = text.strip().removeprefix("<|python_tag|>").strip()
@@ -83,14 +91,39 @@ def _objects(text: str) -> list[str]:
 
 def _call(text: str) -> Call:
     """Reads a call. Without the arguments of one format, those of the other count, so that none are left out."""
+    tagged = _TAGGED.fullmatch(text)
+    if tagged and not _PARAMETER.sub("", tagged[2]).strip():
+        return Call(tagged[1], dict(_PARAMETER.findall(tagged[2])), are_texts=True)
     try:
         parts = json.loads(text)
     except (ValueError, RecursionError):
-        return Call("", {}, f"the call is no JSON: {text.strip()[:100]}")
+        return Call("", {}, f"the call cannot be read: {text.strip()[:100]}")
     arguments = parts.get("arguments", parts.get("parameters", {})) if isinstance(parts, dict) else None
     if not isinstance(arguments, dict) or not isinstance(parts.get("name"), str):
         return Call("", {}, 'a call needs a "name", and "arguments" or "parameters" that are an object')
     return Call(parts["name"], arguments)
+
+
+def check_calls(chat: Chat) -> None:
+    """Checks that calls are read as the chat template writes them, and thus the model. It may write none.
+
+    Raises:
+      UsageError: They are not.
+    """
+    call = {"id": "a12345678", "type": "function", "function": {"name": "look_up", "arguments": {"word": "b"}}}
+    question: Message = {"role": "user", "content": "a"}
+    turns = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        opening, whole = render(chat, turns[:1]), render(chat, turns, is_opened=False)
+    except UsageError:
+        return
+    shared = os.path.commonprefix([opening, whole])  # noqa: RUF071, of texts
+    written = without_end(whole.removeprefix(shared), end_marks(chat, turn_end(chat)))
+    if "look_up" in written and [call.name for call in calls_of(written)] != ["look_up"]:
+        raise UsageError(
+            f"the chat template writes calls of tools as {abbreviate(written)}, and they are not read in this format: "
+            "take a model that writes them as Qwen or Llama 3 does"
+        )
 
 
 def reply_with(tools: Tools) -> ReplyFn:
@@ -126,11 +159,34 @@ def _result(tools: Tools, call: Call) -> Any:
         return f"{_ERROR}there is no tool {call.name}: the tools are {', '.join(tools)}"
     tool = tools[call.name]
     try:
-        inspect.signature(tool).bind(**call.arguments)
-        result = tool(**call.arguments)
+        arguments = _typed(tool, call.arguments) if call.are_texts else call.arguments
+        inspect.signature(tool).bind(**arguments)
+        result = tool(**arguments)
         return result if inspect.isawaitable(result) else _text(result)
     except Exception as error:
         return _told(error)
+
+
+def _typed(tool: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Returns arguments that a call wrote as texts: texts where the function takes them, values of JSON elsewhere."""
+    hints = get_type_hints(tool)
+    return {name: _value(text, hints.get(name)) for name, text in texts.items()}
+
+
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # as templates write values of Python
+
+
+def _value(text: str, kind: Any) -> Any:
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    written = _CONSTANTS.get(text, text)
+    if str in kinds and not (NoneType in kinds and written == "null"):
+        return text
+    try:
+        return json.loads(written)
+    except (ValueError, RecursionError):
+        if {int, float, bool}.intersection(kinds):
+            raise
+        return text
 
 
 async def _awaited(result: Any) -> str:

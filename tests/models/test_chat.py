@@ -17,7 +17,14 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.commands import sft
 from grpo_jax.data.packing import pack
-from grpo_jax.data.text import answer_conversation, answer_prompts, encode_answers, encode_prompts
+from grpo_jax.data.text import (
+    Answers,
+    answer_conversation,
+    answer_prompts,
+    encode_answers,
+    encode_prompts,
+    fit_answers,
+)
 from grpo_jax.models.chat import (
     Chat,
     decode,
@@ -123,6 +130,46 @@ def test_a_template_without_an_end_adds_none(tokenizer):
     assert learned(tokenizer, TEMPLATES["no end"], "2") == "2"
     # The tokenizer's EOS ends answers where the template writes no answers at all.
     assert learned(tokenizer, "{{ messages[0].content }}", "2") == "2<|endoftext|>"
+
+
+def test_the_next_turn_ends_an_answer_without_an_end(tokenizer):
+    """Where its beginning is an EOS of the model, as <|user|> of GLM-4."""
+    template, eos = TEMPLATES["no end"], ("<|user|>", "<|endoftext|>")
+    assert learned(tokenizer, template, "2", eos) == "2<|user|>"
+    assert learned(tokenizer, template, "2<|user|>\n", eos) == "2<|user|>"
+    chat = Chat(tokenizer, tuple(map(tokenizer.convert_tokens_to_ids, eos)))
+    ids, mask = encode_conversation(chat, TALK, 1)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False) + "<|user|>"
+    turns = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    texts = [tokenizer.decode([i for i, _ in turn]) for is_learned, turn in turns if is_learned]
+    assert texts == ["<think>so</think>2<|user|>", "<think>four</think>4<|user|>"]
+
+
+# Reasoning comes from a field, as in templates of Qwen3.8.
+FIELD = (
+    "{% for m in messages %}"
+    + HEADER
+    + "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}" + OPENED.replace("assistant\n", "assistant\n<think>\n")
+)
+
+
+@pytest.mark.parametrize("opened", ["", "<think>\n"])
+def test_reasoning_is_learned_once(tokenizer, opened):
+    """As the policy would write it, and as the template does if it is in the field."""
+    tokenizer.chat_template = FIELD
+    whole = [USER, {"role": "assistant", "content": "2", "reasoning_content": "so"}]
+    expected = tokenizer.apply_chat_template(whole, tokenize=False).rpartition("<think>\n")[2].rstrip("\n")
+    assert learned(tokenizer, FIELD, f"{opened}so\n</think>\n\n2") == expected
+    assert learned(tokenizer, FIELD, "2") == "\n</think>\n\n2<|im_end|>"
+
+
+def test_repeated_reasoning_in_a_conversation_is_refused(tokenizer):
+    tokenizer.chat_template = FIELD
+    chat = Chat(tokenizer, (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")))
+    with refused("move the reasoning into the message's field reasoning_content"):
+        encode_conversation(chat, TALK, 1)
+    encode_conversation(chat, [{**message, "content": "4", "reasoning_content": "so"} for message in TALK], 1)
 
 
 @pytest.mark.parametrize("answer", ["so</think>2", "<think>so</think>2", "<think>\nso</think>2"])
@@ -289,6 +336,16 @@ def test_rows_of_conversations_are_packed_with_their_masks(tokenizer, tmp_path):
     packed = pack([answers.prompt], [answers.answers[0]], [mask], width=len(ids) + len(mask))
     learned = tokenizer.decode(packed.ids[packed.completion_mask].tolist())
     assert learned == "<think>so</think>2<|im_end|><think>four</think>4<|im_end|>"
+
+
+def test_a_text_cut_before_its_first_learned_token_is_dropped():
+    rows = [Answers([1], ([2, 3, 4],), mask) for mask in ([False, False, True], [True, False, True], None)]
+    _, numbers, notes = fit_answers(rows, max_tokens=2, overlong="truncate", noun="completions")
+    assert numbers == [1, 2]
+    assert notes[0] == "dropped 1 completions without a message of the assistant in their first 2 tokens"
+    with refused("no completion is left of 1"):
+        fit_answers(rows[:1], max_tokens=2, overlong="truncate", noun="completions")
+    assert len(fit_answers(rows, noun="completions")[0]) == 3
 
 
 @pytest.mark.parametrize("messages", [[USER], TALK[1:], [TALK[1]]])

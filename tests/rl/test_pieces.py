@@ -74,6 +74,7 @@ ROW_SHAPES = [
     ((4, 512, 8, 64), None),  # prompts that are long compared with their completions are computed once
     ((4, 16, 8, 1_024), (1_024, 1)),  # long completions have a row each: 8 · 1,040 tokens for 8,208
     ((2, 4, 4, 8), None),  # all fits in one piece
+    ((4, 250, 8, 256), (1_024, 1)),  # two rows of four long completions are 2,548 tokens for 2,298
 ]
 
 

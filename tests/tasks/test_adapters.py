@@ -129,6 +129,16 @@ def test_classes_from_files_play_and_score_in_processes(tmp_path):
         Grader(f"{module}:reward_of_factory", arguments=named, workers=1).__enter__()
 
 
+def test_rewards_get_columns_that_the_first_row_lacks():
+    def reward(environments, prompts, completions, **columns):
+        assert columns == {"target": [None, 7], "number": [1, None]}
+        return [0.0, 1.0]
+
+    rows = adapters.trl_rows(Counter, [{"prompt": "", "number": 1}, {"prompt": "", "target": 7}])
+    episodes = [Completion("", turns=turns("done"))] * 2
+    assert asyncio.run(adapters.trl_reward(Counter, reward)(rows, episodes)) == [0.0, 1.0]
+
+
 def test_environment_draws_depend_on_rows_not_global_state():
     state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
     rows = adapters.trl_rows(Counter, [{"prompt": "", "number": number} for number in range(8)])

@@ -1,14 +1,19 @@
 """Checks the schemas of tools, the calls that models write, and the results and errors that the policy reads."""
 
 import asyncio
+import inspect
+import json
 
 import pytest
+import tokenizers
 from tiny import refused
+from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Turn
+from grpo_jax.models.chat import Chat
 from grpo_jax.tasks.environments import environment_in_processes
-from grpo_jax.tasks.tools import Call, calls_of, count_calls, load_tools, reply_with, schemas_of
+from grpo_jax.tasks.tools import Call, calls_of, check_calls, count_calls, load_tools, reply_with, schemas_of
 
 
 def multiply(a: float, b: float) -> float:
@@ -68,15 +73,80 @@ CALLS = [
         [Call("f", {"x": "a;b"}), Call("g", {})],
     ),
     ('{"type": "function", "name": "f", "parameters": {}}', [Call("f", {})]),
+    (
+        "I see.\n<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n<parameter=y>\na\n\nb\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        [Call("f", {"x": "1", "y": "a\n\nb"}, are_texts=True), Call("g", {}, are_texts=True)],
+    ),
+    # Calls within reasoning are not meant to be executed. The prompt may have opened the reasoning.
+    ('<think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n</think>\n\n6', []),
+    ('perhaps <tool_call>{"name": "f", "arguments": {}}</tool_call>\n</think>\n\n6', []),
+    ('so</think>{"name": "f", "parameters": {}}', [Call("f", {})]),
+    (
+        '<think>so</think><tool_call>{"name": "f", "arguments": {}}</tool_call>[THINK]<tool_call>[/THINK]'
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        [Call("f", {}), Call("g", {})],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("text", "calls"), CALLS)
-def test_calls_are_read_in_both_formats(text, calls):
+def test_calls_are_read_in_all_formats(text, calls):
     assert calls_of(text) == calls
 
 
+def echo(text: str, number: int, yes: bool, numbers: list[int], object: dict, maybe: str | None, nothing: int | None):
+    return [text, number, yes, numbers, object, maybe, nothing]
+
+
+@pytest.mark.parametrize("python", [True, False])
+def test_arguments_between_tags_have_the_types_of_hints(python):
+    """Templates write values that are no text as JSON, or as Python writes them."""
+    values = ["12", 3, True, [1, 2], {"a": None}, "no", None]
+    names = inspect.signature(echo).parameters
+    written = [x if isinstance(x, str) else repr(x) if python and x in (True, None) else json.dumps(x) for x in values]
+    parameters = (f"<parameter={name}>\n{text}\n</parameter>" for name, text in zip(names, written, strict=True))
+    text = f"<tool_call>\n<function=echo>\n{chr(10).join(parameters)}\n</function>\n</tool_call>"
+    assert json.loads(ask(text, {"echo": echo}).text) == values
+
+
+HEADER = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls %}"
+FORMATS = {
+    "hermes": "<tool_call>\n{{ call.function | tojson }}\n</tool_call>",
+    "tags": "<tool_call>\n<function={{ call.function.name }}>\n{% for x, y in call.function.arguments | items %}"
+    "<parameter={{ x }}>\n{{ y }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "llama": '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}',
+    "none": "",
+}
+OTHER_FORMATS = {
+    "to a channel": "to={{ call.function.name }}<|message|>{{ call.function.arguments | tojson }}",
+    "a list": "[TOOL_CALLS][{{ call.function | tojson }}]",
+    "a name before tags": "<tool_call>{{ call.function.name }}\n<arg_key>a</arg_key></tool_call>",
+}
+
+
+def chat_with(calls):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, "a")), eos_token="</s>"
+    )
+    turn_ends = "{% endfor %}</s>{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+    tokenizer.chat_template = HEADER + calls + turn_ends
+    return Chat(tokenizer, (1,))
+
+
+def test_calls_of_a_model_that_nothing_reads_are_refused():
+    for calls in FORMATS.values():
+        check_calls(chat_with(calls))
+    check_calls(chat_with("{{ raise_exception('no calls') }}"))
+    for calls in OTHER_FORMATS.values():
+        with refused("writes calls of tools as .*look_up"):
+            check_calls(chat_with(calls))
+
+
 BAD_CALLS = [
+    "<tool_call><function=multiply><parameter=a>2</parameter>3</function></tool_call>",
+    "<tool_call><function=multiply><parameter=a>2</parameter></tool_call>",
+    "<tool_call><function=multiply><parameter=a>2</parameter><parameter=b>x</parameter></function></tool_call>",
     "<tool_call>multiply(2, 3)</tool_call>",
     '<tool_call>{"name": "multiply", "arguments": [2, 3]}</tool_call>',
     '<tool_call>{"arguments": {}}</tool_call>',
