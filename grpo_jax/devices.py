@@ -16,6 +16,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -469,8 +470,8 @@ def _available() -> int:
 
 def _cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Returns the number of bytes that the control group of this process may use, as a container sees it."""
-    try:
-        most = (root / "memory.max").read_text(encoding="utf-8").strip()
-    except OSError:  # no groups, or those of version 1
-        return _NO_LIMIT
-    return _NO_LIMIT if most == "max" else int(most)
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of groups of version 2, and of version 1
+        with suppress(OSError):
+            most = (root / name).read_text(encoding="utf-8").strip()
+            return _NO_LIMIT if most == "max" else min(int(most), _NO_LIMIT)
+    return _NO_LIMIT

@@ -127,8 +127,9 @@ def train_step(
       rounded: Rounds parameters as products in bfloat16 do. None: products are in float32.
 
     Returns:
-      The next state, and scalar metrics: those that the loss logs, and `loss`, `grad_norm` and `skipped`. With
-      `rounded`, `changed_share` is the share of the weights that the step changes after rounding.
+      The next state, and scalar metrics: those that the loss logs, and `loss`, `grad_norm` and `skipped`. The mean of a
+      metric with weight 0 is NaN. With `rounded`, `changed_share` is the share of the weights that the step changes
+      after rounding.
     """
     batch = batch._replace(weights=weights_of(batch.completion_mask))
     summed = sum_rows(partial(accumulate_grads, loss_fn, pieces), devices)
@@ -142,7 +143,7 @@ def train_step(
         lambda new, old: jnp.where(finite, new, old), updated, (state.params, state.opt_state)
     )
     skipped = jnp.where(finite, 0, state.skipped + 1)
-    metrics = {name: total / jnp.maximum(weight, 1e-9) for name, (total, weight) in means.items()}
+    metrics = {name: jnp.where(weight > 0, total / weight, jnp.nan) for name, (total, weight) in means.items()}
     metrics |= {**maxima, "loss": loss, "grad_norm": grad_norm, "skipped": skipped}
     if rounded is not None and (share := changed_share(rounded(state.params), rounded(params))) is not None:
         metrics["changed_share"] = share

@@ -114,6 +114,8 @@ def test_cpu_memory_is_bounded_by_machine_and_cgroup(monkeypatch):
 LIMIT_FILES = [
     ("memory.max", "max\n", 2**60),
     ("memory.max", "1024\n", 1024),
+    ("memory/memory.limit_in_bytes", "1024\n", 1024),
+    ("memory/memory.limit_in_bytes", "9223372036854771712\n", 2**60),  # version 1 has no word for no limit
     ("other", "1", 2**60),
 ]
 

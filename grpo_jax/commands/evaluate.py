@@ -1,7 +1,8 @@
 """Measures a model on a task: greedy, avg@n, pass@k and maj@n, with 95% intervals over prompts.
 
 MODEL is a folder in Hugging Face format, an id on the hub, or the folder of a run. For a run, the command evaluates the
-newest checkpoint with the run's task, held-out prompts and sampling options, unless you give others.
+newest checkpoint with the run's task, held-out prompts and sampling options, unless you give others. Another --task
+keeps the run's --template, --chat, --system and --chat-template-kwargs.
 
 It executes the run's rewards, so evaluate only runs that you trust. If you give a task, all its rows are evaluated.
 --num-prompts does not change the completions. pass@k is the unbiased estimate; if rewards are not 0 or 1, it is the
@@ -29,6 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from grpo_jax.config import DecodingConfig, GRPOConfig, check_effects, recipe, validate
+from grpo_jax.data.generators import PREFIX
 from grpo_jax.data.prompts import hash_prompts
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError, make_folder, user_path
@@ -54,7 +56,9 @@ from grpo_jax.tasks.task import Task
 
 _MAX_GROUP = 16  # the most completions of a prompt to sample at once, which bounds the memory
 _GROUP_SIZE = 8  # training's usual group size, for which the deadlines of rewards are meant
-_DECODING = options_of(DecodingConfig()).keys()  # options whose defaults come from the run
+# Options whose defaults come from the run, with any task
+_DECODING = options_of(DecodingConfig()).keys()
+_PROMPTING = ("template", "chat", "system", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,11 @@ def parse(args: list[str] | None = None) -> Options:
     """Reads the command line. If MODEL is the folder of a run, the run's options are the defaults."""
     read = partial(flags.read_flags, Options, prog=flags.program(), description=__doc__, args=args)
     options = read()
-    saved, names = saved_options(options.model), {*_DECODING}
+    saved, names = saved_options(options.model), {*_DECODING, *_PROMPTING}
     if not options.task or same_rows(options.task, saved.get("task", "")):
-        names |= {field.name for field in dataclasses.fields(TaskOptions)}
-        names |= {"max_prompt_tokens", "overlong", "chat_template_kwargs"}
+        names |= {field.name for field in dataclasses.fields(TaskOptions)} | {"max_prompt_tokens", "overlong"}
+    elif options.task.startswith(PREFIX):
+        names |= {"answer_in"}
     if options.data and not same_rows(options.data, saved.get("data", "")):  # other rows are all evaluated
         names -= {"heldout", "num_heldout"}
     if saved.get("max_tokens", 0) is None:  # the run did not limit completions

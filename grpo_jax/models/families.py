@@ -351,7 +351,8 @@ def _rope(file: File) -> Fields:
     """Returns the base and the scaling. Layers with a window may have a different base, without scaling: Gemma 3."""
     rope, local = file["rope_parameters"], None
     if "full_attention" in rope:
-        rope, local = rope["full_attention"], rope["sliding_attention"]
+        # transformers reads `truncate` only if all layers have the same scaling.
+        rope, local = rope["full_attention"] | {"truncate": True}, rope["sliding_attention"]
         if local["rope_type"] != "default":
             raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
     fields = {"rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, file)}

@@ -22,7 +22,7 @@ from grpo_jax.rewards.reward import (
     ungraded_counts,
     ungraded_messages,
 )
-from grpo_jax.rl.guards import check_first_rewards, rollout_metrics, rollout_warnings
+from grpo_jax.rl.guards import check_first_rewards, has_spread, rollout_metrics, rollout_warnings
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import Graded, RewardArrays, Rollout
 from grpo_jax.sampling.sampler import Completions
@@ -38,7 +38,9 @@ class Grading(NamedTuple):
     arrays: Callable[[Graded, int], RewardArrays]  # (rewards, T) -> arrays from which advantages are computed
 
 
-def make_grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: Devices) -> Grading:
+def make_grading(
+    task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: Devices, *, compares: bool = True
+) -> Grading:
     """Returns the functions that grade the rollouts of a run.
 
     Args:
@@ -46,8 +48,12 @@ def make_grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devic
       reward: One reward function, or several with weights.
       config: The configuration of the run.
       devices: The devices that share the rows.
+      compares: True if the method compares rewards within groups, and not with a critic.
     """
     read = reward if config.needs_rewards else no_reward
+    names, by_part = [""], config.loss.advantages_of in BY_PART
+    if config.loss.advantages_of == "components":
+        names = [name for name, component in named_components(reward).items() if component.weight]
 
     def grade(rollout: Rollout) -> Rollout:
         before = ungraded_counts(read)
@@ -64,8 +70,9 @@ def make_grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devic
         if step == 0:  # a resumed run must continue like an uninterrupted run
             check_first_rewards(graded, reward)
         metrics, warnings = interaction_of(task).report(task, graded, step)
-        metrics = rollout_metrics(graded) | metrics
-        warnings |= rollout_warnings(graded, step + 1, is_graded=config.needs_rewards)
+        spread = np.any([has_spread(graded, name, by_part=by_part) for name in names], axis=0)
+        metrics = rollout_metrics(graded, spread) | metrics
+        warnings |= rollout_warnings(graded, step + 1, spread if compares else None, is_graded=config.needs_rewards)
         return rollout._replace(metrics=metrics | rollout.metrics, warnings=warnings | rollout.warnings)
 
     def arrays(graded: Graded, num_tokens: int) -> RewardArrays:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.config import BY_PART, GRPOConfig
-from grpo_jax.data.types import Reward, Rewards
+from grpo_jax.data.types import Reward, Rewards, Span
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.rl.interaction import interaction_of
@@ -107,12 +107,13 @@ def length_warning(width: int, longest: int | None) -> dict[str, str]:
 
 
 @np.errstate(invalid="ignore", over="ignore")  # the run warns about an infinite reward
-def rollout_warnings(graded: Graded, step: int, *, is_graded: bool = True) -> dict[str, str]:
+def rollout_warnings(graded: Graded, step: int, spread: np.ndarray | None, *, is_graded: bool = True) -> dict[str, str]:
     """Returns warnings about rollouts from which the policy cannot learn.
 
     Args:
       graded: The rewards of the rollout.
       step: The number of the step, from 1.
+      spread: The result of `has_spread`. None: the method does not compare rewards within groups.
       is_graded: True if the method needs rewards.
     """
     warnings = {}
@@ -122,7 +123,7 @@ def rollout_warnings(graded: Graded, step: int, *, is_graded: bool = True) -> di
         return warnings
     if not graded.applicable.any():
         warnings["applicable"] = "no completion has a reward: see in the other warnings why the graders gave none"
-    elif _compares_nothing(graded):
+    elif spread is not None and _compares_nothing(graded, spread):
         warnings["spread"] = (
             f"step {step}: in every group all rewards are equal{_which(graded)}, so there is nothing to learn from: "
             "choose easier or harder prompts, larger groups or a finer reward"
@@ -130,10 +131,10 @@ def rollout_warnings(graded: Graded, step: int, *, is_graded: bool = True) -> di
     return warnings
 
 
-def _compares_nothing(graded: Graded) -> bool:
+def _compares_nothing(graded: Graded, spread: np.ndarray) -> bool:
     """Returns true if all groups have equal, finite rewards. Groups of one do not count: they never have spread."""
     finite = np.isfinite(graded.rewards[graded.applicable]).all()
-    return bool(finite) and graded.rewards.shape[-1] > 1 and not has_spread(graded).any()
+    return bool(finite) and graded.rewards.shape[-1] > 1 and not spread.any()
 
 
 def _which(graded: Graded) -> str:
@@ -168,7 +169,7 @@ def ratio_warning(metrics: Mapping[str, float]) -> dict[str, str]:
         against the sampler, and `first_sampler_mismatch`, the mean of exp |Δ log-probability|.
     """
     deviation, mismatch = metrics["first_ratio_deviation"], metrics["first_sampler_mismatch"]
-    if deviation <= RATIO_TOLERANCE and mismatch <= MISMATCH_TOLERANCE:
+    if not (deviation > RATIO_TOLERANCE or mismatch > MISMATCH_TOLERANCE):  # NaN: the minibatch has no tokens
         return {}
     return {
         "ratio": f"sampler and trainer compute different probabilities: in the first minibatch a ratio is off 1 by "
@@ -218,8 +219,8 @@ def make_damage_check(learning_rate: float) -> Callable[[Mapping[str, Any]], dic
 
 
 @np.errstate(invalid="ignore", over="ignore")  # the run warns about an infinite reward
-def rollout_metrics(graded: Graded) -> dict[str, Any]:
-    """Returns metrics of a rollout, as Python numbers.
+def rollout_metrics(graded: Graded, spread: np.ndarray) -> dict[str, Any]:
+    """Returns metrics of a rollout, as Python numbers. `spread` is the result of `has_spread`.
 
     `distinct_share` is the share of distinct completions in a group. Lengths are in tokens, including EOS.
     `length_above` is the mean length of completions with a reward above the mean of their group (the correct ones if
@@ -238,7 +239,7 @@ def rollout_metrics(graded: Graded) -> dict[str, Any]:
         **{name: _mean(values) for name, values in moments.items()},
         **{f"{name}_std": float(values.std()) if values.size else None for name, values in moments.items()},
         "not_applicable_share": float(1 - graded.applicable.mean()),
-        "zero_spread_share": float((~has_spread(graded)).mean()),
+        "zero_spread_share": float((~spread).mean()),
         "distinct_share": float(graded.distinct.mean()),
         "length_mean": float(lengths.mean()),
         "length_min": int(lengths.min()),
@@ -250,12 +251,13 @@ def rollout_metrics(graded: Graded) -> dict[str, Any]:
     }
 
 
-def has_spread(graded: Graded | None, metric: str = "") -> np.ndarray:
+def has_spread(graded: Graded | None, metric: str = "", *, by_part: bool = False) -> np.ndarray:
     """Returns for each group if its applicable rewards differ, bool `[N]`. Groups without spread have advantages of 0.
 
     Args:
       graded: The rewards of N groups.
       metric: The component to compare. Default: the weighted sum.
+      by_part: True to compare turns or spans, unless there is a metric.
     """
     assert graded is not None
     values = graded.components[metric] if metric else graded.rewards
@@ -263,7 +265,30 @@ def has_spread(graded: Graded | None, metric: str = "") -> np.ndarray:
     highest = np.where(applicable, values, -np.inf).max(-1)
     lowest = np.where(applicable, values, np.inf).min(-1)
     # Groups without any reward have no gradient either, and no step can use NaN or infinity.
-    return (highest > lowest) & np.isfinite(highest) & np.isfinite(lowest)
+    is_usable = np.isfinite(highest) & np.isfinite(lowest)
+    if by_part and not metric:
+        groups = zip(graded.rewards, graded.parts, applicable, strict=True)
+        return is_usable & np.array([_parts_differ(rewards[where], parts[where]) for rewards, parts, where in groups])
+    return is_usable & (highest > lowest)
+
+
+def _parts_differ(rewards: np.ndarray, parts: np.ndarray) -> bool:
+    """Returns whether returns to go differ in a group, compared as in `functional.turn_advantages`."""
+    returns = [_returns_to_go(*completion) for completion in zip(rewards.tolist(), parts, strict=True)]
+    everything = [value for row in returns for value in row]
+    rounding = 1e-6 * max(map(abs, everything), default=0.0)
+    columns = ([row[k] for row in returns if k < len(row)] for k in range(max(map(len, returns), default=0)))
+    compared = (column if len(column) > 1 else everything for column in columns)
+    return any(max(values) - min(values) > rounding for values in compared)
+
+
+def _returns_to_go(reward: float, parts: tuple[Span, ...]) -> list[float]:
+    """Returns the rewards from each part on. Parts with the same end count as one, and no parts count as one too."""
+    returns: dict[int, float] = {}
+    for part in parts:
+        returns.setdefault(part.end, reward)
+        reward -= part.reward
+    return list(returns.values()) or [reward]
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -91,7 +91,7 @@ def make_iteration(
       timed: Adds the seconds of a block to the time of the named part of the iteration.
     """
     devices = devices_of(config)
-    grading = make_grading(task, reward, config, devices)
+    grading = make_grading(task, reward, config, devices, compares="critic" not in trained)
 
     def grade(rollout: Rollout) -> Rollout:
         with timed("rollout"):

@@ -107,8 +107,9 @@ def critic_advantage(
     rewards: RewardArrays, batch: Batch, kl_coef: Array, *, config: PPOConfig
 ) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
     """Returns a batch with the advantages and returns of tokens; means of advantages over completions; metrics."""
-    # Neither policy nor critic learns from completions to which no reward applies.
-    batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, rewards.applicable))
+    # Neither policy nor critic learns from these completions, so they must not shift whitened advantages either.
+    keep = rewards.applicable & ~batch.truncated if config.run.loss.mask_truncated else rewards.applicable
+    batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, keep))
     penalty, logs, batch = kl_in_reward(batch, config.run.loss, kl_coef)
     by_token, returns = token_advantages(rewards.rewards, batch, penalty, options=config.critic)
     mask, logs = batch.completion_mask, value_logs(batch, returns) | logs

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, SamplingConfig
+from grpo_jax.config import BY_PART, GRPOConfig, SamplingConfig
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import ONE_DEVICE, Devices, all_rows, place, spread_over, to_devices
 from grpo_jax.errors import UsageError
@@ -283,21 +283,22 @@ def with_spread(
       report: (rollout, step) -> rollout with metrics and warnings about all groups of the step.
       config: The configuration of the run.
       devices: The devices that share the rows.
-      metric: The component whose spread counts. Default: the weighted sum. With a length penalty in the sum, nearly
-        every group has some spread.
+      metric: The component whose spread counts. Default: the weighted sum, or turns or spans if the method compares
+        these. With a length penalty in the sum, nearly every group has some spread.
     """
     num_groups, most = config.sampling.num_prompts, config.sampling.max_rollouts
+    differs = partial(has_spread, by_part=config.loss.advantages_of in BY_PART)
 
     def sample(state: Any, policy: Params, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
         state, first = source.sample(state, policy, step, on_dispatch)
         rollouts = [grade(first)]
-        spread = has_spread(rollouts[0].graded, metric)
+        spread = differs(rollouts[0].graded, metric)
         while spread.sum() < num_groups and len(rollouts) < most:
             # The first draw of each step is the same as without dynamic sampling, so that every epoch has all its
             # prompts. Further draws take the prompts that come after the last step.
             index = config.steps + step * (most - 1) + len(rollouts) - 1
             rollouts.append(grade(draw(policy, index)))
-            spread = np.concatenate([spread, has_spread(rollouts[-1].graded, metric)])
+            spread = np.concatenate([spread, differs(rollouts[-1].graded, metric)])
         everything = report(_concatenate(rollouts), step)
         chosen = np.sort(np.argsort(~spread, stable=True)[:num_groups]) if len(rollouts) > 1 else np.arange(num_groups)
         rollout = Rollout(
@@ -305,7 +306,7 @@ def with_spread(
             select_groups([rollout.batch for rollout in rollouts], chosen, devices),
             jax.tree.map(lambda x: x[chosen], everything.graded),
         )
-        share = float((~has_spread(rollout.graded)).mean())
+        share = float((~differs(rollout.graded)).mean())
         metrics = everything.metrics | {"rollouts": len(rollouts), "update_zero_spread_share": share}
         filled = {
             "filled": f"after {len(rollouts)} rollouts of a step, the rewards are still equal in {share:.0%} of its "

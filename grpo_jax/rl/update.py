@@ -185,17 +185,19 @@ def average_over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) ->
     """Returns the metrics of an iteration from those of its optimizer steps.
 
     Metrics are averaged over the steps. Metrics of tokens are weighted by the tokens of each step, because a plain mean
-    would give short minibatches too much weight. `ratio_deviation` is the maximum over the steps.
-    `first_ratio_deviation` and `first_sampler_mismatch` are values of the first step, before any update. `skipped` is
-    the largest number of steps skipped in a row. `skipped_update` is the first skipped step, counted from 0, or −1.
+    would give short minibatches too much weight. Without any tokens they are NaN. `ratio_deviation` is the maximum over
+    the steps. `first_ratio_deviation` and `first_sampler_mismatch` are values of the first step, before any update.
+    `skipped` is the largest number of steps skipped in a row. `skipped_update` is the first skipped step, counted from
+    0, or −1.
 
     Args:
       metrics: The metrics of the optimizer steps: name -> `[U]`.
       tokens: The number of tokens in the loss of each step, `[U]`.
     """
-    weights = tokens / (tokens.sum() + (tokens.sum() == 0))
+    weights = tokens / tokens.sum()
     means = {
-        name: values.mean() if name in STEP_METRICS else (values * weights).sum() for name, values in metrics.items()
+        name: values.mean() if name in STEP_METRICS else (jnp.where(tokens == 0, 0, values) * weights).sum()
+        for name, values in metrics.items()
     }
     skipped = metrics["skipped"] > 0
     return means | {

@@ -128,7 +128,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     if not runs:
         raise UsageError(f"there is no run to resume in {folder}: leave out --resume, or name the run's --run-dir")
     newest = runs[max(runs)]
-    default = _with_file(_options_of_run(config_class, newest / "config.json"), args)
+    default = _with_file(_options_of_run(config_class, newest / "config.json"), args, resumes=True)
     return with_options(_read(config_class, default, args, prog, description), run_dir=newest)
 
 
@@ -222,8 +222,13 @@ def _with_preset(default: Config, preset: Any) -> Config:
     return with_options(default, preset=preset) if has_one else default
 
 
-def _with_file(default: Config, args: list[str]) -> Config:
+def _with_file(default: Config, args: list[str], *, resumes: bool = False) -> Config:
     """Returns the defaults, with the options of the --config file.
+
+    Args:
+      default: The defaults.
+      args: The arguments of the command line.
+      resumes: True if the defaults are those of a run. A preset in the file then sets no other options.
 
     Raises:
       UsageError: The file cannot be read, or one of its options does not fit.
@@ -233,7 +238,8 @@ def _with_file(default: Config, args: list[str]) -> Config:
         return default
     saved = read_options(user_path(file))
     try:
-        return from_json(_with_preset(default, saved.get("preset")), saved)  # which sets what the file leaves out
+        # The preset sets what the file leaves out.
+        return from_json(default if resumes else _with_preset(default, saved.get("preset")), saved)
     except UsageError as error:
         raise UsageError(f"{file} does not fit ({error})") from None
 

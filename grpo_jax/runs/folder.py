@@ -158,6 +158,15 @@ class RunFolder:
         """Writes a line of metrics.jsonl, with numbers that are the same in a rerun."""
         self._append("metrics.jsonl", phase, step, values)
 
+    def amend(self, phase: str, step: int, values: Mapping[str, float]) -> None:
+        """Adds numbers to the line of a step in metrics.jsonl, which has been written already."""
+        if not self.writes:
+            return
+        lines = self.lines()
+        for line in lines:
+            line |= finite(values) if (line["phase"], line["step"]) == (phase, step) else {}
+        write_text(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
     def log_times(
         self,
         phase: str,

@@ -184,12 +184,19 @@ def run_steps(
         if done:
             run.say(f"{phase}: continues after step {done} of {steps}")
         state = place(state, devices, axes)
-        run.rewind(phase, done, checkpoints.lines)
 
         def note(step: int, evaluated: Mapping[str, float]) -> bool:
             has_use = logging.keep_best or logging.patience > 0
             return has_use and checkpoints.note_score(step, score(evaluated))
 
+        def is_due(step: int) -> bool:
+            return step % logging.eval_every == 0 or (step == end and evaluates_end)
+
+        if evaluate and done and is_due(done) and is_unevaluated(run, phase, done):
+            missing = evaluate(state, done)
+            run.amend(phase, done, missing)
+            note(done, missing)
+        run.rewind(phase, done, checkpoints.lines)
         if evaluate and done == 0:
             start = evaluate(state, 0)
             run.log(phase, 0, start)
@@ -215,7 +222,7 @@ def run_steps(
                     state, pending = step(state, number, lambda: read({}))
                     reached, is_last = number + 1, number + 1 == end
                     evaluated: dict[str, float] = {}
-                    if evaluate and (reached % logging.eval_every == 0 or (is_last and evaluates_end)):
+                    if evaluate and is_due(reached):
                         with run.timed("evaluate"):
                             evaluated = evaluate(state, reached)
                     stop, is_best = asked_to_stop(), bool(evaluated) and note(reached, evaluated)
@@ -230,12 +237,18 @@ def run_steps(
                         run.say(f"{phase}: ends at step {reached}, {logging.patience} evaluations after its best score")
                     if stop or ends:
                         break
-            except Interruption:  # raised while a step samples or grades, so the state is unchanged
+            except Interruption:  # raised while a step or an evaluation samples, so the state is unchanged
                 read({})
                 if reached > saved:
                     checkpoints.save(state, reached)
                 raise
     return state
+
+
+def is_unevaluated(run: RunFolder, phase: str, step: int) -> bool:
+    """Returns whether the line of a step lacks numbers of the line of step 0, because its evaluation failed."""
+    names = {line["step"]: set(line) for line in (run.lines() if run.writes else ()) if line["phase"] == phase}
+    return hosts.first_says("a missing evaluation", step in names and not names.get(0, set()) <= names[step])
 
 
 def is_stale(scores: Mapping[int, float], patience: int) -> bool:

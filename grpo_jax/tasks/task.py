@@ -457,7 +457,7 @@ def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
             continue
         if not name or form or conversion:
             raise UsageError(f"the template has {{{name}}} with a format or without a name: write only {{column}}")
-        value = column(row, name, where)
+        value = column(row, name, where, remedy="change template, or set it to None")
         if not isinstance(value, str | int | float):
             raise UsageError(f"{where}: column {name} holds {kind_of(value)}, and a template takes text and numbers")
         text.append(str(value))

@@ -65,6 +65,7 @@ def experts(*fields, norm_topk_prob=False):
 
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+YARNED = RopeScaling("yarn", 8.0, 8192)
 
 # Where a file does not say something, it means what transformers takes it to mean.
 FIELDS = [
@@ -104,8 +105,11 @@ FIELDS = [
     ({"model_type": "olmo3"}, window(4096)),
     (
         {"model_type": "olmo3", "rope_theta": 500000.0, "rope_scaling": YARN, "num_hidden_layers": 4},
-        window(4096, (0, 1, 2)) | {"rope_scaling": RopeScaling("yarn", 8.0, 8192), "rope_local_base_freq": 500000.0},
+        window(4096, (0, 1, 2)) | {"rope_scaling": YARNED, "rope_local_base_freq": 500000.0},
     ),
+    # transformers reads it only if all layers have the same scaling
+    ({"model_type": "olmo3", "rope_scaling": YARN | {"truncate": False}}, {"rope_scaling": YARNED}),
+    ({"rope_scaling": YARN | {"truncate": False}}, {"rope_scaling": YARNED._replace(truncate=False)}),
     ({"model_type": "granite", "attention_multiplier": 0.1}, {"attention_multiplier": 0.1, "logits_scaling": 1.0}),
     ({"logits_scaling": 2.0}, {"logits_scaling": 1.0}),  # Llama has none
     (

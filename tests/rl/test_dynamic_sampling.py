@@ -56,12 +56,12 @@ def made_up(number: int, rewards, parts=None) -> Rollout:
     return Rollout(first, to_batch(first.tokens, tokens[..., 0] * 1.0, completions), graded=graded)
 
 
-def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
+def sample_until_spread(draw, *, max_rollouts, num_prompts, metric="", **options):
     """Runs the source of dynamic sampling for the first step; returns its rollout and all groups together.
 
     `draw` takes the number of a draw of the step.
     """
-    config, seen = recipe(steps=1, num_prompts=num_prompts, max_rollouts=max_rollouts), []
+    config, seen = recipe(steps=1, num_prompts=num_prompts, max_rollouts=max_rollouts, **options), []
 
     def report(everything, step):
         seen.append(everything)
@@ -135,6 +135,22 @@ def test_spread_of_a_component_is_what_counts():
     by_raw, _ = sample_until_spread(lambda number: both[number], max_rollouts=2, num_prompts=2, metric="raw")
     assert by_raw.metrics["rollouts"] == 2
     np.testing.assert_array_equal(by_raw.prompts.tokens.ids[:, 0], [1, 10])
+
+
+def test_differing_spans_count_although_their_sums_are_equal():
+    def draw(number):
+        rollout = made_up(number, [FLAT, FLAT])  # the spans of a group differ in nothing
+        if number == 0:
+            halves = Span(0, 1, 0.5, "tokens"), Span(1, 2, 0.5, "tokens")
+            rollout.graded.parts[1, 0] = halves
+            rollout.graded.parts[1, 1] = halves[0]._replace(reward=1.0), halves[1]._replace(reward=0.0)
+        return rollout
+
+    by_sum, _ = sample_until_spread(draw, max_rollouts=2, num_prompts=2)
+    assert by_sum.metrics["update_zero_spread_share"] == 1
+    by_span, _ = sample_until_spread(draw, max_rollouts=2, num_prompts=2, advantages_of="spans")
+    assert by_span.metrics["update_zero_spread_share"] == 0.5
+    np.testing.assert_array_equal(by_span.prompts.tokens.ids[:, 0], [0, 1])
 
 
 @pytest.mark.parametrize(("count", "draws"), [(1, 2), (2, 3)])

@@ -12,13 +12,16 @@ from rl_helpers import RUN, open_run, run_programs
 from tiny import digit_prompts as prompts, refused
 
 from grpo_jax.config import recipe, with_options
+from grpo_jax.data.types import Component, Span
+from grpo_jax.devices import ONE_DEVICE
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.grade import make_grading, reward_arrays
+from grpo_jax.rl.grpo import by_part, make_programs
 from grpo_jax.rl.interaction import ONE_TURN
 from grpo_jax.rl.programs import check_programs
-from grpo_jax.rl.types import Graded
+from grpo_jax.rl.types import Graded, Rollout
 from grpo_jax.statistics import paired_difference
 
 
@@ -111,11 +114,13 @@ def test_destroyed_policies_blame_the_learning_rate(tmp_path, capsys):
 
 
 CLOSE = {"first_ratio_deviation": 0.3, "first_sampler_mismatch": 1.01}
+EMPTY = {"first_ratio_deviation": 0.0, "first_sampler_mismatch": math.nan}  # the minibatch has no tokens
 
 
 BOUNDS = [
     (guards.ratio_warning, (CLOSE,), (CLOSE | {"first_ratio_deviation": 20.0},), "ratio is off 1"),
     (guards.ratio_warning, (CLOSE,), (CLOSE | {"first_sampler_mismatch": 1.1},), "ratio is off 1"),
+    (guards.ratio_warning, (EMPTY,), (CLOSE | {"first_ratio_deviation": 20.0},), "ratio is off 1"),
     (guards.length_warning, (8, 8), (9, 8), "longer than the 8"),
     (guards.length_warning, (9, None), (9, 8), "longer than the 8"),
 ]
@@ -165,3 +170,56 @@ BAD_TASKS = [
 def test_tasks_with_malformed_arrays_are_refused(tmp_path, task, words):
     with pytest.raises(ValueError, match=words):
         train_grpo(task, RUN, open_run(tmp_path, RUN), run_programs())
+
+
+# ---- groups from which a policy can learn
+
+
+def graded_parts(rewards, parts, applicable=True, **components) -> Graded:
+    """Returns graded groups whose completions have parts with these rewards, of two tokens each."""
+    rewards = np.asarray(rewards, np.float32)
+    spans = np.empty(rewards.shape, object)
+    for place in np.ndindex(spans.shape):
+        earned = parts[place[0]][place[1]]
+        spans[place] = tuple(Span(2 * k, 2 * k + 2, float(r), "tokens") for k, r in enumerate(earned))
+    ones, named = np.ones(rewards.shape), {name: np.asarray(x, np.float32) for name, x in components.items()}
+    where = np.broadcast_to(applicable, rewards.shape)
+    return Graded(rewards, where, named, 10 * ones, ones > 1, np.ones(len(ones)), spans, {}, 10 * ones)
+
+
+def test_spread_of_parts_is_where_their_advantages_are():
+    noise = np.random.default_rng(0)
+    groups = [
+        ([1, 1], [[1, 0], [0, 1]]),  # equal sums, but other turns
+        ([1, 1], [[1, 0], [1, 0]]),
+        ([1, 1], [[1], [1, 0]]),  # the second turn happened once, and differs from the others
+        ([1, 1], [[0, 1], [1]]),  # equal returns to go
+        ([0.3, 0.3], [[0.1, 0.2], [0.3, 0]]),  # the first turns have equal returns up to rounding
+        ([2, 1], [[], []]),
+        ([1, 1], [[], []]),
+    ]
+    for _ in range(40):
+        parts = [noise.choice([0, 0, 1, 2.7], noise.integers(4)).tolist() for _ in range(2)]
+        groups.append(([sum(x) + noise.integers(2) for x in parts], parts))
+    rewards, parts = zip(*groups, strict=True)
+    applicable = noise.random((len(groups), 2)) < 0.8
+    applicable[:7] = True
+    graded = graded_parts(rewards, parts, applicable)
+    advantages = by_part(reward_arrays(graded, "turns", 10, lambda examples, texts: None))
+    spread = guards.has_spread(graded, by_part=True)
+    np.testing.assert_array_equal(spread, np.any(np.asarray(advantages) != 0, axis=(1, 2)))
+    assert (guards.has_spread(graded) != spread).sum() > 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "compares", "share"),
+    [({}, True, 1), ({"advantages_of": "spans"}, True, 0), ({"advantages_of": "components"}, True, 0), ({}, False, 1)],
+)
+def test_equal_sums_warn_unless_what_is_compared_differs(changes, compares, share):
+    ones = [[1, 1], [1, 1]]
+    graded = graded_parts(ones, [[[1, 0], [0, 1]]] * 2, a=[[0, 1]] * 2, b=[[2, 1]] * 2, c=ones)
+    rewards = {name: Component(None, weight) for name, weight in {"a": 1.0, "b": 1.0, "c": 0.0}.items()}
+    grading = make_grading(TASK, rewards, with_options(RUN, **changes), ONE_DEVICE, compares=compares)
+    report = grading.report(Rollout(None, None, graded), 1)
+    assert report.metrics["zero_spread_share"] == share
+    assert ("spread" in report.warnings) == (compares and share == 1)

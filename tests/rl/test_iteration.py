@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import POLICY, TASK, train_grpo
-from rl_helpers import RUN, open_run, recording, rise_of, run_programs
+from rl_helpers import RUN, assert_same_runs, open_run, recording, rise_of, run_programs
 from tiny import digit_prompts as prompts, refused, says_three
 
 from grpo_jax.config import with_options
 from grpo_jax.data.types import Component, Span
+from grpo_jax.errors import Interruption
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.rl.grade import grade_completions, reward_arrays
 from grpo_jax.rl.grpo import by_part, corrected_advantages, make_programs
 from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.types import Graded
 from grpo_jax.rl.update import adapt_kl_coef, average_over_updates, sync_reference
-from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.checkpoint import Checkpoints, read_scores
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Batch, TrainState
 from grpo_jax.tasks.task import random_reward
@@ -138,6 +139,38 @@ def test_metrics_are_averaged_over_updates_by_tokens():
     expected = {"entropy": 2, "loss": 3, "ratio_deviation": 5, "first_ratio_deviation": 1, "sampler_mismatch": 2}
     expected |= {"first_sampler_mismatch": 1, "skipped": 2, "skipped_update": 1}
     assert {name: float(value) for name, value in actual.items()} == expected
+
+
+def test_updates_without_tokens_do_not_count():
+    skipped = jnp.zeros(2)
+    for tokens, expected in (([3, 0], 1.0), ([0, 0], np.nan)):
+        steps = {name: jnp.array([1.0, np.nan]) for name in ("kl", "sampler_mismatch")}
+        steps |= {"ratio_deviation": skipped, "skipped": skipped}
+        np.testing.assert_equal(float(average_over_updates(steps, jnp.array(tokens))["kl"]), expected)
+
+
+# ---- evaluations that failed
+
+
+@pytest.mark.parametrize("failing", [3, 6])
+def test_resumed_runs_make_up_for_failed_evaluations(tmp_path, failing):
+    config, calls = with_options(RUN, eval_every=3, keep_best=True), []
+
+    def evaluate(params, step):
+        calls.append(step)
+        if step == failing and calls.count(step) == 1:
+            raise Interruption("the engine does not answer")
+        return {"heldout_avg": float(np.abs(params["before"]).sum()), "heldout_n": step}
+
+    with pytest.raises(Interruption):
+        train_grpo(TASK, config, open_run(tmp_path / "cut", config), run_programs(), evaluate=evaluate)
+    runs = {name: open_run(tmp_path / name, config) for name in ("cut", "whole")}
+    ends = {name: train_grpo(TASK, config, run, run_programs(), evaluate=evaluate) for name, run in runs.items()}
+    assert_same_runs(*((ends[name], runs[name]) for name in runs))
+    assert [line["step"] for line in runs["cut"].lines() if "heldout_avg" in line] == [0, 3, 6]
+    scores = [read_scores(tmp_path / name / "checkpoints/grpo") for name in runs]
+    assert scores[0] == scores[1]
+    assert calls.count(failing) == 3  # the failed call, the one that made up for it, and that of the other run
 
 
 # ---- corrections

@@ -78,6 +78,13 @@ def test_sharded_loss_and_gradient_equal_trl(name):
 # ---- ratings
 
 
+def test_batches_of_one_kind_log_no_ratio_of_the_other():
+    objective, batch = offline_pairs.kto_objective(TABLE), table_batch()._replace(desirable=np.ones_like(DESIRABLE))
+    _, metrics = phase_step(objective, jnp.asarray(TOKENS), batch, SupervisedConfig(1, 1e-2))
+    assert np.isnan(metrics["log_ratio_undesirable"])
+    assert np.isfinite([metrics[name] for name in ("log_ratio_desirable", "accuracy", "kl", "loss")]).all()
+
+
 def encoded(prompts, completions, desirable):
     answers = [(ids, []) for ids in completions]
     return EncodedPairs(prompts, answers, [0.0] * len(answers), desirable=desirable)

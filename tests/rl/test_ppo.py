@@ -212,3 +212,19 @@ def test_unrewarded_rows_are_excluded_and_truncated_ones_bootstrapped():
         RewardArrays(rewards, applicable), batch._replace(truncated=np.zeros_like(truncated)), 0.0
     )
     np.testing.assert_allclose(ended.returns[0, 0], 0.5 * batch.completion_mask[0, 0], atol=1e-5)
+
+
+def test_masked_truncated_rows_do_not_shift_advantages():
+    config = of_ppo(kl_coef=0.0, mask_truncated=True)
+    truncated = np.arange(8).reshape(4, 2) % 3 == 0
+    rewards, everyone = np.arange(8, dtype=np.float32).reshape(4, 2), np.ones((4, 2), bool)
+    batch = valued(a_batch()._replace(ref_logprobs=None), truncated=truncated)
+    method, results = ppo_method(POLICY, POLICY, config), []
+    for missed in (0.0, -50.0):  # the rewards of truncated completions count for nothing
+        earned = RewardArrays(np.where(truncated, missed, rewards).astype(np.float32), everyone)
+        results.append(method.advantage(earned, batch, 0.0)[0])
+    mask = results[0].completion_mask
+    assert mask.any()
+    assert not mask[truncated].any()
+    np.testing.assert_array_equal(results[0].advantages, results[1].advantages)
+    assert np.asarray(results[0].advantages)[mask].mean() == pytest.approx(0, abs=1e-5)
