@@ -196,7 +196,8 @@ def main(options: Options) -> None:
         warn(console, ungraded_messages(task.reward).values())
         warn(console, interaction.failures(task).values())
     numbers = summary(evaluation)
-    show(console, numbers, f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each")
+    checkpoint = "" if step is None else f", step {step}"
+    show(console, numbers, f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each{checkpoint}")
     console.print(f"{time.perf_counter() - started:.0f} s")
     if out:
         save(dataclasses.replace(options, step=step, dtype=pretrained.config.dtype), out, numbers, evaluation, task)

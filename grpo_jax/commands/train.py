@@ -29,7 +29,9 @@ def module_of(method: str) -> ModuleType:
       UsageError: There is no such method.
     """
     if method not in METHODS:
-        raise UsageError(f"there is no method {method}: {suggestion(method, METHODS)}")
+        presets = get_args(option_types(module_of("grpo").Config)["preset"])
+        remedy = f"--preset {method} names it" if method in presets else suggestion(method, METHODS)
+        raise UsageError(f"there is no method {method}: {remedy}")
     return import_module(f"grpo_jax.commands.{method.replace('-', '_')}")
 
 

@@ -1,5 +1,6 @@
 """Data rows from files, folders and the hub, and batches of them as a function of the step."""
 
+import codecs
 import csv
 import gzip
 import hashlib
@@ -290,12 +291,14 @@ def _json_lines(path: Path) -> list[Row]:
     for number, line in enumerate(progress(_lines(path), f"reading {path.name}"), 1):
         if line.strip():
             where = f"{path}, line {number}"
+            if line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                raise UsageError(f"{where} holds a list, not an object with columns: is it .json?")
             rows.append(_row(_json(line.rstrip(b"\r\n"), where), where))
     return rows
 
 
 def _json_rows(path: Path) -> list[Row]:
-    values = _json(b"".join(_lines(path)), str(path))
+    values = _json(b"".join(_lines(path)), str(path), ": is it .jsonl?")
     if not isinstance(values, list):
         raise UsageError(f"{path} holds {kind_of(values)}, not a list of objects: is it .jsonl?")
     return [_row(value, f"{path}, item {number}") for number, value in enumerate(values, 1)]
@@ -320,11 +323,11 @@ def _csv_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _json(content: bytes, where: str) -> Any:
+def _json(content: bytes, where: str, remedy: str = "") -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))  # the first line may have a byte order mark
     except (RecursionError, ValueError) as error:
-        raise UsageError(f"{where} is not JSON in UTF-8 ({reason_of(error)})") from None
+        raise UsageError(f"{where} is not JSON in UTF-8 ({reason_of(error)}){remedy}") from None
 
 
 def _row(value: Any, where: str) -> Row:

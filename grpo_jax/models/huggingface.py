@@ -143,7 +143,7 @@ def model_folder(name: str | Path) -> Path:
         return folder
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.suffix == ".safetensors":
         raise UsageError(
-            f"there is no folder {name}: name one of a Hugging Face model, or its id on the hub, OWNER/NAME"
+            f"there is no folder {name}: name the folder of a Hugging Face model, or its id on the hub, OWNER/NAME"
         )
     from huggingface_hub import snapshot_download
 

@@ -214,7 +214,7 @@ def _checked_reward(value: Any, completion: Completion) -> Checked | BadReward:
             return checked_spans(value, completion)
         except BadReward as error:  # the other completions keep their rewards
             return error
-    if isinstance(value, str | bytes):  # float() would parse them
+    if isinstance(value, str | bytes | list | tuple):  # float() would parse texts
         raise BadReward("not numbers", f"the function returned a reward of type {type(value).__name__}")
     try:
         return float(value)

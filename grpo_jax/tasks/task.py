@@ -456,7 +456,10 @@ def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
         if name is None:
             continue
         if not name or form or conversion:
-            raise UsageError(f"the template has {{{name}}} with a format or without a name: write only {{column}}")
+            raise UsageError(
+                f"the template has {{{name}}} with a format or without a name: write only {{column}}, or {{{{ and }}}} "
+                "for braces"
+            )
         value = column(row, name, where, remedy="change template, or set it to None")
         if not isinstance(value, str | int | float):
             raise UsageError(f"{where}: column {name} holds {kind_of(value)}, and a template takes text and numbers")
@@ -488,10 +491,10 @@ def _sides(
     else:
         training, heldout = _split(places, share, number)
     if not len(training) or not len(heldout):
-        which = "training" if len(heldout) else "held out"
+        which = "training" if len(heldout) else "the held-out set"
         raise UsageError(
-            f"no prompt is left for {which} among {len(places)} rows: rows with equal prompts stay together, so give "
-            "rows with other prompts"
+            f"no prompt is left for {which} (rows: {len(places)}, different prompts: {len(np.unique(places))}): give "
+            "rows with other prompts, or name the columns that differ in the template"
         )
     return training, heldout, lost
 

@@ -108,7 +108,9 @@ def test_methods_train_export_and_evaluate_on_rows(folder, tmp_path, capsys, mon
     graded = ("--reward", "exact_answer(column='completion')", "--max-tokens", 4, "--samples", 1)
     numbers = evaluation(out, tmp_path / "numbers", *graded, *(() if method == "sft" else ("--task", rows)))
     assert (numbers["options"]["phase"], numbers["options"]["step"]) == (method, steps)
-    assert "no longer those of the run" not in capsys.readouterr().out  # the held-out prompts of SFT
+    printed = capsys.readouterr().out
+    assert f"samples each, step {steps} [" in printed
+    assert "no longer those of the run" not in printed  # the held-out prompts of SFT
     (tmp_path / "rows.jsonl").write_text((folder / "rows.jsonl").read_text().replace('"2"', '"3"'))
     assert "training rows" in refusal(capsys, "train", "--resume", "--run-dir", out)
 

@@ -39,6 +39,7 @@ REFUSED = [
     ("train", "--method dpo --task f", "the method is dpo: name its rows with --data"),
     ("train", "--method sft --data f", "the method is sft: name its rows with --task"),
     ("train", "--method pop", "there is no method pop: is it ppo or dpo?"),
+    ("train", "--method gspo", "there is no method gspo: --preset gspo names it"),
     ("", "evaluate somewhere --task gsm8k --samples 0", "samples is 0"),
     ("", "evaluate somewhere --task gsm8k --samples 99999999999", "samples is 99999999999"),
     ("", f"evaluate somewhere --task gsm8k --seed {2**32}", f"seed is {2**32}"),

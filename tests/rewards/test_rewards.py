@@ -229,6 +229,11 @@ def test_invalid_rewards_spoil_one_call_or_are_refused(actor, answer, reason):
         score_completions({"mine": Component(lambda *_: eval(answer, {"n": 2}))}, [{}] * 2, texts("a", "b"))
 
 
+def test_nested_rewards_name_their_type():
+    with refused("mine must return one number (or None, or spans) for each completion: the function returned a reward"):
+        score_completions({"mine": Component(lambda *_: [[1.0]])}, [{}], texts("a"))
+
+
 FAILURES = [
     ("[float('nan')] * n", "nan"),
     ("[float('-inf')] * n", "nan"),

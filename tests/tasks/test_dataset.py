@@ -291,6 +291,7 @@ CANNOT = [
     ({"template": "{missing}"}, "row 0 has no column missing: its columns are prompt, number, many, none"),
     ({"template": "{}"}, "without a name"),
     ({"template": "{number:>99999999}"}, "with a format"),
+    ({"template": '{number} {"a": 1}'}, "or {{ and }} for braces"),
     ({"template": "{many}"}, "row 0: column many holds a list"),
     ({"template": "{none}"}, "row 0: column none holds nothing (null)"),
     ({"prompt": 7}, "row 1: column prompt holds a number, and should hold text or a list of chat messages"),
@@ -302,10 +303,14 @@ CANNOT = [
     ({"num_prompts": 0}, "num_prompts is 0"),
     ({"num_prompts": 101}, "num_prompts is 101, but there are 100 prompts for training"),
     ({"num_heldout": 0}, "num_heldout is 0"),
-    ({"num_heldout": 100, "heldout_rows": None}, "no prompt is left for training among 100 rows"),
-    ({"heldout_share": 1e-9, "heldout_rows": None}, "no prompt is left for held out among 100 rows"),
+    ({"num_heldout": 100, "heldout_rows": None}, "no prompt is left for training (rows: 100, different prompts: 100)"),
+    (
+        {"heldout_share": 1e-9, "heldout_rows": None},
+        "left for the held-out set (rows: 100, different prompts: 100)",
+    ),
     ({"heldout_share": 1.5, "heldout_rows": None}, "heldout_share is 1.5"),
-    ({"heldout_rows": []}, "no prompt is left for held out"),
+    ({"heldout_rows": []}, "no prompt is left for the held-out set"),
+    ({"template": "Answer:", "heldout_rows": None}, "(rows: 100, different prompts: 1): give rows"),
     ({"heldout_rows": [{"text": "x"}]}, "held-out row 0 has no column prompt: its columns are text"),
     ({"prompt_column": "question"}, "row 0 has no column question: its columns are prompt, number"),
     ({"system": "Be"}, "a system message needs chat messages"),
@@ -317,7 +322,7 @@ CANNOT = [
 @pytest.mark.parametrize(("options", "sentence"), CANNOT, ids=[str(options)[:60] for options, _ in CANNOT])
 def test_what_makes_no_task_is_refused(options, sentence):
     options = {"heldout_rows": OTHERS} | options
-    rows = MIXED if "template" in options else WORDS
+    rows = 100 * MIXED if "template" in options else WORDS
     if "prompt" in options:
         rows = [WORDS[0], {"prompt": options.pop("prompt")}]
     assert sentence in refusal(make, rows, **options)
@@ -357,11 +362,17 @@ UNREADABLE = [
     ("r.jsonl", b'{"a": 1}\n{"a": }', "r.jsonl, line 2 is not JSON in UTF-8 (Expecting value: line 1 column 7"),
     ("r.jsonl", b"\n[1]", "r.jsonl, line 2 holds a list, not an object"),
     ("r.jsonl", b'{"a": "\xff"}', "r.jsonl, line 1 is not JSON in UTF-8"),
-    ("r.jsonl", b"[" * 100_000, "r.jsonl, line 1 is not JSON in UTF-8"),
+    ("r.jsonl", b'{"a": ' + b"[" * 100_000, "r.jsonl, line 1 is not JSON in UTF-8"),
     ("r.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "r.jsonl, line 1 is not JSON in UTF-8"),
     ("r.jsonl", b"", "r.jsonl holds no rows"),
     ("r.json", b"[]", "r.json holds no rows"),
     ("r.json", b'{"a": 1}', "r.json holds an object, not a list of objects: is it .jsonl?"),
+    ("r.json", b'{"a": 1}\n{"a": 2}', "(Extra data: line 2 column 1 (char 9)): is it .jsonl?"),
+    (
+        "r.jsonl",
+        b'\xef\xbb\xbf[\n{"a": 1}\n]',
+        "r.jsonl, line 1 holds a list, not an object with columns: is it .json?",
+    ),
     ("r.json", b'[{"a": 1},\n{"a": ]', "r.json is not JSON in UTF-8 (Expecting value: line 2 column 7"),
     ("r.json", b'[{"a": 1}, 2]', "r.json, item 2 holds a number, not an object"),
     ("r.jsonl.gz", b'{"a": 1}', "r.jsonl.gz cannot be read"),
