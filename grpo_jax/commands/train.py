@@ -19,6 +19,11 @@ from grpo_jax.runs.folder import numbered_runs
 # Each method is a module of this folder with options (`Config`) and a function (`main`).
 Method = Literal["grpo", "ppo", "sft", "reward-model", "dpo", "kto"]
 METHODS: tuple[Method, ...] = get_args(Method)
+# Options that have one purpose in different methods. Each method has one of them.
+ROLES = {
+    "name its rows": {"task", "data"},
+    "set its batch size": {"num_prompts", "num_rows", "num_pairs", "num_completions"},
+}
 RUN_DIR = "runs/train"  # shared by all methods, so that --resume without --run-dir continues the newest run
 
 
@@ -74,8 +79,9 @@ def check_options(method: str, args: Sequence[str]) -> None:
         check_known((name for name in names if COUNTERPARTS.get(name) in known), known)
         others = [other for other in METHODS if names & option_types(module_of(other).Config).keys()]
         if others:
-            rows = {"--task": "data", "--data": "task"}.get(flag)  # the other option that names a file of rows
-            remedy = f"name its rows with --{rows}" if rows in known else "leave it out"
+            roles = [(words, role & known.keys()) for words, role in ROLES.items() if names & role]
+            remedies = [f"{words} with --{name.replace('_', '-')}" for words, options in roles for name in options]
+            remedy = (remedies or ["leave it out"])[0]
             raise UsageError(
                 f"{flag} is an option of --method {' and '.join(others)}, and the method is {method}: {remedy}, or "
                 "choose another method"

@@ -26,7 +26,7 @@ from grpo_jax.data.types import (
     hash_values,
     rng,
 )
-from grpo_jax.errors import UsageError, reason_of
+from grpo_jax.errors import UsageError, abbreviate, reason_of
 from grpo_jax.models.chat import Chat, make_chat, make_decoder, prompt_writer, render, row_kwargs, with_kwargs
 from grpo_jax.models.geometry import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
@@ -460,7 +460,7 @@ def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
                 f"the template has {{{name}}} with a format or without a name: write only {{column}}, or {{{{ and }}}} "
                 "for braces"
             )
-        value = column(row, name, where, remedy="change template, or set it to None")
+        value = column(row, name, where, remedy=f"change template, which is {abbreviate(template)}, or set it to None")
         if not isinstance(value, str | int | float):
             raise UsageError(f"{where}: column {name} holds {kind_of(value)}, and a template takes text and numbers")
         text.append(str(value))

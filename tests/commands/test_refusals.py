@@ -38,6 +38,8 @@ REFUSED = [
     ("train", "--method sft --reward f", "--reward is an option of --method grpo and ppo"),
     ("train", "--method dpo --task f", "the method is dpo: name its rows with --data"),
     ("train", "--method sft --data f", "the method is sft: name its rows with --task"),
+    ("train", "--method sft --num-prompts 8", "the method is sft: set its batch size with --num-rows"),
+    ("train", "--num-pairs 8", "the method is grpo: set its batch size with --num-prompts"),
     ("train", "--method pop", "there is no method pop: is it ppo or dpo?"),
     ("train", "--method gspo", "there is no method gspo: --preset gspo names it"),
     ("", "evaluate somewhere --task gsm8k --samples 0", "samples is 0"),

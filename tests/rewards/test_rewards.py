@@ -230,7 +230,7 @@ def test_invalid_rewards_spoil_one_call_or_are_refused(actor, answer, reason):
 
 
 def test_nested_rewards_name_their_type():
-    with refused("mine must return one number (or None, or spans) for each completion: the function returned a reward"):
+    with refused("must return one number .* the function returned a reward of type list"):
         score_completions({"mine": Component(lambda *_: [[1.0]])}, [{}], texts("a"))
 
 

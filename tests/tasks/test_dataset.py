@@ -289,6 +289,7 @@ CANNOT = [
     ({"template": "{question"}, "the template cannot be read"),
     ({"template": "{number.__class__}"}, "no column number.__class__"),
     ({"template": "{missing}"}, "row 0 has no column missing: its columns are prompt, number, many, none"),
+    ({"template": "{missing}"}, "; change template, which is '{missing}', or set it to None"),
     ({"template": "{}"}, "without a name"),
     ({"template": "{number:>99999999}"}, "with a format"),
     ({"template": '{number} {"a": 1}'}, "or {{ and }} for braces"),
