@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from grpo_jax.functional.numerics import in_float32
 from grpo_jax.functional.products import rms_norm, traits_of_backend, transposed
 from grpo_jax.models import sharding
 from grpo_jax.models.config import ModelConfig
@@ -198,7 +199,7 @@ def gated(
     if limit is None:
         return activation(gate) * up
     gate = jnp.minimum(gate, limit)
-    return (1 + jnp.clip(up, -limit, limit)) * gate * jax.nn.sigmoid(1.702 * gate)
+    return (1 + jnp.clip(up, -limit, limit)) * gate * jax.nn.sigmoid(in_float32(jnp.multiply, gate, 1.702))
 
 
 def mixture(
