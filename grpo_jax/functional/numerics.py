@@ -23,7 +23,7 @@ def upcast(values: jax.Array) -> jax.Array:
 def in_float32(function: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
     """Computes function(x, *others) in at least float32, and rounds the result once to the dtype of x, as torch does.
 
-    In bfloat16, JAX rounds each step and each Python number: factors by up to 0.4%, and gelu(x) below −2 by up to 100%.
+    In bfloat16, JAX rounds each step and each Python number. A factor is then off by up to 0.4%, and gelu(−3.3) is 0.
     """
     return function(upcast(x), *others).astype(x.dtype)
 

@@ -96,7 +96,8 @@ def mix_experts(
     shared = MLP(config, width, name="shared_expert")(normed)
     if has_norms:
         return norm(config, "experts_output_norm")(mixed) + norm(config, "shared_expert_norm")(shared), routing
-    return mixed + jax.nn.sigmoid(Linear((1,), False, name="shared_expert_gate")(normed)) * shared, routing
+    gate = Linear((1,), False, name="shared_expert_gate")(normed)
+    return mixed + in_float32(jax.nn.sigmoid, gate) * shared, routing
 
 
 class Kernel(nn.Module):
@@ -199,7 +200,7 @@ def gated(
     if limit is None:
         return activation(gate) * up
     gate = jnp.minimum(gate, limit)
-    return (1 + jnp.clip(up, -limit, limit)) * gate * jax.nn.sigmoid(in_float32(jnp.multiply, gate, 1.702))
+    return (1 + jnp.clip(up, -limit, limit)) * gate * in_float32(jax.nn.sigmoid, in_float32(jnp.multiply, gate, 1.702))
 
 
 def mixture(

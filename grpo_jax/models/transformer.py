@@ -516,7 +516,7 @@ class Attention(nn.Module):
         else:
             attended, memory = attend_past(queries, read, masks, *past, places, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
-        attended = attended * jax.nn.sigmoid(gate) if config.gated_attention else attended
+        attended = attended * in_float32(jax.nn.sigmoid, gate) if config.gated_attention else attended
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
         return out(attended), None if is_reader else memory
 
