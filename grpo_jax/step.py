@@ -239,7 +239,7 @@ def make_optimizer(
     Args:
       learning_rate: A learning rate, or a schedule.
       weight_decay: Weight decay of matrices. Default: 0. It does not apply to norms and biases, as in transformers and
-        TRL, nor to routers of experts, which may be frozen.
+        TRL, nor to attention sinks, decay rates of delta nets, and routers of experts, which may be frozen.
       max_grad_norm: The norm above which a gradient is scaled down. Default: 1.
       adam_epsilon: The constant ε of a step m / (√v + ε). Default: 1e-8.
     """
@@ -248,11 +248,11 @@ def make_optimizer(
 
 
 def has_weight_decay(params: Params) -> Any:
-    """Returns for each parameter if weight decay applies: not to scales and offsets of norms, biases and routers."""
+    """Returns for each parameter if weight decay applies: only to matrices, and not to routers."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
         names = {getattr(key, "key", None) for key in path[-2:]}
-        return not names & {"scale", "offset", "bias", "router"}
+        return not names & {"scale", "offset", "bias", "sinks", "log_rate", "router"}
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 

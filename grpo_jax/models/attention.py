@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.numerics import softcapped
+from grpo_jax.functional.numerics import in_float32, softcapped
 from grpo_jax.functional.products import einsum, sum_over_queries, traits_of_backend
 from grpo_jax.models import cache as caches
 from grpo_jax.models.cache import KeyValues
@@ -148,7 +148,7 @@ class Scores(NamedTuple):
     def scaled(self, queries: jax.Array) -> jax.Array:
         """Multiplies queries `[..., E]` by the scale."""
         scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return queries * jnp.asarray(scale, queries.dtype)
+        return in_float32(jnp.multiply, queries, scale)
 
 
 def attend_rows(

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from grpo_jax.functional.numerics import in_float32
 from grpo_jax.functional.products import rms_norm, traits_of_backend, transposed
 from grpo_jax.models import sharding
 from grpo_jax.models.config import ModelConfig
@@ -95,7 +96,8 @@ def mix_experts(
     shared = MLP(config, width, name="shared_expert")(normed)
     if has_norms:
         return norm(config, "experts_output_norm")(mixed) + norm(config, "shared_expert_norm")(shared), routing
-    return mixed + jax.nn.sigmoid(Linear((1,), False, name="shared_expert_gate")(normed)) * shared, routing
+    gate = Linear((1,), False, name="shared_expert_gate")(normed)
+    return mixed + in_float32(jax.nn.sigmoid, gate) * shared, routing
 
 
 class Kernel(nn.Module):
@@ -198,7 +200,7 @@ def gated(
     if limit is None:
         return activation(gate) * up
     gate = jnp.minimum(gate, limit)
-    return (1 + jnp.clip(up, -limit, limit)) * gate * jax.nn.sigmoid(1.702 * gate)
+    return (1 + jnp.clip(up, -limit, limit)) * gate * in_float32(jax.nn.sigmoid, in_float32(jnp.multiply, gate, 1.702))
 
 
 def mixture(

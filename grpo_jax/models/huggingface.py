@@ -71,6 +71,7 @@ def load_pretrained(
       name: A local folder written by `save_pretrained` of transformers, or the id of a model on the hub.
       head: True for a classifier with one label, such as a reward model. The parameters are then `heads.Headed`.
       param_dtype: The dtype of the parameters, for any dtype in the files. Default float32, which keeps small updates.
+        Decay rates and norms of delta nets are always float32, as in the files of Qwen3.5.
       quantize: The format of the kernels of projections: int8 or nf4, for LoRA, or none; see `models.quantised`.
       sharding: A `jax.sharding.Sharding` for all parameters, a tree of shardings that is a prefix of the parameters, or
         a function from the parameters' shapes to either; None: the default device.
@@ -239,7 +240,7 @@ def save_pretrained(
       source: The folder whose config.json, tokenizer, chat template and generation config are copied; None: a
         config.json is made, and no tokenizer is written.
       dtype: The dtype of the tensors; None: the dtype of the parameters. In bfloat16 matrices are rounded
-        stochastically: see `rounding`.
+        stochastically: see `rounding`. Decay rates and norms of delta nets are always float32.
       max_shard_bytes: The size above which weights are split into several files; None: a sixteenth of all weights,
         within 64 MiB and 4 GiB. The tensors of a file are in memory while it is written, with some of the previous
         file's.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.errors import missing
+from grpo_jax.functional.numerics import in_float32
 from grpo_jax.functional.products import product, rms_norm, times_transposed
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Activation, ModelConfig
@@ -30,9 +31,9 @@ except ModuleNotFoundError as error:
 declared = nn.initializers.zeros
 
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
-    "silu": nn.silu,
-    "gelu_pytorch_tanh": partial(nn.gelu, approximate=True),
-    "gelu": partial(nn.gelu, approximate=False),
+    "silu": partial(in_float32, nn.silu),
+    "gelu_pytorch_tanh": partial(in_float32, partial(nn.gelu, approximate=True)),
+    "gelu": partial(in_float32, partial(nn.gelu, approximate=False)),
     "relu": nn.relu,
 }
 

@@ -35,16 +35,12 @@ except ModuleNotFoundError as error:
 
 _PREFIX = "base_model.model."  # of the names of tensors
 
-# Options of adapter_config.json with which an adapter is not just W + s·A B, and initialisations that do not change W.
-_REFUSED_IN_ADAPTERS = (
-    "lora_bias",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "target_parameters",  # for experts that are one tensor per layer; adapters with a module per expert are supported
-    "layers_to_transform",
-    "alora_invocation_tokens",
-)
+# Options of adapter_config.json with which an adapter is still W + s·A B. Any other may change that if it is true, a
+# list or an object. Numbers and strings only set details of such options.
+_HARMLESS_IN_ADAPTERS = {"auto_mapping", "inference_mode", "target_modules", "exclude_modules", "fan_in_fan_out"}
+_HARMLESS_IN_ADAPTERS |= {"use_rslora", "init_lora_weights", "layers_pattern", "ensure_weight_tying"}
+_HARMLESS_IN_ADAPTERS |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}  # of initialisations
+# Initialisations that do not change W
 _INITS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -170,9 +166,8 @@ def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Ada
     options = read_json(folder / "adapter_config.json")
     if options.get("peft_type") != "LORA":
         raise UsageError(f"{folder} is an adapter of type {options.get('peft_type')!r}: only LORA is supported")
-    variants = {name for name in options if name.startswith("use_")} - {"use_rslora"}
-    for option in (*_REFUSED_IN_ADAPTERS, *variants):
-        if options.get(option):
+    for option in options.keys() - _HARMLESS_IN_ADAPTERS:
+        if options[option] is True or (options[option] and isinstance(options[option], list | dict)):
             raise UsageError(f"{option} in {folder}/adapter_config.json is not supported")
     if options.get("init_lora_weights") not in _INITS_BESIDE_THE_BASE:
         raise UsageError(

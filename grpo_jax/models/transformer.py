@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from grpo_jax.functional.numerics import in_float32
 from grpo_jax.functional.products import product, rms_norm, traits_of_backend
 from grpo_jax.models import sharding
 from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
@@ -297,17 +298,17 @@ def layer_inputs(config: ModelConfig, params: Params, ids: jax.Array, x: jax.Arr
         return {}
     embedded = _look_up(params["per_layer"]["embedding"], ids, rows).astype(x.dtype) * jnp.asarray(size**0.5, x.dtype)
     kernel = params["per_layer"]["projection"]["kernel"].astype(x.dtype)
-    projected = product(x, kernel) * jnp.asarray(config.hidden_size**-0.5, x.dtype)
+    projected = in_float32(jnp.multiply, product(x, kernel), config.hidden_size**-0.5)
     embedded, projected = (y.reshape(*ids.shape, config.num_hidden_layers, size) for y in (embedded, projected))
     normed: Any = norm(config).apply({"params": params["per_layer"]["norm"]}, projected)
-    features = (normed + embedded) * jnp.asarray(2**-0.5, x.dtype)
+    features = in_float32(jnp.multiply, normed + embedded, 2**-0.5)
     return {"inputs": {"features": spread(jnp.moveaxis(features, 2, 0), None, rows)}}
 
 
 def last_states(config: ModelConfig, params: Params, x: jax.Array, rows: Any) -> jax.Array:
     """Normalises the output of the last layer, `[N, M, D]`, so that its products with the unembedding are logits."""
     x = spread(norm(config).apply({"params": params["final_norm"]}, x), rows)
-    return x if config.logits_scaling == 1 else x / config.logits_scaling
+    return x if config.logits_scaling == 1 else in_float32(jnp.divide, x, config.logits_scaling)
 
 
 def compute_rows(
@@ -438,7 +439,7 @@ class Block(nn.Module):
 
         def after(name: str, x: jax.Array) -> jax.Array:
             x = x if config.norms == "before" else norm(config, name)(checkpoint_name(x, "output"))
-            return x if config.residual_multiplier == 1 else x * config.residual_multiplier
+            return x if config.residual_multiplier == 1 else in_float32(jnp.multiply, x, config.residual_multiplier)
 
         x = checkpoint_name(spread(x, rows), "input")
         normed = before("input_norm", x)
@@ -515,7 +516,7 @@ class Attention(nn.Module):
         else:
             attended, memory = attend_past(queries, read, masks, *past, places, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
-        attended = attended * jax.nn.sigmoid(gate) if config.gated_attention else attended
+        attended = attended * in_float32(jax.nn.sigmoid, gate) if config.gated_attention else attended
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
         return out(attended), None if is_reader else memory
 

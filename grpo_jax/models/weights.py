@@ -40,6 +40,8 @@ except ModuleNotFoundError as error:
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Tensors that stay in float32 in a folder or a model of bfloat16, as in the folders of Qwen3.5
+_FLOAT32 = (".linear_attn.A_log", ".linear_attn.norm.weight")
 _LARGEST = 1e6  # the largest plausible weight: models have weights below a thousand, and float16 ends at 65504
 
 
@@ -64,6 +66,10 @@ class Tensor:
     def name_at(self, place: Sequence[int]) -> str:
         """Returns the name of the tensor at this place of the leaf's stacked axes."""
         return self.name.format(self.layers[place[0]], *place[1:]) if place else self.name
+
+    def choose_dtype(self, dtype: Any) -> np.dtype:
+        """Returns the dtype of the tensor, and of its leaf, in a folder or a model of this dtype."""
+        return np.dtype(np.float32 if self.name.endswith(_FLOAT32) else dtype)
 
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Converts a tensor of the folder to a part of its leaf, in the given shape."""
@@ -240,7 +246,7 @@ def load_params(
         def part(index: Any) -> np.ndarray:
             """Reads the part of one device: a slice for each axis of the leaf."""
             numbers = [range(size)[part] for size, part in zip(leaf.shape, index, strict=True)]
-            piece = np.empty([len(indices) for indices in numbers], dtype)
+            piece = np.empty([len(indices) for indices in numbers], tensor.choose_dtype(dtype))
             places = itertools.product(*numbers[:stacked])
             for number, place in zip(np.ndindex(piece.shape[:stacked]), places, strict=True):
                 piece[number] = read_part(place, index[stacked:])
@@ -563,7 +569,7 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
     leaves = jax.tree_util.tree_leaves_with_path(params)
     stored = list(zip(jax.tree.leaves(tensor_layout(config, head=isinstance(params, Headed))), leaves, strict=True))
     parts = [
-        (tensor.name_at(place), dtype.itemsize * math.prod(tensor.shape))
+        (tensor.name_at(place), tensor.choose_dtype(dtype).itemsize * math.prod(tensor.shape))
         for tensor, (_, leaf) in stored
         for place in np.ndindex(leaf.shape[: tensor.stacked])
     ]
@@ -582,7 +588,7 @@ def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.
             name = tensor.name_at(place)
             file = split.tensor_to_filename[name]
             if name not in files[file]:
-                files[file][name] = np.empty(tensor.shape, dtype)
+                files[file][name] = np.empty(tensor.shape, tensor.choose_dtype(dtype))
             tensor.put_leaf(files[file][name], whole[place])
             missing[file] -= 1
             if not missing[file]:

@@ -183,6 +183,10 @@ BAD_IN_FAMILIES = [
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("gemma3_text", {"sliding_window_pattern": 0}, "transformers cannot read config.json"),
     ("olmo3", {"rope_parameters": {"sliding_attention": YARN | {"rope_theta": 10.0}}}, "layers with a window"),
+    # transformers would take its defaults. OLMo 3 was saved so by early versions of transformers 5.
+    ("olmo3", {"rope_parameters": YARN | {"rope_theta": 10.0}}, "only .* for full_attention and sliding_attention"),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 10.0}}, "only .* for full_attention and sliding_attention"),
+    ("qwen3", {"rope_parameters": {"full_attention": YARN | {"rope_theta": 10.0}}}, "only .* for all layers"),
     ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("granite", {"logits_scaling": 0.0}, "logits_scaling"),
     ("granite", {"residual_multiplier": "x"}, "residual_multiplier"),

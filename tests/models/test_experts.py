@@ -13,7 +13,7 @@ from tiny import random_params, states_of_texts
 
 from experiments.benchmarks import routes
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
-from grpo_jax.models.experts import Routing, busiest, grouped_product, load, mixture, route
+from grpo_jax.models.experts import Routing, busiest, gated, grouped_product, load, mixture, route
 from grpo_jax.models.geometry import PromptTokens, rows_of_groups, rows_of_packed_groups
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.step import make_optimizer
@@ -118,6 +118,13 @@ def test_bfloat16_mixture_is_close_to_exact():
     made, expected = jax.jit(mixed)(x, router, *kernels), mixture_in_a_loop(x, router, kernels, normalise=True)
     assert made.dtype == jnp.bfloat16
     assert np.linalg.norm(np.asarray(made, np.float64) - expected) / np.linalg.norm(expected) < 0.01
+
+
+def test_gates_of_gpt_oss_round_as_in_torch():
+    gate = jnp.linspace(-7, 7, 999).astype(jnp.bfloat16)
+    inner = (1.702 * gate.astype(jnp.float32)).astype(jnp.bfloat16)
+    factor = jax.nn.sigmoid(inner.astype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(gated(gate, jnp.zeros_like(gate), limit=7.0), gate * factor)
 
 
 # ---- where tokens go

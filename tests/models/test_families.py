@@ -21,9 +21,9 @@ from grpo_jax.models.params import join, split
 from grpo_jax.models.peft import adaptable, load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import dequantise_params, quantise_params
-from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.models.weights import load_params, read_json, tensor_layout
 from grpo_jax.sampling.sampler import Truncation, sample_groups
-from grpo_jax.step import Batch, score_completion_tokens
+from grpo_jax.step import Batch, has_weight_decay, score_completion_tokens
 
 FULLEST = {
     "llama": "llama_biases",
@@ -84,6 +84,15 @@ def a_batch(completion_ids):
 def test_all_families_are_here():
     files = (read_json(tiny.GOLDEN / name / "config.json") for name in FULLEST.values())
     assert {file["model_type"] for file in files} == FAMILIES.keys()
+
+
+@each_family("qwen3_5_text", "gpt_oss", "gemma4_text with experts")
+def test_weight_decay_applies_only_to_matrices(family):
+    config, params = golden(family)
+    tensors = jax.tree_util.tree_leaves_with_path(tensor_layout(config))
+    for (path, tensor), decays in zip(tensors, jax.tree.leaves(has_weight_decay(params)), strict=True):
+        is_matrix = len(tensor.shape) > 1 and not tensor.name.endswith("bias")  # those of experts are in one tensor
+        assert decays == (is_matrix and "router" not in jax.tree_util.keystr(path)), tensor.name
 
 
 @each_family("llama", "qwen3_moe")

@@ -74,6 +74,21 @@ def test_half_precision(dtype, tmp_path):
     bit_for_bit(load_params(again, config, dtype=jnp.bfloat16), half)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_decay_rates_stay_in_float32(name, tmp_path):
+    """Folders of Qwen3.5 have these tensors in float32 and all others in bfloat16, and servers compute with them."""
+    config, params = load_golden(name)
+    folder = save_pretrained(tmp_path / "out", params, config, dtype="bfloat16")
+    saved = load_file(folder / "model.safetensors")
+    exact = {x for x in saved if x.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))}
+    assert {x for x, y in saved.items() if y.dtype == np.float32} == exact
+    half, delta = load_params(folder, config, dtype=jnp.bfloat16), params["layers"]["delta"]
+    assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype("float32"), jnp.dtype("bfloat16")}
+    for module, leaf in (("decay", "log_rate"), ("norm", "scale")):
+        bit_for_bit(half["layers"]["delta"][module][leaf], delta[module][leaf])
+        assert not np.array_equal(delta[module][leaf], delta[module][leaf].astype(jnp.bfloat16))
+
+
 def shardings(kind):
     """A tree that is a prefix of the parameters', or one for all."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("layer", "feature"))

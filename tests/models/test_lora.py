@@ -245,6 +245,10 @@ UNSUPPORTED_PEFT_OPTIONS = [
     ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
+    ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+    ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication"),  # of layers that are twice in the model
+    ({"kasa_config": {"beta": 1e-4}}, "kasa_config"),
+    ({"arrow_config": {"top_k": 2}}, "arrow_config"),
     # These take their start out of the base, so the base in the folder is not what was adapted.
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
     ({"r": 4}, r"q_proj.lora_A.weight must be floats of shape \(4, 16\)"),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import get_args
 
 import jax
 import jax.extend.core
@@ -14,9 +15,9 @@ from grpo_jax.functional.products import assume_traits
 from grpo_jax.models import geometry
 from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows, rotary_angles, rotate
 from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, group_by_prompt, widen
-from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling, Rotation
+from grpo_jax.models.config import Activation, ExpertsConfig, ModelConfig, RopeScaling, Rotation
 from grpo_jax.models.geometry import PromptTokens, PromptWidths
-from grpo_jax.models.modules import RMSNorm, norm
+from grpo_jax.models.modules import ACTIVATIONS, RMSNorm, norm
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.sharding import BATCH
 from grpo_jax.models.transformer import Block, by_layer, compute_rows, embed, layer_params, param_shapes, repetition
@@ -497,6 +498,28 @@ def test_norms_rotations_and_sums_round_only_once():
     queries = jnp.zeros((1, 1, 1, 1, 1, 2), jnp.bfloat16)
     attended = jax.jit(attend)(queries, keys, values, jnp.ones((1, 1, 1, 1, 1, 512), bool))
     np.testing.assert_array_equal(attended, np.ones_like(attended))
+
+
+@pytest.mark.parametrize("name", get_args(Activation))
+def test_activations_round_only_once(name):
+    x = jnp.linspace(-6, 6, 999).astype(jnp.bfloat16)
+    made, exact = (jax.jit(ACTIVATIONS[name])(y) for y in (x, x.astype(jnp.float32)))
+    assert made.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(made), exact, rtol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("residual_multiplier", 0.22), ("attention_multiplier", 1 / 12), ("logits_scaling", 1.1)]
+)
+def test_numbers_of_a_model_are_not_rounded(field, value):
+    """torch computes with them in float32. JAX would take the nearest number of bfloat16."""
+    *inputs, _ = ragged_batch()
+    config = replace(LLAMA, dtype="bfloat16", num_hidden_layers=1, **{field: value})
+    near = replace(config, **{field: float(jnp.bfloat16(value))})
+    params = random_params(config, 0.5)
+    with jax.disable_jit():
+        states = [shared_hidden(x, params, *inputs) for x in (config, near)]
+    assert not np.array_equal(*states)
 
 
 # ---- new parameters
