@@ -175,10 +175,10 @@ def _complete(file: File) -> File:
         ) from error
     known = config_class().to_dict() | {"head_dim": None}  # Qwen3-MoE reads it, but its class does not list it
     rope, known_rope = completed["rope_parameters"], known["rope_parameters"]
-    differs, given = "full_attention" in known_rope, file.get("rope_parameters")
-    if given and differs != ("full_attention" in given or "sliding_attention" in given):  # transformers ignores such
+    differs, stated = "full_attention" in known_rope, file.get("rope_parameters")
+    if stated and differs != ("full_attention" in stated or "sliding_attention" in stated):  # transformers ignores such
         layers = "rope_parameters for full_attention and sliding_attention" if differs else "the same for all layers"
-        raise UsageError(f"rope_parameters {abbreviate(given)} are not supported in this family, only {layers}")
+        raise UsageError(f"rope_parameters {abbreviate(stated)} are not supported in this family, only {layers}")
     share = rope.get("full_attention", rope).get("partial_rotary_factor")
     if share not in (None, 1.0) and "partial_rotary_factor" not in known_rope.get("full_attention", known_rope):
         raise UsageError(f"partial_rotary_factor {abbreviate(share)} is not supported in this family")

@@ -30,10 +30,21 @@ except ModuleNotFoundError as error:
 # Modules only declare shapes. The initial values come from `transformer.initial_params`.
 declared = nn.initializers.zeros
 
+
+def _rounded_once(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """Returns an activation that is computed in float32 and rounded once.
+
+    The backward pass computes it again. It would keep float32 numbers, and an update of Gemma 3 270M would take 9.8
+    instead of 9.1 GiB, by XLA's plan for an H100.
+    """
+    recomputed = jax.checkpoint(partial(in_float32, function))
+    return lambda x: recomputed(x) if x.dtype == jnp.bfloat16 else function(x)
+
+
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": partial(in_float32, nn.silu),
-    "gelu_pytorch_tanh": partial(in_float32, partial(nn.gelu, approximate=True)),
-    "gelu": partial(in_float32, partial(nn.gelu, approximate=False)),
+    "gelu_pytorch_tanh": _rounded_once(partial(nn.gelu, approximate=True)),
+    "gelu": _rounded_once(partial(nn.gelu, approximate=False)),
     "relu": nn.relu,
 }
 

@@ -132,7 +132,7 @@ def test_a_template_without_an_end_adds_none(tokenizer):
     assert learned(tokenizer, "{{ messages[0].content }}", "2") == "2<|endoftext|>"
 
 
-def test_the_next_turn_ends_an_answer_without_an_end(tokenizer):
+def test_next_turns_end_answers_without_an_end(tokenizer):
     """Where its beginning is an EOS of the model, as <|user|> of GLM-4."""
     template, eos = TEMPLATES["no end"], ("<|user|>", "<|endoftext|>")
     assert learned(tokenizer, template, "2", eos) == "2<|user|>"
@@ -338,7 +338,7 @@ def test_rows_of_conversations_are_packed_with_their_masks(tokenizer, tmp_path):
     assert learned == "<think>so</think>2<|im_end|><think>four</think>4<|im_end|>"
 
 
-def test_a_text_cut_before_its_first_learned_token_is_dropped():
+def test_texts_without_a_learned_token_are_dropped():
     rows = [Answers([1], ([2, 3, 4],), mask) for mask in ([False, False, True], [True, False, True], None)]
     _, numbers, notes = fit_answers(rows, max_tokens=2, overlong="truncate", noun="completions")
     assert numbers == [1, 2]

@@ -78,7 +78,7 @@ def test_sharded_loss_and_gradient_equal_trl(name):
 # ---- ratings
 
 
-def test_batches_of_one_kind_log_no_ratio_of_the_other():
+def test_batches_log_no_ratio_of_absent_kinds():
     objective, batch = offline_pairs.kto_objective(TABLE), table_batch()._replace(desirable=np.ones_like(DESIRABLE))
     _, metrics = phase_step(objective, jnp.asarray(TOKENS), batch, SupervisedConfig(1, 1e-2))
     assert np.isnan(metrics["log_ratio_undesirable"])

@@ -134,7 +134,7 @@ def chat_with(calls):
     return Chat(tokenizer, (1,))
 
 
-def test_calls_of_a_model_that_nothing_reads_are_refused():
+def test_call_formats_that_nothing_reads_are_refused():
     for calls in FORMATS.values():
         check_calls(chat_with(calls))
     check_calls(chat_with("{{ raise_exception('no calls') }}"))
