@@ -20,7 +20,7 @@ def test_tables_name_parts_exchanges_seconds_and_parameters(capsys):
     plan.main(Config(devices=8, tensor=2))
     out = capsys.readouterr().out
     assert "Qwen2.5-7B: 7.62 billion parameters on data 1 x fsdp 4 x tensor 2 h100" in out
-    assert "plan: 4 microbatches" in out
+    assert "plan: 2 microbatches" in out
     for row in ("optimizer", "gradients of layers", "heads and features", "iteration", "layers/mlp/up_proj"):
         assert row in out
     assert "- fsdp tensor" in out  # how up_proj is cut
