@@ -42,7 +42,7 @@ def _rounded_once(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.A
 
 
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
-    "silu": partial(in_float32, nn.silu),
+    "silu": partial(in_float32, nn.silu),  # its backward pass keeps no more in float32, by the same plan
     "gelu_pytorch_tanh": _rounded_once(partial(nn.gelu, approximate=True)),
     "gelu": _rounded_once(partial(nn.gelu, approximate=False)),
     "relu": nn.relu,
