@@ -55,6 +55,8 @@ USES = {
     "teacher": [*REWARDED, "--distillation", "reverse_kl", "--teacher", "PATH"],
     "evaluated": ["evaluate", "PATH"],
     "evaluated out": ["evaluate", "run", "--out", "PATH"],
+    "sampled": ["sample", "PATH", *REWARDED[8:]],
+    "sampled to": ["sample", "model", *REWARDED[8:], "--json", "PATH"],
     "exported": ["export", "PATH", "out"],
     "exported to": ["export", "run", "PATH"],
     "reported": ["report", "PATH"],
