@@ -106,7 +106,7 @@ def main(options: Options) -> None:
         say(console, f"{graded.truncated.mean():.1%} of the completions are cut off at {options.max_tokens} tokens")
         if names:
             tries = try_texts(task, examples, options.group_size)
-            show_numbers(console, "share of prompts [95% interval]", {name: describe(graded, name) for name in names})
+            show_numbers(console, "reward", {name: describe(graded, name) for name in names})
             show_numbers(console, "reward of", {name: describe_tries(tries, graded, name) for name in names})
     console.print(f"{time.perf_counter() - started:.0f} s")
 
@@ -144,7 +144,7 @@ def describe(graded: Graded, name: str) -> dict[str, str]:
     rewards = rewards[~np.isnan(rewards).all(-1)]  # prompts with rewards
     return {
         "mean": mean_of(rewards),
-        "groups that teach": cell(bootstrap(has_spread(graded, name)).named("teach"), "teach"),
+        "groups that teach [95% interval]": cell(bootstrap(has_spread(graded, name)).named("teach"), "teach"),
         "never solved": mean_of(np.nanmax(rewards, -1, initial=-np.inf) <= 0),
         "always solved": mean_of(np.nanmin(rewards, -1, initial=np.inf) >= 1),
     }

@@ -63,7 +63,7 @@ def attempt(folder: Path, log: Path, argv: list[str], ends: bool) -> None:
     os.cpu_count = lambda: 1  # the number of processes of a reward
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     if not ends:
-        flags.open_run = evaluate.sample_and_score = reached
+        flags.open_run = evaluate.sample_and_score = sample.sample = reached
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -141,7 +141,7 @@ def command_lines(folder: Path, dice: random.Random) -> Iterable[list[str]]:
     starts |= {"evaluate": EVALUATE, "sample": SAMPLE, "export": "export run out/x"}
     options = {name: option_types(train.module_of(name).Config) for name in trained}
     options |= {"evaluate": option_types(evaluate.Options), "export": option_types(export.Options)}
-    options |= {"sample": option_types(sample.Options)}
+    options |= {"sample": {name: hint for name, hint in option_types(sample.Options).items() if name != "json"}}
     for name, start in starts.items():
         base, hints = start.split(), options[name]
         alone = hints if name in ("grpo", "evaluate", "sample", "export") else dice.sample([*hints], len(hints) // 3)
