@@ -74,12 +74,9 @@ def main(options: Options) -> None:
     """Samples completions, scores them, and prints a table."""
     started, console = time.perf_counter(), RunConsole()
     out = options.out and user_path(options.out)
-    options, subject = check_subject(
-        dataclasses.replace(options, out=out),
-        num_prompts=options.num_prompts,
-        group_size=_group_size(options.samples + 1),
-        eval_samples=options.samples,
-    )
+    shape = {"num_prompts": options.num_prompts, "eval_samples": options.samples}
+    shape["group_size"] = _group_size(options.samples + 1)
+    options, subject = check_subject(dataclasses.replace(options, out=out), needs_reward=True, **shape)
     saved, same_task, config = subject
     if options.heldout and not same_task:
         raise UsageError("--heldout is for training: name the rows to evaluate with --task")

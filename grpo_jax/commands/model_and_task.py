@@ -203,14 +203,9 @@ def open_model_and_task(options: SamplingOptions, subject: Subject, **task_optio
     """
     pretrained, step = load(options)
     sampling = subject.config.sampling
-    task_of = open_task(
-        options,
-        pretrained,
-        has_levels=subject.same_task and subject.saved.get("curriculum", 0) > 0,
-        **task_options,
-        **prompt_options(options, sampling, pretrained),
-    )
-    with task_of as task:
+    prompting = prompt_options(options, sampling, pretrained)
+    has_levels = subject.same_task and subject.saved.get("curriculum", 0) > 0
+    with open_task(options, pretrained, has_levels=has_levels, **task_options, **prompting) as task:
         check_tokens(task)
         interaction_of(task).check(sampling)
         try_rewards(task, task.heldout.examples[0], pretrained, task_options["group_size"])

@@ -33,7 +33,6 @@ from grpo_jax.commands.model_and_task import (
     warn,
 )
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.huggingface import Pretrained
@@ -88,11 +87,11 @@ def main(options: Options) -> None:
     with opened as (pretrained, step, task, notes):
         warn(console, notes)
         prompts = task.prompts(step or 0)
-        completions = sample(pretrained, task, prompts, subject.config, step or 0, console)
+        completions = sample(pretrained, task, subject.config, step or 0, console)
         graded = grade_completions(prompts, completions, task, task.reward)
         warn(console, (ungraded_messages(task.reward) | interaction_of(task).failures(task)).values())
         texts, examples = decode_groups(completions, task), prompts.examples
-        groups = [readable_group(row, graded, i, completions, i, texts[i], task) for i, row in enumerate(examples)]
+        groups = [readable_group(task, row, graded, i, completions, i, texts[i]) for i, row in enumerate(examples)]
         if file:  # first, for nobody may read the terminal to its end
             write_text(file, "".join(json.dumps(finite(group)) + "\n" for group in groups))
         names = names_of(task)
@@ -117,12 +116,10 @@ def names_of(task: Task) -> list[str]:
     return names[:-1] if len(names) == 2 else names
 
 
-def sample(
-    pretrained: Pretrained, task: Task, prompts: Prompts, config: GRPOConfig, step: int, console: Console
-) -> Completions:
+def sample(pretrained: Pretrained, task: Task, config: GRPOConfig, step: int, console: Console) -> Completions:
     """Samples the completions of a step of training, a few groups at once, as NumPy arrays."""
-    count, group_size = len(prompts.examples), config.sampling.group_size
-    at_once = min(count, max(1, _AT_ONCE // group_size))
+    prompts, count = task.prompts(step), config.sampling.num_prompts
+    at_once = min(count, max(1, _AT_ONCE // config.sampling.group_size))
     sampler = make_sampler(decoder_policy(pretrained.config), task, config.sampling)
     numbers, temperatures = completion_numbers(config.sampling), group_temperatures(config.sampling)
     noise = noise_of(config.seed, SAMPLING, step)

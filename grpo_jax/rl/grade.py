@@ -253,7 +253,7 @@ def readable(
             at_ends = [_rounded(row[[part.end - 1 for part in parts]]) for row, parts in rows]
             by_part = {f"{interaction.parts.removesuffix('s')}_advantages": at_ends}
         return {
-            **readable_group(rollout.prompts.examples[number], graded, number, completions, i, texts[i], task),
+            **readable_group(task, rollout.prompts.examples[number], graded, number, completions, i, texts[i]),
             "advantages": _rounded(by_completion),
             "logprobs": [_rounded(values[:length], 3) for values, length in zip(logprobs[i], lengths[i], strict=True)],
             **by_part,
@@ -263,30 +263,24 @@ def readable(
 
 
 def readable_group(
-    example: Example,
-    graded: Graded,
-    number: int,
-    completions: Completions,
-    place: int,
-    texts: Sequence[Completion],
-    task: Task,
+    task: Task, row: Example, graded: Graded, number: int, completions: Completions, place: int, texts: list[Completion]
 ) -> dict[str, Any]:
-    """Returns a group as values for JSON: its prompt, the other columns of the example, and lists over completions.
+    """Returns a group as values for JSON: its prompt, the other columns of its row, and lists over completions.
 
     Args:
-      example: The columns of the prompt.
+      task: Decodes completions.
+      row: The columns of the prompt.
       graded: The rewards of the rollout.
       number: The number of the group in the rollout.
       completions: The completions on this host, as NumPy arrays.
       place: The place of the group in them.
       texts: The texts of the group's completions.
-      task: Decodes completions.
     """
     lengths = completions.attention_mask[place].sum(-1)
     sampled = zip(completions.completion_ids[place], lengths, texts, strict=True)
     return {
-        "prompt": example["prompt"],
-        "columns": {name: _short(value) for name, value in example.items() if name != "prompt"},
+        "prompt": row["prompt"],
+        "columns": {name: _short(value) for name, value in row.items() if name != "prompt"},
         "completions": list(texts),
         "rewards": np.where(graded.applicable[number], graded.rewards[number], np.nan).tolist(),
         "components": {name: _rounded(values[number]) for name, values in graded.components.items()},
