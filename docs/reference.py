@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import tyro
 
-from grpo_jax.commands import evaluate
+from grpo_jax.commands import evaluate, sample
 from grpo_jax.commands.train import METHODS, module_of
 from grpo_jax.runs import export, report
 from grpo_jax.runs.flags import option_texts
@@ -26,7 +26,8 @@ An option that is written `--kl-coef` here is `kl_coef` in Python and in a `--co
 false are switched off by `--no-`, as in `--no-whiten`. Numbers such as 2505.07291 are papers on arXiv.
 """
 (POSITIONAL,) = tyro.conf.Positional[str].__metadata__
-COMMANDS = {"evaluate": evaluate.Options, "export": export.Options, "report": report.Options}
+COMMANDS = {"sample": sample.Options, "evaluate": evaluate.Options}
+COMMANDS |= {"export": export.Options, "report": report.Options}
 
 
 class Option(NamedTuple):

@@ -293,8 +293,8 @@ def try_rewards(
     if interaction_of(task).parts == "turns":
         return {}
     named = named_components(task.reward)
-    parts = [str(row[column]) for column in ("solution", "answer") if row.get(column) is not None]
-    texts = {"the empty completion": ""} | ({"the row's own answer": "\n#### ".join(parts)} if parts else {})
+    answer = answer_of(row)
+    texts = {"the empty completion": ""} | ({} if answer is None else {"the row's own answer": answer})
     tries: dict[str, dict[str, tuple[float | None, str]]] = {}
     for what, text in texts.items():
         completion = Completion(text, pretrained.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -306,6 +306,12 @@ def try_rewards(
         name, failure = failures[len(texts) - 1]
         raise UsageError(f"the reward {name} fails on the first prompt, so nothing is sampled: {failure}")
     return {what: {name: failure or value for name, (value, failure) in tried.items()} for what, tried in tries.items()}
+
+
+def answer_of(row: Example) -> str | None:
+    """Returns a row's own answer as a completion: its columns "solution" and "answer". None: it has neither."""
+    parts = [str(row[column]) for column in ("solution", "answer") if row.get(column) is not None]
+    return "\n#### ".join(parts) if parts else None
 
 
 def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Options, Models, Plan]:

@@ -59,11 +59,11 @@ def test_base_package_needs_only_jax_and_chex(capsys):
     listing = "import sys, grpo_jax.commands as c; c.main(['--help'])"
     ran = python("-c", f"{listing}; assert not {{'jax', 'numpy', 'chex'}} & set(sys.modules)")
     assert ran.returncode == 0, ran.stderr
-    for name in ("train", "evaluate", "export", "report"):
+    for name in ("train", "sample", "evaluate", "export", "report"):
         assert f"\n  {name} " in ran.stdout
     with pytest.raises(SystemExit, match="2"):
         commands.main(["trian"])
-    sentence = "error: there is no command 'trian': name one of train, evaluate, export, report\n"
+    sentence = "error: there is no command 'trian': name one of train, sample, evaluate, export, report\n"
     assert capsys.readouterr().err == sentence
 
 

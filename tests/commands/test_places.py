@@ -15,7 +15,7 @@ from command_helpers import exit_status, refusal, run
 from tiny import change_json
 
 from grpo_jax import commands, hosts
-from grpo_jax.commands import evaluate, sft
+from grpo_jax.commands import evaluate, model_and_task, sft
 from grpo_jax.errors import Interruption, UsageError, lacking
 from grpo_jax.models import huggingface, weights
 from grpo_jax.models.huggingface import load_pretrained
@@ -55,6 +55,8 @@ USES = {
     "teacher": [*REWARDED, "--distillation", "reverse_kl", "--teacher", "PATH"],
     "evaluated": ["evaluate", "PATH"],
     "evaluated out": ["evaluate", "run", "--out", "PATH"],
+    "sampled": ["sample", "PATH", *REWARDED[8:]],
+    "sampled to": ["sample", "model", *REWARDED[8:], "--json", "PATH"],
     "exported": ["export", "PATH", "out"],
     "exported to": ["export", "run", "PATH"],
     "reported": ["report", "PATH"],
@@ -263,7 +265,7 @@ HARMED_FILES = [
 
 
 @pytest.mark.parametrize(("name", "harm"), HARMED_FILES)
-@pytest.mark.parametrize("read", [export, lambda: evaluate.load(evaluate.Options(model="run"))])
+@pytest.mark.parametrize("read", [export, lambda: model_and_task.load(evaluate.Options(model="run"))])
 def test_a_model_description_that_changed_is_refused(place, name, harm, read):
     harm(place / "run/model" / name)
     with pytest.raises(UsageError, match=f"not what they were when the run in .* began: {name} of the model"):
@@ -273,7 +275,7 @@ def test_a_model_description_that_changed_is_refused(place, name, harm, read):
 def test_saved_options_of_the_wrong_type_are_named(place):
     change_json(place / "run/config.json", seed="zero")
     with pytest.raises(UsageError, match=r"seed in run/config\.json is 'zero'"):
-        evaluate.saved_options("run")
+        model_and_task.saved_options("run")
 
 
 def test_report_refuses_a_model_folder_and_changes_nothing(place, capsys):
