@@ -95,6 +95,21 @@ def test_the_five_lines(folder, tmp_path, monkeypatch, capsys):
     assert "report:" in capsys.readouterr().out
 
 
+def test_a_chat_models_texts_are_written_into_its_template(folder, tmp_path, capsys):
+    model = shutil.copytree(folder, tmp_path / "chats")
+    (model / "chat_template.jinja").write_text("({% for m in messages %}{{ m.content }}{% endfor %})")
+    trainer = GRPOTrainer(model, Rising(), run_dir=tmp_path / "run", steps=1, max_tokens=2)
+    trainer.train(["1+1="])
+    messages = [{"role": "user", "content": "1+1="}]
+    written = load_pretrained(model).tokenizer.apply_chat_template(messages, tokenize=False)
+    assert trainer.run.lines("rollouts.jsonl")[0]["prompt"] == written
+    assert "prompts that are text are user messages of the chat template" in capsys.readouterr().out
+    trainer = GRPOTrainer(model, Rising(), run_dir=tmp_path / "bare", chat=False, steps=1, max_tokens=2)
+    trainer.train(["1+1="])
+    assert trainer.run.lines("rollouts.jsonl")[0]["prompt"] == "1+1="
+    assert "encoded without a chat template" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_trainer_accepts_a_loaded_model_with_adapters(folder, tmp_path):
     loaded, reward = load_pretrained(folder, attention="xla"), Rising()
