@@ -45,7 +45,7 @@ class GRPOTrainer:
     def __init__(
         self,
         model: str | Path | Pretrained,
-        reward_model: Reward | Mapping[str, Reward | Component],
+        reward_model: Reward | Mapping[str, Reward | Component] | None = None,
         *,
         clip_epsilon: float | None = None,
         environment: ReplyFn | None = None,
@@ -61,7 +61,7 @@ class GRPOTrainer:
           model: The folder of a Hugging Face model, its id on the hub, or the result of `load_pretrained`.
           reward_model: (examples, completions) -> a number for each completion, or None if the reward does not apply.
             May be async. An example is a dict with "prompt" and the other columns of its row. Pass a dict from names to
-            rewards to sum several. `data.types.Component` sets a weight other than 1.
+            rewards to sum several. `data.types.Component` sets a weight other than 1. It is required.
           clip_epsilon: Sets both epsilon_low and epsilon_high. Default: those of the preset.
           environment: (example, transcript, key) -> `data.episodes.Reply`. Answers each turn of the policy; may be
             async. Needs max_turns and environment_tokens. The reward `data.episodes.episode_return` sums the rewards of
@@ -96,6 +96,8 @@ class GRPOTrainer:
             raise UsageError(f"tools are {names}: each must be a function with a name of its own, defined by def")
         if (environment is not None) + bool(tools) + (environment_factory is not None) > 1:
             raise UsageError("environment, tools and environment_factory all answer the policy: give one of them")
+        if reward_model is None:
+            raise UsageError("reward_model is needed: give a function of (examples, completions)")
         self._reward, self._run_dir = _checked_reward(reward_model), user_path(run_dir)
         self._factory, self._tools = environment_factory, dict(zip(names, tools, strict=True))
         self._reply = reply_with(self._tools) if tools else environment
@@ -225,7 +227,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     hints = option_types(GRPOConfig) | option_types(ModelOptions)
     for name in ("model", "eval_every", "eval_samples", "keep_best", "patience"):
         del hints[name]
-    check_known(options, hints)
+    check_known(options, [*hints, "model", "reward_model", "run_dir"])
     return {name: _checked(name, value, hints[name]) for name, value in options.items()}
 
 

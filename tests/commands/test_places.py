@@ -50,7 +50,7 @@ USES = {
     "resumed run-dir": ["train", "--resume", "--run-dir", "PATH"],
     "config": [*REWARDED, "--config", "PATH"],
     "task": [*TRAIN, "--task", "PATH.jsonl", "--reward", "length(maximum=3)", "--max-tokens", "8"],
-    "data": [*TRAIN[:3], "--method", "dpo", "--data", "PATH.jsonl"],
+    "data": [*TRAIN[:3], "--method", "dpo", "--task", "PATH.jsonl"],
     "model": ["train", "--model", "PATH", *REWARDED[3:]],
     "teacher": [*REWARDED, "--distillation", "reverse_kl", "--teacher", "PATH"],
     "evaluated": ["evaluate", "PATH"],
