@@ -243,27 +243,29 @@ def current_name(name: str, known: Collection[str], given: Collection[str] = ())
     return name if name in known or current in given else current
 
 
-# Names in TRL and in other libraries, or guesses -> the options here, of which a command has at most one.
+# Names in TRL and in other libraries, or guesses -> the options here, of which a command has at most one. Names that
+# are nearly the same here are not in the table.
 _BATCH = "num_prompts num_rows num_pairs num_completions"
 COUNTERPARTS = {"num_generations": "group_size", "num_iterations": "epochs", "max_completion_length": "max_tokens"}
-COUNTERPARTS |= {"max_length": "max_tokens", "max_prompt_length": "max_prompt_tokens", "batch_size": _BATCH}
-COUNTERPARTS |= {"per_device_train_batch_size": _BATCH, "generation_batch_size": _BATCH, "max_steps": "steps"}
-COUNTERPARTS |= {"gradient_accumulation_steps": _BATCH, "num_train_epochs": "steps", "steps_per_generation": "minibatches"}
-COUNTERPARTS |= {"beta": "kl_coef", "loss_type": "preset preference_loss", "epsilon": "epsilon_low"}
-COUNTERPARTS |= {"lr": "learning_rate", "scale_rewards": "preset"}
-COUNTERPARTS |= {"importance_sampling_level": "preset", "bf16": "dtype", "fp16": "dtype"}
-COUNTERPARTS |= {"vllm_importance_sampling_correction": "correction", "mask_truncated_completions": "mask_truncated"}
-COUNTERPARTS |= {"off_policy_mask_threshold": "off_policy_threshold", "top_entropy_quantile": "top_entropy"}
-COUNTERPARTS |= {"use_bias_correction_kl": "kl_bias_correction", "multi_objective_aggregation": "advantages_of"}
-COUNTERPARTS |= {"sync_ref_model": "ref_sync_steps", "ref_model_sync_steps": "ref_sync_steps"}
-COUNTERPARTS |= {"ref_model_mixup_alpha": "ref_mixup_alpha", "center_rewards_coefficient": "center_coef"}
+COUNTERPARTS |= {"max_length": "max_tokens", "max_steps": "steps", "num_train_epochs": "steps", "beta": "kl_coef"}
+COUNTERPARTS |= {"epsilon": "epsilon_low", "lr": "learning_rate", "bf16": "dtype", "generation_batch_size": _BATCH}
+COUNTERPARTS |= dict.fromkeys(("batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"), _BATCH)
+COUNTERPARTS |= {
+    "loss_type": "preset preference_loss",
+    "scale_rewards": "preset",
+    "importance_sampling_level": "preset",
+}
+COUNTERPARTS |= {
+    "vllm_importance_sampling_correction": "correction",
+    "steps_per_generation": "minibatches",
+    "fp16": "dtype",
+}
 COUNTERPARTS |= {"model_name_or_path": "model", "output_dir": "run_dir", "resume_from_checkpoint": "resume"}
-COUNTERPARTS |= {"lora_r": "lora_rank", "use_peft": "lora_rank", "peft_config": "lora_rank"}
-COUNTERPARTS |= {"lora_target_modules": "lora_targets", "gradient_checkpointing": "remat"}
+COUNTERPARTS |= dict.fromkeys(("lora_r", "use_peft", "peft_config"), "lora_rank")
 COUNTERPARTS |= dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_config"), "quantize")
 COUNTERPARTS |= dict.fromkeys(("dataset", "dataset_name", "train_dataset"), "task")
 COUNTERPARTS |= {"eval_dataset": "heldout", "reward_funcs": "reward reward_model", "reward_weights": "reward"}
-COUNTERPARTS |= {"use_vllm": "engine", "vllm_server_base_url": "engine", "attn_implementation": "attention"}
+COUNTERPARTS |= {"use_vllm": "engine", "vllm_server_base_url": "engine", "gradient_checkpointing": "remat"}
 COUNTERPARTS |= {"report_to": "wandb", "logging_steps": "log_every", "log_completions": "rollouts_every"}
 COUNTERPARTS |= {"eval_steps": "eval_every", "save_steps": "checkpoint_every", "save_total_limit": "keep_checkpoints"}
 COUNTERPARTS |= {"load_best_model_at_end": "keep_best", "lr_scheduler_type": "decay", "warmup_ratio": "warmup_steps"}
@@ -271,29 +273,25 @@ COUNTERPARTS |= {"load_best_model_at_end": "keep_best", "lr_scheduler_type": "de
 DIFFERENCES = {
     **dict.fromkeys(("args", "rollout_func", "optimizers"), "every setting is an argument of GRPOTrainer by itself"),
     **dict.fromkeys(("processing_class", "tokenizer"), "the tokenizer is read from the folder of the model"),
-    **dict.fromkeys(("dataset", "dataset_name", "train_dataset"), "GRPOTrainer takes the rows as the argument of train"),
-    "reward_processing_classes": "the tokenizer of a reward model is read from its folder",
+    **dict.fromkeys(
+        ("dataset", "dataset_name", "train_dataset"), "GRPOTrainer takes the rows as the argument of train"
+    ),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "set it to nf4 or int8, with lora_rank"),
     "callbacks": "metrics.jsonl has a line for each step, and your own loop may call the steps itself",
     "reward_funcs": "it takes (examples, completions), and an example is a row with its prompt",
     "reward_weights": "a reward is written as name=weight*function",
     "eval_dataset": "the command evaluates the rows of heldout, and GRPOTrainer evaluates nothing",
     "gradient_accumulation_steps": "it multiplies a batch, and microbatches only divide its computation",
     "per_device_train_batch_size": "it counts completions or rows of a device, and a step here is that of all devices",
-    "generation_batch_size": "it counts completions, and num_prompts counts groups of group_size",
-    "num_train_epochs": "it counts passes over the rows; divide the rows by those of a step",
+    "num_train_epochs": "it counts passes over the rows, and a step takes some of them",
     "max_length": "it includes the prompt, which max_prompt_tokens limits here",
     "warmup_ratio": "it is a share, and warmup_steps is a number of optimizer steps",
     "lr_scheduler_type": "TRL's default is linear, and that of GRPO here is none",
-    "loss_type": "its numbers are those of the paper, and options replace them",
-    "scale_rewards": "dr_grpo divides by no deviation",
-    "importance_sampling_level": "gspo has one ratio for a completion",
+    **dict.fromkeys(("scale_rewards", "importance_sampling_level"), "dr_grpo has no scale, and gspo one ratio a text"),
     "use_vllm": "this process samples, unless engine names the address of a server",
     "report_to": "TensorBoard's files are always written, and wandb names a project",
     "logging_steps": "GRPO and PPO write every step",
     "peft_config": "lora_rank, lora_alpha and lora_targets are options of their own",
-    "load_in_4bit": "set it to nf4, with lora_rank",
-    "load_in_8bit": "set it to int8, with lora_rank",
-    "fp16": "there is only bfloat16",
 }
 
 

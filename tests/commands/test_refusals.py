@@ -1,6 +1,7 @@
 """Checks that commands refuse bad input of every kind in one sentence, before there is a run."""
 
 import shlex
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -90,7 +91,7 @@ REFUSED = [
     ("kto", "--gradient-accumulation-steps 4", "called num_completions here (it multiplies a batch, and microbatches"),
     ("grpo", "--use-vllm", "use_vllm is called engine here (this process samples, unless"),
     ("dpo", "--report_to wandb", "report_to is called wandb here"),
-    ("grpo", "--load_in_4bit", "load_in_4bit is called quantize here (set it to nf4, with lora_rank)"),
+    ("grpo", "--load_in_4bit", "load_in_4bit is called quantize here (set it to nf4 or int8, with lora_rank)"),
     ("grpo", "--reward_funcs f", "reward_funcs is called reward here (it takes (examples, completions)"),
     ("grpo", "--callbacks f", "no option callbacks: metrics.jsonl has a line"),
     ("sft", "--task ''", "--task is needed"),
@@ -140,6 +141,29 @@ def test_dry_run_prints_the_plan_without_loading_weights(folder, capsys):
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize(
+    ("options", "usual"), [(("--learning-rate", "1e-6"), "4e-04"), (("--lora-rank", "2"), "3e-03")]
+)
+def test_rates_ten_times_off_are_told_before_the_run(folder, tmp_path, capsys, options, usual):
+    args = [*STARTS["task"].split(), "--reward", "rewards.py:low", *options]
+    commands.main([*args, "--dry-run"])
+    sentence = f"but {usual} trained models of about"
+    assert sentence in capsys.readouterr().out
+    commands.main(
+        [*args, "--steps", "1", "--eval-every", "0", "--num-heldout", "2", "--run-dir", str(tmp_path / "run")]
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.index(sentence) < printed.index("evaluating the initial model")
+    commands.main([*args, "--learning-rate", usual, "--dry-run"])
+    assert "trained models of about" not in capsys.readouterr().out
+
+
+def test_a_dry_run_finds_missing_packages_of_trackers(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    args = (*STARTS["task"].split(), "--reward", "rewards.py:low", "--wandb", "project", "--dry-run")
+    assert "--wandb needs the package wandb" in refusal(capsys, *args)
+
+
 def test_rewards_are_tried_on_the_first_row():
     row, seen = {"prompt": "1+1=", "solution": "two", "answer": "2"}, []
     pretrained = SimpleNamespace(tokenizer=lambda text, **_: {"input_ids": list(text.encode())})
@@ -185,7 +209,8 @@ def test_rewards_that_cannot_answer_are_refused_before_sampling(folder, monkeypa
 
 def test_runs_too_large_for_memory_are_refused(folder, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "memory_limit", lambda devices: 2**14)
-    assert "the run needs about" in refusal(capsys, *STARTS["grpo"].split())
+    words = refusal(capsys, *STARTS["grpo"].split())
+    assert "the run needs about" in words
     assert not (folder / "run").exists()
 
 

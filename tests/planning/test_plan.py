@@ -64,6 +64,14 @@ def test_where_nothing_fits_the_sentence_names_what_would():
             choose(MID, SHAPE._replace(minibatches=minibatches), 2**20)
 
 
+def test_fewer_tokens_or_prompts_are_the_first_way_out():
+    limit = limit_for(16_384, "none")
+    with refused(r"with remat layer: set max_tokens 256 \(about .* GiB\), or num_prompts 1 \(about"):  # noqa: PT012
+        while True:
+            choose(MID, SHAPE, limit)
+            limit = int(0.98 * limit)
+
+
 def test_run_shape_follows_the_options():
     run = recipe("grpo", num_prompts=8, minibatches=2, divergence="full", ref_sync_steps=5, fsdp=2)
     shape = shape_of(run, ModelOptions(lora_rank=4, param_dtype="bfloat16"), 7, parts=4)
