@@ -28,8 +28,8 @@ false are switched off by `--no-`, as in `--no-whiten`. Numbers such as 2505.072
 """
 NAMES = """## Names in TRL
 
-Options of TRL that are not in this table have the same name here, nearly the same name, or no counterpart. `--epochs` is not TRL's
-`num_train_epochs`: it counts the passes over each rollout.
+Options of TRL that are not in this table have the same name here, nearly the same name, or no counterpart. `--epochs`
+is not TRL's `num_train_epochs`: it counts the passes over each rollout.
 """
 (POSITIONAL,) = tyro.conf.Positional[str].__metadata__
 COMMANDS = {"evaluate": evaluate.Options, "export": export.Options, "report": report.Options}

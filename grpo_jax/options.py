@@ -250,16 +250,9 @@ COUNTERPARTS = {"num_generations": "group_size", "num_iterations": "epochs", "ma
 COUNTERPARTS |= {"max_length": "max_tokens", "max_steps": "steps", "num_train_epochs": "steps", "beta": "kl_coef"}
 COUNTERPARTS |= {"epsilon": "epsilon_low", "lr": "learning_rate", "bf16": "dtype", "generation_batch_size": _BATCH}
 COUNTERPARTS |= dict.fromkeys(("batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"), _BATCH)
-COUNTERPARTS |= {
-    "loss_type": "preset preference_loss",
-    "scale_rewards": "preset",
-    "importance_sampling_level": "preset",
-}
-COUNTERPARTS |= {
-    "vllm_importance_sampling_correction": "correction",
-    "steps_per_generation": "minibatches",
-    "fp16": "dtype",
-}
+COUNTERPARTS |= dict.fromkeys(("scale_rewards", "importance_sampling_level"), "preset")
+COUNTERPARTS |= {"loss_type": "preset preference_loss", "steps_per_generation": "minibatches", "fp16": "dtype"}
+COUNTERPARTS |= {"vllm_importance_sampling_correction": "correction", "sync_ref_model": "ref_sync_steps"}
 COUNTERPARTS |= {"model_name_or_path": "model", "output_dir": "run_dir", "resume_from_checkpoint": "resume"}
 COUNTERPARTS |= dict.fromkeys(("lora_r", "use_peft", "peft_config"), "lora_rank")
 COUNTERPARTS |= dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_config"), "quantize")
@@ -272,10 +265,10 @@ COUNTERPARTS |= {"load_best_model_at_end": "keep_best", "lr_scheduler_type": "de
 # The same names -> the difference from the option here, or the reason why there is none
 DIFFERENCES = {
     **dict.fromkeys(("args", "rollout_func", "optimizers"), "every setting is an argument of GRPOTrainer by itself"),
-    **dict.fromkeys(("processing_class", "tokenizer"), "the tokenizer is read from the folder of the model"),
     **dict.fromkeys(
-        ("dataset", "dataset_name", "train_dataset"), "GRPOTrainer takes the rows as the argument of train"
+        ("processing_class", "reward_processing_classes", "tokenizer"), "a model's folder has its tokenizer"
     ),
+    **dict.fromkeys(("dataset", "dataset_name", "train_dataset"), "GRPOTrainer takes it as the argument of train"),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "set it to nf4 or int8, with lora_rank"),
     "callbacks": "metrics.jsonl has a line for each step, and your own loop may call the steps itself",
     "reward_funcs": "it takes (examples, completions), and an example is a row with its prompt",

@@ -96,8 +96,6 @@ class GRPOTrainer:
             raise UsageError(f"tools are {names}: each must be a function with a name of its own, defined by def")
         if (environment is not None) + bool(tools) + (environment_factory is not None) > 1:
             raise UsageError("environment, tools and environment_factory all answer the policy: give one of them")
-        if reward_model is None:
-            raise UsageError("reward_model is needed: give a function of (examples, completions)")
         self._reward, self._run_dir = _checked_reward(reward_model), user_path(run_dir)
         self._factory, self._tools = environment_factory, dict(zip(names, tools, strict=True))
         self._reply = reply_with(self._tools) if tools else environment
@@ -240,13 +238,13 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward | Rewards:
+def _checked_reward(reward: Reward | Mapping[str, Reward | Component] | None) -> Reward | Rewards:
     """Checks the arguments of a reward, and returns several rewards as components."""
+    if reward is None or reward == {}:
+        raise UsageError("reward_model is empty: give at least one reward")
     if not isinstance(reward, Mapping):
         check_takes_examples_first("reward_model", reward)
         return reward
-    if not reward:
-        raise UsageError("reward_model is empty: give at least one reward")
     components = {name: part if isinstance(part, Component) else Component(part) for name, part in reward.items()}
     for name, component in components.items():
         check_types(Component, component._asdict())

@@ -152,8 +152,9 @@ def test_an_unknown_option_is_refused_in_a_sentence(options, words):
 
 
 # Arguments of TRL 1.16: its GRPOTrainer, and those of its configurations that its documentation shows.
-OF_TRL = """model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks optimizers
-quantization_config peft_config tools rollout_func environment_factory
+OF_TRL = """
+model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks
+optimizers quantization_config peft_config tools rollout_func environment_factory
 output_dir learning_rate max_completion_length num_generations num_iterations generation_batch_size steps_per_generation
 temperature top_p top_k min_p chat_template_kwargs use_vllm vllm_server_base_url beta epsilon epsilon_high delta
 importance_sampling_level reward_weights scale_rewards loss_type mask_truncated_completions sync_ref_model entropy_coef
@@ -170,7 +171,7 @@ def test_names_of_trl_are_options_or_in_the_table():
     known = {name for options in methods.values() for name in options} | {"reward_model"}
     table = grpo_options.COUNTERPARTS.keys() | grpo_options.DIFFERENCES.keys()
     for name in {*OF_TRL.split()} - known - table:  # a name that is nearly the same
-        assert grpo_options.suggestion(name, known).startswith("is it ")
+        assert grpo_options.suggestion(name, known).startswith("is it "), name
     assert table & known == {"beta"}  # of dpo and kto
     assert {name for names in grpo_options.COUNTERPARTS.values() for name in names.split()} <= known
     for name in table:

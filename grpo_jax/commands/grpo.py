@@ -105,14 +105,8 @@ def show_start(options: RewardOptions, models: Models, task: Task) -> None:
     scores = try_rewards(task, prompts.examples[0], pretrained, run_of(options.train).sampling.group_size)
     _, _, plan = apply_memory_plan(options, models, task)
     first = pretrained.tokenizer.decode(prompts.tokens.ids[0][prompts.tokens.mask[0]].tolist())
-    warnings = rate_warning(options, pretrained).values()
-    lines = [
-        *pretrained.notes,
-        *task.notes,
-        *warnings,
-        str(plan),
-        f"the first prompt, as the model reads it: {first!r}",
-    ]
+    lines = [*pretrained.notes, *task.notes, *rate_warning(options, pretrained).values(), str(plan)]
+    lines.append(f"the first prompt, as the model reads it: {first!r}")
     for what, rewards in scores.items():
         lines.append(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in rewards.items())}")
     print("\n".join(lines))

@@ -155,7 +155,7 @@ def open_run(job: Job) -> RunFolder:
         run.say("plan: the chat template writes no end of a turn, so none is trained")
     for note in job.notes:
         run.say(note)
-    run.warn({loss: loss for loss in job.losses} | job.warnings)
+    run.warn({**{loss: loss for loss in job.losses}, **job.warnings})
     run.keep_inputs(job.phase, job.inputs)
     return run
 

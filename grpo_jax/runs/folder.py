@@ -450,9 +450,7 @@ def run_digest(run: Path, phase: str) -> str | None:
         return None
     options = flattened(read_object(file))
     if {"task", "heldout_share"} <= options.keys():
-        options["data"] = options.pop(
-            "task"
-        )  # preferences had this name when checkpoints of earlier versions were sealed
+        options["data"] = options.pop("task")  # the name when earlier versions sealed checkpoints
     shaping = _shaping(options) | {"steps": _shaped_by_steps(options)}  # ignore the number if steps do not depend on it
     return hash_values(phase, dict(sorted(shaping.items())), inputs)
 

@@ -168,7 +168,7 @@ LIMITS = [
     (OSError(36, "File name too long", "x" * 300), "cannot be read or written (File name too long)"),
     (OSError(28, "No space left on device"), "the disk is full"),
     (RuntimeError("can't start new thread"), "too many threads run"),
-    (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "lower max_tokens, the prompts or rows"),
+    (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "lower max_tokens or the prompts of a step"),
     (RuntimeError("Unable to initialize backend 'nope': unknown"), "correct JAX_PLATFORMS"),
     (OverflowError("date value out of range"), "set the clock"),
     (BrokenPipeError(32, "Broken pipe"), "nothing reads the output any more"),
