@@ -121,8 +121,8 @@ class AdamWConfig:
     """AdamW and its schedule."""
 
     learning_rate: Positive = 1e-6
-    """Peak learning rate of AdamW. It depends on the size of the model: 4e-4 up to a million parameters, 1e-6 from 0.1
-    billion; for LoRA 3e-3 to 1e-5."""
+    """Peak learning rate of AdamW, by size of the model: 4e-4 up to a million parameters, 1e-6 from 0.1 billion; for
+    LoRA 3e-3 to 1e-5."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
     decay: Literal["none", "linear", "cosine"] = "none"
