@@ -131,5 +131,5 @@ def lacking(error: BaseException) -> str:
     if isinstance(error, OSError) and number in _UNWRITABLE:
         return f"{error.filename or 'a file'} cannot be read or written ({error.strerror}): mend that"
     if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text or isinstance(error, MemoryError):
-        return "there is not enough memory: see docs/performance.md for what needs less"
+        return "there is not enough memory: lower max_tokens or the prompts of a step, or see docs/performance.md"
     return ""

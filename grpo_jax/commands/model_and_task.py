@@ -126,6 +126,8 @@ def saved_options(model: str) -> dict[str, Any]:
         return {}
     file = folder / "config.json"
     saved, types = flattened(read_json(file)), option_types(GRPOConfig) | option_types(SamplingOptions)
+    if "heldout_share" in saved:
+        saved.pop("task", None)  # preferences or ratings, which hold out other prompts than a task does
     types["max_tokens"] = int | None  # None: the run did not limit completions
     for name, value in saved.items():
         if name in types:

@@ -188,6 +188,19 @@ def tensorboard(folder: Path) -> Tracker:
     return Tracker(log, restart)
 
 
+def import_wandb() -> Any:
+    """Imports the package of Weights & Biases.
+
+    Raises:
+      UsageError: The package is not installed.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError("--wandb needs the package wandb: install it, or leave out the option") from None
+    return wandb
+
+
 def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tracker:
     """Returns a tracker for Weights & Biases. A resumed run continues the same run there.
 
@@ -199,10 +212,7 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
     Raises:
       UsageError: The package is not installed, or its start fails.
     """
-    try:
-        import wandb
-    except ImportError:
-        raise UsageError("--wandb needs the package wandb: install it, or leave out the option") from None
+    wandb = import_wandb()
     id_file = folder / "wandb.json"
     run_id = read_object(id_file, dict[str, str])["id"] if id_file.exists() else uuid.uuid4().hex
     id_file.write_text(json.dumps({"id": run_id}) + "\n", encoding="utf-8")

@@ -37,9 +37,9 @@ METHODS = {
     "grpo": GRADED,
     "ppo": f"--method ppo {GRADED}",
     "sft": f"--method sft {FIT} --task rows.jsonl --num-rows 8 --max-tokens 8 --num-heldout 4",
-    "reward-model": f"--method reward-model {FIT} --data rows.jsonl --num-pairs 8",
-    "dpo": f"--method dpo {FIT} --data rows.jsonl --num-pairs 8",
-    "kto": f"--method kto {FIT} --data rows.jsonl --num-completions 8",
+    "reward-model": f"--method reward-model {FIT} --task rows.jsonl --num-pairs 8",
+    "dpo": f"--method dpo {FIT} --task rows.jsonl --num-pairs 8",
+    "kto": f"--method kto {FIT} --task rows.jsonl --num-completions 8",
     "lora": f"{GRADED} --lora-rank 2",
     "distillation": f"{GRADED} --teacher teacher --distillation reverse_kl",
     "episodes": f"{GRADED} --environment user.py:make --max-turns 2 --environment-tokens 8 --max-tokens 16",
@@ -147,8 +147,8 @@ def command_lines(folder: Path, dice: random.Random) -> Iterable[list[str]]:
         alone = hints if name in ("grpo", "evaluate", "sample", "export") else dice.sample([*hints], len(hints) // 3)
         for chosen in [*([option] for option in alone), *(dice.sample([*hints], 2) for _ in range(8))]:
             yield base + [word for option in chosen for word in odd_option(option, hints[option], dice)]
-        if where := next((flag for flag in ("--task", "--data") if flag in base), None):
-            yield from ([*base, where, f"bad/{file.name}"] for file in sorted((folder / "bad").iterdir()))
+        if "--task" in base:
+            yield from ([*base, "--task", f"bad/{file.name}"] for file in sorted((folder / "bad").iterdir()))
             for model in (".", "rows.jsonl", "run", "broken", "nowhere"):
                 yield [model if word == "model" else word for word in base]
 

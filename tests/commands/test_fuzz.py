@@ -141,9 +141,9 @@ BASES = {
     "grpo": GRADED,
     "ppo": GRADED,
     "sft": ("--task", "rows.jsonl", "--num-rows", "8"),
-    "reward-model": ("--data", "rows.jsonl", "--num-pairs", "8"),
-    "dpo": ("--data", "rows.jsonl", "--num-pairs", "8"),
-    "kto": ("--data", "rows.jsonl", "--num-completions", "8"),
+    "reward-model": ("--task", "rows.jsonl", "--num-pairs", "8"),
+    "dpo": ("--task", "rows.jsonl", "--num-pairs", "8"),
+    "kto": ("--task", "rows.jsonl", "--num-completions", "8"),
 }
 # Where things are, and what the network is asked for.
 FIXED = {"run_dir", "config", "resume", "method", "model", "task", "data", "wandb", "engine", "teacher", "out", "json"}

@@ -670,7 +670,7 @@ def test_reward_models_without_a_class_are_refused(tmp_path, capsys, name):
     """Reward models are no policies: no evaluation, engine or export of a run reads one."""
     model = copy_golden(name, tmp_path / "model", CHAT)
     rows = [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "2"} for i in range(9)]
-    options = ["--model", model, "--data", write_rows(tmp_path / "rows.jsonl", rows), "--run-dir", tmp_path / "run"]
+    options = ["--model", model, "--task", write_rows(tmp_path / "rows.jsonl", rows), "--run-dir", tmp_path / "run"]
     options += ["--num-pairs", 2]
     words = refusal(capsys, "train", "--method", "reward-model", *options)
     assert "no class for reward models" in words
