@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from tiny import refused
 
 from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Prompt, Turn
@@ -133,7 +134,7 @@ def test_classes_from_files_play_and_score_in_processes(tmp_path):
 
 RESETS = [
     ("import os; os._exit(4)", "gives no answer: the process ended with exit status 4"),
-    ("while True: pass", "gives no answer: no answer within its deadline .*resets.py, line 2"),
+    ("while True: pass", "gives no answer: no answer within its deadline .*resets.py, line 4"),
     ("raise ValueError('no')", "reset of the environment, called with row 1, raised ValueError: no"),
     ("return 3", "row 1: reset returned int"),
 ]
@@ -143,7 +144,7 @@ RESETS = [
 def test_a_reset_that_ends_or_stops_its_process_is_refused(tmp_path, monkeypatch, body, sentence):
     monkeypatch.setattr(ProcessOptions, "start_deadline", 20.0)
     (tmp_path / "resets.py").write_text(
-        f"class Game:\n    def reset(self, a): {'if a: ' * ('while' not in body)}{body}\n"
+        f"class Game:\n    def reset(self, a):\n        if a == 1:\n            {body}\n"
     )
     with refused(sentence):
         rows_of_factory(f"{tmp_path}/resets.py:Game", [{"a": 0}, {"a": 1}])
