@@ -76,7 +76,7 @@ def check_ranges(options: Any) -> None:
     types = option_types(type(options), include_extras=True)
     for name, value in options_of(options).items():
         check_number(name, value, types[name])
-        if isinstance(value, tuple) and any(value.count(part) > 1 for part in value):
+        if isinstance(value, tuple) and len(set(map(str, value))) < len(value):
             raise UsageError(f"{name} is {', '.join(map(str, value))}: give each value once")
 
 

@@ -60,6 +60,8 @@ def generate(text: str, level: int | None, index: int) -> tuple[Any, dict[str, A
     except IndexError:  # it made a list of its first entries
         dataset = open_generator.__wrapped__(text, level, seed=index)
         return dataset, dataset[0]
+    except Exception as error:  # some generators check no options
+        raise UsageError(f"the generator {text} fails: {reason_of(error)}: set other options") from error
 
 
 @lru_cache(maxsize=256)
@@ -78,6 +80,8 @@ def open_generator(text: str, level: int | None = None, seed: int = 0) -> Any:
         raise UsageError("codeio runs programs of its data set, and some of them write files: take another generator")
     try:
         options = yaml.safe_load("\n".join(part.replace("=", ": ", 1) for part in written.split("&"))) or {}
+        if fixed := {"seed", "size"} & set(options):
+            raise UsageError(f"the run sets {' and '.join(sorted(fixed))} itself: leave that out")
         if level is not None:
             curriculum = factory.create_curriculum(name)
             curriculum.set_global_level(level)

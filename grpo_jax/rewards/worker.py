@@ -153,7 +153,7 @@ def import_place(kind: str, place: str, spec: str) -> Any:
         return module
     except UsageError:
         raise
-    except (Exception, SystemExit) as error:  # a module may raise any type of error
+    except BaseException as error:  # a module may raise any type of error
         raise UsageError(f"the {kind} {spec!r} cannot be loaded: {one_line(error)}") from error
 
 

@@ -66,9 +66,9 @@ def rows_of_factory(factory: str, rows: Sequence[Mapping[str, Any]]) -> list[Map
 
 def _call_in_process(what: str, spec: str, examples: Sequence[Example], arguments: Mapping[str, Any]) -> list[Any]:
     """Calls a function of an example and its number in a child process, and returns its answers, read from JSON."""
-    seconds = {"deadline": ProcessOptions.start_deadline, "budget": threading.TIMEOUT_MAX}
-    options = ProcessOptions(arguments, chunk=8, workers=1, **seconds)  # a million calls at once would fill the memory
-    with closing(Processes("function", spec, options, lambda answer: answer)) as processes:
+    # One call for eight examples: a million calls at once would fill the memory.
+    limits = ProcessOptions(arguments, ProcessOptions.start_deadline, threading.TIMEOUT_MAX, chunk=8, workers=1)
+    with closing(Processes("function", spec, limits, lambda answer: answer)) as processes:
         answers = processes.ask(examples, range(len(examples)))
     for failure in (answer for answer in answers if isinstance(answer, BadReward)):
         reason = place_and_reason(str(failure))

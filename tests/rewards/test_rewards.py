@@ -419,6 +419,7 @@ def test_unloadable_rewards_are_refused_in_one_sentence(file, spec, arguments, w
 BROKEN_FILES = [
     ("def f(:", "SyntaxError"),
     ("raise SystemExit(1)", "SystemExit"),
+    ("raise KeyboardInterrupt", "broken.py:f' cannot be loaded: KeyboardInterrupt"),
     ("from . import other", "no known parent package"),
     ("import os; os._exit(7)", "exit status 7"),
     (f"import time; {SLEEPS}", "cannot be loaded: no answer within its deadline"),

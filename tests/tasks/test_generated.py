@@ -106,6 +106,8 @@ REFUSED = [
     ("9" * 400 + "*sums", {}, "cannot be read"),
     ("9" * 10_000, {}, "cannot be read"),
     ("codeio", {}, "some of them write files"),
+    ("sums?seed=3&size=9", {}, "the run sets seed and size itself"),
+    ("sums?high=2.5", {}, "fails: .*: set other options"),
     ("sums?low=0&high=1", {"num_prompts": 9}, "made . different prompts for a step"),
     ("sums", {"answer_in": "stop"}, "needs a text that ends the answer"),
     ("listed", {"has_levels": True}, "listed refuses its options: No curriculum"),
