@@ -214,7 +214,7 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) if isinstance(hint, type) else True
 
 
-def group_names(config_class: type) -> set[str]:
+def group_names(config_class: Any) -> set[str]:
     """Returns the names of a config's groups, at any depth."""
     hints = {name: hint for name, hint in get_type_hints(config_class).items() if dataclasses.is_dataclass(hint)}
     return set(hints).union(*map(group_names, hints.values()))

@@ -123,12 +123,15 @@ def test_bad_input_is_refused_before_a_run_exists(folder, capsys, start, args, w
 
 def test_dry_run_prints_the_plan_without_loading_weights(folder, capsys):
     (folder / "half.py").write_text("def half(rows, texts): return [1 / len(text) for text in texts]\n")
-    args = [*STARTS["task"].split(), "--reward", "rewards.py:low", "half.py:half", "--lora-rank", "2", "--dry-run"]
+    (folder / "hides.py").write_text("def hides(rows, texts): raise ValueError('\\x1b[2J')\n")
+    args = [*STARTS["task"].split(), "--reward", "rewards.py:low", "half.py:half", "hides.py:hides"]
+    args += ["--lora-rank", "2", "--dry-run"]
     commands.main(args)
     printed = capsys.readouterr().out
     assert "plan: " in printed
     assert "the first prompt, as the model reads it: '" in printed
     assert "rewards of the empty completion: low 0.0, half ZeroDivisionError: division by zero" in printed
+    assert r"hides ValueError: \x1b[2J" in printed  # visible, not as a control character
     assert not (folder / "run").exists()
     params = load_pretrained(folder / "model", weights=False).params
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
