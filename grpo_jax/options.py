@@ -65,17 +65,19 @@ Escaped = Annotated[str, "escaped"]
 
 
 def check_ranges(options: Any) -> None:
-    """Raises if a number is not in the ranges of its type.
+    """Raises if a number is not in the ranges of its type, or if one of several values is repeated.
 
     Args:
       options: A dataclass whose fields are options or dataclasses of options.
 
     Raises:
-      UsageError: A number is out of range. The message names the option and its range.
+      UsageError: A number is out of range, or a value is repeated. The message names the option.
     """
     types = option_types(type(options), include_extras=True)
     for name, value in options_of(options).items():
         check_number(name, value, types[name])
+        if isinstance(value, tuple) and len(set(map(str, value))) < len(value):
+            raise UsageError(f"{name} is {', '.join(map(str, value))}: give each value once")
 
 
 def check_number(name: str, value: Any, hint: Any) -> None:
@@ -213,15 +215,27 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) if isinstance(hint, type) else True
 
 
-def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
+def group_names(config_class: Any) -> set[str]:
+    """Returns the names of a config's groups, at any depth."""
+    hints = {name: hint for name, hint in get_type_hints(config_class).items() if dataclasses.is_dataclass(hint)}
+    return set(hints).union(*map(group_names, hints.values()))
+
+
+def flattened(options: Mapping[str, Any], groups: Collection[str] | None = None) -> dict[str, Any]:
     """Returns the options of all groups of a config.json, by name.
 
+    Args:
+      options: The content of the file.
+      groups: The names that groups may have. None: any name.
+
     Raises:
-      UsageError: Two groups have the same option.
+      UsageError: Two groups have the same option, or a group has another name.
     """
     flat: dict[str, Any] = {}
     for name, value in options.items():
-        part = flattened(value) if isinstance(value, Mapping) else {name: value}
+        if isinstance(value, Mapping) and groups is not None and name not in groups:
+            raise UsageError(f"there is no group of options {name}: {suggestion(name, sorted(groups))}")
+        part = flattened(value, groups) if isinstance(value, Mapping) else {name: value}
         for twice in flat.keys() & part.keys():
             raise UsageError(f"{twice} is given twice: leave one of them out")
         flat |= part

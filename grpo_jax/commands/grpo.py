@@ -38,6 +38,7 @@ from grpo_jax.prepare import (
 )
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import import_wandb
+from grpo_jax.runs.progress import RunConsole, say
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import CONTROL, train_with_control
@@ -109,7 +110,7 @@ def show_start(options: RewardOptions, models: Models, task: Task) -> None:
     lines.append(f"the first prompt, as the model reads it: {first!r}")
     for what, rewards in scores.items():
         lines.append(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in rewards.items())}")
-    print("\n".join(lines))
+    say(RunConsole(), "\n".join(lines))
 
 
 def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextManager[Task]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import filelock
 
-from grpo_jax.errors import UsageError, reason_of
+from grpo_jax.errors import UsageError, reading, reason_of
 from grpo_jax.options import fits
 
 COMMAND = "command.txt"  # command lines of the run, one for each start
@@ -41,10 +41,8 @@ def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
     Raises:
       UsageError: The file cannot be read, or holds a value of another type.
     """
-    try:
+    with reading(file, "mend it, or start a new run"):
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file} cannot be read ({reason_of(error)}): mend it, or start a new run") from None
     if not fits(value, hint):
         raise UsageError(f"{file} is not as a run writes it: mend it, or start a new run")
     return value

@@ -177,18 +177,19 @@ def open_task(
     """
     texts = check_task_options(options, needs_reward=needs_reward)
     chat = uses_chat(options.chat, pretrained.tokenizer)
-    tools, named = None, {"tools": options.tools, "factory": options.environment_factory}
+    schemas, named = None, {"tools": options.tools, "factory": options.environment_factory}
     opened: AbstractContextManager[Any] = nullcontext()
     otherwise: Reward = no_reward
     if options.environment or any(named.values()):
         from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
-        tools = environments.tool_schemas(**named, in_chat=chat)
+        schemas, source = environments.describe_tools(**named, in_chat=chat)
         opened = environments.open_environment(
             make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs),
             chat,
             environment=options.environment,
             **named,
+            source=source,
             deadline=options.reply_deadline,
             budget=options.reply_budget,
             memory_mb=options.reply_memory_mb,
@@ -212,7 +213,7 @@ def open_task(
             vocab_size=pretrained.config.vocab_size,
             template=options.template,
             system=options.system,
-            tools=tools,
+            tools=schemas,
             chat_template_kwargs=chat_template_kwargs,
             **prompts,
         )
@@ -246,10 +247,10 @@ def _task_maker(options: TaskOptions, training: bool, has_levels: bool) -> Any:
     if has_bare_replies and any(isinstance(row.get(options.prompt_column), list) for row in rows):
         raise UsageError("--chat False gives replies no chat template, but the rows hold messages: leave it out")
     if options.environment_factory:
-        from grpo_jax.tasks.adapters import load_factory, trl_rows
+        from grpo_jax.tasks.environments import rows_of_factory
 
-        factory = load_factory(options.environment_factory)
-        rows, heldout_rows = trl_rows(factory, rows), heldout_rows and trl_rows(factory, heldout_rows)
+        begun = partial(rows_of_factory, options.environment_factory)
+        rows, heldout_rows = begun(rows), heldout_rows and begun(heldout_rows)
     held: dict[str, Any] = {"heldout_rows": heldout_rows, "num_heldout": most}
     if heldout_rows is None and training:
         held = {"num_heldout": usual_num_heldout if most is None else most}

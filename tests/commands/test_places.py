@@ -177,6 +177,25 @@ LIMITS = [
 ]
 
 
+def test_a_platform_without_a_device_is_refused(place):
+    command = "train --model model --task rows.jsonl --reward rewards.py:low --num-prompts 4 --max-tokens 8 --dry-run"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cuda",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    run = subprocess.run(
+        [sys.executable, "-m", "grpo_jax", *command.split()],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stderr.splitlines()[-1] == "error: JAX finds no such device: correct JAX_PLATFORMS"
+    assert "Traceback" not in run.stderr
+
+
 @pytest.mark.parametrize(("error", "sentence"), LIMITS)
 def test_a_limit_of_the_machine_has_a_sentence(error, sentence):
     assert sentence in lacking(error)

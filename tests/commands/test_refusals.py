@@ -77,6 +77,7 @@ REFUSED = [
     ("episodes", "--environment game.py:nobody --environment-tokens 9", "has no 'nobody'"),
     ("task", "--tools game.py:add --reward exact_answer", "tools has no effect while max_turns is 1"),
     ("grpo", "--engine-folder x", "engine_folder has no effect while engine is ''"),
+    ("grpo", "--lora-rank 2 --lora-targets q_proj q_proj", "lora_targets is q_proj, q_proj: give each value once"),
     ("grpo", "--lora-alpha 3", "lora_alpha has no effect while lora_rank is 0"),
     ("sft", "--lora-targets q_proj", "lora_targets has no effect while lora_rank is 0"),
     ("dpo", "--keep-best --eval-every 0", "keep_best has no effect while eval_every is 0"),
@@ -130,12 +131,15 @@ def test_bad_input_is_refused_before_a_run_exists(folder, capsys, start, args, w
 
 def test_dry_run_prints_the_plan_without_loading_weights(folder, capsys):
     (folder / "half.py").write_text("def half(rows, texts): return [1 / len(text) for text in texts]\n")
-    args = [*STARTS["task"].split(), "--reward", "rewards.py:low", "half.py:half", "--lora-rank", "2", "--dry-run"]
+    (folder / "hides.py").write_text("def hides(rows, texts): raise ValueError('\\x1b[2J')\n")
+    args = [*STARTS["task"].split(), "--reward", "rewards.py:low", "half.py:half", "hides.py:hides"]
+    args += ["--lora-rank", "2", "--dry-run"]
     commands.main(args)
     printed = capsys.readouterr().out
     assert "plan: " in printed
     assert "the first prompt, as the model reads it: '" in printed
     assert "rewards of the empty completion: low 0.0, half ZeroDivisionError: division by zero" in printed
+    assert r"hides ValueError: \x1b[2J" in printed  # visible, not as a control character
     assert not (folder / "run").exists()
     params = load_pretrained(folder / "model", weights=False).params
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
