@@ -290,7 +290,7 @@ def answer_prompts(
             wholes = [ids + (eos if ids != prompt else []) for ids in wholes]
         else:
             sizes = map(partial(_shared_tokens, chat, prompts.texts[number], prompt), written_texts, wholes)
-            shared = _common([ids[:size] for ids, size in zip(wholes, sizes, strict=True)])
+            shared = common_tokens([ids[:size] for ids, size in zip(wholes, sizes, strict=True)])
         answered = tuple(_without_padding(ids[len(shared) :], pad_id) for ids in wholes)
         rows.append(Answers(shared, answered, is_merged=end is None and len(shared) < len(prompt)))
     return rows
@@ -306,14 +306,14 @@ def _continued(
       alone: The tokens of the prompt's text.
       wholes: The tokens of this text with each answer.
     """
-    sizes = [len(_common([alone, ids])) for ids in wholes]
+    sizes = [len(common_tokens([alone, ids])) for ids in wholes]
     wholes = [
         prompt[: max(len(prompt) - len(alone) + size, 0)] + ids[size:] for ids, size in zip(wholes, sizes, strict=True)
     ]
-    return _common([prompt, *wholes]), wholes
+    return common_tokens([prompt, *wholes]), wholes
 
 
-def _common(several: Sequence[list[int]]) -> list[int]:
+def common_tokens(several: Sequence[list[int]]) -> list[int]:
     """Returns the tokens with which all texts begin."""
     return list(os.path.commonprefix(several))  # noqa: RUF071
 
@@ -338,7 +338,7 @@ def answer_conversation(
         raise UsageError("a completion holds several messages, which need a chat template: turn chat on")
     messages, chat = [*prompt.messages, *completion], with_kwargs(chat, prompt.kwargs)
     ids, mask = encode_conversation(chat, messages, len(prompt.messages))
-    start = len(_common([list(prompt_ids), ids]))
+    start = len(common_tokens([list(prompt_ids), ids]))
     if not any(message["role"] == "assistant" and is_learned(message) for message in completion):
         return Answers(ids[:start], (ids[start:],), [False] * len(ids[start:]))
     learned = [number for number, is_learned in enumerate(mask) if is_learned and number >= start]
@@ -356,7 +356,7 @@ def _shared_tokens(chat: Chat, prompt: str, prompt_ids: list[int], whole: str, i
       prompt: The text of the prompt, and `prompt_ids` its tokens.
       whole: The text of prompt and answer, and `ids` its tokens.
     """
-    size = len(_common([prompt_ids, ids]))
+    size = len(common_tokens([prompt_ids, ids]))
     if size == len(prompt_ids) or not getattr(chat.tokenizer, "is_fast", False):
         return size
     # Tokens at the end of the prompt may differ, since they depend on the answer's first characters.

@@ -6,18 +6,24 @@ A model's folder in GRPO_JAX_MODEL adds its tokenizer.
 import os
 from itertools import groupby
 
+import jax
+import numpy as np
 import pytest
 from row_formats import FORMATS, KINDS, columns
-from tiny import DATA, STORIES, needs_data, write_rows
+from tiny import DATA, STORIES, needs_data, random_params, tiny_config, write_rows
 from tokenizers import decoders, normalizers
 
 from grpo_jax.commands import sft
 from grpo_jax.data.preferences import encode_preferences, encode_ratings, read_preferences, read_ratings
 from grpo_jax.data.rows import read_messages, read_rows
 from grpo_jax.data.text import encode_answers
+from grpo_jax.data.types import Completion
 from grpo_jax.models.chat import Chat, render, reply_encoder, reply_reader, turn_end
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.geometry import PromptTokens
+from grpo_jax.models.heads import add_head, score_groups
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
+from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.tasks.task import text_task
 
 pytestmark = needs_data
@@ -179,6 +185,31 @@ def test_rows_with_a_token_across_the_end_of_the_prompt_are_counted(folder, scor
     assert count
     words = f"{count} of 7 pairs have a token across the end of the prompt, which belongs to the answer"
     assert notes == (words,)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_reward_models_read_the_tokens_of_trl_or_of_the_policy(tmp_path, folder):
+    tokenizer = tokenizer_of(folder, "texts")
+    tokenizer.chat_template = None
+    config = tiny_config(len(tokenizer))
+    head = jax.random.normal(jax.random.key(1), (config.hidden_size,))
+    params = add_head(config, random_params(config))[1]._replace(head=head)
+    (tmp_path / "config.json").write_text("{}")
+    reward = reward_function(RewardModel(config, params, tokenizer, (tokenizer.eos_token_id,), tmp_path))
+    rows, nothing = [{"prompt": prompt} for prompt, *_ in JOINED], np.zeros((1, 1, 1), np.int32)
+
+    def scores(texts):
+        prompts = (PromptTokens(np.array([ids]), np.ones((1, len(ids)), bool)) for ids in texts)
+        return [float(score_groups(config, params, ids, nothing, nothing > 0)[0, 0]) for ids in prompts]
+
+    both = [(row["prompt"], good) for row, (_, good, _) in zip(rows, JOINED, strict=True)]
+    joined = [tokenizer(prompt + good)["input_ids"] for prompt, good in both]
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    np.testing.assert_allclose(reward(rows, [good for _, good in both]), scores(joined), **close)
+    sampled = [tokenizer(good, add_special_tokens=False)["input_ids"] for _, good in both]
+    completions = [Completion(tokenizer.decode(ids), ids) for ids in sampled]
+    wholes = [tokenizer(prompt)["input_ids"] + ids for (prompt, _), ids in zip(both, sampled, strict=True)]
+    np.testing.assert_allclose(reward(rows, completions), scores(wholes), **close)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
