@@ -240,7 +240,8 @@ def answer_prompts(
 
     In a chat, prompt and answer are the tokens that `apply_chat_template` of transformers gives for all messages. The
     prompt is then the beginning that they share with the encoded prompt, which the template may have opened further.
-    Outside a chat, prompt and answer are encoded as one text too, as TRL does. An answer ends with the end of a turn in a chat, and with `ending_id` otherwise, also if its text has an end.
+    Outside a chat, prompt and answer are encoded as one text too, as TRL does. An answer ends with the end of a turn in
+    a chat, and with `ending_id` otherwise, also if its text has an end.
 
     Args:
       chat: The tokenizer and its chat template.
@@ -296,9 +297,7 @@ def answer_prompts(
     return rows
 
 
-def _continued(
-    prompt: list[int], alone: list[int], wholes: Sequence[list[int]]
-) -> tuple[list[int], list[list[int]]]:
+def _continued(prompt: list[int], alone: list[int], wholes: Sequence[list[int]]) -> tuple[list[int], list[list[int]]]:
     """Returns the tokens that a prompt shares with all texts that continue it, and these texts behind it.
 
     Args:

@@ -31,7 +31,7 @@ for _letter in "YymBbdAaHIMSpjF":
     _FIXED_DATE += f".replace('%{_letter}', '{_value}').replace('%-{_letter}', '{_value.lstrip('0') or 0}')"
 _FIXED_DATE += " }}{% endmacro %}"
 _SECONDS, _CHARACTERS = 5.0, 20_000_000  # limits of what a template takes and writes
-_DEEPEST = 100  # levels of JSON
+DEEPEST = 100  # levels of JSON
 _ANSWER, _REPLY = "answer-of-the-assistant", "reply-to-the-assistant"  # contents by which the template is explored
 
 
@@ -90,15 +90,11 @@ def render(chat: Chat, messages: Sequence[Message], place: str = "messages", *, 
             "the prompts are chat messages, but the tokenizer has no chat template: give prompts as text, or put a "
             "chat_template.jinja into the model's folder"
         )
-    options = _options(chat, is_opened) | {"tokenize": False}
     try:
-        try:
-            text = _apply(tokenizer, messages, **options)
-        except TypeError:  # some templates, such as DeepSeek's, join arguments to other text
-            text = _apply(tokenizer, _with_text_arguments(messages), **options)
+        text: str = _apply(tokenizer, messages, tokenize=False, **_options(chat, is_opened))
     except TimeoutError:
         raise UsageError(
-            f"the chat template takes more than {_SECONDS:g} seconds for {place}: look for a loop in it that does not end"
+            f"the chat template takes more than {_SECONDS:g} seconds for {place}: mend a loop in it that does not end"
         ) from None
     except Exception as error:  # templates raise any type of error
         raise UsageError(f"the chat template refuses {place}: {reason_of(error)}") from error
@@ -123,9 +119,14 @@ def _apply(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
 
     def call() -> Any:
         started.append(get_ident())
-        return tokenizer.apply_chat_template(list(messages), **options)
+        try:
+            return tokenizer.apply_chat_template([*map(parse_calls, messages)], **options)
+        except TypeError:  # some templates, such as DeepSeek's, take the arguments of calls as JSON
+            return tokenizer.apply_chat_template(list(messages), **options)
 
-    future = _threads(os.getpid()).submit(call)
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(call)
+    pool.shutdown(wait=False)
     try:
         return future.result(_SECONDS)
     except TimeoutError:
@@ -134,57 +135,41 @@ def _apply(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
         raise
 
 
-@cache
-def _threads(process: int) -> ThreadPoolExecutor:
-    """Makes the threads of a process, since a fork has none of its parent's."""
-    return ThreadPoolExecutor(thread_name_prefix="chat-template")
-
-
-def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Writes the arguments of calls of tools as JSON."""
-    return [
-        {**message, "tool_calls": map_arguments(partial(json.dumps, ensure_ascii=False), message["tool_calls"])}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
-
-
-def map_arguments(change: Callable[[Any], Any], calls: Sequence[Any]) -> list[Any]:
-    """Replaces the arguments of calls of tools, which templates take with or without "function" around them."""
-
-    def one(call: Any) -> Any:
-        if not isinstance(call, Mapping):
-            return call
-        if "function" in call:
-            return {**call, "function": one(call["function"])}
-        return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
-
-    return [one(call) for call in calls]
-
-
-def parse_json(value: Any) -> Any:
-    """Parses a value that may be JSON.
-
-    Args:
-      value: A text, or a value of another type, which is not parsed.
-
-    Returns:
-      The value.
+def parse_calls(message: Message) -> Message:
+    """Parses the arguments of calls of tools, which may be JSON, as OpenAI stores them.
 
     Raises:
-      ValueError: The text is no JSON, or the value has too many levels.
+      TypeError, ValueError: The arguments are no object, or the calls are no list.
+    """
+
+    def one(call: Any) -> Any:
+        return {**call, "arguments": parse_json(call["arguments"], Mapping)} if "arguments" in call else call
+
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": one(call["function"])} if "function" in call else one(call)
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def parse_json(value: Any, kind: Any) -> Any:
+    """Parses a value of a kind that may be JSON.
+
+    Raises:
+      ValueError: The text is no JSON, or the value is of another kind or has too many levels.
     """
     try:
         value = json.loads(value) if isinstance(value, str) else value
     except RecursionError as error:
         raise ValueError("too many levels") from error
     level = [value]
-    for _ in range(_DEEPEST):
-        parts = [list(x.values()) if isinstance(x, Mapping) else x for x in level if isinstance(x, Mapping | list)]
+    for _ in range(DEEPEST):
+        parts = [x.values() if isinstance(x, Mapping) else x for x in level if isinstance(x, Mapping | list)]
         level = [x for part in parts for x in part]
-    if level:
-        raise ValueError("too many levels")
+    if level or not isinstance(value, kind):
+        raise ValueError("too many levels, or another kind")
     return value
 
 
@@ -232,13 +217,11 @@ def template_kwargs(chat: Chat, value: Any, place: str) -> dict[str, Any]:
       UsageError: The value is no object, or the template has no such variable.
     """
     try:
-        kwargs = parse_json(value or {})
+        kwargs = parse_json(value or {}, Mapping)
     except ValueError:
-        kwargs = None
-    if not isinstance(kwargs, Mapping):
         raise UsageError(
-            f'{place} is no JSON object of at most {_DEEPEST} levels: give one, such as {{"enable_thinking": false}}'
-        )
+            f'{place} is no JSON object of at most {DEEPEST} levels: give one, such as {{"enable_thinking": false}}'
+        ) from None
     taken = inspect.signature(chat.tokenizer.apply_chat_template).parameters if kwargs else ()
     for name in kwargs:
         if name in taken or name not in str(chat.tokenizer.chat_template):
@@ -262,7 +245,7 @@ def row_kwargs(chat: Chat, row: Mapping[str, Any]) -> dict[str, Any]:
     if chat.tools or not tools or not chat.tokenizer.chat_template:
         return kwargs
     try:
-        tools = parse_json(tools)
+        tools = parse_json(tools, Sequence)
         assert all(isinstance(tool["function"]["name"], str) for tool in tools)
     except (AssertionError, KeyError, TypeError, ValueError):
         raise UsageError(
@@ -470,7 +453,7 @@ def encode_conversation(chat: Chat, messages: Sequence[Message], first: int) -> 
 
     if re.search(r"\{%-?\s*generation\b", str(tokenizer.chat_template)):
         options = {"return_dict": True, "return_assistant_tokens_mask": True} | _options(chat, False)
-        marked = tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
+        marked = _apply(tokenizer, messages, tokenize=True, **options)
         mask = list(map(bool, marked["assistant_masks"]))
         if left_out:
             mask = [x and not y for x, y in zip(mask, tokens_of(left_out, text)[1], strict=True)]

@@ -117,14 +117,14 @@ def reward_function(
         ]
 
     def as_sampled(prompt: list[int], row: Answers, group: Sequence[Completion]) -> Answers:
-        wholes = []
-        for completion, encoded in zip(group, row.answers, strict=True):
-            ids = list(getattr(completion, "ids", ()))
-            known = all(0 <= i < model.config.vocab_size for i in ids)
-            is_spelled = known and decode(chat, ids) == completion
-            wholes.append([*prompt, *ids] if is_spelled else [*row.prompt, *encoded])
+        pairs = zip(group, row.answers, strict=True)
+        wholes = [[*prompt, *text.ids] if is_spelled(text) else [*row.prompt, *ids] for text, ids in pairs]
         shared = common_tokens([prompt, *wholes])
         return Answers(shared, tuple(ids[len(shared) :] for ids in wholes))
+
+    def is_spelled(completion: Completion) -> bool:
+        ids = list(getattr(completion, "ids", [-1]))
+        return all(0 <= i < model.config.vocab_size for i in ids) and decode(chat, ids) == completion
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         if not completions:

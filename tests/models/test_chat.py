@@ -111,7 +111,7 @@ def learned(tokenizer, template, answer, eos=("<|endoftext|>",), **options):
     """The text of the learned tokens."""
     tokenizer.chat_template = template
     chat = Chat(tokenizer, tuple(tokenizer.convert_tokens_to_ids(token) for token in eos), **options)
-    ((_, (ids,), _),) = answer_prompts(chat, encode_prompts(chat, [[USER]]), [(answer,)])
+    ((_, (ids,), *_),) = answer_prompts(chat, encode_prompts(chat, [[USER]]), [(answer,)])
     return tokenizer.decode(ids)
 
 
@@ -342,7 +342,7 @@ def test_texts_without_a_learned_token_are_dropped():
     rows = [Answers([1], ([2, 3, 4],), mask) for mask in ([False, False, True], [True, False, True], None)]
     _, numbers, notes = fit_answers(rows, max_tokens=2, overlong="truncate", noun="completions")
     assert numbers == [1, 2]
-    assert notes[0] == "dropped 1 completions without a message of the assistant in their first 2 tokens"
+    assert notes[0] == "dropped 1 completions without a message of the assistant to learn in their first 2 tokens"
     with refused("no completion is left of 1"):
         fit_answers(rows[:1], max_tokens=2, overlong="truncate", noun="completions")
     assert len(fit_answers(rows, noun="completions")[0]) == 3
