@@ -3,13 +3,16 @@
 A model's folder in GRPO_JAX_MODEL adds its tokenizer.
 """
 
+import json
 import os
-from itertools import groupby
+import shutil
+from functools import partial
+from itertools import chain, groupby
 
 import jax
 import numpy as np
 import pytest
-from row_formats import FORMATS, KINDS, columns
+from row_formats import FORMATS, columns
 from tiny import DATA, STORIES, needs_data, random_params, tiny_config, write_rows
 from tokenizers import decoders, normalizers
 
@@ -98,17 +101,50 @@ def squeezed(text):
     return "".join(text.split())
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+def with_names(text, number):
+    """A text, a row or messages whose call has an argument b in every other row."""
+    written = json.dumps(text)
+    return json.loads(
+        written.replace('"a": 8', '"b": 8').replace('\\"a\\": 8', '\\"b\\": 8') if number % 2 else written
+    )
+
+
+def filled(values):
+    """Values as Arrow stores them: objects have all fields that any object at their place has."""
+    values = list(values)
+    objects = [value for value in values if isinstance(value, dict)]
+    columns = {name: iter(filled(x.get(name) for x in objects)) for name in dict.fromkeys(chain(*objects))}
+    items = iter(filled(chain(*(value for value in values if isinstance(value, list)))) if values else ())
+    for number, value in enumerate(values):
+        if isinstance(value, dict):
+            values[number] = {name: next(column) for name, column in columns.items()}
+        elif isinstance(value, list):
+            values[number] = [next(items) for _ in value]
+    return values
+
+
+def with_json(value):
+    """A row whose calls have their arguments as JSON, as OpenAI stores them."""
+    if isinstance(value, dict):
+        return {name: json.dumps(x) if name == "arguments" else with_json(x) for name, x in value.items()}
+    return list(map(with_json, value)) if isinstance(value, list) else value
+
+
+STORED = {"as they are": list, "with JSON": partial(map, with_json), "by Arrow": filled}
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("messages", "as they are"), *(("episodes", name) for name in STORED)])
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_chats_are_the_tokens_of_transformers(tmp_path, folder, kind):
+def test_chats_are_the_tokens_of_transformers(tmp_path, folder, kind, stored):
     tokenizer = tokenizer_of(folder, kind)
     chat = Chat(tokenizer, (tokenizer.eos_token_id,))
     end = turn_end(chat).learned
     for form in FORMATS:
-        rows = [columns(form, kind, texts, i % 2 == 0) for i, texts in enumerate(TEXTS)]
+        rows = [with_names(columns(form, kind, texts, i % 2 == 0), i) for i, texts in enumerate(TEXTS)]
+        rows = list(STORED[stored](rows))
         expected = []
         for i, texts in enumerate(TEXTS):
-            prompt = columns("prompt-only", kind, texts, i % 2 == 0)
+            prompt = with_names(columns("prompt-only", kind, texts, i % 2 == 0), i)
             messages = read_messages(prompt["prompt"], "a row")
             for answer in answers_of(form, texts, i % 2 == 0):
                 more = [] if answer is None else [{"role": "assistant", "content": answer}]
@@ -116,7 +152,7 @@ def test_chats_are_the_tokens_of_transformers(tmp_path, folder, kind):
                 ids = tokenizer.apply_chat_template(messages + more, add_generation_prompt=not more, **options)
                 turns = [answer + end] if more else []
                 if (form, kind) == ("language modelling", "episodes"):
-                    turns = ['{"name": "7", "arguments": {"a": 8}}' + end, *turns]
+                    turns = [with_names('{"name": "7", "arguments": {"a": 8}}', i) + end, *turns]
                 expected.append((ids, turns))
         results = encoded(chat, form, write_rows(tmp_path / f"{form}.jsonl", rows), in_chat=True)
         for (ids, mask), (whole, turns) in zip(sorted(results), sorted(expected), strict=True):
@@ -263,3 +299,16 @@ def test_replies_in_a_template_are_its_text(folder, template):
         if "<" not in whole:
             assert written == whole
         assert read(encode(text))["content"] == text
+
+
+def test_a_tokenizer_with_dropout_encodes_a_text_one_way(tmp_path):
+    shutil.copytree(DATA / "gpt2-tokenizer", tmp_path, dirs_exist_ok=True)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.warns(UserWarning, match="BPE dropout of 0.5 is set to none"):
+        tokenizer = load_tokenizer(tmp_path)
+    text = "Once upon a time there was a little dog"
+    assert {tuple(tokenizer(text)["input_ids"]) for _ in range(20)} == {
+        tuple(load_tokenizer(DATA / "gpt2-tokenizer")(text)["input_ids"])
+    }
