@@ -260,11 +260,10 @@ def completion_text(row: Mapping[str, Any], name: str, *, remedy: str = "") -> s
     if not isinstance(value, list):
         return text_column(row, name)
     messages = read_messages(value, f"{where}: column {name}")
-    if not all(map(is_learned, messages)):
-        raise UsageError(f"{where}: column {name} holds an answer with the weight 0, so leave the row out")
     if not is_plain_answer(messages):
         raise UsageError(
-            f"{where}: column {name} should hold text, or one message of the assistant after the prompt, with text only"
+            f"{where}: column {name} should hold text, or one message of the assistant after the prompt, with text "
+            "only and without the weight 0"
         )
     return text_column(Row({name: messages[0]["content"]}, where), name)
 
@@ -394,10 +393,9 @@ def _remove_nulls(rows: Sequence[Row]) -> int:
         columns = [row.get(name) for row in rows]
         if all(fields.setdefault(place, x.keys()) == x.keys() for place, x in _objects(columns, (name,))):
             for place, x in _objects(columns, (name,)):
-                empty = [field for field in x if x[field] is None and {"tools", "tool_calls"} & {*place}]
-                count += len(empty)
-                for field in empty:
+                for field in [y for y in x if x[y] is None and {"tools", "tool_calls"} & {*place}]:
                     del x[field]
+                    count += 1
     return count
 
 

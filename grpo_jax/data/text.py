@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -274,7 +273,7 @@ def answer_prompts(
         return whole + (end.tail if scored else end.learned)
 
     texts = [written(number, answer) for number, several in enumerate(answers) for answer in several]
-    encoded, rest = iter(encode_texts(chat.tokenizer, texts, special_tokens=False)), iter(texts)
+    encoded = iter(encode_texts(chat.tokenizer, texts, special_tokens=False))
     plain = [text for text, end in zip(prompts.texts, ends, strict=True) if end is None]
     alone = iter(encode_texts(chat.tokenizer, plain, special_tokens=False))
     eos = [ending_id(chat.tokenizer, chat.eos_ids)] if None in ends and not scored else []
@@ -282,23 +281,20 @@ def answer_prompts(
     for number, end in enumerate(ends):
         prompt = prompts.token_ids[number].tolist()
         wholes = [next(encoded).tolist() for _ in answers[number]]
-        written_texts = [next(rest) for _ in wholes]
         if end is None:
-            shared, wholes = _continued(prompt, next(alone).tolist(), wholes)
-            if not shared:  # a model needs a token before the answer
-                more = [continue_text(chat.tokenizer, text[len(prompts.texts[number]) :]) for text in written_texts]
-                shared, wholes = prompt, [prompt + ids for ids in more]
+            wholes = _behind(prompt, next(alone).tolist(), wholes)
+            if not common_tokens([prompt, *wholes]):  # a model needs a token before the answer
+                ends_left_out = (without_end(answer, marks[None]) for answer in answers[number])
+                wholes = [prompt + continue_text(chat.tokenizer, answer) for answer in ends_left_out]
             wholes = [ids + (eos if ids != prompt else []) for ids in wholes]
-        else:
-            sizes = map(partial(_shared_tokens, chat, prompts.texts[number], prompt), written_texts, wholes)
-            shared = common_tokens([ids[:size] for ids, size in zip(wholes, sizes, strict=True)])
-        answered = tuple(_without_padding(ids[len(shared) :], pad_id) for ids in wholes)
-        rows.append(Answers(shared, answered, is_merged=end is None and len(shared) < len(prompt)))
+        shared = common_tokens([prompt, *wholes])
+        several = tuple(_without_padding(ids[len(shared) :], pad_id) for ids in wholes)
+        rows.append(Answers(shared, several, is_merged=end is None and len(shared) < len(prompt)))
     return rows
 
 
-def _continued(prompt: list[int], alone: list[int], wholes: Sequence[list[int]]) -> tuple[list[int], list[list[int]]]:
-    """Returns the tokens that a prompt shares with all texts that continue it, and these texts behind it.
+def _behind(prompt: list[int], alone: list[int], wholes: Sequence[list[int]]) -> list[list[int]]:
+    """Replaces the beginnings of texts with a prompt, from where they differ from the prompt's text.
 
     Args:
       prompt: The tokens of the prompt. Special tokens may be before it, or its beginning may be cut off.
@@ -306,10 +302,8 @@ def _continued(prompt: list[int], alone: list[int], wholes: Sequence[list[int]])
       wholes: The tokens of this text with each answer.
     """
     sizes = [len(common_tokens([alone, ids])) for ids in wholes]
-    wholes = [
-        prompt[: max(len(prompt) - len(alone) + size, 0)] + ids[size:] for ids, size in zip(wholes, sizes, strict=True)
-    ]
-    return common_tokens([prompt, *wholes]), wholes
+    missing = len(prompt) - len(alone)
+    return [prompt[: max(missing + size, 0)] + ids[size:] for ids, size in zip(wholes, sizes, strict=True)]
 
 
 def common_tokens(several: Sequence[list[int]]) -> list[int]:
@@ -345,23 +339,6 @@ def answer_conversation(
         raise UsageError("the chat template marks no token of a conversation as the assistant's: mend its marks")
     end = learned[-1] + 1
     return Answers(ids[:start], (ids[start:end],), mask[start:end])
-
-
-def _shared_tokens(chat: Chat, prompt: str, prompt_ids: list[int], whole: str, ids: list[int]) -> int:
-    """Returns the number of tokens of a chat that its prompt holds already.
-
-    Args:
-      chat: The tokenizer and its chat template.
-      prompt: The text of the prompt, and `prompt_ids` its tokens.
-      whole: The text of prompt and answer, and `ids` its tokens.
-    """
-    size = len(common_tokens([prompt_ids, ids]))
-    if size == len(prompt_ids) or not getattr(chat.tokenizer, "is_fast", False):
-        return size
-    # Tokens at the end of the prompt may differ, since they depend on the answer's first characters.
-    common = len(os.path.commonprefix([prompt, whole]))  # noqa: RUF071, of texts
-    places = chat.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    return next((number for number, (_, end) in enumerate(places) if end > common), len(ids))
 
 
 def _without_padding(ids: list[int], pad_id: int | None) -> list[int]:

@@ -428,8 +428,9 @@ def encode_conversation(chat: Chat, messages: Sequence[Message], first: int) -> 
     """Encodes a conversation, and marks the tokens that the assistant writes, with the ends of its turns.
 
     Args:
-      chat: The tokenizer and its template. Its {% generation %} marks decide if it has them. Otherwise a turn begins
-        where the template opens it after the messages before it, and ends where the template ends it.
+      chat: The tokenizer and its template. Its {% generation %} marks decide if it has them and all messages are
+        learned. Otherwise a turn begins where the template opens it after the messages before it, and ends where the
+        template ends it.
       messages: All messages. Those that are not `is_learned` are not marked.
       first: The number of the first message whose tokens are marked. The marks of the template also cover earlier ones.
 
@@ -443,24 +444,17 @@ def encode_conversation(chat: Chat, messages: Sequence[Message], first: int) -> 
     tokenizer = chat.tokenizer
     text = render(chat, messages, "a conversation", is_opened=False)
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-    left_out = [i for i in turns if not is_learned(messages[i])]
-
-    def tokens_of(turns: Sequence[int], text: str) -> tuple[list[int], list[bool]]:
-        spans = [_span_of_turn(chat, messages, i, text) for i in turns]
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        places = encoded["offset_mapping"]
-        return encoded["input_ids"], [any(start < b and a < end for start, end in spans) for a, b in places]
-
-    if re.search(r"\{%-?\s*generation\b", str(tokenizer.chat_template)):
+    learned = [i for i in turns if is_learned(messages[i])]
+    if learned == turns and re.search(r"\{%-?\s*generation\b", str(tokenizer.chat_template)):
         options = {"return_dict": True, "return_assistant_tokens_mask": True} | _options(chat, False)
         marked = _apply(tokenizer, messages, tokenize=True, **options)
-        mask = list(map(bool, marked["assistant_masks"]))
-        if left_out:
-            mask = [x and not y for x, y in zip(mask, tokens_of(left_out, text)[1], strict=True)]
-        return list(marked["input_ids"]), mask
+        return list(marked["input_ids"]), list(map(bool, marked["assistant_masks"]))
     if turns and text.endswith(messages[turns[-1]]["content"] or "\0") and (end := turn_end(chat)):
         text += end.learned  # no next turn follows that would begin with it
-    return tokens_of([i for i in turns if i not in left_out], text)
+    spans = [_span_of_turn(chat, messages, i, text) for i in learned]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    places = encoded["offset_mapping"]
+    return encoded["input_ids"], [any(start < b and a < end for start, end in spans) for a, b in places]
 
 
 def is_learned(message: Message) -> bool:

@@ -177,7 +177,7 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder} holds no tokenizer that transformers can load ({reason_of(error)}): copy its tokenizer.json "
             "into it"
         ) from error
-    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if dropout := getattr(model, "dropout", None):
         warnings.warn(f"{folder}: the tokenizer's BPE dropout of {dropout:g} is set to none", stacklevel=2)
         model.dropout = None

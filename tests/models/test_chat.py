@@ -391,7 +391,7 @@ def test_a_template_that_loops_is_stopped(tokenizer, monkeypatch, body):
         render(Chat(tokenizer), [USER])
     for _ in range(100):
         time.sleep(0.05 * (threading.active_count() > before))
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_a_template_that_writes_too_much_is_refused(tokenizer):
