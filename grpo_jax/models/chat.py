@@ -124,15 +124,19 @@ def _apply(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
         except TypeError:  # some templates, such as DeepSeek's, take the arguments of calls as JSON
             return tokenizer.apply_chat_template(list(messages), **options)
 
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(call)
-    pool.shutdown(wait=False)
+    future = _threads(os.getpid()).submit(call)
     try:
         return future.result(_SECONDS)
     except TimeoutError:
         for thread in started:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
         raise
+
+
+@cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Makes the threads of a process, which take over calls faster than new ones. A fork has none of its parent's."""
+    return ThreadPoolExecutor(thread_name_prefix="chat-template")
 
 
 def parse_calls(message: Message) -> Message:
