@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -170,12 +171,17 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         # Without a limit, transformers does not warn about prompts that are too long, which the run counts itself. Code
         # in the folder is never run, and the user is not asked about it.
-        return AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize, trust_remote_code=False)
     except Exception as error:  # each kind of broken file raises another class
         raise UsageError(
             f"{folder} holds no tokenizer that transformers can load ({reason_of(error)}): copy its tokenizer.json "
             "into it"
         ) from error
+    model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if dropout := getattr(model, "dropout", None):
+        warnings.warn(f"{folder}: the tokenizer's BPE dropout of {dropout:g} is set to none", stacklevel=2)
+        model.dropout = None
+    return tokenizer
 
 
 def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
