@@ -86,15 +86,11 @@ def load_pretrained(
       UsageError: Something is missing or not supported.
     """
     folder = model_folder(name)
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise UsageError(f"{folder} is an adapter: load its base, and then the adapter with peft.load_adapter")
-    raw = text_part(read_json(folder / "config.json"))
+    config = read_config(folder, **overrides)
     try:
-        config, param_dtype = config_from_huggingface(raw, **overrides), jnp.dtype(param_dtype)
-    except UsageError:
-        raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"{folder}/config.json or the options given cannot be understood: {error}") from error
+        param_dtype = jnp.dtype(param_dtype)
+    except TypeError as error:
+        raise UsageError(f"param_dtype is unknown: {error}") from None
     if not jnp.issubdtype(param_dtype, jnp.floating):
         raise UsageError(f"param_dtype is {param_dtype}: it must be float32, bfloat16 or float16")
     tokenizer = load_tokenizer(folder)  # before the weights, which take longest
@@ -104,6 +100,31 @@ def load_pretrained(
     settings = {"head": head, "dtype": param_dtype, "quantize": quantize, "sharding": sharding, "weights": weights}
     params = load_params(folder, config, **settings)
     return Pretrained(config, params, tokenizer, ends, folder, notes)
+
+
+def read_config(folder: Path, **overrides: Any) -> ModelConfig:
+    """Reads the configuration of a decoder from the config.json of a folder.
+
+    Args:
+      folder: The folder of the model, or of the description of one.
+      **overrides: See `load_pretrained`.
+
+    Raises:
+      UsageError: The file is missing or damaged, or the decoder does not compute its model. The message names the file.
+    """
+    file = folder / "config.json"
+    written = read_json(file)
+    try:
+        config = config_from_huggingface(text_part(written))
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from error
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{file} cannot be understood ({reason}): correct it, or download it again") from error
+    try:
+        return replace(config, **overrides)
+    except TypeError as error:
+        raise UsageError(f"an option of the model is unknown: {error}") from error
 
 
 def for_texts(pretrained: Pretrained, longest: int) -> Pretrained:
