@@ -4,10 +4,10 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Literal, NamedTuple
 
 from grpo_jax.errors import UsageError
-from grpo_jax.options import FLOAT32, STORABLE, Fraction, above, at_least, between, check_types, fits
+from grpo_jax.options import FLOAT32, STORABLE, Fraction, above, at_least, between, check_types
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "gelu", "relu"]
 Norms = Literal["before", "after", "around"]
@@ -292,28 +292,6 @@ class ModelConfig:
             None if layer in self.unrotated_layers else everywhere if window is None else local
             for layer, window in enumerate(self.windows)
         )
-
-
-def with_floats(value: Any, hint: Any) -> Any:
-    """Returns a field of `ModelConfig` with floats for whole numbers from 2^31, if its type has floats.
-
-    JSON also writes floats as whole numbers, and devices have no integers of this size.
-
-    Args:
-      value: The value from a file, which need not have its type; or one of the parts of a configuration.
-      hint: The type of the field.
-    """
-    if hasattr(value, "_fields"):
-        return type(value)(*map(with_floats, value, get_type_hints(type(value)).values()))
-    if isinstance(value, tuple):
-        return tuple(with_floats(x, hint) for x in value)
-    is_large = type(value) is int and not STORABLE.contains(value) and fits(value, float)
-    return float(value) if is_large and _has_floats(hint) else value
-
-
-def _has_floats(hint: Any) -> bool:
-    """Returns whether a type is float, or has floats in it."""
-    return hint is float or any(map(_has_floats, get_args(hint)))
 
 
 def _conflicts(config: ModelConfig) -> Iterator[str]:

@@ -10,12 +10,14 @@ import itertools
 import os
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+import jax
 import numpy as np
 
 from grpo_jax.errors import UsageError, abbreviate
-from grpo_jax.models.config import DeltaConfig, ExpertsConfig, Heads, ModelConfig, RopeScaling, with_floats
+from grpo_jax.models.config import DeltaConfig, ExpertsConfig, Heads, ModelConfig, RopeScaling
 from grpo_jax.options import check_type, check_types
 
 File = dict[str, Any]  # the contents of a config.json
@@ -74,9 +76,9 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
     longest = {"max_position_embeddings": config.get("max_position_embeddings")}
     family, complete = FAMILIES[model_type], _complete(config)
     fields = _fields(complete) | family.read(complete) | longest | family.constants
-    hints = get_type_hints(ModelConfig)
-    fields = {name: with_floats(value, hints[name]) for name, value in fields.items()}
-    return ModelConfig(**fields, model_type=model_type, **overrides)
+    read = ModelConfig(**fields, model_type=model_type, **overrides)
+    # JSON also writes floats as whole numbers. From 2^31 devices do not hold these, and no size is so large.
+    return replace(read, **jax.tree.map(lambda x: float(x) if type(x) is int and x >= 2**31 else x, vars(read)))
 
 
 def text_part(config: File) -> File:

@@ -303,8 +303,8 @@ class Found(NamedTuple):
 def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
     """Finds all tensors of a folder, by name. Only the headers of files are read.
 
-    If several files hold a tensor, the index decides. If the model has a tower for images, the result has only the tensors of its text model, by their names in a folder
-    that holds nothing else.
+    If several files hold a tensor, the index decides. If the model has a tower for images, the result has only the
+    tensors of its text model, by their names in a folder that holds nothing else.
 
     Raises:
       UsageError: A file is missing or damaged, or a tensor occurs twice and no index decides.
