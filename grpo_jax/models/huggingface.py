@@ -186,7 +186,7 @@ def _checked_folder(folder: Path) -> Path:
     """
     if (folder / "adapter_config.json").exists():
         raise UsageError(
-            f"{folder} holds an adapter, which transformers adds to the model: merge them with PEFT's merge_and_unload, "
+            f"{folder} holds an adapter, which transformers adds to its model: merge it with PEFT's merge_and_unload, "
             "or name a folder without adapter_config.json and load the adapter in Python with peft.load_adapter"
         )
     packed = sorted(folder.glob("*.gguf"))
