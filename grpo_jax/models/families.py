@@ -268,7 +268,7 @@ def _experts(file: File) -> Fields:
     """Returns the field of the mixture of experts, if the model has one."""
     if file.get("swiglu_alpha", 1.702) != 1.702:
         raise UsageError(f"swiglu_alpha {abbreviate(file['swiglu_alpha'])} is not supported, only 1.702")
-    num_experts = file.get("num_local_experts", file.get("num_experts"))
+    num_experts: Any = file.get("num_local_experts", file.get("num_experts"))
     if "num_experts_per_tok" not in file:  # Gemma 4 has another name for it
         return {}
     check_type("num_experts", num_experts, int)

@@ -204,8 +204,8 @@ def _gguf_refusal(file: Path) -> UsageError:
         "T.from_pretrained(d, gguf_file=f).save_pretrained(o)"
     )
     return UsageError(
-        f'GGUF files are not read: pip install torch gguf accelerate, convert this one with python -c "{command}", and name the '
-        "folder converted (docs/pretrained.md says more)"
+        f'GGUF files are not read: pip install torch gguf accelerate, convert this one with python -c "{command}", and '
+        "name the folder converted (docs/pretrained.md says more)"
     )
 
 
