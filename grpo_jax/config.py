@@ -253,9 +253,9 @@ class LossConfig:
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Denominator of the ratio. trainer: the update's own pass, before its first step. sampler: probabilities reported
     at sampling, by an older policy with `staleness`."""
-    correction: Literal["none", "token", "sequence", "icepop", "geometric"] = "none"
-    """Weights of advantages by trainer's over sampler's probability w: token min(w, 2), sequence min(w, 3), icepop w in
-    [0.5, 5], geometric 1 near 1."""
+    correction: Literal["none", "token", "sequence", "sequence_mask", "icepop", "glm5", "geometric"] = "none"
+    """Weights of advantages by trainer's over sampler's probability w: token min(w, 2), sequence min(w, 3),
+    sequence_mask w up to 3, icepop w in [0.5, 5], glm5 w in [0.8, 1.2], geometric 1 near 1."""
     off_policy_threshold: Positive | None = None
     """Leave out completions with a negative advantage if mean log(sampler's / trainer's probability) exceeds this
     (DeepSeek-V3.2, 2512.02556). None: use all."""
@@ -431,7 +431,7 @@ class GRPOConfig(PhaseConfig):
         words = {
             f'advantages_of "{loss.advantages_of}"': loss.advantages_of in BY_PART,
             f"top_entropy {loss.top_entropy}": loss.top_entropy < 1,
-            f"correction {loss.correction}": loss.correction in ("token", "icepop"),
+            f"correction {loss.correction}": loss.correction in ("token", "icepop", "glm5"),
             "distillation k1": by_token,
         }
         return [name for name, is_set in words.items() if is_set]

@@ -203,7 +203,9 @@ def keep_top_entropy(advantages: jax.Array, batch: Batch, config: LossConfig) ->
 _CORRECTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
     "token": (F.token_log_ratio, F.truncated_weights),
     "sequence": (F.sequence_log_ratio, partial(F.truncated_weights, cap=3.0)),
+    "sequence_mask": (F.sequence_log_ratio, partial(F.masked_weights, low=0.0, high=3.0)),
     "icepop": (F.token_log_ratio, F.masked_weights),
+    "glm5": (F.token_log_ratio, partial(F.masked_weights, low=0.8, high=1.2)),
     "geometric": (F.sequence_mean_log_ratio, F.rejection_weights),
 }
 
