@@ -1,13 +1,18 @@
 """Checks the rule of verdicts by hand, its correction by a loop, claims that stop, and how often it is wrong."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from claims import simulated, verdicts
-from claims.questions import BY_ID, CLAIMS, HEADLINES, RETESTS, Claim
+from claims.numbers import read_numbers
+from claims.questions import BY_ID, CLAIMS, HEADLINES, QUESTIONS, RETESTS, Claim
 from claims.verdicts import decide, needed, p_values
+from grpo_jax.config import BEST_CORRECTION
+
+ROOT = Path(__file__).parents[2]
 
 
 def claim(name="it", low=0.0, high=math.inf, scale="difference"):
@@ -184,3 +189,11 @@ def test_the_simplest_row_that_ties_with_the_best_is_chosen():
     assert verdicts.choose(rows) == "simple"
     assert verdicts.choose(rows | {"simple": best - 0.1 - noise}) == "other"
     assert verdicts.choose({name: rows[name] for name in ("none", "best")}) == "best"
+
+
+def test_auto_is_the_correction_that_the_rule_chooses():
+    rows = read_numbers(ROOT / "docs/results/numbers.json").questions["corrections"].values
+    values = {row: rows[row]["accuracy"] for row in QUESTIONS["corrections"].choice}
+    for row, members in QUESTIONS["corrections"].means.items():
+        np.testing.assert_allclose(values[row], np.mean([rows[it]["accuracy"] for it in members], axis=0), atol=1e-6)
+    assert verdicts.choose(values) == BEST_CORRECTION
