@@ -22,6 +22,7 @@ from claims.figures import save_curves, save_rows
 from claims.groups import SIGNAL, gradient_signal
 from claims.numbers import result_of, start_row, with_nan
 from claims.questions import QUESTIONS, Comparison, Question
+from claims.verdicts import choose
 from grpo_jax import statistics
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.files import read_object, write_json
@@ -75,6 +76,8 @@ def measure_runs(
     cases = _cases(question, runs) if runs else {}
 
     def read(row: str, column: str) -> np.ndarray:
+        if row in question.means:
+            return np.mean([read(it, column) for it in question.means[row]], axis=0)
         if not cases:
             return np.asarray(rows[row][column])
         return signal(cases[row]) if signal and column == SIGNAL else read_column(column, cases[row])
@@ -84,8 +87,11 @@ def measure_runs(
         return (paired(*(cases[row] for row in it.rows)) if paired else compare(it, read)).tolist()
 
     trained = cases.keys() - question.starts.keys()
+    if question.choice:
+        note = f"The rule chooses: {choose({row: read(row, question.columns[0]) for row in question.choice})}."
     return {
-        "rows": rows or {row: {name: read(row, name).tolist() for name in question.columns} for row in cases},
+        "rows": rows
+        or {row: {name: read(row, name).tolist() for name in question.columns} for row in (*cases, *question.means)},
         "primary": {
             claim.id: [values(claim), sum(cases[row].diverged for row in claim.rows if row in trained)]
             for claim in question.claims

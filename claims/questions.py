@@ -73,6 +73,8 @@ class Question:
     columns: Sequence[str] = ()  # of the table
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # row -> options of `bench.make_setting`
     starts: Mapping[str, str] = field(default_factory=dict)  # row of a start -> the setting whose first step it is
+    means: Mapping[str, Sequence[str]] = field(default_factory=dict)  # row -> the rows that it is the mean of
+    choice: Sequence[str] = ()  # rows that `verdicts.choose` takes one of, the simplest first
     curves: Sequence[str] = ()  # rows whose curves of learning are drawn
     computed_by: str = ""  # module:function of a bench that returns rows and a note, where nothing is trained
     module: str = "reproduce"  # of this package: its command answers the question
@@ -129,8 +131,9 @@ def read_question(file: Path) -> Question:
         question = Question(name=file.stem, **known)
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{file} is no question ({error}): see docs/ablations.md") from None
-    rows = {row for it in (*question.claims, *question.also) for row in it.rows} | {*question.curves}
-    unknown = rows - question.settings.keys() - question.starts.keys()
+    rows = {row for it in (*question.claims, *question.also) for row in it.rows} | {*question.curves, *question.choice}
+    rows |= {row for rows in question.means.values() for row in rows}
+    unknown = rows - question.settings.keys() - question.starts.keys() - question.means.keys()
     if unknown and not question.computed_by:
         raise UsageError(f"{file} compares {', '.join(sorted(unknown))}: name it in [settings]")
     return question

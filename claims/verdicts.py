@@ -24,7 +24,7 @@ import numpy as np
 from scipy import special, stats
 
 from claims.questions import Claim, Scale
-from grpo_jax.statistics import Interval
+from grpo_jax.statistics import Interval, interval_over_runs
 
 Verdict = Literal["no difference that matters", "supported", "contradicted", "undecided"]
 VERDICTS: tuple[Verdict, ...] = ("no difference that matters", "supported", "contradicted")  # in the order of a claim
@@ -114,6 +114,20 @@ def p_values(claim: Claim, values: Sequence[float] | np.ndarray) -> tuple[float,
 def spread(claim: Claim, values: Sequence[float] | np.ndarray) -> float:
     """The standard deviation over seeds, at least the floor."""
     return max(float(np.std(values, ddof=1)), FLOORS[claim.scale])
+
+
+def choose(values: Mapping[str, Sequence[float] | np.ndarray]) -> str:
+    """Returns the simplest row that the best one does not exceed for certain.
+
+    The best row has the largest mean. A row is as good as it if Student's 95% interval of their differences, paired by
+    seed, contains 0.
+
+    Args:
+      values: row -> one value a seed, the simplest row first.
+    """
+    best = max(values, key=lambda row: float(np.mean(values[row])))
+    differences = {row: interval_over_runs(np.subtract(values[best], of_row)) for row, of_row in values.items()}
+    return next(row for row, it in differences.items() if row == best or it.low <= 0)
 
 
 def interval(claim: Claim, values: Sequence[float] | np.ndarray) -> Interval:

@@ -43,6 +43,9 @@ CONSTANTS = ("epsilon_low", "epsilon_high", "delta")
 
 AdvantagesOf = Literal["sum", "components", "turns", "spans"]
 BY_PART = ("turns", "spans")  # values that compare parts of completions
+BY_TOKEN = ("token", "icepop", "glm5")  # corrections that weigh each token
+Correction = Literal["none", "token", "sequence", "sequence_mask", "icepop", "glm5", "geometric"]
+BEST_CORRECTION: Correction = "token"  # as docs/results/corrections.md chooses it
 Distillation = Literal["none", "reverse_kl", "forward_kl", "jsd", "k1"]
 PlannedRemat = Literal["auto", "none", "layer", "offload"]
 
@@ -253,9 +256,9 @@ class LossConfig:
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Denominator of the ratio. trainer: the update's own pass, before its first step. sampler: probabilities reported
     at sampling, by an older policy with `staleness`."""
-    correction: Literal["none", "token", "sequence", "icepop", "geometric"] = "none"
-    """Weights of advantages by trainer's over sampler's probability w: token min(w, 2), sequence min(w, 3), icepop w in
-    [0.5, 5], geometric 1 near 1."""
+    correction: Literal[Correction, "auto"] = "auto"
+    """Weights by trainer's over sampler's probability w: token min(w, 2), sequence min(w, 3), sequence_mask w ≤ 3,
+    icepop [0.5, 5], glm5 [0.8, 1.2], geometric near 1. auto: token with staleness."""
     off_policy_threshold: Positive | None = None
     """Leave out completions with a negative advantage if mean log(sampler's / trainer's probability) exceeds this
     (DeepSeek-V3.2, 2512.02556). None: use all."""
@@ -425,20 +428,32 @@ class GRPOConfig(PhaseConfig):
         return self.distillation.frozen_models
 
     @property
+    def has_advantages(self) -> bool:
+        """True if the policy gradient has advantages: from rewards, or from a teacher with k1."""
+        return self.needs_rewards or self.distillation.distillation == "k1"
+
+    @property
+    def correction(self) -> Correction:
+        """The correction of the run. auto is `BEST_CORRECTION` if an older policy samples and no option refuses it."""
+        if self.loss.correction != "auto":
+            return self.loss.correction
+        fits = self.sampling.staleness > 0 and self.has_advantages and not any(_correction(self, BEST_CORRECTION))
+        return BEST_CORRECTION if fits else "none"
+
+    @property
     def token_weights(self) -> list[str]:
         """Options, as words, that give each token a weight of its own."""
         loss, by_token = self.loss, self.distillation.distillation == "k1"
         words = {
             f'advantages_of "{loss.advantages_of}"': loss.advantages_of in BY_PART,
             f"top_entropy {loss.top_entropy}": loss.top_entropy < 1,
-            f"correction {loss.correction}": loss.correction in ("token", "icepop"),
             "distillation k1": by_token,
         }
         return [name for name, is_set in words.items() if is_set]
 
     def conflicts(self) -> Iterator[str]:
         """Yields a sentence for each conflict of a teacher's options, and for each option that needs rewards."""
-        loss, has_advantages = self.loss, self.distillation.distillation == "k1" or self.needs_rewards
+        loss, has_advantages = self.loss, self.has_advantages
         yield from self.distillation.conflicts()
         without_effect = {
             "max_rollouts": self.sampling.max_rollouts > 1,
@@ -446,7 +461,7 @@ class GRPOConfig(PhaseConfig):
             "advantages_of": loss.advantages_of != "sum",
             "kl_in_reward": loss.kl_in_reward and loss.kl_coef > 0,
             "top_entropy": loss.top_entropy < 1 and not has_advantages,
-            "correction": loss.correction != "none" and not has_advantages,
+            "correction": self.correction != "none" and not has_advantages,
             "off_policy_threshold": loss.off_policy_threshold is not None and not has_advantages,
         }
         for name, is_set in without_effect.items():
@@ -617,6 +632,7 @@ def validate(config: GRPOConfig | PPOConfig, *, num_devices: int = 1) -> None:
         _sampling(run, compares_groups=isinstance(config, GRPOConfig) and run.needs_rewards),
         _kl(run),
         _advantages(run),
+        _correction(run, run.correction),
     )
     for sentence in sentences:
         raise UsageError(sentence)
@@ -755,30 +771,40 @@ def _kl(config: GRPOConfig) -> Iterator[str]:
 def _advantages(config: GRPOConfig) -> Iterator[str]:
     loss, sampling = config.loss, config.sampling
     for name in config.token_weights:
-        # Every token's gradient passes through the one ratio, so that the weight of a token would not reach it.
         if loss.objective.per_completion:
-            yield (
-                f"preset {loss.preset} has one ratio a completion, but {name} gives each token a weight of its own: "
-                "leave it out, or take grpo, dapo or another with ratios of tokens"
-            )
+            yield _needs_token_ratios(loss.preset, name)
     if loss.advantages_of == "components" and sampling.max_rollouts > 1:
         yield (
             f"max_rollouts is {sampling.max_rollouts}, but dynamic sampling looks at one reward, while advantages_of "
             '"components" learns from each: set max_rollouts to 1, or advantages_of to "sum"'
         )
-    already = f"preset {loss.preset} takes its ratio against the sampler already"
-    if loss.correction != "none" and loss.objective.ratio_to_sampler:
-        yield f"correction {loss.correction} compares the sampler with the trainer, but {already}: leave it out"
     if loss.old_logprobs == "sampler" and loss.objective.ratio_to_sampler:
-        yield f"{already}: leave old_logprobs out"
+        yield f"preset {loss.preset} takes its ratio against the sampler already: leave old_logprobs out"
     # A KL in the reward, or one that is weighted by the ratio, reads them too.
     is_read = loss.objective.has_ratio or (loss.kl_coef > 0 and (loss.kl_in_reward or loss.kl_bias_correction))
     if loss.old_logprobs == "sampler" and not is_read:
         yield f"old_logprobs is sampler, but preset {loss.preset} has no ratio: leave it out, or take a correction"
-    if loss.old_logprobs == "sampler" and loss.correction != "none":
-        yield f"correction {loss.correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
-    if loss.correction == "geometric" and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
+
+
+def _correction(config: GRPOConfig, name: str) -> Iterator[str]:
+    """Yields a sentence for each option that does not go with a correction."""
+    loss, sampling, correction = config.loss, config.sampling, f"correction {name}"
+    if name in BY_TOKEN and loss.objective.per_completion:
+        yield _needs_token_ratios(loss.preset, correction)
+    if name != "none" and loss.objective.ratio_to_sampler:
+        yield f"preset {loss.preset} takes its ratio against the sampler already: leave {correction} out"
+    if name != "none" and loss.old_logprobs == "sampler":
+        yield f"{correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
+    if name == "geometric" and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
         yield (
             "correction geometric drops all completions when top_k, top_p or min_p change their probabilities: leave "
             "these out, or take another correction"
         )
+
+
+def _needs_token_ratios(preset: str, name: str) -> str:
+    # Every token's gradient passes through the one ratio, so that the weight of a token would not reach it.
+    return (
+        f"preset {preset} has one ratio a completion, but {name} gives each token a weight of its own: "
+        "leave it out, or take grpo, dapo or another with ratios of tokens"
+    )

@@ -18,6 +18,7 @@ from grpo_jax import config as configs, options as grpo_options
 from grpo_jax.commands import dpo, kto, reward_model, sft
 from grpo_jax.commands.train import METHODS, module_of
 from grpo_jax.config import validate
+from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
 from grpo_jax.runs import flags
@@ -94,6 +95,33 @@ def test_defaults_are_the_recipes_of_grpo_and_ppo():
     assert run.sampling.group_size == 1
     validate(configs.PPOConfig())
     assert configs.run_of(configs.PPOConfig()) is configs.run_of(run)
+
+
+OF_OLDER_POLICY = [{}, {"old_logprobs": "sampler"}, {"distillation": "jsd", "teacher": "it", "reward_coef": 0.0}]
+
+
+@pytest.mark.parametrize("options", OF_OLDER_POLICY)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_auto_corrects_what_an_older_policy_samples_unless_that_is_refused(preset, options):
+    def fits(correction):
+        try:
+            validate(configs.recipe(preset, staleness=4, correction=correction, **options))
+        except UsageError:
+            return False
+        return True
+
+    assert configs.recipe(preset, **options).correction == "none"
+    assert fits("auto") == fits("none")
+    if fits("none"):
+        expected = configs.BEST_CORRECTION if fits(configs.BEST_CORRECTION) else "none"
+        assert configs.recipe(preset, staleness=4, **options).correction == expected
+    for name in get_args(configs.Correction):
+        assert configs.recipe(preset, staleness=4, correction=name, **options).correction == name
+
+
+def test_auto_is_the_default_of_grpo_and_ppo():
+    for config in (configs.recipe(staleness=4), configs.with_options(configs.PPOConfig(), staleness=4).run):
+        assert (config.loss.correction, config.correction) == ("auto", configs.BEST_CORRECTION)
 
 
 # ---- options by name
@@ -295,6 +323,25 @@ def test_runs_resume_with_their_original_options(tmp_path):
     flags.open_run(parse("--resume", "--preset", "dapo", "--run-dir", tmp_path / "run"))  # what it had
     with refused(r"began with other options \(kl_coef, preset\)"):
         flags.open_run(parse("--resume", "--preset", "grpo", "--kl-coef", 0.2, "--run-dir", tmp_path / "run"))
+
+
+def test_runs_keep_the_correction_they_began_with(tmp_path):
+    def begin(name):
+        return flags.open_run(parse("--staleness", 2, "--correction", "none", "--run-dir", tmp_path / name)).path
+
+    def resume(name):
+        return flags.open_run(parse("--resume", "--run-dir", tmp_path / name))
+
+    begin("none")
+    assert parse("--resume", "--run-dir", tmp_path / "none").train.correction == "none"
+    resume("none")
+    file = begin("older") / "config.json"
+    saved = json.loads(file.read_text())
+    del saved["train"]["loss"]["correction"]
+    file.write_text(json.dumps(saved))
+    with refused(r"began with other options \(correction\)"):  # it may not have been corrected
+        resume("older")
+    assert parse("--config", file, "--run-dir", tmp_path / "new").train.correction == configs.BEST_CORRECTION
 
 
 def test_flags_replace_options_from_a_file(tmp_path):

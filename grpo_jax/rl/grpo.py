@@ -5,6 +5,7 @@ optionally, the KL over the whole vocabulary. PPO and distillation add further t
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -69,7 +70,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
 
     schedule = learning_rate_schedule(config.optimizer, config.num_updates)
     initial_extras, hooks = make_hooks(config)
-    terms, summarise = policy_terms(policy, config.loss), lambda metrics: metrics
+    terms, summarise = policy_terms(policy, replace(config.loss, correction=config.correction)), lambda metrics: metrics
     if policy.num_experts is not None:
         terms, summarise = (*terms, _routing_term(policy.num_experts)), _busiest_expert
     return Method(
@@ -203,7 +204,9 @@ def keep_top_entropy(advantages: jax.Array, batch: Batch, config: LossConfig) ->
 _CORRECTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
     "token": (F.token_log_ratio, F.truncated_weights),
     "sequence": (F.sequence_log_ratio, partial(F.truncated_weights, cap=3.0)),
+    "sequence_mask": (F.sequence_log_ratio, partial(F.masked_weights, low=0.0, high=3.0)),
     "icepop": (F.token_log_ratio, F.masked_weights),
+    "glm5": (F.token_log_ratio, partial(F.masked_weights, low=0.8, high=1.2)),
     "geometric": (F.sequence_mean_log_ratio, F.rejection_weights),
 }
 

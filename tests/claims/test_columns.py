@@ -163,7 +163,7 @@ def test_every_question_is_measured_with_correctly_signed_claims(name):
     question, (scores, expected) = QUESTIONS[name], RIGHT_WAY.get(name, ({}, {}))
     known = answers.measure(planted(scores), question)
     assert next(iter(known["rows"])) == START
-    assert known["rows"].keys() == question.settings.keys() | question.starts.keys()
+    assert known["rows"].keys() == question.settings.keys() | question.starts.keys() | question.means.keys()
     assert all(len(it["values"]) == 3 for it in known["also"])
     assert known["primary"].keys() == {claim.id for claim in CLAIMS if claim.question == name}
     means = {key: float(np.mean(values)) for key, (values, _) in known["primary"].items()}

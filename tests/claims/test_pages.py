@@ -33,7 +33,7 @@ def answer_of(name, seeds, spread=0.003):
     """An answer whose numbers have these means, all others a mean of 0.03 that varies too much to be decided."""
     noise, question = np.resize([1, -1, 0.5, -0.5], seeds), QUESTIONS[name]
     columns = dict.fromkeys(("accuracy", *question.columns), 0.5 + 0.01 * noise)
-    names = (START, COIN, *question.starts, *question.settings, "it")
+    names = (START, COIN, *question.starts, *question.settings, *question.means, "it")
     rows = {row: columns | {"nothing": np.full(seeds, np.nan)} for row in names}
     rows["it"]["accuracy"] = rows["it"]["accuracy"] + 0.25
     measures = [it.measure for it in question.also] + [f"also of {name}"]

@@ -1,13 +1,18 @@
 """Checks the rule of verdicts by hand, its correction by a loop, claims that stop, and how often it is wrong."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from claims import simulated, verdicts
-from claims.questions import BY_ID, CLAIMS, HEADLINES, RETESTS, Claim
+from claims.numbers import read_numbers
+from claims.questions import BY_ID, CLAIMS, HEADLINES, QUESTIONS, RETESTS, Claim
 from claims.verdicts import decide, needed, p_values
+from grpo_jax.config import BEST_CORRECTION
+
+ROOT = Path(__file__).parents[2]
 
 
 def claim(name="it", low=0.0, high=math.inf, scale="difference"):
@@ -176,3 +181,19 @@ def test_the_deviation_behind_an_interval():
     values = around(0.05, 0.05, verdicts.LOOKS[-1])
     decision = decide([claim()], {"it": values})["it"]
     assert simulated.seen(decision) == pytest.approx(np.std(values[: decision.seeds], ddof=1))
+
+
+def test_the_simplest_row_that_ties_with_the_best_is_chosen():
+    best, noise = np.array([0.6, 0.7, 0.5, 0.65]), np.array([0.01, -0.01, 0.012, -0.012])
+    rows = {"none": best - 0.1 + noise, "simple": best - 0.002 + noise, "other": best - 0.001 - noise, "best": best}
+    assert verdicts.choose(rows) == "simple"
+    assert verdicts.choose(rows | {"simple": best - 0.1 - noise}) == "other"
+    assert verdicts.choose({name: rows[name] for name in ("none", "best")}) == "best"
+
+
+def test_auto_is_the_correction_that_the_rule_chooses():
+    rows = read_numbers(ROOT / "docs/results/numbers.json").questions["corrections"].values
+    values = {row: rows[row]["accuracy"] for row in QUESTIONS["corrections"].choice}
+    for row, members in QUESTIONS["corrections"].means.items():
+        np.testing.assert_allclose(values[row], np.mean([rows[it]["accuracy"] for it in members], axis=0), atol=1e-6)
+    assert verdicts.choose(values) == BEST_CORRECTION

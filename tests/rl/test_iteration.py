@@ -187,6 +187,7 @@ CORRECTIONS = [
     ("none", [[2.0, -1.0]], None),
     ("token", [[[4.0, 1.6], [-0.25, -1.0]]], 3.05 / 3),  # w = 4 and 0.8; ¼
     ("sequence", [[[6.0, 6.0], [-0.25, -1.0]]], 6.25 / 3),  # 4 · 0.8 = 3.2
+    ("sequence_mask", [[[0.0, 0.0], [-0.25, -1.0]]], 0.25 / 3),  # 3.2 is above 3
     ("icepop", [[[8.0, 1.6], [0.0, -1.0]]], 4.8 / 3),  # ¼ is below 0.5
     ("geometric", [[[0.0, 0.0], [0.0, -1.0]]], 0.0),
 ]
@@ -207,6 +208,15 @@ def test_corrections_by_hand(correction, expected, mean):
     # What was sampled from, where that was less than the whole softmax.
     batch = batch._replace(sampler_logprobs=old_logprobs, processed_logprobs=sampler_logprobs)
     np.testing.assert_allclose(corrected_advantages(batch, now, old_logprobs, loss)[0], expected, rtol=1e-5)
+
+
+def test_glm5_is_the_published_weight():
+    """2602.15763, eq. 3: r · 1[1 − ε < r < 1 + ε] with SkyRL's ε of 0.2, for tokens."""
+    ratios = np.array([[[0.7, 0.9], [1.1, 1.3]]], np.float32)
+    batch = an_update(sampler_logprobs=np.zeros_like(ratios))._replace(completion_mask=np.ones(ratios.shape, bool))
+    loss, logprobs = with_options(RUN, correction="glm5").loss, np.log(ratios)
+    expected = np.where(np.abs(ratios - 1) < 0.2, ratios, 0) * batch.advantages[..., None]
+    np.testing.assert_allclose(corrected_advantages(batch, logprobs, logprobs, loss)[0], expected, rtol=1e-5)
 
 
 # ---- several rewards

@@ -10,7 +10,7 @@ from bigrams import PARAMS, POLICY, TASK, train_grpo
 from rl_helpers import RUN, Stop, assert_same_runs, open_run, recording, run_programs, stopping
 from tiny import digit_prompts as prompts
 
-from grpo_jax.config import with_options
+from grpo_jax.config import BEST_CORRECTION, with_options
 from grpo_jax.devices import to_numpy
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
@@ -119,6 +119,24 @@ def test_checkpoints_hold_queued_rollouts_without_parameter_copies(whole):
     for shape in {x.shape for x in jax.tree.leaves(PARAMS)}:
         assert shapes.count(shape) == 3 * len(PARAMS)
     assert [batch.completion_ids.shape for batch in restored.source] == [(8, 4, 3)] * STALENESS
+
+
+def test_stale_rollouts_are_corrected_by_default(tmp_path):
+    """The default computes what the best correction does, and without staleness nothing."""
+    lines = {}
+    for name, options in {
+        "auto": {"staleness": STALENESS},
+        "best": {"staleness": STALENESS, "correction": BEST_CORRECTION},
+        "fresh": {},
+    }.items():
+        config = with_options(RUN, **options)
+        programs = make_programs(POLICY, TASK, config, sampler=run_programs().sampler)
+        lines[name] = trained(tmp_path / name, programs, config)[1].lines()
+    assert lines["auto"] == lines["best"]
+    weights = [line["correction"] for line in lines["auto"] if "correction" in line]
+    assert len(weights) == STEPS
+    assert any(abs(weight - 1) > 1e-4 for weight in weights)
+    assert not any("correction" in line for line in lines["fresh"])
 
 
 def test_sampler_logprobs_put_staleness_into_the_ratio(tmp_path):
