@@ -3,8 +3,10 @@
 `train` takes the iteration of `rl`, and `fit` an objective of `offline`. The runner of `runs` takes their steps.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -171,7 +173,7 @@ def fit(
 def _negative_loss(numbers: Mapping[str, float]) -> float:
     """Returns the negative of the first loss or NLL of an evaluation, or else its first number."""
     losses = (-value for name, value in numbers.items() if name.endswith(("loss", "nll")))
-    return next(losses, next(iter(numbers.values())))
+    return next(chain(losses, numbers.values()), math.nan)
 
 
 # ---- with rewards, and evaluations on held-out prompts
