@@ -1,10 +1,12 @@
 """Checkpoints of a phase of a run: saved asynchronously, verified by seals, and restored exactly."""
 
+import ctypes
 import hashlib
 import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -69,7 +71,11 @@ class Checkpoints:
         return ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, state: State, step: int) -> None:
-        """Starts to save a state, and returns when its arrays have been copied."""
+        """Starts to save a state, and returns when its arrays have been copied.
+
+        A CPU's arrays are not copied, because host and device share their memory. This then returns when they have been
+        written: the next update could not reuse arrays that are still read, and would make a second state.
+        """
         # Pass one copy of each replicated array: orbax would compile a slice for each device. With several hosts,
         # orbax must see the arrays of all devices.
         alone = hosts.count() == 1
@@ -80,6 +86,9 @@ class Checkpoints:
         self._saving, self.lines, self._saved_scores = step, self._count_lines(), dict(self.scores)
         if not self._manager.save(step, args=ocp.args.Composite(**items)):
             raise UsageError(f"step {step} cannot be saved in {self._folder}, which holds a later one: start a new run")
+        if jax.default_backend() == "cpu":
+            self._manager.wait_until_finished()
+            _return_free_memory()
 
     def note_score(self, step: int, score: float) -> bool:
         """Records the held-out score of a step in the next seal, or in the seal of the step if it was saved without it.
@@ -136,6 +145,7 @@ class Checkpoints:
             return like(), 0
         targets = _placed(_items(shapes), None if shardings is None else _items(shardings(shapes)))
         restored = self._read(step, {name: ocp.args.StandardRestore(target) for name, target in targets.items()})
+        _return_free_memory()
         return shapes._replace(params=restored["params"], **restored["rest"]), step
 
     def _where_to_go_on(self) -> tuple[int, dict[str, int], dict[int, float]] | None:
@@ -234,6 +244,12 @@ class Checkpoints:
         if "_manager" in vars(self):
             self._manager.wait_until_finished()
             self._manager.close()
+
+
+def _return_free_memory() -> None:
+    """Returns the heap's free memory to the system. The C library would keep what a checkpoint's files took."""
+    with suppress(AttributeError, OSError):  # only glibc has the function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _Preserved(NamedTuple):
