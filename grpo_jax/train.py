@@ -54,6 +54,7 @@ def train(
     *,
     phase: str,
     reward: Reward | Rewards | None = None,
+    start: Mapping[str, float] | None = None,
     evaluate: Callable[[Params, int], dict[str, float]] | None = None,
     until: int | None = None,
 ) -> TrainState:
@@ -69,6 +70,7 @@ def train(
       phase: The name of the phase, which names lines and checkpoints.
       reward: Replaces the reward of the task. Unless the two have a function in common, rewards of turns from the
         environment are ignored too.
+      start: Metrics of step 0, if they are known, as in `run_steps`.
       evaluate: (parameters of the policy, steps taken) -> metrics to log, called at step 0, every `eval_every` steps,
         and at the end.
       until: The step at which to stop. A later call continues from there, even with another reward. Default: the last
@@ -106,6 +108,7 @@ def train(
         step=take_step,
         devices=devices,
         axes=STATE_AXES,
+        start=start,
         evaluate=(lambda state, step: evaluate(join(state.params, frozen)["policy"], step)) if evaluate else None,
         until=until,
     )
@@ -122,6 +125,7 @@ def fit(
     run: RunFolder,
     *,
     phase: str,
+    start: Mapping[str, float] | None = None,
     evaluate: Callable[[Any, int], dict[str, float]] | None = None,
 ) -> TrainState:
     """Minimises an objective over batches, continuing from the newest checkpoint of this phase in the run.
@@ -135,6 +139,7 @@ def fit(
       config: The configuration of the phase.
       run: The folder for lines and checkpoints.
       phase: The name of the phase, which names lines and checkpoints.
+      start: Metrics of step 0, if they are known, as in `run_steps`.
       evaluate: (all parameters, steps taken) -> metrics to log, called at step 0 and every `config.eval_every` steps.
 
     Returns:
@@ -166,6 +171,7 @@ def fit(
         initial_state=lambda: programs.init_state(trained),
         step=step,
         devices=devices,
+        start=start,
         evaluate=(lambda state, step: evaluate(join(state.params, frozen), step)) if evaluate else None,
     )
 
@@ -223,18 +229,18 @@ def train_with_evaluation(
     Returns:
       The final state, and the evaluation of its policy.
     """
-    first = summary(start.evaluation) if isinstance(start, HeldoutResult) else start
     latest: dict[int, HeldoutResult] = {}  # step -> evaluation
 
-    def heldout(params: Params, step: int) -> dict[str, float]:
-        numbers = first if step == 0 else None
-        if numbers is None:
-            latest.clear()
-            latest[step] = evaluate_heldout(programs, params, task, config, run)
-            numbers = summary(latest[step].evaluation)
+    def named(numbers: Mapping[str, float]) -> dict[str, float]:
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
-    state = train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=heldout)
+    def heldout(params: Params, step: int) -> dict[str, float]:
+        latest.clear()
+        latest[step] = evaluate_heldout(programs, params, task, config, run)
+        return named(summary(latest[step].evaluation))
+
+    first = named(summary(start.evaluation) if isinstance(start, HeldoutResult) else start or {})
+    state = train(params, task, config, run, programs, phase=phase, reward=reward, start=first, evaluate=heldout)
     final = join(state.params, split(params)[1])["policy"]
     return state, next(iter(latest.values()), None) or evaluate_heldout(programs, final, task, config, run)
 

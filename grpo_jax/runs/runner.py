@@ -29,6 +29,7 @@ from grpo_jax.devices import Devices, place, shardings
 from grpo_jax.errors import Interruption
 from grpo_jax.runs.checkpoint import best_step
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.statistics import cell
 
 # ---- signals
 
@@ -144,6 +145,7 @@ def run_steps(
     step: Callable[[S, int, Callable[[], None]], tuple[S, Pending]],
     devices: Devices,
     axes: Any = None,
+    start: Mapping[str, float] | None = None,
     evaluate: Callable[[S, int], dict[str, float]] | None = None,
     evaluates_end: bool = True,
     score: Callable[[Mapping[str, float]], float] = lambda numbers: next(iter(numbers.values()), math.nan),
@@ -161,6 +163,7 @@ def run_steps(
         It calls `on_dispatch` once, after it has given work to the devices.
       devices: The devices of the state.
       axes: Says which arrays of the state are spread over devices, as in `devices.place`.
+      start: The numbers of step 0, if they are known. They are logged even if nothing else is evaluated.
       evaluate: (state, steps taken) -> numbers to log at step 0, every `eval_every` steps, and at the end.
       evaluates_end: Also evaluate the end if the last step is not a multiple of `eval_every`.
       score: (numbers of an evaluation) -> the score for `keep_best` and `patience`, of which more is better. Default:
@@ -194,10 +197,12 @@ def run_steps(
             run.amend(phase, done, missing)
             checkpoints.note_score(done, score(missing))
         run.rewind(phase, done, checkpoints.lines)
-        if evaluate and done == 0:
-            start = evaluate(state, 0)
-            run.log(phase, 0, start)
-            checkpoints.note_score(0, score(start))
+        if done == 0 and (start or evaluate):
+            first = start or evaluate(state, 0)
+            run.log(phase, 0, first)
+            run.say(f"{phase}: step 0 of {steps}{''.join(f', {name} {cell(first, name)}' for name in [*first][:1])}")
+            if evaluate:
+                checkpoints.note_score(0, score(first))
         if is_stale(checkpoints.scores, logging.patience):  # it ended before its last step
             return state
         pending: Pending | None = None
