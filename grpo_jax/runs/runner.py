@@ -197,10 +197,11 @@ def run_steps(
             run.amend(phase, done, missing)
             checkpoints.note_score(done, score(missing))
         run.rewind(phase, done, checkpoints.lines)
-        if done == 0 and (start or evaluate):
-            first = start or evaluate(state, 0)
+        first = {} if done else dict(start or (evaluate(state, 0) if evaluate else {}))
+        if first:
             run.log(phase, 0, first)
-            run.say(f"{phase}: step 0 of {steps}{''.join(f', {name} {cell(first, name)}' for name in [*first][:1])}")
+            name = next(iter(first))
+            run.say(f"{phase}: step 0 of {steps}, {name} {cell(first, name)}")
             if evaluate:
                 checkpoints.note_score(0, score(first))
         if is_stale(checkpoints.scores, logging.patience):  # it ended before its last step
