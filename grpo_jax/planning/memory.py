@@ -57,8 +57,8 @@ _STEP = 1.2
 # While a cache grows, a part of the previous cache is still in memory: this share of the whole cache.
 _PREVIOUS = 0.3
 _WORKSPACE = 32 * 2**20  # bytes that a matrix product of a library takes on an NVIDIA GPU
-# Python, its modules and XLA's programs: the peak of the process on a CPU was 710 to 920 MiB above the rest of the
-# estimate with programs from the cache, and 1,140 with compilations (stories260K and SmolLM2-135M).
+# Python, its modules and XLA's programs: the peak of the process on a CPU was 460 to 760 MiB above the rest of the
+# estimate with all programs from the cache, and 920 to 1,140 with compilations (stories260K and SmolLM2-135M).
 _PROCESS = 900 * 2**20
 _QUERIES = 128  # queries in a block, as in `models.attention.attend`
 

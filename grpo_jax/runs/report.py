@@ -19,7 +19,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, chain, repeat
 from pathlib import Path
 from typing import Annotated, Any
@@ -233,15 +233,14 @@ def _rollouts(file: Path, groups: _Places, room: int) -> dict[str, Any]:
     """Returns as many groups as fit into `room` bytes, and a sentence about omitted groups."""
     limit, most = f"{MAX_BYTES / 1e6:g} MB", max(map(len, groups.values()), default=0)
     for characters in _TEXT_LIMITS if groups else ():
-
-        @cache
-        def size(phase: str, step: int, characters: int | None = characters) -> int:
-            return len(_json([step, _compact_step(file, groups[phase][step], characters)]).encode()) + 10
-
+        sizes = {
+            (phase, step): len(_json([step, _compact_step(file, places, characters)]).encode()) + 10
+            for phase, steps in groups.items()
+            for step, places in steps.items()
+        }
         for count in (*range(most, 2, -max(1, most // 50)), 2):
             chosen = {phase: _spaced([*steps], count) for phase, steps in groups.items()}
-            sizes = accumulate(size(phase, step) for phase, steps in chosen.items() for step in steps)
-            if any(total > room for total in sizes):  # reads no more groups than have room
+            if sum(sizes[phase, step] for phase, steps in chosen.items() for step in steps) > room:
                 continue
             rollouts = {
                 phase: [[step, _compact_step(file, groups[phase][step], characters)] for step in steps]
