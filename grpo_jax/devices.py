@@ -437,9 +437,8 @@ def peak_memory_mb() -> float:
     statistics = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in statistics:
         return round(statistics["peak_bytes_in_use"] / 2**20, 1)
-    status = Path("/proc/self/status")  # `ru_maxrss` would include the peak of the process which started this one
-    if kib := re.search(r"VmHWM:\s*(\d+)", status.read_text(encoding="utf-8") if status.exists() else ""):
-        return round(int(kib[1]) / 2**10, 1)
+    if peak := _memory_of_process("VmHWM"):  # `ru_maxrss` would include the peak of the process which started this one
+        return round(peak / 2**20, 1)
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
 
@@ -455,8 +454,15 @@ def memory_limit(devices: int = 1) -> int:
     statistics = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in statistics:
         return int(statistics["bytes_limit"])
-    in_use = sum(x.nbytes for x in jax.live_arrays())  # a memory plan counts the loaded model too
-    return min(_available() + in_use, _cgroup_limit()) // devices
+    # A memory plan counts the loaded model and the process too.
+    return min(_available() + _memory_of_process("VmRSS"), _cgroup_limit()) // devices
+
+
+def _memory_of_process(name: str) -> int:
+    """Returns a number of bytes from the status of this process, such as VmRSS, or 0 without /proc."""
+    status = Path("/proc/self/status")
+    kib = re.search(rf"{name}:\s*(\d+)", status.read_text(encoding="utf-8") if status.exists() else "")
+    return int(kib[1]) * 2**10 if kib else 0
 
 
 def _available() -> int:

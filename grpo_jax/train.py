@@ -3,8 +3,10 @@
 `train` takes the iteration of `rl`, and `fit` an objective of `offline`. The runner of `runs` takes their steps.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -52,6 +54,7 @@ def train(
     *,
     phase: str,
     reward: Reward | Rewards | None = None,
+    start: Mapping[str, float] | None = None,
     evaluate: Callable[[Params, int], dict[str, float]] | None = None,
     until: int | None = None,
 ) -> TrainState:
@@ -67,6 +70,7 @@ def train(
       phase: The name of the phase, which names lines and checkpoints.
       reward: Replaces the reward of the task. Unless the two have a function in common, rewards of turns from the
         environment are ignored too.
+      start: Metrics of step 0, if they are known, as in `run_steps`.
       evaluate: (parameters of the policy, steps taken) -> metrics to log, called at step 0, every `eval_every` steps,
         and at the end.
       until: The step at which to stop. A later call continues from there, even with another reward. Default: the last
@@ -104,6 +108,7 @@ def train(
         step=take_step,
         devices=devices,
         axes=STATE_AXES,
+        start=start,
         evaluate=(lambda state, step: evaluate(join(state.params, frozen)["policy"], step)) if evaluate else None,
         until=until,
     )
@@ -120,6 +125,7 @@ def fit(
     run: RunFolder,
     *,
     phase: str,
+    start: Mapping[str, float] | None = None,
     evaluate: Callable[[Any, int], dict[str, float]] | None = None,
 ) -> TrainState:
     """Minimises an objective over batches, continuing from the newest checkpoint of this phase in the run.
@@ -133,6 +139,7 @@ def fit(
       config: The configuration of the phase.
       run: The folder for lines and checkpoints.
       phase: The name of the phase, which names lines and checkpoints.
+      start: Metrics of step 0, if they are known, as in `run_steps`.
       evaluate: (all parameters, steps taken) -> metrics to log, called at step 0 and every `config.eval_every` steps.
 
     Returns:
@@ -164,6 +171,7 @@ def fit(
         initial_state=lambda: programs.init_state(trained),
         step=step,
         devices=devices,
+        start=start,
         evaluate=(lambda state, step: evaluate(join(state.params, frozen), step)) if evaluate else None,
     )
 
@@ -171,7 +179,7 @@ def fit(
 def _negative_loss(numbers: Mapping[str, float]) -> float:
     """Returns the negative of the first loss or NLL of an evaluation, or else its first number."""
     losses = (-value for name, value in numbers.items() if name.endswith(("loss", "nll")))
-    return next(losses, next(iter(numbers.values())))
+    return next(chain(losses, numbers.values()), math.nan)
 
 
 # ---- with rewards, and evaluations on held-out prompts
@@ -221,18 +229,18 @@ def train_with_evaluation(
     Returns:
       The final state, and the evaluation of its policy.
     """
-    first = summary(start.evaluation) if isinstance(start, HeldoutResult) else start
     latest: dict[int, HeldoutResult] = {}  # step -> evaluation
 
-    def heldout(params: Params, step: int) -> dict[str, float]:
-        numbers = first if step == 0 else None
-        if numbers is None:
-            latest.clear()
-            latest[step] = evaluate_heldout(programs, params, task, config, run)
-            numbers = summary(latest[step].evaluation)
+    def named(numbers: Mapping[str, float]) -> dict[str, float]:
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
-    state = train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=heldout)
+    def heldout(params: Params, step: int) -> dict[str, float]:
+        latest.clear()
+        latest[step] = evaluate_heldout(programs, params, task, config, run)
+        return named(summary(latest[step].evaluation))
+
+    first = named(summary(start.evaluation) if isinstance(start, HeldoutResult) else start or {})
+    state = train(params, task, config, run, programs, phase=phase, reward=reward, start=first, evaluate=heldout)
     final = join(state.params, split(params)[1])["policy"]
     return state, next(iter(latest.values()), None) or evaluate_heldout(programs, final, task, config, run)
 

@@ -10,7 +10,7 @@ from faults import load_faults
 ROOT = Path(__file__).parents[1]
 # From the bottom layer up. A name is a folder or a module of grpo_jax, or the folder of experiments or claims.
 ORDER = (
-    *("errors", "functional", "options", "models", "sampling", "statistics", "data", "rewards", "tasks"),
+    *("interrupt", "errors", "functional", "options", "models", "sampling", "statistics", "data", "rewards", "tasks"),
     *("config", "hosts", "devices", "step", "offline", "rl", "planning", "engines", "runs"),
     *("prepare", "train", "trainer", "commands", "__main__", "experiments", "claims"),
 )

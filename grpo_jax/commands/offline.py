@@ -127,13 +127,14 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
     def evaluate_start() -> dict[str, Any]:
         with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
             leaves = jax.tree.leaves(evaluate(params, 0))
-            return {"leaves": leaves, "numbers": log(params, 0) if config.train.eval_every else {}}
+            return {"leaves": leaves, "numbers": log(params, 0)}
 
     start = run.remember(job.phase, evaluate_start)
     state = fit(
         *(job.objective, params, job.batches, config.train, run),
         phase=job.phase,
-        evaluate=lambda params, step: log(params, step) if step else start["numbers"],
+        start=start["numbers"],
+        evaluate=log,
     )
     trained = join(state.params, split(params)[1])
     after = evaluate(trained, config.train.steps)

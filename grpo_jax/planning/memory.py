@@ -3,8 +3,9 @@
 The plan is chosen before anything is compiled. The estimate is fast and rarely too low, but not exact. For the exact
 number, compile a program and call its `memory_analysis()`, as `python -m experiments.plan --compile` does.
 
-peak = held + max(sampling, scoring, learning), in bytes:
+peak = process + held + max(sampling, scoring, learning), in bytes:
 
+- process = what a process takes in addition to arrays, on a CPU, whose memory the arrays share
 - held = parameters + two moments of AdamW + a copy of trained parameters (the reference) + a model that scores rollouts
 - sampling = layers laid out for decoding + keys and values + the largest of the prompts' pass, one token's logits, and
   a part of the previous keys and values while their arrays grow + the workspace of a matrix product on a GPU
@@ -56,6 +57,9 @@ _STEP = 1.2
 # While a cache grows, a part of the previous cache is still in memory: this share of the whole cache.
 _PREVIOUS = 0.3
 _WORKSPACE = 32 * 2**20  # bytes that a matrix product of a library takes on an NVIDIA GPU
+# Python, its modules and XLA's programs: the peak of the process on a CPU was 460 to 760 MiB above the rest of the
+# estimate with all programs from the cache, and 920 to 1,140 with compilations (stories260K and SmolLM2-135M).
+_PROCESS = 900 * 2**20
 _QUERIES = 128  # queries in a block, as in `models.attention.attend`
 
 
@@ -76,6 +80,7 @@ class Shape(NamedTuple):
     critic: Literal["none", "own", "shared"] = "none"
     scorer: ModelConfig | None = None  # a frozen model that scores rollouts, with parameters of the activations' dtype
     output_bytes: int = 0  # bytes of the scorer's outputs for a token of a rollout
+    process_bytes: int = 0  # the device's part of what the process takes in addition to arrays, if they share memory
     copies: int = 1  # copies of trained parameters: the start, and a reference that moves
     fsdp: int = 1
     tensor: int = 1
@@ -125,6 +130,7 @@ class Estimate(NamedTuple):
     scoring: int  # a pass of the scoring model over one piece; other scores need less than learning
     gradients: int  # gradients of one piece, and their sum if there are several pieces
     activations: int  # activations of one piece, with its logits
+    process: int  # the process without arrays, on a CPU
 
     @property
     def held(self) -> int:
@@ -143,8 +149,8 @@ class Estimate(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The bytes of the largest of sampling, scoring and learning, plus `held`."""
-        return self.held + max(self.sampling, self.scoring, self.learning)
+        """The bytes of the largest of sampling, scoring and learning, plus `process` and `held`."""
+        return self.process + self.held + max(self.sampling, self.scoring, self.learning)
 
 
 def estimate(model: ModelConfig, shape: Shape) -> Estimate:
@@ -178,6 +184,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
         gradients=trained * min(shape.num_pieces, 2),
         activations=_activations(model, shape),
+        process=shape.process_bytes,
     )
 
 
@@ -467,13 +474,15 @@ def shape_of(
     run, critic = run_of(config), config.critic if isinstance(config, PPOConfig) else None
     named = vars(run.sampling) | vars(run.optimizer) | vars(run.mesh) | vars(options)
     shape = Shape(**{name: named[name] for name in Shape._fields if name in named})  # options of the same names
+    traits, devices = traits_of_backend(), min(parts * shape.tensor, jax.local_device_count())
     return shape._replace(
         num_prompts=run.sampling.num_prompts // parts,
         prompt_tokens=prompt_tokens,
         max_tokens=run.sampling.completion_width,
         critic=critic.critic if critic else "none",
         copies=1 + (run.reference.ref_sync_steps > 0),
-        traits=traits_of_backend(),
+        process_bytes=_PROCESS // devices if traits.backend == "cpu" else 0,
+        traits=traits,
     )
 
 

@@ -1,10 +1,12 @@
 """Checkpoints of a phase of a run: saved asynchronously, verified by seals, and restored exactly."""
 
+import ctypes
 import hashlib
 import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +19,7 @@ from grpo_jax import __version__, hosts
 from grpo_jax.data.types import hash_files, hash_values
 from grpo_jax.errors import UsageError, lacking, reason_of
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs.files import check_fields, read_object, write_json
+from grpo_jax.runs.files import check_fields, finite, read_object, write_json
 from grpo_jax.runs.progress import say_aside
 
 State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
@@ -54,7 +56,8 @@ class Checkpoints:
         self._run, self._warn = run, warn or partial(say_aside, "warning")
         self._saving, self._count_lines = 0, lines  # the step
         self.lines: dict[str, int] = {}  # the lines that the restored or saved checkpoint covers
-        self.scores: dict[int, float] = {}  # held-out scores by step, as in `read_scores`, up to the restored step
+        self.scores: dict[int, float] = {}  # held-out scores by step, larger is better
+        self._saved_scores: dict[int, float] = {}  # those that the checkpoint in `_saving` covers
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -68,7 +71,11 @@ class Checkpoints:
         return ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, state: State, step: int) -> None:
-        """Starts to save a state, and returns when its arrays have been copied."""
+        """Starts to save a state, and returns when its arrays have been copied.
+
+        A CPU's arrays are not copied, because host and device share their memory. This then returns when they have been
+        written: the next update could not reuse arrays that are still read, and would make a second state.
+        """
         # Pass one copy of each replicated array: orbax would compile a slice for each device. With several hosts,
         # orbax must see the arrays of all devices.
         alone = hosts.count() == 1
@@ -76,27 +83,34 @@ class Checkpoints:
         items = {name: ocp.args.StandardSave(item) for name, item in _items(single).items()}
         self._manager.wait_until_finished()  # the seal of the previous checkpoint reads `_saving`
         self._check_room(state)
-        self._saving, self.lines = step, self._count_lines()
+        self._saving, self.lines, self._saved_scores = step, self._count_lines(), dict(self.scores)
         if not self._manager.save(step, args=ocp.args.Composite(**items)):
             raise UsageError(f"step {step} cannot be saved in {self._folder}, which holds a later one: start a new run")
+        if jax.default_backend() == "cpu":
+            self._manager.wait_until_finished()
+            _return_free_memory()
 
     def note_score(self, step: int, score: float) -> bool:
-        """Records the held-out score of a step. Returns whether its checkpoint is to be kept as the best."""
-        self.scores[step] = -math.inf if math.isnan(score) else score
-        if hosts.is_first():
-            write_json(_scores_file(self._folder), {str(number): value for number, value in self.scores.items()})
+        """Records the held-out score of a step in the next seal, or in the seal of the step if it was saved without it.
+
+        Returns:
+          True if the checkpoint of the step is to be kept as the best.
+        """
+        self.scores[step] = score if math.isfinite(score) else -math.inf
+        if hosts.is_first() and (file := self._folder / str(step) / _SEAL_FILE).exists():
+            write_json(file, _with_digest(read_object(file) | {"scores": finite(self.scores)}))
         return self._best() == step
 
     def _best(self) -> int | None:
-        """Returns the best trained step, if its checkpoint is kept."""
-        trained = {step: score for step, score in self.scores.items() if step > 0}
-        return best_step(trained) if self._keep_best and trained else None
+        """Returns the step with the best score, if its checkpoint is kept; step 0, the start, has none."""
+        return best_step(self.scores) if self._keep_best and self.scores else None
 
     def _seal(self) -> None:
         """Seals a checkpoint before orbax renames its folder, so that it appears with its seal or not at all."""
         if hosts.is_first():
             folder, unnamed = (self._folder / f"{self._saving}{end}" for end in ("", ocp.path.atomicity.TMP_DIR_SUFFIX))
-            write_seal(unnamed if unnamed.is_dir() else folder, step=self._saving, run=self._run(), lines=self.lines)
+            sealed = unnamed if unnamed.is_dir() else folder
+            write_seal(sealed, step=self._saving, run=self._run(), lines=self.lines, scores=self._saved_scores)
 
     def _check_room(self, state: State) -> None:
         """Raises an error if the disk has no room for a checkpoint, before a part of it is written."""
@@ -125,29 +139,37 @@ class Checkpoints:
         shapes = jax.eval_shape(like)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_room(shapes)
-        if not (step := hosts.first_says("where the run goes on", self._where_to_go_on() if hosts.is_first() else 0)):
+        found = self._where_to_go_on() if hosts.is_first() else None
+        step, self.lines, self.scores = hosts.first_says("where the run goes on", found or (0, {}, {}))
+        if not step:
             return like(), 0
-        scores = hosts.first_says("the scores so far", read_scores(self._folder) if hosts.is_first() else {})
-        self.scores = {number: score for number, score in scores.items() if number <= step}
         targets = _placed(_items(shapes), None if shardings is None else _items(shardings(shapes)))
         restored = self._read(step, {name: ocp.args.StandardRestore(target) for name, target in targets.items()})
+        _return_free_memory()
         return shapes._replace(params=restored["params"], **restored["rest"]), step
 
-    def _where_to_go_on(self) -> int:
-        """Returns the newest step that verifies, or 0 if nothing was saved. Newer checkpoints are renamed."""
+    def _where_to_go_on(self) -> tuple[int, dict[str, int], dict[int, float]] | None:
+        """Returns the newest step that verifies, with the numbers of lines and the scores that its seal contains.
+
+        Newer checkpoints are renamed. None: nothing was saved.
+        """
         if not (steps := saved_steps(self._folder)):
-            return 0
-        step, passed = self._newest(steps)
+            return None
+        seal, passed = self._newest(steps)
         for wrong in passed:
             shutil.rmtree(self._folder / f"damaged-{wrong}", ignore_errors=True)  # of an earlier start
             (self._folder / str(wrong)).rename(self._folder / f"damaged-{wrong}")
         if passed:
-            self._warn(f"{self._folder}: {_in_words(passed)}; the run goes on from step {step}")
-        self.lines = read_object(self._folder / str(step) / _SEAL_FILE).get("lines", {})
-        return step
+            self._warn(f"{self._folder}: {_in_words(passed)}; the run goes on from step {seal['step']}")
+        return seal["step"], seal.get("lines", {}), _scores_in(seal)
 
-    def _newest(self, steps: Sequence[int], part: str = "") -> tuple[int, dict[int, str]]:
-        """Returns the newest of these steps that verifies, and the reasons why newer steps do not."""
+    def read_scores(self) -> dict[int, float]:
+        """Returns the held-out scores by step up to the newest checkpoint, larger is better; {} if there are none."""
+        steps = saved_steps(self._folder)
+        return _scores_in(self._newest(steps, _SEAL_FILE)[0]) if steps else {}
+
+    def _newest(self, steps: Sequence[int], part: str = "") -> tuple[dict[str, Any], dict[int, str]]:
+        """Returns the seal of the newest of these steps that verifies, and the reasons why newer steps do not."""
         passed: dict[int, str] = {}
         for step in sorted(steps, reverse=True):
             seal, wrong = check_seal(self._folder / str(step), part)
@@ -162,7 +184,7 @@ class Checkpoints:
                 elif seal["run"] != (run := self._run()) and None not in (seal["run"], run):
                     wrong = "it is of another run, or of one that began with other options or rows"
                 else:
-                    return step, passed
+                    return seal, passed
             passed[step] = wrong
         raise UsageError(
             f"{self._folder}: {_in_words(passed)}, and there is no other: put its files back, or start a new run"
@@ -186,7 +208,8 @@ class Checkpoints:
             raise UsageError(f"there is no checkpoint in {self._folder} yet: continue the run with --resume")
         if step not in (None, *steps):
             raise UsageError(f"there is no checkpoint of step {step} in {self._folder}, only of {steps}")
-        chosen, passed = self._newest([step] if step else steps, "params/")
+        seal, passed = self._newest([step] if step else steps, "params/")
+        chosen = seal["step"]
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; step {chosen} is taken")
         # Methods that learn from rollouts name parameters by the role of their model.
@@ -223,6 +246,12 @@ class Checkpoints:
             self._manager.close()
 
 
+def _return_free_memory() -> None:
+    """Returns the heap's free memory to the system. The C library would keep what a checkpoint's files took."""
+    with suppress(AttributeError, OSError):  # only glibc has the function
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class _Preserved(NamedTuple):
     """Orbax's policy of what to keep: the newest checkpoints, and the best if there is one."""
 
@@ -234,15 +263,10 @@ class _Preserved(NamedTuple):
         return [checkpoint.step in (*newest, self.best()) for checkpoint in checkpoints]
 
 
-def _scores_file(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.scores.json")
-
-
-def read_scores(folder: Path) -> dict[int, float]:
-    """Returns the held-out scores of a folder of checkpoints by step, larger is better; empty if none are recorded."""
-    file = _scores_file(folder)
-    scores = read_object(file, dict[str, float | None]) if file.exists() else {}
-    return {int(step): -math.inf if score is None else score for step, score in scores.items() if step.isdecimal()}
+def _scores_in(seal: Mapping[str, Any]) -> dict[int, float]:
+    """Returns the held-out scores in a seal, by step."""
+    scores = seal.get("scores") or {}
+    return {int(step): -math.inf if score is None else score for step, score in scores.items()}
 
 
 def best_step(scores: Mapping[int, float]) -> int:
@@ -292,7 +316,14 @@ _DIGEST = "digest"  # the key for the digest of the seal itself
 _UNSEALED = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
-def write_seal(folder: Path, *, step: int, run: str | None = None, lines: Mapping[str, int] = {}) -> None:
+def write_seal(
+    folder: Path,
+    *,
+    step: int,
+    run: str | None = None,
+    lines: Mapping[str, int] = {},
+    scores: Mapping[int, float] = {},
+) -> None:
     """Seals a complete checkpoint.
 
     Args:
@@ -300,11 +331,18 @@ def write_seal(folder: Path, *, step: int, run: str | None = None, lines: Mappin
       step: The step of the checkpoint.
       run: The digest of the options and inputs that the run began with; None: not recorded.
       lines: The numbers of lines that the run had written, by file.
+      scores: The held-out scores so far, by step. They decide which checkpoint is kept and when the run ends.
     """
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     seal = {"files": hash_files(folder, names - _UNSEALED), "step": step, "run": run, "version": __version__}
-    seal["lines"] = dict(lines)
-    write_json(folder / _SEAL_FILE, seal | {_DIGEST: hash_values(seal)})
+    seal |= {"lines": dict(lines), "scores": finite(scores)}
+    write_json(folder / _SEAL_FILE, _with_digest(seal))
+
+
+def _with_digest(seal: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a seal with the digest of its other fields."""
+    fields = {name: value for name, value in seal.items() if name != _DIGEST}
+    return fields | {_DIGEST: hash_values(fields)}
 
 
 def check_seal(folder: Path, part: str = "") -> tuple[dict[str, Any] | None, str]:

@@ -5,6 +5,7 @@ TensorBoard's event files and to Weights & Biases.
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +50,14 @@ def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
 
 
 def read_lines(file: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Reads the lines of a .jsonl file of a run, which may not exist yet. An incomplete last line is left out.
+    """Reads all lines of a .jsonl file of a run. See `each_line`."""
+    return [record for _, record in each_line(file, fields)]
+
+
+def each_line(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the lines of a .jsonl file of a run, one at a time, each with its place in the file in bytes.
+
+    The file may not exist yet. An incomplete last line is left out.
 
     Args:
       file: The file.
@@ -58,24 +66,26 @@ def read_lines(file: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
       UsageError: A line is not as a run writes it.
     """
-    records: list[dict[str, Any]] = []
-    if not file.exists():
-        return records
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read ({reason_of(error)}): mend or remove it") from None
-    for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], 1):
+    place = 0
+    for number, line in enumerate(_complete_lines(file), 1):
         where = f"line {number} of {file}"
         try:
-            record = json.loads(line)
+            record = json.loads(line.decode())
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{where} is not JSON ({reason_of(error)}): mend or remove it") from None
+            raise UsageError(f"{where} is not JSON in UTF-8 ({reason_of(error)}): mend or remove it") from None
         if not isinstance(record, dict):
             raise UsageError(f"{where} holds no object: mend or remove it")
         check_fields(record, where, fields)
-        records.append(record)
-    return records
+        yield place, record
+        place += len(line)
+
+
+def _complete_lines(file: Path) -> Iterator[bytes]:
+    try:
+        with file.open("rb") if file.exists() else io.BytesIO() as lines:
+            yield from (line for line in lines if line.endswith(b"\n"))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read ({reason_of(error)}): mend or remove it") from None
 
 
 def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any]) -> None:
@@ -101,9 +111,15 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file atomically, by renaming a complete file. Several processes may do so at once."""
+    write_parts(path, [text])
+
+
+def write_parts(path: Path, parts: Iterable[str]) -> None:
+    """Replaces a file by texts, one after the other, as `write_text` does. They may be read from the replaced file."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}{TEMPORARY}")
     try:
-        temporary.write_text(text, encoding="utf-8", errors="replace")  # file names may hold lone surrogates
+        with temporary.open("w", encoding="utf-8", errors="replace") as file:  # names may hold lone surrogates
+            file.writelines(parts)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -35,12 +35,14 @@ from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
     TEMPORARY,
     Tracker,
+    each_line,
     finite,
     hold,
     read_lines,
     read_object,
     tensorboard,
     write_json,
+    write_parts,
     write_text,
 )
 from grpo_jax.runs.progress import RunConsole, Show, programs_so_far, progress, say, waiting
@@ -222,18 +224,24 @@ class RunFolder:
         if not self.writes:
             return
         for name in _PHASE_FILES:
-            file, done = self.path / name, step or -1  # a phase that starts writes the line of step 0 again
-            remaining = [line for line in self.lines(name) if line["phase"] != phase or line["step"] <= done]
-            if file.exists():
-                write_text(file, "".join(json.dumps(line) + "\n" for line in remaining))
-            left = sum(line["phase"] == phase for line in remaining)
-            self._lines[phase, name] = left
-            if left < lines_before.get(name, 0):
+            self._lines[phase, name] = 0
+            if (self.path / name).exists():
+                write_parts(
+                    self.path / name, self._remaining(name, phase, step or -1)
+                )  # a phase that starts logs step 0 again
+            if (left := self._lines[phase, name]) < lines_before.get(name, 0):
                 lost = lines_before[name] - left
                 self.warn_once(f"{name} of {phase}", f"{name} has lost {lost} lines of {phase}: its curves have gaps")
         numbers = [line for name in _NUMBER_FILES for line in self.lines(name) if line["phase"] == phase]
         for tracker in self.trackers:
             tracker.restart(phase, numbers)
+
+    def _remaining(self, name: str, phase: str, step: int) -> Iterator[str]:
+        """Yields the lines of a file that `rewind` leaves in it, and counts those of the phase."""
+        for _, line in each_line(self.path / name, LINE):
+            if line["phase"] != phase or line["step"] <= step:
+                self._lines[phase, name] += line["phase"] == phase
+                yield json.dumps(line) + "\n"
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """Reads the lines of a file of the run, which may not exist yet.

@@ -25,7 +25,7 @@ from grpo_jax.models.rounding import round_stochastically
 from grpo_jax.models.transformer import Params, param_shapes
 from grpo_jax.options import flattened
 from grpo_jax.runs import files
-from grpo_jax.runs.checkpoint import Checkpoints, best_step, read_scores, saved_steps
+from grpo_jax.runs.checkpoint import Checkpoints, best_step
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, check_inputs, read_inputs, run_digest
 
 Step = int | Literal["best"] | None
@@ -240,14 +240,8 @@ def restore(
     def untied_if_stored(params: Any) -> ModelConfig:
         return replace(config, tie_word_embeddings=config.tie_word_embeddings and "unembedding" not in params)
 
-    if step == "best":
-        folder = run / "checkpoints" / phase
-        newest = max(saved_steps(folder), default=0)  # a killed run may have scored later steps
-        scores = {number: score for number, score in read_scores(folder).items() if 0 < number <= newest}
-        if not scores:
-            raise UsageError(f"{run} has kept no best checkpoint: train with --keep-best, or name a step")
-        step = best_step(scores)
     with Checkpoints(run / "checkpoints" / phase, run=partial(run_digest, run, phase)) as checkpoints:
+        step = _best_of(run, checkpoints) if step == "best" else step
         if lora is None:
             # The model's files may hold an output matrix although config.json ties it.
             params, step = checkpoints.restore_params(lambda stored: param_shapes(untied_if_stored(stored)), step)
@@ -260,6 +254,20 @@ def restore(
             adapters, step = checkpoints.restore_params(lambda _: like, step)
             params = Adapted(base_params, adapters, jnp.float32(lora.lora_alpha / lora.lora_rank))
     return Trained(config, params, lora, step)
+
+
+def _best_of(run: Path, checkpoints: Checkpoints) -> int:
+    """Returns the step with the best held-out score.
+
+    Raises:
+      UsageError: There are no scores, or no step improved on the start.
+    """
+    if not (scores := checkpoints.read_scores()):
+        raise UsageError(f"{run} has no held-out scores: train with --eval-every and --keep-best, or name a step")
+    if best := best_step(scores):
+        return best
+    model = flattened(files.read_object(run / "config.json")).get("model")
+    raise UsageError(f"no step of {run} has a better held-out score than its start: take {model}, or name a step")
 
 
 def _rounds_stochastically(run: Path) -> bool:

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.options import flattened
-from grpo_jax.runs.files import finite, read_lines, read_object, write_json, write_text
+from grpo_jax.runs.files import each_line, finite, read_lines, read_object, write_json, write_text
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import LINE, SIDE_PHASES, RunFolder, is_coin
 from grpo_jax.runs.progress import RunConsole, programs_so_far, say
@@ -106,7 +106,8 @@ def write_report(folder: Path) -> Path:
     if "model_type" in options:
         raise UsageError(f"{folder} is the folder of a model: name that of a run")
     metrics, times = (read_lines(folder / f"{name}.jsonl", LINE) for name in ("metrics", "times"))
-    groups = _read_groups(folder / "rollouts.jsonl")
+    rollouts_file = folder / "rollouts.jsonl"
+    groups = _find_groups(rollouts_file)
     names = list(dict.fromkeys([*(line["phase"] for line in metrics), *groups]))
     counts = {name: 0 for line in metrics for name in line if name.startswith(_COUNTS)}
     metrics = [line | counts | line if "reward" in line else line for line in metrics]
@@ -128,7 +129,7 @@ def write_report(folder: Path) -> Path:
         page = page.replace(f"<!--{tag} hash-->", f"sha256-{base64.b64encode(digest).decode()}")
     room = MAX_BYTES - len(page.encode()) - len(_json(run).encode()) - 2_000  # for the sentence about the rollouts
     run |= _curves([*metrics, *times], room // 2)
-    rollouts = _rollouts(groups, room - len(_json(run["curves"]).encode()))
+    rollouts = _rollouts(rollouts_file, groups, room - len(_json(run["curves"]).encode()))
     write_text(folder / "report.html", page.replace("<!--run-->", _json(run | rollouts)))
     return folder / "report.html"
 
@@ -204,32 +205,47 @@ def _compact_curve(points: Points) -> list[Any]:
 # ---- rollouts
 
 
-_Groups = dict[str, dict[int, list[Line]]]  # phase -> step -> lines of rollouts.jsonl
+_Places = dict[str, dict[int, list[int]]]  # phase -> step -> places of its groups in rollouts.jsonl, in bytes
 
 
-def _read_groups(file: Path) -> _Groups:
-    groups: _Groups = {}
-    for number, line in enumerate(read_lines(file, _GROUP), 1):
+def _find_groups(file: Path) -> _Places:
+    """Checks the groups of rollouts.jsonl, which may be too many to hold, and returns their places."""
+    places: _Places = {}
+    for number, (place, line) in enumerate(each_line(file, _GROUP), 1):
         count, parts = len(line["completions"]), line.get("components") or {}
         if len(line["rewards"]) != count or any(len(values) != count for values in parts.values()):
             raise UsageError(f"line {number} of {file} has other numbers of rewards than of completions: mend it")
-        groups.setdefault(line["phase"], {}).setdefault(line["step"], []).append(line)
+        places.setdefault(line["phase"], {}).setdefault(line["step"], []).append(place)
+    return places
+
+
+def _compact_step(file: Path, places: Iterable[int], characters: int | None) -> list[Any]:
+    """Reads the groups of a step in the format that the page reads."""
+    groups = []
+    with file.open("rb") as lines:
+        for place in places:
+            lines.seek(place)
+            groups.append(_compact_group(json.loads(lines.readline()), characters))
     return groups
 
 
-def _rollouts(groups: _Groups, room: int) -> dict[str, Any]:
+def _rollouts(file: Path, groups: _Places, room: int) -> dict[str, Any]:
     """Returns as many groups as fit into `room` bytes, and a sentence about omitted groups."""
     limit, most = f"{MAX_BYTES / 1e6:g} MB", max(map(len, groups.values()), default=0)
     for characters in _TEXT_LIMITS if groups else ():
-        compact = {
-            phase: [[step, [_compact_group(line, characters) for line in lines]] for step, lines in steps.items()]
+        sizes = {
+            (phase, step): len(_json([step, _compact_step(file, places, characters)]).encode()) + 10
             for phase, steps in groups.items()
+            for step, places in steps.items()
         }
-        sizes = [[len(_json(entry).encode()) + 10 for entry in steps] for steps in compact.values()]
         for count in (*range(most, 2, -max(1, most // 50)), 2):
-            if sum(sum(_spaced(entries, count)) for entries in sizes) > room:
+            chosen = {phase: _spaced([*steps], count) for phase, steps in groups.items()}
+            if sum(sizes[phase, step] for phase, steps in chosen.items() for step in steps) > room:
                 continue
-            rollouts = {phase: _spaced(steps, count) for phase, steps in compact.items()}
+            rollouts = {
+                phase: [[step, _compact_step(file, groups[phase][step], characters)] for step in steps]
+                for phase, steps in chosen.items()
+            }
             fewer = [phase for phase in groups if len(rollouts[phase]) < len(groups[phase])]
             cuts = [f"{len(rollouts[phase])} of {len(groups[phase])} steps of {phase}" for phase in fewer]
             cuts += [f"the first {characters} characters of a prompt, completion or column"] if characters else []

@@ -9,6 +9,7 @@ main thread returns from C code, such as a compilation of minutes, and an except
 callback of C code, such as JAX's callback of the garbage collector.
 """
 
+import math
 import os
 import signal
 import threading
@@ -28,6 +29,7 @@ from grpo_jax.devices import Devices, place, shardings
 from grpo_jax.errors import Interruption
 from grpo_jax.runs.checkpoint import best_step
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.statistics import cell
 
 # ---- signals
 
@@ -143,9 +145,10 @@ def run_steps(
     step: Callable[[S, int, Callable[[], None]], tuple[S, Pending]],
     devices: Devices,
     axes: Any = None,
+    start: Mapping[str, float] | None = None,
     evaluate: Callable[[S, int], dict[str, float]] | None = None,
     evaluates_end: bool = True,
-    score: Callable[[Mapping[str, float]], float] = lambda numbers: next(iter(numbers.values())),
+    score: Callable[[Mapping[str, float]], float] = lambda numbers: next(iter(numbers.values()), math.nan),
     until: int | None = None,
 ) -> S:
     """Takes the steps of a phase, continuing from its newest checkpoint.
@@ -160,6 +163,7 @@ def run_steps(
         It calls `on_dispatch` once, after it has given work to the devices.
       devices: The devices of the state.
       axes: Says which arrays of the state are spread over devices, as in `devices.place`.
+      start: The numbers of step 0, if they are known. They are logged even if nothing else is evaluated.
       evaluate: (state, steps taken) -> numbers to log at step 0, every `eval_every` steps, and at the end.
       evaluates_end: Also evaluate the end if the last step is not a multiple of `eval_every`.
       score: (numbers of an evaluation) -> the score for `keep_best` and `patience`, of which more is better. Default:
@@ -185,22 +189,21 @@ def run_steps(
             run.say(f"{phase}: continues after step {done} of {steps}")
         state = place(state, devices, axes)
 
-        def note(step: int, evaluated: Mapping[str, float]) -> bool:
-            has_use = logging.keep_best or logging.patience > 0
-            return has_use and checkpoints.note_score(step, score(evaluated))
-
         def is_due(step: int) -> bool:
             return step % logging.eval_every == 0 or (step == end and evaluates_end)
 
-        if evaluate and done and is_due(done) and is_unevaluated(run, phase, done):
+        if evaluate and done and is_due(done) and done not in checkpoints.scores:
             missing = evaluate(state, done)
             run.amend(phase, done, missing)
-            note(done, missing)
+            checkpoints.note_score(done, score(missing))
         run.rewind(phase, done, checkpoints.lines)
-        if evaluate and done == 0:
-            start = evaluate(state, 0)
-            run.log(phase, 0, start)
-            note(0, start)
+        first = {} if done else dict(start or (evaluate(state, 0) if evaluate else {}))
+        if first:
+            run.log(phase, 0, first)
+            name = next(iter(first))
+            run.say(f"{phase}: step 0 of {steps}, {name} {cell(first, name)}")
+            if evaluate:
+                checkpoints.note_score(0, score(first))
         if is_stale(checkpoints.scores, logging.patience):  # it ended before its last step
             return state
         pending: Pending | None = None
@@ -225,7 +228,8 @@ def run_steps(
                     if evaluate and is_due(reached):
                         with run.timed("evaluate"):
                             evaluated = evaluate(state, reached)
-                    stop, is_best = asked_to_stop(), bool(evaluated) and note(reached, evaluated)
+                    is_best = bool(evaluated) and checkpoints.note_score(reached, score(evaluated))
+                    stop = asked_to_stop()
                     ends = is_stale(checkpoints.scores, logging.patience)
                     save = stop or is_last or ends or is_best or reached % every == 0
                     if evaluated or save:
@@ -243,12 +247,6 @@ def run_steps(
                     checkpoints.save(state, reached)
                 raise
     return state
-
-
-def is_unevaluated(run: RunFolder, phase: str, step: int) -> bool:
-    """Returns whether the line of a step lacks numbers of the line of step 0, because its evaluation failed."""
-    names = {line["step"]: set(line) for line in (run.lines() if run.writes else ()) if line["phase"] == phase}
-    return hosts.first_says("a missing evaluation", step in names and not names.get(0, set()) <= names[step])
 
 
 def is_stale(scores: Mapping[int, float], patience: int) -> bool:

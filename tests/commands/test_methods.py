@@ -8,8 +8,8 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from command_helpers import evaluation, refusal, run, with_template
-from tiny import read_lines, refused, write_rows
+from command_helpers import OF_PAIRS, evaluation, refusal, run, with_template
+from tiny import read_lines, refused, slow_unless, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax import hosts
@@ -205,6 +205,20 @@ def test_a_run_is_extended_by_its_folder_alone(folder, tmp_path, capsys, method,
     lines, results = run(folder, tmp_path / "cut", "", "--resume", "--steps", steps)
     assert (lines[-1], results) == (whole[0][-1], whole[1])
     assert "evaluating the initial model" not in capsys.readouterr().out  # its evaluation is in the run
+
+
+@pytest.mark.parametrize("method", slow_unless(["grpo", "dpo"], train.METHODS))
+def test_the_score_of_the_start_is_logged_once_before_training(folder, tmp_path, capsys, method):
+    args = (*options_of(method), "--eval-every", 0, "--decay", "none")
+    steps = args[args.index("--steps") + 1]
+    run(folder, tmp_path / "run", method, *args, "--steps", steps // 2)
+    phase, printed = method.replace("-", "_"), capsys.readouterr().out
+    assert printed.index(f"{phase}: step 0 of {steps // 2}, heldout_") < printed.index(f"{phase}: compiling")
+    lines, _ = run(folder, tmp_path / "run", "", "--resume", "--steps", steps)
+    (start,) = [line for line in lines if line["step"] == 0]
+    assert any(name.startswith("heldout_") for name in start)
+    assert "step 0" not in capsys.readouterr().out
+    assert '"heldout_' in (tmp_path / "run/report.html").read_text()
 
 
 # ---- supervised fine-tuning

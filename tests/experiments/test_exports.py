@@ -1,5 +1,7 @@
 """Checks exports of runs with a checkpoint, also of LoRA: merged, or only the adapters. Nothing is trained."""
 
+import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +21,11 @@ from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, split
 from grpo_jax.models.peft import load_adapter
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.options import flattened
 from grpo_jax.prepare import load_model
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.runs import flags
-from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.checkpoint import params_sha256, write_seal
 from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.pretrained import keep_description, load_run
 from grpo_jax.step import init_state
@@ -176,19 +179,27 @@ def test_added_chat_templates_belong_to_the_model(folder, tmp_path):
 
 def test_best_checkpoint_is_exported_on_request(whole, tmp_path):
     copy = shutil.copytree(whole[0].path, tmp_path / "run")
-    best = Options(copy, tmp_path / "out", step="best")
-    for scores, words in (("{}", "kept no best checkpoint"), ('{"0": 1, "1": 0.9}', "no checkpoint of step 1")):
-        (copy / "checkpoints/grpo.scores.json").write_text(scores)
+    best, checkpoint = Options(copy, tmp_path / "out", step="best"), copy / "checkpoints/grpo/2"
+    base = flattened(json.loads((copy / "config.json").read_text()))["model"]
+    refusals = [
+        ({}, "has no held-out scores"),
+        ({0: 0.5, 1: 0.9, 2: 0.8}, "no checkpoint of step 1"),
+        ({0: 0.5, 1: 0.1, 2: 0.5}, f"no step of .* a better held-out score than its start: take {base}"),
+    ]
+    for scores, words in refusals:
+        (checkpoint / "digests.json").unlink()
+        write_seal(checkpoint, step=2, scores=scores)
         with refused(words):
             export(best)
-    (copy / "checkpoints/grpo.scores.json").write_text('{"0": 1, "1": null, "2": 0.9, "3": 0.95}')
-    assert export(best) == 2  # it was killed before it saved step 3
+    (checkpoint / "digests.json").unlink()
+    write_seal(checkpoint, step=2, scores={0: 0.5, 1: -math.inf, 2: 0.9})
+    assert export(best) == 2
 
 
 BAD_EXPORTS = [
     ({"run": "nowhere"}, "no model/config.json"),
     ({"phase": "dpo"}, r"no checkpoints of a phase 'dpo': its phases are \['grpo'\]"),
-    ({"step": "best"}, "kept no best checkpoint"),
+    ({"step": "best"}, "has no held-out scores"),
     ({"step": 3}, r"no checkpoint of step 3 .* only of \[2\]"),
     ({"adapter": True}, "did not train adapters"),
     ({"out": "full"}, "exists"),

@@ -22,7 +22,7 @@ from grpo_jax.rl.grpo import by_part, corrected_advantages, make_programs
 from grpo_jax.rl.programs import make_method_programs
 from grpo_jax.rl.types import Graded
 from grpo_jax.rl.update import adapt_kl_coef, average_over_updates, sync_reference
-from grpo_jax.runs.checkpoint import Checkpoints, read_scores
+from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Batch, TrainState
 from grpo_jax.tasks.task import random_reward
@@ -168,7 +168,7 @@ def test_resumed_runs_make_up_for_failed_evaluations(tmp_path, failing):
     ends = {name: train_grpo(TASK, config, run, run_programs(), evaluate=evaluate) for name, run in runs.items()}
     assert_same_runs(*((ends[name], runs[name]) for name in runs))
     assert [line["step"] for line in runs["cut"].lines() if "heldout_avg" in line] == [0, 3, 6]
-    scores = [read_scores(tmp_path / name / "checkpoints/grpo") for name in runs]
+    scores = [Checkpoints(tmp_path / name / "checkpoints/grpo").read_scores() for name in runs]
     assert scores[0] == scores[1]
     assert calls.count(failing) == 3  # the failed call, the one that made up for it, and that of the other run
 

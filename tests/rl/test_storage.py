@@ -26,7 +26,7 @@ from grpo_jax.data.types import Component, hash_values
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.runs import checkpoint as seal
-from grpo_jax.runs.checkpoint import Checkpoints, best_step, check_seal, params_sha256, read_scores, saved_steps
+from grpo_jax.runs.checkpoint import Checkpoints, best_step, check_seal, params_sha256, saved_steps
 from grpo_jax.runs.files import hold, write_text
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.step import TrainState
@@ -358,15 +358,24 @@ def test_valid_remembered_results_are_not_recomputed(tmp_path):
 SCORES = {0: 0.1, 1: 0.2, 2: 0.5, 3: 0.4, 4: 0.5, 5: 0.9}
 
 
-def test_best_checkpoint_is_retained_and_patience_ends_runs(tmp_path):
-    options = {"eval_every": 1, "checkpoint_every": 0, "keep_checkpoints": 1, "keep_best": True, "patience": 2}
-    config = with_options(CONFIG, **options)
+BEST = {"eval_every": 1, "checkpoint_every": 0, "keep_checkpoints": 1, "keep_best": True, "patience": 2}
+BEST_CONFIG = with_options(CONFIG, **BEST)
 
+
+def run_with_scores(folder: Path, until: int | None = None, scale: float = 1.0) -> RunFolder:
+    run = open_run(folder, BEST_CONFIG)
+    scores = {"evaluate": lambda params, step: {"heldout_avg": scale * SCORES[step], "other": 1.0}}
+    train_grpo(TASK, BEST_CONFIG, run, run_programs(), until=until, **scores)
+    return run
+
+
+def read_scores(folder: Path) -> dict[int, float]:
+    return Checkpoints(folder).read_scores()
+
+
+def test_best_checkpoint_is_retained_and_patience_ends_runs(tmp_path):
     def run_until(name: str, until: int | None = None, score: float = 1.0) -> RunFolder:
-        run = open_run(tmp_path / name, config)
-        scores = {"evaluate": lambda params, step: {"heldout_avg": score * SCORES[step], "other": 1.0}}
-        train_grpo(TASK, config, run, run_programs(), until=until, **scores)
-        return run
+        return run_with_scores(tmp_path / name, until, score)
 
     run = run_until("whole")
     folder = run.path / "checkpoints/grpo"
@@ -377,10 +386,39 @@ def test_best_checkpoint_is_retained_and_patience_ends_runs(tmp_path):
     run_until("cut", 3)
     assert sorted(saved_steps(tmp_path / "cut/checkpoints/grpo")) == [2, 3]
     run_until("cut")
-    assert_same_files(run.path, tmp_path / "cut", ["metrics.jsonl", "checkpoints/grpo.scores.json"])
+    assert_same_files(run.path, tmp_path / "cut", ["metrics.jsonl"])
     assert sorted(saved_steps(tmp_path / "cut/checkpoints/grpo")) == [2, 4]
+    assert read_scores(tmp_path / "cut/checkpoints/grpo") == read_scores(folder)
     run_until("nan", score=math.nan)  # a score that is undefined is no best one
     assert max(read_scores(tmp_path / "nan/checkpoints/grpo")) == 2
+
+
+def test_the_start_can_be_the_best(tmp_path):
+    run = run_with_scores(tmp_path, scale=-1.0)  # scores fall
+    assert saved_steps(run.path / "checkpoints/grpo") == [2]  # the newest
+    assert best_step(read_scores(run.path / "checkpoints/grpo")) == 0
+
+
+def test_damaged_files_beside_the_seal_do_not_change_the_best_or_the_end(tmp_path):
+    """Each file outside the sealed checkpoints is removed or replaced by something else that a run may write."""
+    cut = run_with_scores(tmp_path / "cut", 3).path
+    whole = run_with_scores(shutil.copytree(cut, tmp_path / "whole")).path
+    sealed = {
+        file for step in saved_steps(cut / "checkpoints/grpo") for file in (cut / f"checkpoints/grpo/{step}").rglob("*")
+    }
+    deciding = [file for file in cut.rglob("*") if file.is_file() and file not in sealed and file.suffix == ".json"]
+    for number, file in enumerate(deciding):
+        for harm in (Path.unlink, lambda file: file.write_text('{"0": 9, "1": 8, "2": 7}')):
+            folder = shutil.copytree(cut, tmp_path / f"run-{number}", dirs_exist_ok=True)
+            harm(folder / file.relative_to(cut))
+            try:
+                run = run_with_scores(folder)
+            except UsageError:
+                continue  # noticed
+            if not run.lines("warnings.jsonl"):
+                assert sorted(saved_steps(folder / "checkpoints/grpo")) == [2, 4], file
+                assert_same_files(whole, folder, ["metrics.jsonl"])
+            shutil.rmtree(folder)
 
 
 def test_lost_lines_before_a_checkpoint_are_noticed(finished, tmp_path):

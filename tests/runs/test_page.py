@@ -115,6 +115,17 @@ def test_first_screen_shows_main_curves_and_fits_phones(show, dark):
     assert min(sizes) >= 11
 
 
+def test_each_reward_has_a_curve_on_the_first_screen(show):
+    run = rl_run()
+    for line in run["lines"]:
+        if line["phase"] == "grpo":
+            parts = {"reward_form": line["reward"] / 2, "reward_correct_std": line["reward"] / 4}
+            line |= {**parts, "reward_std": 0.1, "reward_form_std": 0.2, "reward_correct_std_std": 0.3}
+    page = show(**run)
+    assert titles(page)[:4] == ["Reward", "Reward form", "Reward correct_std", "Held-out score"]
+    assert page.run("return document.querySelector('#curves > .charts').getBoundingClientRect().bottom") < 1100
+
+
 def test_other_metrics_are_folded_and_flat_ones_apart(show):
     page = show(**rl_run(), times=[{"phase": "grpo", "step": 1, "rollout_s": 0.5}])
     shown = titles(page)

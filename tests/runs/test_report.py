@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -272,3 +273,28 @@ def test_long_curves_shrink_before_any_is_left_out(tmp_path):
     make_run(tmp_path, [{"phase": "grpo", "step": step, **names} for step in range(1, 21)])
     data = data_of(write_report(tmp_path))
     assert (len(data["curves"]), data["left_out"], data["parts"]) == (11_000, 0, 4)
+
+
+# ---- memory
+
+
+def test_long_rollouts_are_read_one_at_a_time(tmp_path):
+    """Neither resuming nor the page holds all rollouts, which grow with the steps of a run."""
+    line = group(0, text="Tom had a cat. " * 200)
+    make_run(tmp_path, metrics(1, 2))
+    with (tmp_path / "rollouts.jsonl").open("w") as file:
+        file.writelines(json.dumps({**line, "step": step}) + "\n" for step in range(800))
+    size = (tmp_path / "rollouts.jsonl").stat().st_size
+    run = RunFolder(tmp_path, {"steps": 3, "model": "tiny"})
+    peaks = {}
+    for name, call in {
+        "rewind": lambda: run.rewind("grpo", 600),
+        "report": lambda: write_report(tmp_path),
+    }.items():
+        tracemalloc.start()
+        call()
+        peaks[name] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert len(run.lines("rollouts.jsonl")) == 601
+    assert peaks["rewind"] < 0.1 * size
+    assert peaks["report"] < 12 * grpo_jax.runs.report.MAX_BYTES

@@ -130,3 +130,39 @@ def test_stop_requests_take_effect_when_training_ends():
     assert len(said) == 1
     with runner.between_steps() as asked:  # later training of the same process is not asked to stop
         assert not asked()
+
+
+# ---- the first seconds
+
+# Prints a line when the program handles SIGINT, which must be before it imports JAX.
+PRELUDE = """
+import runpy, signal, sys
+set_handler = signal.signal
+def tell(*handler):
+    set_handler(*handler)
+    print("early" if "jax" not in sys.modules else "late", flush=True)
+signal.signal = tell
+"""
+STARTS = {
+    "grpo-jax": "from grpo_jax.__main__ import main; sys.argv[1:1] = ['train']; main()",
+    "experiments": "sys.argv[0] = '-m'; import experiments; "
+    "runpy.run_module('experiments.train', None, '__main__', True)",
+}
+WAITS = [0.0, pytest.param(0.3, marks=pytest.mark.slow), 1.0, pytest.param(2.0, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("program", STARTS)
+@pytest.mark.parametrize("wait", WAITS)
+def test_ctrl_c_in_the_first_seconds_is_a_sentence(tmp_path, program, wait):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", PRELUDE + STARTS[program], "--model", "nowhere", "--task", "rows.jsonl"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
+    wait_for(process, "early")
+    time.sleep(wait)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert "Traceback" not in said
+    if process.returncode != 2:  # if it had not refused the model yet
+        assert process.returncode == 130
+        assert said.startswith("error: stopped by SIGINT")
