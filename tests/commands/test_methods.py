@@ -8,7 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from command_helpers import OF_PAIRS, evaluation, refusal, run, with_template
+from command_helpers import evaluation, refusal, run, with_template
 from tiny import read_lines, refused, slow_unless, write_rows
 
 from experiments.tasks import arithmetic
