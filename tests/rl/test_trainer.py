@@ -224,7 +224,7 @@ def test_nulls_of_arrow_are_left_out_of_tables(folder, tmp_path):
     model = shutil.copytree(folder, tmp_path / "told")
     template = "{% if low is not defined %}{% set low = 3 %}{% endif %}{{ low }}" + NAMES
     (model / "chat_template.jinja").write_text(template + "{{ tools[0].function.parameters | length }}" + TURNS)
-    tools = [{"function": {"name": "=", "parameters": dict(x=x, y=y)}} for x, y in ((1, None), (None, 1))]
+    tools = [{"function": {"name": "=", "parameters": {"x": x, "y": y}}} for x, y in ((1, None), (None, 1))]
     rows = [{"prompt": [{"role": "user", "content": "1+1="}], "tools": [tool]} for tool in tools]
     rows = Table(row | {"chat_template_kwargs": {"low": low}} for row, low in zip(rows, (None, 2), strict=True))
     trainer = GRPOTrainer(model, Rising(), run_dir=tmp_path / "run", steps=1, max_tokens=2)
