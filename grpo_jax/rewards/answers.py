@@ -268,8 +268,8 @@ _UNIT = re.compile(
 _NAMES = """
     deg degree|% percent percentage pct|$ dollar usd|in inch inche|ft feet foot|yd yard|mi mile|m meter metre
     |mm millimeter millimetre|cm centimeter centimetre|km kilometer kilometre|s sec second|min minute|h hr hour|g gram
-    |kg kilogram|mg milligram|l liter litre|ml milliliter millilitre|lb pound|oz ounce|gal gallon|qt quart|wk week|yr year
-    |mi/h mph|km/h kph kmh"""
+    |kg kilogram|mg milligram|l liter litre|ml milliliter millilitre|lb pound|oz ounce|gal gallon|qt quart|wk week
+    |yr year|mi/h mph|km/h kph kmh"""
 _UNITS = {name: names.split()[0] for names in _NAMES.split("|") for name in names.split()}
 _PRODUCTS = {"lb", "oz", "qt", "wk", "yr"}  # 5lb may be one of variables; 5 lbs is not
 _NO_UNITS = {"squared", "cubed", "factorial", "plus", "minus", "times", "over", "point"}
