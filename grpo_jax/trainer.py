@@ -13,7 +13,7 @@ import numpy as np
 from grpo_jax.config import GRPOConfig, ModelOptions, check_effects, run_of, validate, with_options
 from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.generators import PREFIX, parse_generators
-from grpo_jax.data.rows import SUFFIXES, read_rows
+from grpo_jax.data.rows import SUFFIXES, read_rows, remove_nulls
 from grpo_jax.data.text import Message, uses_chat
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.devices import devices_of, parts
@@ -266,4 +266,6 @@ def _rows(prompts: Any) -> str | list[Mapping[str, Any]]:
     rows = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
     if not rows:
         raise UsageError("prompts is empty: give at least one")
+    if hasattr(prompts, "features"):  # a table of the package datasets, which makes new objects for its rows
+        remove_nulls(rows, "prompts")
     return rows

@@ -53,7 +53,8 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
       subset: The subset of a hub data set that has several, such as "main".
 
     Returns:
-      The rows, at least one. Tools and calls of tools lose the nulls that Arrow adds, and a warning counts them.
+      The rows, at least one. Tools, calls of tools and variables of the chat template lose the nulls that Arrow adds,
+      and a warning counts them.
 
     Raises:
       UsageError: The source does not exist, or cannot be read. The message names file, line and reason.
@@ -70,9 +71,7 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
         rows = {"json": _json_rows, "jsonl": _json_lines, "csv": _csv_rows}[kind](path)
     if not rows:
         raise UsageError(f"{source} holds no rows")
-    if count := _remove_nulls(rows):
-        note = f"{source}: {count} nulls were left out of tools and their calls, since Arrow adds them"
-        warnings.warn(note, stacklevel=2)
+    remove_nulls(rows, str(source))
     return rows
 
 
@@ -381,22 +380,33 @@ def _dataset_rows(source: str, split: str, subset: str | None = None, **files: s
     return [_row(row, f"{name}, split {split}, row {number}") for number, row in enumerate(rows)]
 
 
-def _remove_nulls(rows: Sequence[Row]) -> int:
-    """Removes the nulls of tools and their calls from columns that Arrow wrote, and returns their number.
+_FOR_TEMPLATES = {"tools", "chat_template_kwargs"}  # columns that the chat template reads
 
-    Arrow gives all objects at a place the same fields. In a column with any other object, nulls have a meaning.
+
+def remove_nulls(rows: Sequence[Mapping[str, Any]], source: str) -> None:
+    """Removes the nulls of tools, their calls and template variables from columns that Arrow wrote, and warns.
+
+    Arrow gives all objects at a place the same fields, and a variable that is null is defined for a template. In a
+    column with any other object, nulls have a meaning.
+
+    Args:
+      rows: The rows, whose objects are changed.
+      source: The name of their source, for the warning.
     """
-    names = {name for row in rows for name, value in row.items() if name == "tools" or _has_calls(value)}
+    names = {name for row in rows for name, value in row.items() if name in _FOR_TEMPLATES or _has_calls(value)}
     count = 0
     for name in names:
         fields: dict[Any, Any] = {}
         columns = [row.get(name) for row in rows]
         if all(fields.setdefault(place, x.keys()) == x.keys() for place, x in _objects(columns, (name,))):
             for place, x in _objects(columns, (name,)):
-                for field in [y for y in x if x[y] is None and {"tools", "tool_calls"} & {*place}]:
+                for field in [y for y in x if x[y] is None and {*_FOR_TEMPLATES, "tool_calls"} & {*place}]:
                     del x[field]
                     count += 1
-    return count
+    if count:
+        where = "tools and their calls, or of chat_template_kwargs"
+        note = f"{source}: {count} nulls were left out of {where}, since Arrow adds them"
+        warnings.warn(note, stacklevel=3)
 
 
 def _has_calls(value: Any) -> bool:

@@ -266,10 +266,12 @@ _UNIT = re.compile(
 )
 # The names of each unit. Plurals with an s need no name.
 _NAMES = """
-    deg degree|% percent|$ dollar|in inch inche|ft feet foot|yd yard|mi mile|m meter metre|mm millimeter millimetre
-    |cm centimeter centimetre|km kilometer kilometre|s sec second|min minute|h hr hour|g gram|kg kilogram|mg milligram
-    |l liter litre|ml milliliter millilitre"""
+    deg degree|% percent percentage pct|$ dollar usd|in inch inche|ft feet foot|yd yard|mi mile|m meter metre
+    |mm millimeter millimetre|cm centimeter centimetre|km kilometer kilometre|s sec second|min minute|h hr hour|g gram
+    |kg kilogram|mg milligram|l liter litre|ml milliliter millilitre|lb pound|oz ounce|gal gallon|qt quart|wk week
+    |yr year|mi/h mph|km/h kph kmh"""
 _UNITS = {name: names.split()[0] for names in _NAMES.split("|") for name in names.split()}
+_PRODUCTS = {"lb", "oz", "qt", "wk", "yr"}  # 5lb may be one of variables; 5 lbs is not
 _NO_UNITS = {"squared", "cubed", "factorial", "plus", "minus", "times", "over", "point"}
 
 
@@ -306,6 +308,7 @@ def _split_unit(text: str) -> tuple[str, str, int]:
             power = exponent
     shortest = 4 if match["bare"] else 2  # 5ab is a product
     is_known = bool(names) and names[0] in _UNITS and len(match["bare"] or "text") > 1  # 5m is a product, too
+    is_known = is_known and match["bare"] not in _PRODUCTS
     if not is_known and (not names or len(names[0]) < shortest or {*words} & _NO_UNITS):
         return text, unit, 1
     if names[0] in _SCALES:

@@ -4,11 +4,13 @@ import json
 import sys
 
 import pytest
+import tokenizers
 from tiny import refused, write_rows
+from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.data.preferences import Preference, read_preferences, read_ratings
 from grpo_jax.data.rows import read_prompt, read_rows
-from grpo_jax.models.chat import Chat, row_kwargs
+from grpo_jax.models.chat import Chat, render, row_kwargs, with_kwargs
 
 ASKED = [{"role": "user", "content": "What color is the sky?"}]
 BLUE = [{"role": "assistant", "content": "It is blue."}]
@@ -152,6 +154,20 @@ def test_nulls_of_arrow_are_left_out_of_tools_and_calls(tmp_path, name):
     assert [row["tools"][0]["function"]["parameters"] for row in rows] == [{"at": "a"}, {"far": 2}]
     assert rows[0]["info"] == arrow_rows()[0]["info"]
     assert rows[0]["messages"][0] == arrow_rows()[0]["messages"][0]
+
+
+def test_nulls_of_arrow_define_no_variable_of_the_template(tmp_path):
+    # As in SmolLM3, where a variable that is null would turn thinking off.
+    template = "{% if think is not defined %}{% set think = true %}{% endif %}{{ think }} {{ effort or 'high' }}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
+    tokenizer.chat_template = template
+    stated = [{"effort": "low"}, {"think": False}]
+    rows = [{"prompt": "a", "chat_template_kwargs": {"think": None, "effort": None} | kwargs} for kwargs in stated]
+    with pytest.warns(UserWarning, match="2 nulls were left out of .*chat_template_kwargs"):
+        rows = read_rows(write_rows(tmp_path / "rows.jsonl", rows))
+    chat = Chat(tokenizer)
+    written = [render(with_kwargs(chat, row_kwargs(chat, row)), ASKED) for row in rows]
+    assert written == [tokenizer.apply_chat_template(ASKED, tokenize=False, **kwargs) for kwargs in stated]
 
 
 def test_nulls_stay_where_objects_have_fields_of_their_own(tmp_path):

@@ -62,6 +62,12 @@ class Frame(list):
         """The method by which pandas' tables are known."""
 
 
+class Table(list):
+    """A table like that of the package datasets, which is known by its features."""
+
+    features = ("prompt", "tools", "chat_template_kwargs")
+
+
 class Rising(Threes):
     """Rewards that differ in every group, whatever is sampled."""
 
@@ -212,6 +218,19 @@ def test_templates_announce_tools_and_calls_are_counted(folder, tmp_path):
     template.write_text(TURNS)
     with refused("writes no tools into the prompt"):
         GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "none", **TWO_TURNS).train(PROMPTS)
+
+
+def test_nulls_of_arrow_are_left_out_of_tables(folder, tmp_path):
+    model = shutil.copytree(folder, tmp_path / "told")
+    template = "{% if low is not defined %}{% set low = 3 %}{% endif %}{{ low }}" + NAMES
+    (model / "chat_template.jinja").write_text(template + "{{ tools[0].function.parameters | length }}" + TURNS)
+    tools = [{"function": {"name": "=", "parameters": {"x": x, "y": y}}} for x, y in ((1, None), (None, 1))]
+    rows = [{"prompt": [{"role": "user", "content": "1+1="}], "tools": [tool]} for tool in tools]
+    rows = Table(row | {"chat_template_kwargs": {"low": low}} for row, low in zip(rows, (None, 2), strict=True))
+    trainer = GRPOTrainer(model, Rising(), run_dir=tmp_path / "run", steps=1, max_tokens=2)
+    with pytest.warns(UserWarning, match="prompts: 3 nulls were left out"):
+        trainer.train(rows)
+    assert {line["prompt"] for line in trainer.run.lines("rollouts.jsonl")} == {"3=11+1=", "2=11+1="}
 
 
 @pytest.mark.slow
