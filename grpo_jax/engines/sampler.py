@@ -44,11 +44,8 @@ def sampler_of(
       UsageError: No engine answers, or an engine does not support the run.
     """
     _check(pretrained, task, config)
-    policy, devices, max_tokens = (
-        decoder_policy(pretrained.config),
-        sampling_devices(config),
-        config.sampling.max_tokens,
-    )
+    policy, devices = decoder_policy(pretrained.config), sampling_devices(config)
+    max_tokens = config.sampling.max_tokens
 
     def save(folder: Path, params: Params) -> None:
         if isinstance(params, Adapted):

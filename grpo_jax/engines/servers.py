@@ -1,9 +1,9 @@
 """Servers that sample with the trainer's parameters: who gets which request, and what happens when one fails.
 
-A rollout is a list of requests, which `Engine.submit` answers. Each server first gets the parameters, and proves that it
-holds them. Each group goes to one server, chosen by the group's number, since a server keeps the prompt that its
-completions share. The groups of a server that fails go to the others. A request has its own seed, so the completions do
-not depend on which server samples them.
+A rollout is a list of requests, which `Engine.submit` answers. Each server first gets the parameters, and proves that
+it holds them. Each group goes to one server, chosen by the group's number, since a server keeps the prompt that its
+completions share. The groups of a server that fails go to the others. A request has its own seed, so the completions
+do not depend on which server samples them.
 """
 
 import shutil
@@ -149,8 +149,8 @@ class Engine:
         """
         if self._probe is None:
             prompt = max((request.body["prompt"] for request in requests), key=len)
-            count = min(_PROOF_TOKENS, requests[0].body["max_tokens"])
-            self._probe = Probe(prompt, self._temperature, count, self._model.vocab_size)
+            num_tokens = min(_PROOF_TOKENS, requests[0].body["max_tokens"])
+            self._probe = Probe(prompt, self._temperature, num_tokens, self._model.vocab_size)
         return self._rollouts.submit(self._complete, self._write(params), requests)
 
     def _complete(self, parcel: Parcel, requests: Sequence[Request]) -> list[SampledTokens]:
@@ -247,7 +247,7 @@ class Engine:
     # ---- parameters
 
     def _write(self, params: Params) -> Parcel:
-        """Writes parameters to a folder with a new name, unless they were written last, and deletes the previous one."""
+        """Writes parameters to a new folder, and deletes the previous one, unless it holds these parameters."""
         leaves = jax.tree.leaves(params)
         known = [x() for x in self._written]
         if len(known) != len(leaves) or any(x is not y for x, y in zip(known, leaves, strict=True)):
@@ -303,14 +303,14 @@ class Engine:
         handover.finish(server, parcel.version)
         if handover.holds(server, parcel.version) is False:
             raise Interruption(
-                f"the engine at {server.url} was told to load {parcel.version}, and does not hold it: something between "
-                "it and the trainer drops requests"
+                f"the engine at {server.url} was told to load {parcel.version}, and does not hold it: something "
+                "between it and the trainer drops requests"
             )
         if difference := self._difference(server, handover, parcel.params, parcel.version):
             raise Interruption(f"the engine at {server.url} does not sample from the policy: {difference}")
 
     def _difference(self, server: Server, handover: Handover, params: Params, version: str) -> str:
-        """Returns how a server's log-probabilities differ from the trainer's, and likely causes, or "" if they agree."""
+        """Returns how log-probabilities of a server and of the trainer differ, with likely causes; "" if they agree."""
         assert self._probe
         try:
             texts = handover.proof(partial(handover.complete, server, version), self._probe)

@@ -1,7 +1,7 @@
 """A class for vLLM's workers, which load parameters and say which they hold.
 
-`vllm serve … --worker-extension-cls grpo_jax.engines.worker.PolicyWorker` adds it to them. vLLM's environment needs only
-this package, without what it depends on.
+`vllm serve … --worker-extension-cls grpo_jax.engines.worker.PolicyWorker` adds it to them. vLLM's environment needs
+only this package, without what it depends on.
 """
 
 from pathlib import Path

@@ -63,7 +63,10 @@ def engine_of(servers, folder, stop=None, **options):
     return Engine(options, Model(save, score, "float32", VOCAB_SIZE, stop), note=print)
 
 
-def complete(engine, params=np.ones(2), requests=ASKED):
+ONES = np.ones(2)
+
+
+def complete(engine, params=ONES, requests=ASKED):
     return engine.submit(params, requests).result()
 
 
