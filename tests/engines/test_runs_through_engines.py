@@ -1,6 +1,7 @@
 """Compares runs through a server, which runs our own sampler, with the same runs without it."""
 
 import dataclasses
+import time
 from functools import cache, partial
 from pathlib import Path
 
@@ -156,6 +157,18 @@ def test_server_runs_equal_local_runs(server, whole, tmp_path, kind, rank):
     moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), trained, start.adapters if rank else start)
     assert max(jax.tree.leaves(moved)) > 1e-2  # so each step needed other parameters
     assert len(server.adapters) == (1 if rank else 0)
+
+
+def test_each_step_has_the_seconds_of_its_own_rollout(server, params, tmp_path):
+    def wait(number, answer):
+        time.sleep(0.02)
+        return answer
+
+    server.tamper = wait  # which answers one request at a time
+    _, run = run_of(tmp_path / "through", params, sampler_at(server))
+    times = run.lines("times.jsonl")
+    assert min(line["rollout_s"] for line in times) > 16 * 0.02
+    assert max(line["rollout_tokens_per_s"] for line in times) < 16 * 3 / (16 * 0.02)
 
 
 def test_servers_get_adapters_in_export_layout(params, tmp_path):
