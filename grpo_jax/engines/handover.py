@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from grpo_jax.engines.completions import ScoredText, score_prompt, score_sampled
 from grpo_jax.engines.http import KEY, Failure, Gone, Refused, ask, parse_json
 from grpo_jax.errors import Interruption
+from grpo_jax.models.params import Adapted
+from grpo_jax.models.transformer import Params
 
 COMPLETIONS = "/v1/completions"
 SOON = 30.0  # seconds for an answer that needs no computation
@@ -27,11 +29,12 @@ _CURES = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """A server, and the parameters that it holds."""
 
     url: str
+    kind: str  # "vllm" or "sglang"
     timeout: float  # seconds for one answer
     model: str = ""  # its name for the model that it was started with
     version: str = ""  # the version of the parameters that it was last proven to hold; "": unknown
@@ -73,18 +76,6 @@ def cure_of(path: str, error: Failure) -> str:
     if error.code in _DENIED:
         return f"set the variable {KEY} to the server's key"
     return next(words for part, words in _CURES.items() if part in path)
-
-
-def connect(url: str, timeout: float) -> Server:
-    """Finds the server at an address.
-
-    Raises:
-      Failure, ValueError, LookupError, TypeError: No server of the protocol answers.
-    """
-    server = Server(url.rstrip("/").removesuffix("/v1"), timeout)
-    models = parse_json(ask(f"{server.url}/v1/models", timeout=min(timeout, SOON)))
-    server.model = str(models["data"][0]["id"])
-    return server
 
 
 class Probe(NamedTuple):
@@ -184,19 +175,6 @@ def _load_policy(server: Server, folder: Path) -> None:
 VLLM_WORKER = VLLM._replace(holds=_workers_hold, send=_load_policy)
 
 
-def vllm_handover(server: Server) -> Handover:
-    """Returns the way to load the weights of a vLLM server, which depends on whether it runs our class of workers."""
-    if server.has_worker is None:
-        try:
-            server.ask("/collective_rpc", {"method": "policy_version"})
-            server.has_worker = True
-        except Gone as error:
-            if error.code != _FAILED:
-                raise
-            server.has_worker = False
-    return VLLM_WORKER if server.has_worker else VLLM
-
-
 # ---- adapters
 
 
@@ -248,3 +226,25 @@ SGLANG_ADAPTERS = Handover(
     _prove_sampled,
     lambda server, version: {"model": server.model, "lora_path": version},
 )
+
+
+# ---- the way of a server
+
+
+def handover_of(server: Server, params: Params) -> Handover:
+    """Returns the way to hand parameters over, or adapters if there are any.
+
+    Raises:
+      Gone: The server does not answer, so that it is unknown if it runs our class of workers.
+    """
+    if isinstance(params, Adapted):
+        return VLLM_ADAPTERS if server.kind == "vllm" else SGLANG_ADAPTERS
+    if server.kind == "vllm" and server.has_worker is None:
+        try:
+            server.ask("/collective_rpc", {"method": "policy_version"})
+            server.has_worker = True
+        except Gone as error:
+            if error.code != _FAILED:
+                raise
+            server.has_worker = False
+    return SGLANG if server.kind == "sglang" else VLLM_WORKER if server.has_worker else VLLM

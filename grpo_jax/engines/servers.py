@@ -8,12 +8,12 @@ do not depend on which server samples them.
 
 import shutil
 import tempfile
-import threading
 import time
 import uuid
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,17 +23,8 @@ import numpy as np
 
 from grpo_jax.config import EngineOptions
 from grpo_jax.engines.completions import Wrong, read_completion
-from grpo_jax.engines.handover import (
-    SGLANG,
-    SGLANG_ADAPTERS,
-    VLLM_ADAPTERS,
-    Handover,
-    Probe,
-    Server,
-    connect,
-    vllm_handover,
-)
-from grpo_jax.engines.http import KEY, Failure, Gone
+from grpo_jax.engines.handover import SOON, Handover, Probe, Server, handover_of
+from grpo_jax.engines.http import KEY, Failure, Gone, ask, parse_json
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.params import Adapted
@@ -103,7 +94,7 @@ class Engine:
         Raises:
           UsageError: No server of the protocol answers at an address.
         """
-        self._is_vllm, self._timeout = options.engine_kind == "vllm", options.engine_timeout
+        self._timeout = options.engine_timeout
         self._dtype: Dtype = model.dtype if options.engine_dtype == "auto" else options.engine_dtype
         self._model, self._temperature, self._note = model, temperature, note
         self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
@@ -115,21 +106,23 @@ class Engine:
         self._parameters: Path | None = None  # the folder of the last parcel
         self._probe: Probe | None = None
         self._rollouts = ThreadPoolExecutor(1)
-        self._servers = [self._connect(url) for url in options.engine]
+        self._servers = [self._connect(url, options.engine_kind) for url in options.engine]
 
-    def _connect(self, url: str) -> Server:
+    def _connect(self, url: str, kind: str) -> Server:
         if "@" in url:  # the address is not repeated
             raise UsageError(
                 f"an address in engine holds a user or a password: leave it out, and set the variable {KEY}"
             )
+        server = Server(url.rstrip("/").removesuffix("/v1"), kind, self._timeout)
         try:
-            return connect(url, self._timeout)
+            models = parse_json(ask(f"{server.url}/v1/models", timeout=min(self._timeout, SOON)))
+            server.model = str(models["data"][0]["id"])
         except (Failure, ValueError, LookupError, TypeError) as error:
-            cure = f"set the variable {KEY} to its key, or " if getattr(error, "code", 0) in (401, 403) else ""
             raise UsageError(
-                f"no engine that serves /v1/models answers at {url} ({error}): {cure}start it, or correct the option "
-                "engine, its address"
+                f"no engine that serves /v1/models answers at {url} ({error}): start it, or correct the option engine, "
+                f"its address, or the variable {KEY}, its key"
             ) from None
+        return server
 
     # ---- rollouts
 
@@ -155,45 +148,42 @@ class Engine:
 
     def _complete(self, parcel: Parcel, requests: Sequence[Request]) -> list[SampledTokens]:
         answers: dict[int, SampledTokens] = {}
-        failures: dict[str, Gone] = {}  # of the servers that were asked in vain since the last pause
-        gone_since = None  # when the first request failed after the last completion
+        failures: dict[Server, Gone] = {}  # of the servers that were asked in vain since the last pause
+        gone_since: float | None = None  # when the first request failed after the last completion
         while missing := [place for place in range(len(requests)) if place not in answers]:
             if len(failures) == len(self._servers):
                 gone_since = gone_since or time.monotonic()
                 if time.monotonic() - gone_since >= self._timeout:
-                    url, last = failures.popitem()
+                    server, last = failures.popitem()
                     raise Interruption(
-                        f"the engine at {url} has not answered for {self._timeout:g} s ({last}), with {len(missing)} "
-                        f"of {len(requests)} completions missing: start it again"
+                        f"the engine at {server.url} has not answered for {self._timeout:g} s ({last}), with "
+                        f"{len(missing)} of {len(requests)} completions missing: start it again"
                     )
                 time.sleep(min(_PAUSE, self._timeout))
                 failures.clear()
             shares = self._divide(requests, missing, failures)
             with ThreadPoolExecutor(len(shares)) as pool:
-                draws = [pool.submit(self._draw, server, parcel, requests, places) for server, places in shares]
-            for (server, _), (sampled, error) in zip(shares, [draw.result() for draw in draws], strict=True):
+                draws = {server: pool.submit(self._draw, server, parcel, requests, shares[server]) for server in shares}
+            for server, draw in draws.items():
+                sampled, error = draw.result()
                 if error:
-                    failures[server.url] = error
+                    failures[server] = error
                     self._note(f"the engine at {server.url} does not answer ({error}): it is asked again")
                 gone_since = None if sampled else gone_since
                 answers |= sampled
         return [answers[place] for place in range(len(requests))]
 
     def _divide(
-        self, requests: Sequence[Request], missing: list[int], failures: Mapping[str, Gone]
-    ) -> list[tuple[Server, list[int]]]:
-        """Returns each server that answers with the places of its requests. A group goes to its server, if it can."""
-        ready = [server for server in self._servers if server.url not in failures]
-
-        def server_of(place: int) -> Server:
+        self, requests: Sequence[Request], missing: list[int], failures: Mapping[Server, Gone]
+    ) -> Mapping[Server, list[int]]:
+        """Returns the places of each server's requests. A group goes to its own server, unless that failed."""
+        ready = [server for server in self._servers if server not in failures]
+        shares = defaultdict(list)
+        for place in missing:
             group = requests[place].group
             first = self._servers[group % len(self._servers)]
-            return first if first in ready else ready[group % len(ready)]
-
-        places: dict[str, list[int]] = {}
-        for place in missing:
-            places.setdefault(server_of(place).url, []).append(place)
-        return [(server, places[server.url]) for server in ready if server.url in places]
+            shares[first if first in ready else ready[group % len(ready)]].append(place)
+        return shares
 
     def _draw(
         self, server: Server, parcel: Parcel, requests: Sequence[Request], places: list[int]
@@ -204,7 +194,7 @@ class Engine:
           Interruption: See `submit`.
         """
         try:
-            handover = self._handover_of(server, parcel.params)
+            handover = handover_of(server, parcel.params)
             self._load(server, handover, parcel)
             sampled, failure = self._ask_all(server, handover, parcel.version, requests, places)
             holds = handover.holds(server, parcel.version)
@@ -219,29 +209,25 @@ class Engine:
         self, server: Server, handover: Handover, version: str, requests: Sequence[Request], places: list[int]
     ) -> tuple[dict[int, SampledTokens], Gone | None]:
         """Sends requests concurrently. After a failure, no further requests begin. Also returns the failure."""
-        failed = threading.Event()
 
-        def attempt(place: int) -> SampledTokens | Exception | None:
-            if failed.is_set():
-                return None
+        def ask_for(place: int) -> SampledTokens:
             body = requests[place].body
             try:
                 answer = handover.complete(server, version, body)
                 return read_completion(answer, body, self._model.vocab_size, self._model.stop)
             except Wrong as error:
-                failed.set()
-                return Interruption(f"the engine at {server.url} {error}: nothing was learned from it")
-            except (Gone, Interruption) as error:
-                failed.set()
-                return error
+                raise Interruption(f"the engine at {server.url} {error}: nothing was learned from it") from None
 
         with ThreadPoolExecutor(min(_AT_ONCE, len(places))) as pool:
-            results = dict(zip(places, pool.map(attempt, places), strict=True))
-        errors = [result for result in results.values() if isinstance(result, Exception)]
+            draws = {place: pool.submit(ask_for, place) for place in places}
+            wait(draws.values(), return_when=FIRST_EXCEPTION)
+            pool.shutdown(cancel_futures=True)
+        ended = {place: draw for place, draw in draws.items() if not draw.cancelled()}
+        errors = [error for draw in ended.values() if (error := draw.exception())]
         for error in errors:
-            if isinstance(error, Interruption):
+            if not isinstance(error, Gone):
                 raise error
-        sampled = {place: result for place, result in results.items() if isinstance(result, tuple)}
+        sampled = {place: draw.result() for place, draw in ended.items() if not draw.exception()}
         return sampled, next((error for error in errors if isinstance(error, Gone)), None)
 
     # ---- parameters
@@ -266,11 +252,6 @@ class Engine:
             raise Interruption(f"{self._folder} cannot take parameters ({lacking(error) or error})") from None
         return folder
 
-    def _handover_of(self, server: Server, params: Params) -> Handover:
-        if not isinstance(params, Adapted):
-            return vllm_handover(server) if self._is_vllm else SGLANG
-        return VLLM_ADAPTERS if self._is_vllm else SGLANG_ADAPTERS
-
     def _load(self, server: Server, handover: Handover, parcel: Parcel) -> None:
         """Makes a server load parameters, unless it holds them.
 
@@ -288,7 +269,7 @@ class Engine:
 
     def _load_base(self, server: Server, base: Params) -> None:
         """Makes a server load the base of adapters, unless it holds it."""
-        handover = self._handover_of(server, base)
+        handover = handover_of(server, base)
         if not self._difference(server, handover, base, ""):
             return
         parcel = Parcel(base, self._save("base", base))
