@@ -38,6 +38,7 @@ class Server:
     timeout: float  # seconds for one answer
     model: str = ""  # its name for the model that it was started with
     version: str = ""  # the version of the parameters that it was last proven to hold; "": unknown
+    answers: bool = True  # false after a request in vain
     has_worker: bool | None = None  # true if it runs `engines.worker`; None: unknown
 
     def forget(self) -> None:

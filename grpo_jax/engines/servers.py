@@ -168,7 +168,9 @@ class Engine:
                 sampled, error = draw.result()
                 if error:
                     failures[server] = error
-                    self._note(f"the engine at {server.url} does not answer ({error}): it is asked again")
+                    if server.answers:  # it is told once
+                        self._note(f"the engine at {server.url} does not answer ({error}): it is asked again")
+                server.answers = error is None
                 gone_since = None if sampled else gone_since
                 answers |= sampled
         return [answers[place] for place in range(len(requests))]

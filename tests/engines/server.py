@@ -109,6 +109,10 @@ class Server:
         """Returns the requests for completions that are no proofs."""
         return [body for path, body in self.asked if path == "/v1/completions" and not is_proof(body)]
 
+    def asked_paths(self, path):
+        """Returns the bodies of the requests for a path."""
+        return [body for asked, body in self.asked if asked == path]
+
     def loads(self):
         """Returns the folders that it was told to load."""
         bodies = [body for path, body in self.asked if path == "/collective_rpc"]

@@ -419,9 +419,12 @@ def test_groups_go_to_servers_by_their_numbers(servers, tmp_path):
 
 
 @pytest.mark.parametrize("failure", [None, 503, 500])
-def test_the_groups_of_a_failed_server_go_to_the_others(servers, tmp_path, failure):
+def test_the_groups_of_a_failed_server_go_to_the_others(servers, tmp_path, capsys, failure):
     servers[0].tamper = lambda number, answer: failure if number >= 1 else answer
-    answers = complete(engine_of(servers, tmp_path), np.ones(2), PAIRS)
+    engine = engine_of(servers, tmp_path)
+    answers = complete(engine, np.ones(2), PAIRS)
+    complete(engine, np.zeros(2), PAIRS)
+    assert capsys.readouterr().out.count(f"{servers[0].url} does not answer") == 1
     assert answers == [([group, EOS], [-0.5, -0.25]) for group in range(4) for _ in range(2)]
     assert all(server.version != INITIAL for server in servers)
 

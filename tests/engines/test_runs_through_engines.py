@@ -11,7 +11,7 @@ import pytest
 from server import Server
 from tiny import STORIES, digit_prompts, digit_task, needs_data, read_lines, refused, says_three, write_rows
 
-from grpo_jax.commands import grpo, ppo
+from grpo_jax.commands import evaluate, grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.devices import ONE_DEVICE
@@ -255,7 +255,12 @@ def test_train_command_works_through_a_server(tmp_path, method):
     args += f" --num-prompts 2 --group-size 2 --max-tokens 8 --num-heldout 2 --eval-every 0 --engine {server.url}"
     args += " --eval-samples 1 --learning-rate 1e-3"
     command.main(flags.parse(command.Config, None, [*args.split(), *method]))
+    sent = len(server.loads()) + len(server.asked_paths("/v1/load_lora_adapter"))
+    evaluate.main(evaluate.parse([f"{tmp_path}/run", "--samples", "1", "--engine", server.url]))
     server.stop()
+    assert (
+        len(server.loads()) + len(server.asked_paths("/v1/load_lora_adapter")) > sent
+    )  # it sampled with the run's end
     lines = read_lines(tmp_path / "run/metrics.jsonl")
     deviations = [line["first_ratio_deviation"] for line in lines if line["step"]]
     assert len(deviations) == 2
