@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
     write_rows(folder / "rows.jsonl", [{"prompt": f"t{i} t{i + 9} t{i + 20}"} for i in range(16)])
     for seed, (name, is_tied) in enumerate({"tied": True, "untied": False, "other": True}.items()):
-        shape = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "head_dim": 32}
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
         config = tiny_config(VOCAB_SIZE, tie_word_embeddings=is_tied, **shape)
         save_pretrained(folder / name, jax.jit(decoder_policy(config).init)(jax.random.key(seed)), config)
         write_tokenizer(folder / name, VOCAB_SIZE)
