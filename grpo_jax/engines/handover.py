@@ -22,8 +22,8 @@ COMPLETIONS = "/v1/completions"
 SOON = 30.0  # seconds for an answer that needs no computation
 _DENIED, _NOT_FOUND, _FAILED = (401, 403), 404, 500
 _CURES = {
-    "lora_adapter": "start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora, and set engine_folder to a "
-    "folder that both see",
+    "lora_adapter": "start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora, and set engine_folder to "
+    "a folder that both see",
     "/v1": "start it as docs/engines.md says",
     "": "start vLLM with VLLM_SERVER_DEV_MODE=1, as docs/engines.md says",
 }
