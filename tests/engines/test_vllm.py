@@ -34,8 +34,10 @@ OPTIONS = "--served-model-name the-model --enforce-eager --gpu-memory-utilizatio
 OPTIONS += " --enable-lora --max-lora-rank 16 --host 127.0.0.1"
 VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
 VARIABLES |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-RUN = "--reward length(maximum=20) --num-prompts 4 --group-size 4 --max-tokens 8 --num-heldout 2 --eval-every 0"
+RUN = "--num-prompts 4 --group-size 4 --max-tokens 8 --num-heldout 2 --eval-every 0"
 RUN += " --eval-samples 1 --learning-rate 1e-3 --checkpoint-every 0 --engine-timeout 600"
+
+REWARD = "def variety(examples, completions):\n    return [len({*text.split()}) / 8 for text in completions]\n"
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,7 @@ def folder(tmp_path_factory):
     """A folder with rows and three models. A generation config would change every request that left an option out."""
     folder = tmp_path_factory.mktemp("vllm")
     write_rows(folder / "rows.jsonl", [{"prompt": f"t{i} t{i + 9} t{i + 20}"} for i in range(16)])
+    (folder / "rewards.py").write_text(REWARD)
     for seed, (name, is_tied) in enumerate({"tied": True, "untied": False, "other": True}.items()):
         shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
         config = tiny_config(VOCAB_SIZE, tie_word_embeddings=is_tied, **shape)
@@ -105,7 +108,7 @@ def serve(folder):
 
 def train(folder, run_dir, model, url, *options, steps=3):
     args = ["--model", folder / model, "--task", folder / "rows.jsonl", "--run-dir", run_dir, "--steps", steps]
-    args += [*RUN.split(), *(("--engine", url) if url else ()), *options]
+    args += [*RUN.split(), "--reward", f"{folder}/rewards.py:variety", *(("--engine", url) if url else ()), *options]
     grpo.main(flags.parse(grpo.Config, None, list(map(str, args))))
 
 
@@ -127,6 +130,7 @@ def test_ratios_are_1_before_each_update(folder, serve, tmp_path, model, adapter
     train(folder, tmp_path / "run", model, serve(model, *SERVERS[model]).url, *adapters, steps=20)
     deviations = [line["first_ratio_deviation"] for line in steps_of(tmp_path / "run")]
     assert len(deviations) == 20
+    assert min(line["grad_norm"] for line in steps_of(tmp_path / "run")) > 0  # so each step needs other parameters
     assert max(deviations) < 1e-4
 
 
