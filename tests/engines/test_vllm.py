@@ -152,14 +152,12 @@ def test_a_server_that_is_started_again_changes_no_token(folder, serve, tmp_path
     assert tokens_of(tmp_path / "run") == tokens_of(tmp_path / "whole")
 
 
-def test_stop_texts_end_completions_at_their_token(folder, serve, tmp_path):
+def test_stop_texts_end_completions_as_in_the_trainer(folder, serve, tmp_path):
+    """An answer that ends where the trainer sees no stop text would end the run."""
     server = serve("untied", *RIGHT)
     train(folder, tmp_path / "run", "untied", server.url, "--stop", "t1", "t2 ", "--rollouts-every", 1, steps=6)
     texts = [text for group in tokens_of(tmp_path / "run") for text in group]
-    ends = [["", *text][-2:] for text in texts if len(text) < 8]
-    assert all(last == "t5" or last.startswith("t1") or before == "t2" for before, last in ends)
-    assert any(last.startswith("t1") for _, last in ends)
-    assert any(before == "t2" for before, _ in ends)  # the space comes with the next token
+    assert any(text[-1] == " " for text in texts)  # what the stop text leaves of its token
     assert max(line["first_ratio_deviation"] for line in steps_of(tmp_path / "run")) < 1e-4
 
 
