@@ -155,12 +155,15 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """A server that samples instead of this process."""
+    """Servers that sample instead of this process."""
 
-    engine: str = ""
-    """Address of a server with OpenAI's /v1/completions, such as http://localhost:8000. Empty: this process samples."""
+    engine: tuple[str, ...] = ()
+    """Addresses of servers with OpenAI's /v1/completions, such as http://localhost:8000. None: this process samples."""
     engine_kind: Literal["vllm", "sglang"] = "vllm"
-    """Kind of the server, which decides the requests that make it load parameters."""
+    """Kind of the servers, which decides the requests that make them load parameters."""
+    engine_dtype: Literal[Dtype, "auto"] = "auto"
+    """Dtype in which the servers compute, which decides how far their log-probabilities may differ. auto: the
+    trainer's."""
     engine_timeout: Bound = 300.0
     """Seconds that one answer may take. If a server does not answer in time, the run is saved and ends."""
     engine_folder: str = ""
@@ -654,7 +657,7 @@ def validate_mesh(config: MeshConfig) -> None:
 # Options that do something only if another option does not have the value that turns it off.
 NEEDS: Mapping[str, tuple[str, Any]] = {
     **dict.fromkeys(("lora_alpha", "lora_targets"), ("lora_rank", 0)),
-    **dict.fromkeys(("engine_kind", "engine_timeout", "engine_folder"), ("engine", "")),
+    **dict.fromkeys(("engine_kind", "engine_dtype", "engine_timeout", "engine_folder"), ("engine", ())),
     **dict.fromkeys(("keep_best", "patience"), ("eval_every", 0)),
     "tools": ("max_turns", 1),
     "curriculum_bound": ("curriculum", 0),

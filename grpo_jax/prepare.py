@@ -261,13 +261,21 @@ def prepare(
         row, group_size = task.prompts(0).examples[0], run_of(options.train).sampling.group_size
         try_rewards(task, row, models["policy"], group_size)
     options, models, plan = apply_memory_plan(options, models, task)
-    config, sampler = run_of(options.train), None
-    if engine.engine:
-        from grpo_jax.engines.sampler import sampler_of  # loaded only with an engine
-
-        sampler = sampler_of(engine, models["policy"], task, config, note=note)
+    config = run_of(options.train)
+    sampler = make_engine_sampler(engine, models["policy"], task, config, note=note)
     programs, params = programs_of(models, task, options.train, sampler)
     return Prepared(options, models, task, programs, place(params, devices_of(config)), plan)
+
+
+def make_engine_sampler(
+    options: EngineOptions, pretrained: Pretrained, task: Task, config: GRPOConfig, *, note: Callable[[str], None]
+) -> Sampler | None:
+    """Returns the sampler of servers, or None without any. For arguments see `engines.sampler.sampler_of`."""
+    if not options.engine:
+        return None
+    from grpo_jax.engines.sampler import sampler_of  # loaded only with an engine
+
+    return sampler_of(options, pretrained, task, config, note=note)
 
 
 def try_rewards(

@@ -38,10 +38,10 @@ needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the shared data
 
 
 @contextlib.contextmanager
-def refused(words: str) -> Iterator[None]:
+def refused(words: str) -> Iterator[pytest.ExceptionInfo]:
     """Asserts that the block raises a `UsageError` of one line that matches the pattern `words`."""
     with pytest.raises(UsageError, match=words) as error:
-        yield
+        yield error
     assert "\n" not in str(error.value)
 
 

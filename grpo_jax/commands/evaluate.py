@@ -31,16 +31,18 @@ from grpo_jax.commands.model_and_task import (
     run_command,
     warn,
 )
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import EngineOptions, GRPOConfig
 from grpo_jax.data.prompts import hash_prompts
 from grpo_jax.errors import UsageError, make_folder, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size
+from grpo_jax.prepare import make_engine_sampler
 from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, num_heldout_calls, sample_heldout, summary
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.source import make_sampler
+from grpo_jax.runs import flags
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import read_inputs
 from grpo_jax.runs.progress import RunConsole, watched
@@ -52,7 +54,7 @@ _GROUP_SIZE = 8  # training's usual group size, for which the deadlines of rewar
 
 
 @dataclass(frozen=True)
-class Options(SamplingOptions):
+class Options(SamplingOptions, EngineOptions):
     """Options of the evaluation: the model, the task and the sampling."""
 
     samples: Size = 8
@@ -92,7 +94,7 @@ def main(options: Options) -> None:
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
         warn(console, notes)
         block = saved.get("num_prompts", 32) * group_size
-        evaluation = sample_and_score(pretrained, task, config, console, metric=options.metric, block=block)
+        evaluation = sample_and_score(options, pretrained, task, config, console, block=block)
         warn(console, ungraded_messages(task.reward).values())
         warn(console, interaction_of(task).failures(task).values())
     numbers = summary(evaluation)
@@ -109,16 +111,17 @@ def _group_size(count: int) -> int:
 
 
 def sample_and_score(
-    pretrained: Pretrained, task: Task, config: GRPOConfig, console: Console, *, metric: str, block: int
+    options: Options, pretrained: Pretrained, task: Task, config: GRPOConfig, console: Console, *, block: int
 ) -> Evaluation:
-    """Evaluates a model and shows progress; `metric` and `block` are those of `evaluate`."""
-    sampler = make_sampler(decoder_policy(pretrained.config), task, config.sampling)
+    """Evaluates a model, with servers if there are any, and shows progress; `block` is that of `evaluate`."""
+    sampler = make_engine_sampler(options, pretrained, task, config, note=flags.say_note)
+    sampler = sampler or make_sampler(decoder_policy(pretrained.config), task, config.sampling)
     calls, total = sample_heldout(sampler, pretrained.params, task, config), num_heldout_calls(task, config)
     if console.is_terminal:
         observed = track(calls, "sampling", total=total, console=console, transient=True)
     else:
         observed = watched(calls, console, "sampling", total)
-    return evaluate(observed, task, metric=metric, block=block)
+    return evaluate(observed, task, metric=options.metric, block=block)
 
 
 def show(console: Console, numbers: dict[str, float], title: str) -> None:

@@ -1,7 +1,7 @@
 """The completions protocol with token ids and log-probabilities: requests, and checks of their answers.
 
 POST /v1/completions takes the prompt as token ids. Nothing is encoded or decoded, so the policy trains on exactly the
-sampled tokens. According to the public code and documentation of both servers (November 2026; we ran neither):
+sampled tokens. We ran vLLM 0.32. For SGLang we rely on its public code and documentation (November 2026):
 
 - `return_token_ids` adds `token_ids` and `prompt_token_ids` to a choice: vLLM from 0.10.2, SGLang of 2026.
 - `logprobs` 0 returns `token_logprobs` of only the sampled tokens.
@@ -10,28 +10,24 @@ sampled tokens. According to the public code and documentation of both servers (
   its environment sets `SGLANG_RETURN_ORIGINAL_LOGPROB`.
 - `seed` applies to the request in vLLM. SGLang uses it only with `--enable-deterministic-inference`.
 - vLLM takes options that a request leaves out from the model's generation_config.json.
+- `prompt_logprobs` (vLLM) scores the prompt, at temperature 1.
 - `stop` ends a completion after the token whose text completes one of the texts, and the tokens include it. A server
   that decodes several tokens at once may give further tokens, which are dropped here. `include_stop_str_in_output`
   (vLLM) and `no_stop_trim` (SGLang) keep the text in the answer. With `skip_special_tokens` a server would look for
   the texts in a text without special tokens, which is not the text that rewards read.
 """
 
-import http.client
-import json
 import math
 import operator
-import os
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from grpo_jax.engines.http import one_line, parse_json
 from grpo_jax.errors import abbreviate
 from grpo_jax.sampling.stopping import Stop
 
 _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 
 
 class Wrong(Exception):
@@ -91,12 +87,12 @@ def read_completion(
       Wrong: A check failed.
     """
     try:
-        (choice,) = json.loads(answer)["choices"]
+        (choice,) = parse_json(answer)["choices"]
         ids, seen = [operator.index(i) for i in choice["token_ids"]], choice.get("prompt_token_ids")
         logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise Wrong(
-            f"gave no completion with token ids and log-probabilities ({_one_line(error)}): it needs a version that "
+            f"gave no completion with token ids and log-probabilities ({one_line(error)}): it needs a version that "
             "knows return_token_ids"
         ) from None
     if not len(ids) == len(logprobs) > 0 or not all(-math.inf < value <= _ROUNDING for value in logprobs):
@@ -108,7 +104,7 @@ def read_completion(
         ids, logprobs = ids[: stopped + 1], logprobs[: stopped + 1]
     _check_end(ids, body["stop_token_ids"], body["max_tokens"], stopped is not None)
     if seen is not None and seen != body["prompt"]:
-        raise Wrong(f"completed another prompt, of {len(seen)} tokens in place of {len(body['prompt'])}")
+        raise Wrong(f"completed another prompt, {abbreviate(seen)} instead of {abbreviate(body['prompt'])}")
     return ids, logprobs
 
 
@@ -125,93 +121,62 @@ def _check_end(ids: list[int], eos_ids: Sequence[int], max_tokens: int, is_stopp
         )
 
 
-# The environment variable with the server's key.
-KEY = "ENGINE_API_KEY"
-
-_PASSING = {408, 425, 429}
-_SERVERS_FAULT = 500
-_LONGEST_MESSAGE = 300
-_LONGEST_ANSWER = 2**25  # bytes; a token takes about a hundred
-_LONGEST_ERROR = 2**16
-
-# Ignores proxies of the environment, since an engine is on the trainer's network.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# ---- texts that both the server and the trainer score
 
 
-class Gone(Exception):
-    """The server does not answer now, but may answer later."""
+_OTHER_WEIGHTS = (
+    "it may hold another model, compute in another dtype (start it with --dtype float32, or name its dtype with "
+    "engine_dtype), or have kept an old tied head (start vLLM with --worker-extension-cls "
+    "grpo_jax.engines.worker.PolicyWorker)"
+)
+_OTHER_SAMPLING = (
+    "it may report them before temperature and truncation: start vLLM with --logprobs-mode processed_logprobs, and "
+    "SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+)
 
 
-class Refused(Exception):
-    """The server refuses a request, so that repeating it would not help.
+class ScoredText(NamedTuple):
+    """A text, and the log-probabilities of its last tokens at a temperature."""
 
-    Attributes:
-      code: The HTTP status; 0 if the address is invalid.
-    """
-
-    def __init__(self, words: str, code: int = 0) -> None:
-        super().__init__(words)
-        self.code = code
+    ids: list[int]
+    logprobs: list[float]
+    temperature: float
+    name: str  # of these tokens
+    causes: str  # what to change if other log-probabilities were expected
 
 
-def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
-    """Sends a request to a server and returns the answer.
+Complete = Callable[[Mapping[str, Any]], bytes]  # sends a request for a completion, and returns the answer
+
+
+def score_sampled(complete: Complete, prompt: list[int], temperature: float, count: int, vocab_size: int) -> ScoredText:
+    """Lets a server sample tokens, whose log-probabilities show how it processes them.
 
     Args:
-      url: The address of the resource.
-      body: The body to POST as JSON. None: a GET request.
-      timeout: Seconds to wait for the answer. An answer that has begun may end up to as many seconds later.
+      complete: Sends a request.
+      prompt: The tokens of the prompt.
+      temperature: The temperature.
+      count: The number of tokens to sample.
+      vocab_size: The size of the model's vocabulary.
 
     Raises:
-      Gone: The server does not answer in time, or answers that it cannot now.
-      Refused: The server rejects the request or answers endlessly, or the address or the key is invalid.
+      Wrong: The answer is no completion.
     """
-    data, ends, key = None if body is None else json.dumps(body).encode(), time.monotonic() + timeout, _key()
-    if not (key.isascii() and key.isprintable()):
-        raise Refused(f"{KEY} holds a line break or another character that no key has: set it again")
+    body = request_body(prompt, temperature=temperature, seed=0, max_tokens=count, eos_ids=()) | {"ignore_eos": True}
+    ids, logprobs = read_completion(complete(body), body, vocab_size)
+    return ScoredText(prompt + ids, logprobs, temperature, "sampled tokens", _OTHER_SAMPLING)
+
+
+def score_prompt(complete: Complete, prompt: list[int]) -> ScoredText:
+    """Lets a server score a prompt, whose log-probabilities show which parameters it holds.
+
+    Raises:
+      Wrong: The answer has no such log-probabilities.
+    """
+    body = request_body(prompt, temperature=1.0, seed=0, max_tokens=1, eos_ids=()) | {"prompt_logprobs": 0}
     try:
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        if key:
-            request.add_unredirected_header("Authorization", f"Bearer {key}")  # a redirect may lead to another server
-        with _OPENER.open(request, timeout=timeout) as answer:
-            data = _read(answer, _LONGEST_ANSWER, ends)
-    except urllib.error.HTTPError as error:
-        reason = b""
-        with suppress(OSError, http.client.HTTPException):
-            reason = _read(error, _LONGEST_ERROR, ends)
-        message = _one_line(f"{error.code} {error.reason}: {reason.decode(errors='replace')}")
-        if error.code in _PASSING or error.code >= _SERVERS_FAULT:
-            raise Gone(message) from None
-        raise Refused(message, error.code) from None
-    except TimeoutError:
-        raise Gone(f"no answer came within {timeout:g} s") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise Gone(_one_line(getattr(error, "reason", "") or error)) from None
-    except ValueError as error:
-        raise Refused(f"{url} is no address, such as http://host:8000 ({_one_line(error)})") from None
-    if len(data) > _LONGEST_ANSWER:
-        raise Refused(f"its answer has more than {_LONGEST_ANSWER} bytes")
-    return data
-
-
-def _read(answer: Any, most: int, ends: float) -> bytes:
-    """Reads an answer of at most `most` bytes; longer ones only in part. Raises TimeoutError after the time `ends`."""
-    data = bytearray()
-    while len(data) <= most and (block := answer.read1(2**16)):
-        data += block
-        if time.monotonic() > ends:
-            raise TimeoutError
-    if len(data) <= most and answer.length:  # read1 does not notice that a connection broke
-        raise http.client.IncompleteRead(bytes(data), answer.length)
-    return bytes(data)
-
-
-def _key() -> str:
-    """Returns the server's key, or "" without one."""
-    return os.environ.get(KEY, "").strip()
-
-
-def _one_line(text: object) -> str:
-    """Returns a text in one line, shortened and without the key, which a server may repeat."""
-    line, key = " ".join(str(text).split()), _key()
-    return (line.replace(key, "***") if key else line)[:_LONGEST_MESSAGE]
+        (choice,) = parse_json(complete(body))["choices"]
+        tokens = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
+        logprobs = [float(of_tokens[str(i)]["logprob"]) for i, of_tokens in tokens]
+    except _UNREADABLE as error:
+        raise Wrong(f"gave no log-probabilities of a prompt ({one_line(error)}): it needs vLLM 0.32 or later") from None
+    return ScoredText(prompt, logprobs, 1.0, "a prompt", _OTHER_WEIGHTS)

@@ -115,6 +115,9 @@ def make_iteration(
         source = by_solve_rate(draw, grade, grading.report, task, config.sampling, devices)
 
     def sample_rollout(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
+        if programs.sampler.program is None:  # it waits for the completions, which are no part of the previous step
+            on_dispatch()
+            return source.sample(state.source, join(state.params, frozen)["policy"], step, lambda: None)
         return source.sample(state.source, join(state.params, frozen)["policy"], step, on_dispatch)
 
     def score(state: TrainState, batch: Batch) -> Batch:

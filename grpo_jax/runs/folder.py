@@ -371,7 +371,7 @@ class RunFolder:
 
 # Options that a resumed run may change, because its results do not depend on them.
 FREE_OPTIONS = {"keep_checkpoints", "keep_best", "checkpoint_every", "wandb", "compilation_cache", "stop_code"}
-FREE_OPTIONS |= {"engine_timeout", "engine_folder"}
+FREE_OPTIONS |= {"engine_dtype", "engine_timeout", "engine_folder"}
 ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"

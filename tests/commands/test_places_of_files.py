@@ -275,7 +275,11 @@ def serving(folder: Path) -> Iterator[tuple[str, list[Pretrained]]]:
             logprobs.append(float(values[ids[-1]]))
         return ids[len(body["prompt"]) :], logprobs
 
-    server = Server(sample, digits, (EOS,))
+    def score(name: str, ids: list[int], temperature: float) -> np.ndarray:
+        values = log_probabilities(load(name), [ids])[0]
+        return np.array([values[place, i] for place, i in enumerate(ids[1:])])
+
+    server = Server(sample, digits, (EOS,), score=score)
     try:
         yield server.url, models
     finally:
@@ -288,7 +292,7 @@ def serve(folder: Path, model: Path) -> Seen:
     task, inputs = task_of_tokens((EOS,), 0, 24), (np.zeros((1, 2), np.int32), np.ones((1, 2), np.float32), np.zeros(3))
     pretrained = load_pretrained(model)
     with serving(folder / "served") as (url, loaded):
-        sampler = sampler_of(EngineOptions(url), pretrained, task, config, note=print)
+        sampler = sampler_of(EngineOptions((url,)), pretrained, task, config, note=print)
         sampler.complete(pretrained.params, pad_prompts([[1]], [{}], width=1, pad_id=0), *inputs)
     return Seen(folder / "served", pretrained=loaded[0])
 

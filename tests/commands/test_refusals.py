@@ -76,7 +76,7 @@ REFUSED = [
     ("episodes", "--environment game.py:make", "environment_tokens is 0"),
     ("episodes", "--environment game.py:nobody --environment-tokens 9", "has no 'nobody'"),
     ("task", "--tools game.py:add --reward exact_answer", "tools has no effect while max_turns is 1"),
-    ("grpo", "--engine-folder x", "engine_folder has no effect while engine is ''"),
+    ("grpo", "--engine-folder x", "engine_folder has no effect while engine is ()"),
     ("grpo", "--lora-rank 2 --lora-targets q_proj q_proj", "lora_targets is q_proj, q_proj: give each value once"),
     ("grpo", "--lora-alpha 3", "lora_alpha has no effect while lora_rank is 0"),
     ("sft", "--lora-targets q_proj", "lora_targets has no effect while lora_rank is 0"),

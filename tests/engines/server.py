@@ -1,13 +1,27 @@
-"""A small server of the completions protocol, as vLLM and SGLang speak it, which samples by a function given to it."""
+"""A small server of the completions protocol, as vLLM and SGLang speak it, which samples by a function given to it.
+
+vLLM's answers are those that version 0.32 gave.
+"""
 
 import json
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 # (parameters' folder, request) -> ids and log-probabilities
 Sample = Callable[[str, dict[str, Any]], tuple[list[int], list[float]]]
+# (parameters' folder, ids, temperature) -> log-probabilities of all ids after the first
+Score = Callable[[str, list[int], float], Any]
+
+
+def constant_score(folder: str, ids: list[int], temperature: float) -> list[float]:
+    return [-0.5] * (len(ids) - 1)
+
+
+INITIAL = "default"  # vLLM's version of the parameters with which it starts
+PLAIN_VLLM = 500  # its answer to a method that its workers lack
 
 
 class Server:
@@ -17,24 +31,48 @@ class Server:
       url: of it.
       asked: requests so far, as (path, body).
       tamper: what may spoil an answer: (number of the completion, from 0, answer) -> answer as JSON or bytes, an HTTP
-        status, or None to hang up.
+        status, or None to hang up. Proofs are not counted and not spoiled.
+      drops: paths of requests that something on the way answers with success.
+      has_worker: true if it runs `grpo_jax.engines.worker`.
     """
 
-    def __init__(self, sample: Sample, decode: Callable[[list[int]], str], eos_ids: tuple[int, ...], port: int = 0):
+    def __init__(
+        self,
+        sample: Sample,
+        decode: Callable[[list[int]], str],
+        eos_ids: tuple[int, ...],
+        port: int = 0,
+        *,
+        score: Score = constant_score,
+    ):
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.tamper: Callable[[int, Any], Any] = lambda number, answer: answer
-        self.folder, self.adapters, self.models = "", {}, ["the-model"]
-        self._sample, self._decode, self._eos_ids = sample, decode, eos_ids
+        self.drops: set[str] = set()
+        self.models, self.has_worker = ["the-model"], False
+        self._sample, self._score, self._decode, self._eos_ids = sample, score, decode, eos_ids
         self._count, self._lock = 0, threading.Lock()
+        self.restart()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                self.answer({"object": "list", "data": [{"id": name} for name in outer.models]})
+                if self.path == "/weight_info":
+                    return self.answer({"weight_version": outer.version})
+                names = [*outer.models, *outer.adapters] if outer.models else []
+                return self.answer({"object": "list", "data": [{"id": name} for name in names]})
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                self.answer(outer.reply(self.path, body))
+                try:
+                    answer = outer.reply(self.path, body)
+                except Exception as error:  # an answer that ends the run, which would ask again if nothing came
+                    answer = repr(error).encode()
+                    self.send_response(400)
+                    self.send_header("Content-Length", str(len(answer)))
+                    self.end_headers()
+                    self.wfile.write(answer)
+                    raise
+                self.answer(answer)
 
             def answer(self, answer):
                 if answer is None:
@@ -59,23 +97,42 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
+    def restart(self):
+        """Loses all parameters that were sent."""
+        self.folder, self.version, self.worker_version, self.adapters = "", INITIAL, "", {}
+
     def stop(self):
         self._server.shutdown()
         self._server.server_close()
 
     def completions(self):
-        return [body for path, body in self.asked if path == "/v1/completions"]
+        """Returns the requests for completions that are no proofs."""
+        return [body for path, body in self.asked if path == "/v1/completions" and not is_proof(body)]
+
+    def asked_paths(self, path):
+        """Returns the bodies of the requests for a path."""
+        return [body for asked, body in self.asked if asked == path]
+
+    def loads(self):
+        """Returns the folders that it was told to load."""
+        bodies = [body for path, body in self.asked if path == "/collective_rpc"]
+        return [folder for body in bodies for folder in body.get("kwargs", {}).values()]
 
     def reply(self, path: str, body: dict[str, Any]) -> Any:
         with self._lock:
             self.asked.append((path, body))
             if path == "/v1/completions":
+                if is_proof(body):
+                    return self.complete(body)
                 number, self._count = self._count, self._count + 1
                 return self.tamper(number, self.complete(body))
+            if path in self.drops or path in ("/pause?mode=abort", "/resume", "/reset_prefix_cache"):
+                return {"success": True}
         if path == "/collective_rpc":
-            assert body["method"] == "reload_weights"
-            self.folder = body["kwargs"]["weights_path"]
-            return {"results": [None]}
+            return self.call_workers(body["method"], **body.get("kwargs", {}))
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+            return {"success": True, "new_version": self.version}
         if path == "/update_weights_from_disk":
             self.folder = body["model_path"]
             return {"success": True, "message": "Succeeded to update model weights."}
@@ -83,15 +140,31 @@ class Server:
             self.adapters[body["lora_name"]] = body["lora_path"]
             return b"Success: LoRA adapter added successfully."
         if path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
-            del self.adapters[body["lora_name"]]
-            return b"Success"
-        return {} if path == "/reset_prefix_cache" else 404
+            return b"Success" if self.adapters.pop(body["lora_name"], None) else 404
+        return 404
+
+    def call_workers(self, method: str, weights_path: str = "", folder: str = "") -> Any:
+        if method != "reload_weights" and not self.has_worker:
+            return PLAIN_VLLM
+        if method == "policy_version":
+            return {"results": [self.worker_version]}
+        if method == "load_policy" and not Path(folder).is_dir():
+            return {"results": [f"there is no folder {folder}"]}
+        if not Path(weights_path + folder).is_dir():
+            return PLAIN_VLLM
+        self.folder, self.worker_version = weights_path + folder, Path(folder).name
+        return {"results": [None if weights_path else ""]}
 
     def complete(self, body: dict[str, Any]) -> Any:
         adapter = body.get("lora_path") or body["model"]
         if adapter != "the-model" and adapter not in self.adapters:
             return 404
-        ids, logprobs = self._sample(self.adapters.get(adapter, self.folder), body)
+        folder = self.adapters.get(adapter, self.folder)
+        if is_proof(body):
+            ids = [0] * body["max_tokens"]
+            logprobs = list(map(float, self._score(folder, body["prompt"] + ids, body["temperature"])[-len(ids) :]))
+        else:
+            ids, logprobs = self._sample(folder, body)
         choice = {
             "index": 0,
             "text": self._decode([i for i in ids if i not in self._eos_ids]),
@@ -100,4 +173,12 @@ class Server:
             "logprobs": {"token_logprobs": logprobs, "tokens": [f"token_id:{i}" for i in ids]},
             "finish_reason": "stop" if ids[-1] in self._eos_ids else "length",
         }
+        if "prompt_logprobs" in body:
+            scores = zip(body["prompt"][1:], self._score(folder, body["prompt"], 1.0), strict=True)
+            choice["prompt_logprobs"] = [None, *({str(i): {"logprob": float(score), "rank": 1}} for i, score in scores)]
         return {"object": "text_completion", "model": body["model"], "choices": [choice]}
+
+
+def is_proof(body: dict[str, Any]) -> bool:
+    """Returns whether a request only shows which parameters a server holds."""
+    return "prompt_logprobs" in body or "ignore_eos" in body

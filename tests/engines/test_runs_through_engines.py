@@ -1,6 +1,7 @@
 """Compares runs through a server, which runs our own sampler, with the same runs without it."""
 
 import dataclasses
+import time
 from functools import cache, partial
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 from server import Server
 from tiny import STORIES, digit_prompts, digit_task, needs_data, read_lines, refused, says_three, write_rows
 
-from grpo_jax.commands import grpo, ppo
+from grpo_jax.commands import evaluate, grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
 from grpo_jax.data.prompts import pad_prompts
-from grpo_jax.engines.sampler import sampler_of, seed_of
+from grpo_jax.devices import ONE_DEVICE
+from grpo_jax.engines.sampler import make_score, sampler_of, seed_of
 from grpo_jax.errors import Interruption
 from grpo_jax.models import huggingface, peft, weights
 from grpo_jax.models.config import ModelConfig
@@ -34,6 +36,23 @@ POLICY = decoder_policy(SHAPE)
 CONFIG = recipe(steps=4, num_prompts=4, group_size=4, max_tokens=3, learning_rate=5e-2, rollouts_every=1)
 
 
+def reader(load, load_adapter):
+    """Returns the function that reads the parameters of a folder."""
+
+    @cache
+    def read(folder):
+        is_adapter = (Path(folder) / "adapter_config.json").exists()
+        return (load_adapter if is_adapter else load)(Path(folder))
+
+    return read
+
+
+def scores(policy, load, load_adapter):
+    """Returns the function that scores a text as a server does."""
+    read, score = reader(load, load_adapter), make_score(policy, ONE_DEVICE)
+    return lambda folder, ids, temperature: score(read(folder), ids, temperature)
+
+
 def samples(sampler, load, load_adapter, draw, width):
     """Returns a sampler as a server calls it.
 
@@ -45,10 +64,7 @@ def samples(sampler, load, load_adapter, draw, width):
       width: The width of prompts.
     """
 
-    @cache
-    def read(folder):
-        is_adapter = (Path(folder) / "adapter_config.json").exists()
-        return (load_adapter if is_adapter else load)(Path(folder))
+    read = reader(load, load_adapter)
 
     def sample(folder, body):
         prompt = pad_prompts([body["prompt"]], [{}], width=width, pad_id=PAD)
@@ -80,19 +96,22 @@ def numbered():
 
 @pytest.fixture
 def server(params, numbered):
-    load = partial(load_params, config=SHAPE)
+    def load(folder):
+        return load_params(folder, SHAPE) if (folder / "config.json").exists() else params
+
     load_adapter = partial(peft.load_adapter, config=SHAPE, params=params)
-    server = Server(samples(OWN, load, load_adapter, numbered.__getitem__, P), TASK.decode, (EOS,))
+    sample, score = samples(OWN, load, load_adapter, numbered.__getitem__, P), scores(POLICY, load, load_adapter)
+    server = Server(sample, TASK.decode, (EOS,), score=score)
     yield server
     server.stop()
 
 
 def sampler_at(server, shape=SHAPE, **options):
-    options = EngineOptions(server.url, **options)
-    return sampler_of(options, PRETRAINED._replace(config=shape), TASK, CONFIG, note=lambda words: None)
+    options = EngineOptions((server.url,), **options)
+    return sampler_of(options, PRETRAINED._replace(config=shape), TASK, CONFIG, note=print)
 
 
-NOWHERE = EngineOptions("http://127.0.0.1:9")  # where no server is
+NOWHERE = EngineOptions(("http://127.0.0.1:9",))  # where no server is
 PROGRAMS = {staleness: make_programs(POLICY, TASK, with_options(CONFIG, staleness=staleness)) for staleness in (0, 1)}
 
 
@@ -140,6 +159,18 @@ def test_server_runs_equal_local_runs(server, whole, tmp_path, kind, rank):
     assert len(server.adapters) == (1 if rank else 0)
 
 
+def test_each_step_has_the_seconds_of_its_own_rollout(server, params, tmp_path):
+    def wait(number, answer):
+        time.sleep(0.02)
+        return answer
+
+    server.tamper = wait  # which answers one request at a time
+    _, run = run_of(tmp_path / "through", params, sampler_at(server))
+    times = run.lines("times.jsonl")
+    assert min(line["rollout_s"] for line in times) > 16 * 0.02
+    assert max(line["rollout_tokens_per_s"] for line in times) < 16 * 3 / (16 * 0.02)
+
+
 def test_servers_get_adapters_in_export_layout(params, tmp_path):
     names = []
 
@@ -147,8 +178,9 @@ def test_servers_get_adapters_in_export_layout(params, tmp_path):
         names.append(sorted(weights.find_tensors(Path(folder), ["adapter_model.safetensors"])))
         return [EOS], [-0.5]
 
-    server = Server(one_token, TASK.decode, (EOS,))
-    adapted = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)
+    adapted = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)  # which do nothing yet
+    score = scores(POLICY, lambda folder: params, lambda folder: params)
+    server = Server(one_token, TASK.decode, (EOS,), score=score)
     inputs = (
         TASK.prompts(0),
         completion_numbers(CONFIG.sampling),
@@ -209,11 +241,13 @@ def test_train_command_works_through_a_server(tmp_path, method):
     sampler = make_sampler(decoder_policy(model.config), task, with_options(CONFIG, max_tokens=8).sampling)
 
     def load(folder):
-        return huggingface.load_pretrained(folder).params
+        return huggingface.load_pretrained(folder).params if folder.name else model.params
 
     load_adapter = partial(peft.load_adapter, config=model.config, params=model.params)
     sample = samples(sampler, load, load_adapter, lambda seed: (noise_of(0, 0, 0), seed), width=16)
-    server = Server(sample, lambda ids: model.tokenizer.decode(ids, skip_special_tokens=True), model.eos_ids)
+    score = scores(decoder_policy(model.config), load, load_adapter)
+    decode = partial(model.tokenizer.decode, skip_special_tokens=True)
+    server = Server(sample, decode, model.eos_ids, score=score)
     command = ppo if "ppo" in method else grpo
     args = (
         f"--model {STORIES} --task {tmp_path}/rows.jsonl --reward length(maximum=20) --run-dir {tmp_path}/run --steps 2"
@@ -221,7 +255,12 @@ def test_train_command_works_through_a_server(tmp_path, method):
     args += f" --num-prompts 2 --group-size 2 --max-tokens 8 --num-heldout 2 --eval-every 0 --engine {server.url}"
     args += " --eval-samples 1 --learning-rate 1e-3"
     command.main(flags.parse(command.Config, None, [*args.split(), *method]))
+    sent = len(server.loads()) + len(server.asked_paths("/v1/load_lora_adapter"))
+    evaluate.main(evaluate.parse([f"{tmp_path}/run", "--samples", "1", "--engine", server.url]))
     server.stop()
+    assert (
+        len(server.loads()) + len(server.asked_paths("/v1/load_lora_adapter")) > sent
+    )  # it sampled with the run's end
     lines = read_lines(tmp_path / "run/metrics.jsonl")
     deviations = [line["first_ratio_deviation"] for line in lines if line["step"]]
     assert len(deviations) == 2

@@ -1,0 +1,187 @@
+"""Runs and planted faults with a real vLLM on a CPU, which `.ci/engine` installs. Without it these tests are skipped.
+
+A server takes one to three minutes to start, so the tests are ordered by server, and one server runs at a time.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import jax
+import pytest
+from tiny import read_lines, refused, tiny_config, write_rows, write_tokenizer
+
+from grpo_jax.commands import grpo
+from grpo_jax.models.huggingface import save_pretrained
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs import flags
+
+ROOT = Path(__file__).parents[2]
+VLLM = Path(os.environ.get("VLLM", ROOT / ".venv-vllm/bin/vllm"))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VLLM.exists(), reason="needs vLLM: .ci/engine installs it")]
+
+VOCAB_SIZE = 64
+WORKER = ("--worker-extension-cls", "grpo_jax.engines.worker.PolicyWorker")
+RIGHT = ("--dtype", "float32", "--logprobs-mode", "processed_logprobs")
+OPTIONS = "--served-model-name the-model --enforce-eager --gpu-memory-utilization 0.1 --max-model-len 64"
+OPTIONS += " --enable-lora --max-lora-rank 16 --host 127.0.0.1"
+VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
+VARIABLES |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+RUN = "--num-prompts 4 --group-size 4 --max-tokens 8 --num-heldout 2 --eval-every 0"
+RUN += " --eval-samples 1 --learning-rate 1e-3 --checkpoint-every 0 --engine-timeout 600"
+
+REWARD = "def variety(examples, completions):\n    return [len({*text.split()}) / 8 for text in completions]\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with rows and three models. A generation config would change every request that left an option out."""
+    folder = tmp_path_factory.mktemp("vllm")
+    write_rows(folder / "rows.jsonl", [{"prompt": f"t{i} t{i + 9} t{i + 20}"} for i in range(16)])
+    (folder / "rewards.py").write_text(REWARD)
+    for seed, (name, is_tied) in enumerate({"tied": True, "untied": False, "other": True}.items()):
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+        config = tiny_config(VOCAB_SIZE, tie_word_embeddings=is_tied, **shape)
+        save_pretrained(folder / name, jax.jit(decoder_policy(config).init)(jax.random.key(seed)), config)
+        write_tokenizer(folder / name, VOCAB_SIZE)
+        defaults = {"temperature": 0.3, "top_k": 5, "repetition_penalty": 2.0}
+        (folder / name / "generation_config.json").write_text(json.dumps(defaults))
+    return folder
+
+
+class Running:
+    """A vLLM server of a model, which can be killed and started again."""
+
+    def __init__(self, model, *options):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [VLLM, "serve", model, "--port", str(port), *OPTIONS.split(), *options]
+        self._log = model.parent / f"vllm-{port}.log"
+        self.start()
+
+    def start(self):
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                self._command, env=os.environ | VARIABLES, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self):
+        for _ in range(600):
+            assert self._process.poll() is None, self._log.read_text()[-2000:]
+            with contextlib.suppress(OSError), urlopen(f"{self.url}/health", timeout=1):
+                return self
+            time.sleep(1)
+        raise TimeoutError
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def serve(folder):
+    """Returns the server of a model with options. Only the last one runs."""
+    servers: dict = {}
+
+    def server_of(name, *options):
+        if (name, options) not in servers:
+            for other in servers.values():
+                other.kill()
+            servers.clear()
+            servers[name, options] = Running(folder / name, *options).wait()
+        return servers[name, options]
+
+    yield server_of
+    for server in servers.values():
+        server.kill()
+
+
+def train(folder, run_dir, model, url, *options, steps=3):
+    args = ["--model", folder / model, "--task", folder / "rows.jsonl", "--run-dir", run_dir, "--steps", steps]
+    args += [*RUN.split(), "--reward", f"{folder}/rewards.py:variety", *(("--engine", url) if url else ()), *options]
+    grpo.main(flags.parse(grpo.Config, None, list(map(str, args))))
+
+
+def steps_of(run_dir):
+    file = run_dir / "metrics.jsonl"
+    return [line for line in read_lines(file) if line["step"]] if file.exists() else []
+
+
+def tokens_of(run_dir):
+    return [group["tokens"] for group in read_lines(run_dir / "rollouts.jsonl")]
+
+
+SERVERS = {"tied": (*RIGHT, *WORKER), "untied": RIGHT}
+
+
+@pytest.mark.parametrize("model", SERVERS)
+@pytest.mark.parametrize("adapters", [(), ("--lora-rank", 4)], ids=["full", "lora"])
+def test_ratios_are_1_before_each_update(folder, serve, tmp_path, model, adapters):
+    train(folder, tmp_path / "run", model, serve(model, *SERVERS[model]).url, *adapters, steps=20)
+    deviations = [line["first_ratio_deviation"] for line in steps_of(tmp_path / "run")]
+    assert len(deviations) == 20
+    assert min(line["grad_norm"] for line in steps_of(tmp_path / "run")) > 0  # so each step needs other parameters
+    assert max(deviations) < 1e-4
+
+
+def test_a_server_that_is_started_again_changes_no_token(folder, serve, tmp_path):
+    server = serve("untied", *RIGHT)
+    options = ("--rollouts-every", 1, "--temperature", 0.9)
+    train(folder, tmp_path / "whole", "untied", server.url, *options, steps=12)
+
+    def restart():
+        while len(steps_of(tmp_path / "run")) < 4:
+            time.sleep(0.05)
+        server.kill()
+        server.start()
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    train(folder, tmp_path / "run", "untied", server.url, *options, steps=12)
+    thread.join()
+    assert tokens_of(tmp_path / "run") == tokens_of(tmp_path / "whole")
+
+
+def test_stop_texts_end_completions_as_in_the_trainer(folder, serve, tmp_path):
+    """An answer that ends where the trainer sees no stop text would end the run."""
+    server = serve("untied", *RIGHT)
+    train(folder, tmp_path / "run", "untied", server.url, "--stop", "t1", "t2 ", "--rollouts-every", 1, steps=6)
+    texts = [text for group in tokens_of(tmp_path / "run") for text in group]
+    assert any(text[-1] == " " for text in texts)  # what the stop text leaves of its token
+    assert max(line["first_ratio_deviation"] for line in steps_of(tmp_path / "run")) < 1e-4
+
+
+FAULTS = {
+    "another model, and a head that stays stale": ("tied", (), "log-probabilities of a prompt differ .* tied head"),
+    "a head that stays stale": ("other", (), "log-probabilities of a prompt differ .* tied head"),
+    "another base": ("tied", ("--lora-rank", 4), "log-probabilities of a prompt differ .* another model"),
+    "raw log-probabilities": ("other", ("--temperature", 0.7), "of sampled tokens differ .* processed_logprobs"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_end_a_run_before_it_learns_from_them(folder, serve, tmp_path, fault):
+    model, options, words = FAULTS[fault]
+    server = serve("other", "--dtype", "float32")
+    with refused(words):
+        train(folder, tmp_path / "run", model, server.url, *options)
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == (fault == "a head that stays stale")  # the first update makes the head stale
+
+
+def test_another_dtype_ends_a_run_unless_it_is_named(folder, serve, tmp_path):
+    server = serve("untied", "--logprobs-mode", "processed_logprobs")  # bfloat16 is vLLM's choice
+    with refused("--dtype float32, or name its dtype with engine_dtype"):
+        train(folder, tmp_path / "run", "untied", server.url)
+    train(folder, tmp_path / "named", "untied", server.url, "--engine-dtype", "bfloat16")
+    assert len(steps_of(tmp_path / "named")) == 3
