@@ -186,6 +186,8 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
     options = {current_name(name, types, flat): value for name, value in flat.items()}
     check_known(options, types)
     for name, value in options.items():
+        if name == "engine" and isinstance(value, str):  # earlier versions took one address, or none as ""
+            value = [value] if value else []
         check_type(name, value, types[name])
         options[name] = Path(value) if types[name] is Path else tuple(value) if isinstance(value, list) else value
     return replace_options(default, options)

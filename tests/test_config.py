@@ -304,6 +304,11 @@ def test_json_round_trips(config):
         grpo_options.from_json(config, {"output": {"no_such_option": 1}})
 
 
+@pytest.mark.parametrize(("saved", "engine"), [("", ()), ("http://host:1", ("http://host:1",)), (["a", "b"], ("a", "b"))])
+def test_one_address_of_an_engine_is_read_from_earlier_runs(saved, engine):
+    assert grpo_options.from_json(configs.EngineOptions(), {"engine": saved}).engine == engine
+
+
 def test_differing_options_are_named_without_their_groups():
     one, other = configs.recipe(), configs.recipe("dapo", learning_rate=1e-3, keep_checkpoints=9)
     differing = differing_options(json.loads(json.dumps(dataclasses.asdict(one))), dataclasses.asdict(other))
