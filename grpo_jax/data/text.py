@@ -277,10 +277,7 @@ def answer_prompts(
         if not answer.strip() and not scored:
             return prompt
         if (opening := openings[repr(prompt.kwargs)]) and answer.lstrip().startswith(opening):
-            raise UsageError(
-                f"the answer {abbreviate(answer)} begins with {opening}, which the chat template writes before it: "
-                "leave it out"
-            )
+            raise UsageError(f"the answer {abbreviate(answer)} begins with {opening}, which the template adds: drop it")
         whole = render_answer(chats[repr(prompt.kwargs)], prompt, prompt.messages, answer, end)
         return whole + (end.tail if scored else end.learned)
 

@@ -445,7 +445,7 @@ def test_messages_that_a_template_leaves_out_are_refused(tokenizer, template, ro
 def test_answers_with_the_opening_of_their_turn_are_refused(tokenizer):
     tokenizer.chat_template = CHATML
     chat = Chat(tokenizer, (tokenizer.eos_token_id,))
-    with refused("begins with <|im_start|>assistant, which the chat template writes before it: leave it out"):
+    with refused("begins with <|im_start|>assistant, which the template adds: drop it"):
         encode_answers(chat, [[USER]], [("2", "<|im_start|>assistant\n3<|im_end|>")])
 
 
