@@ -209,8 +209,9 @@ def _with_completion(config: Config, row: Row) -> Row:
             messages = messages[:-1]  # nothing in them is learned
         if not messages:
             raise UsageError(f"{place} holds no message of the assistant")
+        row = Row({**row, name: messages}, row.where)
         if not is_plain_answer(messages):
-            return Row({**row, name: messages}, row.where)
+            return row
     return Row({**row, name: completion_text(row, name, remedy="set --completion-column")}, row.where)
 
 

@@ -282,6 +282,8 @@ def _file(path: Path, split: str | None) -> Path:
             if any((path / name).is_file() for name in (*_SAVED, _CLONED)) or not _row_files(path):
                 return path  # for the package datasets
             raise UsageError(f"{path} has no {names[0]}: name one of its files: {', '.join(_row_files(path))}")
+        if len(candidates) > 1:
+            raise UsageError(f"{path} has {' and '.join(file.name for file in candidates)}: name one of them")
         return candidates[0]
     if not path.exists():
         raise UsageError(f"there is no {path}: name a file, a folder, or a data set of the hub as owner/name")

@@ -8,10 +8,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from grpo_jax.data.types import Completion, Prompt, Span
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.models.chat import (
     Chat,
     Message as Message,
+    check_roles,
     check_text as check_text,
     continue_text,
     digest_of_template,
@@ -22,6 +23,7 @@ from grpo_jax.models.chat import (
     render,
     render_answer,
     turn_end,
+    turn_opening,
     with_kwargs,
     without_end,
 )
@@ -96,6 +98,9 @@ def encode_prompts(
         return Prompt(text, prompt, each[number], template)
 
     all_texts = [written(prompt, number) for number, prompt in enumerate(prompts)]
+    orders = {(repr(x.kwargs), *(m["role"] for m in x.messages)): (x, i) for i, x in enumerate(all_texts) if x.messages}
+    for text, number in orders.values():
+        check_roles(with_kwargs(chat, text.kwargs), text.messages, f"prompt {number}")
     all_ids = [np.zeros(0, np.int32)] * len(prompts)
     before, after = _added_tokens(chat.tokenizer)
     for is_plain in (True, False):
@@ -256,8 +261,10 @@ def answer_prompts(
     Raises:
       UsageError: An answer is no text, or needs an EOS token that the tokenizer does not have.
     """
-    kinds = {repr(text.kwargs): text.kwargs for text in prompts.texts if text.messages}
-    known = {name: turn_end(with_kwargs(chat, kwargs)) for name, kwargs in kinds.items()}
+    kinds = {repr(text.kwargs): text for text in prompts.texts if text.messages}
+    chats = {name: with_kwargs(chat, text.kwargs) for name, text in kinds.items()}
+    known = {name: turn_end(chat) for name, chat in chats.items()}
+    openings = {name: turn_opening(chats[name], text, text.messages) for name, text in kinds.items()}
     ends = [known[repr(text.kwargs)] if text.messages else None for text in prompts.texts]
     marks = {end: end_marks(chat, end) for end in {None, *known.values()}}
 
@@ -269,7 +276,9 @@ def answer_prompts(
             return prompt + answer
         if not answer.strip() and not scored:
             return prompt
-        whole = render_answer(with_kwargs(chat, prompt.kwargs), prompt, prompt.messages, answer, end)
+        if (opening := openings[repr(prompt.kwargs)]) and answer.lstrip().startswith(opening):
+            raise UsageError(f"the answer {abbreviate(answer)} begins with {opening}, which the template adds: drop it")
+        whole = render_answer(chats[repr(prompt.kwargs)], prompt, prompt.messages, answer, end)
         return whole + (end.tail if scored else end.learned)
 
     texts = [written(number, answer) for number, several in enumerate(answers) for answer in several]

@@ -18,7 +18,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -216,7 +215,6 @@ def grpo_loss(
       >>> print(loss)  # −(1.28 + 1) 2 / 2
       -2.28
     """
-    chex.assert_type(completion_mask, bool, custom_message="completion_mask must be bool, such as mask > 0:")
     refuse_epsilon(constants)
     if ref_logprobs is None and kl_coef is not None and not is_zero(kl_coef):
         raise ValueError(

@@ -76,6 +76,8 @@ def device_index_and_count(axis_name: AxisName) -> tuple[jax.Array | int, int]:
 # ---- shapes of arguments
 
 F = TypeVar("F", bound=Callable)
+# Other types of masks would select by ~ and sum in ways that differ between functions.
+_MASKS = ("mask", "completion_mask", "where", "keep", "desirable")
 _Sizes = Mapping[str, tuple[int, ...]]  # axis -> its size, or the sizes of ...
 
 
@@ -110,7 +112,7 @@ def check_shapes(function: str, forms: Mapping[str, str], arguments: Mapping[str
     """Refuses arguments of a function that do not have the axes of their forms; see `takes`.
 
     Raises:
-      TypeError: an argument is not an array.
+      TypeError: an argument is not an array, or a mask is not bool.
       AssertionError: an argument has another shape.
     """
     known: _Sizes = {}
@@ -125,6 +127,8 @@ def check_shapes(function: str, forms: Mapping[str, str], arguments: Mapping[str
             raise TypeError(
                 f"{function}: {name} must be an array {words}, but is a {type(value).__name__}: give jnp.array({name})"
             )
+        if name in _MASKS and value.dtype != bool:
+            raise TypeError(f"{function}: {name} must be bool, such as {name} > 0, but is {value.dtype}")
         fitting = [sizes for option in options if (sizes := _sizes(option, value.shape, known)) is not None]
         if not fitting:
             expected = " or ".join(_expected(option, known) for option in options)

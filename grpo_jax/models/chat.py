@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import cache, partial
 from hashlib import sha256
+from itertools import pairwise
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -107,6 +108,25 @@ def render(chat: Chat, messages: Sequence[Message], place: str = "messages", *, 
             "whose template does"
         )
     return text
+
+
+def check_roles(chat: Chat, messages: Sequence[Message], place: str) -> None:
+    """Checks that the template writes every message except the assistant's, which it may shorten.
+
+    Raises:
+      UsageError: The template leaves out a message: it does not know its role, or not at its place.
+    """
+    probes = [m if m["role"] == "assistant" else {**m, "content": f"message-{i}-"} for i, m in enumerate(messages)]
+    try:
+        written = render(chat, probes)
+    except UsageError:  # the template reads the contents
+        return
+    for message in probes:
+        if message["role"] != "assistant" and message["content"] not in written:
+            raise UsageError(
+                f"the chat template leaves out the text of the role {message['role']} in {place}: move it into a "
+                "message of another role"
+            )
 
 
 def _apply(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
@@ -227,10 +247,24 @@ def template_kwargs(chat: Chat, value: Any, place: str) -> dict[str, Any]:
             f'{place} is no JSON object of at most {DEEPEST} levels: give one, such as {{"enable_thinking": false}}'
         ) from None
     taken = inspect.signature(chat.tokenizer.apply_chat_template).parameters if kwargs else ()
+    known = _variables(str(chat.tokenizer.chat_template)) if kwargs else ()
     for name in kwargs:
-        if name in taken or name not in str(chat.tokenizer.chat_template):
+        if name in taken or name not in known:
             raise UsageError(f"{place} sets {name}, but the chat template has no such variable: leave it out")
     return dict(kwargs)
+
+
+@cache
+def _variables(template: str) -> set[str]:
+    """Returns the names in the code of a template, without its texts and the fields of objects."""
+    from jinja2 import Environment, TemplateSyntaxError  # needed only to check variables
+
+    try:
+        tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
+    except TemplateSyntaxError:  # writing the prompts will raise it
+        return {*re.findall(r"\w+", template)}
+    pairs = pairwise([("", ""), *tokens])
+    return {name for before, (kind, name) in pairs if kind == "name" and before != ("operator", ".")} - {"messages"}
 
 
 def row_kwargs(chat: Chat, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -425,6 +459,12 @@ def render_answer(chat: Chat, prompt: str, messages: Sequence[Message], answer: 
     return prompt + answer
 
 
+def turn_opening(chat: Chat, prompt: str, messages: Sequence[Message]) -> str:
+    """Returns the text by which a prompt opens the assistant's turn, such as "<|im_start|>assistant"."""
+    opening = prompt.removeprefix(render(chat, messages, is_opened=False))
+    return opening.removesuffix(opened_text(opening)).strip()
+
+
 # ---- conversations of several turns
 
 
@@ -447,6 +487,7 @@ def encode_conversation(chat: Chat, messages: Sequence[Message], first: int) -> 
     """
     tokenizer = chat.tokenizer
     text = render(chat, messages, "a conversation", is_opened=False)
+    check_roles(chat, messages, "a conversation")
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     learned = [i for i in turns if is_learned(messages[i])]
     if learned == turns and re.search(r"\{%-?\s*generation\b", str(tokenizer.chat_template)):

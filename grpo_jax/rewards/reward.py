@@ -19,13 +19,15 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 
 from grpo_jax.data import coroutines
 from grpo_jax.data.types import LARGEST_REWARD, Checked, Completion, Component, Example, Reward, Rewards
 from grpo_jax.errors import UsageError
+from grpo_jax.options import check_type
+from grpo_jax.rewards import builtin
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rewards.worker import BadReward, checked_rewards
 
@@ -241,7 +243,7 @@ def parse_reward(text: str) -> Spec:
       text: A text such as name = weight * function(arguments).
 
     Raises:
-      UsageError: The text cannot be parsed, or there is no such built-in reward.
+      UsageError: The text cannot be parsed, or there is no such built-in reward, or an argument of it has another type.
     """
     match = _SPEC.fullmatch(text.strip())
     if not match:
@@ -255,6 +257,9 @@ def parse_reward(text: str) -> Spec:
                 f"there is no built-in reward {function!r}: take one of {', '.join(_BUILTIN)}, or name your own as "
                 "file.py:function"
             )
+        hints = get_type_hints(getattr(builtin, function))
+        for argument, value in (arguments or {}).items():
+            check_type(f"{argument} of the reward {text!r}", value, hints.get(argument, Any))
         function, arguments = f"grpo_jax.rewards.builtin:{function}", arguments or {}
     weight = float(match["weight"] or 1)
     _check_weight(name, weight)

@@ -342,6 +342,8 @@ def encode_rows(
     made = {i: prompt for i, prompt in fitting if prompt[1].tobytes() not in known}
     lost += len(trained.numbers) - len(made)
     left = np.setdiff1d(np.arange(len(train)), np.setdiff1d(now, list(made))).tolist()
+    if not left:
+        raise UsageError("no prompt is left for training: all have the tokens of held-out prompts; give other rows")
     later = partial(_encode_later, encode, vocab_size, width)
     sample_prompts = [made[i] for i in sample.tolist() if i in made] or _pairs(held)
     training = PromptRows([rows[i] for i in train[left]], [made.get(i) for i in left], sample_prompts, later)

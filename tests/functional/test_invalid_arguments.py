@@ -38,6 +38,15 @@ SHAPES = [
     (lambda: F.grpo_loss(X, X, 1.0, MASK), ["advantages", "[...] or [..., T]", "float"]),
     (lambda: F.grpo_loss(X, X, A), ["grpo_loss", "completion_mask"]),
     (lambda: F.grpo_loss(X, X, A, X), ["completion_mask must be bool"]),
+    *(
+        (lambda call=call, mask=mask: call(mask), ["must be bool", str(mask.dtype)])
+        for mask in (X, IDS, MASK.astype(np.int8))
+        for call in (
+            *(F.sequence_mean_weights, F.token_mean_weights, lambda mask: F.gspo_log_ratio(X, X, mask)),
+            *(lambda mask: F.whiten(X, mask), lambda mask: F.group_advantages(X, where=mask)),
+            *(lambda mask: F.kto_loss(X, X, mask, kl=0.1), lambda mask: F.kto_kl(X, X, where=mask)),
+        )
+    ),
     (lambda: MIXED_UP.loss(*ARGUMENTS, ref_logprobs=X), ["whiten: mask", "[2]"]),  # when the term is called
     (lambda: F.gdpo_advantages(ones(4, 2, 3), weights=ones(1)), ["gdpo_advantages", "weights", "[4]"]),
     (lambda: F.per_token(COLUMN, X), ["per_token", "advantages", "[2] or [2, 3]"]),

@@ -225,7 +225,12 @@ for _ in range(3000):
 
 
 @pytest.mark.parametrize(
-    "kwargs", ["[1]", "{", '{"thinkz": 1}', '{"tokenize": true}', '{"tools": []}', 3, DEEP, NESTED]
+    "kwargs",
+    [
+        *("[1]", "{", 3, DEEP, NESTED),
+        *('{"thinkz": 1}', '{"tokenize": true}', '{"tools": []}'),
+        *('{"think": 1}', '{"content": 1}', '{"messages": []}'),  # a part of a name, a field, what is not to be set
+    ],
 )
 def test_other_variables_are_refused(tokenizer, kwargs):
     tokenizer.chat_template = SWITCH + "{{ tools }}"
@@ -417,6 +422,37 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
     tokenizer.chat_template = "{{ messages | length }}" + CHATML
     with refused("differently once others follow"):
         encode_conversation(Chat(tokenizer, (tokenizer.eos_token_id,)), TALK, 1)
+
+
+USERS_ONLY = CHATML.replace("in messages %}", "in messages if m.role in ('user', 'assistant') %}")
+FIRST_ONLY = CHATML.replace("in messages %}", "in messages if m.role != 'system' or m == messages[0] %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "is_first"),
+    [(USERS_ONLY, "human", True), (USERS_ONLY, "system", True), (FIRST_ONLY, "system", False)],
+)
+def test_messages_that_a_template_leaves_out_are_refused(tokenizer, template, role, is_first):
+    tokenizer.chat_template = template
+    chat, other = Chat(tokenizer, (tokenizer.eos_token_id,)), {"role": role, "content": "Be"}
+    with refused(f"leaves out the text of the role {role} in prompt 1"):
+        encode_prompts(chat, [[USER], [other, USER] if is_first else [USER, other]])
+    talk = [other, *TALK] if is_first else [*TALK[:1], other, *TALK[1:]]
+    with refused(f"leaves out the text of the role {role} in a conversation"):
+        encode_conversation(chat, talk, 2)
+
+
+def test_answers_with_the_opening_of_their_turn_are_refused(tokenizer):
+    tokenizer.chat_template = CHATML
+    chat = Chat(tokenizer, (tokenizer.eos_token_id,))
+    with refused("begins with <|im_start|>assistant, which the template adds: drop it"):
+        encode_answers(chat, [[USER]], [("2", "<|im_start|>assistant\n3<|im_end|>")])
+
+
+def test_messages_after_the_only_answer_are_left_out(tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, {"role": "assistant", "content": "2"}, USER]}])
+    (row,) = sft.read_completions(sft.Config(task=str(file)))
+    assert (row["prompt"], row["completion"]) == ([USER], "2")
 
 
 def test_rows_of_conversations_are_packed_with_their_masks(tokenizer, tmp_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from tiny import DATA, STORIES, Characters, needs_data, write_rows
+from tiny import DATA, STORIES, Characters, needs_data, refused, write_rows
 
 from grpo_jax.data.rows import Row, batches, read_rows
 from grpo_jax.errors import UsageError
@@ -141,6 +141,11 @@ def test_prompts_equal_after_cutting_share_one_side():
         "held out: 1 of 1 prompts lost their beginning",
         "training: dropped, for they are held out: 1",
     )
+
+
+def test_training_prompts_that_all_become_held_out_ones_are_refused():
+    with refused("no prompt is left for training: all have the tokens of held-out prompts"):
+        make([{"prompt": "a 123"}], heldout_rows=[{"prompt": "c 123"}], max_prompt_tokens=3, overlong="truncate")
 
 
 def test_dropped_prompts_are_counted_and_add_no_width():
@@ -363,6 +368,8 @@ def test_a_folder_has_splits(tmp_path):
     sentence = refusal(read_rows, tmp_path, split="validation")
     assert "has no validation.jsonl: name one of its files: test.json, train.jsonl" in sentence
     assert "one file and has no split test" in refusal(read_rows, tmp_path / "train.jsonl", split="test")
+    (tmp_path / "train.csv").write_text("a\n3\n")
+    assert "has train.jsonl and train.csv: name one of them" in refusal(read_rows, tmp_path)
     for missing in (tmp_path / "r.jsonl", "rows.jsonl"):
         assert "there is no" in refusal(read_rows, missing)
 
