@@ -18,6 +18,9 @@ _WITHOUT_TPUS = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "TPU_SKIP_MDS_QUERY": "tr
 # Without a GPU nothing can be timed. XLA's default tiles for Triton's products then fail for some shapes.
 _WITHOUT_GPUS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 _MOST = 2**16
+# XLA takes the lowest of the three versions. Below 12.3 it leaves products and conditions out of CUDA graphs, and a
+# decoding step looks like hundreds of single launches.
+_CUDA = "13.0.0"
 
 
 class Gpu(NamedTuple):
@@ -97,8 +100,8 @@ def _target(gpu: Gpu) -> str:
       cuda_compute_capability {{ major: {major} minor: {minor} }}
       registers_per_core_limit: 65536 registers_per_block_limit: 65536
     }}
-    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {{ major: 13 }}
-    device_description_str: "{gpu.name}"
+    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{gpu.name}"
+    runtime_version: "{_CUDA}" driver_version: "{_CUDA}" compile_time_toolkit_version: "{_CUDA}"
     """
 
 

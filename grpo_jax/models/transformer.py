@@ -193,29 +193,32 @@ def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> 
 def param_shapes(config: ModelConfig) -> Params:
     """Returns the shapes of the parameters: a tree of `jax.ShapeDtypeStruct`, which callers must not change."""
     config = replace(config, attention="shared")  # this machine may lack the kind of attention, which has no parameters
-    token = jnp.zeros((1, 1), jnp.int32)
+    return jax.eval_shape(partial(_zeros, config))  # traced as a whole: each array made outside would compile a program
+
+
+def _zeros(config: ModelConfig) -> Params:
+    """Returns parameters of zeros. They are only traced."""
+    token, key = jnp.zeros((1, 1), jnp.int32), jax.random.key(0)
     geometry = geometry_of_rows(config, rows_of_prompts(PromptTokens(token, token == 0)))
     x = jnp.zeros((1, 1, config.hidden_size), config.dtype)
     layers: Params = {}
     for form, kind in dict(zip(config.forms, layer_kinds(config), strict=True)).items():
         kv_heads, features, *_ = config.heads_of(form.mixer)
         read = KeyValues(*[jnp.zeros((1, 1, kv_heads, features), config.dtype)] * 2)
-        init = partial(Block(config, form).init, kind=kind)
-        layers |= jax.eval_shape(init, jax.random.key(0), x, geometry, read=read)["params"]
+        layers |= Block(config, form).init(key, x, geometry, kind=kind, read=read)["params"]
     for module, tree in layers.items():
         count = len(layers_with(config, module))
-        layers[module] = jax.tree.map(lambda x, n=count: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), tree)
-    embedding = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), jnp.float32)
-    final_norm = jax.eval_shape(norm(config).init, jax.random.key(0), x)["params"]
-    shapes = {"embedding": embedding, "final_norm": final_norm, "layers": layers}
+        layers[module] = jax.tree.map(lambda x, n=count: jnp.zeros((n, *x.shape), x.dtype), tree)
+    embedding = jnp.zeros((config.vocab_size, config.hidden_size))
+    zeros = {"embedding": embedding, "final_norm": norm(config).init(key, x)["params"], "layers": layers}
     if size := config.hidden_size_per_layer_input:
         count = config.num_hidden_layers * size
-        shapes["per_layer"] = {
-            "embedding": jax.ShapeDtypeStruct((config.vocab_size, count), jnp.float32),
-            "projection": {"kernel": jax.ShapeDtypeStruct((config.hidden_size, count), jnp.float32)},
-            "norm": jax.eval_shape(norm(config).init, jax.random.key(0), jnp.zeros(size))["params"],
+        zeros["per_layer"] = {
+            "embedding": jnp.zeros((config.vocab_size, count)),
+            "projection": {"kernel": jnp.zeros((config.hidden_size, count))},
+            "norm": norm(config).init(key, jnp.zeros(size))["params"],
         }
-    return shapes if config.tie_word_embeddings else shapes | {"unembedding": embedding}
+    return zeros if config.tie_word_embeddings else zeros | {"unembedding": embedding}
 
 
 def decoding_layout(params: Params, config: ModelConfig) -> Params:
