@@ -99,9 +99,10 @@ def _target(gpu: Gpu) -> str:
       memory_bandwidth: {gpu.bandwidth:.0f} l2_cache_size: {gpu.cache} device_memory_size: {gpu.memory}
       cuda_compute_capability {{ major: {major} minor: {minor} }}
       registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      driver_version: "{_CUDA}" runtime_version: "{_CUDA}" compile_time_toolkit_version: "{_CUDA}"
     }}
-    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{gpu.name}"
-    runtime_version: "{_CUDA}" driver_version: "{_CUDA}" compile_time_toolkit_version: "{_CUDA}"
+    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {{ major: 13 }}
+    device_description_str: "{gpu.name}"
     """
 
 
@@ -110,12 +111,19 @@ def as_if_here(devices: Sequence[jax.Device]) -> Iterator[None]:
     """A block in which JAX names these devices as the machine's own to all that ask it."""
     results = list(devices)
     backend = "gpu" if results[0].platform in ("cuda", "gpu") else results[0].platform
-    with mock.patch.multiple(
-        jax,
-        devices=lambda *_: results,
-        local_devices=lambda *_, **__: results,
-        device_count=lambda *_: len(results),
-        local_device_count=lambda *_: len(results),
-        default_backend=lambda: backend,
+    capability = [int(number) for number in str(getattr(results[0], "compute_capability", "0")).split(".")]
+    with (
+        mock.patch.multiple(
+            jax,
+            devices=lambda *_: results,
+            local_devices=lambda *_, **__: results,
+            device_count=lambda *_: len(results),
+            local_device_count=lambda *_: len(results),
+            default_backend=lambda: backend,
+        ),
+        mock.patch.multiple(  # asks the machine's own devices whether cuDNN has heads of 256 features
+            "jax._src.cudnn.fused_attention_stablehlo",
+            check_compute_capability=lambda least: [int(number) for number in least.split(".")] <= capability,
+        ),
     ):
         yield

@@ -23,8 +23,8 @@ class Traits(NamedTuple):
     """The fastest ways to compute on a backend. The defaults suit accelerators."""
 
     backend: str
-    # cuDNN's attention in bfloat16 is available: on GPUs from Ampere on.
-    has_flash_attention: bool = False
+    # The most features of a head that cuDNN's attention in bfloat16 has; 0: it is not available.
+    flash_features: int = 0
     # XLA on CPU has few bfloat16 operations. Elsewhere it makes float32 copies: see `transposed`, `contract` and
     # `write_slice`.
     emulates_bfloat16: bool = False
@@ -74,7 +74,7 @@ class Traits(NamedTuple):
     grows_from: int = 128
 
 
-GPU = Traits("gpu", has_flash_attention=True, unrolled_layers=_ALL_LAYERS)
+GPU = Traits("gpu", flash_features=256, unrolled_layers=_ALL_LAYERS)
 CPU = Traits(
     "cpu",
     emulates_bfloat16=True,
@@ -104,7 +104,7 @@ def traits_of_backend() -> Traits:
         return assumed
     if backend == "cpu":
         return CPU
-    return GPU._replace(has_flash_attention=_has_ampere()) if backend == "gpu" else Traits(backend)
+    return GPU._replace(flash_features=_flash_features()) if backend == "gpu" else Traits(backend)
 
 
 @contextmanager
@@ -126,10 +126,14 @@ def backend_name() -> str:
     return jax.default_backend()
 
 
-def _has_ampere() -> bool:
-    """Returns whether the GPU is an NVIDIA GPU from Ampere on. Other vendors' capability is not a number."""
+def _flash_features() -> int:
+    """Returns `Traits.flash_features` of the GPU, by NVIDIA's compute capability. Other vendors' is not a number.
+
+    cuDNN has a backward pass for 128 features from Ampere (8.0) on, and for 256 from Hopper (9.0) on.
+    """
     major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
-    return major.isdigit() and int(major) >= 8
+    generation = int(major) if major.isdigit() else 0
+    return 256 if generation >= 9 else 128 if generation == 8 else 0
 
 
 # ---- products

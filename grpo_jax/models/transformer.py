@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from grpo_jax.functional.numerics import in_float32
 from grpo_jax.functional.products import product, rms_norm, traits_of_backend
 from grpo_jax.models import sharding
-from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
+from grpo_jax.models.attention import Scores, attend_past, attend_rows, fuses_decoding, rotate
 from grpo_jax.models.cache import KeyValues, Memory, Prefix
 from grpo_jax.models.config import READ, FeedForward, Form, Mixer, ModelConfig
 from grpo_jax.models.geometry import (
@@ -517,7 +517,10 @@ class Attention(nn.Module):
             assert read is not None
             attended, memory = attend_rows(queries, *read, masks, geometry.reaches, config.attention, scores), read
         else:
-            attended, memory = attend_past(queries, read, masks, *past, places, scores)
+            is_fused = fuses_decoding(config.attention) and geometry.layer_sees_all(kind)
+            attended, memory = attend_past(
+                queries, read, masks, *past, places, scores, implementation=config.attention if is_fused else None
+            )
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
         attended = attended * in_float32(jax.nn.sigmoid, gate) if config.gated_attention else attended
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")

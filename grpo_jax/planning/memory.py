@@ -286,8 +286,7 @@ def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
 
 def _is_fused(model: ModelConfig, shape: Shape) -> bool:
     """Returns whether cuDNN computes attention, which then keeps no scores."""
-    is_auto = model.attention == "auto" and suits_cudnn(model)
-    return model.attention == "cudnn" or (is_auto and shape.traits.has_flash_attention)
+    return model.attention == "cudnn" or (model.attention == "auto" and suits_cudnn(model, shape.traits))
 
 
 def _unrolled(model: ModelConfig, shape: Shape) -> int:

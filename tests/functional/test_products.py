@@ -40,7 +40,7 @@ def test_traits_follow_the_backend(monkeypatch, backend, capability, flash):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     traits = products.traits_of_backend()
-    assert (traits.backend, traits.has_flash_attention) == (backend, flash)
+    assert (traits.backend, traits.flash_features) == (backend, flash)
 
 
 def test_traits_are_assumed_only_inside():
