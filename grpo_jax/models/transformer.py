@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.functional.numerics import in_float32
-from grpo_jax.functional.products import product, rms_norm, traits_of_backend
+from grpo_jax.functional.products import inverse_rms, product, rms_norm, traits_of_backend
 from grpo_jax.models import sharding
 from grpo_jax.models.attention import Scores, attend_past, attend_rows, fuses_decoding, rotate
 from grpo_jax.models.cache import KeyValues, Memory, Prefix
@@ -492,21 +492,27 @@ class Attention(nn.Module):
         projected = [spread(y, BATCH, None, TENSOR) for y in linears(self, x, shapes, config.qkv_bias)]
         queries, *written = (checkpoint_name(y, "projected") for y in projected)  # [N, M, heads, E]
 
-        def rotated(name: str, projected: jax.Array) -> jax.Array:
+        inverses: list[Any] = [None, None]
+        if past is not None and config.qk_norm and not is_reader and traits_of_backend().sums_at_once:
+            # One kernel computes the norms of queries and keys, which have the same features.
+            together = jnp.concatenate([projected[0][..., :features], projected[1]], axis=2)
+            inverses = jnp.split(inverse_rms(together, config.rms_norm_eps), [heads], axis=2)
+
+        def rotated(name: str, projected: jax.Array, inverse: jax.Array | None) -> jax.Array:
             if config.qk_norm_across_heads:
                 together = projected.reshape(*projected.shape[:2], -1)
                 projected = norm(config, f"{name}_norm")(together).reshape(projected.shape)
             elif config.qk_norm:
-                projected = norm(config, f"{name}_norm")(projected)
+                projected = norm(config, f"{name}_norm")(projected, inverse)
             return rotate(projected, angles)
 
         queries, gate = jnp.split(queries, [features], axis=-1)
-        queries = rotated("q", queries)
+        queries = rotated("q", queries, inverses[0])
         if not is_reader:
             values = written[-1]
             if config.value_norm:
                 values = rms_norm(values, jnp.ones_like(values, jnp.float32, (features,)), config.rms_norm_eps)
-            read = KeyValues(rotated("k", written[0]), values)
+            read = KeyValues(rotated("k", written[0], inverses[1]), values)
         queries = queries.reshape(*x.shape[:2], kv_heads, heads // kv_heads, features)
         scale = config.attention_multiplier
         if config.query_pre_attn_scalar is not None:
