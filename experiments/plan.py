@@ -7,7 +7,7 @@ programs are slower.
 --compile compares memory and bytes with XLA. It compiles the programs for as many virtual CPU devices, from shapes
 only, and reads what they plan and exchange. Programs for accelerators differ: XLA on CPU computes bfloat16 in float32,
 and gives each device the whole sum of gradients instead of its part. --topology compiles for TPUs or GPUs instead, and
-needs none of them.
+needs none of them. For GPUs it also counts kernels.
 
   python -m experiments.plan --model Qwen2.5-7B --devices 8
   python -m experiments.plan --model Llama-3-70B --devices 64 --tensor 8 --device v5p --compile
@@ -16,7 +16,7 @@ needs none of them.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks import shapes
-from experiments.paper.bytes_moved import moved_in_loops, total
+from experiments.paper.bytes_moved import moved_bytes, moved_in_loops, total
 from experiments.paper.collectives import collectives
+from experiments.paper.kernels import SECONDS_OF_KERNEL, by_group, decoding_steps
 from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import GPUS, as_if_here, devices_of_topology
 from experiments.planning.models import MODELS
@@ -152,7 +153,10 @@ def main(config: Config) -> None:
     console.print(sharding_table(model, plan.shape))
     if devices or config.compile:
         with as_if_here(devices) if devices else nullcontext():
-            console.print(compiled_table(config, plan, data))
+            table, texts = compiled_table(config, plan, data)
+            console.print(table)
+            if config.device in GPUS:
+                console.print(kernels_table(texts, device))
 
 
 # ---- what is planned
@@ -356,8 +360,10 @@ def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig | PPOConfig
     return recipe(**options) if config.method == "grpo" else with_options(PPOConfig(), **options)
 
 
-def compiled_table(config: Config, plan: Plan, data: int) -> Table:
+def compiled_table(config: Config, plan: Plan, data: int) -> tuple[Table, dict[str, str]]:
     """Compares memory and exchanges of the plan and the compiled programs. For a CPU the plan is in float32.
+
+    Also returns the text of each compiled program.
 
     For GPUs, the row "step" compares the bytes that the last decode step moves with those that it must read.
     """
@@ -366,7 +372,7 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
         in_float32 = plan._replace(model=replace(plan.model, dtype="float32"))
         ours, traffic = estimate(plan.model, plan.shape._replace(traits=CPU)), traffic_of(in_float32, data)
     table = Table("program", "", "planned GiB", "compiled GiB", "compiled / planned", "s to compile", box=None)
-    run = run_of_plan(config, plan, data)
+    run, texts = run_of_plan(config, plan, data), dict[str, str]()
     for program in config.programs:
         began = time.perf_counter()
         made = lowered(
@@ -384,6 +390,7 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
         took = f"{time.perf_counter() - began:.0f}"
         inputs, added = memory_of(compiled, on_tpu=bool(config.topology) and config.device not in GPUS)
         rows, text = _memory_rows(program, ours, inputs, added), str(compiled.as_text())
+        texts[program] = text
         turns = config.max_tokens - 1 if program == "sample" else plan.shape.num_pieces
         if config.devices > 1:
             rows += _traffic_rows(traffic[program], text, turns)
@@ -393,6 +400,24 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
             share = f"{results / planned:.2f}" if planned else ""
             estimated = f"{planned / GIB:.2f}" if planned is not None else ""
             table.add_row(program, name, estimated, f"{results / GIB:.2f}", share, took)
+    return table, texts
+
+
+def kernels_table(texts: Mapping[str, str], device: Device) -> Table:
+    """Returns the table of kernels and bytes: of a decoding step, and of the parts of `score` and `learn`."""
+    table = Table("program", "part", "kernels", "one after another", "GB", "s at least", box=None)
+
+    def add_row(program: str, part: str, kernels: int, chain: str, size: int) -> None:
+        seconds = SECONDS_OF_KERNEL * kernels + size / device.bandwidth
+        table.add_row(program, part, f"{kernels:,}", chain, f"{size / GB:.2f}", f"{seconds:.4f}")
+
+    for program, text in texts.items():
+        if program == "sample":
+            for step in decoding_steps(text):
+                add_row(program, "one token", step.kernels, str(step.chain), step.size)
+            continue
+        for group, (kernels, size) in by_group(moved_bytes(text)).items():
+            add_row(program, group, kernels, "", size)
     return table
 
 
