@@ -18,6 +18,7 @@ _WITHOUT_TPUS = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "TPU_SKIP_MDS_QUERY": "tr
 # Without a GPU nothing can be timed. XLA's default tiles for Triton's products then fail for some shapes.
 _WITHOUT_GPUS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 _MOST = 2**16
+_CHIPS_PER_HOST = 4
 # XLA takes the lowest of the three versions. Below 12.3 it leaves products and conditions out of CUDA graphs, and a
 # decoding step looks like hundreds of single launches.
 _CUDA = "13.0.0"
@@ -46,6 +47,7 @@ GPUS = {
         "NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 1536, 102_400, 72 * _MIB, 1.008e12, 2.52, 24_564 * _MIB
     ),
     "l4": Gpu("NVIDIA L4", (8, 9), 58, 128, 1536, 102_400, 48 * _MIB, 3.0e11, 2.04, 23_034 * _MIB),
+    "t4": Gpu("Tesla T4", (7, 5), 40, 64, 1024, 65_536, 4 * _MIB, 3.2e11, 1.59, 15_095 * _MIB),
 }
 
 
@@ -63,7 +65,9 @@ def devices_of_topology(name: str) -> list[jax.Device]:
         return _gpus(name, GPUS[kind], sizes)
     os.environ |= _WITHOUT_TPUS | os.environ
     try:
-        return list(topologies.get_topology_desc(name, platform="tpu").devices)
+        # A host of one or two chips. Otherwise libtpu assumes hosts of 2 x 2 chips.
+        small = {"chips_per_host_bounds": (*sizes, 1)[:3]} if math.prod(sizes) < _CHIPS_PER_HOST else {}
+        return list(topologies.get_topology_desc(name, platform="tpu", **small).devices)
     except RuntimeError as error:
         words = " ".join(str(error).split())
         raise UsageError(

@@ -553,8 +553,8 @@ def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> 
 
     zeros = jnp.zeros_like(hidden, dtype=jnp.float32), accumulator_of(unembedding)
     scalar_grads: tuple[Any, ...] = () if softcap is None else (jnp.zeros_like(scale), jnp.zeros_like(softcap))
-    unroll, slices = traits_of_backend().slices_at_once, jnp.arange(_num_slices(logits))
-    carry, _ = jax.lax.scan(accumulate, (*zeros, scalar_grads), (slices, products), unroll=unroll)
+    # One slice at a time: of several, XLA on GPUs would write each ∂L/∂h to memory before it adds them up.
+    carry, _ = jax.lax.scan(accumulate, (*zeros, scalar_grads), (jnp.arange(_num_slices(logits)), products))
     d_hidden, d_unembedding, d_rest = carry
     if softcap is None:
         # Σ_v ∂L/∂z[v] · (W h)[v] = h · ∂L/∂h / scale, which saves a pass over the logits.
@@ -569,8 +569,8 @@ def _num_slices(logits: _Logits) -> int:
 
 def _map_slices(reduce_slice, logits: _Logits):
     """Applies a function of the number of a slice to all slices, and stacks its results."""
-    unroll = traits_of_backend().slices_at_once
-    return jax.lax.scan(lambda _, index: (None, reduce_slice(index)), None, jnp.arange(_num_slices(logits)), unroll=unroll)[1]
+    unroll, slices = traits_of_backend().slices_at_once, jnp.arange(_num_slices(logits))
+    return jax.lax.scan(lambda _, index: (None, reduce_slice(index)), None, slices, unroll=unroll)[1]
 
 
 def slices_of_vocabulary(rows: int, size: int, traits: Traits) -> int:
@@ -608,8 +608,9 @@ def _slice_weight(logits: _Logits, index):
     """
     size, slices = logits.unembedding.shape[0], _num_slices(logits)
     width = -(-size // slices)
-    start = jnp.minimum(index * width, size - width)
-    part = _Slice(index, start, 0 if size == slices * width else index * width - start)
+    is_disjoint = size == slices * width
+    start = index * width if is_disjoint else jnp.minimum(index * width, size - width)
+    part = _Slice(index, start, 0 if is_disjoint else index * width - start)
     return jax.lax.dynamic_slice_in_dim(logits.unembedding, start, width), part
 
 

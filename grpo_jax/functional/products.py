@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ class Traits(NamedTuple):
     """The fastest ways to compute on a backend. The defaults suit accelerators."""
 
     backend: str
+    # The dtype of products unless a run names another. CPUs with and without units for bfloat16 compute alike.
+    default_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # The most features of a head that cuDNN's attention in bfloat16 has; 0: it is not available.
     flash_features: int = 0
     # XLA on CPU has few bfloat16 operations. Elsewhere it makes float32 copies: see `transposed`, `contract` and
@@ -83,6 +85,7 @@ class Traits(NamedTuple):
 GPU = Traits("gpu", flash_features=256, sums_at_once=True, slices_at_once=4, unrolled_layers=_ALL_LAYERS)
 CPU = Traits(
     "cpu",
+    default_dtype="float32",
     emulates_bfloat16=True,
     reorders_sums=True,
     features_first=True,
@@ -110,7 +113,7 @@ def traits_of_backend() -> Traits:
         return assumed
     if backend == "cpu":
         return CPU
-    return GPU._replace(flash_features=_flash_features()) if backend == "gpu" else Traits(backend)
+    return _traits_of_gpu() if backend == "gpu" else Traits(backend)
 
 
 @contextmanager
@@ -132,14 +135,17 @@ def backend_name() -> str:
     return jax.default_backend()
 
 
-def _flash_features() -> int:
-    """Returns `Traits.flash_features` of the GPU, by NVIDIA's compute capability. Other vendors' is not a number.
+def _traits_of_gpu() -> Traits:
+    """Returns the traits of the GPU, by NVIDIA's compute capability. Other vendors' is not a number.
 
-    cuDNN has a backward pass for 128 features from Ampere (8.0) on, and for 256 from Hopper (9.0) on.
+    Units for bfloat16 and cuDNN's gradients for heads of 128 features came with Ampere (8.0), and gradients for 256
+    features with Hopper (9.0).
     """
     major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
-    generation = int(major) if major.isdigit() else 0
-    return 256 if generation >= 9 else 128 if generation == 8 else 0
+    if not major.isdigit():
+        return GPU._replace(flash_features=0)
+    flash_features = 256 if int(major) >= 9 else 128 if int(major) == 8 else 0
+    return GPU._replace(flash_features=flash_features, default_dtype="bfloat16" if flash_features else "float32")
 
 
 # ---- products

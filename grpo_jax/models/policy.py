@@ -123,10 +123,8 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
 
 
 def resolve_dtype(dtype: Literal[Dtype, "auto"]) -> Dtype:
-    """Returns the dtype of products. "auto" is float32 on a CPU, so that all CPUs compute alike, else bfloat16."""
-    if dtype != "auto":
-        return dtype
-    return "float32" if traits_of_backend().backend == "cpu" else "bfloat16"
+    """Returns the dtype of products, for "auto" `Traits.default_dtype`."""
+    return traits_of_backend().default_dtype if dtype == "auto" else dtype
 
 
 def decoder_policy(config: ModelConfig) -> Policy:

@@ -24,23 +24,25 @@ def normal():
 
 
 BACKENDS = [
-    ("cpu", "", False),
-    ("tpu", "", False),
-    ("gpu", "9.0", True),
-    ("gpu", "7.5", False),
-    ("gpu", "gfx90a", False),
+    ("cpu", "", 0, "float32"),
+    ("tpu", "", 0, "bfloat16"),
+    ("gpu", "9.0", 256, "bfloat16"),
+    ("gpu", "10.0", 256, "bfloat16"),
+    ("gpu", "8.9", 128, "bfloat16"),
+    ("gpu", "7.5", 0, "float32"),  # a T4
+    ("gpu", "gfx90a", 0, "bfloat16"),
 ]
 
 
-@pytest.mark.parametrize(("backend", "capability", "flash"), BACKENDS)
-def test_traits_follow_the_backend(monkeypatch, backend, capability, flash):
+@pytest.mark.parametrize(("backend", "capability", "flash", "dtype"), BACKENDS)
+def test_traits_follow_the_backend(monkeypatch, backend, capability, flash, dtype):
     class Device:
         compute_capability = capability
 
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     traits = products.traits_of_backend()
-    assert (traits.backend, traits.flash_features) == (backend, flash)
+    assert (traits.backend, traits.flash_features, traits.default_dtype) == (backend, flash, dtype)
 
 
 def test_traits_are_assumed_only_inside():
