@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import tyro
 
-from grpo_jax.commands import evaluate
+from grpo_jax.commands import evaluate, sample
 from grpo_jax.commands.train import METHODS, module_of
+from grpo_jax.options import COUNTERPARTS, DIFFERENCES
 from grpo_jax.runs import export, report
 from grpo_jax.runs.flags import option_texts
 
@@ -25,8 +26,14 @@ This page answers: which options does a command have, and what are their default
 An option that is written `--kl-coef` here is `kl_coef` in Python and in a `--config` file. Options that are true or
 false are switched off by `--no-`, as in `--no-whiten`. Numbers such as 2505.07291 are papers on arXiv.
 """
+NAMES = """## Names in TRL
+
+Options of TRL that are not in this table have the same name here, nearly the same name, or no counterpart. `--epochs`
+is not TRL's `num_train_epochs`: it counts the passes over each rollout.
+"""
 (POSITIONAL,) = tyro.conf.Positional[str].__metadata__
-COMMANDS = {"evaluate": evaluate.Options, "export": export.Options, "report": report.Options}
+COMMANDS = {"sample": sample.Options, "evaluate": evaluate.Options}
+COMMANDS |= {"export": export.Options, "report": report.Options}
 
 
 class Option(NamedTuple):
@@ -125,7 +132,16 @@ def page() -> str:
         parts += [title, rows(rest)] if rest else []
     for command, config_class in COMMANDS.items():
         parts += [f"## {command}\n", rows(dict(options_of_class(config_class)))]
-    return "\n".join(parts)
+    return "\n".join([*parts, NAMES, names_elsewhere()])
+
+
+def names_elsewhere() -> str:
+    """Returns the table of TRL's names, which messages about unknown options use too."""
+    lines = ["| in TRL or elsewhere | here | difference, or reason why there is none |", "|---|---|---|"]
+    for name in sorted(COUNTERPARTS | DIFFERENCES):
+        here = " or ".join(f"`{option}`" for option in COUNTERPARTS.get(name, "").split())
+        lines.append(f"| `{name}` | {here} | {DIFFERENCES.get(name, '')} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def strict_format(examples, completions):
 def correct(examples, completions):
     """Returns 1 for a completion that is the asked JSON with the right number."""
     matches = [ANSWER.fullmatch(text) for text in completions]
-    return [float(m is not None and m[1] == row["answer"]) for m, row in zip(matches, examples)]
+    return [float(m is not None and m[1] == row["answer"]) for m, row in zip(matches, examples, strict=True)]
 
 
 def rows():

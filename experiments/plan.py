@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -39,11 +38,9 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import CPU, GPU, Traits
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
-from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.huggingface import model_folder
+from grpo_jax.models.huggingface import model_folder, read_config
 from grpo_jax.models.params import Quantize
 from grpo_jax.models.transformer import param_shapes
-from grpo_jax.models.weights import read_json
 from grpo_jax.options import Count, Size, Weight, check_ranges
 from grpo_jax.planning.memory import (
     GB,
@@ -211,7 +208,7 @@ def model_of(name: str) -> ModelConfig:
     """
     if name in MODELS:
         return MODELS[name]
-    return config_from_huggingface(read_json(Path(model_folder(name)) / "config.json"))
+    return read_config(model_folder(name))
 
 
 def data_of(config: Config) -> int:

@@ -121,8 +121,8 @@ class AdamWConfig:
     """AdamW and its schedule."""
 
     learning_rate: Positive = 1e-6
-    """Peak learning rate of AdamW: 1e-6 from 0.3 billion parameters, 1e-4 at 5 million, 4e-4 below 1 million; for LoRA
-    1e-5 from 0.5 billion."""
+    """Peak learning rate of AdamW, by size of the model: 4e-4 up to a million parameters, 1e-6 from 0.1 billion; for
+    LoRA 3e-3 to 1e-5."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
     decay: Literal["none", "linear", "cosine"] = "none"
@@ -509,6 +509,17 @@ def _preset_numbers(preset: str) -> dict[str, Any]:
     numbers = {name: getattr(published, name) for name in NUMBERS}
     constants = {name: published.constants.get(name) for name in CONSTANTS}
     return numbers | constants | RECIPES.get(preset, {})
+
+
+class Rate(NamedTuple):
+    """Learning rates that trained models with rewards, up to a size. docs/hyperparameters.md has their sources."""
+
+    most_params: float
+    full: float
+    lora: float | None  # None: not tried
+
+
+RATES = (Rate(1e6, 4e-4, 3e-3), Rate(3e7, 1e-4, None), Rate(4e8, 1e-6, 1e-4), Rate(float("inf"), 1e-6, 1e-5))
 
 
 # ---- PPO

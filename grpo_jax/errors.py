@@ -5,6 +5,8 @@ import errno
 import os
 import re
 import sys
+import traceback
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
@@ -34,6 +36,24 @@ def abbreviate(value: object) -> str:
     """Returns a value as text for an error message, at most 60 characters of its `repr`."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+@contextlib.contextmanager
+def reading(file: object, remedy: str) -> Iterator[None]:
+    """Opens a block that reads a file. All that its parser raises becomes one sentence.
+
+    Args:
+      file: The name of the file.
+      remedy: The end of the sentence, which says what to do.
+
+    Raises:
+      UsageError: The block raised an error.
+    """
+    try:
+        yield
+    except Exception as error:  # a parser may raise any type of error: PyYAML raises IndexError for !!int ""
+        kind = "" if isinstance(error, OSError | UsageError) else f"{type(error).__name__}: "
+        raise UsageError(f"{file} cannot be read ({kind}{error}): {remedy}") from None
 
 
 def reason_of(error: Exception) -> str:
@@ -112,7 +132,7 @@ _LIMITS: tuple[tuple[set[int], str, str], ...] = (
     ({errno.EFBIG}, "File too large", "a file is larger than a limit allows: raise the limit (ulimit -f)"),
     ({errno.EMFILE, errno.ENFILE}, "Too many open files", "too many files are open: raise the limit (ulimit -n)"),
     (set(), "can't start new thread", "too many threads run: raise the limit (ulimit -u)"),
-    (set(), "Unable to initialize backend|Unknown backend", "JAX finds no such device: correct JAX_PLATFORMS"),
+    (set(), "initialize backend|Unknown backend|_default_backend", "JAX finds no such device: correct JAX_PLATFORMS"),
     (set(), "date value out of range|year .* is out of range", "a date is out of range: set the clock of the machine"),
     ({errno.EPIPE}, r"^\[Errno 32\]", "nothing reads the output any more: write it to a file, or read it to its end"),
 )
@@ -123,6 +143,7 @@ _UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}  # somet
 def lacking(error: BaseException) -> str:
     """Returns which resource the machine lacks, without a final period, or "" if the error has another cause."""
     number, text = getattr(error, "errno", None), " ".join(str(error).split())
+    text = text or "".join(traceback.format_tb(error.__traceback__)[-1:])  # JAX asserts that it has a device
     for numbers, words, sentence in _LIMITS:
         if number in numbers or re.search(words, text):
             return sentence
@@ -131,5 +152,5 @@ def lacking(error: BaseException) -> str:
     if isinstance(error, OSError) and number in _UNWRITABLE:
         return f"{error.filename or 'a file'} cannot be read or written ({error.strerror}): mend that"
     if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text or isinstance(error, MemoryError):
-        return "there is not enough memory: see docs/performance.md for what needs less"
+        return "there is not enough memory: lower max_tokens or the prompts of a step, or see docs/performance.md"
     return ""

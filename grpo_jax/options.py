@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import UnionType
@@ -65,17 +65,19 @@ Escaped = Annotated[str, "escaped"]
 
 
 def check_ranges(options: Any) -> None:
-    """Raises if a number is not in the ranges of its type.
+    """Raises if a number is not in the ranges of its type, or if one of several values is repeated.
 
     Args:
       options: A dataclass whose fields are options or dataclasses of options.
 
     Raises:
-      UsageError: A number is out of range. The message names the option and its range.
+      UsageError: A number is out of range, or a value is repeated. The message names the option.
     """
     types = option_types(type(options), include_extras=True)
     for name, value in options_of(options).items():
         check_number(name, value, types[name])
+        if isinstance(value, tuple) and len(set(map(str, value))) < len(value):
+            raise UsageError(f"{name} is {', '.join(map(str, value))}: give each value once")
 
 
 def check_number(name: str, value: Any, hint: Any) -> None:
@@ -180,7 +182,8 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
     Raises:
       UsageError: The JSON has an unknown option, or a value of the wrong type.
     """
-    options, types = flattened(saved), option_types(type(default))
+    types, flat = option_types(type(default)), flattened(saved)
+    options = {current_name(name, types, flat): value for name, value in flat.items()}
     check_known(options, types)
     for name, value in options.items():
         check_type(name, value, types[name])
@@ -212,34 +215,101 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) if isinstance(hint, type) else True
 
 
-def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
+def group_names(config_class: Any) -> set[str]:
+    """Returns the names of a config's groups, at any depth."""
+    hints = {name: hint for name, hint in get_type_hints(config_class).items() if dataclasses.is_dataclass(hint)}
+    return set(hints).union(*map(group_names, hints.values()))
+
+
+def flattened(options: Mapping[str, Any], groups: Collection[str] | None = None) -> dict[str, Any]:
     """Returns the options of all groups of a config.json, by name.
 
+    Args:
+      options: The content of the file.
+      groups: The names that groups may have. None: any name.
+
     Raises:
-      UsageError: Two groups have the same option.
+      UsageError: Two groups have the same option, or a group has another name.
     """
     flat: dict[str, Any] = {}
     for name, value in options.items():
-        part = flattened(value) if isinstance(value, Mapping) else {name: value}
+        if isinstance(value, Mapping) and groups is not None and name not in groups:
+            raise UsageError(f"there is no group of options {name}: {suggestion(name, sorted(groups))}")
+        part = flattened(value, groups) if isinstance(value, Mapping) else {name: value}
         for twice in flat.keys() & part.keys():
             raise UsageError(f"{twice} is given twice: leave one of them out")
         flat |= part
     return flat
 
 
-# Options that have another name in TRL, or that people guess.
+_FORMER = {"data": "task"}  # former names of options, in whose place they still work
+
+
+def current_name(name: str, known: Collection[str], given: Collection[str] = ()) -> str:
+    """Returns the name of an option that may have its former name, as in runs of earlier versions.
+
+    Args:
+      name: The current or former name.
+      known: The names of all options.
+      given: The options that are given. A former name is no name of these.
+    """
+    current = _FORMER.get(name, name)
+    return name if name in known or current in given else current
+
+
+# Names in TRL and in other libraries, or guesses -> the options here, of which a command has at most one. Names that
+# are nearly the same here are not in the table.
+_BATCH = "num_prompts num_rows num_pairs num_completions"
 COUNTERPARTS = {"num_generations": "group_size", "num_iterations": "epochs", "max_completion_length": "max_tokens"}
-COUNTERPARTS |= {"per_device_train_batch_size": "num_prompts", "num_train_epochs": "steps", "beta": "kl_coef"}
-COUNTERPARTS |= {"loss_type": "preset", "bf16": "dtype", "epsilon": "epsilon_low", "lr": "learning_rate"}
-COUNTERPARTS |= {"batch_size": "num_prompts", "max_steps": "steps", "gradient_accumulation_steps": "microbatches"}
-COUNTERPARTS |= {"model_name_or_path": "model", "output_dir": "run_dir", "lora_r": "lora_rank", "dataset": "task"}
+COUNTERPARTS |= {"max_length": "max_tokens", "max_steps": "steps", "num_train_epochs": "steps", "beta": "kl_coef"}
+COUNTERPARTS |= {"epsilon": "epsilon_low", "lr": "learning_rate", "bf16": "dtype", "generation_batch_size": _BATCH}
+COUNTERPARTS |= dict.fromkeys(("batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"), _BATCH)
+COUNTERPARTS |= dict.fromkeys(("scale_rewards", "importance_sampling_level"), "preset")
+COUNTERPARTS |= {"loss_type": "preset preference_loss", "steps_per_generation": "minibatches", "fp16": "dtype"}
+COUNTERPARTS |= {"vllm_importance_sampling_correction": "correction", "sync_ref_model": "ref_sync_steps"}
+COUNTERPARTS |= {"model_name_or_path": "model", "output_dir": "run_dir", "resume_from_checkpoint": "resume"}
+COUNTERPARTS |= dict.fromkeys(("lora_r", "use_peft", "peft_config"), "lora_rank")
+COUNTERPARTS |= dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_config"), "quantize")
+COUNTERPARTS |= dict.fromkeys(("dataset", "dataset_name", "train_dataset"), "task")
+COUNTERPARTS |= {"eval_dataset": "heldout", "reward_funcs": "reward reward_model", "reward_weights": "reward"}
+COUNTERPARTS |= {"use_vllm": "engine", "vllm_server_base_url": "engine", "gradient_checkpointing": "remat"}
+COUNTERPARTS |= {"report_to": "wandb", "logging_steps": "log_every", "log_completions": "rollouts_every"}
+COUNTERPARTS |= {"eval_steps": "eval_every", "save_steps": "checkpoint_every", "save_total_limit": "keep_checkpoints"}
+COUNTERPARTS |= {"load_best_model_at_end": "keep_best", "lr_scheduler_type": "decay", "warmup_ratio": "warmup_steps"}
+# The same names -> the difference from the option here, or the reason why there is none
+DIFFERENCES = {
+    **dict.fromkeys(("args", "rollout_func", "optimizers"), "every setting is an argument of GRPOTrainer by itself"),
+    **dict.fromkeys(
+        ("processing_class", "reward_processing_classes", "tokenizer"), "a model's folder has its tokenizer"
+    ),
+    **dict.fromkeys(("dataset", "dataset_name", "train_dataset"), "GRPOTrainer takes it as the argument of train"),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "set it to nf4 or int8, with lora_rank"),
+    "callbacks": "metrics.jsonl has a line for each step, and your own loop may call the steps itself",
+    "reward_funcs": "it takes (examples, completions), and an example is a row with its prompt",
+    "reward_weights": "a reward is written as name=weight*function",
+    "eval_dataset": "the command evaluates the rows of heldout, and GRPOTrainer evaluates nothing",
+    "gradient_accumulation_steps": "it multiplies a batch, and microbatches only divide its computation",
+    "per_device_train_batch_size": "it counts completions or rows of a device, and a step here is that of all devices",
+    "num_train_epochs": "it counts passes over the rows, and a step takes some of them",
+    "max_length": "it includes the prompt, which max_prompt_tokens limits here",
+    "warmup_ratio": "it is a share, and warmup_steps is a number of optimizer steps",
+    "lr_scheduler_type": "TRL's default is linear, and that of GRPO here is none",
+    **dict.fromkeys(("scale_rewards", "importance_sampling_level"), "dr_grpo has no scale, and gspo one ratio a text"),
+    "use_vllm": "this process samples, unless engine names the address of a server",
+    "report_to": "TensorBoard's files are always written, and wandb names a project",
+    "logging_steps": "GRPO and PPO write every step",
+    "peft_config": "lora_rank, lora_alpha and lora_targets are options of their own",
+}
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Returns a hint for an unknown name: the closest known names, or else all of them."""
-    known = list(known)
-    if COUNTERPARTS.get(name) in known:
-        return f"{name} is called {COUNTERPARTS[name]} here"
+    """Returns a hint for an unknown name: its counterpart here, the closest known names, or else all of them."""
+    known, difference = list(known), DIFFERENCES.get(name, "")
+    for counterpart in COUNTERPARTS.get(name, "").split():
+        if counterpart in known:
+            return f"{name} is called {counterpart} here{difference and f' ({difference})'}"
+    if difference:
+        return difference
     close = difflib.get_close_matches(str(name), known, 3)  # YAML has names that are numbers
     return f"is it {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
 

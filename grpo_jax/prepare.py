@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 
 from grpo_jax.config import (
+    RATES,
     DecodingConfig,
     EngineOptions,
     GRPOConfig,
@@ -30,7 +31,7 @@ from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
 from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
-from grpo_jax.planning.memory import Plan, choose, shape_of
+from grpo_jax.planning.memory import Plan, choose, num_params, shape_of
 from grpo_jax.rewards.reward import named_components, try_reward
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
@@ -293,8 +294,8 @@ def try_rewards(
     if interaction_of(task).parts == "turns":
         return {}
     named = named_components(task.reward)
-    parts = [str(row[column]) for column in ("solution", "answer") if row.get(column) is not None]
-    texts = {"the empty completion": ""} | ({"the row's own answer": "\n#### ".join(parts)} if parts else {})
+    answer = answer_of(row)
+    texts = {"the empty completion": ""} | ({} if answer is None else {"the row's own answer": answer})
     tries: dict[str, dict[str, tuple[float | None, str]]] = {}
     for what, text in texts.items():
         completion = Completion(text, pretrained.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -306,6 +307,12 @@ def try_rewards(
         name, failure = failures[len(texts) - 1]
         raise UsageError(f"the reward {name} fails on the first prompt, so nothing is sampled: {failure}")
     return {what: {name: failure or value for name, (value, failure) in tried.items()} for what, tried in tries.items()}
+
+
+def answer_of(row: Example) -> str | None:
+    """Returns a row's own answer as a completion: its columns "solution" and "answer". None: it has neither."""
+    parts = [str(row[column]) for column in ("solution", "answer") if row.get(column) is not None]
+    return "\n#### ".join(parts) if parts else None
 
 
 def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Options, Models, Plan]:
@@ -340,6 +347,24 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     return options, {**models, "policy": policy._replace(config=plan.model)}, plan
 
 
+def rate_warning(options: RunOptions, pretrained: Pretrained) -> dict[str, str]:
+    """Returns a warning if the learning rate is ten times off the rate that trained models of this size.
+
+    Args:
+      options: The options of the run.
+      pretrained: The policy.
+    """
+    rate, count = run_of(options.train).optimizer.learning_rate, num_params(pretrained.config)
+    row = next(row for row in RATES if count <= row.most_params)
+    usual, kind = (row.lora, "LoRA") if options.model.lora_rank else (row.full, "full training")
+    if usual is None or max(rate / usual, usual / rate) < 9.99:
+        return {}
+    return {
+        "rate": f"learning_rate is {rate:.2g}, but {usual:.0e} trained models of about {count / 1e6:.2g} million "
+        f"parameters by {kind}: set it nearer to that, or see docs/hyperparameters.md"
+    }
+
+
 def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) -> None:
     """Writes the description of the models into a run's folder, and prints the memory plan.
 
@@ -361,4 +386,4 @@ def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) 
         run.say(f"prompts are sampled at widths of {words} tokens; the first step of each width compiles a program")
     keep_description(run, prepared.models, prepared.options.model, chat)
     width = prepared.task.heldout.tokens.width + prepared.programs.config.sampling.completion_width
-    run.warn(length_warning(width, policy.config.max_position_embeddings))
+    run.warn(length_warning(width, policy.config.max_position_embeddings) | rate_warning(prepared.options, policy))

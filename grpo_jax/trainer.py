@@ -14,7 +14,7 @@ from grpo_jax.config import GRPOConfig, ModelOptions, check_effects, run_of, val
 from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import SUFFIXES, read_rows
-from grpo_jax.data.text import Message
+from grpo_jax.data.text import Message, uses_chat
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, abbreviate, user_path
@@ -45,12 +45,13 @@ class GRPOTrainer:
     def __init__(
         self,
         model: str | Path | Pretrained,
-        reward_model: Reward | Mapping[str, Reward | Component],
+        reward_model: Reward | Mapping[str, Reward | Component] | None = None,
         *,
         clip_epsilon: float | None = None,
         environment: ReplyFn | None = None,
         tools: Sequence[Callable[..., Any]] = (),
         environment_factory: Callable[[], Any] | None = None,
+        chat: bool | None = None,
         run_dir: str | Path = "runs/grpo_trainer",
         **options: Any,
     ) -> None:
@@ -60,15 +61,17 @@ class GRPOTrainer:
           model: The folder of a Hugging Face model, its id on the hub, or the result of `load_pretrained`.
           reward_model: (examples, completions) -> a number for each completion, or None if the reward does not apply.
             May be async. An example is a dict with "prompt" and the other columns of its row. Pass a dict from names to
-            rewards to sum several. `data.types.Component` sets a weight other than 1.
+            rewards to sum several. `data.types.Component` sets a weight other than 1. It is required.
           clip_epsilon: Sets both epsilon_low and epsilon_high. Default: those of the preset.
           environment: (example, transcript, key) -> `data.episodes.Reply`. Answers each turn of the policy; may be
             async. Needs max_turns and environment_tokens. The reward `data.episodes.episode_return` sums the rewards of
-            its replies. If the tokenizer has a chat template, text prompts become user messages.
+            its replies.
           tools: Functions that the policy may call, with type hints and docstrings, instead of an environment. The
             tokenizer needs a chat template.
           environment_factory: A class written for TRL, instead of `environment` and `tools`. Its methods are tools, and
             the result of its `reset` is appended to the prompt. `tasks.adapters.trl_reward` makes a reward from it.
+          chat: Puts prompts that are text, and replies, into the chat template, as the user's messages. Default: if the
+            tokenizer has one, as in the command.
           run_dir: The folder of the run. If it already holds a run, a number is appended.
           **options: Options of `config.recipe` and fields of `ModelOptions`, with their defaults: steps 100,
             learning_rate 1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … The default
@@ -85,7 +88,8 @@ class GRPOTrainer:
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
         options, hints = _checked_options(options), get_type_hints(GRPOTrainer.__init__)
         functions = {"environment": environment, "tools": tools, "environment_factory": environment_factory}
-        for name, value in {"model": model, "reward_model": reward_model, "run_dir": run_dir, **functions}.items():
+        settings = {"model": model, "reward_model": reward_model, "chat": chat, "run_dir": run_dir}
+        for name, value in (settings | functions).items():
             check_type(name, value, hints[name])
         names = [getattr(tool, "__name__", "") for tool in tools]
         if "" in names or len({*names}) < len(names):
@@ -97,6 +101,7 @@ class GRPOTrainer:
         self._reply = reply_with(self._tools) if tools else environment
         if environment_factory is not None:
             self._tools, self._reply = trl_tools(environment_factory), trl_environment(environment_factory)
+        self._chat = chat
         pretrained, self._lower_num_prompts = None, "num_prompts" not in options
         if isinstance(model, Pretrained):
             pretrained, settings = model, _settings_of(model)
@@ -143,7 +148,7 @@ class GRPOTrainer:
         prepared = prepare(options, self._models, task)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(prepared.options))
         self.run.say(f"run folder: {self.run.path}")
-        begin(self.run, prepared, chat=self._uses_chat(rows))
+        begin(self.run, prepared, chat=self._chat)
         programs, phase = prepared.programs, PHASES[0]
         state = train(prepared.params, task, programs.config, self.run, programs, phase=phase)
         finish(self.run, {}, params_sha256(state.params["policy"]), started)
@@ -154,19 +159,14 @@ class GRPOTrainer:
             params = merge(params) if isinstance(params, Adapted) else params
         return prepared.models["policy"]._replace(params=params)
 
-    def _uses_chat(self, rows: str | Sequence[Mapping[str, Any]]) -> bool:
-        """Returns true if text prompts become user messages: for environments and generators with a chat template."""
-        template = self._models["policy"].tokenizer.chat_template
-        return bool(template and (self._reply or isinstance(rows, str)))
-
     def _task(self, rows: str | Sequence[Mapping[str, Any]], *, num_prompts: int) -> Task:
         """Makes a task from rows, without a held-out set, or from generators."""
         run, model, pretrained = run_of(self._options.train), self._options.model, self._models["policy"]
-        uses_chat = self._uses_chat(rows)
-        if self._tools and not uses_chat:
-            raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
+        in_chat = uses_chat(self._chat, pretrained.tokenizer)
+        if self._tools and not in_chat:
+            raise UsageError("tools need a tokenizer with a chat template, which tells the model of them, and chat")
         chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, model.chat_template_kwargs)
-        environment = self._reply and _environment(self._reply, bool(self._tools), chat)
+        environment = self._reply and _environment(self._reply, bool(self._tools), chat, in_chat=in_chat)
         if isinstance(rows, str):
             make: Any = partial(generated_task, generators=parse_generators(rows.removeprefix(PREFIX)))
         else:
@@ -178,16 +178,16 @@ class GRPOTrainer:
             num_prompts=num_prompts,
             seed=run.seed,
             reward=self._reward,
-            chat=uses_chat,
+            chat=in_chat,
             tools=schemas_of(self._tools) if self._tools else None,
             **prompt_options(model, run.sampling, pretrained),
         )
         return task._replace(environment=environment)
 
 
-def _environment(reply: ReplyFn, has_tools: bool, chat: Chat) -> Environment:
+def _environment(reply: ReplyFn, has_tools: bool, chat: Chat, *, in_chat: bool) -> Environment:
     """Makes an environment from a function. With tools, its replies may have the role "tool"."""
-    roles = ("tool", "user") if has_tools else ("user",)
+    roles = ("tool", "user") if has_tools else ("user",) if in_chat else ()
     if has_tools:
         check_calls(chat)
     environment = environment_of(reply, reply_encoder(chat, roles=roles))
@@ -225,7 +225,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     hints = option_types(GRPOConfig) | option_types(ModelOptions)
     for name in ("model", "eval_every", "eval_samples", "keep_best", "patience"):
         del hints[name]
-    check_known(options, hints)
+    check_known(options, [*hints, "model", "reward_model", "run_dir"])
     return {name: _checked(name, value, hints[name]) for name, value in options.items()}
 
 
@@ -238,13 +238,13 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward | Rewards:
+def _checked_reward(reward: Reward | Mapping[str, Reward | Component] | None) -> Reward | Rewards:
     """Checks the arguments of a reward, and returns several rewards as components."""
+    if reward is None or reward == {}:
+        raise UsageError("reward_model is empty: give at least one reward")
     if not isinstance(reward, Mapping):
         check_takes_examples_first("reward_model", reward)
         return reward
-    if not reward:
-        raise UsageError("reward_model is empty: give at least one reward")
     components = {name: part if isinstance(part, Component) else Component(part) for name, part in reward.items()}
     for name, component in components.items():
         check_types(Component, component._asdict())

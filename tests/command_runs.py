@@ -37,9 +37,9 @@ EPISODES = f"{GRPO} --steps 1 --max-turns 3 --environment-tokens 4 --max-tokens 
 PPO = f"--method ppo {ROLLOUTS} {SGD} --critic-learning-rate 10 --steps 2 --reward user.py:low"
 FIT = "--model model --steps 2 --log-every 1 --eval-every 1 --warmup-steps 0 --learning-rate 1e-3 --max-grad-norm 1e9"
 SFT = f"--method sft {FIT} --task rows.jsonl --num-rows 8 --max-tokens 8 --num-heldout 4"
-DPO = f"--method dpo {FIT} --data rows.jsonl --num-pairs 8"
-KTO = f"--method kto {FIT} --data rows.jsonl --num-completions 8"
-REWARD_MODEL = f"--method reward-model {FIT} --data rows.jsonl --num-pairs 8"
+DPO = f"--method dpo {FIT} --task rows.jsonl --num-pairs 8"
+KTO = f"--method kto {FIT} --task rows.jsonl --num-completions 8"
+REWARD_MODEL = f"--method reward-model {FIT} --task rows.jsonl --num-pairs 8"
 # No command trains on online preferences, so the experiment does.
 ONLINE = "--warm-steps 2 --labels 128 --rounds 2 --steps 2 --num-prompts 8 --group-size 4 --eval-every 1 --num-seeds 1"
 PMAP, MESH = "--parallel pmap --devices 4", "--parallel mesh --devices 8 --fsdp 2 --tensor 2"

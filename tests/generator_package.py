@@ -47,7 +47,7 @@ class Curriculum:
         return Config(high=self.attributes["high"].levels[self.level])
 
 
-DATASETS = {"sums": Sums, "listed": Listed}
+DATASETS = {"sums": Sums, "listed": Listed, "codeio": Listed}
 
 
 def create_curriculum(name):

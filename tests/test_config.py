@@ -16,6 +16,7 @@ from tiny import refused
 
 from grpo_jax import config as configs, options as grpo_options
 from grpo_jax.commands import dpo, kto, reward_model, sft
+from grpo_jax.commands.train import METHODS, module_of
 from grpo_jax.config import validate
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
@@ -150,6 +151,59 @@ def test_an_unknown_option_is_refused_in_a_sentence(options, words):
         configs.with_options(configs.GRPOConfig(), **options)
 
 
+# Arguments of TRL 1.16: its GRPOTrainer, and those of its configurations that its documentation shows.
+OF_TRL = """
+model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks
+optimizers quantization_config peft_config tools rollout_func environment_factory
+output_dir learning_rate max_completion_length num_generations num_iterations generation_batch_size steps_per_generation
+temperature top_p top_k min_p chat_template_kwargs use_vllm vllm_server_base_url beta epsilon epsilon_high delta
+importance_sampling_level reward_weights scale_rewards loss_type mask_truncated_completions sync_ref_model entropy_coef
+ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile vllm_importance_sampling_correction log_completions
+off_policy_mask_threshold use_bias_correction_kl max_length
+label_smoothing desirable_weight undesirable_weight
+per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps lr_scheduler_type warmup_steps
+warmup_ratio weight_decay max_grad_norm adam_epsilon logging_steps eval_steps save_steps save_total_limit seed bf16 fp16
+gradient_checkpointing report_to load_best_model_at_end resume_from_checkpoint"""
+
+
+def test_names_of_trl_are_options_or_in_the_table():
+    methods = {method: grpo_options.option_types(module_of(method).Config) for method in METHODS}
+    known = {name for options in methods.values() for name in options} | {"reward_model"}
+    table = grpo_options.COUNTERPARTS.keys() | grpo_options.DIFFERENCES.keys()
+    for name in {*OF_TRL.split()} - known - table:  # a name that is nearly the same
+        assert grpo_options.suggestion(name, known).startswith("is it "), name
+    assert table & known == {"beta"}  # of dpo and kto
+    assert {name for names in grpo_options.COUNTERPARTS.values() for name in names.split()} <= known
+    for name in table:
+        for options in methods.values():
+            sentence = grpo_options.suggestion(name, options)
+            here = [each for each in grpo_options.COUNTERPARTS.get(name, "").split() if each in options]
+            assert not here or f"{name} is called {here[0]} here" in sentence
+            assert grpo_options.DIFFERENCES.get(name, "") in sentence
+
+
+def test_the_page_has_the_rates_that_runs_are_compared_with():
+    page = (Path(__file__).parents[1] / "docs/hyperparameters.md").read_text()
+    (table,) = re.findall(r"## Learning rate by size\n(.*?)\n## ", page, re.DOTALL)
+    cells = re.findall(r"^\| (up to .*? million|more) \| (\S+).*? \| (.*?) \|", table, re.MULTILINE)
+    numbers = [(words, float(full), None if lora == "not tried" else float(lora)) for words, full, lora in cells]
+    sizes = [
+        "more" if math.isinf(row.most_params) else f"up to {row.most_params / 1e6:.0f} million" for row in configs.RATES
+    ]
+    assert numbers == [(size, row.full, row.lora) for size, row in zip(sizes, configs.RATES, strict=True)]
+
+
+def test_methods_have_one_default_unless_the_page_says_why():
+    defaults: dict[str, set] = {}
+    for method in METHODS:
+        for name, value in grpo_options.options_of(module_of(method).Config()).items():
+            defaults.setdefault(name, set()).add(str(value))
+    differing = {f"--{name.replace('_', '-')}" for name, values in defaults.items() if len(values) > 1} - {"--method"}
+    page = (Path(__file__).parents[1] / "docs/hyperparameters.md").read_text()
+    (table,) = re.findall(r"## Defaults that differ\n(.*?)\n## ", page, re.DOTALL)
+    assert set(re.findall(r"`(--[a-z-]+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))) == differing
+
+
 def test_values_may_be_traced():
     @jax.jit
     def scaled(kl_coef, epsilon_high):
@@ -271,7 +325,12 @@ UNFIT_FILES = [
     ("a.json", "{", "cannot be read"),
     ("none.json", None, "cannot be read"),
     ("a.json", '{"seed": 1, "train": {"seed": 2}}', "seed is given twice"),
-    ("a.yaml", "number: 1\nother: {number: 2}", "number is given twice"),
+    ("a.yaml", "number: 1\ntrain: {number: 2}", "number is given twice"),
+    ("a.yaml", "trian: {number: 2}", "no group of options trian: is it train?"),
+    ("a.json", '{"train": {"number": {"number": 2}}}', "no group of options number"),
+    ("a.yaml", 'steps: !!int ""', "a.yaml cannot be read (IndexError"),
+    ("a.yaml", 'steps: !!bool ""', "a.yaml cannot be read (KeyError"),
+    ("a.yaml", 'steps: !!timestamp ""', "a.yaml cannot be read (AttributeError"),
     ("a.json", '{"train": {"seed": 1, "seed": 2}}', "seed is given twice"),
     ("a.yaml", "number: 1\nnumber: 2", "number is given twice"),
     ("a.yaml", "1: 2", "no option 1"),

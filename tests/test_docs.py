@@ -198,6 +198,7 @@ def test_the_run_of_the_notebook_learns(monkeypatch):
 
 SHORT = " --steps 2 --num-prompts 8 --group-size 2 --max-tokens 8 --num-heldout 8 --eval-samples 1"
 BRIEF = " --num-heldout 8 --samples 1 --max-tokens 8"
+TINY = " --num-prompts 4 --group-size 2 --max-tokens 8"
 EXTENDED = "--steps 3"  # for the 200 of a page
 
 
@@ -222,7 +223,10 @@ def runnable(page: str) -> str:
             command, _, comment = line.partition("  # ")
             is_new = "grpo-jax train" in command and "--resume" not in command
             is_of_model = "grpo-jax evaluate Qwen" in command
-            lines.append(command + SHORT * is_new + BRIEF * is_of_model + f"  # {comment}" * bool(comment))
+            is_sampled = "grpo-jax sample " in command
+            lines.append(
+                command + SHORT * is_new + BRIEF * is_of_model + TINY * is_sampled + f"  # {comment}" * bool(comment)
+            )
     return "\n".join(lines) + "\n" * bool(lines)
 
 
@@ -239,7 +243,7 @@ def shell(script: str, folder: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(call)} "$@"\n')
     program.chmod(0o755)
     script = script.replace(".venv/bin/grpo-jax", "grpo-jax").replace(".venv/bin/python", sys.executable)
-    script = re.sub(r"(--model |model=\")DIR", rf"\g<1>{STORIES}", script)
+    script = re.sub(r"(--model |model=\"|grpo-jax sample )DIR", rf"\g<1>{STORIES}", script)
     script = re.sub(r"Qwen/\S+", str(thinker), script)
     script = re.sub(r"--task gsm8k(?! --data)", "--task gsm8k --data gsm8k", script)  # there is no hub here
     paths = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{folder}"}

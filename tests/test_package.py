@@ -1,6 +1,7 @@
 """Promises to other projects: few packages, a quick import, types, and one program."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import grpo_jax
 from grpo_jax import commands
 
 ROOT = Path(__file__).parents[1]
@@ -59,11 +61,11 @@ def test_base_package_needs_only_jax_and_chex(capsys):
     listing = "import sys, grpo_jax.commands as c; c.main(['--help'])"
     ran = python("-c", f"{listing}; assert not {{'jax', 'numpy', 'chex'}} & set(sys.modules)")
     assert ran.returncode == 0, ran.stderr
-    for name in ("train", "evaluate", "export", "report"):
+    for name in ("train", "sample", "evaluate", "export", "report"):
         assert f"\n  {name} " in ran.stdout
     with pytest.raises(SystemExit, match="2"):
         commands.main(["trian"])
-    sentence = "error: there is no command 'trian': name one of train, evaluate, export, report\n"
+    sentence = "error: there is no command 'trian': name one of train, sample, evaluate, export, report\n"
     assert capsys.readouterr().err == sentence
 
 
@@ -135,3 +137,20 @@ def test_a_users_file_is_strictly_typed(tmp_path):
     options += ["--python-executable", str(tmp_path / "env/bin/python")]
     ran = python("-m", "mypy", *options, str(file), cwd=tmp_path, PYTHONPATH="")
     assert ran.returncode == 0, ran.stdout
+
+
+@pytest.mark.slow
+def test_an_editable_install_imports_next_to_a_clone_of_its_name(tmp_path):
+    clone = tmp_path / "grpo_jax"
+    shutil.copytree(ROOT / "grpo_jax", clone / "grpo_jax", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    venv.create(tmp_path / "env", with_pip=True)
+    program = str(tmp_path / "env/bin/python")
+    install = [program, "-m", "pip", "install", "--no-deps", "--quiet", "--editable", str(clone)]
+    if subprocess.run(install, check=False).returncode:
+        pytest.skip("pip has no index to install setuptools from")
+    call = "import grpo_jax; print(grpo_jax.__version__)"
+    env = os.environ | {"PYTHONPATH": ""}
+    ran = subprocess.run([program, "-c", call], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == grpo_jax.__version__, ran.stderr

@@ -16,6 +16,10 @@ COMMANDS = {
         "grpo_jax.commands.train",
         "GRPO, PPO, DPO, supervised fine-tuning or a reward model, on any model and your data",
     ),
+    "sample": (
+        "grpo_jax.commands.sample",
+        "a few completions with their rewards, and what the rewards could teach",
+    ),
     "evaluate": (
         "grpo_jax.commands.evaluate",
         "greedy, avg@n, pass@k and maj@n of a model or of a run, with 95% intervals",

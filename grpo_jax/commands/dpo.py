@@ -1,12 +1,12 @@
 """Trains a policy on preferences without a reward model, by DPO or a related loss.
 
---data are rows with prompt, chosen and rejected, or transcripts of HH-RLHF; a share is held out by a hash of the
+--task names rows with prompt, chosen and rejected, or transcripts of HH-RLHF; a share is held out by a hash of the
 prompt. The policy learns to raise the log-probability of the chosen completion over that of the rejected one, compared
 with the model that it starts from (the reference). --preference-loss selects another loss; simpo, orpo and cpo have no
 reference. Start from a model that was trained on such completions: `--method sft`.
 
-  grpo-jax train --method dpo --model DIR --data FILE.jsonl
-  grpo-jax train --method dpo --model DIR --data FILE.jsonl --preference-loss ipo --tau 0.5
+  grpo-jax train --method dpo --model DIR --task FILE.jsonl
+  grpo-jax train --method dpo --model DIR --task FILE.jsonl --preference-loss ipo --tau 0.5
 """
 
 import inspect

@@ -33,9 +33,12 @@ from grpo_jax.prepare import (
     load_models,
     prepare,
     prompt_options,
+    rate_warning,
     try_rewards,
 )
 from grpo_jax.runs import flags, report
+from grpo_jax.runs.files import import_wandb
+from grpo_jax.runs.progress import RunConsole, say
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import CONTROL, train_with_control
@@ -79,6 +82,8 @@ def train_by_rewards(options: RewardOptions) -> None:
     started, config = time.perf_counter(), run_of(options.train)
     validate(options.train, num_devices=parts(devices_of(config)))  # before a checkpoint is read
     check_task_options(options.task)
+    if options.output.wandb:
+        import_wandb()  # before the weights are loaded
     if options.control and config.frozen_models:
         raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
     models = load_models(options.model, config, weights=not options.dry_run)
@@ -101,10 +106,11 @@ def show_start(options: RewardOptions, models: Models, task: Task) -> None:
     scores = try_rewards(task, prompts.examples[0], pretrained, run_of(options.train).sampling.group_size)
     _, _, plan = apply_memory_plan(options, models, task)
     first = pretrained.tokenizer.decode(prompts.tokens.ids[0][prompts.tokens.mask[0]].tolist())
-    lines = [*pretrained.notes, *task.notes, str(plan), f"the first prompt, as the model reads it: {first!r}"]
+    lines = [*pretrained.notes, *task.notes, *rate_warning(options, pretrained).values(), str(plan)]
+    lines.append(f"the first prompt, as the model reads it: {first!r}")
     for what, rewards in scores.items():
         lines.append(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in rewards.items())}")
-    print("\n".join(lines))
+    say(RunConsole(), "\n".join(lines))
 
 
 def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextManager[Task]:

@@ -1,14 +1,14 @@
 """Trains a policy on ratings: single completions that are labelled good or bad (KTO, 2402.01306).
 
---data are rows with prompt, completion and label (true or false). Rows with chosen and rejected, as for --method dpo,
+--task names rows with prompt, completion and label (true or false). Rows with chosen and rejected, as for --method dpo,
 give a good and a bad completion. A share is held out by a hash of the prompt.
 
 The policy learns to move towards good completions and away from bad ones, compared with the model that it starts from
 (the reference). Each step estimates the distance from the reference on completions of other prompts. Start from a model
 that was trained on such completions: `--method sft`.
 
-  grpo-jax train --method kto --model DIR --data FILE.jsonl
-  grpo-jax train --method kto --model DIR --data FILE.jsonl --undesirable-weight 0.5
+  grpo-jax train --method kto --model DIR --task FILE.jsonl
+  grpo-jax train --method kto --model DIR --task FILE.jsonl --undesirable-weight 0.5
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,8 +71,9 @@ def prepare(config: Config) -> Job:
         return evaluate_terms(partial(rated_terms, loss), logprobs, batch)
 
     def make(model: Pretrained, training: EncodedPairs, heldout: EncodedPairs) -> dict[str, Any]:
-        policy = decoder_policy(model.config)
+        policy, labels = decoder_policy(model.config), training.desirable or ()
         return {
+            "notes": [f"completions to train on: {sum(labels)} good, {len(labels) - sum(labels)} bad"],
             "objective": kto_objective(policy, loss, estimates_kl=estimates_kl),
             "score": partial(score_pairs, pair_logprobs, policy),
             "evaluate": evaluate,
@@ -104,10 +105,7 @@ def encode(config: Config, tokenizer: Any, ratings: Sequence[Rating], **options:
       **options: The options of `encode_answers`.
     """
     encoded = encode_ratings(tokenizer, ratings, **options)
-    good = sum(encoded.desirable or ())
-    words = f"completions to train on: {good} good, {len(encoded.prompts) - good} bad"
-    pairs = with_mismatched(encoded, config.seed) if config.reference_point == "kl" else encoded
-    return pairs._replace(notes=(*pairs.notes, words))
+    return with_mismatched(encoded, config.seed) if config.reference_point == "kl" else encoded
 
 
 def rating_warnings(config: Config, ratings: EncodedPairs) -> dict[str, str]:

@@ -53,8 +53,9 @@ class PairOptions:
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "dpo"
     """Method that trains the model. Each method has options of its own, which `--method NAME --help` lists."""
-    data: str = ""
-    """File, folder or hub id of preferences; KTO also reads ratings."""
+    task: str = ""
+    """Preferences, or ratings for KTO: a file (.jsonl, .json, .csv, .parquet), a folder with train.jsonl, an id on the
+    hub."""
     chat: bool | None = None
     """Put prompts into the chat template: a text as the user's message, a transcript as several messages. None: if the
     tokenizer has one."""
@@ -79,8 +80,9 @@ class Job(NamedTuple):
     evaluate: Callable[[Any], Any]  # parameters -> `Values`, or another evaluation
     inputs: Mapping[str, str]  # digests of the data, which must be the same when the run resumes
     title: str  # title of the table
-    notes: Sequence[str]  # sentences about dropped, cut and packed rows
     warnings: Mapping[str, str]
+    losses: Sequence[str] = ()  # sentences about dropped and cut rows, which are warnings
+    notes: Sequence[str] = ()  # sentences about the other rows
     others: Mapping[str, Pretrained] = {}  # frozen models by role, whose files must be the same when the run resumes
     # (job, initial parameters) -> the job with scores of the initial model, computed once; None: it needs none
     with_reference: "Callable[[Job, Any], Job] | None" = None
@@ -153,7 +155,7 @@ def open_run(job: Job) -> RunFolder:
         run.say("plan: the chat template writes no end of a turn, so none is trained")
     for note in job.notes:
         run.say(note)
-    run.warn(job.warnings)
+    run.warn({**{loss: loss for loss in job.losses}, **job.warnings})
     run.keep_inputs(job.phase, job.inputs)
     return run
 
@@ -184,7 +186,7 @@ def pair_job(
     has_reference: bool = False,
     has_end: bool = True,
 ) -> Job:
-    """Reads --data, holds out a share by a hash of the prompt, loads the model, and makes the job.
+    """Reads --task, holds out a share by a hash of the prompt, loads the model, and makes the job.
 
     Args:
       config: The options of the run.
@@ -203,10 +205,10 @@ def pair_job(
     """
     size, devices = getattr(config, number), devices_of(config.train)
     check_rows(config.train, rows=size, name=number)
-    if not config.data:
-        raise UsageError(f"--data is needed: name a file of {number.removeprefix('num_')}")
+    if not config.task:
+        raise UsageError(f"--task is needed: name a file of {number.removeprefix('num_')}")
     config = with_options(config, chat=uses_chat(config.chat, load_tokenizer(model_folder(config.model.model))))
-    rows, dropped = read(config.data, chat=bool(config.chat))
+    rows, dropped = read(config.task, chat=bool(config.chat))
     parts = split_preferences(rows, config.heldout_share)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     chat = make_chat(model.tokenizer, model.eos_ids, config.model.chat_template_kwargs)
@@ -220,6 +222,9 @@ def pair_job(
     fields = make(model, training, heldout)
     score, evaluate = partial(fields.pop("score"), num_pairs=size, devices=devices), fields.pop("evaluate")
     digests = (hash_values(side.prompts, side.answers, side.desirable) for side in (training, heldout))
+
+    sides = {"training": training, "held out": heldout}
+    losses = [f"{name}: {note}" for name, pairs in sides.items() for note in pairs.notes]
 
     def evaluated(pairs: EncodedPairs, params: Any) -> Any:
         return evaluate(score(params, heldout), whole_batch(pairs))
@@ -238,7 +243,7 @@ def pair_job(
         evaluate=partial(evaluated, heldout),
         inputs=dict(zip(("training rows", f"held-out {noun}"), digests, strict=True)),
         title=f"{len(heldout.prompts)} held-out {noun} of {len(rows)}, with 95% intervals",
-        notes=[*(f"dropped {many} rows {why}" for why, many in dropped.items()), *training.notes],
+        losses=[f"dropped {many} rows {why}" for why, many in dropped.items()] + losses,
         warnings=fields.pop("warnings", {}) | length_warning(width, model.config.max_position_embeddings),
         with_reference=with_reference if has_reference else None,
         **fields,

@@ -1,16 +1,18 @@
 """Trains a reward model on preferences, and measures how often it prefers the chosen one of two held-out answers.
 
---data are rows with prompt, chosen and rejected, or transcripts of HH-RLHF; a share is held out by a hash of the
+--task names rows with prompt, chosen and rejected, or transcripts of HH-RLHF; a share is held out by a hash of the
 prompt. The model gets a scalar head and learns −log σ(r_chosen − r_rejected). The run leaves the folder reward-model,
 which `load_reward_model` turns into a reward, and transformers into a classifier. For comparison, the command prints
 how often the shorter answer was chosen.
 
-With the TinyStories model of 260 thousand parameters and the 2,312 pairs of harmless-base's test set, expect an
-accuracy of 0.53 to 0.61, depending on the held-out quarter. It takes one to two minutes on two CPU cores. Such a model
-learns little more than that shorter answers were preferred. The papers' pretraining on preferences and ensembles are
-left out.
+With the second command, the TinyStories model of 260 thousand parameters and the 2,312 pairs of harmless-base's test
+set, expect an accuracy of 0.53 to 0.61, depending on the held-out quarter. It takes one to two minutes on two CPU
+cores. Such a model learns little more than that shorter answers were preferred. The papers' pretraining on preferences
+and ensembles are left out.
 
-  grpo-jax train --method reward-model --model DIR --data FILE.jsonl.gz
+  grpo-jax train --method reward-model --model DIR --task FILE.jsonl
+  grpo-jax train --method reward-model --model DIR --task FILE.jsonl.gz --steps 108 --learning-rate 3e-4 \\
+    --weight-decay 0.1 --heldout-share 0.25 --max-prompt-tokens 32 --max-tokens 64 --overlong truncate
 """
 
 import shutil
@@ -22,7 +24,7 @@ import numpy as np
 
 from grpo_jax.commands.offline import Job, PairOptions, Rows, pair_job, run_method
 from grpo_jax.commands.train import Method
-from grpo_jax.config import ModelOptions
+from grpo_jax.config import with_options
 from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences
 from grpo_jax.devices import devices_of, to_numpy
 from grpo_jax.models.families import text_part
@@ -31,7 +33,7 @@ from grpo_jax.models.huggingface import Pretrained, classifier_class
 from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import PairEvaluation, evaluate_pairs, pair_rewards, reward_model_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.options import Fraction, Size, Weight
+from grpo_jax.options import Size, Weight
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs.folder import RunFolder
 
@@ -40,22 +42,9 @@ from grpo_jax.runs.folder import RunFolder
 class Config(PairOptions):
     """Options of the run."""
 
-    train: SupervisedConfig = SupervisedConfig(
-        steps=108,
-        learning_rate=3e-4,
-        warmup_steps=10,
-        decay="linear",
-        weight_decay=0.1,
-        checkpoint_every=27,
-        log_every=10,
-        eval_every=27,
-    )
-    model: ModelOptions = ModelOptions(max_prompt_tokens=32, overlong="truncate")
+    # The head begins at 0 and must be learned.
+    train: SupervisedConfig = with_options(PairOptions.train, learning_rate=1e-5)
     method: Method = "reward-model"
-    heldout_share: Fraction = 0.25
-    """Share of the pairs that is held out: evaluated, but not trained on."""
-    max_tokens: Size | None = 64
-    """Longest answer, in tokens (T). None: no limit. `overlong` decides about longer answers."""
     num_pairs: Size = 16
     """Pairs of a step (N)."""
     center_coef: Weight = 0.0

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.commands.offline import Job, Values, encoding, run_method
+from grpo_jax.commands.offline import Job, PairOptions, Values, encoding, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import ModelOptions, TeacherConfig
+from grpo_jax.config import ModelOptions, TeacherConfig, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import Row, completion_text, is_plain_answer, read_messages, read_rows, text_column
@@ -58,9 +58,7 @@ from grpo_jax.tasks.task import encode_rows, padding_id
 class Config:
     """Options of the run."""
 
-    train: SupervisedConfig = SupervisedConfig(
-        steps=100, learning_rate=1e-5, warmup_steps=10, decay="linear", checkpoint_every=50, log_every=10, eval_every=20
-    )
+    train: SupervisedConfig = with_options(PairOptions.train, learning_rate=1e-5)
     model: ModelOptions = ModelOptions()
     divergence: TeacherConfig = TeacherConfig()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
@@ -105,7 +103,7 @@ def prepare(config: Config) -> Job:
     devices = devices_of(config.train)
     rows = read_completions(config)  # before the weights, which take longer
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
-    training, held_out, prompts, notes = encode_texts(config, rows, model)
+    training, held_out, prompts, (*losses, sizes) = encode_texts(config, rows, model)
     width = training.ids.shape[1]
     model = for_texts(model, width)
     policy, heldout = decoder_policy(model.config), partial(packed_pieces, held_out, config.num_rows)
@@ -128,7 +126,8 @@ def prepare(config: Config) -> Job:
             "training rows": hash_values(*training[:3]),
         },
         title="held-out completions, nats a token [95% interval]",
-        notes=notes,
+        losses=losses,
+        notes=[sizes],
         warnings=length_warning(width, model.config.max_position_embeddings),
     )
     for role, name in config.divergence.frozen_models.items():
@@ -222,7 +221,7 @@ def encode_texts(
 
     Returns:
       The packed training rows, the packed held-out rows, the held-out prompts in the format of a task, and sentences
-      about dropped, cut and packed rows.
+      about dropped and cut rows, the last one about packed rows.
 
     Raises:
       UsageError: One sentence that says what to change.

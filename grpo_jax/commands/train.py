@@ -5,13 +5,13 @@ options of supervised fine-tuning.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Literal, get_args
 
 from grpo_jax.errors import UsageError, user_path
-from grpo_jax.options import COUNTERPARTS, check_known, option_types, suggestion
+from grpo_jax.options import COUNTERPARTS, DIFFERENCES, check_known, current_name, option_types, suggestion
 from grpo_jax.runs import flags
 from grpo_jax.runs.files import read_object
 from grpo_jax.runs.folder import numbered_runs
@@ -21,7 +21,6 @@ Method = Literal["grpo", "ppo", "sft", "reward-model", "dpo", "kto"]
 METHODS: tuple[Method, ...] = get_args(Method)
 # Options that have one purpose in different methods. Each method has one of them.
 ROLES = {
-    "name its rows": {"task", "data"},
     "set its batch size": {"num_prompts", "num_rows", "num_pairs", "num_completions"},
 }
 RUN_DIR = "runs/train"  # shared by all methods, so that --resume without --run-dir continues the newest run
@@ -76,7 +75,7 @@ def check_options(method: str, args: Sequence[str]) -> None:
         names = {flag.removeprefix("--").replace("-", "_"), flag.removeprefix("--no-").replace("-", "_")}
         if names & known.keys():
             continue
-        check_known((name for name in names if COUNTERPARTS.get(name) in known), known)
+        check_known(names & (COUNTERPARTS.keys() | DIFFERENCES.keys()), known)
         others = [other for other in METHODS if names & option_types(module_of(other).Config).keys()]
         if others:
             roles = [(words, role & known.keys()) for words, role in ROLES.items() if names & role]
@@ -86,6 +85,12 @@ def check_options(method: str, args: Sequence[str]) -> None:
                 f"{flag} is an option of --method {' and '.join(others)}, and the method is {method}: {remedy}, or "
                 "choose another method"
             )
+
+
+def _with_current_name(arg: str, known: Collection[str]) -> str:
+    """Returns an argument of the command line in which an option has its current name."""
+    flag, has_value, value = arg.partition("=")
+    return f"--{current_name(flag[2:], known)}{has_value}{value}" if flag.startswith("--") else arg
 
 
 def command(args: list[str] | None = None) -> None:
@@ -98,5 +103,6 @@ def command(args: list[str] | None = None) -> None:
     with flags.refusing():
         method = method_of(args)
         module = module_of(method)
+        args = [_with_current_name(arg, option_types(module.Config)) for arg in args]
         check_options(method, args)
     flags.main(module.Config, module.main, module.__doc__, args)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.data.coroutines import resolve
-from grpo_jax.data.types import LARGEST_REWARD, MESSAGE_CHARACTERS, Completion, Example, Number, Turn
+from grpo_jax.data.types import LARGEST_REWARD, MESSAGE_CHARACTERS, Completion, Example, Number, Turn, real_number
 
 Transcript = Sequence[Turn]  # all turns so far; the last turn has no observation yet
 Key = tuple[int, ...]  # (seed, stream, step, number of the completion, number of the turn), for `data.types.rng`
@@ -115,7 +115,7 @@ def checked_reply(value: Any) -> Reply:
         return Reply(failure="not a reply", message=f"the environment returned {wrong}")
     # A text that exceeds any budget ends the episode anyway, so its rest is not needed.
     ids = None if value.ids is None else [int(i) for i in value.ids[: MAX_CHARACTERS + 1]]
-    reward = None if value.reward is None else float(value.reward)
+    reward = None if value.reward is None else real_number(value.reward)
     return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message)
 
 
@@ -130,7 +130,7 @@ def _wrong(value: Any) -> str:
             return f"a reply whose {name} is of type {type(getattr(value, name)).__name__}"
     try:
         value.text[: MAX_CHARACTERS + 1].encode()
-        is_number = value.reward is None or bool(abs(float(value.reward)) <= LARGEST_REWARD)
+        is_number = value.reward is None or bool(abs(real_number(value.reward)) <= LARGEST_REWARD)
     except UnicodeEncodeError:
         return "text that is no valid unicode"
     except (TypeError, ValueError, OverflowError):

@@ -9,13 +9,14 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, Literal
 
+from grpo_jax.data.types import LARGEST_REWARD
 from grpo_jax.errors import UsageError, reason_of
 from grpo_jax.options import suggestion
 
 PREFIX = "reasoning_gym:"
 AnswerIn = Literal["tags", "line", "text", "stop"]
 
-_SPEC = re.compile(r"(?:(\d+\.?\d*|\.\d+)\*)?([A-Za-z_]\w*(?:\?.*)?)", re.DOTALL)
+_SPEC = re.compile(r"(?:(\d++\.?\d*+|\.\d++)\*)?([A-Za-z_]\w*(?:\?.*)?)", re.DOTALL)
 _COMMA = re.compile(r",(?=(?:[\d.]+\*)?[A-Za-z_]\w*(?:\?|,|$))")  # others are in the values of options
 
 
@@ -33,10 +34,11 @@ def parse_generators(text: str) -> list[Generator]:
     generators = []
     for part in _COMMA.split(text):
         match = _SPEC.fullmatch(part.strip())
-        if not match or float(match[1] or 1) <= 0:
+        weight = float(match[1] or 1) if match else 0.0
+        if not match or not 0 < weight <= LARGEST_REWARD:
             raise UsageError(f"the generator {part!r} cannot be read: write weight*name?option=value&option=value")
         open_generator(match[2])
-        generators.append((match[2], float(match[1] or 1)))
+        generators.append((match[2], weight))
     return generators
 
 
@@ -58,6 +60,8 @@ def generate(text: str, level: int | None, index: int) -> tuple[Any, dict[str, A
     except IndexError:  # it made a list of its first entries
         dataset = open_generator.__wrapped__(text, level, seed=index)
         return dataset, dataset[0]
+    except Exception as error:  # some generators check no options
+        raise UsageError(f"the generator {text} fails: {reason_of(error)}: set other options") from error
 
 
 @lru_cache(maxsize=256)
@@ -72,8 +76,12 @@ def open_generator(text: str, level: int | None = None, seed: int = 0) -> Any:
     factory, (name, _, written) = _factory(), text.partition("?")
     if name not in factory.DATASETS:
         raise UsageError(f"reasoning_gym has no generator {name}: {suggestion(name, factory.DATASETS)}")
+    if name == "codeio":
+        raise UsageError("codeio runs programs of its data set, and some of them write files: take another generator")
     try:
         options = yaml.safe_load("\n".join(part.replace("=", ": ", 1) for part in written.split("&"))) or {}
+        if fixed := {"seed", "size"} & set(options):
+            raise UsageError(f"the run sets {' and '.join(sorted(fixed))} itself: leave that out")
         if level is not None:
             curriculum = factory.create_curriculum(name)
             curriculum.set_global_level(level)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -19,7 +20,8 @@ import numpy as np
 
 from grpo_jax.data.text import Message, check_text, progress
 from grpo_jax.data.types import rng
-from grpo_jax.errors import UsageError, reason_of, user_path
+from grpo_jax.errors import UsageError, abbreviate, reason_of, user_path
+from grpo_jax.models.chat import DEEPEST, is_learned, parse_calls
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".parquet")
 _SAVED = ("state.json", "dataset_dict.json", "dataset_info.json")  # files of save_to_disk that hold no rows
@@ -51,7 +53,7 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
       subset: The subset of a hub data set that has several, such as "main".
 
     Returns:
-      The rows, at least one.
+      The rows, at least one. Tools and calls of tools lose the nulls that Arrow adds, and a warning counts them.
 
     Raises:
       UsageError: The source does not exist, or cannot be read. The message names file, line and reason.
@@ -68,6 +70,9 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
         rows = {"json": _json_rows, "jsonl": _json_lines, "csv": _csv_rows}[kind](path)
     if not rows:
         raise UsageError(f"{source} holds no rows")
+    if count := _remove_nulls(rows):
+        note = f"{source}: {count} nulls were left out of tools and their calls, since Arrow adds them"
+        warnings.warn(note, stacklevel=2)
     return rows
 
 
@@ -200,14 +205,15 @@ def read_messages(value: Any, where: str) -> list[Message]:
 
     Args:
       value: The value of a column: a list of messages. A content may be a list of parts of type text, or be missing
-        from a message with tool calls. Fields without a value are left out.
+        from a message with tool calls, whose arguments may be JSON. Fields without a value are left out.
       where: The row and the column, for errors.
 
     Returns:
-      Messages whose "role" and "content" are texts. The content of a call of tools may be None.
+      Messages whose "role" and "content" are texts. The content of a call of tools may be None. A message has the
+      weight 0 if its field weight, train or loss is 0 or false: it is not to be learned.
 
     Raises:
-      UsageError: The value is no list of messages, or a message has no text.
+      UsageError: The value is no list of messages, or a message has no text, another weight, or invalid arguments.
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise UsageError(f"{where} holds {kind_of(value)}, and should hold text or a list of chat messages")
@@ -220,8 +226,22 @@ def read_messages(value: Any, where: str) -> list[Message]:
         is_call = content is None and bool(message.get("tool_calls"))  # a call needs no text
         if not isinstance(message.get("role"), str) or not (is_call or isinstance(content, str)):
             raise UsageError(f'{where} holds a chat message without text as "role" and "content"')
-        messages.append({**message, "content": content})
+        weights = {name: message.pop(name) for name in _WEIGHTS if name in message}
+        is_other = message["role"] != "assistant"
+        if any(x not in (0, 1) or (x and is_other and name != "weight") for name, x in weights.items()):
+            raise UsageError(
+                f"{where} holds a message of the {message['role']} with {abbreviate(weights)}: only the assistant can "
+                "be learned, by the weight 0 or 1"
+            )
+        try:
+            parse_calls(message)
+        except (TypeError, ValueError):
+            raise UsageError(f"{where} holds calls of tools whose arguments are no JSON object: correct them") from None
+        messages.append({**message, "content": content} | ({"weight": 0} if 0 in weights.values() else {}))
     return messages
+
+
+_WEIGHTS = ("weight", "train", "loss")  # as OpenAI and Mistral, axolotl, and others mark what is learned
 
 
 _NOT_IN_CONTENT = {"tool_calls", "reasoning_content", "reasoning", "thinking"}  # fields that templates write
@@ -242,14 +262,16 @@ def completion_text(row: Mapping[str, Any], name: str, *, remedy: str = "") -> s
     messages = read_messages(value, f"{where}: column {name}")
     if not is_plain_answer(messages):
         raise UsageError(
-            f"{where}: column {name} should hold text, or one message of the assistant after the prompt, with text only"
+            f"{where}: column {name} should hold text, or one message of the assistant after the prompt, with text "
+            "only and without the weight 0"
         )
     return text_column(Row({name: messages[0]["content"]}, where), name)
 
 
 def is_plain_answer(messages: Sequence[Message]) -> bool:
-    """Returns whether messages are one of the assistant that is no more than its content."""
-    return [message["role"] for message in messages] == ["assistant"] and not _NOT_IN_CONTENT & messages[0].keys()
+    """Returns whether messages are one of the assistant that is no more than its content, and is learned."""
+    is_one = [message["role"] for message in messages] == ["assistant"]
+    return is_one and not _NOT_IN_CONTENT & messages[0].keys() and is_learned(messages[0])
 
 
 def _file(path: Path, split: str | None) -> Path:
@@ -356,14 +378,39 @@ def _dataset_rows(source: str, split: str, subset: str | None = None, **files: s
             rows = rows[split] if isinstance(rows, dict) else rows
     except Exception as error:  # from the package, the hub or the network
         raise UsageError(f"data set {name}, split {split} cannot be loaded: {reason_of(error)}") from error
-    return [_row(_without_nulls(row), f"{name}, split {split}, row {number}") for number, row in enumerate(rows)]
+    return [_row(row, f"{name}, split {split}, row {number}") for number, row in enumerate(rows)]
 
 
-def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """Leaves out the fields without a value that Arrow adds to objects in lists, so that all have the same fields."""
+def _remove_nulls(rows: Sequence[Row]) -> int:
+    """Removes the nulls of tools and their calls from columns that Arrow wrote, and returns their number.
+
+    Arrow gives all objects at a place the same fields. In a column with any other object, nulls have a meaning.
+    """
+    names = {name for row in rows for name, value in row.items() if name == "tools" or _has_calls(value)}
+    count = 0
+    for name in names:
+        fields: dict[Any, Any] = {}
+        columns = [row.get(name) for row in rows]
+        if all(fields.setdefault(place, x.keys()) == x.keys() for place, x in _objects(columns, (name,))):
+            for place, x in _objects(columns, (name,)):
+                for field in [y for y in x if x[y] is None and {"tools", "tool_calls"} & {*place}]:
+                    del x[field]
+                    count += 1
+    return count
+
+
+def _has_calls(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "tool_calls" in value[0]
+
+
+def _objects(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yields the objects in a value with the names of the fields above them, down to the level that templates read."""
     if isinstance(value, dict):
-        return {name: _without_nulls(x, depth + 1) for name, x in value.items() if depth < 2 or x is not None}
-    return [_without_nulls(x, depth + 1) for x in value] if isinstance(value, list) else value
+        yield place, value
+        for name, x in value.items():
+            yield from _objects(x, (*place, name)) if len(place) < DEEPEST else ()
+    for x in value if isinstance(value, list) else ():
+        yield from _objects(x, place)
 
 
 def kind_of(value: Any) -> str:

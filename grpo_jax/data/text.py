@@ -8,13 +8,16 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from grpo_jax.data.types import Completion, Prompt, Span
-from grpo_jax.errors import UsageError, abbreviate
+from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import (
     Chat,
     Message as Message,
+    check_text as check_text,
+    continue_text,
     digest_of_template,
     encode_conversation,
     end_marks,
+    is_learned,
     prompt_writer,
     render,
     render_answer,
@@ -205,42 +208,6 @@ def prompt_limit(asked: int | None, longest: int | None, max_tokens: int) -> int
 # ---- completions
 
 
-def encode_continuations(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encodes texts that continue other texts as token ids, int32.
-
-    If the tokenizer itself puts a space before every text, the space at the beginning of a text is removed.
-
-    Args:
-      tokenizer: A transformers tokenizer.
-      texts: The completions.
-    """
-    space = _leading_space(tokenizer)
-    return encode_texts(tokenizer, [text.removeprefix(space) for text in texts], special_tokens=False)
-
-
-def _leading_space(tokenizer: Any) -> str:
-    """Returns the space that a tokenizer itself puts before every text, or "" if it puts none there."""
-    pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
-    return " " if pieces and pieces[0].startswith("▁") else ""
-
-
-def check_text(text: str, where: str = "a text") -> None:
-    """Checks that a text can be encoded.
-
-    Args:
-      text: The text to check.
-      where: The place of the text, as the subject of the error message.
-
-    Raises:
-      UsageError: The text holds half of a surrogate pair. The message quotes the text around it.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        place = abbreviate(text[max(error.start - 20, 0) : error.start + 20])
-        raise UsageError(f"{where} holds half of a surrogate pair, which is no text: mend {place}") from None
-
-
 def ending_id(tokenizer: Any, eos_ids: tuple[int, ...]) -> int:
     """Returns the token to write at the end of a completion.
 
@@ -262,6 +229,7 @@ class Answers(NamedTuple):
     prompt: list[int]
     answers: tuple[list[int], ...]  # with their ends
     learned: list[bool] | None = None  # true for the learned tokens of the only answer; None: all are learned
+    is_merged: bool = False  # a token across the end of the prompt's text belongs to an answer
 
 
 def answer_prompts(
@@ -271,7 +239,8 @@ def answer_prompts(
 
     In a chat, prompt and answer are the tokens that `apply_chat_template` of transformers gives for all messages. The
     prompt is then the beginning that they share with the encoded prompt, which the template may have opened further.
-    An answer ends with the end of a turn in a chat, and with `ending_id` otherwise, also if its text has an end.
+    Outside a chat, prompt and answer are encoded as one text too, as TRL does. An answer ends with the end of a turn in
+    a chat, and with `ending_id` otherwise, also if its text has an end.
 
     Args:
       chat: The tokenizer and its chat template.
@@ -291,32 +260,55 @@ def answer_prompts(
     known = {name: turn_end(with_kwargs(chat, kwargs)) for name, kwargs in kinds.items()}
     ends = [known[repr(text.kwargs)] if text.messages else None for text in prompts.texts]
     marks = {end: end_marks(chat, end) for end in {None, *known.values()}}
-    space = _leading_space(chat.tokenizer)
 
     def written(number: int, answer: str) -> str:
         check_text(answer)
         end, prompt = ends[number], prompts.texts[number]
         answer = without_end(answer, marks[end])
         if end is None:
-            return answer.removeprefix(space)
+            return prompt + answer
         if not answer.strip() and not scored:
             return prompt
         whole = render_answer(with_kwargs(chat, prompt.kwargs), prompt, prompt.messages, answer, end)
         return whole + (end.tail if scored else end.learned)
 
     texts = [written(number, answer) for number, several in enumerate(answers) for answer in several]
-    encoded, rest = iter(encode_texts(chat.tokenizer, texts, special_tokens=False)), iter(texts)
+    encoded = iter(encode_texts(chat.tokenizer, texts, special_tokens=False))
+    plain = [text for text, end in zip(prompts.texts, ends, strict=True) if end is None]
+    alone = iter(encode_texts(chat.tokenizer, plain, special_tokens=False))
     eos = [ending_id(chat.tokenizer, chat.eos_ids)] if None in ends and not scored else []
     rows = []
     for number, end in enumerate(ends):
         prompt = prompts.token_ids[number].tolist()
         wholes = [next(encoded).tolist() for _ in answers[number]]
         if end is None:
-            wholes = [[*prompt, *ids, *(eos if ids else [])] for ids in wholes]
-        starts = [_shared_tokens(chat, prompts.texts[number], prompt, next(rest), ids) for ids in wholes]
-        shared = os.path.commonprefix([ids[:start] for ids, start in zip(wholes, starts, strict=True)])  # noqa: RUF071
-        rows.append(Answers(shared, tuple(_without_padding(ids[len(shared) :], pad_id) for ids in wholes)))
+            wholes = _behind(prompt, next(alone).tolist(), wholes)
+            if not common_tokens([prompt, *wholes]):  # a model needs a token before the answer
+                ends_left_out = (without_end(answer, marks[None]) for answer in answers[number])
+                wholes = [prompt + continue_text(chat.tokenizer, answer) for answer in ends_left_out]
+            wholes = [ids + (eos if ids != prompt else []) for ids in wholes]
+        shared = common_tokens([prompt, *wholes])
+        several = tuple(_without_padding(ids[len(shared) :], pad_id) for ids in wholes)
+        rows.append(Answers(shared, several, is_merged=end is None and len(shared) < len(prompt)))
     return rows
+
+
+def _behind(prompt: list[int], alone: list[int], wholes: Sequence[list[int]]) -> list[list[int]]:
+    """Replaces the beginnings of texts with a prompt, from where they differ from the prompt's text.
+
+    Args:
+      prompt: The tokens of the prompt. Special tokens may be before it, or its beginning may be cut off.
+      alone: The tokens of the prompt's text.
+      wholes: The tokens of this text with each answer.
+    """
+    sizes = [len(common_tokens([alone, ids])) for ids in wholes]
+    missing = len(prompt) - len(alone)
+    return [prompt[: max(missing + size, 0)] + ids[size:] for ids, size in zip(wholes, sizes, strict=True)]
+
+
+def common_tokens(several: Sequence[list[int]]) -> list[int]:
+    """Returns the tokens with which all texts begin."""
+    return list(os.path.commonprefix(several))  # noqa: RUF071
 
 
 def answer_conversation(
@@ -339,29 +331,14 @@ def answer_conversation(
         raise UsageError("a completion holds several messages, which need a chat template: turn chat on")
     messages, chat = [*prompt.messages, *completion], with_kwargs(chat, prompt.kwargs)
     ids, mask = encode_conversation(chat, messages, len(prompt.messages))
-    start = len(os.path.commonprefix([list(prompt_ids), ids]))  # noqa: RUF071, of lists
+    start = len(common_tokens([list(prompt_ids), ids]))
+    if not any(message["role"] == "assistant" and is_learned(message) for message in completion):
+        return Answers(ids[:start], (ids[start:],), [False] * len(ids[start:]))
     learned = [number for number, is_learned in enumerate(mask) if is_learned and number >= start]
     if not learned:
         raise UsageError("the chat template marks no token of a conversation as the assistant's: mend its marks")
     end = learned[-1] + 1
     return Answers(ids[:start], (ids[start:end],), mask[start:end])
-
-
-def _shared_tokens(chat: Chat, prompt: str, prompt_ids: list[int], whole: str, ids: list[int]) -> int:
-    """Returns the number of tokens of a chat that its prompt holds already.
-
-    Args:
-      chat: The tokenizer and its chat template.
-      prompt: The text of the prompt, and `prompt_ids` its tokens.
-      whole: The text of prompt and answer, and `ids` its tokens.
-    """
-    size = len(os.path.commonprefix([prompt_ids, ids]))  # noqa: RUF071, of lists
-    if size == len(prompt_ids) or not getattr(chat.tokenizer, "is_fast", False):
-        return size
-    # Tokens at the end of the prompt may differ, since they depend on the answer's first characters.
-    common = len(os.path.commonprefix([prompt, whole]))  # noqa: RUF071, of texts
-    places = chat.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    return next((number for number, (_, end) in enumerate(places) if end > common), len(ids))
 
 
 def _without_padding(ids: list[int], pad_id: int | None) -> list[int]:
@@ -395,22 +372,26 @@ def fit_answers(
     """
     check_number("max_tokens", max_tokens, Size)
     fitted, dropped, cut = dict[int, Answers](), Counter[str](), 0
-    for number, (prompt, answers, learned) in enumerate(rows):
+    for number, (prompt, answers, learned, is_merged) in enumerate(rows):
         short, is_pair = tuple(ids[:max_tokens] for ids in answers), len(answers) > 1
         if not all(answers) or len(set(map(tuple, short))) < len(short):
             dropped["whose answers are empty or equal as tokens" if is_pair else "that are empty as tokens"] += 1
         elif learned is not None and not any(learned[:max_tokens]):
-            dropped[f"without a message of the assistant in their first {max_tokens} tokens"] += 1
+            dropped[f"without a message of the assistant to learn in their first {max_tokens} tokens"] += 1
         elif short != answers and overlong == "drop":
             dropped[f"{'with an answer' if is_pair else 'that are'} longer than {max_tokens} tokens"] += 1
         else:
             cut += short != answers
-            fitted[number] = Answers(prompt, short, learned and learned[:max_tokens])
+            fitted[number] = Answers(prompt, short, learned and learned[:max_tokens], is_merged)
     notes = [f"dropped {count} {noun} {reason}" for reason, count in dropped.items()]
     if not fitted:
         why = f" ({', '.join(notes)})" if notes else ""
         raise UsageError(f"no {noun.rstrip('s')} is left of {len(rows)}{why}: raise max_tokens, or give other rows")
     notes += [f"{cut} of {len(rows)} {noun} have an answer that lost its end"] if cut else []
+    if merged := sum(row.is_merged for row in fitted.values()):
+        notes.append(
+            f"{merged} of {len(rows)} {noun} have a token across the end of the prompt, which belongs to the answer"
+        )
     if vocab_size is not None:
         check_ids([ids for row in fitted.values() for ids in (row.prompt, *row.answers)], vocab_size)
     return list(fitted.values()), list(fitted), tuple(notes)

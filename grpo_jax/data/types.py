@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from grpo_jax.errors import abbreviate
+
 Example = dict[str, Any]  # the columns of one prompt: "prompt", and what its reward needs
 
 
@@ -16,6 +18,17 @@ Number = float | None  # None: the reward does not apply to this completion
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32
 MESSAGE_CHARACTERS = 2000  # in the message about a failure
+
+
+def real_number(value: Any) -> float:
+    """Returns a value as a float; unlike `float`, it does not drop the imaginary part of NumPy's complex numbers.
+
+    Raises:
+      TypeError, ValueError, OverflowError: The value is no number, is complex, or is larger than any float.
+    """
+    if complex(value).imag:
+        raise TypeError(f"{abbreviate(value)} is a complex number")
+    return float(value)
 
 
 class Span(NamedTuple):

@@ -5,14 +5,17 @@ made from whole texts, as `apply_chat_template` of transformers does.
 """
 
 import contextlib
+import ctypes
 import inspect
 import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import cache, partial
 from hashlib import sha256
+from threading import get_ident
 from typing import Any, NamedTuple
 
 from grpo_jax.errors import UsageError, abbreviate, reason_of
@@ -27,6 +30,8 @@ for _letter in "YymBbdAaHIMSpjF":
     _value = f"{date(2025, 1, 1):%{_letter}}"
     _FIXED_DATE += f".replace('%{_letter}', '{_value}').replace('%-{_letter}', '{_value.lstrip('0') or 0}')"
 _FIXED_DATE += " }}{% endmacro %}"
+_SECONDS, _CHARACTERS = 5.0, 20_000_000  # limits of what a template takes and writes
+DEEPEST = 100  # levels of JSON
 _ANSWER, _REPLY = "answer-of-the-assistant", "reply-to-the-assistant"  # contents by which the template is explored
 
 
@@ -77,7 +82,7 @@ def render(chat: Chat, messages: Sequence[Message], place: str = "messages", *, 
       is_opened: True to open the assistant's turn at the end.
 
     Raises:
-      UsageError: There is no template, or it does not accept the messages or the tools.
+      UsageError: There is no template, or it does not accept the messages or the tools, or takes too long.
     """
     tokenizer, tools = chat.tokenizer, chat.tools
     if not tokenizer.chat_template:
@@ -86,15 +91,107 @@ def render(chat: Chat, messages: Sequence[Message], place: str = "messages", *, 
             "chat_template.jinja into the model's folder"
         )
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **_options(chat, is_opened))
+        text: str = _apply(tokenizer, messages, tokenize=False, **_options(chat, is_opened))
+    except TimeoutError:
+        raise UsageError(
+            f"the chat template takes more than {_SECONDS:g} seconds for {place}: mend a loop in it that does not end"
+        ) from None
     except Exception as error:  # templates raise any type of error
         raise UsageError(f"the chat template refuses {place}: {reason_of(error)}") from error
+    if len(text) > _CHARACTERS:
+        raise UsageError(f"the chat template writes {len(text):,} characters for {place}: mend it")
+    check_text(text, f"the text that the chat template writes for {place}")
     if tools and not all(tool["function"]["name"] in text for tool in tools):
         raise UsageError(
             "the chat template writes no tools into the prompt, so the model would never hear of them: take a model "
             "whose template does"
         )
     return text
+
+
+def _apply(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
+    """Calls `apply_chat_template` in another thread, and stops it there after some seconds, whatever it loops over.
+
+    Raises:
+      TimeoutError: It was stopped. It may also raise any other error.
+    """
+    started = list[int]()
+
+    def call() -> Any:
+        started.append(get_ident())
+        try:
+            return tokenizer.apply_chat_template([*map(parse_calls, messages)], **options)
+        except TypeError:  # some templates, such as DeepSeek's, take the arguments of calls as JSON
+            return tokenizer.apply_chat_template(list(messages), **options)
+
+    future = _threads(os.getpid()).submit(call)
+    try:
+        return future.result(_SECONDS)
+    except TimeoutError:
+        for thread in started:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
+        raise
+
+
+@cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Makes the threads of a process, which take over calls faster than new ones. A fork has none of its parent's."""
+    return ThreadPoolExecutor(thread_name_prefix="chat-template")
+
+
+def parse_calls(message: Message) -> Message:
+    """Parses the arguments of calls of tools, which may be JSON, as OpenAI stores them.
+
+    Raises:
+      TypeError, ValueError: The arguments are no object, or the calls are no list.
+    """
+
+    def one(call: Any) -> Any:
+        return {**call, "arguments": parse_json(call["arguments"], Mapping)} if "arguments" in call else call
+
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": one(call["function"])} if "function" in call else one(call)
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def parse_json(value: Any, kind: Any) -> Any:
+    """Parses a value of a kind that may be JSON.
+
+    Raises:
+      ValueError: The text is no JSON, or the value is of another kind or has too many levels.
+    """
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except RecursionError as error:
+        raise ValueError("too many levels") from error
+    level = [value]
+    for _ in range(DEEPEST):
+        parts = [x.values() if isinstance(x, Mapping) else x for x in level if isinstance(x, Mapping | list)]
+        level = [x for part in parts for x in part]
+    if level or not isinstance(value, kind):
+        raise ValueError("too many levels, or another kind")
+    return value
+
+
+def check_text(text: str, where: str = "a text") -> None:
+    """Checks that a text can be encoded.
+
+    Args:
+      text: The text to check.
+      where: The place of the text, as the subject of the error message.
+
+    Raises:
+      UsageError: The text holds half of a surrogate pair. The message quotes the text around it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = abbreviate(text[max(error.start - 20, 0) : error.start + 20])
+        raise UsageError(f"{where} holds half of a surrogate pair, which is no text: mend {place}") from None
 
 
 def _options(chat: Chat, is_opened: bool) -> dict[str, Any]:
@@ -109,7 +206,7 @@ def _options(chat: Chat, is_opened: bool) -> dict[str, Any]:
 def digest_of_template(tokenizer: Any) -> str:
     """Returns a digest of the tokenizer's chat template, or "" if it has none."""
     template = getattr(tokenizer, "chat_template", None)
-    return sha256(str(template).encode()).hexdigest()[:16] if template else ""
+    return sha256(str(template).encode(errors="surrogatepass")).hexdigest()[:16] if template else ""
 
 
 def template_kwargs(chat: Chat, value: Any, place: str) -> dict[str, Any]:
@@ -124,11 +221,11 @@ def template_kwargs(chat: Chat, value: Any, place: str) -> dict[str, Any]:
       UsageError: The value is no object, or the template has no such variable.
     """
     try:
-        kwargs = json.loads(value) if isinstance(value, str) and value else value or {}
+        kwargs = parse_json(value or {}, Mapping)
     except ValueError:
-        kwargs = value
-    if not isinstance(kwargs, Mapping):
-        raise UsageError(f'{place} is {abbreviate(value)}: give a JSON object, such as {{"enable_thinking": false}}')
+        raise UsageError(
+            f'{place} is no JSON object of at most {DEEPEST} levels: give one, such as {{"enable_thinking": false}}'
+        ) from None
     taken = inspect.signature(chat.tokenizer.apply_chat_template).parameters if kwargs else ()
     for name in kwargs:
         if name in taken or name not in str(chat.tokenizer.chat_template):
@@ -152,7 +249,7 @@ def row_kwargs(chat: Chat, row: Mapping[str, Any]) -> dict[str, Any]:
     if chat.tools or not tools or not chat.tokenizer.chat_template:
         return kwargs
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = parse_json(tools, Sequence)
         assert all(isinstance(tool["function"]["name"], str) for tool in tools)
     except (AssertionError, KeyError, TypeError, ValueError):
         raise UsageError(
@@ -335,9 +432,10 @@ def encode_conversation(chat: Chat, messages: Sequence[Message], first: int) -> 
     """Encodes a conversation, and marks the tokens that the assistant writes, with the ends of its turns.
 
     Args:
-      chat: The tokenizer and its template. Its {% generation %} marks decide if it has them. Otherwise a turn begins
-        where the template opens it after the messages before it, and ends where the template ends it.
-      messages: All messages.
+      chat: The tokenizer and its template. Its {% generation %} marks decide if it has them and all messages are
+        learned. Otherwise a turn begins where the template opens it after the messages before it, and ends where the
+        template ends it.
+      messages: All messages. Those that are not `is_learned` are not marked.
       first: The number of the first message whose tokens are marked. The marks of the template also cover earlier ones.
 
     Returns:
@@ -349,17 +447,23 @@ def encode_conversation(chat: Chat, messages: Sequence[Message], first: int) -> 
     """
     tokenizer = chat.tokenizer
     text = render(chat, messages, "a conversation", is_opened=False)
-    if re.search(r"\{%-?\s*generation\b", str(tokenizer.chat_template)):
-        options = {"return_dict": True, "return_assistant_tokens_mask": True} | _options(chat, False)
-        marked = tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
-        return list(marked["input_ids"]), list(map(bool, marked["assistant_masks"]))
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    learned = [i for i in turns if is_learned(messages[i])]
+    if learned == turns and re.search(r"\{%-?\s*generation\b", str(tokenizer.chat_template)):
+        options = {"return_dict": True, "return_assistant_tokens_mask": True} | _options(chat, False)
+        marked = _apply(tokenizer, messages, tokenize=True, **options)
+        return list(marked["input_ids"]), list(map(bool, marked["assistant_masks"]))
     if turns and text.endswith(messages[turns[-1]]["content"] or "\0") and (end := turn_end(chat)):
         text += end.learned  # no next turn follows that would begin with it
-    spans = [_span_of_turn(chat, messages, i, text) for i in turns]
+    spans = [_span_of_turn(chat, messages, i, text) for i in learned]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     places = encoded["offset_mapping"]
     return encoded["input_ids"], [any(start < b and a < end for start, end in spans) for a, b in places]
+
+
+def is_learned(message: Message) -> bool:
+    """Returns whether an assistant's message is to be learned; see `rows.read_messages`."""
+    return bool(message.get("weight", 1))
 
 
 def _span_of_turn(chat: Chat, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
@@ -392,6 +496,29 @@ def _span_of_turn(chat: Chat, messages: Sequence[Message], number: int, text: st
 # ---- replies of environments
 
 
+def continue_text(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    """Encodes a text that continues another one: behind its tokens, the ids decode to the text.
+
+    Tokenizers of Llama 2's kind put a space before every text. So the text is encoded behind a short one.
+
+    Args:
+      tokenizer: A transformers tokenizer.
+      text: The text.
+      **options: Options of the tokenizer.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False, **options)["input_ids"] if text else []
+
+    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    known = encode("a")
+    for before in ("", "\n", "a"):  # some tokenizers merge one of them with the text
+        ids = encode(before + text)[len(encode(before)) :]
+        if decode([*known, *ids]) == decode(known) + text:
+            return ids
+    return encode(text)
+
+
 def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[..., list[int]]:
     """Makes the function that encodes replies for a model.
 
@@ -413,11 +540,11 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
     chat = chat._replace(tools=None)  # they are at the beginning of a conversation
     tokenizer, control = chat.tokenizer, control_tokens(chat.tokenizer)
 
-    def tokens(text: str, **options: bool) -> list[int]:
-        return tokenizer(text, add_special_tokens=False, **options)["input_ids"] if text else []
+    def plain(text: str) -> list[int]:
+        return continue_text(tokenizer, text, split_special_tokens=True)
 
     if not (tokenizer.chat_template and roles):
-        return lambda text, kwargs={}, is_open=False: tokens(text, split_special_tokens=True)
+        return lambda text, kwargs={}, is_open=False: plain(text)
     role = known_role(chat, roles)
 
     @cache
@@ -431,12 +558,12 @@ def reply_encoder(chat: Chat, *, roles: Sequence[str] = ("user",)) -> Callable[.
         written = _after_answer(row_chat, role, text)
         if written.startswith(before) and written.endswith(after) and len(written) >= len(before) + len(after):
             text = written[len(before) : len(written) - len(after)]  # the template may strip it, or write it as JSON
-        before = before[before.find(mark) :]
+        end, before = continue_text(tokenizer, mark), before[before.find(mark) :]
         if control and len(control.findall(before + text + after)) != len(control.findall(before + after)):
-            ids = [*tokens(before), *tokens(text, split_special_tokens=True), *tokens(after)]
+            ids = [*continue_text(tokenizer, before), *plain(text), *continue_text(tokenizer, after)]
         else:
-            ids = tokens(before + text + after)
-        return ids if is_open else ids[len(tokens(mark)) :]  # else the policy has written the end of its turn
+            ids = continue_text(tokenizer, before + text + after)
+        return ids if is_open else ids[len(end) :]  # else the policy has written the end of its turn
 
     return encode
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from grpo_jax.errors import UsageError
-from grpo_jax.options import Fraction, above, between, check_types
+from grpo_jax.options import FLOAT32, STORABLE, Fraction, above, at_least, between, check_types
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "gelu", "relu"]
 Norms = Literal["before", "after", "around"]
@@ -24,9 +24,9 @@ _NOT_COMPUTED = {
 AttentionKind = Literal["auto", "shared", "xla", "cudnn", "tokamax"]
 
 
-# These limits are above the numbers of any model, and low enough that no machine stalls.
-_Length = Annotated[int, between(1, 10**12)]
-_Number = Annotated[float, above(0), between(0, 1e12)]
+# These limits are above the numbers of any model, and low enough that no machine stalls and devices can hold them.
+_Length = Annotated[int, at_least(1), STORABLE]
+_Number = Annotated[float, above(0), between(0, 1e12), FLOAT32]
 
 
 class ExpertsConfig(NamedTuple):
@@ -306,7 +306,11 @@ def _conflicts(config: ModelConfig) -> Iterator[str]:
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         if low is None or high is None or low >= high:
             yield "the rope scaling llama3 needs a low_freq_factor that is below its high_freq_factor"
+    if scaling and scaling.rope_type == "yarn" and config.rope_theta == 1:
+        yield "the rope scaling yarn divides by the logarithm of rope_theta, which is 1: it must be another number"
     if scaling and scaling.rope_type == "longrope":
+        if scaling.original_max_position_embeddings == 1:
+            yield "the rope scaling longrope needs original_max_position_embeddings above 1"
         for name in ("short_factor", "long_factor"):
             factors, pairs = getattr(scaling, name) or (), config.rotated // 2
             if len(factors) != pairs:

@@ -10,13 +10,15 @@ import itertools
 import os
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+import jax
 import numpy as np
 
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.models.config import DeltaConfig, ExpertsConfig, Heads, ModelConfig, RopeScaling
-from grpo_jax.options import check_types
+from grpo_jax.options import check_type, check_types
 
 File = dict[str, Any]  # the contents of a config.json
 Fields = dict[str, Any]  # fields of ModelConfig by name
@@ -74,7 +76,9 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
     longest = {"max_position_embeddings": config.get("max_position_embeddings")}
     family, complete = FAMILIES[model_type], _complete(config)
     fields = _fields(complete) | family.read(complete) | longest | family.constants
-    return ModelConfig(**fields, model_type=model_type, **overrides)
+    read = ModelConfig(**fields, model_type=model_type, **overrides)
+    # JSON also writes floats as whole numbers. From 2^31 devices do not hold these, and no size is so large.
+    return replace(read, **jax.tree.map(lambda x: float(x) if type(x) is int and x >= 2**31 else x, vars(read)))
 
 
 def text_part(config: File) -> File:
@@ -164,6 +168,7 @@ def _complete(file: File) -> File:
     """Returns the file as transformers 5 would write it, with a default for each missing value."""
     # The default tokens of transformers may lie outside a small vocabulary, and it would warn about them.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    file = {name: value for name, value in file.items() if name != "num_labels"}  # it would name billions of labels
     config_class = _config_class(file["model_type"])
     try:
         # from_dict changes its argument.
@@ -195,7 +200,7 @@ def _fields(file: File) -> Fields:
     fields["unrotated_layers"] = tuple(i for i, rotated in enumerate(file.get("no_rope_layers") or ()) if not rotated)
     kinds = file.get("layer_types") or ["sliding_attention"] * layers
     sliding = tuple(layer for layer in range(layers) if kinds[layer] == "sliding_attention")
-    if file.get("sliding_window") and sliding:
+    if file.get("sliding_window") is not None and sliding:
         fields["sliding_window"] = file["sliding_window"]
         fields["sliding_layers"] = sliding if len(sliding) < layers else None
     linear = {"linear_attention"} if "linear_conv_kernel_dim" in file else set()
@@ -263,13 +268,17 @@ def _experts(file: File) -> Fields:
     """Returns the field of the mixture of experts, if the model has one."""
     if file.get("swiglu_alpha", 1.702) != 1.702:
         raise UsageError(f"swiglu_alpha {abbreviate(file['swiglu_alpha'])} is not supported, only 1.702")
-    num_experts = file.get("num_local_experts", file.get("num_experts"))
-    if not num_experts or "num_experts_per_tok" not in file:  # Gemma 4 has another name for it
+    num_experts: Any = file.get("num_local_experts", file.get("num_experts"))
+    if "num_experts_per_tok" not in file:  # Gemma 4 has another name for it
         return {}
+    check_type("num_experts", num_experts, int)
     sizes = num_experts, file["num_experts_per_tok"]
     width: Any = file.get("moe_intermediate_size", file.get("intermediate_size"))
-    dense, step = file.get("mlp_only_layers") or (), file.get("decoder_sparse_step", 1)
+    listed, step = file.get("mlp_only_layers") or (), file.get("decoder_sparse_step", 1)
     layers = range(file["num_hidden_layers"])
+    dense = tuple(i for i in layers if i in listed or (i + 1) % step)
+    if not num_experts or len(dense) == len(layers):
+        return {}
     return {
         "experts": ExpertsConfig(
             *sizes,
@@ -278,7 +287,7 @@ def _experts(file: File) -> Fields:
             file.get("shared_expert_intermediate_size"),
             file.get("swiglu_limit"),
         ),
-        "dense_layers": tuple(i for i in layers if i in dense or (i + 1) % step),
+        "dense_layers": dense,
     }
 
 
@@ -331,10 +340,10 @@ def _file(model_type: str, config: ModelConfig) -> File:
 
 def _check(file: File) -> None:
     """Refuses a file that needs a feature which no family has, or whose sizes transformers could not read."""
-    quantization = file.get("quantization_config")
-    method, packed_as = quantization and quantization.get("quant_method"), FAMILIES[file["model_type"]].packed_as
+    quantization, packed_as = file.get("quantization_config"), FAMILIES[file["model_type"]].packed_as
+    is_packed = packed_as and isinstance(quantization, dict) and quantization.get("quant_method") == packed_as
     harmless: dict[str, tuple[Any, ...]] = {
-        "quantization_config": (None, quantization) if packed_as and method == packed_as else (None,),
+        "quantization_config": (None, quantization) if is_packed else (None,),
         # Gemma 4 has "vision": tokens of images see each other, and those of texts do not.
         "use_bidirectional_attention": (None, False, "vision"),
         "is_causal": (None, True),
@@ -357,6 +366,7 @@ def _rope(file: File) -> Fields:
         rope, local = rope["full_attention"] | {"truncate": True}, rope["sliding_attention"]
         if local["rope_type"] != "default":
             raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
+        check_type("rope_theta of layers with a window", local["rope_theta"], float)  # null is no number
     fields = {"rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, file)}
     if local is None and rope.get("partial_rotary_factor") is not None:
         fields["partial_rotary_factor"] = rope["partial_rotary_factor"]

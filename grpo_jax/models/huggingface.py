@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -86,15 +87,11 @@ def load_pretrained(
       UsageError: Something is missing or not supported.
     """
     folder = model_folder(name)
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise UsageError(f"{folder} is an adapter: load its base, and then the adapter with peft.load_adapter")
-    raw = text_part(read_json(folder / "config.json"))
+    config = read_config(folder, **overrides)
     try:
-        config, param_dtype = config_from_huggingface(raw, **overrides), jnp.dtype(param_dtype)
-    except UsageError:
-        raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"{folder}/config.json or the options given cannot be understood: {error}") from error
+        param_dtype = jnp.dtype(param_dtype)
+    except TypeError as error:
+        raise UsageError(f"param_dtype is unknown: {error}") from None
     if not jnp.issubdtype(param_dtype, jnp.floating):
         raise UsageError(f"param_dtype is {param_dtype}: it must be float32, bfloat16 or float16")
     tokenizer = load_tokenizer(folder)  # before the weights, which take longest
@@ -104,6 +101,28 @@ def load_pretrained(
     settings = {"head": head, "dtype": param_dtype, "quantize": quantize, "sharding": sharding, "weights": weights}
     params = load_params(folder, config, **settings)
     return Pretrained(config, params, tokenizer, ends, folder, notes)
+
+
+def read_config(folder: Path, **overrides: Any) -> ModelConfig:
+    """Reads the configuration of a decoder from the config.json of a folder.
+
+    Args:
+      folder: The folder of the model, or of the description of one.
+      **overrides: See `load_pretrained`.
+
+    Raises:
+      UsageError: The file is missing or damaged, or the decoder does not compute its model. The message names the file.
+    """
+    file = folder / "config.json"
+    written = read_json(file)
+    try:
+        config = config_from_huggingface(text_part(written))
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from error
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{file} cannot be understood ({reason}): correct it, or download it again") from error
+    return replace(config, **overrides)
 
 
 def for_texts(pretrained: Pretrained, longest: int) -> Pretrained:
@@ -135,14 +154,16 @@ def model_folder(name: str | Path) -> Path:
     """Returns the local folder of a model, which is downloaded if `name` is the id of a model on the hub.
 
     Raises:
-      UsageError: There is no such folder and no such id.
+      UsageError: There is no such folder and no such id, or the folder holds an adapter, or weights only as GGUF.
     """
     if not name:  # the option --model is not required, since --resume takes it from the run
         raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
     folder = user_path(name)
     if folder.is_dir():
-        return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.suffix == ".safetensors":
+        return _checked_folder(folder)
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise _gguf_refusal(folder)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.suffix in (".safetensors", ".gguf"):
         raise UsageError(
             f"there is no folder {name}: name the folder of a Hugging Face model, or its id on the hub, OWNER/NAME"
         )
@@ -150,11 +171,43 @@ def model_folder(name: str | Path) -> Path:
 
     try:
         wanted = [*_TEXT_FILES, "*.safetensors"]
-        return Path(snapshot_download(str(name), allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
+        folder = Path(snapshot_download(str(name), allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
     except Exception as error:  # the hub has many classes of errors: offline, unknown, private
         raise UsageError(
             f"{name} is no folder here, and fetching it from the hub failed: {reason_of(error)}"
         ) from error
+    return _checked_folder(folder)
+
+
+def _checked_folder(folder: Path) -> Path:
+    """Returns a folder that holds a model and nothing that changes it.
+
+    Raises:
+      UsageError: transformers with PEFT would load an adapter too, or the weights are in a GGUF file.
+    """
+    if (folder / "adapter_config.json").exists():
+        raise UsageError(
+            f"{folder} holds an adapter, which transformers adds to its model: merge it with PEFT's merge_and_unload, "
+            "or name a folder without adapter_config.json and load the adapter in Python with peft.load_adapter"
+        )
+    packed = sorted(folder.glob("*.gguf"))
+    if packed and not any(folder.glob("*.safetensors")):
+        raise _gguf_refusal(packed[0])
+    return folder
+
+
+def _gguf_refusal(file: Path) -> UsageError:
+    """Returns the error for a GGUF file, with the command that converts it."""
+    command = (
+        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, GgufConfig as G; "
+        f"d, f, o = {str(file.parent)!r}, {file.name!r}, 'converted'; "
+        "M.from_pretrained(d, gguf_file=f, quantization_config=G(dequantize=True)).save_pretrained(o); "
+        "T.from_pretrained(d, gguf_file=f).save_pretrained(o)"
+    )
+    return UsageError(
+        f'GGUF files are not read: pip install torch gguf accelerate, convert this one with python -c "{command}", and '
+        "name the folder converted (docs/pretrained.md says more)"
+    )
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -170,12 +223,17 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         # Without a limit, transformers does not warn about prompts that are too long, which the run counts itself. Code
         # in the folder is never run, and the user is not asked about it.
-        return AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize, trust_remote_code=False)
     except Exception as error:  # each kind of broken file raises another class
         raise UsageError(
             f"{folder} holds no tokenizer that transformers can load ({reason_of(error)}): copy its tokenizer.json "
             "into it"
         ) from error
+    model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if dropout := getattr(model, "dropout", None):
+        warnings.warn(f"{folder}: the tokenizer's BPE dropout of {dropout:g} is set to none", stacklevel=2)
+        model.dropout = None
+    return tokenizer
 
 
 def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -320,7 +378,7 @@ def scoring_padding(written: dict[str, Any]) -> int | None:
     the decoder has none, it is the token that ends a text.
     """
     end, padding = written.get("eos_token_id"), written.get("pad_token_id")
-    return (end[0] if isinstance(end, list) else end) if padding is None else padding
+    return (next(iter(end), None) if isinstance(end, list) else end) if padding is None else padding
 
 
 @contextmanager

@@ -181,6 +181,8 @@ def load_adapter(folder: str | Path, config: ModelConfig, params: Params) -> Ada
         raise UsageError(
             f"lora_alpha in {folder}/adapter_config.json is {abbreviate(alpha)}: it must be a finite number"
         )
+    if type(rank) is not int or rank < 1:
+        raise UsageError(f"r in {folder}/adapter_config.json is {abbreviate(rank)}: it must be a whole number above 0")
 
     def take(name: str, shape: tuple[int, int]) -> np.ndarray:
         if name not in by_name or by_name[name].shape != shape or by_name[name].dtype not in FLOAT_DTYPES:

@@ -207,7 +207,7 @@ def load_params(
     shapes, layout = param_shapes(config), tensor_layout(config, head=head)
     tensors = find_tensors(folder)
     if _stored(names_of(config), ("experts", "gate_proj", "kernel")).name == "mlp.experts.{}.gate_proj.weight":
-        tensors = _split_experts(tensors)
+        tensors = _split_experts(tensors, config.experts.num_experts if config.experts else 0)
     if config.tie_word_embeddings and not head and _HEAD in tensors:
         tensors.setdefault(_EMBEDDING, tensors[_HEAD])  # files may hold a shared matrix under either name
     if head:
@@ -303,9 +303,13 @@ class Found(NamedTuple):
 def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
     """Finds all tensors of a folder, by name. Only the headers of files are read.
 
-    If the model has a tower for images, the result has only the tensors of its text model, by their names in a folder
-    that holds nothing else.
+    If several files hold a tensor, the index decides. If the model has a tower for images, the result has only the
+    tensors of its text model, by their names in a folder that holds nothing else.
+
+    Raises:
+      UsageError: A file is missing or damaged, or a tensor occurs twice and no index decides.
     """
+    weight_map: Any = {}
     if names is None:
         if (folder / _SINGLE).exists():  # transformers too ignores an index beside it
             names = [_SINGLE]
@@ -318,16 +322,30 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
             names = sorted(file.name for file in folder.glob("*.safetensors"))
     if not names:
         raise UsageError(f"{folder} holds no .safetensors file: convert the model to safetensors first")
-    tensors = {}
+    tensors = dict[str, Found]()
     for file in (folder / name for name in names):
         if not file.exists():
             raise UsageError(f"{folder} lacks {file.name}: download it again")
         with _opened(file) as opened:
             for name in opened.keys():  # noqa: SIM118, it is no dictionary
+                if _BESIDE_TEXT.match(name) or weight_map.get(name, file.name) != file.name:
+                    continue
                 header = opened.get_slice(name)
-                if not _BESIDE_TEXT.match(name):
-                    tensors[text_name(name)] = Found(file, name, tuple(header.get_shape()), header.get_dtype())
+                _add(tensors, text_name(name), Found(file, name, tuple(header.get_shape()), header.get_dtype()))
     return tensors
+
+
+def _add(tensors: dict[str, Found], name: str, place: Found) -> None:
+    """Adds a tensor under this name.
+
+    Raises:
+      UsageError: There is one already.
+    """
+    if other := tensors.get(name):
+        raise UsageError(
+            f"{name} is in {place.file} as {place.name!r} and in {other.file} as {other.name!r}: remove one of them"
+        )
+    tensors[name] = place
 
 
 # The names of a text model that has a tower for images, and of what lies beside it, such as heads for several tokens.
@@ -345,20 +363,20 @@ def text_name(name: str) -> str:
 _ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
-def _split_experts(tensors: dict[str, Found]) -> dict[str, Found]:
+def _split_experts(tensors: dict[str, Found], num_experts: int) -> dict[str, Found]:
     """Replaces tensors that hold all experts of a layer, as those of Qwen3.5 on the hub, by those of single experts."""
     single = dict[str, Found]()
     for name, found in tensors.items():
         match = _ALL_EXPERTS.fullmatch(name)
-        if not match or len(found.shape) != 3:
-            single[name] = found
+        if not match or len(found.shape) != 3 or found.shape[0] != num_experts:
+            _add(single, name, found)
             continue
         projections = match[2].split("_")
         rows, inputs = found.shape[1] // len(projections), found.shape[2]
-        for number, expert in itertools.product(range(len(projections)), range(found.shape[0])):
+        for number, expert in itertools.product(range(len(projections)), range(num_experts)):
             part = slice(expert, expert + 1), slice(number * rows, (number + 1) * rows)
             whole = f"{match[1]}.{expert}.{projections[number]}_proj.weight"
-            single[whole] = found._replace(shape=(rows, inputs), part=part)
+            _add(single, whole, found._replace(shape=(rows, inputs), part=part))
     return single
 
 
@@ -387,11 +405,14 @@ def ignored_index(folder: Path) -> tuple[str, ...]:
 
 
 def _are_equal(tensors: dict[str, Found]) -> bool:
-    """Returns whether the output matrix equals the embedding, of which only a part is in memory at a time."""
+    """Returns whether the output matrix equals the embedding, of which only a part is in memory at a time.
+
+    It does not equal one that cannot be read, which `load_params` then refuses.
+    """
     places = tensors[_EMBEDDING], tensors[_HEAD]
-    (rows, *_), other = (place.shape for place in places)
-    if places[0].shape != other:
+    if places[0].shape != places[1].shape or not all(x.shape and x.dtype in FLOAT_DTYPES for x in places):
         return False
+    rows = places[0].shape[0]
     with _opened(places[0].file) as first, _opened(places[1].file) as second:
         embedding, head = first.get_slice(places[0].name), second.get_slice(places[1].name)
         parts = (slice(start, min(start + 4096, rows)) for start in range(0, rows, 4096))

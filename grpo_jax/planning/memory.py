@@ -525,7 +525,9 @@ def _describe_what_fits(model: ModelConfig, shape: Shape, limit: int, smallest: 
         return list(_plans(model, shape, limit, "layer"))[-1]
 
     half, lora = replace(model, dtype="bfloat16"), shape._replace(lora_rank=16, param_dtype="bfloat16")
-    ways = [("dtype bfloat16", half, shape)]
+    tokens = max(shape.max_tokens // 2, 1)
+    ways = [(f"max_tokens {tokens}", model, shape._replace(max_tokens=tokens))]
+    ways += [("num_prompts 1", model, shape._replace(num_prompts=1, minibatches=1)), ("dtype bfloat16", half, shape)]
     if shape.lora_rank:
         ways.append(("quantize nf4", model, shape._replace(quantize="nf4")))
     else:
@@ -537,7 +539,6 @@ def _describe_what_fits(model: ModelConfig, shape: Shape, limit: int, smallest: 
         if in_fewest_bytes(model, cut).fits:
             ways.append((f"fsdp {fsdp} on {devices} times as many devices", model, cut))
             break
-    ways.append(("num_prompts 1", model, shape._replace(num_prompts=1, minibatches=1)))
     plans = [(words, in_fewest_bytes(decoder, changed)) for words, decoder, changed in ways]
     what_fits = [f"{words} (about {_in_gib(plan.estimate.peak)} GiB)" for words, plan in plans if plan.fits]
     instead = ", or ".join(what_fits) or "a smaller model, or fewer and shorter completions"

@@ -17,12 +17,13 @@ from typing import NamedTuple
 Extract = Callable[[str], str | None]  # a completion -> its answer, or None without one
 Same = Callable[[str, str], bool]  # (stated, expected) -> whether two formulas are equal
 
+_HUGE_EXPONENT = re.compile(r"[eE][-+]?\d{4}")  # a number with one is treated as text
 _LONGEST_NUMBER = 64  # in characters; a longer number is treated as text
 _LONGEST_FORMULA = 500  # in characters; a longer formula is compared as it is written
 _MOST_DIGITS = 4000  # of a power; Python writes no integer above 4300 digits
 _MOST_NESTED = 8  # tuples within tuples
-# Groups of thousands or plain digits, decimals, and an exponent of at most three digits.
-_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"
+# Groups of thousands or plain digits, decimals, and an exponent.
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d++(?!\w))?"
 _CURRENCY = r"(?:\\?[$£€]\s*)?"
 # -$3, 3/4, 3\frac{1}{2}, 10^{5} or 1.5\times10^{5}.
 _NUMBER = re.compile(
@@ -146,7 +147,7 @@ def _value_of(match: re.Match[str]) -> Fraction | None:
     )
     exponent = int(power or 1)
     huge = power and ("e" in first.lower() or len(first) * abs(exponent) > _MOST_DIGITS)
-    if huge or len(match[0]) > _LONGEST_NUMBER:
+    if huge or len(match[0]) > _LONGEST_NUMBER or _HUGE_EXPONENT.search(match[0]):
         return None
     with contextlib.suppress(ZeroDivisionError):
         number = Fraction(top) / Fraction(bottom) if top else Fraction(first) / Fraction(divisor or 1)

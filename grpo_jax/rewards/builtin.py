@@ -79,7 +79,20 @@ def _same_by_sympy(stated: str, expected: str) -> bool:
     has_variable = [re.search("[a-df-hj-zA-Z]", formula) is not None for formula in formulas]
     if any(has_variable) and any(parse_number(formula) is not None for formula in (stated, expected)):
         return False
-    return bool(math_verify.verify(parsed(expected), parsed(stated), timeout_seconds=None))
+    values = parsed(expected), parsed(stated)
+    return bool(math_verify.verify(*values, timeout_seconds=None)) and not _are_small_and_differ(*values)
+
+
+def _are_small_and_differ(*values: list[Any]) -> bool:
+    """Returns whether these are numbers below 0.001 that differ in five digits.
+
+    math-verify compares a fixed number of decimals, in which small numbers are equal.
+    """
+    if not all(getattr(value[0], "is_number", False) and value[0].is_finite and value[0] for value in values):
+        return False  # math-verify compares with 0 exactly
+    first, second = (value[0].evalf() for value in values)
+    largest = max(abs(first), abs(second))
+    return bool(largest < 1e-3 and abs(first - second) > 1e-5 * largest)
 
 
 def exact_answer(column: str = "answer", extract: Extract = str.strip) -> Reward:

@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.data.text import check_ids, encode_continuations, encode_prompts
+from grpo_jax.data.text import check_ids, encode_prompts
 from grpo_jax.data.types import Completion, Component, Example, Number, Rewards
 from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.functional.numerics import softcapped
-from grpo_jax.models.chat import Chat, control_tokens
+from grpo_jax.models.chat import Chat, continue_text, control_tokens
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
@@ -212,8 +212,8 @@ def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: An
 
 
 def _single_tokens(tokenizer: Any, spellings: Sequence[str], vocab_size: int) -> list[int]:
-    encoded = encode_continuations(tokenizer, spellings)
-    match = {int(ids[0]) for ids in encoded if len(ids) == 1 and ids[0] < vocab_size} - {tokenizer.unk_token_id}
+    encoded = [continue_text(tokenizer, text) for text in spellings]
+    match = {ids[0] for ids in encoded if len(ids) == 1 and ids[0] < vocab_size} - {tokenizer.unk_token_id}
     if not match:
         raise UsageError(f"none of {list(spellings)} is one token of the judge's tokenizer: give a word that is")
     return sorted(match)

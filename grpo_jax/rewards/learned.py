@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from grpo_jax.data.prompts import pad_prompts
-from grpo_jax.data.text import Answers, answer_prompts, check_ids, encode_prompts
+from grpo_jax.data.text import Answers, answer_prompts, check_ids, common_tokens, encode_prompts
 from grpo_jax.data.types import Completion, Example, Prompt, Reward, pad_completions
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
@@ -112,14 +112,19 @@ def reward_function(
             raise UsageError("a prompt is empty for the tokenizer of the reward model, or does not fit: leave it out")
         rows = answer_prompts(chat, encoded, groups, scored=True, pad_id=pad_id)
         return [
-            row if text.messages else Answers(row.prompt, tuple(map(sampled, group, row.answers)))
-            for text, row, group in zip(encoded.texts, rows, groups, strict=True)
+            row if text.messages else as_sampled(ids.tolist(), row, group)
+            for text, ids, row, group in zip(encoded.texts, encoded.token_ids, rows, groups, strict=True)
         ]
 
-    def sampled(completion: Completion, encoded: list[int]) -> list[int]:
-        ids = list(getattr(completion, "ids", ()))
-        known = all(0 <= i < model.config.vocab_size for i in ids)
-        return ids if known and decode(chat, ids) == completion else encoded
+    def as_sampled(prompt: list[int], row: Answers, group: Sequence[Completion]) -> Answers:
+        pairs = zip(group, row.answers, strict=True)
+        wholes = [[*prompt, *text.ids] if is_spelled(text) else [*row.prompt, *ids] for text, ids in pairs]
+        shared = common_tokens([prompt, *wholes])
+        return Answers(shared, tuple(ids[len(shared) :] for ids in wholes))
+
+    def is_spelled(completion: Completion) -> bool:
+        ids = list(getattr(completion, "ids", [-1]))
+        return all(0 <= i < model.config.vocab_size for i in ids) and decode(chat, ids) == completion
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         if not completions:

@@ -114,7 +114,7 @@ class Processes:
         end with it, unless they start a new session.
 
         Args:
-          kind: "reward" or "environment".
+          kind: "reward", "environment" or "function", which maps (example, question) to an answer that JSON can hold.
           spec: The name of the function, as "package.module:function" or "path/to/file.py:function". It may be async.
           options: The options of the processes.
           read: Converts one answer from JSON to the answer or `BadReward`. If it raises, all answers of the call are

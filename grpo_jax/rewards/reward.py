@@ -173,7 +173,7 @@ def _ungraded(name: str, reason: str) -> str:
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)')
 _ERROR = re.compile(r"[\s|]*[A-Za-z_][\w.]*(Error|Exception|Failure|Timeout|Interrupt|Exit)\b")
-_OURS = (str(Path(__file__).parent), coroutines.__file__, "<frozen")
+_OURS = (str(Path(__file__).parents[1]), "<frozen")
 
 
 def place_and_reason(message: str) -> str:
@@ -220,7 +220,7 @@ def _total(earned: Checked) -> float:
 # ---- texts on a command line
 
 _SPEC = re.compile(
-    r"(?:(?P<name>[A-Za-z_]\w*)\s*+=)?\s*+(?:(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*+\*)?\s*+"
+    r"(?:(?P<name>[A-Za-z_]\w*)\s*+=)?\s*+(?:(?P<weight>[-+]?(?:\d++\.?\d*+|\.\d++)(?:[eE][-+]?\d+)?)\s*+\*)?\s*+"
     r"(?P<function>[^()*=\s]++(?:\s++[^()*=\s]++)*+)\s*+(?:\((?P<arguments>.*)\))?",
     re.DOTALL,
 )

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from grpo_jax.data.coroutines import resolve
-from grpo_jax.data.types import LARGEST_REWARD, MESSAGE_CHARACTERS, Checked, Completion, Span, hash_file
+from grpo_jax.data.types import LARGEST_REWARD, MESSAGE_CHARACTERS, Checked, Completion, Span, hash_file, real_number
 from grpo_jax.errors import UsageError, abbreviate, user_path
 
 _STDERR = 2
 _WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and its allocations
 # The kinds of functions that may get keywords, and the positional arguments of each kind.
 _PARAMETERS = {"reward": ("examples", "completions"), "environment": ("example", "transcript", "key")}
+_PARAMETERS["function"] = ("example", "question")
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 _is_worker = False
@@ -48,7 +49,7 @@ def load(kind: str, spec: str, arguments: Mapping[str, Any] | None = None, modul
     """Loads the function named by a text.
 
     Args:
-      kind: "reward", "environment", "environment factory" or "tool".
+      kind: "reward", "environment", "function", "environment factory" or "tool".
       spec: The name of the function, as "package.module:function" or "path/to/file.py:function".
       arguments: Keywords for the function. A function such as (examples, completions, *, x) gets them at each call. Any
         other function is called once with them, and returns the function to use. None: the function is used as it is.
@@ -152,7 +153,7 @@ def import_place(kind: str, place: str, spec: str) -> Any:
         return module
     except UsageError:
         raise
-    except (Exception, SystemExit) as error:  # a module may raise any type of error
+    except BaseException as error:  # a module may raise any type of error
         raise UsageError(f"the {kind} {spec!r} cannot be loaded: {one_line(error)}") from error
 
 
@@ -217,7 +218,7 @@ def _checked_reward(value: Any, completion: Completion) -> Checked | BadReward:
     if isinstance(value, str | bytes | list | tuple):  # float() would parse texts
         raise BadReward("not numbers", f"the function returned a reward of type {type(value).__name__}")
     try:
-        return float(value)
+        return real_number(value)
     except OverflowError:
         return BadReward("nan", "the function returned an integer that is larger than any float")
     except (TypeError, ValueError) as error:
@@ -241,7 +242,7 @@ def checked_spans(value: Sequence[Any], completion: Completion) -> tuple[Span, .
     for part in value:
         try:
             start, end, reward, *unit = part
-            span = Span(int(start), int(end), float(reward), *unit)
+            span = Span(int(start), int(end), real_number(reward), *unit)
         except (TypeError, ValueError, OverflowError):
             raise bad(f"{abbreviate(part)} is no span: it must be (start, end, reward)") from None
         if span[:2] != (start, end) or span.unit not in ("characters", "tokens"):
@@ -306,7 +307,7 @@ def main() -> None:
     while True:
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
-        answer = _answer(_rewards if kind == "reward" else _replies, function, *pickle.load(requests))
+        answer = _answer(_CALLS[kind], function, *pickle.load(requests))
 
 
 def _answer(call: Callable[..., list[Any]], function: Any, seconds: float, request: bytes) -> dict[str, Any]:
@@ -336,6 +337,13 @@ def _replies(reply: Any, examples: Any, questions: Any) -> list[Any]:
 
     calls = [(example, *question) for example, question in zip(examples, questions, strict=True)]
     return [answer._asdict() for answer in asked(reply, calls)]
+
+
+def _results(function: Any, examples: Any, questions: Any) -> list[Any]:
+    return list(map(function, examples, questions))
+
+
+_CALLS: dict[str, Any] = {"reward": _rewards, "environment": _replies, "function": _results}
 
 
 def _failure(error: BadReward) -> dict[str, str]:

@@ -246,7 +246,6 @@ def readable(
 
     def group(i: int) -> dict[str, Any]:
         number = numbers[i]
-        example, sampled = rollout.prompts.examples[number], completions.completion_ids[i]
         by_completion = advantages[i] if advantages.ndim == 2 else advantages[i, :, 0]
         by_part = {}
         if advantages.ndim == 3 and has_parts:
@@ -254,24 +253,42 @@ def readable(
             at_ends = [_rounded(row[[part.end - 1 for part in parts]]) for row, parts in rows]
             by_part = {f"{interaction.parts.removesuffix('s')}_advantages": at_ends}
         return {
-            "prompt": example["prompt"],
-            "columns": {name: _short(value) for name, value in example.items() if name != "prompt"},
-            "completions": texts[i],
-            "rewards": np.where(graded.applicable[number], graded.rewards[number], np.nan).tolist(),
-            "components": {name: _rounded(values[number]) for name, values in graded.components.items()},
+            **readable_group(task, rollout.prompts.examples[number], graded, number, completions, i, texts[i]),
             "advantages": _rounded(by_completion),
-            "lengths": lengths[i].tolist(),
-            "truncated": completions.truncated[i].tolist(),
-            "tokens": [
-                token_texts(ids[:length].tolist(), text, task)
-                for ids, length, text in zip(sampled, lengths[i], texts[i], strict=True)
-            ],
             "logprobs": [_rounded(values[:length], 3) for values, length in zip(logprobs[i], lengths[i], strict=True)],
-            **interaction.columns(graded, number, completions, i, texts[i]),
             **by_part,
         }
 
     return [group(i) for i in range(count)]
+
+
+def readable_group(
+    task: Task, row: Example, graded: Graded, number: int, completions: Completions, place: int, texts: list[Completion]
+) -> dict[str, Any]:
+    """Returns a group as values for JSON: its prompt, the other columns of its row, and lists over completions.
+
+    Args:
+      task: Decodes completions.
+      row: The columns of the prompt.
+      graded: The rewards of the rollout.
+      number: The number of the group in the rollout.
+      completions: The completions on this host, as NumPy arrays.
+      place: The place of the group in them.
+      texts: The texts of the group's completions.
+    """
+    lengths = completions.attention_mask[place].sum(-1)
+    sampled = zip(completions.completion_ids[place], lengths, texts, strict=True)
+    return {
+        "prompt": row["prompt"],
+        "columns": {name: _short(value) for name, value in row.items() if name != "prompt"},
+        "completions": list(texts),
+        "rewards": np.where(graded.applicable[number], graded.rewards[number], np.nan).tolist(),
+        "components": {name: _rounded(values[number]) for name, values in graded.components.items()},
+        "lengths": lengths.tolist(),
+        "truncated": completions.truncated[place].tolist(),
+        "tokens": [token_texts(ids[:length].tolist(), text, task) for ids, length, text in sampled],
+        **interaction_of(task).columns(graded, number, completions, place, texts),
+    }
 
 
 def _rounded(values: np.ndarray, digits: int = 4) -> list[float]:

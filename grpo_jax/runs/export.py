@@ -82,7 +82,8 @@ def export(options: Options) -> int:
 def dtype_of(options: Options) -> jnp.dtype:
     """Returns the dtype of the exported tensors."""
     raw = text_part(weights.read_json(user_path(options.run) / "model" / "config.json"))
-    from_model = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    stated = raw.get("dtype") or raw.get("torch_dtype")
+    from_model = stated if stated in weights.FLOAT_DTYPES.values() else "float32"
     return jnp.dtype(from_model if options.dtype == "model" else options.dtype)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import filelock
 
-from grpo_jax.errors import UsageError, reason_of
+from grpo_jax.errors import UsageError, reading, reason_of
 from grpo_jax.options import fits
 
 COMMAND = "command.txt"  # command lines of the run, one for each start
@@ -41,10 +41,8 @@ def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
     Raises:
       UsageError: The file cannot be read, or holds a value of another type.
     """
-    try:
+    with reading(file, "mend it, or start a new run"):
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file} cannot be read ({reason_of(error)}): mend it, or start a new run") from None
     if not fits(value, hint):
         raise UsageError(f"{file} is not as a run writes it: mend it, or start a new run")
     return value
@@ -188,6 +186,19 @@ def tensorboard(folder: Path) -> Tracker:
     return Tracker(log, restart)
 
 
+def import_wandb() -> Any:
+    """Imports the package of Weights & Biases.
+
+    Raises:
+      UsageError: The package is not installed.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError("--wandb needs the package wandb: install it, or leave out the option") from None
+    return wandb
+
+
 def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tracker:
     """Returns a tracker for Weights & Biases. A resumed run continues the same run there.
 
@@ -199,10 +210,7 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
     Raises:
       UsageError: The package is not installed, or its start fails.
     """
-    try:
-        import wandb
-    except ImportError:
-        raise UsageError("--wandb needs the package wandb: install it, or leave out the option") from None
+    wandb = import_wandb()
     id_file = folder / "wandb.json"
     run_id = read_object(id_file, dict[str, str])["id"] if id_file.exists() else uuid.uuid4().hex
     id_file.write_text(json.dumps({"id": run_id}) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from rich.console import Console
 from grpo_jax import hosts
 from grpo_jax.config import check_effects, with_options
 from grpo_jax.devices import COMPILING
-from grpo_jax.errors import Interruption, UsageError, flush_output, lacking, open_nowhere, user_path
+from grpo_jax.errors import Interruption, UsageError, flush_output, lacking, open_nowhere, reading, user_path
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.hosts import HostOptions
 from grpo_jax.options import (
@@ -40,6 +40,7 @@ from grpo_jax.options import (
     check_ranges,
     flattened,
     from_json,
+    group_names,
     option_types,
     options_of,
     replace_options,
@@ -236,7 +237,7 @@ def _with_file(default: Config, args: list[str], *, resumes: bool = False) -> Co
     file = value_of("--config", args)
     if not file:
         return default
-    saved = read_options(user_path(file))
+    saved = read_options(user_path(file), group_names(type(default)))
     try:
         # The preset sets what the file leaves out.
         return from_json(default if resumes else _with_preset(default, saved.get("preset")), saved)
@@ -267,22 +268,24 @@ def value_of(flag: str, args: Sequence[str]) -> str:
     return value
 
 
-def read_options(file: Path) -> dict[str, Any]:
+def read_options(file: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
     """Returns the options in a JSON or YAML file, by name.
 
+    Args:
+      file: The file.
+      groups: The names that groups of options may have. None: any name.
+
     Raises:
-      UsageError: The file cannot be read, or sets an option twice.
+      UsageError: The file cannot be read, sets an option twice, or has a group of another name.
     """
-    try:
+    with reading(file, "mend it"):
         text, is_yaml = file.read_text(encoding="utf-8"), file.suffix in (".yaml", ".yml")
         saved = yaml.load(text, _UniqueLoader) if is_yaml else json.loads(text, object_pairs_hook=_unique)
         if is_yaml and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise UsageError("it refers to a value by *name, which may never end: write the value out")
         if not isinstance(saved, dict):
             raise UsageError("it holds no options: it must be a mapping of names to values")
-        return flattened(saved)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UsageError(f"{file} cannot be read ({' '.join(str(error).split())})") from None
+        return flattened(saved, groups)
 
 
 def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -30,7 +30,7 @@ from grpo_jax import hosts
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError
-from grpo_jax.options import flattened
+from grpo_jax.options import current_name, flattened
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
     TEMPORARY,
@@ -426,6 +426,7 @@ def fresh_folder(folder: Path) -> Path:
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Returns the options that change what a run computes and differ between the two configurations."""
     saved, present = _shaping(flattened(saved)), _shaping(flattened(json.loads(json.dumps(config))))  # as in the file
+    saved = {current_name(name, present, saved): value for name, value in saved.items()}
     return sorted(name for name in saved.keys() | present.keys() if saved.get(name) != present.get(name))
 
 
@@ -448,6 +449,8 @@ def run_digest(run: Path, phase: str) -> str | None:
     if inputs is None or not file.exists():
         return None
     options = flattened(read_object(file))
+    if {"task", "heldout_share"} <= options.keys():
+        options["data"] = options.pop("task")  # the name when earlier versions sealed checkpoints
     shaping = _shaping(options) | {"steps": _shaped_by_steps(options)}  # ignore the number if steps do not depend on it
     return hash_values(phase, dict(sorted(shaping.items())), inputs)
 

@@ -16,7 +16,6 @@ from grpo_jax.data.types import hash_files
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface, weights
 from grpo_jax.models.config import Dtype, ModelConfig
-from grpo_jax.models.families import config_from_huggingface, text_part
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import add_adapters, fingerprint, merge
 from grpo_jax.models.params import Adapted, Quantize, Target, split
@@ -236,7 +235,7 @@ def restore(
     lora = LoraDescription.read(description)
     if lora is None and (adapter or base):
         raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
-    config = config_from_huggingface(text_part(weights.read_json(description / "config.json")), **overrides)
+    config = huggingface.read_config(description, **overrides)
 
     def untied_if_stored(params: Any) -> ModelConfig:
         return replace(config, tie_word_embeddings=config.tie_word_embeddings and "unembedding" not in params)

@@ -17,6 +17,7 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 # ---- compiled programs
 
@@ -95,8 +96,19 @@ Show = Callable[..., None]  # (step, words="")
 T = TypeVar("T")
 
 
+# Rows, rewards and templates may hold escape sequences, with which a terminal hides or forges lines.
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
 class RunConsole(Console):
-    """The console of a run. A closed pipe raises `BrokenPipeError`; rich would exit without a message."""
+    """The console of a run. It shows control characters of texts as \\x1b and the like.
+
+    A closed pipe raises `BrokenPipeError`; rich would exit without a message.
+    """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Converts a text to rich's own type, in which only rich writes control characters."""
+        return super().render_str(text.translate(_VISIBLE), **options)
 
     def on_broken_pipe(self) -> None:
         """Raises the error that rich is handling."""

@@ -52,7 +52,7 @@ def gymnasium_environment(make: Factory) -> ReplyFn:
                 observation, reward, terminated, truncated, _ = environment.step(str(turn.action))
         finally:
             environment.close()
-        return Reply(_observed(observation), done=bool(terminated or truncated), reward=float(reward))
+        return Reply(_observed(observation), done=bool(terminated or truncated), reward=reward)
 
     return reply
 
@@ -96,25 +96,29 @@ def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mappin
     Raises:
       UsageError: `reset` raised, or its result cannot be appended to the prompt.
     """
+    return [with_prompt(row, _prompt(factory, row, number)) for number, row in enumerate(rows)]
 
-    def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            with _drawing(_draws_of(row)):
-                start_text = factory().reset(**row)
-        except (Exception, SystemExit) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise UsageError(
-                f"reset of the environment, called with the columns of row {number}, raised {reason}"
-            ) from error
-        try:
-            return {**row, "prompt": _behind(row.get("prompt", ""), start_text or ""), "row": dict(row)}
-        except (KeyError, TypeError, ValueError):
-            raise UsageError(
-                f"row {number}: reset returned {type(start_text).__name__}, to stand behind a prompt of type "
-                f"{type(row.get('prompt')).__name__}: let it return a text or None, and give a text or messages"
-            ) from None
 
-    return [one(number, row) for number, row in enumerate(rows)]
+def with_prompt(row: Mapping[str, Any], prompt: Any) -> dict[str, Any]:
+    """Returns a row with another prompt, and the unchanged row as "row"."""
+    return {**row, "prompt": prompt, "row": dict(row)}
+
+
+def _prompt(factory: Factory, row: Mapping[str, Any], number: int) -> Any:
+    """Returns the prompt of a row with the text that `reset` returns."""
+    try:
+        with _drawing(_draws_of(row)):
+            start_text = factory().reset(**row)
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"reset of the environment, called with row {number}, raised {reason}") from error
+    try:
+        return _behind(row.get("prompt", ""), start_text or "")
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(
+            f"row {number}: reset returned {type(start_text).__name__}, to stand behind a prompt of type "
+            f"{type(row.get('prompt')).__name__}: let it return a text or None, and give a text or messages"
+        ) from None
 
 
 def _behind(prompt: Any, text: str) -> Any:
@@ -215,6 +219,11 @@ def load_factory(text: str) -> Factory:
       UsageError: The class cannot be loaded.
     """
     return load("environment factory", text)
+
+
+def prompt_of_factory(*, factory: str) -> Callable[[Example, int], Any]:
+    """Returns the function that makes the prompt of a row. Child processes call this function."""
+    return partial(_prompt, load_factory(factory))
 
 
 def environment_of_factory(*, factory: str) -> ReplyFn:

@@ -11,12 +11,12 @@ import numpy as np
 from grpo_jax.data.generators import PREFIX, AnswerIn, parse_generators
 from grpo_jax.data.rows import read_rows
 from grpo_jax.data.text import uses_chat
-from grpo_jax.data.types import rng
+from grpo_jax.data.types import Reward, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import Bound, Size
-from grpo_jax.rewards.reward import open_rewards, parse_reward
+from grpo_jax.rewards.reward import no_reward, open_rewards, parse_reward
 from grpo_jax.tasks.task import Task, text_task
 
 # Strict and lenient grading are both logged: a model that learns only the format raises just the strict reward.
@@ -82,8 +82,12 @@ class TaskOptions:
     """Megabytes that a process of the environment may allocate beyond what loading it took; None: no limit."""
 
 
-def check_task_options(options: TaskOptions) -> tuple[str, ...]:
+def check_task_options(options: TaskOptions, *, needs_reward: bool = True) -> tuple[str, ...]:
     """Checks the options before a model is loaded, and returns the texts of the rewards to open.
+
+    Args:
+      options: The task's options on the command line.
+      needs_reward: False if completions need no reward.
 
     Raises:
       UsageError: The options are invalid. The message is one sentence that says what to change.
@@ -114,7 +118,7 @@ def check_task_options(options: TaskOptions) -> tuple[str, ...]:
             "--task, and leave out --template and --prompt-column"
         )
     texts = options.reward or _usual_rewards(options)
-    if not texts and not options.environment:
+    if not texts and not options.environment and needs_reward:
         raise UsageError(
             f"--reward is needed for {options.task}: name your function as file.py:function, or exact_answer for rows "
             "with a column answer"
@@ -150,6 +154,7 @@ def open_task(
     chat_template_kwargs: str = "",
     training: bool = True,
     has_levels: bool = False,
+    needs_reward: bool = True,
     **prompts: Any,
 ) -> Iterator[Task]:
     """Opens the task that the options name. Its rewards run in child processes that end with the block.
@@ -161,6 +166,7 @@ def open_task(
       chat_template_kwargs: Variables of the chat template, as JSON.
       training: False if the task is only evaluated, so that all rows may be held out.
       has_levels: True for a curriculum, in which the levels of generators rise.
+      needs_reward: False if the task may have no reward. It is then `no_reward`.
       prompts: Further arguments of `text_task`: num_prompts and seed, and others such as stop and max_prompt_tokens.
 
     Yields:
@@ -169,23 +175,26 @@ def open_task(
     Raises:
       UsageError: The task does not exist, or cannot be opened.
     """
-    texts = check_task_options(options)
+    texts = check_task_options(options, needs_reward=needs_reward)
     chat = uses_chat(options.chat, pretrained.tokenizer)
-    tools, named = None, {"tools": options.tools, "factory": options.environment_factory}
+    schemas, named = None, {"tools": options.tools, "factory": options.environment_factory}
     opened: AbstractContextManager[Any] = nullcontext()
+    otherwise: Reward = no_reward
     if options.environment or any(named.values()):
         from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
-        tools = environments.tool_schemas(**named, in_chat=chat)
+        schemas, source = environments.describe_tools(**named, in_chat=chat)
         opened = environments.open_environment(
             make_chat(pretrained.tokenizer, pretrained.eos_ids, chat_template_kwargs),
             chat,
             environment=options.environment,
             **named,
+            source=source,
             deadline=options.reply_deadline,
             budget=options.reply_budget,
             memory_mb=options.reply_memory_mb,
         )
+        otherwise = environments.episode_return if options.environment else no_reward
     make = _task_maker(options, training, has_levels)
     graded = open_rewards(
         texts,
@@ -194,7 +203,7 @@ def open_task(
         budget=options.reward_budget,
         memory_mb=options.reward_memory_mb,
     )
-    rewarded = graded if texts else nullcontext(environments.episode_return)
+    rewarded = graded if texts else nullcontext(otherwise)
     with opened as environment, rewarded as rewards:
         task = make(
             pretrained.tokenizer,
@@ -204,7 +213,7 @@ def open_task(
             vocab_size=pretrained.config.vocab_size,
             template=options.template,
             system=options.system,
-            tools=tools,
+            tools=schemas,
             chat_template_kwargs=chat_template_kwargs,
             **prompts,
         )
@@ -238,10 +247,10 @@ def _task_maker(options: TaskOptions, training: bool, has_levels: bool) -> Any:
     if has_bare_replies and any(isinstance(row.get(options.prompt_column), list) for row in rows):
         raise UsageError("--chat False gives replies no chat template, but the rows hold messages: leave it out")
     if options.environment_factory:
-        from grpo_jax.tasks.adapters import load_factory, trl_rows
+        from grpo_jax.tasks.environments import rows_of_factory
 
-        factory = load_factory(options.environment_factory)
-        rows, heldout_rows = trl_rows(factory, rows), heldout_rows and trl_rows(factory, heldout_rows)
+        begun = partial(rows_of_factory, options.environment_factory)
+        rows, heldout_rows = begun(rows), heldout_rows and begun(heldout_rows)
     held: dict[str, Any] = {"heldout_rows": heldout_rows, "num_heldout": most}
     if heldout_rows is None and training:
         held = {"num_heldout": usual_num_heldout if most is None else most}

@@ -330,8 +330,8 @@ def encode_rows(
         sample = np.linspace(0, len(train) - 1, _SAMPLED).astype(int)
         spellings = (checked if apart is None else apart)[2, [] if nothing_held_out else out]
         now = np.union1d(sample, _encoded_now(checked[:, train], spellings, max_prompt_tokens))
-    trained = encode([rows[i] for i in train[now]], others=len(train) - len(now))
-    held = encode(heldout)
+    trained = _named("training", encode, [rows[i] for i in train[now]], others=len(train) - len(now))
+    held = _named("the held-out share", encode, heldout)
     check_ids(trained.token_ids + held.token_ids, vocab_size)
     width = max(map(len, trained.token_ids + held.token_ids))
     if len(now) < len(train):  # the other prompts are hardly ever longer than those of the sample
@@ -347,6 +347,14 @@ def encode_rows(
     training = PromptRows([rows[i] for i in train[left]], [made.get(i) for i in left], sample_prompts, later)
     held_rows = PromptRows([heldout[i] for i in held.numbers], _pairs(held), _pairs(held), later)
     return training, held_rows, _notes(trained, held, lost, nothing_held_out), width
+
+
+def _named(side: str, encode: Callable[..., Encoded], rows: Sequence[Mapping[str, Any]], **options: Any) -> Encoded:
+    """Encodes the rows of one side of the split, which an error names."""
+    try:
+        return encode(rows, **options)
+    except UsageError as error:
+        raise UsageError(f"{side} ({len(rows)} rows): {error}") from None
 
 
 def _notes(training: Encoded, heldout: Encoded, lost: int, nothing_held_out: bool) -> tuple[str, ...]:
@@ -492,9 +500,10 @@ def _sides(
         training, heldout = _split(places, share, number)
     if not len(training) or not len(heldout):
         which = "training" if len(heldout) else "the held-out set"
+        counts = f"rows: {len(places)}, different prompts: {len(np.unique(places))}, held-out rows: {len(heldout)}"
         raise UsageError(
-            f"no prompt is left for {which} (rows: {len(places)}, different prompts: {len(np.unique(places))}): give "
-            "rows with other prompts, or name the columns that differ in the template"
+            f"no prompt is left for {which} ({counts}): give rows with other prompts, name the columns that differ in "
+            "the template, or set num_heldout or heldout_share"
         )
     return training, heldout, lost
 

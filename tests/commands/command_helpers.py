@@ -77,8 +77,7 @@ def write_inputs(folder: Path) -> Path:
 
 def run(folder: Path, out: Path, method: str, *args: Any) -> tuple[list[dict], dict]:
     """Trains by a method on the rows of a folder, or resumes without one. Returns lines of metrics and the results."""
-    rows = "--data" if method in OF_PAIRS else "--task"
-    named = ["--method", method, "--model", folder / "model", rows, folder / "rows.jsonl"] if method else []
+    named = ["--method", method, "--model", folder / "model", "--task", folder / "rows.jsonl"] if method else []
     train.command([str(arg) for arg in [*named, "--run-dir", out, "--no-compilation-cache", *args]])
     return read_lines(out / "metrics.jsonl"), json.loads((out / "results.json").read_text())
 

@@ -22,7 +22,7 @@ from command_runs import USER_CODE
 from test_faults import FAULTS
 
 from grpo_jax import commands
-from grpo_jax.commands import evaluate, train
+from grpo_jax.commands import evaluate, sample, train
 from grpo_jax.options import option_types
 from grpo_jax.runs import export, flags
 
@@ -37,9 +37,9 @@ METHODS = {
     "grpo": GRADED,
     "ppo": f"--method ppo {GRADED}",
     "sft": f"--method sft {FIT} --task rows.jsonl --num-rows 8 --max-tokens 8 --num-heldout 4",
-    "reward-model": f"--method reward-model {FIT} --data rows.jsonl --num-pairs 8",
-    "dpo": f"--method dpo {FIT} --data rows.jsonl --num-pairs 8",
-    "kto": f"--method kto {FIT} --data rows.jsonl --num-completions 8",
+    "reward-model": f"--method reward-model {FIT} --task rows.jsonl --num-pairs 8",
+    "dpo": f"--method dpo {FIT} --task rows.jsonl --num-pairs 8",
+    "kto": f"--method kto {FIT} --task rows.jsonl --num-completions 8",
     "lora": f"{GRADED} --lora-rank 2",
     "distillation": f"{GRADED} --teacher teacher --distillation reverse_kl",
     "episodes": f"{GRADED} --environment user.py:make --max-turns 2 --environment-tokens 8 --max-tokens 16",
@@ -63,7 +63,7 @@ def attempt(folder: Path, log: Path, argv: list[str], ends: bool) -> None:
     os.cpu_count = lambda: 1  # the number of processes of a reward
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     if not ends:
-        flags.open_run = evaluate.sample_and_score = reached
+        flags.open_run = evaluate.sample_and_score = sample.sample = reached
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -114,6 +114,7 @@ FLOATS = ["-1", "0", "1e-300", "0.5", "1", "1e39", "1e308", "inf", "-inf", "nan"
 TEXTS = ["", "nowhere", ".", "rows.jsonl", "é" * 300, "{", "{prompt}", "..", "/dev/null", "a\x01b", "\udc80", "a:b"]
 TEXTS += ["/proc/none/a", "~nobody/x", "http://127.0.0.1:9", "rewards.py", "rewards.py:none", " " * 3000, "None", "{}"]
 EVALUATE = "evaluate model --task rows.jsonl --reward rewards.py:low --num-heldout 2 --samples 1 --max-tokens 4"
+SAMPLE = "sample model --task rows.jsonl --reward rewards.py:low --num-prompts 2 --group-size 2 --max-tokens 4"
 
 
 def values_of(hint: object) -> list[str]:
@@ -137,16 +138,17 @@ def command_lines(folder: Path, dice: random.Random) -> Iterable[list[str]]:
     """Yields command lines: one odd value for each option of each method, pairs of options, and bad files."""
     trained = ("grpo", "ppo", "sft", "reward-model", "dpo", "kto")
     starts = {name: f"train {METHODS[name]}" for name in trained}
-    starts |= {"evaluate": EVALUATE, "export": "export run out/x"}
+    starts |= {"evaluate": EVALUATE, "sample": SAMPLE, "export": "export run out/x"}
     options = {name: option_types(train.module_of(name).Config) for name in trained}
     options |= {"evaluate": option_types(evaluate.Options), "export": option_types(export.Options)}
+    options |= {"sample": {name: hint for name, hint in option_types(sample.Options).items() if name != "json"}}
     for name, start in starts.items():
         base, hints = start.split(), options[name]
-        alone = hints if name in ("grpo", "evaluate", "export") else dice.sample([*hints], len(hints) // 3)
+        alone = hints if name in ("grpo", "evaluate", "sample", "export") else dice.sample([*hints], len(hints) // 3)
         for chosen in [*([option] for option in alone), *(dice.sample([*hints], 2) for _ in range(8))]:
             yield base + [word for option in chosen for word in odd_option(option, hints[option], dice)]
-        if where := next((flag for flag in ("--task", "--data") if flag in base), None):
-            yield from ([*base, where, f"bad/{file.name}"] for file in sorted((folder / "bad").iterdir()))
+        if "--task" in base:
+            yield from ([*base, "--task", f"bad/{file.name}"] for file in sorted((folder / "bad").iterdir()))
             for model in (".", "rows.jsonl", "run", "broken", "nowhere"):
                 yield [model if word == "model" else word for word in base]
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from tiny import GOLDEN, Characters, refused, write_rows
 
 from grpo_jax import hosts
-from grpo_jax.commands import evaluate, train
+from grpo_jax.commands import evaluate, model_and_task, sample, train
 from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.data.preferences import read_preferences
 from grpo_jax.data.rows import read_rows
@@ -130,6 +130,7 @@ def inputs(inputs):
         patch.chdir(inputs)
         patch.setattr(flags, "open_run", reached)
         patch.setattr(evaluate, "sample_and_score", reached)
+        patch.setattr(sample, "sample", reached)
         patch.setattr(jax.distributed, "initialize", initialize)
         patch.setattr(hosts, "leave", leave)
         yield inputs
@@ -140,12 +141,12 @@ BASES = {
     "grpo": GRADED,
     "ppo": GRADED,
     "sft": ("--task", "rows.jsonl", "--num-rows", "8"),
-    "reward-model": ("--data", "rows.jsonl", "--num-pairs", "8"),
-    "dpo": ("--data", "rows.jsonl", "--num-pairs", "8"),
-    "kto": ("--data", "rows.jsonl", "--num-completions", "8"),
+    "reward-model": ("--task", "rows.jsonl", "--num-pairs", "8"),
+    "dpo": ("--task", "rows.jsonl", "--num-pairs", "8"),
+    "kto": ("--task", "rows.jsonl", "--num-completions", "8"),
 }
 # Where things are, and what the network is asked for.
-FIXED = {"run_dir", "config", "resume", "method", "model", "task", "data", "wandb", "engine", "teacher", "out"}
+FIXED = {"run_dir", "config", "resume", "method", "model", "task", "data", "wandb", "engine", "teacher", "out", "json"}
 FIXED |= {"environment", "tools", "environment_factory"}
 
 
@@ -203,15 +204,16 @@ def test_command_lines(inputs, method, examples):
     fuzz(examples, given, lambda words: starts(lambda: train.command([*base, *words])))
 
 
+@pytest.mark.parametrize("command", [evaluate, sample])
 @profiles(6, 200)
-def test_command_lines_of_evaluations(inputs, examples):
+def test_command_lines_of_evaluations_and_samples(inputs, command, examples):
     base = ["model", "--no-compilation-cache", *GRADED]
 
     def run(words: list[str]) -> None:
         with flags.refusing():
-            evaluate.main(evaluate.parse([*base, *words]))
+            command.main(command.parse([*base, *words]))
 
-    fuzz(examples, flags_of(evaluate.Options), lambda words: starts(lambda: run(words)))
+    fuzz(examples, flags_of(command.Options), lambda words: starts(lambda: run(words)))
 
 
 @profiles(8, 250)
@@ -387,7 +389,7 @@ def resume(folder: Path) -> None:
 READERS = (
     write_report,
     LoraDescription.read,
-    lambda folder: evaluate.saved_options(str(folder)),
+    lambda folder: model_and_task.saved_options(str(folder)),
     lambda folder: model_card(folder, phase="grpo", step=2, adapter=False),
     resume,
 )

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.commands import evaluate, train
+from grpo_jax.commands import evaluate, sample, train
 from grpo_jax.options import option_types
 from grpo_jax.runs import flags
 
-COMMANDS = {method: train.module_of(method).Config for method in train.METHODS} | {"evaluate": evaluate.Options}
+COMMANDS = {method: train.module_of(method).Config for method in train.METHODS}
+COMMANDS |= {"evaluate": evaluate.Options, "sample": sample.Options}
 SOURCES = "\n".join(file.read_text("utf-8") for file in Path(train.__file__).parents[1].rglob("*.py"))
 
 

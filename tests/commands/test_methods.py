@@ -8,8 +8,8 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from command_helpers import OF_PAIRS, evaluation, refusal, run, with_template
-from tiny import refused, write_rows
+from command_helpers import evaluation, refusal, run, with_template
+from tiny import read_lines, refused, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax import hosts
@@ -24,6 +24,7 @@ from grpo_jax.offline.sft import text_nll
 from grpo_jax.rewards.learned import load_reward_model
 from grpo_jax.runs import flags
 from grpo_jax.runs.export import Options, export
+from grpo_jax.runs.folder import run_digest
 
 SFT = ("--steps", 12, "--num-rows", 16, "--learning-rate", 1e-2, "--eval-every", 6, "--checkpoint-every", 4)
 PAIRS = ("--steps", 8, "--num-pairs", 16, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
@@ -52,7 +53,7 @@ def moved(folder, exported):
 def test_every_method_uses_the_chat_template_by_default(folder, tmp_path, capsys, method):
     model = with_template(folder, tmp_path / "model", "{{ raise_exception('it was filled in') }}")
     size = next((option for option in OFFLINE.get(method, ()) if str(option).startswith("--num")), "--num-prompts")
-    rows = ("--data" if method in OF_PAIRS else "--task", "rows.jsonl", "--run-dir", tmp_path / "run")
+    rows = ("--task", "rows.jsonl", "--run-dir", tmp_path / "run")
     args = ("train", "--method", method, "--model", model, *rows, *options_of(method), size, 999)
     assert "it was filled in" in refusal(capsys, *args)
     assert "999" in refusal(capsys, *args, "--chat", "False")
@@ -63,11 +64,41 @@ def test_a_transcript_becomes_messages_by_default(folder, tmp_path, capsys):
     talk = "\n\nHuman: 1\n\nAssistant: 2\n\nHuman: {i}\n\nAssistant:"
     rows = [{"chosen": talk.format(i=i) + "4", "rejected": talk.format(i=i) + "5"} for i in range(9)]
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    where = ("--data", file, "--run-dir", tmp_path / "run")
+    where = ("--task", file, "--run-dir", tmp_path / "run")
     model = with_template(folder, tmp_path / "model", template)
     sentence = refusal(capsys, "train", "--method", "dpo", "--model", model, *where, "--heldout-share", 0.5)
     assert re.search(r"refuses prompt 0: user \d$", sentence)
     assert read_preferences(file, chat=False)[0][0].prompt == talk.format(i=0)
+
+
+@pytest.mark.parametrize("method", OFFLINE)
+def test_long_texts_stay_whole_by_default_and_losses_are_warnings(folder, tmp_path, capsys, method):
+    rows = [{"prompt": 18 * "1+" + f"{i % 10}{i // 10}=", "label": True} for i in range(40)]
+    rows = [row | {"completion": "1", "chosen": "1", "rejected": "2"} for row in rows]
+    options = (*OFFLINE[method], "--steps", 1, "--eval-every", 0, "--task", write_rows(tmp_path / "rows.jsonl", rows))
+    for name, limits in (("whole", ()), ("cut", ("--max-prompt-tokens", 16, "--overlong", "truncate"))):
+        run(folder, tmp_path / name, method, *options, *limits)
+        file = tmp_path / name / "warnings.jsonl"
+        warnings = file.read_text() if file.exists() else ""
+        printed = " ".join(capsys.readouterr().out.split())
+        assert ("lost their beginning" in warnings) == ("lost their beginning" in printed) == (name == "cut")
+        assert "dropped" not in warnings
+
+
+def test_runs_and_commands_with_the_former_name_of_rows_continue(folder, tmp_path, capsys):
+    options = (*PAIRS, "--decay", "none", "--run-dir", tmp_path / "run", "--no-compilation-cache", "--model", "model")
+    train.command([*map(str, ("--method", "dpo", "--data", "rows.jsonl", *options, "--steps", 4))])
+    file = tmp_path / "run/config.json"
+    sealed = run_digest(file.parent, "dpo")
+    saved = json.loads(file.read_text())
+    saved["data"] = saved.pop("task")  # as earlier versions wrote it
+    file.write_text(json.dumps(saved))
+    assert run_digest(file.parent, "dpo") == sealed
+    train.command([*map(str, ("--resume", "--run-dir", tmp_path / "run", "--steps", 8))])
+    assert {line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")} == {0, 4, 8}
+    (tmp_path / "both.json").write_text('{"data": "a.jsonl", "task": "b.jsonl"}')
+    assert "no option data" in refusal(capsys, "train", "--method", "dpo", "--config", tmp_path / "both.json")
+    assert "--task is needed" in refusal(capsys, "evaluate", tmp_path / "run")  # other prompts would be held out
 
 
 # ---- what every method leaves
@@ -84,7 +115,7 @@ FIRST_METRICS = [
 def test_methods_train_export_and_evaluate_on_rows(folder, tmp_path, capsys, monkeypatch, method, metric, first):
     evaluated, out, rows = [], tmp_path / "run", shutil.copy(folder / "rows.jsonl", tmp_path)
     monkeypatch.setattr(sft, "text_nll", lambda *args, **options: evaluated.append(1) or text_nll(*args, **options))
-    source = ("--data" if method in OF_PAIRS else "--task", rows)
+    source = ("--task", rows)
     lines, results = run(folder, out, method, *OFFLINE[method], *source)
     assert {line["phase"] for line in lines} == {method}
     held = {line["step"]: line for line in lines if f"heldout_{metric}" in line}
@@ -261,7 +292,7 @@ def test_resume_rewrites_a_damaged_reward_model_folder(folder, tmp_path):
 
 def test_pair_completions_include_eos_in_their_length(folder):
     dpo = train.module_of("dpo")
-    args = ["--model", "model", "--data", "rows.jsonl", "--max-tokens", "2"]
+    args = ["--model", "model", "--task", "rows.jsonl", "--max-tokens", "2"]
     pretrained, eos_id = load_pretrained(folder / "model"), arithmetic.TEXT.eos_id
     preferences, _ = read_preferences(folder / "rows.jsonl")
 
@@ -291,7 +322,7 @@ def test_preference_losses_receive_only_constants_that_are_set():
 def test_all_good_ratings_warn_and_zero_weight_fails(folder, tmp_path, capsys):
     model = with_template(folder, tmp_path / "model", "{% for m in messages %}{{ m.content }}{% endfor %}")
     rows = [{"prompt": f"{i % 8}+1=", "completion": str(i), "label": True} for i in range(40)]
-    data = ("--data", write_rows(tmp_path / "rows.jsonl", rows), "--heldout-share", 0.4)
+    data = ("--task", write_rows(tmp_path / "rows.jsonl", rows), "--heldout-share", 0.4)
     options = (*KTO, "--steps", 1, "--eval-every", 0, "--model", model, *data)
     _, results = run(folder, tmp_path / "run", "kto", *options)
     assert results["before"]["log_ratio_desirable"] == 0
@@ -304,7 +335,7 @@ def test_all_good_ratings_warn_and_zero_weight_fails(folder, tmp_path, capsys):
 @pytest.mark.slow
 def test_kto_on_one_prompt_needs_reference_point_zero(folder, tmp_path, capsys):
     rows = [{"prompt": f"{i % 2}+1=", "completion": str(i), "label": i % 3 == 0} for i in range(40)]
-    data = ("--data", write_rows(tmp_path / "two.jsonl", rows), "--heldout-share", 0.4)  # one prompt is held out
+    data = ("--task", write_rows(tmp_path / "two.jsonl", rows), "--heldout-share", 0.4)  # one prompt is held out
     lines, _ = run(folder, tmp_path / "zero", "kto", *KTO, "--steps", 1, *data, "--reference-point", "zero")
     assert lines[-1]["kl"] == 0
     where = ("train", "--method", "kto", "--model", "model", "--run-dir", tmp_path / "kl", "--no-compilation-cache")

@@ -15,7 +15,7 @@ from command_helpers import exit_status, refusal, run
 from tiny import change_json
 
 from grpo_jax import commands, hosts
-from grpo_jax.commands import evaluate, sft
+from grpo_jax.commands import evaluate, model_and_task, sft
 from grpo_jax.errors import Interruption, UsageError, lacking
 from grpo_jax.models import huggingface, weights
 from grpo_jax.models.huggingface import load_pretrained
@@ -50,11 +50,13 @@ USES = {
     "resumed run-dir": ["train", "--resume", "--run-dir", "PATH"],
     "config": [*REWARDED, "--config", "PATH"],
     "task": [*TRAIN, "--task", "PATH.jsonl", "--reward", "length(maximum=3)", "--max-tokens", "8"],
-    "data": [*TRAIN[:3], "--method", "dpo", "--data", "PATH.jsonl"],
+    "data": [*TRAIN[:3], "--method", "dpo", "--task", "PATH.jsonl"],
     "model": ["train", "--model", "PATH", *REWARDED[3:]],
     "teacher": [*REWARDED, "--distillation", "reverse_kl", "--teacher", "PATH"],
     "evaluated": ["evaluate", "PATH"],
     "evaluated out": ["evaluate", "run", "--out", "PATH"],
+    "sampled": ["sample", "PATH", *REWARDED[8:]],
+    "sampled to": ["sample", "model", *REWARDED[8:], "--json", "PATH"],
     "exported": ["export", "PATH", "out"],
     "exported to": ["export", "run", "PATH"],
     "reported": ["report", "PATH"],
@@ -168,10 +170,30 @@ LIMITS = [
     (OSError(36, "File name too long", "x" * 300), "cannot be read or written (File name too long)"),
     (OSError(28, "No space left on device"), "the disk is full"),
     (RuntimeError("can't start new thread"), "too many threads run"),
+    (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "lower max_tokens or the prompts of a step"),
     (RuntimeError("Unable to initialize backend 'nope': unknown"), "correct JAX_PLATFORMS"),
     (OverflowError("date value out of range"), "set the clock"),
     (BrokenPipeError(32, "Broken pipe"), "nothing reads the output any more"),
 ]
+
+
+def test_a_platform_without_a_device_is_refused(place):
+    command = "train --model model --task rows.jsonl --reward rewards.py:low --num-prompts 4 --max-tokens 8 --dry-run"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cuda",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    run = subprocess.run(
+        [sys.executable, "-m", "grpo_jax", *command.split()],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stderr.splitlines()[-1] == "error: JAX finds no such device: correct JAX_PLATFORMS"
+    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize(("error", "sentence"), LIMITS)
@@ -263,7 +285,7 @@ HARMED_FILES = [
 
 
 @pytest.mark.parametrize(("name", "harm"), HARMED_FILES)
-@pytest.mark.parametrize("read", [export, lambda: evaluate.load(evaluate.Options(model="run"))])
+@pytest.mark.parametrize("read", [export, lambda: model_and_task.load(evaluate.Options(model="run"))])
 def test_a_model_description_that_changed_is_refused(place, name, harm, read):
     harm(place / "run/model" / name)
     with pytest.raises(UsageError, match=f"not what they were when the run in .* began: {name} of the model"):
@@ -273,7 +295,7 @@ def test_a_model_description_that_changed_is_refused(place, name, harm, read):
 def test_saved_options_of_the_wrong_type_are_named(place):
     change_json(place / "run/config.json", seed="zero")
     with pytest.raises(UsageError, match=r"seed in run/config\.json is 'zero'"):
-        evaluate.saved_options("run")
+        model_and_task.saved_options("run")
 
 
 def test_report_refuses_a_model_folder_and_changes_nothing(place, capsys):

@@ -36,7 +36,7 @@ from tiny import (
     write_rows,
 )
 
-from grpo_jax.commands import evaluate, sft, train
+from grpo_jax.commands import evaluate, model_and_task, sft, train
 from grpo_jax.config import EngineOptions, recipe
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import Completion, Prompt
@@ -241,7 +241,7 @@ def grpo_places(folder: Path, model: Path, rows: Callable[[int], list[dict]], *o
         if place == "resumed":
             return trained(run, 2, "--resume")
         if place == "evaluation":
-            pretrained = evaluate.load(evaluate.Options(model=str(run)))[0]
+            pretrained = model_and_task.load(evaluate.Options(model=str(run)))[0]
             return evaluated(run)._replace(files=run / "model", pretrained=pretrained)
         return exported() if place == "exported" else engine()
 
@@ -357,7 +357,7 @@ def supervised(tmp_path_factory):
             return Seen(folder / "exported", texts=texts(options, 0, pretrained), pretrained=pretrained)
         pretrained, lines = load_pretrained(model), read_lines(run / "metrics.jsonl")
         if place == "evaluation":
-            pretrained = evaluate.load(evaluate.Options(model=str(run)))[0]
+            pretrained = model_and_task.load(evaluate.Options(model=str(run)))[0]
             return Seen(
                 run / "model", texts=texts(resume, 1, pretrained), nll=lines[0]["heldout_nll"], pretrained=pretrained
             )
@@ -670,7 +670,7 @@ def test_reward_models_without_a_class_are_refused(tmp_path, capsys, name):
     """Reward models are no policies: no evaluation, engine or export of a run reads one."""
     model = copy_golden(name, tmp_path / "model", CHAT)
     rows = [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "2"} for i in range(9)]
-    options = ["--model", model, "--data", write_rows(tmp_path / "rows.jsonl", rows), "--run-dir", tmp_path / "run"]
+    options = ["--model", model, "--task", write_rows(tmp_path / "rows.jsonl", rows), "--run-dir", tmp_path / "run"]
     options += ["--num-pairs", 2]
     words = refusal(capsys, "train", "--method", "reward-model", *options)
     assert "no class for reward models" in words

@@ -1,6 +1,7 @@
 """Checks that commands refuse bad input of every kind in one sentence, before there is a run."""
 
 import shlex
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -26,9 +27,9 @@ STARTS = {
     "episodes": f"{GRPO} --max-turns 3",
     "sft": f"{TRAIN} --method sft --task rows.jsonl",
     "taught": f"{TRAIN} --method sft --task rows.jsonl --teacher teacher --distillation jsd",
-    "dpo": f"{TRAIN} --method dpo --data rows.jsonl",
-    "kto": f"{TRAIN} --method kto --data rows.jsonl",
-    "reward-model": f"{TRAIN} --method reward-model --data rows.jsonl",
+    "dpo": f"{TRAIN} --method dpo --task rows.jsonl",
+    "kto": f"{TRAIN} --method kto --task rows.jsonl",
+    "reward-model": f"{TRAIN} --method reward-model --task rows.jsonl",
 }
 # start, further arguments, words of the refusal
 REFUSED = [
@@ -36,8 +37,8 @@ REFUSED = [
     ("train", "--method grpo --critic_learning_rate=1", "--critic-learning-rate is an option of --method ppo"),
     ("train", "--method sft --no-whiten", "--no-whiten is an option of --method ppo"),
     ("train", "--method sft --reward f", "--reward is an option of --method grpo and ppo"),
-    ("train", "--method dpo --task f", "the method is dpo: name its rows with --data"),
-    ("train", "--method sft --data f", "the method is sft: name its rows with --task"),
+    ("train", "--method dpo --data ''", "--task is needed: name a file of pairs"),
+    ("train", "--method sft --data nowhere.jsonl", "there is no nowhere.jsonl"),
     ("train", "--method sft --num-prompts 8", "the method is sft: set its batch size with --num-rows"),
     ("train", "--num-pairs 8", "the method is grpo: set its batch size with --num-prompts"),
     ("train", "--method pop", "there is no method pop: is it ppo or dpo?"),
@@ -76,6 +77,7 @@ REFUSED = [
     ("episodes", "--environment game.py:nobody --environment-tokens 9", "has no 'nobody'"),
     ("task", "--tools game.py:add --reward exact_answer", "tools has no effect while max_turns is 1"),
     ("grpo", "--engine-folder x", "engine_folder has no effect while engine is ''"),
+    ("grpo", "--lora-rank 2 --lora-targets q_proj q_proj", "lora_targets is q_proj, q_proj: give each value once"),
     ("grpo", "--lora-alpha 3", "lora_alpha has no effect while lora_rank is 0"),
     ("sft", "--lora-targets q_proj", "lora_targets has no effect while lora_rank is 0"),
     ("dpo", "--keep-best --eval-every 0", "keep_best has no effect while eval_every is 0"),
@@ -86,6 +88,13 @@ REFUSED = [
     ("grpo", "--lr 1e-4", "no option lr: lr is called learning_rate here"),
     ("sft", "--bf16", "bf16 is called dtype here"),
     ("train", "--num-train-epochs=3", "num_train_epochs is called steps here"),
+    ("sft", "--batch-size 4", "batch_size is called num_rows here"),
+    ("kto", "--gradient-accumulation-steps 4", "called num_completions here (it multiplies a batch, and microbatches"),
+    ("grpo", "--use-vllm", "use_vllm is called engine here (this process samples, unless"),
+    ("dpo", "--report_to wandb", "report_to is called wandb here"),
+    ("grpo", "--load_in_4bit", "load_in_4bit is called quantize here (set it to nf4 or int8, with lora_rank)"),
+    ("grpo", "--reward_funcs f", "reward_funcs is called reward here (it takes (examples, completions)"),
+    ("grpo", "--callbacks f", "no option callbacks: metrics.jsonl has a line"),
     ("sft", "--task ''", "--task is needed"),
     ("sft", "--task numbers.jsonl", "numbers.jsonl, line 2: column completion"),
     ("sft", "--completion-column answer", "set --completion-column"),
@@ -99,7 +108,7 @@ REFUSED = [
     ("taught", "--teacher ''", "distillation jsd needs a teacher"),
     ("taught", "--distillation-top-k 99", "top_k is 99, but the model has"),
     ("taught", "--num-rows 12 --microbatches 2 --devices 8 --fsdp 4", "multiple of microbatches x data x fsdp"),
-    ("dpo", "--data ''", "--data is needed"),
+    ("dpo", "--task ''", "--task is needed"),
     ("dpo", "--tau 0.5", "tau is no constant of --preference-loss dpo"),
     ("dpo", "--preference-loss simpo --label-smoothing 0.1", "choose dpo or robust or length-normalized"),
     ("dpo", "--preference-loss robust --label-smoothing 0.5", "label_smoothing is 0.5"),
@@ -122,15 +131,41 @@ def test_bad_input_is_refused_before_a_run_exists(folder, capsys, start, args, w
 
 def test_dry_run_prints_the_plan_without_loading_weights(folder, capsys):
     (folder / "half.py").write_text("def half(rows, texts): return [1 / len(text) for text in texts]\n")
-    args = [*STARTS["task"].split(), "--reward", "rewards.py:low", "half.py:half", "--lora-rank", "2", "--dry-run"]
+    (folder / "hides.py").write_text("def hides(rows, texts): raise ValueError('\\x1b[2J')\n")
+    args = [*STARTS["task"].split(), "--reward", "rewards.py:low", "half.py:half", "hides.py:hides"]
+    args += ["--lora-rank", "2", "--dry-run"]
     commands.main(args)
     printed = capsys.readouterr().out
     assert "plan: " in printed
     assert "the first prompt, as the model reads it: '" in printed
     assert "rewards of the empty completion: low 0.0, half ZeroDivisionError: division by zero" in printed
+    assert r"hides ValueError: \x1b[2J" in printed  # visible, not as a control character
     assert not (folder / "run").exists()
     params = load_pretrained(folder / "model", weights=False).params
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+    ("options", "usual"), [(("--learning-rate", "1e-6"), "4e-04"), (("--lora-rank", "2"), "3e-03")]
+)
+def test_rates_ten_times_off_are_told_before_the_run(folder, tmp_path, capsys, options, usual):
+    args = [*STARTS["task"].split(), "--reward", "rewards.py:low", *options]
+    commands.main([*args, "--dry-run"])
+    sentence = f"but {usual} trained models of about"
+    assert sentence in capsys.readouterr().out
+    commands.main(
+        [*args, "--steps", "1", "--eval-every", "0", "--num-heldout", "2", "--run-dir", str(tmp_path / "run")]
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.index(sentence) < printed.index("evaluating the initial model")
+    commands.main([*args, "--learning-rate", usual, "--dry-run"])
+    assert "trained models of about" not in capsys.readouterr().out
+
+
+def test_a_dry_run_finds_missing_packages_of_trackers(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    args = (*STARTS["task"].split(), "--reward", "rewards.py:low", "--wandb", "project", "--dry-run")
+    assert "--wandb needs the package wandb" in refusal(capsys, *args)
 
 
 def test_rewards_are_tried_on_the_first_row():
@@ -178,7 +213,8 @@ def test_rewards_that_cannot_answer_are_refused_before_sampling(folder, monkeypa
 
 def test_runs_too_large_for_memory_are_refused(folder, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "memory_limit", lambda devices: 2**14)
-    assert "the run needs about" in refusal(capsys, *STARTS["grpo"].split())
+    words = refusal(capsys, *STARTS["grpo"].split())
+    assert "the run needs about" in words
     assert not (folder / "run").exists()
 
 

@@ -58,7 +58,7 @@ def made(tmp_path_factory):
 
 
 def arguments(form, kind, method, out):
-    file = ("--data" if method in OF_PAIRS else "--task", f"{form}, {kind}.jsonl")
+    file = ("--task", f"{form}, {kind}.jsonl")
     step = ("--steps", 1, "--eval-every", 0, "--run-dir", out, "--no-compilation-cache")
     words = ("--method", method.split()[0], "--model", "model", *file, *OPTIONS[method], *step)
     return [str(word) for word in words]

@@ -93,7 +93,11 @@ def test_tools_are_schemas_or_their_json():
     chat = Chat(Template())
     assert row_kwargs(chat, {"tools": [TOOL]}) == row_kwargs(chat, {"tools": json.dumps([TOOL])}) == {"tools": [TOOL]}
     assert row_kwargs(chat, {"tools": []}) == row_kwargs(chat._replace(tools=[TOOL]), {"tools": [TOOL]}) == {}
-    for tools in (["hammer"], "hammer", 3):
+    deep = "[" * 3000 + "]" * 3000
+    nested: list = []
+    for _ in range(3000):
+        nested = [nested]
+    for tools in (["hammer"], "hammer", 3, deep, [TOOL | {"x": nested}]):
         with refused("column tools should hold JSON schemas of functions"):
             row_kwargs(chat, {"tools": tools})
 
@@ -106,6 +110,77 @@ def test_a_csv_holds_texts(tmp_path):
     assert rows[1].where == f"{tmp_path}/train.csv, line 4"
     (tmp_path / "long.csv").write_text(f"prompt,,\n{'word ' * 30_000},,\n")
     assert len(read_rows(tmp_path / "long.csv")[0]["prompt"]) == 150_000
+
+
+# ---- calls of tools, and messages that are not learned
+
+
+def call_of(arguments, **fields):
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call | fields]}
+
+
+@pytest.mark.parametrize("arguments", ["{", "3", "[1]", "", 3, [1], None, "[" * 3000 + "]" * 3000, {"a": [[]] * 2}])
+def test_arguments_of_calls_are_objects_or_their_json(arguments):
+    messages = [*ASKED, call_of(arguments), *CALLED[2:]]
+    if isinstance(arguments, dict):
+        assert read_prompt(messages, "a row") == messages
+    else:
+        with refused("a row holds calls of tools whose arguments are no JSON object"):
+            read_prompt(messages, "a row")
+
+
+def arrow_rows(**fields):
+    both = [{"at": "noon", "far": None}, {"at": None, "far": 1}]
+    turns = [[message | {"tool_calls": None, "name": None} for message in ASKED] for _ in both]
+    for messages, arguments in zip(turns, both, strict=True):
+        messages.append({"name": None, **call_of(arguments, id=None)})
+    tools = [{"function": {"name": "look", "parameters": {"at": x, "far": y}}} for x, y in (("a", None), (None, 2))]
+    info = {"info": [{"a": None, "b": 1}], **fields}
+    return [{"messages": x, "tools": [y]} | info for x, y in zip(turns, tools, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_nulls_of_arrow_are_left_out_of_tools_and_calls(tmp_path, name):
+    lines = [json.dumps(row) for row in arrow_rows()]
+    (tmp_path / name).write_text("\n".join(lines) if name == "rows.jsonl" else f"[{','.join(lines)}]")
+    with pytest.warns(UserWarning, match="rows.*: 6 nulls were left out of tools and their calls"):
+        rows = read_rows(tmp_path / name)
+    assert [row["messages"][1]["tool_calls"] for row in rows] == [
+        call_of(arguments)["tool_calls"] for arguments in ({"at": "noon"}, {"far": 1})
+    ]
+    assert [row["tools"][0]["function"]["parameters"] for row in rows] == [{"at": "a"}, {"far": 2}]
+    assert rows[0]["info"] == arrow_rows()[0]["info"]
+    assert rows[0]["messages"][0] == arrow_rows()[0]["messages"][0]
+
+
+def test_nulls_stay_where_objects_have_fields_of_their_own(tmp_path):
+    rows = arrow_rows()
+    del rows[1]["messages"][0]["name"], rows[1]["tools"][0]["function"]["parameters"]["at"]
+    assert read_rows(write_rows(tmp_path / "rows.jsonl", rows)) == rows
+
+
+MARKS = [{"weight": 0}, {"train": False}, {"loss": False}, {"weight": 0.0, "train": True}]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("read", [read_preferences, read_ratings])
+def test_an_answer_that_is_not_to_be_learned_is_refused(tmp_path, read, mark):
+    rows = [{"prompt": ASKED, "chosen": BLUE, "rejected": [GREEN[0] | mark]}]
+    if read is read_ratings:
+        rows = [{"prompt": ASKED, "completion": [BLUE[0] | mark], "label": True}]
+    with refused("line 1: column (rejected|completion) should hold text, .* without the weight 0"):
+        read(write_rows(tmp_path / "rows.jsonl", rows))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [BLUE[0] | {"weight": 0.5}, BLUE[0] | {"train": "no"}, ASKED[0] | {"train": True}, BLUE[0] | {"loss": []}],
+)
+def test_other_weights_of_messages_are_refused(message):
+    with refused("a row holds a message of the (user|assistant) with .*: only the assistant can be learned"):
+        read_prompt([message, *ASKED], "a row")
+    assert read_prompt([BLUE[0] | {"weight": 1, "train": True}, ASKED[0] | {"weight": 1}], "a row") == BLUE + ASKED
 
 
 # ---- the package datasets

@@ -99,7 +99,7 @@ def _compare_answer(
         thought, _, content = answer.removeprefix("<think>").partition("</think>")
         whole[-1] |= {"content": content.strip(), "reasoning_content": thought.strip()}
         ids = expected(whole, tools=chat.tools)
-    ((prompt, (learned,), _),) = answer_prompts(chat, prompts, [(answer,)])
+    ((prompt, (learned,), *_),) = answer_prompts(chat, prompts, [(answer,)])
     squeezed = "".join(answer.removeprefix("<think>").split())  # the prompt may hold the tag
     if squeezed not in "".join(tokenizer.decode(learned).split()):
         yield "answers", f"DIFFERENT: {answer!r} is not in {tokenizer.decode(learned)!r}"
@@ -127,7 +127,7 @@ def _compare_replies(chat: Chat, expected: Expected) -> Iterator[tuple[str, str]
     for role in ("user", "tool"):
         kind = f"replies of the {role}"
         try:
-            ((prompt, (sampled,), _),) = answer_prompts(chat, encode_prompts(chat, [[first]]), [(answer["content"],)])
+            ((prompt, (sampled,), *_),) = answer_prompts(chat, encode_prompts(chat, [[first]]), [(answer["content"],)])
             encode, reader = (make(chat, roles=(role,)) for make in (reply_encoder, reply_reader))
             sampled_ids = [*prompt, *sampled]
             histories = [[first, answer, {"role": role, "content": reply}] for reply in REPLIES]

@@ -4,6 +4,8 @@
 """
 
 import pickle
+import time
+from collections import Counter
 from itertools import groupby
 from unittest import mock
 
@@ -17,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.commands import sft
 from grpo_jax.data.packing import pack
+from grpo_jax.data.rows import read_messages
 from grpo_jax.data.text import (
     Answers,
     answer_conversation,
@@ -35,6 +38,8 @@ from grpo_jax.models.chat import (
     render,
     turn_end,
 )
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.tasks.task import text_task
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<bos>", "<answer>", "</answer>", "<|user|>", "<|assistant|>"]
@@ -111,7 +116,7 @@ def learned(tokenizer, template, answer, eos=("<|endoftext|>",), **options):
     """The text of the learned tokens."""
     tokenizer.chat_template = template
     chat = Chat(tokenizer, tuple(tokenizer.convert_tokens_to_ids(token) for token in eos), **options)
-    ((_, (ids,), _),) = answer_prompts(chat, encode_prompts(chat, [[USER]]), [(answer,)])
+    ((_, (ids,), *_),) = answer_prompts(chat, encode_prompts(chat, [[USER]]), [(answer,)])
     return tokenizer.decode(ids)
 
 
@@ -213,7 +218,15 @@ def test_template_variables_come_from_run_and_row(tokenizer):
     assert render(chat, [USER]).endswith("</think>\n\n")
 
 
-@pytest.mark.parametrize("kwargs", ["[1]", "{", '{"thinkz": 1}', '{"tokenize": true}', '{"tools": []}', 3])
+DEEP = '{"thinks": ' + "[" * 3000 + "]" * 3000 + "}"
+NESTED: dict = {}
+for _ in range(3000):
+    NESTED = {"thinks": NESTED}
+
+
+@pytest.mark.parametrize(
+    "kwargs", ["[1]", "{", '{"thinkz": 1}', '{"tokenize": true}', '{"tools": []}', 3, DEEP, NESTED]
+)
 def test_other_variables_are_refused(tokenizer, kwargs):
     tokenizer.chat_template = SWITCH + "{{ tools }}"
     with refused("chat_template_kwargs"):
@@ -318,6 +331,88 @@ def test_a_conversation_teaches_the_turns_of_the_assistant(tokenizer, template, 
     assert "|".join(tokenizer.decode([i for i, _ in turn]) for is_learned, turn in turns if is_learned) == expected
 
 
+MARKS = [{"weight": 0}, {"train": False}, {"loss": False}]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize(("template", "first", "expected"), LEARNED)
+def test_messages_that_are_not_to_be_learned_are_only_read(tokenizer, template, first, expected, mark):
+    tokenizer.chat_template = template
+    chat = Chat(tokenizer, (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")))
+    ids, whole = encode_conversation(chat, TALK, first)
+    for left_out in ({1}, {3}, {1, 3}):
+        talk = [message | mark if i in left_out else message for i, message in enumerate(TALK)]
+        again, mask = encode_conversation(chat, read_messages(talk, "a row"), first)
+        runs = [list(run) for is_learned, run in groupby(range(len(whole)), whole.__getitem__) if is_learned]
+        turns = zip([1, 3][-len(runs) :], runs, strict=True)
+        assert again == ids
+        assert [i for i, x in enumerate(mask) if x] == [i for turn, run in turns if turn not in left_out for i in run]
+
+
+def test_rows_without_a_message_to_learn_are_dropped_and_counted(tokenizer, tmp_path):
+    tokenizer.chat_template = CHATML
+    nothing = [message | {"weight": 0} if message["role"] == "assistant" else message for message in TALK]
+    talks = [TALK, nothing, [*TALK[:2], *nothing[2:]], [*nothing[:2], *TALK[2:]], nothing[:2]]
+    rows = [{"messages": talk} for talk in talks for _ in range(2)]
+    rows += [{"messages": [{"role": "user", "content": str(i)}, *TALK[1:]]} for i in range(20)]
+    config = sft.Config(task=str(write_rows(tmp_path / "rows.jsonl", rows)), num_heldout=2)
+    model = Pretrained(
+        ModelConfig(len(tokenizer), 8, 16, 1, 2, 1, 4), {}, tokenizer, (tokenizer.eos_token_id,), tmp_path
+    )
+    *sides, _, notes = sft.encode_texts(config, sft.read_completions(config), model)
+    dropped = [int(note.split()[2]) for note in notes if "without a message of the assistant to learn" in note]
+    assert sum(dropped) == 4
+    texts = "".join(tokenizer.decode(side.ids[side.completion_mask].tolist()) for side in sides)
+    counts = Counter(texts.split("<|im_end|>"))
+    assert counts == {"<think>so</think>2": 24, "<think>four</think>4": 24, "": 1}
+
+
+def test_a_template_that_takes_json_gets_the_arguments_of_the_row(tokenizer):
+    # As DeepSeek's.
+    tokenizer.chat_template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + "
+    tokenizer.chat_template += "'\n' + c.function.arguments }}{% endfor %}{% endfor %}"
+    call = {"function": {"name": "f", "arguments": '{"a":1}'}}
+    messages = read_messages([USER, {"role": "assistant", "content": None, "tool_calls": [call]}], "a row")
+    assert render(Chat(tokenizer), messages) == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+# ---- templates that cannot be used
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("body", ["", "{{ i * j }}", "{% set x = i %}"])
+def test_a_template_that_loops_is_stopped(tokenizer, monkeypatch, body):
+    monkeypatch.setattr("grpo_jax.models.chat._SECONDS", 0.3)
+    tokenizer.chat_template = LOOP.replace("BODY", body)
+    with refused("takes more than 0.3 seconds for messages: mend a loop"):
+        render(Chat(tokenizer), [USER])
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.25  # nothing loops any more
+    tokenizer.chat_template = CHATML
+    assert render(Chat(tokenizer), [USER]) == tokenizer.apply_chat_template(
+        [USER], tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_a_template_that_writes_too_much_is_refused(tokenizer):
+    tokenizer.chat_template = "{{ 'words' * 10000000 }}"
+    with refused("writes 50,000,000 characters for messages"):
+        render(Chat(tokenizer), [USER])
+
+
+def test_half_a_surrogate_pair_in_a_template_is_refused(tokenizer):
+    tokenizer.chat_template = "half \ud800" + CHATML
+    with refused("holds half of a surrogate pair, which is no text: mend 'half"):
+        encode_prompts(Chat(tokenizer), [[USER]])
+    tokenizer.chat_template = "{{ tools[0].function.description }}{{ tools[0].function.name }}"
+    tool = {"function": {"name": "f", "description": "half \ud800"}}
+    with refused("holds half of a surrogate pair"):
+        encode_prompts(Chat(tokenizer), [[USER]], kwargs=[{"tools": [tool]}])
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
     tokenizer.chat_template = "{{ messages | length }}" + CHATML
     with refused("differently once others follow"):
@@ -342,7 +437,7 @@ def test_texts_without_a_learned_token_are_dropped():
     rows = [Answers([1], ([2, 3, 4],), mask) for mask in ([False, False, True], [True, False, True], None)]
     _, numbers, notes = fit_answers(rows, max_tokens=2, overlong="truncate", noun="completions")
     assert numbers == [1, 2]
-    assert notes[0] == "dropped 1 completions without a message of the assistant in their first 2 tokens"
+    assert notes[0] == "dropped 1 completions without a message of the assistant to learn in their first 2 tokens"
     with refused("no completion is left of 1"):
         fit_answers(rows[:1], max_tokens=2, overlong="truncate", noun="completions")
     assert len(fit_answers(rows, noun="completions")[0]) == 3

@@ -98,7 +98,7 @@ FIELDS = [
     (MOE | {"mlp_only_layers": [], "decoder_sparse_step": 1}, experts(128, 8, 768)),
     (
         MOE | {"mlp_only_layers": [1], "decoder_sparse_step": 2},
-        experts(128, 8, 768) | {"dense_layers": (0, 1, 2)},
+        {"experts": None, "dense_layers": ()},
     ),
     ({"model_type": "mixtral", "rope_theta": None}, experts(8, 2, 64, norm_topk_prob=True) | {"rope_theta": 1e6}),
     ({"model_type": "mixtral", "num_local_experts": 3}, experts(3, 2, 64, norm_topk_prob=True)),

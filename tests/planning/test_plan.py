@@ -64,6 +64,15 @@ def test_where_nothing_fits_the_sentence_names_what_would():
             choose(MID, SHAPE._replace(minibatches=minibatches), 2**20)
 
 
+def test_fewer_tokens_are_the_first_way_out():
+    long = SHAPE._replace(max_tokens=20_000, group_size=64)
+    limit = choose(MID, long, 2**40).estimate.peak * 2
+    with refused(r"with remat layer: set max_tokens 10000 \(about .* GiB\), or dtype"):
+        while True:
+            choose(MID, long, limit)
+            limit = int(0.98 * limit)
+
+
 def test_run_shape_follows_the_options():
     run = recipe("grpo", num_prompts=8, minibatches=2, divergence="full", ref_sync_steps=5, fsdp=2)
     shape = shape_of(run, ModelOptions(lora_rank=4, param_dtype="bfloat16"), 7, parts=4)

@@ -329,6 +329,8 @@ CASES += [
     ("math lenient", "x^2", "The answer is: $x^2$, as above", True, "a formula"),
     ("math lenient", "5", r"The answer is \boxed{5}, not 3.", True, "the box"),
     ("math lenient", "6", "The answer is 5 or 6.", False, "two answers"),
+    ("math lenient", "1", "So it is 1e999999999", False, "an exponent too large to compute"),
+    ("gsm8k lenient", "1", "So it is 1.0e-99999", False, "an exponent too large to compute"),
 ]
 
 
@@ -380,6 +382,7 @@ def test_numbers_are_compared_as_numbers(stated, expected, same):
 
 
 LAST_NUMBERS = [
+    ("about 1e999999999.", "1e999999999"),
     ("10-5", "5"),
     ("it fell to -5 degrees", "-5"),
     ("costs -$5.25!", "-$5.25"),

@@ -50,6 +50,10 @@ def test_math_verify_compares_formulas_within_a_deadline():
         (r"__import__('os')._exit(3)", "7", 0.0),
         (r"9^{9^{9^{9}}}", "7", None),
         (r"\{2, 1\}", r"\{1, 2\}", 1.0),
+        ("1/2^{55}", "1/2^{56}", 0.0),
+        (r"\frac{\sqrt{3}}{2^{55}}", r"\sqrt{3} \cdot 2^{-56}", 0.0),
+        (r"\frac{\sqrt{3}}{2^{55}}", r"\sqrt{3} \cdot 2^{-55}", 1.0),
+        (r"\sqrt{2} - \sqrt{2}", "0", 1.0),
     ]
     arguments = {"lenient": False}
     with Grader(f"{BUILTIN}:math_answer", arguments=arguments, chunk=1, workers=1, deadline=2.0) as grader:

@@ -80,6 +80,7 @@ def test_replies_in_chat_runs_are_messages(file, tmp_path, in_chat):
 FAILURES = [
     ("time.sleep(1000)", "timeout", "actions.py"),
     ("1 / 0", "raised", "ZeroDivisionError"),
+    ("Reply('a', reward=__import__('numpy').complex64(1j))", "not a reply", "a reward that is no finite number"),
     ("Reply('a' * 2**30)", "raised", "MemoryError"),
     ("os._exit(3)", "died", "exit status 3"),
     ("'well'", "not a reply", "str"),

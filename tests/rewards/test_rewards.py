@@ -217,6 +217,9 @@ BAD_ANSWERS = [
     ("{i: 1.0 for i in range(n)}", "not numbers"),
     ("{i + 0.5 for i in range(n)}", "not numbers"),
     ("None", "not numbers"),
+    ("__import__('numpy').full(n, 1 + 2j)", "not numbers"),
+    ("[__import__('numpy').array(1 + 2j)] * n", "not numbers"),
+    ("[[(0, 1, __import__('numpy').complex64(2j))]] * n", "bad spans"),
     ("[10**1000] * n", "nan"),
     ("[[(0, 1000, 1.0)]] * n", "bad spans"),
 ]
@@ -416,6 +419,7 @@ def test_unloadable_rewards_are_refused_in_one_sentence(file, spec, arguments, w
 BROKEN_FILES = [
     ("def f(:", "SyntaxError"),
     ("raise SystemExit(1)", "SystemExit"),
+    ("raise KeyboardInterrupt", "broken.py:f' cannot be loaded: KeyboardInterrupt"),
     ("from . import other", "no known parent package"),
     ("import os; os._exit(7)", "exit status 7"),
     (f"import time; {SLEEPS}", "cannot be loaded: no answer within its deadline"),

@@ -126,7 +126,7 @@ def test_updates_on_several_hosts_equal_one_host(tmp_path, number, devices):
     assert exchanged == pytest.approx(planned, rel=0.05)
 
 
-PAIRS = ("--data", "rows.jsonl", "--num-pairs", "8")
+PAIRS = ("--task", "rows.jsonl", "--num-pairs", "8")
 METHODS = {
     "dpo": (*PAIRS, "--lora-rank", "2"),
     "reward-model": PAIRS,

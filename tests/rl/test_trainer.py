@@ -95,6 +95,21 @@ def test_the_five_lines(folder, tmp_path, monkeypatch, capsys):
     assert "report:" in capsys.readouterr().out
 
 
+def test_a_chat_models_texts_are_written_into_its_template(folder, tmp_path, capsys):
+    model = shutil.copytree(folder, tmp_path / "chats")
+    (model / "chat_template.jinja").write_text("({% for m in messages %}{{ m.content }}{% endfor %})")
+    trainer = GRPOTrainer(model, Rising(), run_dir=tmp_path / "run", steps=1, max_tokens=2)
+    trainer.train(["1+1="])
+    messages = [{"role": "user", "content": "1+1="}]
+    written = load_pretrained(model).tokenizer.apply_chat_template(messages, tokenize=False)
+    assert trainer.run.lines("rollouts.jsonl")[0]["prompt"] == written
+    assert "prompts that are text are user messages of the chat template" in capsys.readouterr().out
+    trainer = GRPOTrainer(model, Rising(), run_dir=tmp_path / "bare", chat=False, steps=1, max_tokens=2)
+    trainer.train(["1+1="])
+    assert trainer.run.lines("rollouts.jsonl")[0]["prompt"] == "1+1="
+    assert "encoded without a chat template" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_trainer_accepts_a_loaded_model_with_adapters(folder, tmp_path):
     loaded, reward = load_pretrained(folder, attention="xla"), Rising()
@@ -225,6 +240,22 @@ BAD_OPTIONS = [
     ({"preset": np.array(["grpo", "gspo"])}, "preset is array.*: choose among"),
     ({"beta": 0.0}, "beta is called kl_coef here"),
     ({"zzz": 1}, "no option zzz: they are steps, "),
+    ({"reward_model": None}, "reward_model is empty"),
+    ({"model": None, "reward_model": None, "reward_funcs": [Threes()]}, "reward_funcs is called reward_model here"),
+    ({"train_dataset": PROMPTS}, "no option train_dataset: GRPOTrainer takes it as the argument of train"),
+    ({"args": {}}, "no option args: every setting is an argument of GRPOTrainer by itself"),
+    ({"processing_class": None}, "no option processing_class: a model's folder has its tokenizer"),
+    ({"callbacks": []}, "no option callbacks: metrics.jsonl has"),
+    ({"peft_config": {"r": 8}}, "peft_config is called lora_rank here .lora_rank, lora_alpha and lora_targets"),
+    ({"load_in_4bit": True}, "load_in_4bit is called quantize here .set it to nf4 or int8, with lora_rank"),
+    ({"use_vllm": True}, "no option use_vllm: this process samples"),
+    ({"report_to": "wandb"}, "no option report_to: TensorBoard's files are always written"),
+    ({"output_dir": "run"}, "output_dir is called run_dir here"),
+    (
+        {"gradient_accumulation_steps": 4},
+        "called num_prompts here .it multiplies a batch, and microbatches only divide",
+    ),
+    ({"options": {}}, "no option options"),
     ({"steps": "2"}, "steps is '2'"),
     ({"clip_epsilon": "0.2"}, "clip_epsilon is '0.2'"),
     ({"lora_targets": "q_proj"}, "lora_targets is 'q_proj'"),

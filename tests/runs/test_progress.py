@@ -2,16 +2,20 @@
 
 import io
 import os
+import re
+import unicodedata
 from contextlib import suppress
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from grpo_jax.data.types import StepLog
 from grpo_jax.runs import progress as module
-from grpo_jax.runs.progress import RunConsole, in_time, progress, waiting, watched
+from grpo_jax.runs.progress import RunConsole, in_time, progress, say, say_aside, waiting, watched
 from grpo_jax.runs.runner import write_line
 
 
@@ -25,6 +29,23 @@ def clock(monkeypatch):
 
 def silent_console(**options):
     return Console(file=io.StringIO(), width=200, **options)
+
+
+def test_control_characters_of_texts_are_made_visible(capsys):
+    text = "\x1b[2J\x9b31m\x07\r\x7f\ttab\nline [bold]"
+    console = RunConsole(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
+    table = Table(text)
+    table.add_row(text)
+    say(console, text)
+    console.print(f"[yellow]warning:[/] {escape(text)}")
+    console.print(table)
+    printed = console.file.getvalue()
+    assert "\x1b[33mwarning:\x1b[0m" in printed  # the colours are rich's own
+    left = re.sub("\x1b\\[[0-9;]*m", "", printed)
+    assert left.count(r"\x1b[2J\x9b31m\x07\x0d\x7f") == 4
+    assert not [x for x in left if x != "\n" and unicodedata.category(x) == "Cc" and x != "\t"]
+    say_aside("note", text)
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def lines_of(clock, total, seconds, **options):

@@ -6,13 +6,14 @@ import random
 
 import numpy as np
 import pytest
+from tiny import refused
 
 from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Prompt, Turn
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.processes import Grader
+from grpo_jax.rewards.processes import Grader, ProcessOptions
 from grpo_jax.tasks import adapters
-from grpo_jax.tasks.environments import environment_in_processes
+from grpo_jax.tasks.environments import environment_in_processes, rows_of_factory
 from grpo_jax.tasks.tools import schemas_of
 
 
@@ -121,12 +122,32 @@ def test_classes_from_files_play_and_score_in_processes(tmp_path):
     assert reply.text == "7"
     with Grader(f"{module}:reward_of_factory", arguments=named, workers=1) as reward:
         assert reward(rows * 2, [Completion("", turns=said), Completion("", turns=said[:1])]) == [1.0, 0.0]
+    first = [{"target": number, "prompt": [{"role": "user", "content": "Go. "}]} for number in range(20)]
+    assert rows_of_factory(f"{file}:Counter", first) == adapters.trl_rows(Counter, first)
     for name in ("Nobody", "random"):
         with pytest.raises(UsageError, match="environment factory"):
             adapters.load_factory(f"{file}:{name}")
     file.write_text(file.read_text().replace("def get_reward", "def scored"))
     with pytest.raises(UsageError, match="has no get_reward: give --reward"):
         Grader(f"{module}:reward_of_factory", arguments=named, workers=1).__enter__()
+
+
+RESETS = [
+    ("import os; os._exit(4)", "gives no answer: the process ended with exit status 4"),
+    ("while True: pass", "gives no answer: no answer within its deadline .*resets.py, line 4"),
+    ("raise ValueError('no')", "reset of the environment, called with row 1, raised ValueError: no"),
+    ("return 3", "row 1: reset returned int"),
+]
+
+
+@pytest.mark.parametrize(("body", "sentence"), RESETS)
+def test_a_reset_that_ends_or_stops_its_process_is_refused(tmp_path, monkeypatch, body, sentence):
+    monkeypatch.setattr(ProcessOptions, "start_deadline", 20.0)
+    (tmp_path / "resets.py").write_text(
+        f"class Game:\n    def reset(self, a):\n        if a == 1:\n            {body}\n"
+    )
+    with refused(sentence):
+        rows_of_factory(f"{tmp_path}/resets.py:Game", [{"a": 0}, {"a": 1}])
 
 
 def test_rewards_get_columns_that_the_first_row_lacks():

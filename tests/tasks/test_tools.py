@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Turn
 from grpo_jax.models.chat import Chat
-from grpo_jax.tasks.environments import environment_in_processes
+from grpo_jax.rewards.processes import ProcessOptions
+from grpo_jax.tasks.environments import describe_tools, environment_in_processes
 from grpo_jax.tasks.tools import Call, calls_of, check_calls, count_calls, load_tools, reply_with, schemas_of
 
 
@@ -271,6 +272,23 @@ def test_hanging_or_escaping_tools_end_only_their_episode(tmp_path, name, failur
         replies = found.ask([{}] * 3, transcripts, [(0,)] * 3)
     assert [reply.failure for reply in replies] == ["", failure, ""]
     assert [reply.text for reply in replies] == ["fine", "", "fine"]
+
+
+FILES = [
+    ("import os\nos._exit(3)", "gives no answer: the process ended with exit status 3"),
+    ("while True: pass", r"gives no answer: no answer within its deadline .*ends.py, line 1"),
+    ("1 / 0", r"ZeroDivisionError: division by zero \(.*ends.py, line 1"),
+    ("f = 3", "is no function but of type int"),
+    ("def f(a): pass", "the tool f needs a type hint"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), FILES)
+def test_files_of_tools_that_end_or_stop_a_process_are_refused(tmp_path, monkeypatch, text, sentence):
+    monkeypatch.setattr(ProcessOptions, "start_deadline", 20.0)
+    (tmp_path / "ends.py").write_text(text)
+    with refused(sentence):
+        describe_tools(tools=f"{tmp_path}/ends.py:f", factory="", in_chat=True)
 
 
 def leave():
