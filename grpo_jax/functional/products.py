@@ -324,7 +324,7 @@ def exp_sums(z: jax.Array, values: Sequence[jax.Array] = (), axis: int = -1) -> 
     s₁ exp(m₁ − m) + s₂ exp(m₂ − m). 1805.02867.
 
     Args:
-      z: The exponents, float32. Those that are −∞ count as nothing.
+      z: The exponents, float32. Those that are −∞ count as nothing. If all are −∞, only m has a meaning.
       values: Arrays with the shape of z.
       axis: The axis that is summed over.
 
