@@ -36,8 +36,8 @@ class Traits(NamedTuple):
     # on CPU needs nine times as long for sums. On a GPU the factors of a product are in memory, and XLA joined those of
     # all norms of a decoder into one array of 3 GB.
     reorders_sums: bool = False
-    # A maximum and the sums of exponentials relative to it are computed in one pass: see `exp_sums`. On a CPU two passes
-    # take less time.
+    # A maximum and the sums of exponentials relative to it are computed in one pass: see `exp_sums`. On a CPU two
+    # passes take less time.
     sums_at_once: bool = False
     # The slices of the logits that are computed in one turn of a loop. Each turn launches kernels that are too small to
     # keep a GPU busy.
@@ -123,7 +123,9 @@ def traits_of_backend() -> Traits:
         return assumed
     if backend == "cpu":
         return CPU
-    return _traits_of_gpu() if backend == "gpu" else Traits(backend)
+    if backend == "gpu":
+        return traits_of_gpu(str(getattr(jax.local_devices()[0], "compute_capability", "")))
+    return Traits(backend)
 
 
 @contextmanager
@@ -145,13 +147,13 @@ def backend_name() -> str:
     return jax.default_backend()
 
 
-def _traits_of_gpu() -> Traits:
-    """Returns the traits of the GPU, by NVIDIA's compute capability. Other vendors' is not a number.
+def traits_of_gpu(capability: str) -> Traits:
+    """Returns the traits of a GPU by NVIDIA's compute capability, such as "9.0". Other vendors' is not a number.
 
     Units for bfloat16 and cuDNN's gradients for heads of 128 features came with Ampere (8.0), and gradients for 256
     features with Hopper (9.0).
     """
-    major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
+    major, _, _ = capability.partition(".")
     if not major.isdigit():
         return GPU._replace(flash_features=0, decoding_options=())
     flash_features = 256 if int(major) >= 9 else 128 if int(major) == 8 else 0

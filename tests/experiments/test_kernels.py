@@ -36,9 +36,9 @@ HloModule sample
   %greedy = pred[] get-tuple-element(%state), index=0
   %x = f32[8]{0} get-tuple-element(%state), index=1
   %y = f32[8]{0} get-tuple-element(%state), index=2
-  %normed = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused_double, metadata={op_name="jit(sample)/while/body/input_norm/mul"}
-  %scores = f32[8]{0} fusion(%y), kind=kLoop, calls=%fused_double, metadata={op_name="jit(sample)/while/body/attention/add"}
-  %sum = f32[8]{0} add(%normed, %scores), metadata={op_name="jit(sample)/while/body/mlp/add"}
+  %normed = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused_double, metadata={op_name="f/while/body/input_norm/mul"}
+  %scores = f32[8]{0} fusion(%y), kind=kLoop, calls=%fused_double, metadata={op_name="f/while/body/attention/add"}
+  %sum = f32[8]{0} add(%normed, %scores), metadata={op_name="f/while/body/mlp/add"}
   %ids = f32[8]{0} conditional(%greedy, %sum, %sum), branch_computations={%likeliest, %drawn}
   ROOT %next = (pred[], f32[8]{0}, f32[8]{0}) tuple(%greedy, %ids, %y)
 }
@@ -65,7 +65,7 @@ ENTRY %main (start: (pred[], f32[8], f32[8]), pieces: (s32[], f32[8])) -> f32[8]
   %start = (pred[], f32[8]{0}, f32[8]{0}) parameter(0)
   %pieces = (s32[], f32[8]{0}) parameter(1)
   %decoded = (pred[], f32[8]{0}, f32[8]{0}) while(%start), condition=%more, body=%step
-  %mapped = (s32[], f32[8]{0}) while(%pieces), condition=%below, body=%turn, backend_config={"known_trip_count":{"n":"4"}}
+  %mapped = (s32[], f32[8]) while(%pieces), condition=%below, body=%turn, backend_config={"known_trip_count":{"n":"4"}}
   ROOT %out = f32[8]{0} get-tuple-element(%mapped), index=1
 }
 """
