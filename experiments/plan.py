@@ -28,7 +28,7 @@ from rich.table import Table
 from experiments.benchmarks import shapes
 from experiments.paper.bytes_moved import moved_bytes, moved_in_loops, total
 from experiments.paper.collectives import collectives
-from experiments.paper.kernels import KERNELS_OF_LAYER, SECONDS_OF_KERNEL, by_group, decoding_steps
+from experiments.paper.kernels import KERNELS_OF_ADAPTERS, KERNELS_OF_LAYER, SECONDS_OF_KERNEL, by_group, decoding_steps
 from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import GPUS, as_if_here, devices_of_topology
 from experiments.planning.models import MODELS
@@ -292,20 +292,37 @@ def traffic_table(results: dict[str, list[Exchange]], device: Device) -> Table:
 
 def time_table(plan: Plan, results: dict[str, list[Exchange]], device: Device) -> Table:
     """Returns the table of least seconds of each program, with full overlap and without overlap."""
-    columns = "computing", "reading", "launching", "exchanging", "at least", "one by one"
-    table = Table("program", *(f"s {column}" for column in columns), box=None)
-    totals = [0.0, 0.0]
-    for program, (flops, read) in costs(plan).items():
-        sent = sum(one.moved for one in results[program])
-        launching = SECONDS_OF_KERNEL * num_kernels(plan) if program == "sample" else 0.0
-        alone = max(flops / device.flops, read / device.bandwidth) + launching  # each kernel waits to be launched
-        exchanging = sent / device.link
-        bounds = max(alone, exchanging), alone + exchanging
-        totals = [total + bound for total, bound in zip(totals, bounds, strict=True)]
-        seconds = flops / device.flops, read / device.bandwidth, launching, exchanging, *bounds
-        table.add_row(program, *(f"{number:.3f}" for number in seconds))
+    table = Table("program", *(f"s {name.replace('_', ' ')}" for name in Seconds._fields), box=None)
+    seconds = least_seconds(plan, results, device)
+    for program, each in seconds.items():
+        table.add_row(program, *(f"{number:.3f}" for number in each))
+    totals = (sum(each[-2:][bound] for each in seconds.values()) for bound in (0, 1))
     table.add_row("[bold]iteration[/]", "", "", "", "", *(f"{total:.3f}" for total in totals))
     return table
+
+
+class Seconds(NamedTuple):
+    """The seconds of a program on one device."""
+
+    computing: float
+    reading: float
+    launching: float
+    exchanging: float
+    at_least: float
+    one_by_one: float
+
+
+def least_seconds(plan: Plan, results: Mapping[str, list[Exchange]], device: Device) -> dict[str, Seconds]:
+    """Returns the seconds of each program. Launches add to the rest, because each kernel of a decoding step waits."""
+    seconds: dict[str, Seconds] = {}
+    for program, (flops, read) in costs(plan).items():
+        computing, reading = flops / device.flops, read / device.bandwidth
+        launching = SECONDS_OF_KERNEL * num_kernels(plan) if program == "sample" else 0.0
+        exchanging = sum(one.moved for one in results[program]) / device.link
+        alone = max(computing, reading) + launching
+        bounds = max(alone, exchanging), alone + exchanging
+        seconds[program] = Seconds(computing, reading, launching, exchanging, *bounds)
+    return seconds
 
 
 def num_kernels(plan: Plan) -> int:
@@ -313,7 +330,8 @@ def num_kernels(plan: Plan) -> int:
     if plan.shape.traits.backend != "gpu":
         return 0
     is_fused = plan.shape.is_on_one_gpu and suits_cudnn(plan.model, plan.shape.traits)
-    return (plan.shape.max_tokens - 1) * plan.model.num_hidden_layers * KERNELS_OF_LAYER[is_fused]
+    of_layer = KERNELS_OF_LAYER[is_fused] + (KERNELS_OF_ADAPTERS if plan.shape.lora_rank else 0)
+    return (plan.shape.max_tokens - 1) * plan.model.num_hidden_layers * of_layer
 
 
 def costs(plan: Plan) -> dict[str, tuple[float, float]]:

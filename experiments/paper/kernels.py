@@ -19,6 +19,7 @@ SECONDS_OF_KERNEL = 2.5e-6
 # Kernels of a layer in a decoding step, counted for Gemma 3 270M, Qwen3-0.6B and Qwen2.5-1.5B on an H100: with cuDNN's
 # attention 15 to 17, with plain products 24.
 KERNELS_OF_LAYER = {True: 16, False: 24}
+KERNELS_OF_ADAPTERS = 30  # in addition, of the seven projections of a layer of Gemma 3 270M
 # The part of a model in whose function an operation was traced, by a pattern for its name.
 _GROUPS = {
     "attention": "attention|dot_product",

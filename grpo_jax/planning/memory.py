@@ -306,11 +306,12 @@ def _unrolled(model: ModelConfig, shape: Shape) -> int:
     piece, is_fused = shape.piece, _is_fused(model, shape)
     blocks = 1 if is_fused else num_blocks(piece.width)
     streams = 1 if model.norms == "before" else 3
+    normed = 4 if model.norms == "around" else 2
     elements = 0
     for form in model.forms:
         heads = model.num_attention_heads * model.heads_of(form.mixer).head_dim
         projected = _projected(model, shape, form) - streams * model.hidden_size
-        elements += projected // 2 + (1 if is_fused else 2) * heads + 2 * model.hidden_size
+        elements += projected // 2 + (1 if is_fused else 2) * heads + normed * model.hidden_size
     seen = piece.rows * piece.texts * (blocks * shape.prompt_tokens + (blocks + 1) * piece.width // 2)
     elements = elements * tokens_of_piece(shape) + 2 * _keys(model, shape) * _attention_layers(model) * seen
     return elements * BYTES[model.dtype]

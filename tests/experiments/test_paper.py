@@ -56,6 +56,7 @@ def test_decoding_on_gpus_waits_for_launches():
     assert plan.num_kernels(of) == 3 * 2 * 16
     assert plan.num_kernels(of._replace(model=replace(model, attn_logit_softcapping=5.0))) == 3 * 2 * 24
     assert plan.num_kernels(of._replace(shape=of.shape._replace(traits=Traits("tpu")))) == 0
+    assert plan.num_kernels(of._replace(shape=of.shape._replace(lora_rank=1))) == 3 * 2 * (16 + 30)
     row = plan.time_table(of, {name: [] for name in plan.costs(of)}, plan.DEVICES["h100"]).columns[3]
     assert next(iter(row.cells)) == f"{3 * 2 * 16 * 2.5e-6:.3f}"
 
