@@ -24,7 +24,7 @@ from experiments.paper.lowered import lowered, planned_bytes
 from experiments.planning.models import MODELS
 from grpo_jax.config import recipe
 from grpo_jax.functional.products import assume_traits
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import AttentionKind, ModelConfig
 from grpo_jax.planning.memory import GB
 
 _NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
@@ -43,7 +43,7 @@ class Line(NamedTuple):
     program: str = "sample"
     options: Mapping[str, Any] = {}  # of XLA
     traits: Mapping[str, Any] = {}
-    attention: str = "auto"
+    attention: AttentionKind = "auto"
     num_prompts: int = 32
 
 
@@ -87,7 +87,7 @@ def main(config: Config) -> None:
             file.write(row + "\n")
 
 
-def measure(line: Line, is_small: bool) -> dict[str, float]:
+def measure(line: Line, is_small: bool) -> dict[str, Any]:
     """Returns the seconds to compile and of a call, the milliseconds of a decoding step, and the planned memory."""
     model: ModelConfig = TINY if is_small else replace(MODELS["Gemma-3-270M"], dtype="bfloat16")
     model = replace(model, attention=line.attention, rounding="stochastic")

@@ -444,7 +444,7 @@ def attend_past(
     places: jax.Array,
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
     *,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: AttentionKind | None = None,
 ) -> tuple[jax.Array, KeyValues]:
     """Computes attention of the next tokens of each completion over the prompt, the cache and those tokens.
 
@@ -509,7 +509,7 @@ def _attend_all(
     prompt: KeyValues,
     cache: KeyValues,
     length: jax.Array,
-    implementation: Literal["xla", "cudnn"],
+    implementation: AttentionKind,
     scores: Scores,
 ) -> jax.Array:
     """Computes `attend_past` of one token by two calls of a library's function, over the prompt and over the cache.
