@@ -32,7 +32,7 @@ _WITH_LOOPS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": "1",
 }
-_ONE_CHAIN: dict[str, Any] = {"decoding_options": ()}
+_SIDE_BY_SIDE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 _CALLS = 3
 
 
@@ -49,9 +49,9 @@ class Line(NamedTuple):
 
 LINES = (
     Line("as it is"),
-    Line("one chain of kernels", traits=_ONE_CHAIN),
+    Line("kernels side by side", options=_SIDE_BY_SIDE),
     Line("plain attention", attention="shared"),
-    Line("plain attention, one chain of kernels", attention="shared", traits=_ONE_CHAIN),
+    Line("plain attention, kernels side by side", attention="shared", options=_SIDE_BY_SIDE),
     Line("512 completions", num_prompts=64),
     Line("1,024 completions", num_prompts=128),
     Line("no graphs", options=_NO_GRAPHS),

@@ -80,19 +80,9 @@ class Traits(NamedTuple):
     # took .73 of the time with completions of 256 tokens, but as long as before with 128 tokens of a larger decoder.
     rooms: int = 2
     grows_from: int = 128
-    # XLA's options for programs that decode. A CUDA graph is by default one chain of kernels; of a decoding step a
-    # quarter of the kernels need not wait for the others.
-    decoding_options: tuple[tuple[str, str], ...] = ()
 
 
-GPU = Traits(
-    "gpu",
-    flash_features=256,
-    sums_at_once=True,
-    slices_at_once=4,
-    unrolled_layers=_ALL_LAYERS,
-    decoding_options=(("xla_gpu_command_buffer_scheduling_mode", "CONCURRENT"),),
-)
+GPU = Traits("gpu", flash_features=256, sums_at_once=True, slices_at_once=4, unrolled_layers=_ALL_LAYERS)
 CPU = Traits(
     "cpu",
     default_dtype="float32",
@@ -155,7 +145,7 @@ def traits_of_gpu(capability: str) -> Traits:
     """
     major, _, _ = capability.partition(".")
     if not major.isdigit():
-        return GPU._replace(flash_features=0, decoding_options=())
+        return GPU._replace(flash_features=0)
     flash_features = 256 if int(major) >= 9 else 128 if int(major) == 8 else 0
     return GPU._replace(flash_features=flash_features, default_dtype="bfloat16" if flash_features else "float32")
 
