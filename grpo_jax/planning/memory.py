@@ -171,6 +171,8 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     previous = round(_PREVIOUS * keys_and_values) if shape.max_tokens >= copied_from else 0
     logits = FLOAT32 * rows * model.vocab_size // shape.tensor * (2 if shape.traits.sums_at_once else 3)
     workspace = _WORKSPACE if shape.traits.backend == "gpu" else 0
+    # The gradients of a piece and their sum. On one TPU, XLA writes a new sum before it frees the last one.
+    gradients = 3 if shape.traits.backend == "tpu" and shape.fsdp * shape.tensor == 1 else 2
     return Estimate(
         params=trained + (bytes_on_device(frozen_shapes(model, shape), shape.mesh) if shape.lora_rank else 0),
         optimizer=2 * trained,
@@ -180,7 +182,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         cache=keys_and_values + rows * len(model.delta_layers) * FLOAT32 * _state(model),
         choosing=max(prefill, logits, previous) + workspace,
         scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
-        gradients=trained * min(shape.num_pieces, 2),
+        gradients=trained * min(shape.num_pieces, gradients),
         activations=_activations(model, shape),
     )
 
