@@ -125,7 +125,7 @@ ON_H100 = [
     ("Qwen3-0.6B", "sample", {}, 10.42),
     ("Qwen3-0.6B", "sample", {"rounding": "stochastic"}, 10.41),
     ("Qwen2.5-1.5B", "sample", {}, 5.40),
-    ("Gemma-3-270M", "sample", {}, 2.07),
+    ("Gemma-3-270M", "sample", {}, 2.08),
     ("Gemma-3-270M", "sample", {"rounding": "stochastic"}, 2.08),
     ("Gemma-3-270M", "sample", {"lora_rank": 16}, 1.76),
     ("Gemma-3-270M", "sample", {"rounding": "stochastic"} | OF_256, 2.12),
