@@ -7,7 +7,7 @@ programs are slower.
 --compile compares memory and bytes with XLA. It compiles the programs for as many virtual CPU devices, from shapes
 only, and reads what they plan and exchange. Programs for accelerators differ: XLA on CPU computes bfloat16 in float32,
 and gives each device the whole sum of gradients instead of its part. --topology compiles for TPUs or GPUs instead, and
-needs none of them.
+needs none of them. For GPUs it also counts kernels.
 
   python -m experiments.plan --model Qwen2.5-7B --devices 8
   python -m experiments.plan --model Llama-3-70B --devices 64 --tensor 8 --device v5p --compile
@@ -16,7 +16,7 @@ needs none of them.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -26,19 +26,21 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks import shapes
-from experiments.paper.bytes_moved import moved_in_loops, total
+from experiments.paper.bytes_moved import moved_bytes, moved_in_loops, total
 from experiments.paper.collectives import collectives
+from experiments.paper.kernels import KERNELS_OF_ADAPTERS, KERNELS_OF_LAYER, SECONDS_OF_KERNEL, by_group, decoding_steps
 from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import GPUS, as_if_here, devices_of_topology
 from experiments.planning.models import MODELS
 from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
 from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.products import CPU, GPU, Traits
+from grpo_jax.functional.products import CPU, Traits, traits_of_gpu
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.huggingface import model_folder, read_config
 from grpo_jax.models.params import Quantize
+from grpo_jax.models.policy import suits_cudnn
 from grpo_jax.models.transformer import param_shapes
 from grpo_jax.options import Count, Size, Weight, check_ranges
 from grpo_jax.planning.memory import (
@@ -65,13 +67,15 @@ class Device(NamedTuple):
 
 
 # NVIDIA's data sheets: H100 and A100 SXM have 900 and 600 GB/s of NVLink in both directions, within a host of eight. An
-# RTX 4090 and an L4 have 16 lanes of PCIe 4. Google's pages of each TPU (cloud.google.com/tpu/docs/v5e, v5p, v6e, read
-# in November 2026): the interconnect in both directions is 400, 1,200 and 800 GB/s.
+# RTX 4090 and an L4 have 16 lanes of PCIe 4, and a T4 of PCIe 3. Google's pages of each TPU
+# (cloud.google.com/tpu/docs/v5e, v5p, v6e, read in November 2026): the interconnect in both directions is 400, 1,200
+# and 800 GB/s.
 DEVICES = {
     "h100": Device(989e12, 80e9, 3.35e12, 450e9),
     "a100": Device(312e12, 80e9, 2039e9, 300e9),
     "rtx4090": Device(165e12, 24e9, 1008e9, 32e9),
     "l4": Device(121e12, 24e9, 300e9, 32e9),
+    "t4": Device(8.1e12, 16e9, 320e9, 16e9),  # float32: it has no units for bfloat16
     "v5e": Device(197e12, 16e9, 819e9, 200e9),
     "v5p": Device(459e12, 95 * 2**30, 2765e9, 600e9),
     "v6e": Device(918e12, 32e9, 1600e9, 400e9),
@@ -92,7 +96,7 @@ class Config:
     """The same option as in a run; 0: what tensor leaves of the devices."""
     tensor: Size = 1
     """The same option as in a run."""
-    device: Literal["h100", "a100", "rtx4090", "l4", "v5e", "v5p", "v6e"] = "h100"
+    device: Literal["h100", "a100", "rtx4090", "l4", "t4", "v5e", "v5p", "v6e"] = "h100"
     """Kind of the devices; with a topology those of its name."""
     tflops: Weight = 0.0
     """10^12 operations a second of a device; 0: its data sheet's."""
@@ -149,7 +153,10 @@ def main(config: Config) -> None:
     console.print(sharding_table(model, plan.shape))
     if devices or config.compile:
         with as_if_here(devices) if devices else nullcontext():
-            console.print(compiled_table(config, plan, data))
+            table, texts = compiled_table(config, plan, data)
+            console.print(table)
+            if config.device in GPUS:
+                console.print(kernels_table(texts, device))
 
 
 # ---- what is planned
@@ -221,8 +228,9 @@ def data_of(config: Config) -> int:
 
 def shape_of(config: Config) -> Shape:
     """Returns the sizes that determine the run's memory on one device."""
+    gpu = GPUS.get(config.device)
     return Shape(
-        traits=GPU if config.device in GPUS else Traits("tpu"),
+        traits=traits_of_gpu(".".join(map(str, gpu.capability))) if gpu else Traits("tpu"),
         num_prompts=config.prompts_per_device,
         group_size=config.group_size,
         prompt_tokens=config.prompt_tokens,
@@ -284,16 +292,46 @@ def traffic_table(results: dict[str, list[Exchange]], device: Device) -> Table:
 
 def time_table(plan: Plan, results: dict[str, list[Exchange]], device: Device) -> Table:
     """Returns the table of least seconds of each program, with full overlap and without overlap."""
-    table = Table("program", "s computing", "s reading", "s exchanging", "s at least", "s one by one", box=None)
-    totals = [0.0, 0.0]
-    for program, (flops, read) in costs(plan).items():
-        sent = sum(one.moved for one in results[program])
-        seconds = flops / device.flops, read / device.bandwidth, sent / device.link
-        bounds = max(seconds), max(seconds[:2]) + seconds[2]
-        totals = [total + bound for total, bound in zip(totals, bounds, strict=True)]
-        table.add_row(program, *(f"{number:.3f}" for number in (*seconds, *bounds)))
-    table.add_row("[bold]iteration[/]", "", "", "", *(f"{total:.3f}" for total in totals))
+    table = Table("program", *(f"s {name.replace('_', ' ')}" for name in Seconds._fields), box=None)
+    seconds = least_seconds(plan, results, device)
+    for program, each in seconds.items():
+        table.add_row(program, *(f"{number:.3f}" for number in each))
+    totals = (sum(each[-2:][bound] for each in seconds.values()) for bound in (0, 1))
+    table.add_row("[bold]iteration[/]", "", "", "", "", *(f"{total:.3f}" for total in totals))
     return table
+
+
+class Seconds(NamedTuple):
+    """The seconds of a program on one device."""
+
+    computing: float
+    reading: float
+    launching: float
+    exchanging: float
+    at_least: float
+    one_by_one: float
+
+
+def least_seconds(plan: Plan, results: Mapping[str, list[Exchange]], device: Device) -> dict[str, Seconds]:
+    """Returns the seconds of each program. Launches add to the rest, because each kernel of a decoding step waits."""
+    seconds: dict[str, Seconds] = {}
+    for program, (flops, read) in costs(plan).items():
+        computing, reading = flops / device.flops, read / device.bandwidth
+        launching = SECONDS_OF_KERNEL * num_kernels(plan) if program == "sample" else 0.0
+        exchanging = sum(one.moved for one in results[program]) / device.link
+        alone = max(computing, reading) + launching
+        bounds = max(alone, exchanging), alone + exchanging
+        seconds[program] = Seconds(computing, reading, launching, exchanging, *bounds)
+    return seconds
+
+
+def num_kernels(plan: Plan) -> int:
+    """Estimates the kernels that decoding launches on a GPU. On a TPU a decoding step is one program."""
+    if plan.shape.traits.backend != "gpu":
+        return 0
+    is_fused = plan.shape.is_on_one_gpu and suits_cudnn(plan.model, plan.shape.traits)
+    of_layer = KERNELS_OF_LAYER[is_fused] + (KERNELS_OF_ADAPTERS if plan.shape.lora_rank else 0)
+    return (plan.shape.max_tokens - 1) * plan.model.num_hidden_layers * of_layer
 
 
 def costs(plan: Plan) -> dict[str, tuple[float, float]]:
@@ -353,8 +391,10 @@ def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig | PPOConfig
     return recipe(**options) if config.method == "grpo" else with_options(PPOConfig(), **options)
 
 
-def compiled_table(config: Config, plan: Plan, data: int) -> Table:
+def compiled_table(config: Config, plan: Plan, data: int) -> tuple[Table, dict[str, str]]:
     """Compares memory and exchanges of the plan and the compiled programs. For a CPU the plan is in float32.
+
+    Also returns the text of each compiled program.
 
     For GPUs, the row "step" compares the bytes that the last decode step moves with those that it must read.
     """
@@ -363,7 +403,7 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
         in_float32 = plan._replace(model=replace(plan.model, dtype="float32"))
         ours, traffic = estimate(plan.model, plan.shape._replace(traits=CPU)), traffic_of(in_float32, data)
     table = Table("program", "", "planned GiB", "compiled GiB", "compiled / planned", "s to compile", box=None)
-    run = run_of_plan(config, plan, data)
+    run, texts = run_of_plan(config, plan, data), dict[str, str]()
     for program in config.programs:
         began = time.perf_counter()
         made = lowered(
@@ -381,6 +421,7 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
         took = f"{time.perf_counter() - began:.0f}"
         inputs, added = memory_of(compiled, on_tpu=bool(config.topology) and config.device not in GPUS)
         rows, text = _memory_rows(program, ours, inputs, added), str(compiled.as_text())
+        texts[program] = text
         turns = config.max_tokens - 1 if program == "sample" else plan.shape.num_pieces
         if config.devices > 1:
             rows += _traffic_rows(traffic[program], text, turns)
@@ -390,6 +431,24 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
             share = f"{results / planned:.2f}" if planned else ""
             estimated = f"{planned / GIB:.2f}" if planned is not None else ""
             table.add_row(program, name, estimated, f"{results / GIB:.2f}", share, took)
+    return table, texts
+
+
+def kernels_table(texts: Mapping[str, str], device: Device) -> Table:
+    """Returns the table of kernels and bytes: of a decoding step, and of the parts of `score` and `learn`."""
+    table = Table("program", "part", "kernels", "one after another", "GB", "s at least", box=None)
+
+    def add_row(program: str, part: str, kernels: int, chain: str, size: int) -> None:
+        seconds = SECONDS_OF_KERNEL * kernels + size / device.bandwidth
+        table.add_row(program, part, f"{kernels:,}", chain, f"{size / GB:.2f}", f"{seconds:.4f}")
+
+    for program, text in texts.items():
+        if program == "sample":
+            for step in decoding_steps(text):
+                add_row(program, "one token", step.kernels, str(step.chain), step.size)
+            continue
+        for group, (kernels, size) in by_group(moved_bytes(text)).items():
+            add_row(program, group, kernels, "", size)
     return table
 
 

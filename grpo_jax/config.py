@@ -59,8 +59,8 @@ class ModelOptions:
     model: str = ""
     """Folder of a Hugging Face model, or its id on the hub."""
     dtype: Literal[Dtype, "auto"] = "auto"
-    """Dtype of activations and matrix products. bfloat16 is faster on accelerators and rounds to 8 bits. auto: float32
-    on a CPU, else bfloat16."""
+    """Dtype of activations and matrix products. bfloat16 rounds to 8 bits. auto: float32 on CPUs and on NVIDIA GPUs
+    before Ampere, else bfloat16, which is faster."""
     rounding: Rounding = "stochastic"
     """Rounding of trained parameters to bfloat16. stochastic: a share of the weights follows even small updates.
     nearest: small updates first have to add up."""

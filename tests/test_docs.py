@@ -28,12 +28,12 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 from tiny import DATA, STORIES, change_json, needs_data, slow_unless
 
-from experiments.plan import DEVICES, Device, costs, traffic_of
+from experiments.plan import DEVICES, Device, least_seconds, traffic_of
 from experiments.planning.models import MODELS
 from grpo_jax import functional as F
 from grpo_jax.commands.train import module_of
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.products import Traits
+from grpo_jax.functional.products import Traits, traits_of_gpu
 from grpo_jax.options import option_types
 from grpo_jax.planning.memory import GB, Plan, Shape, choose
 
@@ -368,21 +368,18 @@ def minutes_of(plan: Plan | None, device: Device) -> str:
     """Returns the cell of the least minutes of 500 steps."""
     if not plan:
         return "—"
-    sent = {program: sum(one.moved for one in each) for program, each in traffic_of(plan, 1).items()}
-    seconds = sum(
-        max(flops / device.flops, read / device.bandwidth, sent[program] / device.link)
-        for program, (flops, read) in costs(plan).items()
-    )
+    seconds = sum(each.at_least for each in least_seconds(plan, traffic_of(plan, 1), device).values())
     return f"{500 * seconds / 60:.0f}"
 
 
 ONE_GPU = Shape(num_prompts=8, prompt_tokens=272, piece_tokens=0)
+SMALL_GPU = ONE_GPU._replace(traits=traits_of_gpu("8.9"))
 V5E_8 = ONE_GPU._replace(num_prompts=1, fsdp=8, traits=Traits("tpu"))
 
 
 @pytest.mark.parametrize("name", ["Gemma-3-270M", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
 def test_scaling_page_devices_match_the_planner(name):
-    gpus = [(ONE_GPU, 0.9 * memory) for memory in (16, 24, 80)]
+    gpus = (SMALL_GPU, 0.9 * 16), (SMALL_GPU, 0.9 * 24), (ONE_GPU, 0.9 * 80)
     cells = [" / ".join(map(in_gib, plans(name, shape, limit * GB))) for shape, limit in (*gpus, (V5E_8, 16))]
     assert f"| {name} | {' | '.join(cells)} |" in PAGES["scaling.md"]
 
@@ -397,7 +394,8 @@ def test_the_least_minutes_of_runs_are_the_plans(name):
     devices = {"rtx4090": 0.9 * 24, "l4": 0.9 * 24, "h100": 0.9 * 80, "v5e": 16}
     cells = []
     for device, limit in devices.items():
-        chosen = plans(name, V5E_8 if device == "v5e" else ONE_GPU, limit * GB)
+        shape = {"v5e": V5E_8, "h100": ONE_GPU}.get(device, SMALL_GPU)
+        chosen = plans(name, shape, limit * GB)
         cells.append(" / ".join(minutes_of(plan, DEVICES[device]) for plan in chosen))
     assert f"| {name} | {' | '.join(cells)} |" in PAGES["one_gpu.md"]
 

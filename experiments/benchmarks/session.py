@@ -1,7 +1,8 @@
 """Measures everything that matters on an accelerator that is at hand only for a few minutes.
 
 The steps run one after the other, the most valuable first. A step starts only if the time that is left is enough for
-it, so a short session ends with the most valuable numbers. The output of each step is in a file, and the table of the
+it, so a short session ends with the most valuable numbers. The first step compares settings, and writes each line as
+soon as it is known. The output of each step is in a file, and the table of the
 steps and their seconds, with those of the commands that they run, is written after each of them. Without a model only
 the benchmarks with random weights run. A rehearsal runs the same commands in small on a CPU, with any small model.
 
@@ -64,6 +65,8 @@ def steps_of(config: Config) -> Iterator[Step]:
     def benchmark(shape: str) -> Step:
         return Step(f"accelerator {shape}", 3, ("-m", "experiments.benchmarks.accelerator", shape, *small))
 
+    settings = "-m", "experiments.benchmarks.settings", *["--rehearse"] * config.rehearse
+    yield Step("settings", 5, settings)
     yield benchmark(first)
     if config.model:
         task = ("--task", "gsm8k", "--model", config.model, "--data", config.data)

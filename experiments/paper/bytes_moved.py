@@ -17,7 +17,7 @@ from experiments.paper.collectives import ITEM_BYTES, calls, computations, trips
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, |$)")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
-_FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "conditional", "call", "iota")
+FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "conditional", "call", "iota")
 _SLICES = ("slice", "dynamic-slice", "gather")
 _WORKSPACE = "s8"
 # Operations whose element reads at most one element of each operand.
@@ -56,13 +56,13 @@ def moved_bytes(text: str, *, unknown_trips: int = 1) -> list[Moved]:
       text: of `compiled.as_text()`.
       unknown_trips: turns of loops whose number XLA does not know.
     """
-    program = _Program(text, unknown_trips)
+    program = Program(text, unknown_trips)
     return list(program.operations_of(program.entry, 1))
 
 
 def moved_in_loops(text: str) -> list[list[Moved]]:
     """Returns what one turn of each loop moves whose number of turns XLA does not know, such as a decoding loop."""
-    program = _Program(text, 1)
+    program = Program(text, 1)
     lines = [line for lines in program.bodies.values() for line in lines if " while(" in line]
     loops = [next(calls(line, 1))[0] for line in lines if not trips_of(line, program.bodies)]
     return [list(program.operations_of(name, 1)) for name in loops]
@@ -73,7 +73,7 @@ def total(operations: Iterable[Moved]) -> int:
     return sum(one.size * one.times for one in operations)
 
 
-class _Program:
+class Program:
     """The computations of a program."""
 
     def __init__(self, text: str, unknown_trips: int) -> None:
@@ -90,7 +90,7 @@ class _Program:
                     yield from self.operations_of(called, times * turns)
             elif one.kind == "conditional":
                 yield from min((list(self.operations_of(called, times)) for called, _ in calls(one.line, 1)), key=total)
-            elif one.kind not in _FREE:
+            elif one.kind not in FREE:
                 source = _SOURCE.search(one.line)
                 yield Moved(self._moved(one, operations), one.kind, source[1] if source else "", times)
 

@@ -18,6 +18,10 @@ _WITHOUT_TPUS = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "TPU_SKIP_MDS_QUERY": "tr
 # Without a GPU nothing can be timed. XLA's default tiles for Triton's products then fail for some shapes.
 _WITHOUT_GPUS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 _MOST = 2**16
+_CHIPS_PER_HOST = 4
+# XLA takes the lowest of the three versions. Below 12.3 it leaves products and conditions out of CUDA graphs, and a
+# decoding step looks like hundreds of single launches.
+_CUDA = "13.0.0"
 
 
 class Gpu(NamedTuple):
@@ -43,6 +47,7 @@ GPUS = {
         "NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 1536, 102_400, 72 * _MIB, 1.008e12, 2.52, 24_564 * _MIB
     ),
     "l4": Gpu("NVIDIA L4", (8, 9), 58, 128, 1536, 102_400, 48 * _MIB, 3.0e11, 2.04, 23_034 * _MIB),
+    "t4": Gpu("Tesla T4", (7, 5), 40, 64, 1024, 65_536, 4 * _MIB, 3.2e11, 1.59, 15_095 * _MIB),
 }
 
 
@@ -60,7 +65,9 @@ def devices_of_topology(name: str) -> list[jax.Device]:
         return _gpus(name, GPUS[kind], sizes)
     os.environ |= _WITHOUT_TPUS | os.environ
     try:
-        return list(topologies.get_topology_desc(name, platform="tpu").devices)
+        # A host of one or two chips. Otherwise libtpu assumes hosts of 2 x 2 chips.
+        small = {"chips_per_host_bounds": (*sizes, 1)[:3]} if math.prod(sizes) < _CHIPS_PER_HOST else {}
+        return list(topologies.get_topology_desc(name, platform="tpu", **small).devices)
     except RuntimeError as error:
         words = " ".join(str(error).split())
         raise UsageError(
@@ -96,6 +103,7 @@ def _target(gpu: Gpu) -> str:
       memory_bandwidth: {gpu.bandwidth:.0f} l2_cache_size: {gpu.cache} device_memory_size: {gpu.memory}
       cuda_compute_capability {{ major: {major} minor: {minor} }}
       registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      driver_version: "{_CUDA}" runtime_version: "{_CUDA}" compile_time_toolkit_version: "{_CUDA}"
     }}
     platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {{ major: 13 }}
     device_description_str: "{gpu.name}"
@@ -107,12 +115,19 @@ def as_if_here(devices: Sequence[jax.Device]) -> Iterator[None]:
     """A block in which JAX names these devices as the machine's own to all that ask it."""
     results = list(devices)
     backend = "gpu" if results[0].platform in ("cuda", "gpu") else results[0].platform
-    with mock.patch.multiple(
-        jax,
-        devices=lambda *_: results,
-        local_devices=lambda *_, **__: results,
-        device_count=lambda *_: len(results),
-        local_device_count=lambda *_: len(results),
-        default_backend=lambda: backend,
+    capability = [int(number) for number in str(getattr(results[0], "compute_capability", "0")).split(".")]
+    with (
+        mock.patch.multiple(
+            jax,
+            devices=lambda *_: results,
+            local_devices=lambda *_, **__: results,
+            device_count=lambda *_: len(results),
+            local_device_count=lambda *_: len(results),
+            default_backend=lambda: backend,
+        ),
+        mock.patch.multiple(  # asks the machine's own devices whether cuDNN has heads of 256 features
+            "jax._src.cudnn.fused_attention_stablehlo",
+            check_compute_capability=lambda least: [int(number) for number in least.split(".")] <= capability,
+        ),
     ):
         yield

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import check_beta, softcapped, takes
-from grpo_jax.functional.products import Traits, accumulator_of, einsum, traits_of_backend, transposed
+from grpo_jax.functional.products import Traits, accumulator_of, einsum, exp_sums, traits_of_backend, transposed
 
 
 class TokenLogprobs(NamedTuple):
@@ -297,7 +297,7 @@ def _logprobs_forward(logits, ids):
         return jnp.where(is_new, chosen, 0)[:, 0], _moments(others, others, part), products if keeps else None
 
     # [K, R], three of [K, R], [K, R, C]
-    chosen, moments, products = jax.lax.map(reduce_slice, jnp.arange(_num_slices(logits)))
+    chosen, moments, products = _map_slices(reduce_slice, logits)
     chosen, (log_others, mean_others) = jnp.sum(chosen, axis=0), _combine(*moments)
     logprobs, log_rest = -jax.nn.softplus(log_others - chosen), -jax.nn.softplus(chosen - log_others)
     entropy = jnp.exp(log_rest) * (log_others - mean_others - log_rest) - jnp.exp(logprobs) * logprobs
@@ -344,7 +344,7 @@ def _kl_forward(first, second):
         # The difference is taken before the sum: between close distributions two sums would cancel to rounding noise.
         return _moments(z, z - other, part), _moments(other, other, part)
 
-    reduce_first, reduce_second = jax.lax.map(reduce_slice, jnp.arange(_num_slices(first)))  # each [K, R]
+    reduce_first, reduce_second = _map_slices(reduce_slice, first)  # each [K, R]
     (log_normalizer, mean_difference), (other_normalizer, _) = _combine(*reduce_first), _combine(*reduce_second)
     # Rounding may leave a little less than 0 where the distributions are equal.
     kl = jnp.maximum(mean_difference - (log_normalizer - other_normalizer), 0)
@@ -399,13 +399,12 @@ def _to_mixture(log_q, log_p, beta):
 
 def _jsd_forward(policy, ref, beta):
     """Takes one pass for the normalisers, and one for KL(Q ‖ M) and KL(P ‖ M)."""
-    slices = jnp.arange(_num_slices(policy))
 
     def normalizers(index):
         (z, part), (other, _) = _slice_logits(policy, index), _slice_logits(ref, index)
         return _moments(z, z, part), _moments(other, other, part)
 
-    policy_sums, ref_sums = jax.lax.map(normalizers, slices)
+    policy_sums, ref_sums = _map_slices(normalizers, policy)
     normalizer, other_normalizer = _combine(*policy_sums)[0], _combine(*ref_sums)[0]
 
     def divergences(index):
@@ -416,7 +415,7 @@ def _jsd_forward(policy, ref, beta):
         return tuple(jnp.sum(_only_new(x, part, 0), axis=-1) for x in terms)
 
     # Rounding may leave a little less than 0 where the distributions are equal.
-    kl_q, kl_p = (jnp.maximum(jnp.sum(x, axis=0), 0) for x in jax.lax.map(divergences, slices))
+    kl_q, kl_p = (jnp.maximum(jnp.sum(x, axis=0), 0) for x in _map_slices(divergences, policy))
     jsd = beta * kl_p + (1 - beta) * kl_q
     return jsd, (policy, ref, beta, normalizer, other_normalizer, kl_q, kl_p)
 
@@ -516,10 +515,7 @@ def _at_ids(z, ids, part):
 
 def _moments(z, values, part):
     """Returns the maximum m of z in a slice, Σ exp(z − m) and Σ x exp(z − m), each `[R]`."""
-    z = _only_new(z, part, -jnp.inf)
-    maximum = jnp.max(z, axis=-1)
-    weight = jnp.exp(z - maximum[:, None])
-    return maximum, jnp.sum(weight, axis=-1), jnp.sum(_only_new(values, part, 0) * weight, axis=-1)
+    return exp_sums(_only_new(z, part, -jnp.inf), [_only_new(values, part, 0)])
 
 
 def _combine(maximum, total, moment):
@@ -558,6 +554,7 @@ def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> 
 
     zeros = jnp.zeros_like(hidden, dtype=jnp.float32), accumulator_of(unembedding)
     scalar_grads: tuple[Any, ...] = () if softcap is None else (jnp.zeros_like(scale), jnp.zeros_like(softcap))
+    # One slice at a time: of several, XLA on GPUs would write each ∂L/∂h to memory before it adds them up.
     carry, _ = jax.lax.scan(accumulate, (*zeros, scalar_grads), (jnp.arange(_num_slices(logits)), products))
     d_hidden, d_unembedding, d_rest = carry
     if softcap is None:
@@ -569,6 +566,12 @@ def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> 
 def _num_slices(logits: _Logits) -> int:
     rows, size = logits.hidden.shape[0], logits.unembedding.shape[0]
     return slices_of_vocabulary(rows, size, traits_of_backend())
+
+
+def _map_slices(reduce_slice, logits: _Logits):
+    """Applies a function of the number of a slice to all slices, and stacks its results."""
+    unroll, slices = traits_of_backend().slices_at_once, jnp.arange(_num_slices(logits))
+    return jax.lax.scan(lambda _, index: (None, reduce_slice(index)), None, slices, unroll=unroll)[1]
 
 
 def slices_of_vocabulary(rows: int, size: int, traits: Traits) -> int:
@@ -606,8 +609,9 @@ def _slice_weight(logits: _Logits, index):
     """
     size, slices = logits.unembedding.shape[0], _num_slices(logits)
     width = -(-size // slices)
-    start = jnp.minimum(index * width, size - width)
-    part = _Slice(index, start, 0 if size == slices * width else index * width - start)
+    is_disjoint = size == slices * width
+    start = index * width if is_disjoint else jnp.minimum(index * width, size - width)
+    part = _Slice(index, start, 0 if is_disjoint else index * width - start)
     return jax.lax.dynamic_slice_in_dim(logits.unembedding, start, width), part
 
 

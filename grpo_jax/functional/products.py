@@ -5,11 +5,11 @@ can assume other traits with `assume_traits`. Only this module and `models.cache
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,10 @@ class Traits(NamedTuple):
     """The fastest ways to compute on a backend. The defaults suit accelerators."""
 
     backend: str
-    # cuDNN's attention in bfloat16 is available: on GPUs from Ampere on.
-    has_flash_attention: bool = False
+    # The dtype of products unless a run names another. CPUs with and without units for bfloat16 compute alike.
+    default_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # The most features of a head that cuDNN's attention in bfloat16 has; 0: it is not available.
+    flash_features: int = 0
     # XLA on CPU has few bfloat16 operations. Elsewhere it makes float32 copies: see `transposed`, `contract` and
     # `write_slice`.
     emulates_bfloat16: bool = False
@@ -34,6 +36,12 @@ class Traits(NamedTuple):
     # on CPU needs nine times as long for sums. On a GPU the factors of a product are in memory, and XLA joined those of
     # all norms of a decoder into one array of 3 GB.
     reorders_sums: bool = False
+    # A maximum and the sums of exponentials relative to it are computed in one pass: see `exp_sums`. On a CPU two
+    # passes take less time.
+    sums_at_once: bool = False
+    # The slices of the logits that are computed in one turn of a loop. Each turn launches kernels that are too small to
+    # keep a GPU busy.
+    slices_at_once: int = 1
     # Keys of the cache have features before tokens. On an H100 the product with such keys took 1.6 times as long.
     features_first: bool = False
     # A product of groups of rows is computed in blocks. JAX makes `ragged_dot` on a CPU a product of all rows with all
@@ -74,9 +82,10 @@ class Traits(NamedTuple):
     grows_from: int = 128
 
 
-GPU = Traits("gpu", has_flash_attention=True, unrolled_layers=_ALL_LAYERS)
+GPU = Traits("gpu", flash_features=256, sums_at_once=True, slices_at_once=4, unrolled_layers=_ALL_LAYERS)
 CPU = Traits(
     "cpu",
+    default_dtype="float32",
     emulates_bfloat16=True,
     reorders_sums=True,
     features_first=True,
@@ -104,7 +113,9 @@ def traits_of_backend() -> Traits:
         return assumed
     if backend == "cpu":
         return CPU
-    return GPU._replace(has_flash_attention=_has_ampere()) if backend == "gpu" else Traits(backend)
+    if backend == "gpu":
+        return traits_of_gpu(str(getattr(jax.local_devices()[0], "compute_capability", "")))
+    return Traits(backend)
 
 
 @contextmanager
@@ -126,10 +137,17 @@ def backend_name() -> str:
     return jax.default_backend()
 
 
-def _has_ampere() -> bool:
-    """Returns whether the GPU is an NVIDIA GPU from Ampere on. Other vendors' capability is not a number."""
-    major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
-    return major.isdigit() and int(major) >= 8
+def traits_of_gpu(capability: str) -> Traits:
+    """Returns the traits of a GPU by NVIDIA's compute capability, such as "9.0". Other vendors' is not a number.
+
+    Units for bfloat16 and cuDNN's gradients for heads of 128 features came with Ampere (8.0), and gradients for 256
+    features with Hopper (9.0).
+    """
+    major, _, _ = capability.partition(".")
+    if not major.isdigit():
+        return GPU._replace(flash_features=0)
+    flash_features = 256 if int(major) >= 9 else 128 if int(major) == 8 else 0
+    return GPU._replace(flash_features=flash_features, default_dtype="bfloat16" if flash_features else "float32")
 
 
 # ---- products
@@ -272,10 +290,14 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return _rms_norm_forward(x, scale, eps)[0]
 
 
+def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
+    """1 / √(mean x² + ε), in float32: x `[..., D]` -> `[..., 1]`."""
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + eps)
+
+
 def _rms_norm_forward(x, scale, eps):
-    exact = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + eps)
-    return (exact * inverse * scale).astype(x.dtype), (x, scale, inverse)
+    inverse = inverse_rms(x, eps)
+    return (x.astype(jnp.float32) * inverse * scale).astype(x.dtype), (x, scale, inverse)
 
 
 def _rms_norm_backward(eps, residuals, gradient):
@@ -292,6 +314,38 @@ def _rms_norm_backward(eps, residuals, gradient):
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+# ---- sums of exponentials
+
+
+def exp_sums(z: jax.Array, values: Sequence[jax.Array] = (), axis: int = -1) -> tuple[jax.Array, ...]:
+    """Returns m = max z, Σ exp(z − m), and Σ v exp(z − m) for each of some values v, along one axis.
+
+    On a GPU (`Traits.sums_at_once`) one pass reads z. Partial results (m₁, s₁) and (m₂, s₂) become m = max(m₁, m₂) and
+    s₁ exp(m₁ − m) + s₂ exp(m₂ − m). 1805.02867.
+
+    Args:
+      z: The exponents, float32. Those that are −∞ count as nothing. If all are −∞, only m has a meaning.
+      values: Arrays with the shape of z.
+      axis: The axis that is summed over.
+
+    Returns:
+      Arrays with the shape of z without this axis.
+    """
+    if not traits_of_backend().sums_at_once:
+        maximum = jnp.max(z, axis)
+        weights = jnp.exp(z - jnp.expand_dims(maximum, axis))
+        return maximum, jnp.sum(weights, axis), *(jnp.sum(value * weights, axis) for value in values)
+
+    def combine(first: tuple[jax.Array, ...], second: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        maximum = jnp.maximum(first[0], second[0])
+        # The larger one keeps its factor 1, also if both are −∞.
+        factors = [jnp.where(part[0] == maximum, 1.0, jnp.exp(part[0] - maximum)) for part in (first, second)]
+        return maximum, *(x * factors[0] + y * factors[1] for x, y in zip(first[1:], second[1:], strict=True))
+
+    nothing = jnp.float32(-jnp.inf), *[jnp.float32(0)] * (1 + len(values))
+    return tuple(jax.lax.reduce((z, jnp.ones_like(z), *values), nothing, combine, (axis % z.ndim,)))
 
 
 # ---- writes, and the order of computations

@@ -426,6 +426,15 @@ def attend_fused(
     return attended[:, :s].reshape(n, g, s, k, q, e).transpose(0, 3, 1, 4, 2, 5)
 
 
+def fuses_decoding(kind: AttentionKind) -> bool:
+    """Returns whether decoding computes attention by a library's function, which reads only filled slots.
+
+    It needs keys with tokens before features. A mesh spreads prompts and heads along axes of their own, which no row of
+    the call has.
+    """
+    return kind in ("xla", "cudnn") and not traits_of_backend().features_first and mesh_sizes() is None
+
+
 def attend_past(
     queries: jax.Array,
     written: KeyValues | None,
@@ -434,6 +443,8 @@ def attend_past(
     cache: KeyValues,
     places: jax.Array,
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
+    *,
+    implementation: AttentionKind | None = None,
 ) -> tuple[jax.Array, KeyValues]:
     """Computes attention of the next tokens of each completion over the prompt, the cache and those tokens.
 
@@ -450,6 +461,8 @@ def attend_past(
       places: The slots of the cache that the tokens are written to, int32: a scalar if W is 1, or `[N, G, W]`. A token
         whose slot the cache does not have is dropped.
       scores: The scale and the cap of the scores.
+      implementation: The library that computes attention. It needs W = 1, and tokens that see all earlier tokens of
+        their texts, in slots 0 to `places`. None: plain products, which read all slots.
 
     Returns:
       The attended values, with the shape of the queries, and the cache with the tokens.
@@ -465,6 +478,11 @@ def attend_past(
     if written is not None:
         keys, values = map(by_heads, written)
         cache = caches.write_tokens(cache, keys, values, places)
+    if implementation is not None:
+        attended = _attend_all(
+            by_heads(queries)[..., 0, :], masks[0], prompt, cache, places + 1, implementation, scores
+        )
+        return attended.transpose(0, 2, 1, 3, 4), cache
     queries = by_heads(scores.scaled(queries)).reshape(n, k, g, q * w, e)
     if w > 1:
         masks = tuple(jnp.repeat(mask, q, axis=3).reshape(*mask.shape[:3], 1, q * w, -1) for mask in masks)
@@ -483,6 +501,87 @@ def attend_past(
     attended = (caches.sum_prompt(prompt_scores, prompt) + caches.sum_cache(suffix, cache)) / total[..., None]
     attended = attended.astype(queries.dtype).reshape(n, k, g, q, w, e).transpose(0, 2, 4, 1, 3, 5)
     return attended.reshape(n, m, k, q, e), cache
+
+
+def _attend_all(
+    queries: jax.Array,
+    mask: jax.Array,
+    prompt: KeyValues,
+    cache: KeyValues,
+    length: jax.Array,
+    implementation: AttentionKind,
+    scores: Scores,
+) -> jax.Array:
+    """Computes `attend_past` of one token by two calls of a library's function, over the prompt and over the cache.
+
+    (Z₁ a₁ + Z₂ a₂) / (Z₁ + Z₂), where each call gives the values a and the total log Z of its softmax. The call over
+    the cache reads only slots that are filled. Each head is a row of its own, so no key is moved in memory. JAX has no
+    gradient of cuDNN's log Z.
+
+    Args:
+      queries: The queries, `[N, K, G, Q, E]`.
+      mask: The mask over the prompt, `[N, 1, 1, 1, 1, P]`.
+      prompt, cache: The keys and values with heads before tokens and tokens before features: see `KeyValues`.
+      length: The number of filled slots of the cache, int32 scalar.
+      implementation: The library, which computes one softmax over keys.
+      scores: The scale of the scores.
+
+    Returns:
+      The attended values, with the shape of the queries.
+    """
+    n, k, g, q, e = queries.shape
+    odd_queries, odd_keys = g % 2, mask.shape[-1] % 2  # cuDNN takes even numbers with a mask
+    scale = e**-0.5 if scores.scale is None else scores.scale
+
+    def attend_rows(queries: jax.Array, past: KeyValues, **limits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns values and log Z, float32 `[N, K, G, Q, E or 1]`, for queries `[rows, tokens, Q, E]`."""
+        rows = (x.reshape(-1, x.shape[-2], 1, e) for x in past)
+        attended = _FUSED[implementation](queries, *rows, scale=scale, **limits)
+        values, log_total = (x.astype(jnp.float32).reshape(n, k, -1, q, x.shape[-1]) for x in attended)
+        return values[:, :, :g], log_total[:, :, :g]
+
+    def padded(x: jax.Array, axis: int, count: int) -> jax.Array:
+        return jnp.pad(x, [(0, count if i == axis else 0) for i in range(x.ndim)]) if count else x
+
+    in_prompt = jnp.broadcast_to(mask[:, :, 0, 0], (n, k, g, mask.shape[-1])).reshape(n * k, 1, g, -1)
+    values, log_total = attend_rows(
+        padded(queries.reshape(n * k, g, q, e), 1, odd_queries),
+        KeyValues(*(padded(x, 2, odd_keys) for x in prompt)),
+        mask=padded(padded(in_prompt, 2, odd_queries), 3, odd_keys),
+    )
+    own_values, own_log_total = attend_rows(
+        queries.reshape(n * k * g, 1, q, e), cache, lengths=jnp.broadcast_to(length, n * k * g)
+    )
+    share = jax.nn.sigmoid(log_total - own_log_total)
+    return (share * values + (1 - share) * own_values).astype(queries.dtype)
+
+
+def _attend_by_xla(queries, keys, values, *, scale, mask=None, lengths=None):
+    """Returns the attended values `[R, T, Q, E]` and log Z `[R, T, Q, 1]` of queries over keys `[R, S, 1, E]`."""
+    attended, log_total = jax.nn.dot_product_attention(
+        queries, keys, values, mask=mask, key_value_seq_lengths=lengths, scale=scale, return_residual=True
+    )
+    return attended, log_total[..., None]
+
+
+def _attend_by_cudnn(queries, keys, values, *, scale, mask=None, lengths=None):
+    """Returns the same as `_attend_by_xla`, for bfloat16.
+
+    jax.nn would round log Z to bfloat16, by up to .03 nats, and the shares of prompt and completion with it.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    padding = {}
+    if lengths is not None:
+        sizes = jnp.full_like(lengths, queries.shape[1])
+        padding = {"q_seqlen": sizes, "kv_seqlen": lengths, "mask_type": cudnn.MaskType.PADDING}
+    attended, log_total = cudnn.dot_product_attention(
+        queries, keys, values, mask=mask, scale=scale, return_residual=True, **padding
+    )
+    return attended, log_total.swapaxes(1, 2)[..., None]
+
+
+_FUSED = {"xla": _attend_by_xla, "cudnn": _attend_by_cudnn}
 
 
 def _bias(mask: jax.Array) -> jax.Array:

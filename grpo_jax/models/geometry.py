@@ -298,6 +298,8 @@ class Geometry:
     reaches: tuple[int | None, ...] = field(metadata={"static": True})
     # for each different window: the slots of the cache for the next tokens, as in `attention.attend_past`
     places: tuple[jax.Array, ...] | None = None
+    # for each different window: true if the next token of a completion sees all that came before it
+    sees_all: tuple[bool, ...] = field(default=(), metadata={"static": True})
     # ---- only for delta nets
     prompt_mask: jax.Array | None = None  # of rows: bool [N, P]
     numbers: jax.Array | None = None  # of rows: `Rows.numbers`
@@ -310,6 +312,10 @@ class Geometry:
         rotation, window = kind
         places = None if self.places is None else _chosen(self.places, window)
         return _chosen(self.angles, rotation), _chosen(self.masks, window), places
+
+    def layer_sees_all(self, kind: "LayerKind") -> bool:
+        """Returns `sees_all` of a layer of this kind, whose indices are no arrays."""
+        return bool(self.sees_all) and self.sees_all[kind[1] or 0]
 
 
 # The indices of a layer's rotation and window in a `Geometry`, as ints or int32 scalars. None: all layers share it.
@@ -452,8 +458,13 @@ def geometry_of_next(
     assert width <= AT_ONCE
     in_prompt = prompt_positions(prefix.mask)[:, None, None]
 
+    def limits(window: int | None) -> bool:
+        """Returns whether the longest text is longer than the window."""
+        return window is not None and window < prefix.mask.shape[-1] + slots
+
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
         in_cache = _held(number, slots_of(window, slots))
+        window = window if limits(window) else None
         seen = (
             prefix.mask[:, None, None] & _near(position[..., None], in_prompt, window),
             (in_cache >= 0) & _near(number[..., None], in_cache, window),
@@ -468,7 +479,8 @@ def geometry_of_next(
 
     positions = jnp.broadcast_to(position, (len(position), group_size, width)).reshape(len(position), -1)
     places = tuple(map(places_of, _different(config.windows)))
-    return replace(_geometry(config, positions, masks_of), places=places, is_token=is_token)
+    sees_all = tuple(not number.ndim and not limits(window) for window in _different(config.windows))
+    return replace(_geometry(config, positions, masks_of), places=places, sees_all=sees_all, is_token=is_token)
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:

@@ -192,9 +192,11 @@ class RMSNorm(nn.Module):
     zero_centered: bool = False
 
     @nn.compact
-    def __call__(self, x):
-        """Normalises x `[..., D]`."""
+    def __call__(self, x, inverse=None):
+        """Normalises x `[..., D]`, in decoding by `inverse_rms` of x if it is known."""
         scale = self.param("offset" if self.zero_centered else "scale", declared, (x.shape[-1],))
         if self.zero_centered:
             scale = 1 + scale.astype(jnp.float32)
+        if inverse is not None:
+            return (x.astype(jnp.float32) * inverse * scale).astype(x.dtype)
         return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # see `product`

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.products import traits_of_backend
+from grpo_jax.functional.products import Traits, traits_of_backend
 from grpo_jax.models import cache as caches
+from grpo_jax.models.attention import fuses_decoding
 from grpo_jax.models.cache import KeyValues, Memory, Prefix
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.geometry import (
@@ -98,9 +99,11 @@ class Policy(NamedTuple):
         return self.unembedding(params), self.softcap
 
 
-def suits_cudnn(config: ModelConfig) -> bool:
-    """Returns whether attention "auto" is cuDNN's where it is available: plain scores of small heads in bfloat16."""
-    computes = config.dtype == "bfloat16" and all(size % 8 == 0 and size <= 128 for size in config.head_dims)
+def suits_cudnn(config: ModelConfig, traits: Traits) -> bool:
+    """Returns whether attention "auto" is cuDNN's: plain scores in bfloat16, of heads that the backend has it for."""
+    computes = config.dtype == "bfloat16" and all(
+        size % 8 == 0 and size <= traits.flash_features for size in config.head_dims
+    )
     return computes and config.attn_logit_softcapping is None and not config.attention_sinks
 
 
@@ -116,15 +119,12 @@ def _attention_of_backend(config: ModelConfig) -> ModelConfig:
     if config.attention != "auto":
         return config
     # The backend is queried last, since this initialises JAX, whose options can then no longer be set.
-    is_fused = suits_cudnn(config) and traits_of_backend().has_flash_attention
-    return replace(config, attention="cudnn" if is_fused else "shared")
+    return replace(config, attention="cudnn" if suits_cudnn(config, traits_of_backend()) else "shared")
 
 
 def resolve_dtype(dtype: Literal[Dtype, "auto"]) -> Dtype:
-    """Returns the dtype of products. "auto" is float32 on a CPU, so that all CPUs compute alike, else bfloat16."""
-    if dtype != "auto":
-        return dtype
-    return "float32" if traits_of_backend().backend == "cpu" else "bfloat16"
+    """Returns the dtype of products, for "auto" `Traits.default_dtype`."""
+    return traits_of_backend().default_dtype if dtype == "auto" else dtype
 
 
 def decoder_policy(config: ModelConfig) -> Policy:
@@ -260,4 +260,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
         config.check_width(prefix.mask.shape[-1] + slots)
         return prefix, caches.widen(completions, slots_of_layers(slots))
 
-    return {"prefill": prefill, "decoder": decoder, "select": select, "widen": wider}
+    # Attention that reads only filled slots needs no narrower cache in the first steps.
+    return {"prefill": prefill, "decoder": decoder, "select": select} | (
+        {} if fuses_decoding(config.attention) else {"widen": wider}
+    )

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.functional.numerics import in_float32
-from grpo_jax.functional.products import product, rms_norm, traits_of_backend
+from grpo_jax.functional.products import inverse_rms, product, rms_norm, traits_of_backend
 from grpo_jax.models import sharding
-from grpo_jax.models.attention import Scores, attend_past, attend_rows, rotate
+from grpo_jax.models.attention import Scores, attend_past, attend_rows, fuses_decoding, rotate
 from grpo_jax.models.cache import KeyValues, Memory, Prefix
 from grpo_jax.models.config import READ, FeedForward, Form, Mixer, ModelConfig
 from grpo_jax.models.geometry import (
@@ -193,29 +193,32 @@ def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> 
 def param_shapes(config: ModelConfig) -> Params:
     """Returns the shapes of the parameters: a tree of `jax.ShapeDtypeStruct`, which callers must not change."""
     config = replace(config, attention="shared")  # this machine may lack the kind of attention, which has no parameters
-    token = jnp.zeros((1, 1), jnp.int32)
+    return jax.eval_shape(partial(_zeros, config))  # traced as a whole: each array made outside would compile a program
+
+
+def _zeros(config: ModelConfig) -> Params:
+    """Returns parameters of zeros. They are only traced."""
+    token, key = jnp.zeros((1, 1), jnp.int32), jax.random.key(0)
     geometry = geometry_of_rows(config, rows_of_prompts(PromptTokens(token, token == 0)))
     x = jnp.zeros((1, 1, config.hidden_size), config.dtype)
     layers: Params = {}
     for form, kind in dict(zip(config.forms, layer_kinds(config), strict=True)).items():
         kv_heads, features, *_ = config.heads_of(form.mixer)
         read = KeyValues(*[jnp.zeros((1, 1, kv_heads, features), config.dtype)] * 2)
-        init = partial(Block(config, form).init, kind=kind)
-        layers |= jax.eval_shape(init, jax.random.key(0), x, geometry, read=read)["params"]
+        layers |= Block(config, form).init(key, x, geometry, kind=kind, read=read)["params"]
     for module, tree in layers.items():
         count = len(layers_with(config, module))
-        layers[module] = jax.tree.map(lambda x, n=count: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), tree)
-    embedding = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), jnp.float32)
-    final_norm = jax.eval_shape(norm(config).init, jax.random.key(0), x)["params"]
-    shapes = {"embedding": embedding, "final_norm": final_norm, "layers": layers}
+        layers[module] = jax.tree.map(lambda x, n=count: jnp.zeros((n, *x.shape), x.dtype), tree)
+    embedding = jnp.zeros((config.vocab_size, config.hidden_size))
+    zeros = {"embedding": embedding, "final_norm": norm(config).init(key, x)["params"], "layers": layers}
     if size := config.hidden_size_per_layer_input:
         count = config.num_hidden_layers * size
-        shapes["per_layer"] = {
-            "embedding": jax.ShapeDtypeStruct((config.vocab_size, count), jnp.float32),
-            "projection": {"kernel": jax.ShapeDtypeStruct((config.hidden_size, count), jnp.float32)},
-            "norm": jax.eval_shape(norm(config).init, jax.random.key(0), jnp.zeros(size))["params"],
+        zeros["per_layer"] = {
+            "embedding": jnp.zeros((config.vocab_size, count)),
+            "projection": {"kernel": jnp.zeros((config.hidden_size, count))},
+            "norm": norm(config).init(key, jnp.zeros(size))["params"],
         }
-    return shapes if config.tie_word_embeddings else shapes | {"unembedding": embedding}
+    return zeros if config.tie_word_embeddings else zeros | {"unembedding": embedding}
 
 
 def decoding_layout(params: Params, config: ModelConfig) -> Params:
@@ -489,21 +492,27 @@ class Attention(nn.Module):
         projected = [spread(y, BATCH, None, TENSOR) for y in linears(self, x, shapes, config.qkv_bias)]
         queries, *written = (checkpoint_name(y, "projected") for y in projected)  # [N, M, heads, E]
 
-        def rotated(name: str, projected: jax.Array) -> jax.Array:
+        inverses: list[Any] = [None, None]
+        if past is not None and config.qk_norm and not is_reader and traits_of_backend().sums_at_once:
+            # One kernel computes the norms of queries and keys, which have the same features.
+            together = jnp.concatenate([projected[0][..., :features], projected[1]], axis=2)
+            inverses = jnp.split(inverse_rms(together, config.rms_norm_eps), [heads], axis=2)
+
+        def rotated(name: str, projected: jax.Array, inverse: jax.Array | None) -> jax.Array:
             if config.qk_norm_across_heads:
                 together = projected.reshape(*projected.shape[:2], -1)
                 projected = norm(config, f"{name}_norm")(together).reshape(projected.shape)
             elif config.qk_norm:
-                projected = norm(config, f"{name}_norm")(projected)
+                projected = norm(config, f"{name}_norm")(projected, inverse)
             return rotate(projected, angles)
 
         queries, gate = jnp.split(queries, [features], axis=-1)
-        queries = rotated("q", queries)
+        queries = rotated("q", queries, inverses[0])
         if not is_reader:
             values = written[-1]
             if config.value_norm:
                 values = rms_norm(values, jnp.ones_like(values, jnp.float32, (features,)), config.rms_norm_eps)
-            read = KeyValues(rotated("k", written[0]), values)
+            read = KeyValues(rotated("k", written[0], inverses[1]), values)
         queries = queries.reshape(*x.shape[:2], kv_heads, heads // kv_heads, features)
         scale = config.attention_multiplier
         if config.query_pre_attn_scalar is not None:
@@ -514,7 +523,10 @@ class Attention(nn.Module):
             assert read is not None
             attended, memory = attend_rows(queries, *read, masks, geometry.reaches, config.attention, scores), read
         else:
-            attended, memory = attend_past(queries, read, masks, *past, places, scores)
+            is_fused = fuses_decoding(config.attention) and geometry.layer_sees_all(kind)
+            attended, memory = attend_past(
+                queries, read, masks, *past, places, scores, implementation=config.attention if is_fused else None
+            )
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
         attended = attended * in_float32(jax.nn.sigmoid, gate) if config.gated_attention else attended
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")

@@ -54,7 +54,7 @@ FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 # The optimizer's step holds a gradient, updates, and copies of moments: 9.2 to 10.2 bytes a parameter, moments are 8.
 _STEP = 1.2
-# While a cache grows, a part of the previous cache is still in memory: this share of the whole cache.
+# While a cache grows, or is copied to fewer rows, another cache is in memory: this share of the whole cache.
 _PREVIOUS = 0.3
 _WORKSPACE = 32 * 2**20  # bytes that a matrix product of a library takes on an NVIDIA GPU
 # Python, its modules and XLA's programs: the peak of the process on a CPU was 460 to 760 MiB above the rest of the
@@ -171,8 +171,14 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     if model.experts:  # the loop over layers copies the experts of a layer
         prefill += _whole_layer(model, shape)
     keys_and_values = _keys_and_values(model, shape)
-    previous = round(_PREVIOUS * keys_and_values) if shape.max_tokens >= shape.traits.grows_from else 0
+    # See `models.attention.fuses_decoding`: attention that reads only filled slots needs no cache that grows.
+    grows = not (shape.is_on_one_gpu and _is_fused(model, shape))
+    copied_from = shape.traits.grows_from if grows else shape.traits.narrows_from
+    previous = round(_PREVIOUS * keys_and_values) if shape.max_tokens >= copied_from else 0
+    logits = FLOAT32 * rows * model.vocab_size // shape.tensor * (2 if shape.traits.sums_at_once else 3)
     workspace = _WORKSPACE if shape.traits.backend == "gpu" else 0
+    # The gradients of a piece and their sum. On one TPU, XLA writes a new sum before it frees the last one.
+    gradients = 3 if shape.traits.backend == "tpu" and shape.fsdp * shape.tensor == 1 else 2
     return Estimate(
         params=trained + (bytes_on_device(frozen_shapes(model, shape), shape.mesh) if shape.lora_rank else 0),
         optimizer=2 * trained,
@@ -180,9 +186,9 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         scorer=_scorer(model, shape),
         decoding=_decoding(model, shape),
         cache=keys_and_values + rows * len(model.delta_layers) * FLOAT32 * _state(model),
-        choosing=max(prefill, 3 * FLOAT32 * rows * model.vocab_size // shape.tensor, previous) + workspace,
+        choosing=max(prefill, logits, previous) + workspace,
         scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
-        gradients=trained * min(shape.num_pieces, 2),
+        gradients=trained * min(shape.num_pieces, gradients),
         activations=_activations(model, shape),
         process=shape.process_bytes,
     )
@@ -293,8 +299,7 @@ def _projected(model: ModelConfig, shape: Shape, form: Form) -> int:
 
 def _is_fused(model: ModelConfig, shape: Shape) -> bool:
     """Returns whether cuDNN computes attention, which then keeps no scores."""
-    is_auto = model.attention == "auto" and suits_cudnn(model)
-    return model.attention == "cudnn" or (is_auto and shape.traits.has_flash_attention)
+    return model.attention == "cudnn" or (model.attention == "auto" and suits_cudnn(model, shape.traits))
 
 
 def _unrolled(model: ModelConfig, shape: Shape) -> int:
@@ -310,11 +315,12 @@ def _unrolled(model: ModelConfig, shape: Shape) -> int:
     piece, is_fused = shape.piece, _is_fused(model, shape)
     blocks = 1 if is_fused else num_blocks(piece.width)
     streams = 1 if model.norms == "before" else 3
+    normed = 4 if model.norms == "around" else 2
     elements = 0
     for form in model.forms:
         heads = model.num_attention_heads * model.heads_of(form.mixer).head_dim
         projected = _projected(model, shape, form) - streams * model.hidden_size
-        elements += projected // 2 + (1 if is_fused else 2) * heads + 2 * model.hidden_size
+        elements += projected // 2 + (1 if is_fused else 2) * heads + normed * model.hidden_size
     seen = piece.rows * piece.texts * (blocks * shape.prompt_tokens + (blocks + 1) * piece.width // 2)
     elements = elements * tokens_of_piece(shape) + 2 * _keys(model, shape) * _attention_layers(model) * seen
     return elements * BYTES[model.dtype]

@@ -20,7 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import softcapped
-from grpo_jax.functional.products import multiplies_by_columns, times_transposed, traits_of_backend
+from grpo_jax.functional.products import (
+    exp_sums,
+    multiplies_by_columns,
+    times_transposed,
+    traits_of_backend,
+    write_slice,
+)
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
@@ -122,23 +128,42 @@ def sample_categorical(
     end = vocab_size - vocab_size % width
     scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), shape)
 
+    def by_row(x: jax.Array) -> jax.Array:
+        return jnp.expand_dims(x, axis)
+
+    def in_blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Splits the vocabulary into whole blocks and the rest, since padding would make one more array of its size."""
+        whole, rest = jnp.split(x, [end], axis)
+        return whole.reshape(*shape[:axis], -1, width, *shape[axis:]), jnp.expand_dims(rest, axis)
+
     logits = jnp.moveaxis(logits, -1, axis)
-    maximum = jnp.max(logits, axis)
-    weights = jnp.exp((logits - jnp.expand_dims(maximum, axis)) * jnp.expand_dims(scale, axis))
-    whole, rest = jnp.split(weights, [end], axis)  # padding would make one more array of this size
-    sums = jnp.sum(whole.reshape(*shape[:axis], -1, width, *shape[axis:]), axis + 1)
-    sums = jnp.concatenate([sums, jnp.sum(rest, axis, keepdims=True)], axis)
+    if traits_of_backend().sums_at_once:
+        parts = [exp_sums(x, axis=axis + 1) for x in in_blocks(logits * by_row(scale))]
+        maxima, sums = (jnp.concatenate(x, axis) for x in zip(*parts, strict=True))
+        maximum = jnp.max(maxima, axis)
+        sums = sums * jnp.exp(maxima - by_row(maximum))
+    else:
+        maximum = jnp.max(logits, axis)
+
+    def exponents(logits: jax.Array) -> jax.Array:
+        """Returns scale · (logits − their maximum)."""
+        if traits_of_backend().sums_at_once:
+            return logits * by_row(scale) - by_row(maximum)
+        return (logits - by_row(maximum)) * by_row(scale)
+
+    weights = jnp.exp(exponents(logits))
+    if not traits_of_backend().sums_at_once:
+        sums = jnp.concatenate([jnp.sum(x, axis + 1) for x in in_blocks(weights)], axis)
     first = _invert(sums, uniforms[..., 0], axis) * width
-    places = jnp.arange(width).reshape([width if x == axis else 1 for x in range(logits.ndim)])
-    tokens = jnp.expand_dims(first, axis) + places
+    tokens = by_row(first) + jnp.arange(width).reshape([width if x == axis else 1 for x in range(logits.ndim)])
     chosen = jnp.where(tokens < vocab_size, jnp.take_along_axis(weights, tokens, axis, mode="clip"), 0)
     ids = first + _invert(chosen, uniforms[..., 1], axis)
     if greedy is not None:
         # On CPU the arg max takes as long as everything else in this function, and is rarely needed.
         likeliest = jax.lax.cond(jnp.any(greedy), lambda: jnp.argmax(logits, axis).astype(jnp.int32), lambda: ids)
         ids = jnp.where(greedy, likeliest, ids)
-    logit = jnp.take_along_axis(logits, jnp.expand_dims(ids, axis), axis).squeeze(axis)
-    return ids, (logit - maximum) * scale - jnp.log(jnp.sum(sums, axis))
+    exponent = exponents(jnp.take_along_axis(logits, by_row(ids), axis)).squeeze(axis)
+    return ids, exponent - jnp.log(jnp.sum(sums, axis))
 
 
 def _invert(weights: jax.Array, uniform: jax.Array, axis: int) -> jax.Array:
@@ -483,6 +508,8 @@ def _draw(
 def put_at(array: Any, value: Any, step: jax.Array, active: jax.Array) -> jax.Array:
     """Puts a value `[N, G]` at position `step` of `[N, G, T]` for active completions. For `step` see `token_adder`."""
     if not step.ndim:
-        return array.at[:, :, step].set(jnp.where(active, value, array[:, :, step]))
+        old = jax.lax.dynamic_slice_in_dim(array, step, 1, axis=2)
+        new = jnp.where(active, value, old[:, :, 0]).astype(array.dtype)
+        return write_slice(array, new[:, :, None], {2: step})
     is_there = (jnp.arange(array.shape[-1]) == step[..., None]) & active[..., None]
     return jnp.where(is_there, jnp.asarray(value)[..., None], array)

@@ -2,8 +2,11 @@
 
 import json
 
+import jax
+import pytest
+
 from experiments import real
-from experiments.benchmarks import session
+from experiments.benchmarks import session, settings
 from experiments.benchmarks.session import Config, Step
 from grpo_jax.runs.flags import read_flags
 
@@ -40,14 +43,30 @@ def test_steps_run_while_time_is_left(tmp_path, monkeypatch):
 
 def test_gsm8k_needs_a_model():
     names = [step.name for step in session.steps_of(Config())]
-    assert names == ["accelerator qwen2.5-0.5b", "accelerator qwen3-0.6b", "accelerator qwen2.5-1.5b"]
-    gsm8k = list(session.steps_of(Config(model="DIR", data="FOLDER")))[1]
+    assert names == ["settings", "accelerator qwen2.5-0.5b", "accelerator qwen3-0.6b", "accelerator qwen2.5-1.5b"]
+    gsm8k = list(session.steps_of(Config(model="DIR", data="FOLDER")))[2]
     assert gsm8k.name == "gsm8k"
     assert gsm8k.args[4:8] == ("--model", "DIR", "--data", "FOLDER")
 
 
 def test_a_rehearsal_runs_the_same_commands_in_small():
     steps = list(session.steps_of(Config(model="DIR", data="FOLDER", rehearse=True)))
-    assert [step.args[1] for step in steps] == ["experiments.benchmarks.accelerator", "experiments.real"]
-    assert steps[0].args[2] == "tiny"
-    assert read_flags(real.Config, args=steps[1].args[2:]).small
+    modules = ["settings", "accelerator"]
+    assert [step.args[1] for step in steps] == [*(f"experiments.benchmarks.{x}" for x in modules), "experiments.real"]
+    assert steps[0].args[2] == "--rehearse"
+    assert steps[1].args[2] == "tiny"
+    assert read_flags(real.Config, args=steps[2].args[2:]).small
+
+
+def test_settings_are_written_one_by_one_also_if_one_fails(tmp_path, monkeypatch):
+    lines = settings.Line("one", options={"xla_gpu_autotune_level": "0"}), settings.Line("two", options={"xla_no": 1})
+    monkeypatch.setattr(settings, "LINES", lines)
+    settings.main(settings.Config(rehearse=True, out=tmp_path))
+    one, two = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())
+    assert one["ms_of_step"] == pytest.approx(1000 * one["s"] / 8)
+    assert "No such compile option: 'xla_no'" in two["error"]
+
+
+@pytest.mark.parametrize("line", settings.LINES)
+def test_this_jax_accepts_the_options_of_settings(line):
+    jax.jit(lambda x: x, compiler_options=dict(line.options))(1.0)
