@@ -244,7 +244,7 @@ def shell(script: str, folder: Path) -> None:
     program.chmod(0o755)
     script = script.replace(".venv/bin/grpo-jax", "grpo-jax").replace(".venv/bin/python", sys.executable)
     script = re.sub(r"(--model |model=\"|grpo-jax sample )DIR", rf"\g<1>{STORIES}", script)
-    script = re.sub(r"Qwen/\S+", str(thinker), script)
+    script = re.sub(r"(Qwen|HuggingFaceTB)/\S+", str(thinker), script)
     script = re.sub(r"--task gsm8k(?! --data)", "--task gsm8k --data gsm8k", script)  # there is no hub here
     paths = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{folder}"}
     subprocess.run(["bash", "-euxc", script], cwd=folder, env=os.environ | paths, check=True, timeout=900)
@@ -277,6 +277,7 @@ def test_commands_run(page, tmp_path):
     mentions = "[float(example['word'] in text) for example, text in zip(examples, completions)]"
     (tmp_path / "my_rewards.py").write_text(f"def mentions(examples, completions):\n    return {mentions}\n")
     (tmp_path / "gsm8k").symlink_to(DATA / "gsm8k")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     script = runnable(page)
     if page == "README.md":
         script += f"cat > trainer.py <<'END'\n{programs(page)[0]}END\n.venv/bin/python trainer.py\n"
