@@ -14,6 +14,7 @@ from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices, to_n
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import named_components, place_and_reason
 from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
@@ -61,16 +62,9 @@ def make_draw(
     """
     programs = episode_programs(policy, task, sampling, devices)
 
-    def turns(params, *inputs) -> Turns:
-        first_turn, next_turn = programs
-        episodes = first_turn(params, *inputs)
-        while True:
-            replies = yield episodes.running.out
-            episodes = next_turn(params, episodes, *to_devices(replies, devices))
-
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        inputs = prompts.tokens, numbers, temperature, to_devices(noise, devices, axes=None)
-        out = play(turns(params, *inputs), to_numpy(numbers), noise, prompts.examples, task, sampling)
+        turns = sample_turns(programs, params, (prompts.tokens, numbers, temperature), noise, devices)
+        out = play(turns, to_numpy(numbers), noise, prompts.examples, task, sampling)
         host_arrays = {name: x for name, x in out._asdict().items() if isinstance(x, np.ndarray)}
         return out._replace(**to_devices(host_arrays, devices))
 
@@ -108,6 +102,25 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
     return jit_on_devices(first_turn, 0, devices=devices), jit_on_devices(
         next_turn, 0, devices=devices, donate_argnums=(1,)
     )
+
+
+def sample_turns(
+    programs: EpisodePrograms, params: Params, inputs: tuple[Any, ...], noise: np.ndarray, devices: Devices
+) -> Turns:
+    """Samples turns on the devices.
+
+    Args:
+      programs: The programs of `episode_programs`.
+      params: The parameters of the policy.
+      inputs: The prompts, numbers and temperature, on the devices.
+      noise: The arguments (seed, stream, index) of `step_key`, uint32 `[3]`.
+      devices: The devices that share the rows.
+    """
+    first_turn, next_turn = programs
+    episodes = first_turn(params, *inputs, to_devices(noise, devices, axes=None))
+    while True:
+        replies = yield episodes.running.out
+        episodes = next_turn(params, episodes, *to_devices(replies, devices))
 
 
 def play(
