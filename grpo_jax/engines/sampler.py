@@ -145,7 +145,11 @@ def empty_completions(shape: tuple[int, int, int], pad_id: int) -> Completions:
 
 
 def append(
-    out: Completions, place: np.ndarray, turn: int, ids: Sequence[int], logprobs: Sequence[float] | None = None
+    out: Completions,
+    place: np.ndarray,
+    turn: int,
+    ids: Sequence[int] | np.ndarray,
+    logprobs: Sequence[float] | None = None,
 ) -> None:
     """Appends tokens to a completion, in place. Those of the policy have log-probabilities."""
     arrays: Any = out

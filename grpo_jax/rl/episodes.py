@@ -1,4 +1,4 @@
-"""Episodes: the policy takes turns on the devices, and an environment replies on the host."""
+"""Episodes: the policy takes turns, on the devices or with a server, and an environment replies on the host."""
 
 import math
 from collections import defaultdict
