@@ -30,7 +30,7 @@ from grpo_jax.data.types import Example, rng
 from grpo_jax.devices import ONE_DEVICE, to_devices, to_numpy
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.episodes import EpisodePrograms, episode_programs, play
+from grpo_jax.rl.episodes import EpisodePrograms, episode_programs, play, sample_turns
 from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.tasks.task import Task
@@ -106,7 +106,8 @@ def measured(
     inputs = to_devices((prompts.tokens, completion_numbers(sampling), group_temperatures(sampling)))
     began = time.perf_counter()
     timed_programs, noise = (first_turn, next_turn), noise_of(0, SAMPLING, step)
-    out = play(timed_programs, params, inputs, noise, prompts.examples, task, sampling, ONE_DEVICE)
+    turns = sample_turns(timed_programs, params, inputs, noise, ONE_DEVICE)
+    out = play(turns, to_numpy(inputs[1]), noise, prompts.examples, task, sampling)
     host = time.perf_counter() - began - prefill[0] - whole[0] - aside[0]
     turn, separate = to_numpy((out.turn, out.completion_mask))
     return {

@@ -1,16 +1,17 @@
 """A sampler that gets its completions from an external engine: a server that loads weights and returns completions."""
 
 import hashlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from grpo_jax.config import EngineOptions, GRPOConfig
-from grpo_jax.data.types import pad_completions
 from grpo_jax.devices import Devices, jit_on_devices, parts, sampling_devices, to_devices, to_numpy
 from grpo_jax.engines.completions import request_body
-from grpo_jax.engines.servers import Engine, Model, Request, SampledTokens
+from grpo_jax.engines.servers import Engine, Model, Request
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models import huggingface, peft
@@ -19,7 +20,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.params import Adapted, check_full_precision
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.interaction import interaction_of
+from grpo_jax.rl.episodes import Turns, play
 from grpo_jax.rl.source import Sampler
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Batch, score_completion_tokens
@@ -31,12 +32,12 @@ _SCORED_WIDTH = 64  # texts are padded to multiples, so that few programs are co
 def sampler_of(
     options: EngineOptions, pretrained: Pretrained, task: Task, config: GRPOConfig, *, note: Callable[[str], None]
 ) -> Sampler:
-    """Returns a sampler that sends one request to the engine for each completion.
+    """Returns a sampler that sends one request to the engine for each turn of a completion.
 
     Args:
       options: The options of the engine.
       pretrained: The trained model, whose parameters the engine loads.
-      task: Supplies the vocabulary.
+      task: Supplies the vocabulary, and an environment if there is one.
       config: The configuration of the run.
       note: Tells the user the reason for a delay.
 
@@ -58,24 +59,46 @@ def sampler_of(
     model = Model(save, make_score(policy, devices), pretrained.config.dtype, task.vocab_size, task.stop)
     engine = Engine(options, model, config.sampling.temperature, note=note)
 
+    def turns(params, prompts: list[list[int]], numbers, temperature, noise) -> Turns:
+        """Samples turns. The prompt of a request holds the ids of all turns and replies before it."""
+        shape = *numbers.shape, config.sampling.completion_width
+        out = empty_completions(shape, task.pad_id)
+        replies = np.zeros(shape, np.int32), np.zeros(numbers.shape, np.int32), np.ones(numbers.shape, bool)
+        for number in itertools.count(1):
+            reply_ids, counts, continues = replies
+            for place in np.argwhere(counts):
+                append(out, place, number - 1, reply_ids[*place, : counts[*place]])
+            places = np.argwhere(continues)
+            requests = [
+                Request(
+                    i,
+                    request_body(
+                        prompts[i] + out.completion_ids[i, j][out.turn[i, j] > 0].tolist(),
+                        temperature=float(temperature[i, j]),
+                        seed=seed_of(noise, numbers[i, j], number),
+                        max_tokens=max_tokens - int(out.completion_mask[i, j].sum()),
+                        eos_ids=task.eos_ids,
+                        stop=config.sampling.stop,
+                    ),
+                )
+                for i, j in places.tolist()
+            ]
+            answers = engine.submit(params, requests).result()
+            for place, (ids, logprobs) in zip(places, answers, strict=True):
+                append(out, place, number, ids, logprobs)
+                is_stopped = task.stop is not None and task.stop.find_end(ids) is not None
+                out.truncated[*place] = ids[-1] not in task.eos_ids and not is_stopped
+            replies = yield out
+
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
         ids, mask, numbers, temperature = to_numpy((prompts.tokens.ids, prompts.tokens.mask, numbers, temperature))
-        requests = [
-            Request(
-                i,
-                request_body(
-                    ids[i][mask[i]].tolist(),
-                    temperature=float(temperature[i, j]),
-                    seed=seed_of(noise, numbers[i, j]),
-                    max_tokens=max_tokens,
-                    eos_ids=task.eos_ids,
-                    stop=config.sampling.stop,
-                ),
-            )
-            for i, j in np.ndindex(numbers.shape)
-        ]
-        answers = engine.submit(params, requests).result()
-        return to_devices(completions_of(answers, numbers.shape, max_tokens, task), devices)
+        rows = [row[is_token].tolist() for row, is_token in zip(ids, mask, strict=True)]
+        sampled = turns(params, rows, numbers, temperature, noise)
+        if task.environment:
+            out = play(sampled, numbers, noise, prompts.examples, task, config.sampling)
+        else:
+            out = next(sampled)._replace(turn=None)
+        return to_devices(out, devices)
 
     return Sampler(draw, devices)
 
@@ -102,36 +125,39 @@ def make_score(policy: Policy, devices: Devices) -> Callable[[Params, list[int],
     return score_text
 
 
-def seed_of(noise: np.ndarray, number: int) -> int:
+def seed_of(noise: np.ndarray, number: int, turn: int = 1) -> int:
     """Returns the seed of a request, below 2³¹, which every engine accepts.
 
     Args:
       noise: The (seed, stream, index) of the draw.
       number: The number of the completion.
+      turn: The number of the turn. Default: 1.
     """
-    digest = hashlib.sha256(",".join(str(int(x)) for x in (*noise, number)).encode()).digest()
+    digest = hashlib.sha256(",".join(str(int(x)) for x in (*noise, number, turn)).encode()).digest()
     return int.from_bytes(digest[:4]) >> 1
 
 
-def completions_of(answers: list[SampledTokens], shape: tuple[int, int], max_tokens: int, task: Task) -> Completions:
-    """Converts the answers to N·G requests to NumPy arrays, as a sampler returns them.
+def empty_completions(shape: tuple[int, int, int], pad_id: int) -> Completions:
+    """Returns completions without tokens as NumPy arrays, `[N, G, T]`."""
+    ids, mask, logprobs = np.full(shape, pad_id, np.int32), np.zeros(shape, bool), np.zeros(shape, np.float32)
+    arrays: Any = ids, mask, logprobs, None, np.ones(shape[:2], bool), np.zeros(shape, np.int32)
+    return Completions(*arrays)
 
-    Args:
-      answers: The answers in the order of `[N, G]`.
-      shape: (N, G).
-      max_tokens: The most tokens of a completion, T.
-      task: Supplies EOS and padding tokens, and stop texts.
-    """
-    groups = [answers[start : start + shape[1]] for start in range(0, len(answers), shape[1])]
-    ids, mask = pad_completions([[completion for completion, _ in group] for group in groups], max_tokens)
-    logprobs = np.zeros(ids.shape, np.float32)
-    logprobs[mask] = [value for _, values in answers for value in values]
-    ended = (np.isin(ids, task.eos_ids) & mask).any(-1)
-    if task.stop:
-        stopped = [task.stop.find_end(completion) is not None for completion, _ in answers]
-        ended |= np.reshape(stopped, shape)
-    ids = np.where(mask, ids, task.pad_id).astype(np.int32)
-    return Completions(ids, mask, logprobs, None, ~ended)  # type: ignore[arg-type]
+
+def append(
+    out: Completions,
+    place: np.ndarray,
+    turn: int,
+    ids: Sequence[int] | np.ndarray,
+    logprobs: Sequence[float] | None = None,
+) -> None:
+    """Appends tokens to a completion, in place. Those of the policy have log-probabilities."""
+    arrays: Any = out
+    start = np.count_nonzero(arrays.turn[*place])
+    tokens = (*place, slice(start, start + len(ids)))
+    arrays.completion_ids[tokens], arrays.turn[tokens] = ids, turn
+    if logprobs is not None:
+        arrays.completion_mask[tokens], arrays.sampler_logprobs[tokens] = True, logprobs
 
 
 def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
@@ -139,8 +165,6 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
     check_full_precision(
         pretrained.params, "an engine samples with the original weights, so leave out quantize, or leave out engine"
     )
-    if interaction_of(task).parts == "turns":
-        raise UsageError("an engine samples no episodes of several turns: leave out engine, or the environment")
     sampling = config.sampling
     if task.stop and task.stop.strips and any(text.startswith(" ") for text in sampling.stop):
         raise UsageError(

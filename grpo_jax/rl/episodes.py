@@ -1,8 +1,8 @@
-"""Episodes: the policy takes turns on the devices, and an environment replies on the host."""
+"""Episodes: the policy takes turns, on the devices or with a server, and an environment replies on the host."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,11 @@ _RETURNS = (episode_return, f"{episode_return.__module__}:{episode_return.__name
 # (params, prompt, numbers, temperature, noise) -> Episodes after one turn, and
 # (params, episodes, replies [N, G, R], counts [N, G], continues [N, G]) -> Episodes; `episodes` is donated
 EpisodePrograms = tuple[Callable[..., Episodes], Callable[..., Episodes]]
+
+
+# Yields the completions after each turn, and is sent the replies [N, G, R], their lengths [N, G], and which episodes
+# continue [N, G], as NumPy arrays
+Turns = Generator[Completions, tuple[np.ndarray, np.ndarray, np.ndarray], None]
 
 
 def check_turns(options: SamplingConfig) -> None:
@@ -58,8 +63,10 @@ def make_draw(
     programs = episode_programs(policy, task, sampling, devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        inputs = prompts.tokens, numbers, temperature
-        return play(programs, params, inputs, noise, prompts.examples, task, sampling, devices)
+        turns = sample_turns(programs, params, (prompts.tokens, numbers, temperature), noise, devices)
+        out = play(turns, to_numpy(numbers), noise, prompts.examples, task, sampling)
+        host_arrays = {name: x for name, x in out._asdict().items() if isinstance(x, np.ndarray)}
+        return out._replace(**to_devices(host_arrays, devices))
 
     return draw, None
 
@@ -97,42 +104,55 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
     )
 
 
-def play(
-    programs: EpisodePrograms,
-    params: Params,
-    inputs: tuple[Any, ...],
-    noise: np.ndarray,
-    examples: Sequence[Example],
-    task: Task,
-    sampling: SamplingConfig,
-    devices: Devices,
-) -> Completions:
-    """Plays one episode for each completion, from the first turn until all episodes have ended.
+def sample_turns(
+    programs: EpisodePrograms, params: Params, inputs: tuple[Any, ...], noise: np.ndarray, devices: Devices
+) -> Turns:
+    """Samples turns on the devices.
 
     Args:
       programs: The programs of `episode_programs`.
       params: The parameters of the policy.
       inputs: The prompts, numbers and temperature, on the devices.
+      noise: The arguments (seed, stream, index) of `step_key`, uint32 `[3]`.
+      devices: The devices that share the rows.
+    """
+    first_turn, next_turn = programs
+    episodes = first_turn(params, *inputs, to_devices(noise, devices, axes=None))
+    while True:
+        replies = yield episodes.running.out
+        episodes = next_turn(params, episodes, *to_devices(replies, devices))
+
+
+def play(
+    turns: Turns,
+    numbers: np.ndarray,
+    noise: np.ndarray,
+    examples: Sequence[Example],
+    task: Task,
+    sampling: SamplingConfig,
+) -> Completions:
+    """Plays one episode for each completion, from the first turn until all episodes have ended.
+
+    Args:
+      turns: Samples the turns.
+      numbers: The numbers of the completions, int32 `[N, G]`.
       noise: The arguments (seed, stream, index) of `step_key`, uint32 `[3]`. With the numbers of completion and turn
         they are the key of a reply.
       examples: The N examples of the prompts.
       task: Supplies the environment, and decodes completions.
       sampling: The sampling options of the run.
-      devices: The devices that share the rows.
 
     Returns:
-      The completions, on the devices.
+      The completions, whose rewards and endings are NumPy arrays.
     """
     assert task.environment
-    numbers = to_numpy(inputs[1])
-    first_turn, next_turn = programs
-    episodes = first_turn(params, *inputs, to_devices(noise, devices, axes=None))
+    out = next(turns)
     rewards = np.full((*numbers.shape, sampling.max_turns), np.nan, np.float32)
     ending = np.full(numbers.shape, -1, np.int8)
     so_far: dict[tuple[int, int], tuple[Turn, ...]] = {}
     for number in range(sampling.max_turns):
         places = [(int(i), int(j)) for i, j in np.argwhere(ending < 0)]
-        sampled = _sampled(episodes, rewards)
+        sampled = _to_host(out, rewards)
         for place in places:  # read the last turn again: now it has a reply
             so_far[place] = so_far.get(place, ())[:-1] + turns_of(sampled, place, task, first=max(number, 1))
         transcripts = [so_far[place] for place in places]
@@ -149,17 +169,13 @@ def play(
             reply_ids[place][: len(ids)], counts[place] = ids, len(ids)
         if (ending >= 0).all():
             break
-        more = to_devices((reply_ids, counts, ending < 0), devices)
-        episodes = next_turn(params, episodes, *more)
-    out = episodes.running.out
+        out = turns.send((reply_ids, counts, ending < 0))
     cut = to_numpy(out.truncated) | (ending != ENDINGS.index("done"))
-    truncated, turn_rewards, ending = to_devices((cut, rewards, ending), devices)
-    return out._replace(truncated=truncated, turn_rewards=turn_rewards, ending=ending)
+    return out._replace(truncated=cut, turn_rewards=rewards, ending=ending)
 
 
-def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
+def _to_host(out: Completions, rewards: np.ndarray) -> Completions:
     """Copies the tokens of episodes to the host."""
-    out = episodes.running.out
     ids, mask, turn, truncated = to_numpy((out.completion_ids, out.completion_mask, out.turn, out.truncated))
     return Completions(ids, mask, None, None, truncated, turn, rewards)  # type: ignore[arg-type]
 

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 from server import Server
-from tiny import STORIES, digit_prompts, digit_task, needs_data, read_lines, refused, says_three, write_rows
+from tiny import STORIES, digit_prompts, digit_stop, digit_task, needs_data, read_lines, refused, says_three, write_rows
 
 from grpo_jax.commands import evaluate, grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
+from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.devices import ONE_DEVICE
 from grpo_jax.engines.sampler import make_score, sampler_of, seed_of
@@ -24,7 +25,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.weights import load_params
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.source import completion_numbers, make_sampler
+from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
@@ -219,6 +220,49 @@ def test_runs_resume_identically_after_a_server_fails(server, params, tmp_path, 
     assert run.lines() == whole_run.lines()
     assert tokens_of(run) == tokens_of(whole_run)
     jax.tree.map(np.testing.assert_array_equal, resumed.params, end.params)
+
+
+# ---- episodes
+
+
+REPLY_IDS = (5, EOS, PAD)  # a reply may hold any tokens
+
+
+def echo(example, transcript, key):
+    return Reply(ids=REPLY_IDS[: key[3] % 4], reward=float(len(transcript[-1].action)), done=key[3] == 5)
+
+
+@pytest.mark.parametrize("stops", [(), ("33", "21")], ids=["eos", "stop"])
+def test_episodes_of_servers_equal_local_episodes(params, stops):
+    """The server gives what our sampler drew, if the request's prompt is the ids of all turns and replies before."""
+    played = TASK._replace(environment=environment(echo, None), stop=digit_stop(*stops))
+    config = with_options(CONFIG, max_tokens=8, max_turns=3, environment_tokens=5, stop=stops)
+    noise, numbers = noise_of(0, SAMPLING, 0), completion_numbers(config.sampling)
+    inputs = played.prompts(0), numbers, group_temperatures(config.sampling), noise
+    own = make_sampler(POLICY, played, config.sampling).complete(params, *inputs)
+    turns = {}
+    for i, j in np.ndindex(numbers.shape):
+        prompt = inputs[0].tokens.ids[i][inputs[0].tokens.mask[i]].tolist()
+        for turn in range(1, own.turn[i, j].max() + 1):
+            before, of_turn = own.turn[i, j] < turn, (own.turn[i, j] == turn) & own.completion_mask[i, j]
+            text = prompt + own.completion_ids[i, j][before & (own.turn[i, j] > 0)].tolist()
+            answer = own.completion_ids[i, j][of_turn].tolist(), own.sampler_logprobs[i, j][of_turn].tolist()
+            left = 8 - int((before & own.completion_mask[i, j]).sum())
+            turns[seed_of(noise, numbers[i, j], turn), tuple(text), left] = answer
+    assert {*own.turn.max(-1).ravel()} == {1, 2, 3}
+
+    def sample(folder, body):
+        return turns.pop((body["seed"], tuple(body["prompt"]), body["max_tokens"]))
+
+    server = Server(sample, TASK.decode, (EOS,), score=scores(POLICY, partial(load_params, config=SHAPE), None))
+    try:
+        engine = EngineOptions((server.url,))
+        through = sampler_of(engine, PRETRAINED, played, config, note=print).complete(params, *inputs)
+    finally:
+        server.stop()
+    assert not turns
+    for name, x in own._asdict().items():
+        np.testing.assert_array_equal(getattr(through, name), x, err_msg=name)
 
 
 @pytest.mark.parametrize("option", [{"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1}, {"quantize": "int8"}])

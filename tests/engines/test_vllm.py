@@ -39,6 +39,13 @@ RUN += " --eval-samples 1 --learning-rate 1e-3 --checkpoint-every 0 --engine-tim
 
 REWARD = "def variety(examples, completions):\n    return [len({*text.split()}) / 8 for text in completions]\n"
 
+GAME = """
+from grpo_jax.data.episodes import Reply
+
+def make():
+    return lambda example, transcript, key: Reply(ids=[7, 5, 9][: 1 + key[3] % 3], reward=float(key[4]))
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -46,6 +53,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
     write_rows(folder / "rows.jsonl", [{"prompt": f"t{i} t{i + 9} t{i + 20}"} for i in range(16)])
     (folder / "rewards.py").write_text(REWARD)
+    (folder / "game.py").write_text(GAME)
     for seed, (name, is_tied) in enumerate({"tied": True, "untied": False, "other": True}.items()):
         shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
         config = tiny_config(VOCAB_SIZE, tie_word_embeddings=is_tied, **shape)
@@ -150,6 +158,15 @@ def test_a_server_that_is_started_again_changes_no_token(folder, serve, tmp_path
     train(folder, tmp_path / "run", "untied", server.url, *options, steps=12)
     thread.join()
     assert tokens_of(tmp_path / "run") == tokens_of(tmp_path / "whole")
+
+
+def test_episodes_learn_from_the_ids_that_were_sampled(folder, serve, tmp_path):
+    server = serve("untied", *RIGHT)
+    options = ("--environment", f"{folder}/game.py:make", "--max-turns", 3, "--environment-tokens", 6, "--stop", "t1")
+    train(folder, tmp_path / "run", "untied", server.url, *options, "--rollouts-every", 1, "--max-tokens", 16, steps=6)
+    lines = steps_of(tmp_path / "run")
+    assert max(line["turns_mean"] for line in lines) > 1
+    assert max(line["first_ratio_deviation"] for line in lines) < 1e-4
 
 
 def test_stop_texts_end_completions_as_in_the_trainer(folder, serve, tmp_path):
