@@ -537,7 +537,13 @@ class Rate(NamedTuple):
     lora: float | None  # None: not tried
 
 
-RATES = (Rate(1e6, 4e-4, 3e-3), Rate(3e7, 1e-4, None), Rate(4e8, 1e-6, 1e-4), Rate(float("inf"), 1e-6, 1e-5))
+RATES = (
+    Rate(1e6, 4e-4, 3e-3),
+    Rate(3e7, 1e-4, None),
+    Rate(2e8, 4e-6, 1e-4),
+    Rate(4e8, 1e-6, 1e-4),
+    Rate(float("inf"), 1e-6, 1e-5),
+)
 
 
 # ---- PPO
