@@ -57,9 +57,10 @@ def reading(file: object, remedy: str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the first line of an error's message, or the name of its type."""
+    """Returns the first line of an error's message, or the name of its type. A line that ends in ":" takes the next."""
     text = str(getattr(error, "strerror", None) or error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    first, *more = text.splitlines() or [type(error).__name__]
+    return " ".join([first, *(line.strip() for line in more[: first.endswith(":")])])
 
 
 def missing(package: str | None) -> ImportError:
@@ -118,12 +119,14 @@ def make_folder(folder: Path) -> None:
     """Makes a folder, and the folders above it.
 
     Raises:
-      UsageError: It cannot be made.
+      UsageError: It cannot be made, or no file can be made in it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder} cannot be made ({reason_of(error)}): name another folder") from None
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise UsageError(f"{folder} cannot be written: name another folder")
 
 
 # Limits of the machine: error numbers, the texts of libraries that raise without a number, and the message.

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -245,6 +245,8 @@ def _checked_reward(reward: Reward | Mapping[str, Reward | Component] | None) ->
     if not isinstance(reward, Mapping):
         check_takes_examples_first("reward_model", reward)
         return reward
+    if not all(isinstance(name, str) and name for name in reward):
+        raise UsageError(f"the names in reward_model are {[*reward]}: each must be a text that is not empty")
     components = {name: part if isinstance(part, Component) else Component(part) for name, part in reward.items()}
     for name, component in components.items():
         check_types(Component, component._asdict())
@@ -259,13 +261,16 @@ def _rows(prompts: Any) -> str | list[Mapping[str, Any]]:
     if isinstance(prompts, str) and not prompts.endswith(SUFFIXES):
         raise UsageError(f"prompts is one text: put it into brackets, or name a file that ends in {SUFFIXES[0]}")
     is_table = isinstance(prompts, Mapping) or hasattr(prompts, "iterrows")  # iterates over names of columns
-    if is_table or not isinstance(prompts, Iterable | Path):
+    if is_table or isinstance(prompts, Set | bytes) or not isinstance(prompts, Iterable | Path):
         raise UsageError(f"prompts is {abbreviate(prompts)}: give a list of texts, messages or rows, or a file of rows")
     if isinstance(prompts, str | Path):
         return list(read_rows(prompts))
     rows = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
     if not rows:
         raise UsageError("prompts is empty: give at least one")
+    for number, row in enumerate(rows):
+        if names := [name for name in row if not isinstance(name, str)]:
+            raise UsageError(f"row {number} has a column {abbreviate(names[0])}: names of columns must be texts")
     if hasattr(prompts, "features"):  # a table of the package datasets, which makes new objects for its rows
         remove_nulls(rows, "prompts")
     return rows

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import date
 from functools import cache, partial
 from hashlib import sha256
@@ -32,6 +32,7 @@ for _letter in "YymBbdAaHIMSpjF":
     _FIXED_DATE += f".replace('%{_letter}', '{_value}').replace('%-{_letter}', '{_value.lstrip('0') or 0}')"
 _FIXED_DATE += " }}{% endmacro %}"
 _SECONDS, _CHARACTERS = 5.0, 20_000_000  # limits of what a template takes and writes
+_ATTEMPTS = 10  # to stop a template
 DEEPEST = 100  # levels of JSON
 _ANSWER, _REPLY = "answer-of-the-assistant", "reply-to-the-assistant"  # contents by which the template is explored
 
@@ -148,8 +149,10 @@ def _apply(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
     try:
         return future.result(_SECONDS)
     except TimeoutError:
-        for thread in started:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
+        for _ in range(_ATTEMPTS):  # a destructor or a callback of the garbage collector swallows the exception
+            for thread in started if not future.done() else ():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
+            wait([future], 0.1)
         raise
 
 

@@ -226,8 +226,8 @@ def load_tokenizer(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize, trust_remote_code=False)
     except Exception as error:  # each kind of broken file raises another class
         raise UsageError(
-            f"{folder} holds no tokenizer that transformers can load ({reason_of(error)}): copy its tokenizer.json "
-            "into it"
+            f"{folder} holds no tokenizer that transformers can load ({reason_of(error)}): correct its "
+            "config.json, or copy its tokenizer.json into it"
         ) from error
     model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if dropout := getattr(model, "dropout", None):

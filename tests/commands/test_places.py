@@ -15,7 +15,7 @@ from command_helpers import exit_status, refusal, run
 from tiny import change_json
 
 from grpo_jax import commands, hosts
-from grpo_jax.commands import evaluate, model_and_task, sft
+from grpo_jax.commands import evaluate, model_and_task, sample, sft
 from grpo_jax.errors import Interruption, UsageError, lacking
 from grpo_jax.models import huggingface, weights
 from grpo_jax.models.huggingface import load_pretrained
@@ -78,6 +78,15 @@ def test_a_folder_that_cannot_be_made_is_named(place, capsys, args):
     words = refusal(capsys, *args, "/proc/here/there")
     assert "/proc/here/there" in words
     assert "name another" in words
+
+
+@pytest.mark.parametrize("use", ["evaluated out", "sampled to"])
+def test_a_folder_that_cannot_be_written_is_named_before_sampling(place, capsys, monkeypatch, use):
+    monkeypatch.setattr(evaluate, "sample_and_score", lambda *_, **__: pytest.fail("it sampled"))
+    monkeypatch.setattr(sample, "sample", lambda *_, **__: pytest.fail("it sampled"))
+    out = {"evaluated out": "readonly", "sampled to": "readonly/samples.jsonl"}[use]
+    (place / "readonly").mkdir(0o555)
+    assert "readonly cannot be written" in refusal(capsys, *(word.replace("PATH", out) for word in USES[use]))
 
 
 # ---- terminals and encodings

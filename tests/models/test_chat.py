@@ -6,6 +6,7 @@
 import pickle
 import time
 from collections import Counter
+from contextlib import suppress
 from itertools import groupby
 from unittest import mock
 
@@ -400,6 +401,23 @@ def test_a_template_that_loops_is_stopped(tokenizer, monkeypatch, body):
     assert render(Chat(tokenizer), [USER]) == tokenizer.apply_chat_template(
         [USER], tokenize=False, add_generation_prompt=True
     )
+
+
+def test_a_template_is_stopped_even_if_something_swallows_the_exception(tokenizer, monkeypatch):
+    def loop(*_, **__):
+        with suppress(TimeoutError):  # as Python does in a callback of the garbage collector
+            while True:
+                pass
+        while True:
+            pass
+
+    monkeypatch.setattr("grpo_jax.models.chat._SECONDS", 0.3)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", loop)
+    with refused("takes more than 0.3 seconds for messages: mend a loop"):
+        render(Chat(tokenizer), [USER])
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.25
 
 
 def test_a_template_that_writes_too_much_is_refused(tokenizer):

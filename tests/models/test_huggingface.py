@@ -386,6 +386,10 @@ BROKEN = {
     "too few layers": (lambda folder: configure(folder, num_hidden_layers=3), "no tensor 'model.layers.2"),
     "no tokenizer": (lambda folder: remove(folder, "tokenizer*"), "no tokenizer"),
     "an empty tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "no tokenizer"),
+    "a text for the EOS of the model": (
+        lambda folder: configure(folder, eos_token_id="</s>"),
+        "no tokenizer .*Field 'eos_token_id' .*'</s>'.*correct its config.json, or copy its tokenizer.json",
+    ),
     "no weights": (lambda folder: remove(folder, "*.safetensors*"), "no .safetensors file"),
     "only pickles": (only_pickles, "convert the model to safetensors"),
     "a file missing": (lambda folder: remove(folder, "model-00002*"), "model-00002-of-.*download it again"),

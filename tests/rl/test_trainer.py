@@ -283,6 +283,8 @@ BAD_OPTIONS = [
     ({"reward_model": {"a": lambda prompts, completions, **columns: 0}}, "the reward a takes prompts first"),
     ({"reward_model": 3}, "reward_model is 3: it must be a function"),
     ({"reward_model": {}}, "reward_model is empty"),
+    ({"reward_model": {"": Threes()}}, r"names in reward_model are \[''\]"),
+    ({"reward_model": {1: Threes()}}, r"names in reward_model are \[1\]"),
     ({"reward_model": {"a": 3}}, "reward_model is .*: it must be a function"),
     ({"reward_model": {"a": Component(Threes(), "1")}}, "weight is '1': it must be a number"),
     ({"model": 3}, "model is 3"),
@@ -302,6 +304,9 @@ BAD_OPTIONS = [
     ({"prompts": []}, "prompts is empty"),
     ({"prompts": 3}, "prompts is 3: give a list"),
     ({"prompts": {"prompt": PROMPTS}}, "prompts is {'prompt': .*: give a list"),
+    ({"prompts": {*PROMPTS}}, "prompts is {.*: give a list"),  # its order differs from process to process
+    ({"prompts": b"1+1="}, "prompts is b'1\\+1=': give a list"),
+    ({"prompts": [{"prompt": "1+1=", ("a", 1): 2}]}, r"row 0 has a column \('a', 1\): names of columns"),
     ({"prompts": Frame(["prompt", "answer"])}, "prompts is .*: give a list"),
     ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt"),
     ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4"),
