@@ -30,7 +30,7 @@ from grpo_jax.rewards.learned import load_reward_model
 
 # ---- config.json
 
-ODD = [None, True, -1, 0, 1, 0.5, -(2**63), 2**31, 2**63, 10**400, math.inf, -math.inf, math.nan, "", "x", "\ud800"]
+ODD = [None, True, -1, 0, 1, 0.5, -(2**63), 2**31, 2**63, 10**400, math.inf, -math.inf, math.nan, "", "x"]
 ODD += [[], [1], [None], [[]], {}, {"x": {"y": [1]}}]
 # Keys that a file may lack. transformers 4 wrote some of them.
 MORE_KEYS = ["rope_theta", "rope_scaling", "sliding_window", "quantization_config", "mlp_only_layers", "num_labels"]
