@@ -263,6 +263,8 @@ def prepare(
     options, models, plan = apply_memory_plan(options, models, task)
     config, sampler = run_of(options.train), None
     if engine.engine:
+        if config.sampling.support == "sampler":
+            raise UsageError("an engine does not say which tokens it drew from: leave support out, or leave out engine")
         from grpo_jax.engines.sampler import sampler_of  # loaded only with an engine
 
         sampler = sampler_of(engine, models["policy"], task, config, note=note)

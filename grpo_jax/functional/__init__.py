@@ -57,6 +57,7 @@ from grpo_jax.functional.logprobs import (
     bucket_logits as bucket_logits,
     token_jsd as token_jsd,
     token_kl as token_kl,
+    support_logprobs as support_logprobs,
     token_logprobs as token_logprobs,
     top_tokens as top_tokens,
 )
