@@ -448,6 +448,7 @@ def _to_mixture(log_q, log_p, beta):
 
 def _jsd_forward(policy, ref, beta):
     """Takes one pass for the normalisers, and one for KL(Q ‖ M) and KL(P ‖ M)."""
+
     def normalizers(index):
         (z, part), (other, _) = _slice_logits(policy, index), _slice_logits(ref, index)
         return _moments(z, z, part), _moments(other, other, part)

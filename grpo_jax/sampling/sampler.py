@@ -20,7 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import softcapped
-from grpo_jax.functional.products import exp_sums, multiplies_by_columns, times_transposed, traits_of_backend, write_slice
+from grpo_jax.functional.products import (
+    exp_sums,
+    multiplies_by_columns,
+    times_transposed,
+    traits_of_backend,
+    write_slice,
+)
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
