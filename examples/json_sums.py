@@ -1,6 +1,6 @@
 """A task for a chat model: sums whose answers must be JSON. It writes rows, and holds the two rewards.
 
-  python examples/json_sums.py sums.jsonl
+python examples/json_sums.py sums.jsonl
 """
 
 import json

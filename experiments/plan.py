@@ -28,18 +28,19 @@ from rich.table import Table
 from experiments.benchmarks import shapes
 from experiments.paper.bytes_moved import moved_bytes, moved_in_loops, total
 from experiments.paper.collectives import collectives
-from experiments.paper.kernels import SECONDS_OF_KERNEL, by_group, decoding_steps
+from experiments.paper.kernels import KERNELS_OF_LAYER, SECONDS_OF_KERNEL, by_group, decoding_steps
 from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import GPUS, as_if_here, devices_of_topology
 from experiments.planning.models import MODELS
 from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
 from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.products import CPU, GPU, Traits
+from grpo_jax.functional.products import CPU, Traits, traits_of_gpu
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.huggingface import model_folder, read_config
 from grpo_jax.models.params import Quantize
+from grpo_jax.models.policy import suits_cudnn
 from grpo_jax.models.transformer import param_shapes
 from grpo_jax.options import Count, Size, Weight, check_ranges
 from grpo_jax.planning.memory import (
@@ -66,13 +67,15 @@ class Device(NamedTuple):
 
 
 # NVIDIA's data sheets: H100 and A100 SXM have 900 and 600 GB/s of NVLink in both directions, within a host of eight. An
-# RTX 4090 and an L4 have 16 lanes of PCIe 4. Google's pages of each TPU (cloud.google.com/tpu/docs/v5e, v5p, v6e, read
-# in November 2026): the interconnect in both directions is 400, 1,200 and 800 GB/s.
+# RTX 4090 and an L4 have 16 lanes of PCIe 4, and a T4 of PCIe 3. Google's pages of each TPU
+# (cloud.google.com/tpu/docs/v5e, v5p, v6e, read in November 2026): the interconnect in both directions is 400, 1,200
+# and 800 GB/s.
 DEVICES = {
     "h100": Device(989e12, 80e9, 3.35e12, 450e9),
     "a100": Device(312e12, 80e9, 2039e9, 300e9),
     "rtx4090": Device(165e12, 24e9, 1008e9, 32e9),
     "l4": Device(121e12, 24e9, 300e9, 32e9),
+    "t4": Device(8.1e12, 16e9, 320e9, 16e9),  # float32: it has no units for bfloat16
     "v5e": Device(197e12, 16e9, 819e9, 200e9),
     "v5p": Device(459e12, 95 * 2**30, 2765e9, 600e9),
     "v6e": Device(918e12, 32e9, 1600e9, 400e9),
@@ -93,7 +96,7 @@ class Config:
     """The same option as in a run; 0: what tensor leaves of the devices."""
     tensor: Size = 1
     """The same option as in a run."""
-    device: Literal["h100", "a100", "rtx4090", "l4", "v5e", "v5p", "v6e"] = "h100"
+    device: Literal["h100", "a100", "rtx4090", "l4", "t4", "v5e", "v5p", "v6e"] = "h100"
     """Kind of the devices; with a topology those of its name."""
     tflops: Weight = 0.0
     """10^12 operations a second of a device; 0: its data sheet's."""
@@ -225,8 +228,9 @@ def data_of(config: Config) -> int:
 
 def shape_of(config: Config) -> Shape:
     """Returns the sizes that determine the run's memory on one device."""
+    gpu = GPUS.get(config.device)
     return Shape(
-        traits=GPU if config.device in GPUS else Traits("tpu"),
+        traits=traits_of_gpu(".".join(map(str, gpu.capability))) if gpu else Traits("tpu"),
         num_prompts=config.prompts_per_device,
         group_size=config.group_size,
         prompt_tokens=config.prompt_tokens,
@@ -288,16 +292,28 @@ def traffic_table(results: dict[str, list[Exchange]], device: Device) -> Table:
 
 def time_table(plan: Plan, results: dict[str, list[Exchange]], device: Device) -> Table:
     """Returns the table of least seconds of each program, with full overlap and without overlap."""
-    table = Table("program", "s computing", "s reading", "s exchanging", "s at least", "s one by one", box=None)
+    columns = "computing", "reading", "launching", "exchanging", "at least", "one by one"
+    table = Table("program", *(f"s {column}" for column in columns), box=None)
     totals = [0.0, 0.0]
     for program, (flops, read) in costs(plan).items():
         sent = sum(one.moved for one in results[program])
-        seconds = flops / device.flops, read / device.bandwidth, sent / device.link
-        bounds = max(seconds), max(seconds[:2]) + seconds[2]
+        launching = SECONDS_OF_KERNEL * num_kernels(plan) if program == "sample" else 0.0
+        alone = max(flops / device.flops, read / device.bandwidth) + launching  # each kernel waits to be launched
+        exchanging = sent / device.link
+        bounds = max(alone, exchanging), alone + exchanging
         totals = [total + bound for total, bound in zip(totals, bounds, strict=True)]
-        table.add_row(program, *(f"{number:.3f}" for number in (*seconds, *bounds)))
-    table.add_row("[bold]iteration[/]", "", "", "", *(f"{total:.3f}" for total in totals))
+        seconds = flops / device.flops, read / device.bandwidth, launching, exchanging, *bounds
+        table.add_row(program, *(f"{number:.3f}" for number in seconds))
+    table.add_row("[bold]iteration[/]", "", "", "", "", *(f"{total:.3f}" for total in totals))
     return table
+
+
+def num_kernels(plan: Plan) -> int:
+    """Estimates the kernels that decoding launches on a GPU. On a TPU a decoding step is one program."""
+    if plan.shape.traits.backend != "gpu":
+        return 0
+    is_fused = plan.shape.is_on_one_gpu and suits_cudnn(plan.model, plan.shape.traits)
+    return (plan.shape.max_tokens - 1) * plan.model.num_hidden_layers * KERNELS_OF_LAYER[is_fused]
 
 
 def costs(plan: Plan) -> dict[str, tuple[float, float]]:

@@ -15,7 +15,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -190,7 +190,12 @@ def _split(tree: Any, devices: Devices) -> Any:
 
 
 def jit_on_devices(
-    fn: Callable[..., Any], out_axes: Any = None, *, devices: Devices = ONE_DEVICE, donate_argnums: tuple[int, ...] = ()
+    fn: Callable[..., Any],
+    out_axes: Any = None,
+    *,
+    devices: Devices = ONE_DEVICE,
+    donate_argnums: tuple[int, ...] = (),
+    compiler_options: Iterable[tuple[str, str]] = (),
 ) -> Callable[..., Any]:
     """Compiles a function of whole arrays with `jax.jit`.
 
@@ -200,9 +205,11 @@ def jit_on_devices(
         same on all devices; or a tree of both.
       devices: The devices that hold the arguments.
       donate_argnums: The positions of arguments whose memory may be reused.
+      compiler_options: The names and values of XLA's options for this program.
     """
+    options: Any = {"donate_argnums": donate_argnums, "compiler_options": dict(compiler_options)}
     if devices.is_single:
-        return jax.jit(fn, donate_argnums=donate_argnums)
+        return jax.jit(fn, **options)
 
     @wraps(fn)  # logs and profiles name the program
     def call(*args: Any) -> Any:
@@ -215,7 +222,7 @@ def jit_on_devices(
         # With fixed shardings the program that takes the result is compiled only once.
         return jax.lax.with_sharding_constraint(result, shardings(result, devices, out_axes))
 
-    return jax.jit(call, donate_argnums=donate_argnums)
+    return jax.jit(call, **options)
 
 
 def abstract(tree: Any, devices: Devices, axes: Any = None) -> Any:

@@ -11,7 +11,8 @@ from tiny import task_of_tokens
 
 from grpo_jax import devices
 from grpo_jax.config import recipe
-from grpo_jax.devices import memory_limit, peak_flops, update_flops
+from grpo_jax.devices import jit_on_devices, memory_limit, peak_flops, update_flops
+from grpo_jax.functional.products import GPU
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import decoder_policy
@@ -70,6 +71,15 @@ def test_lowers_for_tpu_and_cuda(name):
     assert "stablehlo.while" in exported.mlir_module()  # the decode loop; the scan over layers
     out = jax.tree.leaves(jax.eval_shape(program, *args))
     assert [(x.shape, x.dtype) for x in exported.out_avals] == [(x.shape, x.dtype) for x in out]
+
+
+def test_this_jax_accepts_the_options_of_programs_that_decode_on_gpus():
+    """XLA checks names and values of options on every backend."""
+    assert GPU.decoding_options
+    double = jit_on_devices(lambda x: 2 * x, compiler_options=GPU.decoding_options)
+    assert double(jnp.float32(3)) == 6
+    with pytest.raises(RuntimeError, match="not a valid enum value"):
+        jit_on_devices(lambda x: x, compiler_options=[(GPU.decoding_options[0][0], "SIDEWAYS")])(1.0)
 
 
 # ---- memory and operations of devices

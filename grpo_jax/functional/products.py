@@ -36,8 +36,8 @@ class Traits(NamedTuple):
     # on CPU needs nine times as long for sums. On a GPU the factors of a product are in memory, and XLA joined those of
     # all norms of a decoder into one array of 3 GB.
     reorders_sums: bool = False
-    # A maximum and the sums of exponentials relative to it are computed in one pass: see `exp_sums`. On a CPU two passes
-    # take less time.
+    # A maximum and the sums of exponentials relative to it are computed in one pass: see `exp_sums`. On a CPU two
+    # passes take less time.
     sums_at_once: bool = False
     # The slices of the logits that are computed in one turn of a loop. Each turn launches kernels that are too small to
     # keep a GPU busy.
@@ -80,9 +80,19 @@ class Traits(NamedTuple):
     # took .73 of the time with completions of 256 tokens, but as long as before with 128 tokens of a larger decoder.
     rooms: int = 2
     grows_from: int = 128
+    # XLA's options for programs that decode. A CUDA graph is by default one chain of kernels; of a decoding step a
+    # quarter of the kernels need not wait for the others.
+    decoding_options: tuple[tuple[str, str], ...] = ()
 
 
-GPU = Traits("gpu", flash_features=256, sums_at_once=True, slices_at_once=4, unrolled_layers=_ALL_LAYERS)
+GPU = Traits(
+    "gpu",
+    flash_features=256,
+    sums_at_once=True,
+    slices_at_once=4,
+    unrolled_layers=_ALL_LAYERS,
+    decoding_options=(("xla_gpu_command_buffer_scheduling_mode", "CONCURRENT"),),
+)
 CPU = Traits(
     "cpu",
     default_dtype="float32",
@@ -113,7 +123,9 @@ def traits_of_backend() -> Traits:
         return assumed
     if backend == "cpu":
         return CPU
-    return _traits_of_gpu() if backend == "gpu" else Traits(backend)
+    if backend == "gpu":
+        return traits_of_gpu(str(getattr(jax.local_devices()[0], "compute_capability", "")))
+    return Traits(backend)
 
 
 @contextmanager
@@ -135,15 +147,15 @@ def backend_name() -> str:
     return jax.default_backend()
 
 
-def _traits_of_gpu() -> Traits:
-    """Returns the traits of the GPU, by NVIDIA's compute capability. Other vendors' is not a number.
+def traits_of_gpu(capability: str) -> Traits:
+    """Returns the traits of a GPU by NVIDIA's compute capability, such as "9.0". Other vendors' is not a number.
 
     Units for bfloat16 and cuDNN's gradients for heads of 128 features came with Ampere (8.0), and gradients for 256
     features with Hopper (9.0).
     """
-    major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
+    major, _, _ = capability.partition(".")
     if not major.isdigit():
-        return GPU._replace(flash_features=0)
+        return GPU._replace(flash_features=0, decoding_options=())
     flash_features = 256 if int(major) >= 9 else 128 if int(major) == 8 else 0
     return GPU._replace(flash_features=flash_features, default_dtype="bfloat16" if flash_features else "float32")
 
@@ -324,7 +336,7 @@ def exp_sums(z: jax.Array, values: Sequence[jax.Array] = (), axis: int = -1) -> 
     s₁ exp(m₁ − m) + s₂ exp(m₂ − m). 1805.02867.
 
     Args:
-      z: The exponents, float32. Those that are −∞ count as nothing.
+      z: The exponents, float32. Those that are −∞ count as nothing. If all are −∞, only m has a meaning.
       values: Arrays with the shape of z.
       axis: The axis that is summed over.
 

@@ -54,7 +54,7 @@ FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 # The optimizer's step holds a gradient, updates, and copies of moments: 9.2 to 10.2 bytes a parameter, moments are 8.
 _STEP = 1.2
-# While a cache grows, a part of the previous cache is still in memory: this share of the whole cache.
+# While a cache grows, or is copied to fewer rows, another cache is in memory: this share of the whole cache.
 _PREVIOUS = 0.3
 _WORKSPACE = 32 * 2**20  # bytes that a matrix product of a library takes on an NVIDIA GPU
 _QUERIES = 128  # queries in a block, as in `models.attention.attend`
@@ -168,7 +168,11 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     if model.experts:  # the loop over layers copies the experts of a layer
         prefill += _whole_layer(model, shape)
     keys_and_values = _keys_and_values(model, shape)
-    previous = round(_PREVIOUS * keys_and_values) if shape.max_tokens >= shape.traits.grows_from else 0
+    # See `models.attention.fuses_decoding`: attention that reads only filled slots needs no cache that grows.
+    grows = not (shape.is_on_one_gpu and _is_fused(model, shape))
+    copied_from = shape.traits.grows_from if grows else shape.traits.narrows_from
+    previous = round(_PREVIOUS * keys_and_values) if shape.max_tokens >= copied_from else 0
+    logits = FLOAT32 * rows * model.vocab_size // shape.tensor * (2 if shape.traits.sums_at_once else 3)
     workspace = _WORKSPACE if shape.traits.backend == "gpu" else 0
     return Estimate(
         params=trained + (bytes_on_device(frozen_shapes(model, shape), shape.mesh) if shape.lora_rank else 0),
@@ -178,7 +182,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         support=shape.support_bytes * rows * shape.max_tokens,
         decoding=_decoding(model, shape),
         cache=keys_and_values + rows * len(model.delta_layers) * FLOAT32 * _state(model),
-        choosing=max(prefill, 3 * FLOAT32 * rows * model.vocab_size // shape.tensor, previous) + workspace,
+        choosing=max(prefill, logits, previous) + workspace,
         scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
         gradients=trained * min(shape.num_pieces, 2),
         activations=_activations(model, shape),

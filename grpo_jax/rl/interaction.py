@@ -11,6 +11,7 @@ from grpo_jax.data.text import spans_in_tokens
 from grpo_jax.data.types import Completion, Reward, Rewards
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices
 from grpo_jax.errors import UsageError
+from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -43,7 +44,7 @@ def make_draw(
 
         return map_rows(sample_rows, devices)((params, noise), prompt, numbers, temperature)
 
-    run_program = jit_on_devices(sample, 0, devices=devices)
+    run_program = jit_on_devices(sample, 0, devices=devices, compiler_options=traits_of_backend().decoding_options)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
         noise = to_devices(noise, devices, axes=None)

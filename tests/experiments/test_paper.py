@@ -11,6 +11,7 @@ from tiny import STORIES, needs_data, refused
 
 from experiments import plan
 from experiments.plan import Config
+from grpo_jax.functional.products import Traits
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_to_huggingface
 from grpo_jax.planning.memory import Plan, Shape, estimate
@@ -46,6 +47,17 @@ def test_seconds_by_hand():
     # Of each token all weights, and keys and values: 4 numbers of the prompt twice, and of 1 and 2 completion tokens.
     assert plan.costs(of)["sample"][1] == 4 * (2 * (40 + 16) + 4 * (2 + 3))
     assert plan.costs(of._replace(shape=shape._replace(fsdp=2)))["learn"][0] == 3 * flops  # twice the prompts, halved
+
+
+def test_decoding_on_gpus_waits_for_launches():
+    """By hand: two layers, three steps, kernels of 2.5 µs; a layer has 16 with cuDNN's attention, and 24 without it."""
+    model = ModelConfig(8, 16, 4, 2, 1, 1, 8, dtype="bfloat16")
+    of = Plan(model, Shape(1, 1, 1, 4), estimate(model, Shape(1, 1, 1, 4)), 0)
+    assert plan.num_kernels(of) == 3 * 2 * 16
+    assert plan.num_kernels(of._replace(model=replace(model, attn_logit_softcapping=5.0))) == 3 * 2 * 24
+    assert plan.num_kernels(of._replace(shape=of.shape._replace(traits=Traits("tpu")))) == 0
+    row = plan.time_table(of, {name: [] for name in plan.costs(of)}, plan.DEVICES["h100"]).columns[3]
+    assert next(iter(row.cells)) == f"{3 * 2 * 16 * 2.5e-6:.3f}"
 
 
 def test_stated_rates_replace_data_sheet_rates():
@@ -108,7 +120,7 @@ BAD_PLANS = [
     ({"topology": "v5p:1000x1000x1000"}, "65,536 devices"),
     ({"topology": "h100:2x2"}, "h100:2x2: write the number of GPUs"),
     ({"topology": "h100"}, "h100: write the number of GPUs"),
-    ({"topology": "t4:1"}, "t4:1: begin it with one of h100, a100"),
+    ({"topology": "k80:1"}, "k80:1: begin it with one of h100, a100"),
     ({"fsdp": 8, "tensor": 3}, "fsdp x tensor is 24"),
     ({"tensor": 0}, "tensor is 0"),
     ({"prompts_per_device": 10**9}, "prompts, group_size or tokens"),

@@ -113,6 +113,25 @@ def test_gradients_of_rms_norm_are_finite_differences(traits, normal):
         check_grads(normed, (normal(3, 4, 5), normal(5)), 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
+# ---- sums of exponentials
+
+
+@both_backends
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_sums_of_exponentials_equal_numpy(traits, axis, normal):
+    z, value = 30 * normal(3, 7), normal(3, 7)
+    z[1], z[0, 4], z[2, 2] = -5e4, -np.inf, -np.inf  # exp(−5e4 − m) is 0 in every dtype, unless m is −5e4 too
+    exact, exact_value = np.float64(z), np.float64(value)
+    maximum = exact.max(axis)
+    weights = np.exp(exact - np.expand_dims(maximum, axis))
+    expected = [maximum, weights.sum(axis), (exact_value * weights).sum(axis)]
+    with products.assume_traits(**traits._asdict()):
+        at_once = products.exp_sums(jnp.asarray(z), [jnp.asarray(value)], axis)
+        in_a_program = jax.jit(lambda *x: products.exp_sums(x[0], x[1:], axis))(z, value)
+    for result in (at_once, in_a_program):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), tuple(result), tuple(expected))
+
+
 # ---- writes, and the order of computations
 
 

@@ -428,14 +428,18 @@ def test_long_attention_needs_a_sixteenth_of_memory():
     assert needed <= at_once / 16
 
 
-# Features of keys first as on a CPU, and not as on other devices.
-@pytest.mark.parametrize(("features_first", "scores"), [(True, Scores()), (False, CAPPED)])
-def test_cached_attention_equals_attention_of_the_group(features_first, scores, assume):
+# Features of keys first as on a CPU, and not as on other devices; and a library's attention, for an odd group size.
+CACHED_CASES = [(True, Scores(), None), (False, CAPPED, None), (False, Scores(0.8), "xla")]
+
+
+@pytest.mark.parametrize(("features_first", "scores", "implementation"), CACHED_CASES)
+def test_cached_attention_equals_attention_of_the_group(features_first, scores, implementation, assume):
     assume(features_first=features_first)
     (queries, keys, values), masks = group_inputs()
     expected = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(queries, keys, values, masks)
     prompt = group_by_prompt(KeyValues(keys[:, :P_A], values[:, :P_A]))
-    attend_next = jax.jit(partial(attend_past, scores=scores))  # traced anew for each case
+    attend_next = partial(attend_past, scores=scores, implementation=implementation)
+    in_a_program = jax.jit(attend_next)  # traced anew for each case
     expected = np.asarray(expected)
     empty = jnp.zeros((N_A * G_A * K_A, S_A - 1, E_A))
     (cache,) = widen((KeyValues(cache_keys(empty), empty),), [S_A])
@@ -444,8 +448,11 @@ def test_cached_attention_equals_attention_of_the_group(features_first, scores, 
         seen = np.broadcast_to(np.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))
         of_past = PREFIX_MASK[:, None, None, None, None], seen
         next_queries, *written = (np.asarray(x)[:, tokens] for x in (queries, keys, values))
-        attended, cache = attend_next(next_queries, KeyValues(*written), of_past, prompt, cache, np.int32(step))
+        inputs = next_queries, KeyValues(*written), of_past, prompt, cache, np.int32(step)
+        at_once, _ = attend_next(*map(jax.tree.map, [jnp.asarray] * len(inputs), inputs))
+        attended, cache = in_a_program(*inputs)
         np.testing.assert_allclose(attended, expected[:, tokens], atol=1e-6)
+        np.testing.assert_allclose(at_once, attended, atol=1e-6)
 
 
 def test_fused_attention_has_the_same_values_and_gradients():

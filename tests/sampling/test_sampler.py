@@ -107,6 +107,17 @@ def test_the_tokens_are_the_same_by_columns(vocab_size):
     np.testing.assert_allclose(by_columns[1], logprobs, atol=1e-6)
 
 
+def test_one_pass_over_the_logits_draws_the_same_tokens(assume):
+    """Counted over a million draws: rounding tips few, to a token whose log-probability is again its own."""
+    logits, count = random_logits(1000, share=0.5), 1_000_000
+    uniforms = np.random.default_rng(2).random((count, 2), np.float32)
+    ids, _ = draw(logits, uniforms)
+    assume(sums_at_once=True)
+    again, logprobs = jax.jit(lambda *x: draw.__wrapped__(*x))(logits, uniforms)
+    assert np.count_nonzero(again != ids) < 1e-5 * count
+    np.testing.assert_allclose(logprobs, log_softmax(logits)[again], atol=1e-5)
+
+
 # ---- truncation
 
 ROWS, V = (2, 3), 12
