@@ -55,9 +55,9 @@ from grpo_jax.functional.divergence import (
 from grpo_jax.functional.logprobs import (
     TokenLogprobs as TokenLogprobs,
     bucket_logits as bucket_logits,
+    support_logprobs as support_logprobs,
     token_jsd as token_jsd,
     token_kl as token_kl,
-    support_logprobs as support_logprobs,
     token_logprobs as token_logprobs,
     top_tokens as top_tokens,
 )

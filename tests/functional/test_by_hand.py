@@ -308,7 +308,7 @@ HIDDEN = [
     (F.bucket_logits, [ONE[:1], FOUR, [[1, 3]]], np.log([[2, 6, 8]]), {}),
     (F.bucket_logits, [ONE[:1], FOUR, [[1, 3]]], np.log([[4, 36, 34]]), {"temperature": 0.5}),
     (F.top_tokens, [ONE[:1], FOUR], [[3, 0, 2]], {"k": 3}),
-    # 1 − log(e² + e): the whole vocabulary has −1.440190, and S has the probability .880797. H is that of (.7311, .2689).
+    # 1 − log(e² + e). Over all tokens it is −1.440190, and S has the probability .880797. H is that of (.7311, .2689).
     (F.support_logprobs, [ONE[:1], DESCENDING, [1], [[0, 1, -1]]], ([-1.313262], [0.582203]), {}),
     (F.support_logprobs, [ONE[:1], DESCENDING, [1], [[0, 1, -1]]], ([-2.126928], [0.365335]), {"temperature": 0.5}),
     (F.support_logprobs, [ONE[:1], DESCENDING, [1], [[4, 1, -1]]], ([0], [0]), {}),  # one token is certain

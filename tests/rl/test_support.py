@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import PARAMS, POLICY, TASK, V, train_grpo
+from bigrams import POLICY, TASK, V, train_grpo
 from rl_helpers import assert_same_gradient, open_run, placed, ragged_batch, ragged_rewards, recording, rise_of
 from tiny import random_params, recorder, refused, task_of_tokens, tiny_config
 
