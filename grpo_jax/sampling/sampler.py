@@ -109,15 +109,35 @@ def keep_support(logits: jax.Array, ids: jax.Array, size: int) -> tuple[jax.Arra
       Different tokens, int32 `[N, G, K]`, −1 where fewer are left; and log-probabilities of the sampled tokens among
       them, `[N, G]`.
     """
-    values, tokens = jax.lax.top_k(logits, min(size, logits.shape[-1]))
+    likeliest = truncate(logits, Truncation(top_k=size), ids.shape) > -jnp.inf
+    tokens = _true_places(likeliest, size)
+    values = jnp.where(tokens >= 0, jnp.take_along_axis(logits, tokens, axis=-1, mode="clip"), -jnp.inf)
     # A sampled token that is less likely than K others takes the place of the least likely of these.
-    is_missing = ~jnp.any(tokens == ids[..., None], axis=-1)
-    chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-    tokens = tokens.at[..., -1].set(jnp.where(is_missing, ids, tokens[..., -1]))
-    values = values.at[..., -1].set(jnp.where(is_missing, chosen, values[..., -1]))
-    tokens = jnp.where(values > -jnp.inf, tokens, -1)
-    padding = [(0, 0), (0, 0), (0, size - tokens.shape[-1])]
-    return jnp.pad(tokens, padding, constant_values=-1), chosen - jax.nn.logsumexp(values, axis=-1)
+    is_missing = ~jnp.any(tokens == ids[..., None], axis=-1, keepdims=True)
+    is_replaced = is_missing & (jnp.arange(size) == jnp.argmin(values, axis=-1, keepdims=True))
+    chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)
+    values = jnp.where(is_replaced, chosen, values)
+    return jnp.where(is_replaced, ids[..., None], tokens), chosen[..., 0] - jax.nn.logsumexp(values, axis=-1)
+
+
+def _true_places(mask: jax.Array, size: int) -> jax.Array:
+    """Returns the first `size` places of true elements, bool `[..., V]` -> int32 `[..., size]`, −1 if there are fewer.
+
+    First the block of the vocabulary is found, and then the place in it. On a CPU a sort takes four times as long as
+    everything else in a decode step.
+    """
+    vocab_size = mask.shape[-1]
+    width = math.isqrt(vocab_size - 1) + 1
+    blocks = jnp.pad(mask, [*[(0, 0)] * (mask.ndim - 1), (0, -vocab_size % width)])
+    blocks = blocks.reshape(*mask.shape[:-1], -1, width)
+    counts = jnp.sum(blocks, axis=-1, dtype=jnp.int32)
+    ends, number = jnp.cumsum(counts, axis=-1), jnp.arange(1, size + 1)
+    block = jnp.sum(ends[..., None, :] < number[:, None], axis=-1, dtype=jnp.int32)
+    before = jnp.take_along_axis(ends - counts, block, axis=-1, mode="clip")
+    chosen = jnp.take_along_axis(blocks, block[..., None], axis=-2, mode="clip")
+    running = jnp.cumsum(chosen, axis=-1, dtype=jnp.int32)
+    place = jnp.sum(running < (number - before)[..., None], axis=-1, dtype=jnp.int32)
+    return jnp.where(block < counts.shape[-1], block * width + place, -1)
 
 
 def sample_categorical(

@@ -52,6 +52,17 @@ def test_training_on_supports_raises_the_reward(tmp_path):
     assert not any("support" in warning["message"] for warning in run.lines("warnings.jsonl"))
 
 
+def test_stale_rollouts_bring_their_supports(tmp_path):
+    config = with_options(RUN, steps=3, staleness=1, correction="token")
+    run = open_run(tmp_path, config)
+    state = train_grpo(TASK, config, run)
+    (queued,) = state.source
+    assert queued.support_ids.shape == (*queued.completion_ids.shape, 6)
+    first, *others = [line["first_sampler_mismatch"] for line in run.lines()]
+    assert first == pytest.approx(1, abs=1e-5)
+    assert min(others) > 1.001
+
+
 def test_runs_say_how_much_a_small_support_leaves_out(tmp_path):
     config = with_options(RUN, top_k=0, min_p=0.0, top_p=0.99, support_size=2)
     run, seen = open_run(tmp_path, config), []
