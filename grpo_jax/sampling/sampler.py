@@ -250,12 +250,12 @@ class Completions(NamedTuple):
     sampler_logprobs: jax.Array  # [N, G, T], after temperature, of the distribution that a scorer computes too
     processed_logprobs: jax.Array | None  # [N, G, T], after top-k, top-p and min-p too; None without them
     truncated: jax.Array  # bool [N, G], true if no token ended the row within T
-    # int32 [N, G, T, K], the tokens over which a scorer normalises, −1 for padding; None: the whole vocabulary
-    support_ids: Any = None
     # ---- fields of episodes; None without an environment
     turn: Any = None  # int32 [N, G, T], the turn of each token, from 1; a reply belongs to the turn before it; 0: none
     turn_rewards: Any = None  # float32 [N, G, K], the environment's reward for each turn; NaN: none
     ending: Any = None  # int8 [N, G], the reason why the episode ended, as an index into `data.episodes.ENDINGS`
+    # ---- int32 [N, G, T, K], the tokens over which a scorer normalises, −1 for padding; None: the whole vocabulary
+    support_ids: Any = None
 
     @property
     def attention_mask(self) -> jax.Array:
