@@ -194,6 +194,11 @@ class DecodingConfig:
     `\\\\` a backslash."""
 
     @property
+    def truncates(self) -> bool:
+        """True if some tokens may not be sampled."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def completion_width(self) -> int:
         """Tokens that a completion has room for, those of an environment included."""
         return self.max_tokens + self.environment_tokens
@@ -225,6 +230,17 @@ class SamplingConfig(DecodingConfig):
     narrow_decoding: bool = True
     """Decode fewer rows as completions end, if that saves time. Each smaller batch compiles another loop. A mesh and
     episodes always decode all rows."""
+    support: Literal["vocabulary", "sampler"] = "vocabulary"
+    """Tokens over which training normalises probabilities: the whole vocabulary, or for each token those that top_k,
+    top_p and min_p left."""
+    support_size: Annotated[int, at_least(2)] = 64
+    """Largest number of tokens that are kept of a support, the likeliest; top_k lowers it. A metric has the probability
+    of the others."""
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens that are kept of each support (K); 0: training uses the whole vocabulary."""
+        return min(self.support_size, self.top_k or self.support_size) if self.support == "sampler" else 0
 
 
 @dataclass(frozen=True)
@@ -667,6 +683,7 @@ NEEDS: Mapping[str, tuple[str, Any]] = {
     **dict.fromkeys(("keep_best", "patience"), ("eval_every", 0)),
     "tools": ("max_turns", 1),
     "curriculum_bound": ("curriculum", 0),
+    "support_size": ("support", "vocabulary"),
 }
 
 
@@ -743,6 +760,10 @@ def _sampling(config: GRPOConfig, *, compares_groups: bool) -> Iterator[str]:
         yield f"temperature_spread is {options.temperature_spread}: temperature plus this must be above 0, and finite"
     if options.filter_metric and options.max_rollouts == 1 and not options.curriculum:
         yield f'filter_metric "{options.filter_metric}" needs dynamic sampling: leave it out, or raise max_rollouts'
+    if options.support == "sampler" and not options.truncates:
+        yield "support is sampler, but the sampler draws from all tokens: leave it out, or set top_p, top_k or min_p"
+    if options.kept_tokens == 1:
+        yield "top_k is 1, and over a support of one token nothing can be learned: raise it, or leave support out"
     for name, value, off in (("staleness", options.staleness, 0), ("max_rollouts", options.max_rollouts, 1)):
         if options.curriculum and value != off:
             yield f"curriculum draws prompts by the rewards of all steps before: leave it out, or set {name} to {off}"
@@ -804,10 +825,10 @@ def _correction(config: GRPOConfig, name: str) -> Iterator[str]:
         yield f"preset {loss.preset} takes its ratio against the sampler already: leave {correction} out"
     if name != "none" and loss.old_logprobs == "sampler":
         yield f"{correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
-    if name == "geometric" and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
+    if name == "geometric" and sampling.truncates and sampling.support == "vocabulary":
         yield (
             "correction geometric drops all completions when top_k, top_p or min_p change their probabilities: leave "
-            "these out, or take another correction"
+            "these out, set support to sampler, or take another correction"
         )
 
 

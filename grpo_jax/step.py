@@ -65,9 +65,10 @@ class Batch(NamedTuple):
     completion_mask: Array  # bool [N, G, T], the tokens that the policy wrote
     temperature: Array  # [N, G], the sampling temperature
     # ---- from the sampler
-    sampler_logprobs: Array = None  # [N, G, T], after temperature
+    sampler_logprobs: Array = None  # [N, G, T], after temperature, normalised as scorers do
     processed_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
     truncated: Array = None  # bool [N, G], true if no token ended the completion
+    support_ids: Array = None  # int32 [N, G, T, K], as in `Completions`
     # ---- for episodes, as in `Completions`; None: there is one turn
     turn: Array = None  # int32 [N, G, T]
     turn_rewards: Array = None  # float32 [N, G, K]
@@ -270,6 +271,8 @@ def score_completion_tokens(
 ) -> F.TokenLogprobs:
     """Computes log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`.
 
+    They are normalised over the tokens of `batch.support_ids`, or without these over the whole vocabulary.
+
     Args:
       policy: The functions of the model.
       params: The parameters of the model.
@@ -277,7 +280,8 @@ def score_completion_tokens(
       states: The result of `states_of`. Default: it is computed.
     """
     states = states or states_of(policy, params, batch)
-    return states.map(partial(_token_logprobs, policy, params), batch.completion_ids, batch.temperature)
+    arrays = batch.completion_ids, batch.temperature, batch.support_ids
+    return states.map(partial(_token_logprobs, policy, params), *arrays)
 
 
 def states_of(policy: Policy, params: Params, batch: Batch) -> TokenStates:
@@ -287,15 +291,27 @@ def states_of(policy: Policy, params: Params, batch: Batch) -> TokenStates:
 
 
 def _token_logprobs(
-    policy: Policy, params: Params, hidden: jax.Array, ids: jax.Array, temperature: jax.Array
+    policy: Policy,
+    params: Params,
+    hidden: jax.Array,
+    ids: jax.Array,
+    temperature: jax.Array,
+    support_ids: jax.Array | None,
 ) -> F.TokenLogprobs:
-    """Computes `token_logprobs`. On a mesh tokens are sharded over all devices, including the tensor axis."""
-    scored = partial(F.token_logprobs, unembedding=policy.unembedding(params), softcap=policy.softcap)
+    """Computes `token_logprobs`, or `support_logprobs`. On a mesh tokens are sharded over all devices, including the
+    tensor axis."""
+    unembedding, softcap = policy.unembedding(params), policy.softcap
+
+    def scored(hidden, ids, temperature, support_ids):
+        if support_ids is None:
+            return F.token_logprobs(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
+        return F.support_logprobs(hidden, unembedding, ids, support_ids, temperature=temperature, softcap=softcap)
+
     if mesh_sizes() is None:
-        return scored(hidden, ids=ids, temperature=temperature)
-    temperature = jnp.broadcast_to(temperature, ids.shape)
-    rows = spread((hidden.reshape(-1, hidden.shape[-1]), ids.ravel(), temperature.ravel()), AXES)
-    scores = spread(scored(rows[0], ids=rows[1], temperature=rows[2]), AXES)
+        return scored(hidden, ids, temperature, support_ids)
+    arrays = hidden, ids, jnp.broadcast_to(temperature, ids.shape), support_ids
+    rows = spread(jax.tree.map(lambda x: x.reshape(ids.size, *x.shape[ids.ndim :]), arrays), AXES)
+    scores = spread(scored(*rows), AXES)
     return spread(jax.tree.map(lambda x: x.reshape(ids.shape), scores), BATCH)
 
 

@@ -309,6 +309,12 @@ def test_one_address_of_an_engine_is_read_from_earlier_runs(saved, engine):
     assert grpo_options.from_json(configs.EngineOptions(), {"engine": saved}).engine == engine
 
 
+def test_runs_from_before_an_option_continue_unless_it_is_set():
+    saved = {"sampling": {"top_p": 0.9}}
+    assert not differing_options(saved, {"sampling": {"top_p": 0.9, "support": "vocabulary", "support_size": 64}})
+    assert differing_options(saved, {"sampling": {"top_p": 0.9, "support": "sampler"}}) == ["support"]
+
+
 def test_differing_options_are_named_without_their_groups():
     one, other = configs.recipe(), configs.recipe("dapo", learning_rate=1e-3, keep_checkpoints=9)
     differing = differing_options(json.loads(json.dumps(dataclasses.asdict(one))), dataclasses.asdict(other))

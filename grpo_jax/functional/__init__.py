@@ -55,6 +55,7 @@ from grpo_jax.functional.divergence import (
 from grpo_jax.functional.logprobs import (
     TokenLogprobs as TokenLogprobs,
     bucket_logits as bucket_logits,
+    support_logprobs as support_logprobs,
     token_jsd as token_jsd,
     token_kl as token_kl,
     token_logprobs as token_logprobs,

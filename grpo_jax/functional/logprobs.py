@@ -242,6 +242,55 @@ def bucket_logits(
     return _bucket_logits(logits, ids.reshape(-1, ids.shape[-1])).reshape(*ids.shape[:-1], ids.shape[-1] + 1)
 
 
+@takes(ids="...", support_ids="... K", hidden="... D", unembedding="V D")
+def support_logprobs(
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    ids: jax.Array,
+    support_ids: jax.Array,
+    *,
+    temperature: jax.Array | float = 1.0,
+    softcap: jax.Array | float | None = None,
+) -> TokenLogprobs:
+    """log π(id) = z[id] − log Σ_{v ∈ S} exp z[v] and H = −Σ_{v ∈ S} π(v) log π(v), where z = W h / τ.
+
+    S is the support of a token: the tokens that top-k, top-p or min-p left to the sampler. The ratio of two policies
+    with the same support is that of the distributions that sampled, and the logits of other tokens get no gradient. It
+    is `token_logprobs` without the other tokens, with the same digits near probability 1, and no array `[..., T, V]` is
+    held. The results are differentiable in the same arguments.
+
+    Args:
+      hidden: `[..., T, D]`, the decoder's output after its last norm.
+      unembedding: `[V, D]`.
+      ids: int `[..., T]`, each in its support. Other tokens get log-probabilities without meaning: mask them.
+      support_ids: int `[..., T, K]`, different ones. Those outside [0, V), such as −1, are padding.
+      temperature: τ > 0 of the sampler; broadcasts against `[..., T]`. Default 1.
+      softcap: c > 0, as in `token_logprobs`. Default None: logits are not capped.
+
+    Returns:
+      `TokenLogprobs(logprobs, entropy)`, both float32 `[..., T]`, of the distribution over S.
+
+    Raises:
+      AssertionError: shapes disagree (at trace time).
+
+    Examples:
+      >>> unembedding = jnp.array([[2.0], [1.0], [0.0], [-1.0]])  # the logits, for a hidden state of 1
+      >>> result = support_logprobs(jnp.ones((1, 1)), unembedding, jnp.array([1]), jnp.array([[0, 1, -1]]))
+      >>> print(result.logprobs)  # 1 − log (e² + e)
+      [-1.313]
+    """
+    logits = bucket_logits(hidden, unembedding, support_ids, temperature=temperature, softcap=softcap)[..., :-1]
+    is_member = (support_ids >= 0) & (support_ids < unembedding.shape[0])
+    is_chosen = is_member & (support_ids == ids[..., None])
+    lowest = jnp.finfo(logits.dtype).min  # finite, because a support may be empty, or have no other tokens
+    chosen = jnp.sum(jnp.where(is_chosen, logits, 0), axis=-1)
+    others = jax.nn.logsumexp(jnp.where(is_member & ~is_chosen, logits, lowest), axis=-1)
+    normalizer = jax.nn.logsumexp(jnp.where(is_member, logits, lowest), axis=-1, keepdims=True)
+    log_p = jnp.where(is_member, logits - normalizer, 0)
+    entropy = -jnp.sum(jnp.where(is_member, jnp.exp(log_p) * log_p, 0), axis=-1)
+    return TokenLogprobs(-jax.nn.softplus(others - chosen), entropy)
+
+
 class _Logits(NamedTuple):
     """z = scale · W h, or scale · c·tanh(W h / c), not yet computed; or the gradients of its fields."""
 

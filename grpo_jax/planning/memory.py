@@ -7,6 +7,7 @@ peak = process + held + max(sampling, scoring, learning), in bytes:
 
 - process = what a process takes in addition to arrays, on a CPU, whose memory the arrays share
 - held = parameters + two moments of AdamW + a copy of trained parameters (the reference) + a model that scores rollouts
+  + supports of sampled tokens
 - sampling = layers laid out for decoding + keys and values + the largest of the prompts' pass, one token's logits, and
   a part of the previous keys and values while their arrays grow + the workspace of a matrix product on a GPU
 - scoring = the scoring model's pass over one piece
@@ -81,6 +82,7 @@ class Shape(NamedTuple):
     scorer: ModelConfig | None = None  # a frozen model that scores rollouts, with parameters of the activations' dtype
     output_bytes: int = 0  # bytes of the scorer's outputs for a token of a rollout
     process_bytes: int = 0  # the device's part of what the process takes in addition to arrays, if they share memory
+    support_bytes: int = 0  # bytes of the supports of a token of a rollout, in all rollouts that are kept
     copies: int = 1  # copies of trained parameters: the start, and a reference that moves
     fsdp: int = 1
     tensor: int = 1
@@ -124,6 +126,7 @@ class Estimate(NamedTuple):
     optimizer: int  # the two moments of AdamW
     start: int  # the initial trained parameters, for the reference; and a reference that moves
     scorer: int  # the parameters of a model that scores rollouts, and its outputs for one rollout
+    support: int  # the tokens that each token was sampled from, for training on supports
     decoding: int  # a copy of the layers, laid out for decoding, and the unembedding if it is cast
     cache: int  # keys and values of prompts and completions, or the states and convolution inputs of delta nets
     choosing: int  # prompts' pass, logits of one token of each completion, or part of a previous cache; and a workspace
@@ -135,7 +138,7 @@ class Estimate(NamedTuple):
     @property
     def held(self) -> int:
         """The bytes that stay on the device between programs."""
-        return self.params + self.optimizer + self.start + self.scorer
+        return self.params + self.optimizer + self.start + self.scorer + self.support
 
     @property
     def sampling(self) -> int:
@@ -184,6 +187,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         optimizer=2 * trained,
         start=shape.copies * trained,
         scorer=_scorer(model, shape),
+        support=shape.support_bytes * rows * shape.max_tokens,
         decoding=_decoding(model, shape),
         cache=keys_and_values + rows * len(model.delta_layers) * FLOAT32 * _state(model),
         choosing=max(prefill, logits, previous) + workspace,
@@ -486,6 +490,7 @@ def shape_of(
         prompt_tokens=prompt_tokens,
         max_tokens=run.sampling.completion_width,
         critic=critic.critic if critic else "none",
+        support_bytes=FLOAT32 * run.sampling.kept_tokens * (1 + run.sampling.staleness),
         copies=1 + (run.reference.ref_sync_steps > 0),
         process_bytes=_PROCESS // devices if traits.backend == "cpu" else 0,
         traits=traits,

@@ -87,6 +87,7 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
             temperature=temperature,
             truncation=truncation_of(sampling.top_k, sampling.top_p, sampling.min_p),
             pad_id=task.pad_id,
+            support_size=sampling.kept_tokens,
             **common,
         )
 

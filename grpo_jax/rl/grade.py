@@ -105,8 +105,8 @@ def _sum_everywhere(reward: Reward | Rewards, counts: dict[str, int]) -> dict[st
 
 
 def read_completions(rollout: Rollout) -> Completions:
-    """Copies the completions on this host's devices to the host, without log-probabilities."""
-    fields = rollout.batch._replace(sampler_logprobs=None, processed_logprobs=None)._asdict()
+    """Copies the completions on this host's devices to the host, without log-probabilities and supports."""
+    fields = rollout.batch._replace(sampler_logprobs=None, processed_logprobs=None, support_ids=None)._asdict()
     return Completions(**local_rows({name: fields[name] for name in Completions._fields}))
 
 

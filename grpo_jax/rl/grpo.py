@@ -251,6 +251,9 @@ def objective_term(config: LossConfig) -> LossTerm:
         mismatch = jnp.where(mask, fresh - sampled, 0)
         metrics["entropy"] = F.masked_sum(forward.entropy, mask)
         metrics["sampler_mismatch"] = F.masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
+        if batch.support_ids is not None:
+            left_out = -jnp.expm1(batch.processed_logprobs - batch.sampler_logprobs)
+            metrics["support_left_out"] = F.masked_sum(left_out, mask)
         return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
 
     return term

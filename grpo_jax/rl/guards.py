@@ -19,6 +19,7 @@ from grpo_jax.tasks.task import Task
 RATIO_TOLERANCE = 10.0
 MISMATCH_TOLERANCE = 1.05
 FAR_FROM_START = 1.0  # nats a token
+LEFT_OUT_TOLERANCE = 1e-5  # probability of a token; rounding leaves less than 1e-6
 
 
 def check_task(task: Task, config: GRPOConfig, *, bootstraps: bool = False) -> None:
@@ -175,6 +176,21 @@ def ratio_warning(metrics: Mapping[str, float]) -> dict[str, str]:
         "ratio": f"sampler and trainer compute different probabilities: in the first minibatch a ratio is off 1 by "
         f"{deviation:.2g}, and the mean of exp |difference of log-probabilities| is {mismatch:.3f}; check that "
         "temperature, dtype and model code are the same"
+    }
+
+
+def support_warning(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Returns a warning if supports of sampled tokens were larger than what is kept of them.
+
+    Args:
+      metrics: Metrics of a step, among them `support_left_out` if training uses supports.
+    """
+    left_out = metrics.get("support_left_out", 0.0)
+    if not left_out > LEFT_OUT_TOLERANCE:
+        return {}
+    return {
+        "support": f"the sampler draws from more tokens than support_size keeps: training leaves out {left_out:.2g} of "
+        "the probability, in the mean over tokens: raise support_size, or lower top_p or top_k"
     }
 
 

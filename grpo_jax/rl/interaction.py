@@ -86,6 +86,7 @@ def sample_completions(
         truncation=truncation_of(sampling.top_k, sampling.top_p, sampling.min_p),
         pad_id=task.pad_id,
         stop=task.stop,
+        support_size=sampling.kept_tokens,
     )
 
 

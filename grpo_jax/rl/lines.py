@@ -11,7 +11,7 @@ from grpo_jax.data.types import Skipped, StepLog
 from grpo_jax.devices import Devices, local_rows, peak_flops, pop_bytes_moved, size, to_numpy
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.rl.grade import read_completions, readable
-from grpo_jax.rl.guards import ratio_warning
+from grpo_jax.rl.guards import ratio_warning, support_warning
 from grpo_jax.rl.types import Learned, Rollout
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
@@ -77,7 +77,7 @@ def read_line(
     return StepLog(
         metrics=rollout.metrics | metrics,
         words=", ".join(words),
-        warnings=warnings | damaged | (ratio_warning(metrics) if rollout.is_fresh else {}),
+        warnings=warnings | damaged | support_warning(metrics) | (ratio_warning(metrics) if rollout.is_fresh else {}),
         groups=groups,
         times=times,
         skipped=Skipped(name, metrics["skipped"], most, skipped_arrays) if metrics["skipped"] else None,

@@ -55,9 +55,14 @@ def score_rollout(
 
 def with_ends(batch: Batch) -> Batch:
     """Adds one token to each completion. The state that predicts it is the one after the last token."""
-    ids = jnp.pad(batch.completion_ids, [(0, 0), (0, 0), (0, 1)])
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, 0), (0, 1), *[(0, 0)] * (x.ndim - 3)])
+
+    ids, support_ids = jax.tree.map(pad, (batch.completion_ids, batch.support_ids))
     return batch._replace(
         completion_ids=ids,
+        support_ids=support_ids,
         completion_mask=jnp.arange(ids.shape[-1]) <= lengths_of(batch.completion_mask)[..., None],
     )
 

@@ -22,7 +22,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import SAMPLING, Rollout, noise_of
-from grpo_jax.sampling.sampler import Completions, Truncation, truncation_of
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 
@@ -200,15 +200,15 @@ def empty_batch(task: Task, sampling: SamplingConfig) -> Batch:
     """Returns a batch of zeros with the shapes of sampled batches."""
     prompt = task.prompts(0).tokens
     shape = len(prompt), sampling.group_size, sampling.completion_width
-    is_processed = truncation_of(sampling.top_k, sampling.top_p, sampling.min_p) != Truncation()
     batch = Batch(
         prompt=jax.tree.map(np.zeros_like, prompt),
         completion_ids=np.zeros(shape, np.int32),
         completion_mask=np.zeros(shape, bool),
         temperature=np.zeros(shape[:2], np.float32),
         sampler_logprobs=np.zeros(shape, np.float32),
-        processed_logprobs=np.zeros(shape, np.float32) if is_processed else None,
+        processed_logprobs=np.zeros(shape, np.float32) if sampling.truncates else None,
         truncated=np.zeros(shape[:2], bool),
+        support_ids=np.zeros((*shape, sampling.kept_tokens), np.int32) if sampling.kept_tokens else None,
     )
     return interaction_of(task).add_zeros(batch, sampling)
 

@@ -374,6 +374,8 @@ FREE_OPTIONS = {"keep_checkpoints", "keep_best", "checkpoint_every", "wandb", "c
 FREE_OPTIONS |= {"engine_dtype", "engine_timeout", "engine_folder"}
 ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
+# Options that runs of earlier commits lack, with the values that they had in effect.
+_ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64}
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
 _MACHINE = "machine"  # the part of inputs.json that may change, with a warning
 _UNBEGUN = ("lock", f"{OPTIONS_FILE}*{TEMPORARY}")  # left by a run that was killed before it had written its options
@@ -435,6 +437,7 @@ def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str
     """Returns the options that change what a run computes and differ between the two configurations."""
     saved, present = _shaping(flattened(saved)), _shaping(flattened(json.loads(json.dumps(config))))  # as in the file
     saved = {current_name(name, present, saved): value for name, value in saved.items()}
+    saved = {name: value for name, value in _ADDED_OPTIONS.items() if name in present} | saved
     return sorted(name for name in saved.keys() | present.keys() if saved.get(name) != present.get(name))
 
 

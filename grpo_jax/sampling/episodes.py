@@ -51,11 +51,12 @@ def begin_episodes(
     truncation: Truncation | None = None,
     pad_id: int = 0,
     stop: Stop | None = None,
+    support_size: int = 0,
 ) -> Episodes:
     """Samples the first turn of G episodes for each of N prompts. The tokens are those that `sample_groups` samples.
 
     Args:
-      policy, params, prompt, rows, key, temperature, truncation, pad_id: See `sample_groups`.
+      policy, params, prompt, rows, key, temperature, truncation, pad_id, support_size: See `sample_groups`.
       max_tokens: The maximum number of tokens that the policy samples in an episode.
       environment_tokens: The maximum number of tokens of all replies in an episode. T is the sum of both.
       eos_ids: The tokens that end a turn. The ending token belongs to the turn.
@@ -65,7 +66,7 @@ def begin_episodes(
       `Episodes` after one turn.
     """
     size = max_tokens + environment_tokens
-    running = initial_state(rows, key, size, temperature, truncation, pad_id, stop)
+    running = initial_state(rows, key, size, temperature, truncation, pad_id, stop, support_size)
     extend, state = start_decoding(policy, params, prompt, running, size, eos_ids, stop)
     _, cache, running = jax.lax.while_loop(partial(is_running, max_tokens=max_tokens), extend, state)
     out = running.out._replace(turn=running.out.completion_mask.astype(jnp.int32))

@@ -288,6 +288,7 @@ RAIN, SUN = (np.log(x)[:, None] for x in ([0.7, 0.2, 0.1], [0.6, 0.3, 0.1]))
 EVEN = np.log([[0.5], [0.5]])
 # Of the weights 5, 2, 3, 6 the second and the fourth are chosen: 2, 6, and 5 + 3. τ = ½ squares them.
 FOUR = np.log([[5.0], [2], [3], [6]])
+DESCENDING = [[2.0], [1.0], [0.0], [-1.0]]
 HIDDEN = [
     (F.token_logprobs, [ONE, ODDS, BOTH], ([-1.3863, -0.2877], [0.5623, 0.5623]), {}),
     (F.token_logprobs, [ONE, ODDS, BOTH], ([-2.3026, -0.1054], [0.3251, 0.3251]), {"temperature": 0.5}),
@@ -307,6 +308,10 @@ HIDDEN = [
     (F.bucket_logits, [ONE[:1], FOUR, [[1, 3]]], np.log([[2, 6, 8]]), {}),
     (F.bucket_logits, [ONE[:1], FOUR, [[1, 3]]], np.log([[4, 36, 34]]), {"temperature": 0.5}),
     (F.top_tokens, [ONE[:1], FOUR], [[3, 0, 2]], {"k": 3}),
+    # 1 − log(e² + e). Over all tokens it is −1.440190, and S has the probability .880797. H is that of (.7311, .2689).
+    (F.support_logprobs, [ONE[:1], DESCENDING, [1], [[0, 1, -1]]], ([-1.313262], [0.582203]), {}),
+    (F.support_logprobs, [ONE[:1], DESCENDING, [1], [[0, 1, -1]]], ([-2.126928], [0.365335]), {"temperature": 0.5}),
+    (F.support_logprobs, [ONE[:1], DESCENDING, [1], [[4, 1, -1]]], ([0], [0]), {}),  # one token is certain
 ]
 TABLES = ADVANTAGES, WEIGHTS, DIVERGENCES, RETURNS, PREFERENCES, LOSSES, TERMS, HIDDEN
 BY_HAND = {

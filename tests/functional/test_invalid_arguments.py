@@ -60,6 +60,7 @@ SHAPES = [
     (lambda: F.token_kl(HIDDEN, WEIGHT, HIDDEN[:, 1:], WEIGHT), ["ref_hidden", "[2, 3"]),
     (lambda: F.token_jsd(HIDDEN, WEIGHT, HIDDEN, WEIGHT[1:]), ["ref_unembedding", "[7, 4]"]),
     (lambda: F.bucket_logits(HIDDEN, WEIGHT, IDS[1:, :, None]), ["ids"]),
+    (lambda: F.support_logprobs(HIDDEN, WEIGHT, IDS, IDS[1:, :, None]), ["support_ids", "[2, 3, K]"]),
     (lambda: F.overlong_penalty((3,), max_length=9, buffer=2), ["lengths", "tuple"]),
     *(
         (lambda short=short: F.grpo_objective(*([1.0] * (2 - (i == short)) for i in range(4))), ["lengths differ"])

@@ -61,6 +61,24 @@ def buckets_of_logits(logits, ref_logits, ids):
     return jnp.concatenate([jnp.take_along_axis(logits, ids, axis=-1), others], axis=-1)
 
 
+def support_of_hidden(arrays, ref_softcap=None, **options):
+    return F.support_logprobs(
+        arrays["hidden"], arrays["unembedding"], arrays["ids"][..., 1], padded_support(arrays["ids"]), **options
+    )
+
+
+def support_of_logits(logits, ref_logits, ids):
+    support, ids = padded_support(ids), ids[..., 1:2]
+    is_in = jax.nn.one_hot(support, logits.shape[-1]).sum(-2) > 0  # of −1 all zeros
+    log_p = jax.nn.log_softmax(jnp.where(is_in, logits, -jnp.inf))
+    return jnp.take_along_axis(log_p, ids, axis=-1)[..., 0], F.entropy(jnp.where(is_in, logits, -jnp.inf))
+
+
+def padded_support(ids):
+    """Returns supports of the second id: the first id is replaced by padding if it is even."""
+    return jnp.asarray(ids).at[..., 0].set(jnp.where(ids[..., 0] % 2 == 0, -1, ids[..., 0]))
+
+
 FUNCTIONS = {
     "logprobs": Function(logprobs_of_hidden, logprobs_of_logits),
     "kl": Function(kl_of_hidden, lambda logits, ref, ids: F.kl_full(logits, ref)),
@@ -69,6 +87,7 @@ FUNCTIONS = {
     ),
     "jsd": Function(jsd_of_hidden, None),
     "buckets": Function(buckets_of_hidden, buckets_of_logits),
+    "support": Function(support_of_hidden, support_of_logits),
 }
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 

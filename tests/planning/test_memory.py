@@ -9,7 +9,7 @@ from tiny import slow_unless
 from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
 from experiments.planning.models import MODELS
-from grpo_jax.config import PPOConfig, recipe, with_options
+from grpo_jax.config import ModelOptions, PPOConfig, recipe, with_options
 from grpo_jax.functional.products import CPU, Traits
 from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
 from grpo_jax.models.params import split
@@ -91,6 +91,16 @@ ESTIMATED = {
     "mid, ppo": (MID, LARGE | {"critic": "own"}, ("learn",)),
     "mid, long prompt": (MID, {"max_tokens": 64, "num_prompts": 1, "prompt_tokens": 512}, BOTH),
 }
+
+
+def test_supports_are_part_of_the_plan():
+    """In bytes: 4 of each of 20 tokens, in the rollout that is learned from and the two that wait."""
+    config = recipe(num_prompts=4, group_size=8, max_tokens=16, top_k=20, support="sampler", staleness=2)
+    plain, kept = (
+        memory.shape_of(x, ModelOptions(), 8, parts=1) for x in (with_options(config, support="vocabulary"), config)
+    )
+    one, other = (estimate(SMALL, shape) for shape in (plain, kept))
+    assert other.held - one.held == other.peak - one.peak == 3 * 4 * 20 * 4 * 8 * 16
 
 
 @pytest.mark.parametrize("name", slow_unless(["plain"], ESTIMATED))

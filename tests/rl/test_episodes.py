@@ -102,8 +102,9 @@ def train_bigrams(path, config=CONFIG, *, reply=echo, **options):
 # ---- what is learned from
 
 
-def test_first_ratio_is_one_over_several_turns(tmp_path):
-    config = with_options(CONFIG, steps=1, preset="dapo", temperature=1.2)
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8, "support": "sampler"}])
+def test_first_ratio_is_one_over_several_turns(tmp_path, options):
+    config = with_options(CONFIG, steps=1, preset="dapo", temperature=1.2, **options)
     run = open_run(tmp_path, config)
     train_grpo(PLAYED, config, run, params=jax.jit(DECODER.init)(jax.random.key(0)), policy=DECODER)
     (line,) = run.lines()

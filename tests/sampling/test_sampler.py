@@ -356,6 +356,34 @@ def test_scored_logprobs_equal_sampler_logprobs(params, prompts, sample, score, 
         assert out.processed_logprobs[n, g, t] == pytest.approx(left[ids[n, g, t]], abs=1e-4)
 
 
+@pytest.mark.parametrize(("limits", "size"), [((20, 0.8, 0.1), 20), ((0, 0.8, 0.0), 64), ((0, 0.95, 0.0), 4)])
+def test_supports_are_the_tokens_that_truncation_leaves(params, prompts, sample, score, limits, size):
+    """With 4 tokens some supports do not fit. They are then their likeliest tokens, and the sampled one."""
+    keeping = sampler_of(POLICY, max_tokens=TOKENS, eos_ids=EOS_IDS, pad_id=PAD_ID, support_size=size)
+    arguments = params, prompts, row_numbers(8, GROUP), jax.random.key(1), 0.7, Truncation(*limits)
+    out, plain = keeping(*arguments), sample(*arguments)
+    np.testing.assert_array_equal(out.completion_ids, plain.completion_ids)
+    mask, support_ids = np.asarray(out.completion_mask), np.asarray(out.support_ids)
+    assert (support_ids[~mask] == -1).all()
+    logits = np.asarray(score(np.asarray(out.completion_ids), np.broadcast_to(np.float32(0.7), MIXED.shape))[1])
+    num_cut = 0
+    for n, g, t in np.argwhere(mask):
+        keep, margin = allowed(logits[n, g, t], *limits)
+        ids, token = support_ids[n, g, t], int(out.completion_ids[n, g, t])
+        ids = ids[ids >= 0].tolist()
+        assert len(set(ids)) == len(ids)
+        assert token in ids
+        if margin < 1e-4:
+            continue
+        expected = np.argsort(np.where(keep, -logits[n, g, t], np.inf))[: min(keep.sum(), size)].tolist()
+        num_cut += keep.sum() > size
+        assert sorted(ids) == sorted(expected if token in expected else [*expected[:-1], token])
+        left = log_softmax(logits[n, g, t][ids])
+        assert out.sampler_logprobs[n, g, t] == pytest.approx(left[ids.index(token)], abs=1e-5)
+    assert (num_cut > 0) == (size == 4)
+    np.testing.assert_allclose(out.processed_logprobs, plain.processed_logprobs, atol=1e-6)
+
+
 @pytest.mark.parametrize("max_tokens", [96, pytest.param(256, marks=pytest.mark.slow)])
 def test_scored_logprobs_equal_sampler_logprobs_of_long_completions(params, prompts, max_tokens):
     """A CPU's cache holds the keys of 96 tokens in three blocks; that of 256 grows."""
