@@ -80,13 +80,12 @@ def test_a_folder_that_cannot_be_made_is_named(place, capsys, args):
     assert "name another" in words
 
 
-@pytest.mark.parametrize("use", ["evaluated out", "sampled to"])
-def test_a_folder_that_cannot_be_written_is_named_before_sampling(place, capsys, monkeypatch, use):
+@pytest.mark.parametrize("args", [["evaluate", "--out", "readonly"], ["sample", "--json", "readonly/x.jsonl"]])
+def test_a_folder_that_cannot_be_written_is_named_before_sampling(place, capsys, monkeypatch, args):
     monkeypatch.setattr(evaluate, "sample_and_score", lambda *_, **__: pytest.fail("it sampled"))
     monkeypatch.setattr(sample, "sample", lambda *_, **__: pytest.fail("it sampled"))
-    out = {"evaluated out": "readonly", "sampled to": "readonly/samples.jsonl"}[use]
     (place / "readonly").mkdir(0o555)
-    assert "readonly cannot be written" in refusal(capsys, *(word.replace("PATH", out) for word in USES[use]))
+    assert "readonly cannot be written" in refusal(capsys, args[0], "model", *REWARDED[8:], *args[1:])
 
 
 # ---- terminals and encodings
