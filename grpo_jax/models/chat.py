@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import date
@@ -136,24 +137,31 @@ def _apply(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
     Raises:
       TimeoutError: It was stopped. It may also raise any other error.
     """
-    started = list[int]()
+    started = list[tuple[int, float]]()  # the thread, and its time before the call
 
     def call() -> Any:
-        started.append(get_ident())
+        started.append((get_ident(), _seconds_of(get_ident())))
         try:
             return tokenizer.apply_chat_template([*map(parse_calls, messages)], **options)
         except TypeError:  # some templates, such as DeepSeek's, take the arguments of calls as JSON
             return tokenizer.apply_chat_template(list(messages), **options)
 
     future = _threads(os.getpid()).submit(call)
-    try:
-        return future.result(_SECONDS)
-    except TimeoutError:
+    while not wait([future], _SECONDS).done:
+        if not any(_seconds_of(thread) - before >= _SECONDS for thread, before in started):
+            continue
         for _ in range(_ATTEMPTS):  # a destructor or a callback of the garbage collector swallows the exception
-            for thread in started if not future.done() else ():
+            for thread, _before in started if not future.done() else ():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
             wait([future], 0.1)
-        raise
+        raise TimeoutError
+    return future.result()
+
+
+def _seconds_of(thread: int) -> float:
+    """Returns the CPU time of a thread, which a busy machine does not lengthen; the time of the clock on macOS."""
+    clock = getattr(time, "pthread_getcpuclockid", None)
+    return time.clock_gettime(clock(thread)) if clock else time.monotonic()
 
 
 @cache
