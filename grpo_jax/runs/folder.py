@@ -360,7 +360,7 @@ class RunFolder:
         message = message.encode(errors="replace").decode()  # lone surrogates cannot be printed or written
         if not self.writes:
             return
-        self.console.print(f"[yellow]warning:[/] {escape(message)}")
+        self.console.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
         known = self.lines("warnings.jsonl")
         if {"message": message} not in known:  # replace the file: `rewind` does not repair it
             text = "".join(json.dumps(line) + "\n" for line in [*known, {"message": message}])
