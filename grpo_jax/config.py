@@ -59,8 +59,8 @@ class ModelOptions:
     model: str = ""
     """Folder of a Hugging Face model, or its id on the hub."""
     dtype: Literal[Dtype, "auto"] = "auto"
-    """Dtype of activations and matrix products. bfloat16 rounds to 8 bits. auto: float32 on CPUs and on NVIDIA GPUs
-    before Ampere, else bfloat16, which is faster."""
+    """Dtype of activations and matrix products. bfloat16 rounds to 8 bits. auto: float32 on CPUs and NVIDIA GPUs before
+    Ampere, else bfloat16, which is faster."""
     rounding: Rounding = "stochastic"
     """Rounding of trained parameters to bfloat16. stochastic: a share of the weights follows even small updates.
     nearest: small updates first have to add up."""
@@ -276,8 +276,8 @@ class LossConfig:
     """Denominator of the ratio. trainer: the update's own pass, before its first step. sampler: probabilities reported
     at sampling, by an older policy with `staleness`."""
     correction: Literal[Correction, "auto"] = "auto"
-    """Weights by trainer's over sampler's probability w: token min(w, 2), sequence min(w, 3), sequence_mask w ≤ 3,
-    icepop [0.5, 5], glm5 [0.8, 1.2], geometric near 1. auto: token with staleness."""
+    """Weights by the trainer's over the sampler's probability: token at most 2, sequence and sequence_mask 3, icepop 0.5
+    to 5, glm5 0.8 to 1.2. auto: token with staleness."""
     off_policy_threshold: Positive | None = None
     """Leave out completions with a negative advantage if mean log(sampler's / trainer's probability) exceeds this
     (DeepSeek-V3.2, 2512.02556). None: use all."""
