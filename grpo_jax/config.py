@@ -276,8 +276,8 @@ class LossConfig:
     """Denominator of the ratio. trainer: the update's own pass, before its first step. sampler: probabilities reported
     at sampling, by an older policy with `staleness`."""
     correction: Literal[Correction, "auto"] = "auto"
-    """Weights by the trainer's over the sampler's probability: token at most 2, sequence and sequence_mask 3, icepop 0.5
-    to 5, glm5 0.8 to 1.2. auto: token with staleness."""
+    """Weights of advantages by trainer's over sampler's probability. token is at most 2, sequence 3, icepop 0.5 to 5.
+    auto: token with staleness."""
     off_policy_threshold: Positive | None = None
     """Leave out completions with a negative advantage if mean log(sampler's / trainer's probability) exceeds this
     (DeepSeek-V3.2, 2512.02556). None: use all."""
