@@ -51,7 +51,7 @@ class SamplingOptions(TaskOptions, DecodingConfig):
     chat_template_kwargs: str = ""
     """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'. Empty: its defaults."""
     dtype: Literal[Dtype, "auto"] = "auto"
-    """Dtype of activations and matrix products. auto: as in training. A run keeps the dtype that it was trained with."""
+    """Dtype of activations and matrix products. auto: as in training. A run keeps the dtype of its training."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
     phase: str | None = None
