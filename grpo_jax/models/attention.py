@@ -427,7 +427,7 @@ def attend_fused(
 
 
 def fuses_decoding(kind: AttentionKind) -> bool:
-    """Returns whether decoding computes attention by a library's function, which reads only filled slots.
+    """Returns whether decoding computes attention by a library's function. cuDNN's reads only filled slots.
 
     It needs keys with tokens before features. A mesh spreads prompts and heads along axes of their own, which no row of
     the call has.
@@ -514,8 +514,8 @@ def _attend_all(
 ) -> jax.Array:
     """Computes `attend_past` of one token by two calls of a library's function, over the prompt and over the cache.
 
-    (Z₁ a₁ + Z₂ a₂) / (Z₁ + Z₂), where each call gives the values a and the total log Z of its softmax. The call over
-    the cache reads only slots that are filled. Each head is a row of its own, so no key is moved in memory. JAX has no
+    (Z₁ a₁ + Z₂ a₂) / (Z₁ + Z₂), where each call gives the values a and the total log Z of its softmax. cuDNN's call
+    over the cache reads only slots that are filled. Each head is a row of its own, so no key is moved in memory. JAX has no
     gradient of cuDNN's log Z.
 
     Args:

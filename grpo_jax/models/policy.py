@@ -260,7 +260,6 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
         config.check_width(prefix.mask.shape[-1] + slots)
         return prefix, caches.widen(completions, slots_of_layers(slots))
 
-    # Attention that reads only filled slots needs no narrower cache in the first steps.
-    return {"prefill": prefill, "decoder": decoder, "select": select} | (
-        {} if fuses_decoding(config.attention) else {"widen": wider}
-    )
+    # cuDNN reads only filled slots, so it needs no narrower cache in the first steps.
+    reads_all = config.attention != "cudnn" or not fuses_decoding(config.attention)
+    return {"prefill": prefill, "decoder": decoder, "select": select, "widen": wider if reads_all else None}
