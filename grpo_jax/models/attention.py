@@ -515,8 +515,8 @@ def _attend_all(
     """Computes `attend_past` of one token by two calls of a library's function, over the prompt and over the cache.
 
     (Z₁ a₁ + Z₂ a₂) / (Z₁ + Z₂), where each call gives the values a and the total log Z of its softmax. cuDNN's call
-    over the cache reads only slots that are filled. Each head is a row of its own, so no key is moved in memory. JAX has no
-    gradient of cuDNN's log Z.
+    over the cache reads only slots that are filled. Each head is a row of its own, so no key is moved in memory. JAX
+    has no gradient of cuDNN's log Z.
 
     Args:
       queries: The queries, `[N, K, G, Q, E]`.
