@@ -7,7 +7,7 @@ import json
 import re
 import sys
 
-ANSWER = re.compile(r'\{"answer": (\d+)\}')  # the whole text, with nothing around it
+ANSWER = re.compile(r'\{"answer": \d+\}')  # the whole text, with nothing around it
 LARGEST = 20
 
 
@@ -18,8 +18,7 @@ def strict_format(examples, completions):
 
 def correct(examples, completions):
     """Returns 1 for a completion that is the asked JSON with the right number."""
-    matches = [ANSWER.fullmatch(text) for text in completions]
-    return [float(m is not None and m[1] == row["answer"]) for m, row in zip(matches, examples, strict=True)]
+    return [float(text == row["answer"]) for text, row in zip(completions, examples, strict=True)]
 
 
 def rows():
@@ -29,7 +28,7 @@ def rows():
             for question, result in ((f"{a} + {b}", a + b), (f"{a} - {b}", a - b)):
                 if result >= 0:
                     prompt = f'{question} = ?\nWrite the answer as JSON: {{"answer": NUMBER}}'
-                    yield {"prompt": prompt, "answer": str(result)}
+                    yield {"prompt": prompt, "answer": json.dumps({"answer": result})}
 
 
 if __name__ == "__main__":
