@@ -22,15 +22,12 @@ from rich.console import Console
 import grpo_jax
 from claims.testbeds import TESTBEDS, Testbed
 from experiments import whole_run
-from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, validate, with_options
+from grpo_jax.config import PPO, GRPOConfig, recipe, validate, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
-from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.rl.types import Method
+from grpo_jax.rl.ppo import add_critic, critic_policy
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import in_time
 
@@ -143,10 +140,10 @@ def make_setting(
     if isinstance(testbed, str) and testbed not in TESTBEDS:
         raise UsageError(f"there is no testbed {testbed!r}: name one of {', '.join(TESTBEDS)}")
     bed = TESTBEDS[testbed] if isinstance(testbed, str) else testbed
-    unknown = options.keys() - options_of(PPOConfig()).keys() - bed.options.keys() - {"prompts", "evaluations"}
+    unknown = options.keys() - options_of(PPO).keys() - bed.options.keys() - {"prompts", "evaluations"}
     if unknown:
         reward = f"the reward of {bed.name}"
-        raise UsageError(f"{', '.join(sorted(unknown))}: neither GRPOConfig, PPOConfig nor {reward} has such an option")
+        raise UsageError(f"{', '.join(sorted(unknown))}: neither GRPOConfig nor {reward} has such an option")
     numbers = {"learning_rate": bed.learning_rate, "entropy_coef": 0.0} | dict(bed.options)
     shape: dict[str, Any] = {"group_size": 8}  # the posts' own is 12: all methods have as many
     if method == "ppo":
@@ -161,7 +158,7 @@ def make_setting(
     return Setting(bed, method, shape, numbers)
 
 
-def config_of(setting: Setting, size: Size) -> GRPOConfig | PPOConfig:
+def config_of(setting: Setting, size: Size) -> GRPOConfig:
     """Returns the configuration of a setting's runs, without the numbers that are traced."""
     shape = dict(setting.shape)
     steps = shape.get("steps", size.steps)
@@ -175,7 +172,7 @@ def config_of(setting: Setting, size: Size) -> GRPOConfig | PPOConfig:
     } | shape
     if "staleness" in shape:
         shape["staleness"] = min(shape["staleness"], steps - 1)
-    return with_options(PPOConfig(), **shape) if setting.method == "ppo" else recipe(**shape)
+    return with_options(PPO, **shape) if setting.method == "ppo" else recipe(**shape)
 
 
 # ---- runs
@@ -289,7 +286,7 @@ class Bench:
 
     def task(self, setting: Setting, seed: int) -> whole_run.DeviceTask:
         """The task of a setting's runs with a seed."""
-        num_prompts = run_of(config_of(setting, self.size)).sampling.num_prompts
+        num_prompts = config_of(setting, self.size).sampling.num_prompts
         return setting.testbed.task(num_prompts=num_prompts, seed=seed, heldout=self.size.heldout)
 
     def histories(self, jobs: Sequence[tuple[Setting, int]], width: int) -> tuple[whole_run.History, whole_run.Heldout]:
@@ -301,7 +298,7 @@ class Bench:
         if key not in self._programs:
             self._programs[key] = self._compile(jobs[0][0], width)
         (run_all, heldout), filled = self._programs[key], [*jobs, *[jobs[-1]] * (width - len(jobs))]
-        setting, steps = jobs[0][0], run_of(config_of(jobs[0][0], self.size)).steps
+        setting, steps = jobs[0][0], config_of(jobs[0][0], self.size).steps
         starts = [self.start(setting.testbed, seed) for _, seed in filled]
         is_ppo, model = setting.method == "ppo", setting.testbed.model
         models = [add_critic(model, params) if is_ppo else {"policy": params} for params in starts]
@@ -334,7 +331,7 @@ class Bench:
             file = self.file(setting, seed)
             numbers: dict[str, Any] = {name: values[i] for name, values in history.metrics.items()}
             scores = whole_run.by_prompt(heldout, np.asarray(history.heldout[i]))
-            most = run_of(config_of(setting, self.size)).optimizer.max_skipped
+            most = config_of(setting, self.size).optimizer.max_skipped
             numbers["diverged"] = np.maximum.accumulate(numbers["skipped"] >= most)  # where the ordinary loop stops
             if numbers["diverged"].any():
                 self.run.console.print(f"seed {seed} of {setting.method} on {setting.testbed.name} diverged")
@@ -347,15 +344,11 @@ class Bench:
 
     def _compile(self, setting: Setting, width: int) -> Program:
         config, task, model = config_of(setting, self.size), self.task(setting, 0), setting.testbed.model
-
-        def of_ppo(policy: Policy, config: Any) -> Method:
-            return ppo_method(policy, critic_policy(model), config)
-
-        method = of_ppo if setting.method == "ppo" else grpo_method
-        run = whole_run.whole_run(setting.testbed.policy(model), task, config, method, heldout_temperature=1.0)
+        policies = {"policy": setting.testbed.policy(model), "critic": critic_policy(model)}
+        run = whole_run.whole_run(policies, task, config, heldout_temperature=1.0)
         on_cpu = jax.default_backend() == "cpu"
         run_all = whole_run.compile_runs(run, side_by_side=not on_cpu, devices=width if on_cpu else 1)
-        return run_all, whole_run.heldout_of(task, run_of(config))
+        return run_all, whole_run.heldout_of(task, config)
 
 
 def at_once(count: int) -> int:

@@ -26,7 +26,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import Fraction
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.report import finish

@@ -25,8 +25,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.options import Positive, Size
-from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.programs import Programs
+from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json
 from grpo_jax.runs.folder import RunFolder

@@ -30,7 +30,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Fraction, Size
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags, report
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, text_task

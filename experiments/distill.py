@@ -39,10 +39,8 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.options import Positive, Size, Weight
-from grpo_jax.rl import distillation
 from grpo_jax.rl.evaluate import summary
-from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.programs import Programs
+from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.runs import flags, report
@@ -143,10 +141,10 @@ def main(config: Config) -> None:
 def new_models(config: Config) -> Models:
     """Makes the functions of both models, and the programs of GRPO and of each kind of distillation."""
     policy, teacher = decoder_policy(MODEL), decoder_policy(TEACHER)
+    policies = {"policy": policy, "teacher": teacher}
     task = arithmetic.arithmetic_task(num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
     results = {
-        kind: distillation.make_programs(policy, teacher, task, with_options(config.train, distillation=kind))
-        for kind in config.kinds
+        kind: make_programs(policies, task, with_options(config.train, distillation=kind)) for kind in config.kinds
     }
     grpo = make_programs(policy, task, of_grpo(config, config.train))
     return Models(policy, teacher, results | {"grpo": grpo, "control": results[config.kinds[0]]})

@@ -28,7 +28,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.rounding import round_to_nearest
 from grpo_jax.options import Positive
 from grpo_jax.rl.evaluate import summary
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell

@@ -33,7 +33,7 @@ from grpo_jax.data.types import Example
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.options import Fraction
 from grpo_jax.rl.evaluate import Evaluation, Samples, summary
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.report import finish
 from grpo_jax.tasks.task import Task

@@ -50,7 +50,7 @@ A larger run, which we have not tried, needs other options, such as --chat --lor
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -69,7 +69,7 @@ from experiments.tasks.dialogue import candid, dialogue_rows, pack_chosen, split
 from grpo_jax import hosts
 from grpo_jax.commands.offline import encoding, scoring
 from grpo_jax.commands.reward_model import answer_lengths
-from grpo_jax.config import ModelOptions, PPOConfig, with_options
+from grpo_jax.config import PPO, CriticConfig, GRPOConfig, ModelOptions, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
 from grpo_jax.data.preferences import (
     EncodedPairs,
@@ -93,9 +93,8 @@ from grpo_jax.options import Positive, Size
 from grpo_jax.prepare import load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
-from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
-from grpo_jax.rl.programs import Programs
+from grpo_jax.rl.ppo import add_critic, critic_policy
+from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import RunFolder
@@ -118,8 +117,8 @@ WARMUP_STEPS = 10  # of SFT and reward models
 class Config:
     """Options of the run; GRPO uses all options that it shares with PPO."""
 
-    ppo: PPOConfig = with_options(
-        PPOConfig(),
+    ppo: GRPOConfig = with_options(
+        PPO,
         preset="grpo",
         steps=60,
         num_prompts=8,
@@ -189,19 +188,20 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
     check(config)
-    seeds = config.seeds.starting_at(config.ppo.run.seed)
-    model = load_model(config.model, seed=config.ppo.run.seed)
+    seeds = config.seeds.starting_at(config.ppo.seed)
+    model = load_model(config.model, seed=config.ppo.seed)
     thirds = split_and_encode(read_preferences(config.data, chat=config.chat)[0], model, config)
     configs = [with_options(config, seed=seed) for seed in seeds]
     tasks = [dialogue_task(thirds, model, one) for one in configs]
     policy = decoder_policy(model.config)
-    grpo = make_programs(policy, tasks[0], config.ppo.run)
-    ppo = make_ppo_programs(policy, critic_policy(model.config), tasks[0], config.ppo)
+    grpo = make_programs(policy, tasks[0], replace(config.ppo, critic=CriticConfig()))
+    policies = {"policy": policy, "critic": critic_policy(model.config)}
+    ppo = make_programs(policies, tasks[0], config.ppo)
     # PPO and GRPO sample alike, and share the compiled sampler.
     programs = {"ppo": ppo._replace(sampler=grpo.sampler), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
     keep_description(run, {"policy": model}, config.model, config.chat)
-    start = place(model.params, devices_of(config.ppo.run))
+    start = place(model.params, devices_of(config.ppo))
     judge = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, policy, start, thirds, judge, programs, run)
     matches = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]
@@ -225,7 +225,7 @@ def check(config: Config) -> None:
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
     for name in ("sft_rows", "num_pairs"):
-        if getattr(config, name) % (config.ppo.run.optimizer.microbatches or 1):
+        if getattr(config, name) % (config.ppo.optimizer.microbatches or 1):
             raise UsageError(f"{name} ({getattr(config, name)}) must be a multiple of microbatches")
 
 
@@ -234,7 +234,7 @@ def check(config: Config) -> None:
 
 def split_and_encode(preferences: Sequence[Preference], model: Pretrained, config: Config) -> Thirds:
     """Splits the data into thirds and encodes them. For SFT, an answer that is not cut at T ends with EOS."""
-    parts, max_tokens = split_by_dialogue(preferences, 3), config.ppo.run.sampling.max_tokens
+    parts, max_tokens = split_by_dialogue(preferences, 3), config.ppo.sampling.max_tokens
     options = encoding(model, config.model, max_tokens) | scoring(model)
     pairs = [encode_preferences(Chat(model.tokenizer, model.eos_ids), part, **options) for part in parts]
     return Thirds(parts, pairs, [pack_chosen(part, model.eos_ids[-1], max_tokens) for part in pairs])
@@ -247,8 +247,8 @@ def dialogue_task(thirds: Thirds, model: Pretrained, config: Config) -> Task:
         model.eos_ids,
         dialogue_rows(thirds.preferences[0]),
         vocab_size=model.config.vocab_size,
-        num_prompts=config.ppo.run.sampling.num_prompts,
-        seed=config.ppo.run.seed,
+        num_prompts=config.ppo.sampling.num_prompts,
+        seed=config.ppo.seed,
         reward=taken_up,
         heldout_rows=dialogue_rows(thirds.preferences[2]),
         num_heldout=config.num_heldout,
@@ -262,7 +262,7 @@ def dialogue_task(thirds: Thirds, model: Pretrained, config: Config) -> Task:
 
 def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     """Trains all models of one seed, and samples answers to the held-out prompts before and after."""
-    start, thirds, run, seed = shared.start, shared.thirds, shared.run, config.ppo.run.seed
+    start, thirds, run, seed = shared.start, shared.thirds, shared.run, config.ppo.seed
     model, answers = shared.model, dict[str, Evaluation]()
     sft = fit_sft(start, thirds.rows[0], shared.policy, config, run)
     nll = {}
@@ -274,14 +274,16 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     rules: dict[str, Reward] = {"taken_up": taken_up, "candid": candid}
     task = task._replace(reward={name: Component(reward) for name, reward in (scorers | rules).items()})
     with run.waiting("answering held-out prompts"):
-        before = evaluate_heldout(shared.programs["grpo"], sft, task, config.ppo.run, run)
+        grpo = shared.programs["grpo"]
+        before = evaluate_heldout(grpo, sft, task, with_options(grpo.config, seed=seed), run)
     answers[SFT] = before.evaluation
     for name, title in METHODS.items():
         programs, phase = shared.programs[name], f"{name}_{seed}"
         params = with_critic(sft, learned, model, config) if name == "ppo" else {"policy": sft}
         rewards = training_rewards(name, scorers, seed)
+        settings = with_options(programs.config, seed=seed)
         _, held = train_with_evaluation(
-            params, task, config.ppo.run, run, programs, phase=phase, reward=rewards, start=before
+            params, task, settings, run, programs, phase=phase, reward=rewards, start=before
         )
         answers[title] = held.evaluation
     return Seed(answers, nll, learned)
@@ -303,15 +305,15 @@ def with_critic(sft: Params, learned: RewardModel, model: Pretrained, config: Co
 
 def supervised(config: Config, steps: int, learning_rate: float, **options: Any) -> SupervisedConfig:
     """Returns the options of a supervised phase, on the devices of the run."""
-    options |= {"microbatches": config.ppo.run.optimizer.microbatches or 1, "devices": config.ppo.run.devices}
+    options |= {"microbatches": config.ppo.optimizer.microbatches or 1, "devices": config.ppo.devices}
     return SupervisedConfig(steps, learning_rate, warmup_steps=WARMUP_STEPS, decay="linear", **options)
 
 
 def fit_sft(start: Params, rows: Packed, policy: Policy, config: Config, run: RunFolder) -> Params:
     """Trains the policy by SFT on chosen answers."""
-    batches = packed_batches(rows, config.sft_rows, config.ppo.run.seed)
+    batches = packed_batches(rows, config.sft_rows, config.ppo.seed)
     phase = supervised(config, config.sft_steps, config.sft_learning_rate)
-    state = fit(sft_objective(policy), start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
+    state = fit(sft_objective(policy), start, batches, phase, run, phase=f"sft_{config.ppo.seed}")
     return join(state.params, split(start)[1])
 
 
@@ -320,7 +322,7 @@ def fit_reward_model(
 ) -> RewardModel:
     """Trains a reward model from these parameters."""
     shape, params = add_head(model.config, start)
-    batches = pair_batches(pairs, config.num_pairs, config.ppo.run.seed)
+    batches = pair_batches(pairs, config.num_pairs, config.ppo.seed)
     options = supervised(config, config.reward_model_steps, config.reward_model_learning_rate, weight_decay=0.1)
     state = fit(reward_model_objective(shape), params, batches, options, run, phase=phase)
     trained = join(state.params, split(params)[1])
@@ -331,9 +333,9 @@ def as_reward(model: RewardModel, config: Config) -> Reward:
     """Makes a reward function from a reward model, with the shape of a rollout."""
     return reward_function(
         model,
-        batch_size=config.ppo.run.sampling.num_prompts * config.ppo.run.sampling.group_size,
+        batch_size=config.ppo.sampling.num_prompts * config.ppo.sampling.group_size,
         max_prompt_tokens=config.model.max_prompt_tokens,
-        max_tokens=config.ppo.run.sampling.max_tokens,
+        max_tokens=config.ppo.sampling.max_tokens,
     )
 
 

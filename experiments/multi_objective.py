@@ -53,8 +53,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Size
 from grpo_jax.rl.grade import grade_completions
-from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.programs import Programs
+from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import LABELLING, noise_of
 from grpo_jax.runs import flags, report

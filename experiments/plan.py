@@ -33,7 +33,7 @@ from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import GPUS, as_if_here, devices_of_topology
 from experiments.planning.models import MODELS
 from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
-from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, PPOConfig, recipe, with_options
+from grpo_jax.config import PPO, GRPOConfig, ModelOptions, PlannedRemat, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import CPU, Traits, traits_of_gpu
 from grpo_jax.models import sharding
@@ -376,7 +376,7 @@ def _axes(entry: sharding.Axes, shape: Shape) -> str:
 # ---- the compiler's numbers
 
 
-def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig | PPOConfig:
+def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig:
     """Returns the options of the planned run."""
     options: dict[str, Any] = {
         "num_prompts": config.prompts_per_device * data * plan.shape.fsdp,
@@ -388,7 +388,7 @@ def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig | PPOConfig
         "fsdp": plan.shape.fsdp,
         "tensor": config.tensor,
     }
-    return recipe(**options) if config.method == "grpo" else with_options(PPOConfig(), **options)
+    return recipe(**options) if config.method == "grpo" else with_options(PPO, **options)
 
 
 def compiled_table(config: Config, plan: Plan, data: int) -> tuple[Table, dict[str, str]]:

@@ -14,7 +14,7 @@ different prompt for each completion, which GRPO cannot use.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -24,11 +24,11 @@ from experiments import common
 from experiments.arithmetic import MODEL, WarmStart, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds
 from experiments.tasks import arithmetic
-from grpo_jax.config import GRPOConfig, PPOConfig, with_options
+from grpo_jax.config import PPO, CriticConfig, GRPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import summary
-from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
+from grpo_jax.rl.ppo import add_critic, critic_policy
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
@@ -46,8 +46,8 @@ CURVES = (
 class Config:
     """Options of the run; options that both methods have are those of `experiments.arithmetic`."""
 
-    ppo: PPOConfig = with_options(
-        PPOConfig(),
+    ppo: GRPOConfig = with_options(
+        PPO,
         steps=250,
         num_prompts=32,
         group_size=8,
@@ -65,11 +65,12 @@ class Config:
 def main(config: Config) -> None:
     """Runs the warm start, PPO, GRPO and the control for each seed; prints a table and writes curves."""
     started = time.perf_counter()
-    seeds = config.seeds.starting_at(config.ppo.run.seed)
+    seeds = config.seeds.starting_at(config.ppo.seed)
     policy = decoder_policy(MODEL)
-    task = arithmetic.arithmetic_task(num_prompts=config.ppo.run.sampling.num_prompts, seed=config.ppo.run.seed)
+    task = arithmetic.arithmetic_task(num_prompts=config.ppo.sampling.num_prompts, seed=config.ppo.seed)
     of_grpo = grpo_config(config.ppo)
-    ppo = config.ppo.run, make_ppo_programs(policy, critic_policy(MODEL), task, config.ppo)
+    policies = {"policy": policy, "critic": critic_policy(MODEL)}
+    ppo = config.ppo, make_programs(policies, task, config.ppo)
     methods = {"ppo": ppo, "grpo": (of_grpo, make_programs(policy, task, of_grpo)), "control": ppo}
     run = flags.open_run(config)
     runs: dict[str, dict[str, list[float]]] = {}
@@ -95,9 +96,10 @@ def main(config: Config) -> None:
     report.say_end(run, started)
 
 
-def grpo_config(config: PPOConfig) -> GRPOConfig:
+def grpo_config(config: GRPOConfig) -> GRPOConfig:
     """GRPO with its own settings on as many completions; where PPO has no groups, in groups of 8."""
-    run = with_options(config.run, preset="grpo", kl_coef=0.01, kl_target=None, divergence="preset", learning_rate=4e-4)
+    config = replace(config, critic=CriticConfig())
+    run = with_options(config, preset="grpo", kl_coef=0.01, kl_target=None, divergence="preset", learning_rate=4e-4)
     if run.sampling.group_size == 1:
         return with_options(run, group_size=8, num_prompts=run.sampling.num_prompts // 8)
     return run

@@ -27,8 +27,8 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.prepare import load_model
 from grpo_jax.rl.evaluate import Evaluation, Samples
-from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.runs.report import finish

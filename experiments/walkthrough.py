@@ -45,9 +45,9 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.prepare import load_model
 from grpo_jax.rl.grade import decode_groups, grade_completions
-from grpo_jax.rl.grpo import grpo_method, make_programs
+from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.guards import has_spread
-from grpo_jax.rl.programs import Programs
+from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import SAMPLING, Graded, noise_of
 from grpo_jax.rl.update import optimizer_step

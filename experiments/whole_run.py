@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, PPOConfig, run_of, validate, with_options
+from grpo_jax.config import GRPOConfig, validate, with_options
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
 from grpo_jax.models.geometry import PromptTokens
@@ -25,8 +25,8 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl.evaluate import heldout_calls
-from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.interaction import sample_completions
+from grpo_jax.rl.programs import make_method
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.types import EVALUATION, REWARD, SAMPLING, Method, RewardArrays, step_key
@@ -111,20 +111,18 @@ def by_prompt(heldout: Heldout, scores: np.ndarray) -> np.ndarray:
 
 
 def whole_run(
-    policy: Policy,
+    policies: Mapping[str, Policy],
     task: DeviceTask,
-    config: GRPOConfig | PPOConfig,
-    make_method: Callable[[Policy, Any], Method] = grpo_method,
+    loop: GRPOConfig,
     *,
     heldout_temperature: float | None = None,
 ) -> Callable[..., History]:
     """Makes a training run as a pure function, to be compiled, mapped and vmapped.
 
     Args:
-      policy: The functions of the model.
+      policies: The functions of the models by role, as in `make_programs`.
       task: Supplies the tokens and the rewards.
-      config: The configuration of the run; options of the call replace its fields.
-      make_method: `grpo_method`, or another function of policy and configuration.
+      loop: The configuration of the run; options of the call replace its fields.
       heldout_temperature: The temperature of held-out completions, for a fair comparison of runs with different
         temperatures; None: the temperature of the run.
 
@@ -136,14 +134,13 @@ def whole_run(
       Options that are fields of the configuration, such as learning_rate, kl_coef and epsilon_high, replace those. The
       reward gets the others.
     """
-    loop = run_of(config)
-    validate(config)
+    validate(loop)
     every = loop.logging.eval_every or loop.steps
     if loop.steps % every:
         raise UsageError(f"eval_every ({every}) must divide steps ({loop.steps})")
     if loop.sampling.max_rollouts > 1 or loop.loss.advantages_of != "sum":
         raise UsageError("a run as one program has one reward and one rollout a step: leave out what needs more")
-    fields = options_of(config).keys()
+    fields = options_of(loop).keys()
 
     def run(params: Params, prompts: Prompts, heldout: Heldout, seed: Array, options: Mapping[str, Array]) -> History:
         if prompts.tokens.ids.shape[:2] != (loop.steps, loop.sampling.num_prompts):
@@ -151,11 +148,11 @@ def whole_run(
                 f"prompts are {prompts.tokens.ids.shape[1]} of {prompts.tokens.ids.shape[0]} steps, but the run has "
                 f"{loop.sampling.num_prompts} of {loop.steps}: make both by prompts_of and the task's num_prompts"
             )
-        settings = with_options(config, **{name: value for name, value in options.items() if name in fields})
+        chosen = with_options(loop, **{name: value for name, value in options.items() if name in fields})
         rewarded = partial(task.reward, **{name: value for name, value in options.items() if name not in fields})
-        method, chosen = make_method(policy, settings), run_of(settings)
+        method = make_method(policies, chosen)
         trained, frozen = split(with_fixed_reference(params, chosen))
-        common = _Run(policy, method, task.task, rewarded, task.gold, chosen, frozen, seed)
+        common = _Run(policies["policy"], method, task.task, rewarded, task.gold, chosen, frozen, seed)
         temperature = chosen.sampling.temperature if heldout_temperature is None else heldout_temperature
         evaluate = partial(_evaluate, common, heldout, temperature)
 

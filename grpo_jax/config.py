@@ -47,6 +47,7 @@ BY_TOKEN = ("token", "icepop", "glm5")  # corrections that weigh each token
 Correction = Literal["none", "token", "sequence", "sequence_mask", "icepop", "glm5", "geometric"]
 BEST_CORRECTION: Correction = "token"  # as docs/results/corrections.md chooses it
 Distillation = Literal["none", "reverse_kl", "forward_kl", "jsd", "k1"]
+Critic = Literal["none", "own", "shared"]
 PlannedRemat = Literal["auto", "none", "layer", "offload"]
 
 # ---- groups of every method
@@ -327,7 +328,7 @@ class TeacherConfig:
 
     distillation: Distillation = "none"
     """Divergence from the teacher at each token: KL(π ‖ π_T), KL(π_T ‖ π) or Jensen-Shannon in the loss, or k1 in the
-    advantage (GRPO)."""
+    advantage."""
     distillation_top_k: Count = 0
     """Number of the teacher's likeliest tokens in the divergence; all other tokens count as one. 0: the whole
     vocabulary. Not with k1."""
@@ -360,12 +361,41 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class DistillationConfig(TeacherConfig):
-    """How much is learned from a teacher, and how much from rewards. PPO has no teacher."""
+    """How much is learned from a teacher, and how much from rewards."""
 
     distillation_coef: Positive = 1.0
     """Weight of the divergence in the loss, or of k1 in the advantage."""
     reward_coef: Weight = 1.0
     """Weight of the advantages from rewards, with a teacher. 0: completions of training are not graded."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """A critic, whose values rewards are compared with, and the advantages of tokens that it gives."""
+
+    critic: Critic = "none"
+    """Critic (PPO). none: completions of a group are compared. own: as large as the policy. shared: a head on the
+    policy's decoder, which saves a forward pass."""
+    gamma: Fraction = 1.0
+    """Discount for each token. 1: the length of a completion does not change its value."""
+    gae_lambda: Fraction = 0.95
+    """λ of generalized advantages: 1 relies on rewards, 0 on the critic; 0.95 in PPO's paper."""
+    gae_steps: Size | None = None
+    """Number of tokens that an advantage looks ahead (K). None: all."""
+    bootstrap_truncated: bool = False
+    """Add the critic's value at the end of truncated completions. Use it only if their reward is always 0, or values
+    grow without bound."""
+    whiten: bool = True
+    """Scale advantages to mean 0 and deviation 1 over the tokens of a rollout, as in 1909.08593."""
+    value_coef: Positive = 0.5
+    """Weight of the critic's loss; 0.5 in OpenAI's baselines. It hardly changes an own critic, whose gradient is
+    clipped separately."""
+    value_clip: Bound | None = 0.2
+    """How far a value may move from its value at sampling, in units of the reward. 0.2 in PPO's code. None: no
+    bound."""
+    critic_learning_rate: Positive = 1e-5
+    """Peak learning rate of the critic's AdamW; ten times the policy's, as in verl. It shares the policy's schedule and
+    clipping."""
 
 
 @dataclass(frozen=True)
@@ -420,13 +450,17 @@ class LoggingConfig(CheckpointConfig):
 
 @dataclass(frozen=True)
 class GRPOConfig(PhaseConfig):
-    """The configuration of a GRPO run. `recipe` makes it, and `with_options` changes fields of any group."""
+    """The configuration of a run that learns from rewards or a teacher.
+
+    `recipe` makes it, and `with_options` changes fields of any group.
+    """
 
     seed: Seed = 0
     """Random seed of prompts, sampling and shuffling."""
     sampling: SamplingConfig = SamplingConfig()
     loss: LossConfig = LossConfig()
     distillation: DistillationConfig = DistillationConfig()
+    critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -445,6 +479,11 @@ class GRPOConfig(PhaseConfig):
     def frozen_models(self) -> dict[str, str]:
         """Frozen models by role, besides the reference, that the loss needs, as folders or hub ids."""
         return self.distillation.frozen_models
+
+    @property
+    def has_critic(self) -> bool:
+        """True if a critic gives advantages of tokens, instead of comparing the completions of a group."""
+        return self.critic.critic != "none"
 
     @property
     def has_advantages(self) -> bool:
@@ -471,10 +510,12 @@ class GRPOConfig(PhaseConfig):
         return [name for name, is_set in words.items() if is_set]
 
     def conflicts(self) -> Iterator[str]:
-        """Yields a sentence for each conflict of a teacher's options, and for each option that needs rewards."""
+        """Yields a sentence for each conflict of the options of a critic or a teacher, or with their absence."""
         loss, has_advantages = self.loss, self.has_advantages
+        yield from _critic(self) if self.has_critic else ()
         yield from self.distillation.conflicts()
         without_effect = {
+            "critic": self.has_critic,
             "max_rollouts": self.sampling.max_rollouts > 1,
             "curriculum": self.sampling.curriculum > 0,
             "advantages_of": loss.advantages_of != "sum",
@@ -545,6 +586,11 @@ def _preset_numbers(preset: str) -> dict[str, Any]:
     return numbers | constants | RECIPES.get(preset, {})
 
 
+# PPO: one completion per prompt suffices with a critic. The objective of Lite PPO is PPO's: ratios of tokens clipped at
+# 0.2 (1707.06347), and the mean over tokens. The KL is in the reward, with the coefficient of InstructGPT (2203.02155).
+PPO = recipe("lite_ppo", group_size=1, kl_coef=0.02, kl_in_reward=True, critic="own")
+
+
 class Rate(NamedTuple):
     """Learning rates that trained models with rewards, up to a size. docs/hyperparameters.md has their sources."""
 
@@ -562,83 +608,10 @@ RATES = (
 )
 
 
-# ---- PPO
-
-
-@dataclass(frozen=True)
-class CriticConfig:
-    """Options of PPO that a GRPO run does not have: the critic, and advantages of tokens."""
-
-    critic: Literal["own", "shared"] = "own"
-    """own: a critic as large as the policy. shared: a head on the policy's decoder, which saves a forward pass."""
-    gamma: Fraction = 1.0
-    """Discount for each token. 1: the length of a completion does not change its value."""
-    gae_lambda: Fraction = 0.95
-    """λ of generalized advantages: 1 relies on rewards, 0 on the critic; 0.95 in PPO's paper."""
-    gae_steps: Size | None = None
-    """Number of tokens that an advantage looks ahead (K). None: all."""
-    bootstrap_truncated: bool = False
-    """Add the critic's value at the end of truncated completions. Use it only if their reward is always 0, or values
-    grow without bound."""
-    whiten: bool = True
-    """Scale advantages to mean 0 and deviation 1 over the tokens of a rollout, as in 1909.08593."""
-    value_coef: Positive = 0.5
-    """Weight of the critic's loss; 0.5 in OpenAI's baselines. It hardly changes an own critic, whose gradient is
-    clipped separately."""
-    value_clip: Bound | None = 0.2
-    """How far a value may move from its value at sampling, in units of the reward. 0.2 in PPO's code. None: no
-    bound."""
-    critic_learning_rate: Positive = 1e-5
-    """Peak learning rate of the critic's AdamW; ten times the policy's, as in verl. It shares the policy's schedule and
-    clipping."""
-
-
-@dataclass(frozen=True)
-class PPOConfig:
-    """The configuration of a PPO run: the loss of a preset, with advantages of tokens from a critic.
-
-    The default preset is Lite PPO, whose loss is PPO's: ratios of tokens clipped at 0.2 (1707.06347), and the mean over
-    tokens. One completion per prompt suffices with a critic. The KL is in the reward, with the coefficient 0.02 of
-    InstructGPT (2203.02155). Other presets bring their own KL, or none.
-    """
-
-    run: GRPOConfig = recipe("lite_ppo", group_size=1, kl_coef=0.02, kl_in_reward=True)
-    critic: CriticConfig = CriticConfig()
-
-    def conflicts(self) -> Iterator[str]:
-        """Yields a sentence for each conflict of a run's options with a critic, and then those of the run."""
-        options, loss, sampling = self.run.distillation, self.run.loss, self.run.sampling
-        if options.teacher:
-            yield "PPO takes no teacher: leave it out, or take --method grpo"
-        if options.distillation != "none":
-            yield f"distillation {options.distillation} needs GRPO: leave it out, or take --method grpo"
-        if loss.advantages_of != "sum":
-            yield (
-                f'advantages_of "{loss.advantages_of}" is for groups, but PPO has a critic for the sum of the rewards: '
-                'set it to "sum"'
-            )
-        if sampling.max_rollouts > 1 and sampling.group_size == 1:
-            yield (
-                f"max_rollouts is {sampling.max_rollouts}, but there is nothing to compare: set it to 1, or group_size "
-                "above 1"
-            )
-        if loss.objective.per_completion:
-            yield (
-                f"preset {loss.preset} has one ratio a completion, but a critic's advantages are of tokens: take "
-                "lite_ppo, dapo or another with ratios of tokens"
-            )
-        yield from self.run.conflicts()
-
-
-def run_of(config: GRPOConfig | PPOConfig) -> GRPOConfig:
-    """Returns the options that GRPO and PPO share, as a `GRPOConfig`."""
-    return config.run if isinstance(config, PPOConfig) else config
-
-
 # ---- checks that options work together: each yields a sentence for a conflict, and the first one is raised
 
 
-def validate(config: GRPOConfig | PPOConfig, *, num_devices: int = 1) -> None:
+def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     """Raises if options do not work together, before anything is compiled.
 
     Args:
@@ -649,15 +622,15 @@ def validate(config: GRPOConfig | PPOConfig, *, num_devices: int = 1) -> None:
       UsageError: Options do not work. The message says what to change.
     """
     check_ranges(config)
-    run = run_of(config)
+    check_effects(config.critic)
     sentences = chain(
         config.conflicts(),
-        _constants(run.loss),
-        _steps(run, num_devices),
-        _sampling(run, compares_groups=isinstance(config, GRPOConfig) and run.needs_rewards),
-        _kl(run),
-        _advantages(run),
-        _correction(run, run.correction),
+        _constants(config.loss),
+        _steps(config, num_devices),
+        _sampling(config, compares_groups=config.needs_rewards and not config.has_critic),
+        _kl(config),
+        _advantages(config),
+        _correction(config, config.correction),
     )
     for sentence in sentences:
         raise UsageError(sentence)
@@ -682,6 +655,7 @@ NEEDS: Mapping[str, tuple[str, Any]] = {
     **dict.fromkeys(("engine_kind", "engine_dtype", "engine_timeout", "engine_folder"), ("engine", ())),
     **dict.fromkeys(("keep_best", "patience"), ("eval_every", 0)),
     "tools": ("max_turns", 1),
+    **dict.fromkeys(options_of(CriticConfig()).keys() - {"critic"}, ("critic", "none")),
     "curriculum_bound": ("curriculum", 0),
     "support_size": ("support", "vocabulary"),
 }
@@ -698,7 +672,7 @@ def check_effects(options: Any) -> None:
     """
     values, defaults = options_of(options), options_of(type(options)())
     for name, (owner, off) in NEEDS.items():
-        if name in values and values[name] != defaults[name] and values[owner] == off:
+        if {name, owner} <= values.keys() and values[name] != defaults[name] and values[owner] == off:
             raise UsageError(f"{name} has no effect while {owner} is {off!r}: set {owner}, or leave {name} out")
 
 
@@ -728,6 +702,25 @@ def _constants(loss: LossConfig) -> Iterator[str]:
         yield f"epsilon_low is {loss.epsilon_low}: a ratio is at least 0, so set it to at most 1, which is no bound"
     if loss.delta is not None and loss.epsilon_high is not None and loss.delta <= 1 + loss.epsilon_high:
         yield f"delta is {loss.delta}: it must be above 1 + epsilon_high ({loss.epsilon_high}), or it is the clip"
+
+
+def _critic(config: GRPOConfig) -> Iterator[str]:
+    loss, sampling = config.loss, config.sampling
+    if loss.advantages_of != "sum":
+        yield (
+            f'advantages_of "{loss.advantages_of}" is for groups, but a critic judges the sum of the rewards: set it '
+            'to "sum"'
+        )
+    if sampling.max_rollouts > 1 and sampling.group_size == 1:
+        yield (
+            f"max_rollouts is {sampling.max_rollouts}, but there is nothing to compare: set it to 1, or group_size "
+            "above 1"
+        )
+    if loss.objective.per_completion:
+        yield (
+            f"preset {loss.preset} has one ratio a completion, but a critic's advantages are of tokens: take "
+            "lite_ppo, dapo or another with ratios of tokens"
+        )
 
 
 def _steps(config: GRPOConfig, num_devices: int) -> Iterator[str]:

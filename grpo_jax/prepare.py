@@ -17,9 +17,7 @@ from grpo_jax.config import (
     EngineOptions,
     GRPOConfig,
     ModelOptions,
-    PPOConfig,
     check_models,
-    run_of,
     with_options,
 )
 from grpo_jax.data.text import prompt_limit
@@ -33,10 +31,9 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
 from grpo_jax.planning.memory import Plan, choose, num_params, shape_of
 from grpo_jax.rewards.reward import named_components, try_reward
-from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.interaction import interaction_of
-from grpo_jax.rl.programs import Programs
+from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import Sampler
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, with_adapters
@@ -49,7 +46,7 @@ Models = Mapping[str, Pretrained]  # by role: "policy" first, and optionally "te
 class RunOptions:
     """Options of a run that learns from rewards, in groups."""
 
-    train: GRPOConfig | PPOConfig
+    train: GRPOConfig = GRPOConfig()
     model: ModelOptions = ModelOptions()
 
 
@@ -199,31 +196,27 @@ def prompt_options(options: Any, sampling: DecodingConfig, pretrained: Pretraine
 
 
 def programs_of(
-    models: Models, task: Task, config: GRPOConfig | PPOConfig, sampler: Sampler | None
+    models: Models, task: Task, config: GRPOConfig, sampler: Sampler | None = None
 ) -> tuple[Programs, Params]:
-    """Makes the programs of the method that the options configure, and its initial parameters by role.
+    """Makes the programs of a run, and its initial parameters by role.
 
     Args:
       models: The models, with a teacher if the options need one.
       task: Supplies the prompts and the reward.
-      config: The configuration of GRPO, or of PPO, which adds a critic to the policy.
+      config: The configuration of the run, which may add a critic.
       sampler: Samples completions instead of the policy; None: the policy samples.
 
     Raises:
       UsageError: Options do not work. The message says what to change.
     """
-    policy, *frozen = (decoder_policy(model.config) for model in models.values())
+    policies = {role: decoder_policy(model.config) for role, model in models.items()}
     params, shape = {role: model.params for role, model in models.items()}, models["policy"].config
-    if isinstance(config, PPOConfig):
-        from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs  # loaded only for PPO
+    if config.has_critic:
+        from grpo_jax.rl.ppo import add_critic, critic_policy  # loaded only with a critic
 
-        programs = make_ppo_programs(policy, critic_policy(shape), task, config, sampler=sampler)
-        return programs, add_critic(shape, params["policy"], config.critic.critic)
-    if frozen:
-        from grpo_jax.rl.distillation import make_programs as make_programs_of_both  # loaded only with a teacher
-
-        return make_programs_of_both(policy, frozen[0], task, config, sampler=sampler), params
-    return make_programs(policy, task, config, sampler=sampler), params
+        policies["critic"] = critic_policy(shape)
+        params |= add_critic(shape, params["policy"], config.critic.critic)
+    return make_programs(policies, task, config, sampler=sampler), params
 
 
 class Prepared(NamedTuple, Generic[Options]):
@@ -257,11 +250,11 @@ def prepare(
     Raises:
       UsageError: Options do not work, or a reward fails. The message says what to change.
     """
-    if run_of(options.train).needs_rewards:
-        row, group_size = task.prompts(0).examples[0], run_of(options.train).sampling.group_size
+    if options.train.needs_rewards:
+        row, group_size = task.prompts(0).examples[0], options.train.sampling.group_size
         try_rewards(task, row, models["policy"], group_size)
     options, models, plan = apply_memory_plan(options, models, task)
-    config = run_of(options.train)
+    config = options.train
     if engine.engine and config.sampling.support == "sampler":
         raise UsageError("an engine does not say which tokens it drew from: leave support out, or leave out engine")
     sampler = make_engine_sampler(engine, models["policy"], task, config, note=note)
@@ -342,7 +335,7 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     Raises:
       UsageError: Nothing fits. The message names options that would.
     """
-    config, width = run_of(options.train), task.prompts(0).tokens.width
+    config, width = options.train, task.prompts(0).tokens.width
     longest = width + config.sampling.completion_width
     models = {role: for_texts(model, longest) for role, model in models.items()}
     policy, devices = models["policy"], devices_of(config)
@@ -364,7 +357,7 @@ def rate_warning(options: RunOptions, pretrained: Pretrained) -> dict[str, str]:
       options: The options of the run.
       pretrained: The policy.
     """
-    rate, count = run_of(options.train).optimizer.learning_rate, num_params(pretrained.config)
+    rate, count = options.train.optimizer.learning_rate, num_params(pretrained.config)
     row = next(row for row in RATES if count <= row.most_params)
     usual, kind = (row.lora, "LoRA") if options.model.lora_rank else (row.full, "full training")
     if usual is None or max(rate / usual, usual / rate) < 9.99:

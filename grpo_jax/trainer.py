@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, ModelOptions, check_effects, run_of, validate, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, check_effects, validate, with_options
 from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import SUFFIXES, read_rows, remove_nulls
@@ -108,11 +108,11 @@ class GRPOTrainer:
             for name in settings.keys() & options.keys():
                 raise UsageError(f"the model is loaded already: give {name} to load_pretrained")
             options, model = options | settings, model.folder
-        self._options = with_options(RunOptions(GRPOConfig()), model=str(model), **options)
-        run = run_of(self._options.train)
+        self._options = with_options(RunOptions(), model=str(model), **options)
+        run = self._options.train
         check_ranges(run)
         check_ranges(self._options.model)
-        check_effects(self._options.model)
+        check_effects(self._options)
         fitting = with_options(run, num_prompts=_pieces(run)) if self._lower_num_prompts else run
         validate(fitting, num_devices=parts(devices_of(run)))
         self._models = load_models(self._options.model, run, pretrained=pretrained)
@@ -143,8 +143,8 @@ class GRPOTrainer:
             rows = trl_rows(self._factory, rows)
         if self._lower_num_prompts:
             num_left = len(self._task(rows, num_prompts=1).heldout.examples)  # without the empty and overlong ones
-            options = with_options(options, num_prompts=_fitting_num_prompts(run_of(options.train), num_left))
-        task = self._task(rows, num_prompts=run_of(options.train).sampling.num_prompts)
+            options = with_options(options, num_prompts=_fitting_num_prompts(options.train, num_left))
+        task = self._task(rows, num_prompts=options.train.sampling.num_prompts)
         prepared = prepare(options, self._models, task)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(prepared.options))
         self.run.say(f"run folder: {self.run.path}")
@@ -161,7 +161,7 @@ class GRPOTrainer:
 
     def _task(self, rows: str | Sequence[Mapping[str, Any]], *, num_prompts: int) -> Task:
         """Makes a task from rows, without a held-out set, or from generators."""
-        run, model, pretrained = run_of(self._options.train), self._options.model, self._models["policy"]
+        run, model, pretrained = self._options.train, self._options.model, self._models["policy"]
         in_chat = uses_chat(self._chat, pretrained.tokenizer)
         if self._tools and not in_chat:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them, and chat")

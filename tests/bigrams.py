@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from tiny import digit_task, says_three
 
 from grpo_jax.models.policy import Policy
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.train import train
 
 V, D = 8, 5  # tokens, width

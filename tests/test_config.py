@@ -5,14 +5,16 @@ import json
 import math
 import os
 import re
+import shutil
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, get_args
 
 import jax
 import pytest
-from tiny import refused
+from tiny import GOLDEN, refused
 
 from grpo_jax import config as configs, options as grpo_options
 from grpo_jax.commands import dpo, kto, reward_model, sft
@@ -22,7 +24,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
 from grpo_jax.runs import flags
-from grpo_jax.runs.folder import differing_options
+from grpo_jax.runs.folder import differing_options, run_digest
 from grpo_jax.tasks.options import TaskOptions
 
 
@@ -42,7 +44,7 @@ class Experiment:
 class WithCritic:
     """The groups of a command line of PPO."""
 
-    ppo: configs.PPOConfig = configs.PPOConfig()
+    ppo: configs.GRPOConfig = configs.PPO
     output: flags.RunConfig = flags.RunConfig(Path("runs/experiment"))
 
 
@@ -90,11 +92,11 @@ def test_the_objective_has_the_numbers_of_the_config():
 
 def test_defaults_are_the_recipes_of_grpo_and_ppo():
     assert configs.recipe() == configs.GRPOConfig()
-    run = configs.PPOConfig().run
+    run = configs.PPO
     assert (run.loss.preset, run.loss.kl_coef, run.loss.kl_in_reward) == ("lite_ppo", 0.02, True)
     assert run.sampling.group_size == 1
-    validate(configs.PPOConfig())
-    assert configs.run_of(configs.PPOConfig()) is configs.run_of(run)
+    assert run.critic == configs.CriticConfig(critic="own")
+    validate(run)
 
 
 OF_OLDER_POLICY = [{}, {"old_logprobs": "sampler"}, {"distillation": "jsd", "teacher": "it", "reward_coef": 0.0}]
@@ -120,14 +122,14 @@ def test_auto_corrects_what_an_older_policy_samples_unless_that_is_refused(prese
 
 
 def test_auto_is_the_default_of_grpo_and_ppo():
-    for config in (configs.recipe(staleness=4), configs.with_options(configs.PPOConfig(), staleness=4).run):
+    for config in (configs.recipe(staleness=4), configs.with_options(configs.PPO, staleness=4)):
         assert (config.loss.correction, config.correction) == ("auto", configs.BEST_CORRECTION)
 
 
 # ---- options by name
 
 
-@pytest.mark.parametrize("config", [Experiment(), WithCritic(), configs.PPOConfig(), configs.GRPOConfig()])
+@pytest.mark.parametrize("config", [Experiment(), WithCritic(), configs.PPO, configs.GRPOConfig()])
 def test_names_of_options_are_unique(config):
     def names(config):
         for field in dataclasses.fields(config):
@@ -140,18 +142,14 @@ def test_names_of_options_are_unique(config):
 
 
 def test_options_are_replaced_in_whichever_group_they_are():
-    config = configs.with_options(
-        configs.PPOConfig(), steps=3, top_k=5, kl_target=6.0, epochs=2, eval_every=1, critic="shared"
-    )
-    assert (config.run.steps, config.run.sampling.top_k, config.run.reference.kl_target) == (3, 5, 6.0)
-    assert (config.run.optimizer.epochs, config.run.logging.eval_every) == (2, 1)
+    config = configs.with_options(configs.PPO, steps=3, top_k=5, kl_target=6.0, epochs=2, eval_every=1, critic="shared")
+    assert (config.steps, config.sampling.top_k, config.reference.kl_target) == (3, 5, 6.0)
+    assert (config.optimizer.epochs, config.logging.eval_every) == (2, 1)
     assert config.critic == configs.CriticConfig(critic="shared")
     assert (
-        configs.with_options(config)
-        == configs.with_options(configs.PPOConfig(), **grpo_options.options_of(config))
-        == config
+        configs.with_options(config) == configs.with_options(configs.PPO, **grpo_options.options_of(config)) == config
     )
-    assert configs.PPOConfig().run.steps == 100  # the old one stays
+    assert configs.PPO.steps == 100  # the old one stays
 
 
 def test_options_replace_the_numbers_of_a_preset():
@@ -162,7 +160,7 @@ def test_options_replace_the_numbers_of_a_preset():
     assert (config.sampling.temperature, config.sampling.temperature_spread) == (0.7, 0.3)
     assert (config.optimizer.learning_rate, config.sampling.top_k) == (1e-3, 2)  # no numbers of a preset
     assert configs.with_options(config, epsilon_low=0.1, preset="companion_post") == config
-    assert configs.with_options(configs.PPOConfig(), preset="cispo").run.loss == configs.recipe("cispo").loss
+    assert configs.with_options(configs.PPO, preset="cispo").loss == configs.recipe("cispo").loss
 
 
 UNKNOWN_OPTIONS = [
@@ -266,7 +264,7 @@ def test_preset_flags_work_in_any_order(tmp_path, named):
 
 def test_a_preset_reaches_the_groups_of_ppo(tmp_path):
     config = parse("--preset", "cispo", "--critic", "shared", "--run-dir", tmp_path / "run", config=WithCritic)
-    assert config.ppo.run.loss == configs.recipe("cispo").loss
+    assert config.ppo.loss == configs.recipe("cispo").loss
     assert config.ppo.critic.critic == "shared"
 
 
@@ -313,6 +311,26 @@ def test_runs_from_before_an_option_continue_unless_it_is_set():
     saved = {"sampling": {"top_p": 0.9}}
     assert not differing_options(saved, {"sampling": {"top_p": 0.9, "support": "vocabulary", "support_size": 64}})
     assert differing_options(saved, {"sampling": {"top_p": 0.9, "support": "sampler"}}) == ["support"]
+    assert not differing_options(saved, {"top_p": 0.9, **dataclasses.asdict(configs.CriticConfig())})
+    assert differing_options(saved, {"top_p": 0.9, **dataclasses.asdict(configs.PPO.critic)}) == ["critic"]
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_runs_from_before_the_critic_was_a_group_keep_their_digest(tmp_path, method):
+    """The files are as an earlier version wrote them, with a group `run` in PPO. More steps change nothing else."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(GOLDEN / f"runs/{method}.json", folder / "config.json")
+    resumed = partial(parse, "--resume", "--run-dir", folder, config=module_of(method).Config)
+    run = flags.open_run(resumed())
+    run.keep_inputs(method, {})
+    sealed = run_digest(folder, method)
+    del run
+    flags.open_run(resumed("--steps", 3))
+    assert json.loads((folder / "config.json").read_text())["train"].get("run", {}).get("steps", 3) == 3
+    assert run_digest(folder, method) == sealed
+    with pytest.raises((UsageError, SystemExit)):
+        flags.open_run(resumed("--gae-lambda", 0.8))
 
 
 def test_differing_options_are_named_without_their_groups():
@@ -474,7 +492,7 @@ def test_options_of_all_groups_are_checked():
         grpo_options.check_ranges(Outer(size=0))
 
 
-@pytest.mark.parametrize("config", [configs.PPOConfig, SupervisedConfig, TaskOptions])
+@pytest.mark.parametrize("config", [configs.GRPOConfig, SupervisedConfig, TaskOptions])
 def test_every_number_declares_a_range(config):
     """A spread of temperatures is checked together with the temperature."""
     plain, annotated = grpo_options.option_types(config), grpo_options.option_types(config, include_extras=True)
@@ -484,7 +502,7 @@ def test_every_number_declares_a_range(config):
 
 
 def test_defaults_are_in_their_ranges():
-    for config in (configs.GRPOConfig(), configs.PPOConfig(), SupervisedConfig(), TaskOptions()):
+    for config in (configs.GRPOConfig(), configs.PPO, SupervisedConfig(), TaskOptions()):
         grpo_options.check_ranges(config)
 
 

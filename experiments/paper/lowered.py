@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from grpo_jax.config import GRPOConfig, PPOConfig, run_of
+from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import Devices, devices_of, jit_on_devices, shardings
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import PromptTokens
@@ -20,9 +20,8 @@ from grpo_jax.models.params import Quantize, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.sharding import BATCH
-from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.rl.programs import Programs, make_method_programs
+from grpo_jax.rl.ppo import add_critic, critic_policy
+from grpo_jax.rl.programs import Programs, make_method, make_method_programs
 from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.source import to_batch
 from grpo_jax.rl.types import RewardArrays
@@ -32,7 +31,7 @@ from grpo_jax.tasks.task import Task
 
 def lowered(
     model: ModelConfig,
-    config: GRPOConfig | PPOConfig,
+    config: GRPOConfig,
     prompt: int,
     *,
     lora_rank: int = 0,
@@ -51,13 +50,13 @@ def lowered(
       quantize: of its frozen projections.
       programs: which to lower.
     """
-    run, results = run_of(config), dict[str, jax.stages.Lowered]()
+    results = dict[str, jax.stages.Lowered]()
     made: Any = programs_of(model, config)
     made_of = params_of(model, config, lora_rank=lora_rank, param_dtype=param_dtype, quantize=quantize)
-    params = with_fixed_reference(placed(made_of, devices_of(run)), run)
+    params = with_fixed_reference(placed(made_of, devices_of(config)), config)
     trained, frozen = split(params)
-    n, g = run.sampling.num_prompts, run.sampling.group_size
-    array = partial(spread, devices_of(run))
+    n, g = config.sampling.num_prompts, config.sampling.group_size
+    array = partial(spread, devices_of(config))
     prompts = PromptTokens(array((n, prompt), jnp.int32), array((n, prompt), bool))
     temperature, seed_and_step = array((n, g), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
     noise = jax.ShapeDtypeStruct((3,), jnp.uint32)
@@ -68,33 +67,29 @@ def lowered(
     completions = jax.tree.map(lambda x: array(x.shape, x.dtype), completions)
     batch = to_batch(prompts, temperature, completions)
     if made.method.scorers:
-        scorers = partial(score_rollout, made.method, run, devices=devices_of(run))
-        score: Any = jit_on_devices(scorers, 0, devices=devices_of(run))
+        scorers = partial(score_rollout, made.method, config, devices=devices_of(config))
+        score: Any = jit_on_devices(scorers, 0, devices=devices_of(config))
         if "score" in programs:
             results["score"] = score.lower(params, batch)
         fields = jax.eval_shape(score, params, batch)
         batch = batch._replace(**jax.tree.map(lambda x: array(x.shape, x.dtype), fields))
     if "learn" in programs:
-        state = placed(jax.eval_shape(made.initial_state, trained), devices_of(run))
+        state = placed(jax.eval_shape(made.initial_state, trained), devices_of(config))
         rewards = RewardArrays(array((n, g), jnp.float32), array((n, g), bool))
         results["learn"] = made.learn.lower(state, frozen, batch, rewards, seed_and_step)
     return results
 
 
-def programs_of(model: ModelConfig, config: GRPOConfig | PPOConfig) -> Programs:
+def programs_of(model: ModelConfig, config: GRPOConfig) -> Programs:
     """The functions of a run, not yet compiled."""
-    policy, run = decoder_policy(model), run_of(config)
-    if isinstance(config, PPOConfig):
-        method = ppo_method(policy, critic_policy(model), config)
-    else:
-        method = grpo_method(policy, config)
+    policies = {"policy": decoder_policy(model), "critic": critic_policy(model)}
     task: Any = Task(None, None, None, None, (-1,), 0, model.vocab_size)  # type: ignore[arg-type]
-    return make_method_programs(method, policy, task, run)
+    return make_method_programs(make_method(policies, config), policies["policy"], task, config)
 
 
 def params_of(
     model: ModelConfig,
-    config: GRPOConfig | PPOConfig,
+    config: GRPOConfig,
     *,
     lora_rank: int,
     param_dtype: str,
@@ -108,7 +103,7 @@ def params_of(
         params = quantise_params(params, quantize)
         if lora_rank:
             params = add_adapters(params, jax.random.key(0), rank=lora_rank, alpha=1.0)
-        return add_critic(model, params, config.critic.critic) if isinstance(config, PPOConfig) else {"policy": params}
+        return add_critic(model, params, config.critic.critic)
 
     return jax.eval_shape(make)
 

@@ -31,8 +31,7 @@ from grpo_jax.offline.pairs import PairBatch, pad_pairs, reward_model_objective
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.grade import decode_groups
-from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.programs import Programs
+from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import LABELLING, noise_of
 from grpo_jax.runs.folder import RunFolder

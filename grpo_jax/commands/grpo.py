@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import EngineOptions, GRPOConfig, recipe, run_of, validate
+from grpo_jax.config import EngineOptions, GRPOConfig, recipe, validate
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
@@ -45,9 +45,10 @@ from grpo_jax.train import CONTROL, train_with_control
 
 
 @dataclass(frozen=True)
-class RewardOptions(RunOptions):
-    """Command-line options that all methods with rewards have."""
+class Config(RunOptions):
+    """Options of the run."""
 
+    train: GRPOConfig = recipe(eval_every=20)
     engine: EngineOptions = EngineOptions()
     task: TaskOptions = TaskOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
@@ -60,27 +61,17 @@ class RewardOptions(RunOptions):
     rewards, and end."""
 
 
-@dataclass(frozen=True)
-class Config(RewardOptions):
-    """Options of the run."""
-
-    train: GRPOConfig = recipe(eval_every=20)
-
-
-# ---- for all methods that learn from rewards
-
-
-def train_by_rewards(options: RewardOptions) -> None:
+def main(options: Config) -> None:
     """Trains a policy on rewards; prints a table and the checksum, and writes results.json and report.html.
 
     Args:
-      options: The options of the command line, which configure GRPO or PPO.
+      options: The options of the command line.
 
     Raises:
       UsageError: One sentence that says what to change.
     """
-    started, config = time.perf_counter(), run_of(options.train)
-    validate(options.train, num_devices=parts(devices_of(config)))  # before a checkpoint is read
+    started, config = time.perf_counter(), options.train
+    validate(config, num_devices=parts(devices_of(config)))  # before a checkpoint is read
     check_task_options(options.task)
     if options.output.wandb:
         import_wandb()  # before the weights are loaded
@@ -100,10 +91,10 @@ def train_by_rewards(options: RewardOptions) -> None:
         report.finish(run, *results, started)
 
 
-def show_start(options: RewardOptions, models: Models, task: Task) -> None:
+def show_start(options: Config, models: Models, task: Task) -> None:
     """Prints what a run would begin with: the notes, the memory plan, and the first prompt with its rewards."""
     pretrained, prompts = models["policy"], task.prompts(0)
-    scores = try_rewards(task, prompts.examples[0], pretrained, run_of(options.train).sampling.group_size)
+    scores = try_rewards(task, prompts.examples[0], pretrained, options.train.sampling.group_size)
     _, _, plan = apply_memory_plan(options, models, task)
     first = pretrained.tokenizer.decode(prompts.tokens.ids[0][prompts.tokens.mask[0]].tolist())
     lines = [*pretrained.notes, *task.notes, *rate_warning(options, pretrained).values(), str(plan)]
@@ -113,18 +104,15 @@ def show_start(options: RewardOptions, models: Models, task: Task) -> None:
     say(RunConsole(), "\n".join(lines))
 
 
-def task_of(options: RewardOptions, pretrained: Pretrained) -> AbstractContextManager[Task]:
+def task_of(options: Config, pretrained: Pretrained) -> AbstractContextManager[Task]:
     """Opens the task of a command line. The processes of its rewards end with the block."""
-    sampling = run_of(options.train).sampling
+    sampling = options.train.sampling
     return open_task(
         options.task,
         pretrained,
         num_prompts=sampling.num_prompts,
         group_size=sampling.group_size,
-        seed=run_of(options.train).seed,
+        seed=options.train.seed,
         has_levels=sampling.curriculum > 0,
         **prompt_options(options.model, sampling, pretrained),
     )
-
-
-main = train_by_rewards

@@ -13,18 +13,18 @@ training; --control also trains on a coin toss. Export and evaluation of the run
 
 from dataclasses import dataclass
 
-from grpo_jax.commands.grpo import RewardOptions, train_by_rewards
+from grpo_jax.commands import grpo
 from grpo_jax.commands.train import Method
-from grpo_jax.config import PPOConfig, with_options
+from grpo_jax.config import PPO, GRPOConfig, with_options
 
 
 @dataclass(frozen=True)
-class Config(RewardOptions):
+class Config(grpo.Config):
     """Options of the run."""
 
     # The usual eval_samples is group_size - 1, which is 0 in PPO.
-    train: PPOConfig = with_options(PPOConfig(), eval_every=20, eval_samples=7)
+    train: GRPOConfig = with_options(PPO, eval_every=20, eval_samples=7)
     method: Method = "ppo"
 
 
-main = train_by_rewards
+main = grpo.main

@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, PPOConfig, run_of
+from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.functional.products import GPU, Traits, traits_of_backend
@@ -467,7 +467,7 @@ def _in_gib(size: int) -> str:
 
 
 def shape_of(
-    config: GRPOConfig | PPOConfig,
+    run: GRPOConfig,
     options: ModelOptions,
     prompt_tokens: int,
     *,
@@ -476,12 +476,11 @@ def shape_of(
     """Returns the shape of a run.
 
     Args:
-      config: The configuration of the run.
+      run: The configuration of the run.
       options: The options of the model.
       prompt_tokens: The most tokens of a prompt, P.
       parts: The number of parts of the mesh that prompts are spread over.
     """
-    run, critic = run_of(config), config.critic if isinstance(config, PPOConfig) else None
     named = vars(run.sampling) | vars(run.optimizer) | vars(run.mesh) | vars(options)
     shape = Shape(**{name: named[name] for name in Shape._fields if name in named})  # options of the same names
     traits, devices = traits_of_backend(), min(parts * shape.tensor, jax.local_device_count())
@@ -489,7 +488,7 @@ def shape_of(
         num_prompts=run.sampling.num_prompts // parts,
         prompt_tokens=prompt_tokens,
         max_tokens=run.sampling.completion_width,
-        critic=critic.critic if critic else "none",
+        critic=run.critic.critic,
         support_bytes=FLOAT32 * run.sampling.kept_tokens * (1 + run.sampling.staleness),
         copies=1 + (run.reference.ref_sync_steps > 0),
         process_bytes=_PROCESS // devices if traits.backend == "cpu" else 0,

@@ -1,4 +1,4 @@
-"""On-policy distillation: GRPO with a teacher that scores each token sampled by the policy.
+"""On-policy distillation: a teacher for a method, which scores each token sampled by the policy.
 
 The teacher is a frozen model of any size with the tokenizer of the policy. It runs once for each rollout, as a scorer.
 For each token the update needs its hidden state, or its k likeliest tokens, or one log-probability, but never logits
@@ -7,6 +7,7 @@ For each token the update needs its hidden state, or its k likeliest tokens, or 
 Letters as in `types`, and: V tokens that both policy and teacher have, E features of the teacher.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,63 +15,33 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax import functional as F
-from grpo_jax.config import DistillationConfig, GRPOConfig, LossConfig, validate
-from grpo_jax.devices import devices_of, parts
-from grpo_jax.errors import UsageError
+from grpo_jax.config import DistillationConfig, GRPOConfig, LossConfig
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import grpo_method, keep_top_entropy, masked
-from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.programs import Programs, make_method_programs
-from grpo_jax.rl.source import Sampler
+from grpo_jax.rl.grpo import keep_top_entropy, masked
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
 from grpo_jax.step import (
     Array,
     Batch,
     Logs,
     TargetOutputs,
-    check_top_k,
     outputs_of_states,
     score_completion_tokens,
     states_of,
     token_divergence,
 )
-from grpo_jax.tasks.task import Task
 
 
-def make_programs(
-    policy: Policy, teacher: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
-) -> Programs:
-    """Checks all options and makes the programs of distillation, which are compiled at their first call.
+def distillation_method(method: Method, policies: Mapping[str, Policy], config: GRPOConfig) -> Method:
+    """Returns a method that also learns from a teacher.
 
     Args:
-      policy: The functions of the model.
-      teacher: The functions of the teacher.
-      task: Supplies the widths of prompts and the special tokens.
-      config: The configuration of the run, which sets `distillation`.
-      sampler: Samples completions on the devices of the run. Default: the policy samples.
-
-    Raises:
-      UsageError: Options do not work. The message says what to change.
-    """
-    if config.distillation.distillation == "none":
-        raise UsageError("there is a teacher, but distillation is none: choose one, such as reverse_kl")
-    validate(config, num_devices=parts(devices_of(config)))
-    check_task(task, config)
-    check_top_k(config.distillation.divergence, task.vocab_size)
-    return make_method_programs(distillation_method(policy, teacher, config), policy, task, config, sampler=sampler)
-
-
-def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> Method:
-    """Returns the method: GRPO with a teacher.
-
-    Args:
-      policy: The functions of the model.
-      teacher: The functions of the teacher.
+      method: GRPO or PPO.
+      policies: The functions of the models by role: "policy" and "teacher".
       config: The configuration of the run.
     """
-    options, grpo = config.distillation, grpo_method(policy, config)
+    policy, teacher, options = policies["policy"], policies["teacher"], config.distillation
 
     def scorer(models: Params, batch: Batch) -> dict[str, Any]:
         size = len(policy.unembedding(models["policy"]))
@@ -81,11 +52,11 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
         return masked(batch._replace(advantages=zeros), config.loss), zeros, {}
 
     by_token = options.distillation == "k1"
-    advantage = grpo.advantage if config.needs_rewards else without_rewards
-    return grpo._replace(
-        scorers=(*grpo.scorers, scorer),
+    advantage = method.advantage if config.needs_rewards else without_rewards
+    return method._replace(
+        scorers=(*method.scorers, scorer),
         advantage=taught_advantage(advantage, options, config.loss),
-        terms=grpo.terms if by_token else (*grpo.terms, teacher_term(policy, teacher, options)),
+        terms=method.terms if by_token else (*method.terms, teacher_term(policy, teacher, options)),
     )
 
 

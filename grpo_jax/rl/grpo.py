@@ -14,14 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax import functional as F
-from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig, check_models, validate
-from grpo_jax.devices import devices_of, parts
+from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
-from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Advantage, Forward, LossTerm, Method, RewardArrays
 from grpo_jax.rl.update import make_hooks
 from grpo_jax.step import (
@@ -35,25 +31,6 @@ from grpo_jax.step import (
     states_of,
     token_divergence,
 )
-from grpo_jax.tasks.task import Task
-
-
-def make_programs(policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None) -> Programs:
-    """Checks all options and makes the programs of GRPO, which are compiled at their first call.
-
-    Args:
-      policy: The functions of the model.
-      task: Supplies the widths of prompts and the special tokens.
-      config: The configuration of the run.
-      sampler: Samples completions on the devices of the run. Default: the policy samples.
-
-    Raises:
-      UsageError: Options do not work. The message says what to change.
-    """
-    validate(config, num_devices=parts(devices_of(config)))
-    check_models(config, ("policy",))
-    check_task(task, config)
-    return make_method_programs(grpo_method(policy, config), policy, task, config, sampler=sampler)
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:

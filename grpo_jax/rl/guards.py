@@ -12,6 +12,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import Graded
+from grpo_jax.step import check_top_k
 from grpo_jax.tasks.task import Task
 
 # In float32 ratios of tokens are within 1e-5 of 1. In bfloat16 on an H200, the largest of 32,000 ratios was off by 1 at
@@ -22,13 +23,12 @@ FAR_FROM_START = 1.0  # nats a token
 LEFT_OUT_TOLERANCE = 1e-5  # probability of a token; rounding leaves less than 1e-6
 
 
-def check_task(task: Task, config: GRPOConfig, *, bootstraps: bool = False) -> None:
+def check_task(task: Task, config: GRPOConfig) -> None:
     """Raises if a task and the options do not work together.
 
     Args:
       task: The task of the run.
       config: The configuration of the run.
-      bootstraps: True if the values of a critic continue truncated completions.
 
     Raises:
       UsageError: Task and options conflict. The message says what to change.
@@ -39,12 +39,15 @@ def check_task(task: Task, config: GRPOConfig, *, bootstraps: bool = False) -> N
         raise UsageError(
             f"top_k is {sampling.top_k}, but the model has {task.vocab_size} tokens: set it below that, or to 0 for all"
         )
+    check_top_k(config.distillation.divergence, task.vocab_size)
     interaction = interaction_of(task)
     interaction.check(sampling)
+    if config.has_critic and interaction.parts == "turns":
+        raise UsageError("a critic reads no episodes of several turns: leave critic out, or take no environment")
     texts = task.stop.texts if task.stop else ()
     if tuple(sampling.stop) != texts:
         raise UsageError(f"stop is {sampling.stop}, but the task stops at {texts}: pass the same texts to text_task")
-    if task.open_ended and (loss.mask_truncated or bootstraps):
+    if task.open_ended and (loss.mask_truncated or config.critic.bootstrap_truncated):
         raise UsageError(
             "completions of this task are meant to be cut off, and end there: leave mask_truncated and "
             "bootstrap_truncated out"

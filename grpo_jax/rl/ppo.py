@@ -1,36 +1,29 @@
-"""PPO (1707.06347) with a critic: GRPO's iteration, with other advantages and an additional term in the loss.
+"""PPO (1707.06347): a critic for a method, which brings other advantages and an additional term of the loss.
 
 A completion is an episode: the state is the text so far, an action is a token, and the reward comes with the last
 token. The critic is a separate decoder with a scalar head, which takes as much memory as the policy, or only a head on
 the policy's decoder. The models are {"policy": ..., "critic": `heads.Headed`}.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from grpo_jax import functional as F
-from grpo_jax.config import CriticConfig, PPOConfig, validate
-from grpo_jax.devices import devices_of, parts
-from grpo_jax.errors import UsageError
+from grpo_jax.config import Critic, CriticConfig, GRPOConfig
 from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import TokenStates
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import grpo_method, kl_in_reward, masked, optimizer_of
-from grpo_jax.rl.guards import check_task
-from grpo_jax.rl.interaction import interaction_of
-from grpo_jax.rl.programs import Programs, make_method_programs
+from grpo_jax.rl.grpo import kl_in_reward, masked, optimizer_of
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
-from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import Forward, LossTerm, Method, RewardArrays
 from grpo_jax.step import Array, Batch, Logs, learning_rate_schedule, score_completion_tokens, states_of
-from grpo_jax.tasks.task import Task
 
 
 def critic_policy(config: ModelConfig) -> Policy:
@@ -38,82 +31,62 @@ def critic_policy(config: ModelConfig) -> Policy:
     return decoder_policy(heads.without_vocabulary(config))
 
 
-def add_critic(config: ModelConfig, params: Params, critic: Literal["own", "shared"] = "own") -> Params:
+def add_critic(config: ModelConfig, params: Params, critic: Critic = "own") -> Params:
     """Adds a critic that starts from the policy's weights, with a head of zeros: its initial values are all 0.
 
     Args:
       config: The configuration of the policy's decoder.
       params: The parameters of the policy.
-      critic: "own": a separate decoder. "shared": a head on the policy's decoder.
+      critic: "own": a separate decoder. "shared": a head on the policy's decoder. "none": no critic.
 
     Returns:
-      {"policy": ..., "critic": ...}. Both share their arrays; training copies trained parameters.
+      {"policy": ..., "critic": ...}, without "critic" if there is none. Both share their arrays; training copies
+      trained parameters.
     """
+    if critic == "none":
+        return {"policy": params}
     headed = heads.add_head(config, params)[1]
     return {"policy": params, "critic": headed._replace(decoder=None) if critic == "shared" else headed}
 
 
-def make_ppo_programs(
-    policy: Policy, critic: Policy, task: Task, config: PPOConfig, *, sampler: Sampler | None = None
-) -> Programs:
-    """Checks all options and makes the programs of PPO, which are compiled at their first call.
+def ppo_method(method: Method, policies: Mapping[str, Policy], config: GRPOConfig) -> Method:
+    """Returns a method that compares rewards with the values of a critic, and trains the critic too.
 
     Args:
-      policy: The functions of the model.
-      critic: The functions of the critic's decoder. A shared critic does not use them.
-      task: Supplies the widths of prompts and the special tokens.
-      config: The configuration of the run.
-      sampler: Samples completions on the devices of the run. Default: the policy samples.
-
-    Raises:
-      UsageError: Options do not work. The message says what to change.
-    """
-    if interaction_of(task).parts == "turns":
-        raise UsageError("a critic of PPO reads no episodes of several turns: train with GRPO, or without environment")
-    validate(config, num_devices=parts(devices_of(config.run)))
-    check_task(task, config.run, bootstraps=config.critic.bootstrap_truncated)
-    return make_method_programs(ppo_method(policy, critic, config), policy, task, config.run, sampler=sampler)
-
-
-def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
-    """Returns the method PPO, which compares rewards with the values of a critic and trains both models.
-
-    Args:
-      policy: The functions of the model.
-      critic: The functions of the critic's decoder.
+      method: GRPO.
+      policies: The functions of the models by role: "policy", and "critic" for the decoder of a separate critic.
       config: The configuration of the run.
     """
-    run, grpo = config.run, grpo_method(policy, config.run)
-
-    bootstraps = config.critic.bootstrap_truncated
+    policy, critic, options = policies["policy"], policies.get("critic", policies["policy"]), config.critic
+    bootstraps = options.bootstrap_truncated
     values = ("old_values", "end_values") if bootstraps else ("old_values",)
-    critic_options = replace(run.optimizer, learning_rate=config.critic.critic_learning_rate)
-    critic_schedule = learning_rate_schedule(critic_options, run.num_updates)
+    critic_options = replace(config.optimizer, learning_rate=options.critic_learning_rate)
+    critic_schedule = learning_rate_schedule(critic_options, config.num_updates)
     # One optimizer for both, but each gradient is clipped by its own norm.
     optimizer = optax.multi_transform(
-        {"policy": grpo.optimizer, "critic": optimizer_of(run, critic_schedule)},
+        {"policy": method.optimizer, "critic": optimizer_of(config, critic_schedule)},
         {"policy": "policy", "critic": "critic"},
     )
-    return grpo._replace(
-        terms=(*grpo.terms, value_term(critic, config)),
-        advantage=lambda rewards, batch, kl_coef: critic_advantage(rewards, batch, kl_coef, config=config),
+    return method._replace(
+        terms=(*method.terms, value_term(critic, options)),
+        advantage=partial(critic_advantage, config=config),
         optimizer=optimizer,
-        scorers=(*old_scorer(partial(score, policy, critic), run, values), *reference_scorer(policy, run)),
+        scorers=(*old_scorer(partial(score, policy, critic), config, values), *reference_scorer(policy, config)),
         scores_ends=bootstraps,
     )
 
 
 def critic_advantage(
-    rewards: RewardArrays, batch: Batch, kl_coef: Array, *, config: PPOConfig
+    rewards: RewardArrays, batch: Batch, kl_coef: Array, *, config: GRPOConfig
 ) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
     """Returns a batch with the advantages and returns of tokens; means of advantages over completions; metrics."""
     # Neither policy nor critic learns from these completions, so they must not shift whitened advantages either.
-    keep = rewards.applicable & ~batch.truncated if config.run.loss.mask_truncated else rewards.applicable
+    keep = rewards.applicable & ~batch.truncated if config.loss.mask_truncated else rewards.applicable
     batch = batch._replace(completion_mask=F.keep_completions(batch.completion_mask, keep))
-    penalty, logs, batch = kl_in_reward(batch, config.run.loss, kl_coef)
+    penalty, logs, batch = kl_in_reward(batch, config.loss, kl_coef)
     by_token, returns = token_advantages(rewards.rewards, batch, penalty, options=config.critic)
     mask, logs = batch.completion_mask, value_logs(batch, returns) | logs
-    batch = masked(batch._replace(advantages=by_token, returns=returns), config.run.loss)
+    batch = masked(batch._replace(advantages=by_token, returns=returns), config.loss)
     return batch, masked_mean(by_token, mask, axis=-1), logs
 
 
@@ -187,9 +160,8 @@ def token_advantages(
     return advantages, returns
 
 
-def value_term(critic: Policy, config: PPOConfig) -> LossTerm:
+def value_term(critic: Policy, options: CriticConfig) -> LossTerm:
     """w₃ L_critic, with values clipped around the old values if `value_clip` is set."""
-    options = config.critic
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
         values, mask = token_values(critic, models, forward.states, batch), batch.completion_mask

@@ -3,7 +3,7 @@
 import atexit
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Thread
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig
+from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig, check_models, validate
 from grpo_jax.data.types import Reward, Rewards
-from grpo_jax.devices import COMPILING, abstract, devices_of, jit_on_devices, num_cores, sampling_devices
+from grpo_jax.devices import COMPILING, abstract, devices_of, jit_on_devices, num_cores, parts, sampling_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.params import split
 from grpo_jax.models.policy import Policy
@@ -22,6 +22,8 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.rl import update
 from grpo_jax.rl.grade import empty_rewards
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.source import Sampler, empty_batch, make_sampler
 from grpo_jax.rl.types import REWARD_AXES, Learned, Method
@@ -53,6 +55,63 @@ class Programs(NamedTuple):
     score_program: Any  # the compiled part of `score`; None without scorers
     compiling: list[Thread]  # the thread of `compile_ahead`, once it has started
     expert_share: float  # that of the policy, for `update_flops`
+
+
+MethodChange = Callable[[Method], Method]
+
+
+def make_programs(
+    policies: Policy | Mapping[str, Policy],
+    task: Task,
+    config: GRPOConfig,
+    *,
+    method: MethodChange | Sequence[MethodChange] = (),
+    sampler: Sampler | None = None,
+) -> Programs:
+    """Checks all options and makes the programs of a run, which are compiled at their first call.
+
+    Args:
+      policies: The functions of the model, or of all models by role: "policy", "critic" for the decoder of a separate
+        critic, and "teacher".
+      task: Supplies the widths of prompts and the special tokens.
+      config: The configuration of the run.
+      method: One or several functions that change the method of `make_method`, in this order. Default: none.
+      sampler: Samples completions on the devices of the run. Default: the policy samples.
+
+    Raises:
+      UsageError: Options do not work. The message says what to change.
+    """
+    policies = {"policy": policies} if isinstance(policies, Policy) else policies
+    validate(config, num_devices=parts(devices_of(config)))
+    check_models(config, policies)
+    if "teacher" in policies and not config.frozen_models:
+        raise UsageError("there is a teacher, but distillation is none: choose one, such as reverse_kl")
+    if config.critic.critic == "own" and "critic" not in policies:
+        raise UsageError("critic is own, but policies has none: add critic_policy of the model's configuration")
+    check_task(task, config)
+    changed = make_method(policies, config)
+    for change in (method,) if callable(method) else method:
+        changed = change(changed)
+    return make_method_programs(changed, policies["policy"], task, config, sampler=sampler)
+
+
+def make_method(policies: Mapping[str, Policy], config: GRPOConfig) -> Method:
+    """Returns GRPO, with a critic and a teacher if the configuration has them.
+
+    Args:
+      policies: The functions of the models by role, as in `make_programs`.
+      config: The configuration of the run.
+    """
+    method = grpo_method(policies["policy"], config)
+    if config.has_critic:
+        from grpo_jax.rl.ppo import ppo_method  # loaded only with a critic
+
+        method = ppo_method(method, policies, config)
+    if config.frozen_models:
+        from grpo_jax.rl.distillation import distillation_method  # loaded only with a teacher
+
+        method = distillation_method(method, policies, config)
+    return method
 
 
 def make_method_programs(

@@ -27,10 +27,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
+from grpo_jax.config import CriticConfig
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError
-from grpo_jax.options import current_name, flattened
+from grpo_jax.options import current_name, flattened, options_of
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
     TEMPORARY,
@@ -121,6 +122,8 @@ class RunFolder:
                 f"the run in {self.path} began with other options ({', '.join(differing)}): leave these out, or start "
                 "a new run"
             )
+        if differing:  # checkpoints are sealed with all other options of the file, which may be of an earlier version
+            config = _with_steps(read_object(file), now["steps"])
         if differing or not file.exists():
             write_text(file, json.dumps(config, indent=2) + "\n")
         known = read_inputs(self.path).get(_MACHINE, machine())
@@ -375,7 +378,7 @@ FREE_OPTIONS |= {"engine_dtype", "engine_timeout", "engine_folder"}
 ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 # Options that runs of earlier commits lack, with the values that they had in effect.
-_ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64}
+_ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, **options_of(CriticConfig())}
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
 _MACHINE = "machine"  # the part of inputs.json that may change, with a warning
 _UNBEGUN = ("lock", f"{OPTIONS_FILE}*{TEMPORARY}")  # left by a run that was killed before it had written its options
@@ -439,6 +442,12 @@ def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str
     saved = {current_name(name, present, saved): value for name, value in saved.items()}
     saved = {name: value for name, value in _ADDED_OPTIONS.items() if name in present} | saved
     return sorted(name for name in saved.keys() | present.keys() if saved.get(name) != present.get(name))
+
+
+def _with_steps(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Returns the content of a config.json with another number of steps, in whichever group it is."""
+    inner = {name: _with_steps(value, steps) for name, value in options.items() if isinstance(value, Mapping)}
+    return {**options, **inner} | ({"steps": steps} if "steps" in options else {})
 
 
 def _shaping(options: Mapping[str, Any]) -> dict[str, Any]:

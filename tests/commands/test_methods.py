@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from command_helpers import evaluation, refusal, run, with_template
-from tiny import read_lines, refused, slow_unless, write_rows
+from tiny import GOLDEN, read_lines, refused, slow_unless, write_rows
 
 from experiments.tasks import arithmetic
 from grpo_jax import hosts
@@ -101,6 +101,22 @@ def test_runs_and_commands_with_the_former_name_of_rows_continue(folder, tmp_pat
     assert "--task is needed" in refusal(capsys, "evaluate", tmp_path / "run")  # other prompts would be held out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_runs_from_before_the_critic_was_a_group_continue(folder, tmp_path, method):
+    """The files are those that the commit before wrote: of GRPO without a critic, and of PPO with a group `run`."""
+    out = tmp_path / "run"
+    out.mkdir()
+    shutil.copy(GOLDEN / f"runs/{method}.json", out / "config.json")
+    run(folder, out, "", "--resume")
+    sealed = run_digest(out, method)
+    lines, _ = run(folder, out, "", "--resume", "--steps", 3)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert run_digest(out, method) == sealed
+    with pytest.raises(SystemExit):
+        run(folder, out, "", "--resume", "--gae-lambda", 0.8)
+
+
 # ---- what every method leaves
 
 
@@ -154,7 +170,7 @@ def test_ppo_uses_its_defaults_and_exports_no_critic(folder, tmp_path):
     assert [line["step"] for line in lines if line["phase"] == "ppo" and "heldout_avg" in line] == [0, 1, 2]
     assert set(results) == {"before", "after", "control", "params_sha256"}
     assert '"rollouts":{"ppo":[[1,[' in (out / "report.html").read_text()
-    options = json.loads((out / "config.json").read_text())["train"]["run"]
+    options = json.loads((out / "config.json").read_text())["train"]
     assert (options["sampling"]["group_size"], options["loss"]["preset"]) == (1, "lite_ppo")
     assert (options["loss"]["kl_coef"], options["loss"]["kl_in_reward"]) == (0.02, True)
     assert export(Options(out, tmp_path / "exported")) == 2

@@ -24,7 +24,7 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.weights import load_params
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
 from grpo_jax.runs import flags

@@ -15,7 +15,7 @@ from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import RewardModel
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions

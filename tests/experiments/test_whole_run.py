@@ -10,12 +10,11 @@ import pytest
 from tiny import digit_prompts, digit_task, tiny_config
 
 from experiments.whole_run import DeviceTask, by_prompt, compile_runs, heldout_of, prompts_of, whole_run
-from grpo_jax.config import PPOConfig, recipe, run_of, with_options
+from grpo_jax.config import PPO, recipe, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import evaluate, sample_heldout
-from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.rl.programs import make_method_programs
+from grpo_jax.rl.ppo import add_critic, critic_policy
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.train import train
 
@@ -25,7 +24,7 @@ PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
 OPTIONS = {"steps": 4, "num_prompts": 8, "group_size": 4, "max_tokens": 3, "learning_rate": 1e-2, "eval_every": 2}
 OPTIONS |= {"devices": 1}
 GRPO = recipe(**OPTIONS, temperature_spread=0.3, epochs=2, minibatches=2, ref_sync_steps=2, ref_mixup_alpha=0.5)
-PPO = with_options(PPOConfig(), **OPTIONS, critic_learning_rate=1e-2, kl_target=0.1)
+OF_PPO = with_options(PPO, **OPTIONS, critic_learning_rate=1e-2, kl_target=0.1)
 
 
 def first_digit(row):
@@ -46,33 +45,29 @@ TASK = digit_task(says_the_first)._replace(heldout=digit_prompts(999, 10))
 ON_DEVICE = DeviceTask(TASK, lambda rows: np.array([int(first_digit(row)) for row in rows]), on_device, on_device)
 
 
-def of_ppo(policy, config):
-    return ppo_method(policy, critic_policy(MODEL), config)
-
-
 METHODS = [
-    pytest.param(GRPO, bigrams.POLICY, {"policy": bigrams.PARAMS}, grpo_method, id="bigrams"),
-    pytest.param(GRPO, POLICY, {"policy": PARAMS}, grpo_method, id="grpo", marks=pytest.mark.slow),
-    pytest.param(PPO, POLICY, add_critic(MODEL, PARAMS), of_ppo, id="ppo", marks=pytest.mark.slow),
+    pytest.param(GRPO, bigrams.POLICY, {"policy": bigrams.PARAMS}, id="bigrams"),
+    pytest.param(GRPO, POLICY, {"policy": PARAMS}, id="grpo", marks=pytest.mark.slow),
+    pytest.param(OF_PPO, POLICY, add_critic(MODEL, PARAMS), id="ppo", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("config", "policy", "params", "make_method"), METHODS)
-def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, policy, params, make_method):
-    shared = run_of(config)
-    programs, judged = make_method_programs(make_method(policy, config), policy, TASK, shared), []
+@pytest.mark.parametrize(("config", "policy", "params"), METHODS)
+def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, policy, params):
+    policies, judged = {"policy": policy, "critic": critic_policy(MODEL)}, []
+    programs = make_programs(policies, TASK, config)
 
     def judge(actor, step):
-        shape = recipe(num_prompts=8, group_size=4, seed=shared.seed)
+        shape = recipe(num_prompts=8, group_size=4, seed=config.seed)
         calls = sample_heldout(programs.sampler, actor, TASK, shape)
         judged.append(evaluate(calls, TASK).scores.mean())
         return {}
 
     run = RunFolder(tmp_path, dataclasses.asdict(config))
-    state = train(params, TASK, shared, run, programs, phase="it", evaluate=judge)
-    whole = jax.jit(whole_run(policy, ON_DEVICE, config, make_method))
-    heldout = heldout_of(ON_DEVICE, shared)
-    history = whole(params, prompts_of(ON_DEVICE, shared.steps), heldout, shared.seed, {})
+    state = train(params, TASK, config, run, programs, phase="it", evaluate=judge)
+    whole = jax.jit(whole_run(policies, ON_DEVICE, config))
+    heldout = heldout_of(ON_DEVICE, config)
+    history = whole(params, prompts_of(ON_DEVICE, config.steps), heldout, config.seed, {})
 
     for name in ("reward", "length_mean", "zero_spread_share", "distinct_share", "loss", "kl", "grad_norm", "entropy"):
         logged = [line[name] for line in run.lines() if line["step"]]
@@ -87,7 +82,7 @@ def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, policy, param
 @pytest.mark.parametrize(("side_by_side", "devices"), [(False, 2), (True, 1)])
 def test_a_row_is_its_runs(side_by_side, devices):
     config = with_options(GRPO, epochs=1, minibatches=1, ref_sync_steps=0, ref_mixup_alpha=1.0)
-    run, heldout = whole_run(bigrams.POLICY, ON_DEVICE, config), heldout_of(ON_DEVICE, config)
+    run, heldout = whole_run({"policy": bigrams.POLICY}, ON_DEVICE, config), heldout_of(ON_DEVICE, config)
     options = {"learning_rate": np.array([1e-2, 1e-3]), "kl_coef": np.array([0.0, 0.1]), "scale": np.array([1.0, 5.0])}
     step_prompts = prompts_of(ON_DEVICE, config.steps)
     both = jax.tree.map(lambda x: np.stack([x, x]), ({"policy": bigrams.PARAMS}, step_prompts))

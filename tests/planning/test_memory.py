@@ -9,7 +9,7 @@ from tiny import slow_unless
 from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
 from experiments.planning.models import MODELS
-from grpo_jax.config import ModelOptions, PPOConfig, recipe, with_options
+from grpo_jax.config import PPO, ModelOptions, recipe, with_options
 from grpo_jax.functional.products import CPU, Traits
 from grpo_jax.models.config import DeltaConfig, ExpertsConfig, ModelConfig
 from grpo_jax.models.params import split
@@ -34,7 +34,7 @@ def size(tree) -> int:
 @pytest.mark.parametrize("lora_rank", [0, 3])
 def test_trained_parameters_are_those_of_a_run(critic, lora_rank):
     model = replace(SMALL, tie_word_embeddings=False, qkv_bias=True)
-    config = recipe() if critic == "none" else with_options(PPOConfig(), critic=critic)
+    config = recipe() if critic == "none" else with_options(PPO, critic=critic)
     shapes = memory.trained_shapes(model, Shape(critic=critic, lora_rank=lora_rank))
     params = params_of(model, config, lora_rank=lora_rank, param_dtype="float32")
     assert size(shapes) == size(split(params)[0])
@@ -108,7 +108,7 @@ def test_estimates_of_programs_are_nearly_never_too_low(name):
     model, options, programs = ESTIMATED[name]
     shape = Shape(**NARROW | {"prompt_tokens": 16, "piece_tokens": CPU.piece_tokens, "traits": CPU} | options)
     run = {key: getattr(shape, key) for key in NARROW}
-    config = recipe(**run) if shape.critic == "none" else with_options(PPOConfig(), **run)
+    config = recipe(**run) if shape.critic == "none" else with_options(PPO, **run)
     ratios = compare_with_compiler(model, config, shape, programs)
     assert all(LEAST < ratio < MOST for ratio in ratios.values()), ratios
 

@@ -9,7 +9,7 @@ from tiny import refused
 
 from experiments.benchmarks.shapes import MID
 from grpo_jax import prepare
-from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe
+from grpo_jax.config import PPO, GRPOConfig, ModelOptions, recipe
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
@@ -80,7 +80,7 @@ def test_run_shape_follows_the_options():
     assert (shape.copies, shape.lora_rank, shape.critic) == (2, 4, "none")
     alone = shape_of(recipe(), ModelOptions(), 7, parts=1)
     assert alone.process_bytes == 4 * shape.process_bytes > 0  # devices of a CPU share the process
-    ppo = shape_of(PPOConfig(), ModelOptions(), 7, parts=1)
+    ppo = shape_of(PPO, ModelOptions(), 7, parts=1)
     assert (ppo.critic, ppo.group_size) == ("own", 1)
 
 

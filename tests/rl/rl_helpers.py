@@ -19,8 +19,7 @@ from grpo_jax.models.params import split
 from grpo_jax.offline import phase
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
 from grpo_jax.rl import update
-from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.programs import Programs
+from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.types import REWARD_AXES, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder

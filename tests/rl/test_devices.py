@@ -17,7 +17,7 @@ import pytest
 import rl_helpers
 from tiny import GOLDEN, digit_task, load_golden, recorder, says_three, slow_unless
 
-from grpo_jax.config import Divergence, GRPOConfig, PPOConfig, recipe, run_of, with_options
+from grpo_jax.config import PPO, Divergence, GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.devices import (
@@ -47,10 +47,9 @@ from grpo_jax.offline import pairs as offline_pairs
 from grpo_jax.offline.distillation import Target, divergence_objective, mean_divergence
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig
 from grpo_jax.offline.sft import sft_objective, text_nll
-from grpo_jax.rl.distillation import distillation_method
-from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.rl.programs import Programs, make_method_programs
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.ppo import add_critic, critic_policy
+from grpo_jax.rl.programs import Programs, make_method, make_method_programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import Method, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
@@ -101,7 +100,7 @@ def on(devices: Devices, config: Any) -> Any:
 class Case(NamedTuple):
     """A run, and its models by role, where it starts."""
 
-    config: GRPOConfig | PPOConfig
+    config: GRPOConfig
     method: Method
     start: Any
     policy: Policy = DECODER
@@ -113,11 +112,15 @@ def case_of(name: str) -> Case:
     if name == "taught":
         config = recipe("grpo", **options, kl_coef=0.0, distillation="jsd", distillation_top_k=3, reward_coef=0.5)
         models = {"policy": params, "teacher": jax.jit(TEACHER.init)(jax.random.key(5))}
-        return Case(config, distillation_method(DECODER, TEACHER, config), models)
+        return Case(config, make_method({"policy": DECODER, "teacher": TEACHER}, config), models)
     if name in ("ppo", "shared"):
         critic = "shared" if name == "shared" else "own"
-        config = with_options(PPOConfig(), **options, kl_coef=0.1, minibatches=2, critic=critic)
-        return Case(config, ppo_method(DECODER, critic_policy(MODEL), config), add_critic(MODEL, params, critic))
+        config = with_options(PPO, **options, kl_coef=0.1, minibatches=2, critic=critic)
+        return Case(
+            config,
+            make_method({"policy": DECODER, "critic": critic_policy(MODEL)}, config),
+            add_critic(MODEL, params, critic),
+        )
     if name in ("moving", "other"):
         moving = {"ref_sync_steps": 1, "ref_mixup_alpha": 0.5, "divergence": "reverse", "top_entropy": 0.5}
         config = recipe("grpo", **options, minibatches=2, kl_coef=0.2, **(moving if name == "moving" else {}))
@@ -152,7 +155,7 @@ def a_batch(tokens: int = T) -> Batch:
 
 def prepared(case: Case, devices: Devices, *, recording: bool = True) -> tuple[Programs, rl_helpers.Placed, Any]:
     """The programs, what they take with a batch that is scored, and the reference."""
-    config = on(devices, run_of(case.config))
+    config = on(devices, case.config)
     assert devices_of(config) == devices
     method = case.method
     if recording:

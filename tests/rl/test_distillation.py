@@ -1,5 +1,6 @@
 """A teacher in GRPO's loop and in the supervised phase: gradients by brute force over the vocabulary, and runs."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -7,21 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bigrams import PARAMS, POLICY, V
+from bigrams import PARAMS, POLICY, D, V
 from rl_helpers import RUN, assert_close, loss_of, near, open_run, ragged_batch
 from tiny import digit_task, refused, save_tiny_model, slow_unless
 
 from experiments.tasks import arithmetic
 from grpo_jax import functional as F
-from grpo_jax.config import Divergence, ModelOptions, recipe, with_options
+from grpo_jax.config import PPO, DistillationConfig, Divergence, ModelOptions, recipe, with_options
 from grpo_jax.data.packing import pack, packed_pieces
 from grpo_jax.data.prompts import pad_prompts
 from grpo_jax.data.types import pad_completions
+from grpo_jax.models.heads import Headed
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.offline.distillation import Target, distillation_loss, mean_divergence
 from grpo_jax.prepare import load_frozen
-from grpo_jax.rl.distillation import distillation_method, make_programs
 from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.programs import make_method, make_programs
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.step import Batch, score_completion_tokens, states_of
 from grpo_jax.train import train
@@ -78,7 +80,7 @@ def test_loss_and_gradient_equal_brute_force(name):
     kind, k = LOSSES[name]
     beta = {"distillation_beta": 0.3} if kind == "jsd" else {}
     config = recipe("dapo", distillation=kind, distillation_coef=0.7, distillation_top_k=k, **beta)
-    method, batch = distillation_method(POLICY, POLICY, config), a_batch()
+    method, batch = make_method({"policy": POLICY, "teacher": POLICY}, config), a_batch()
 
     @jax.jit
     def actual(params):
@@ -132,7 +134,7 @@ def test_packed_texts_have_the_loss_of_separate_texts():
 
 def test_k1_adds_teacher_and_reward_advantages():
     config = recipe("dapo", distillation="k1", distillation_coef=0.7, reward_coef=0.5)
-    method, mask = distillation_method(POLICY, POLICY, config), a_batch().completion_mask
+    method, mask = make_method({"policy": POLICY, "teacher": POLICY}, config), a_batch().completion_mask
 
     @jax.jit
     def both(batch):
@@ -157,7 +159,7 @@ def test_top_entropy_masks_reward_and_teacher_advantages():
 
     def advantages(**options):
         config = recipe("dapo", distillation="k1", distillation_coef=0.7, **options)
-        method = distillation_method(POLICY, POLICY, config)
+        method = make_method({"policy": POLICY, "teacher": POLICY}, config)
 
         @jax.jit
         def learned(batch):
@@ -201,7 +203,7 @@ TASK = digit_task(never)
 @pytest.mark.slow
 def test_a_policy_nears_its_teacher_without_a_reward(tmp_path):
     config = with_options(CONFIG, steps=30)
-    programs, lines = make_programs(POLICY, POLICY, TASK, config), {}
+    programs, lines = make_programs({"policy": POLICY, "teacher": POLICY}, TASK, config), {}
     for name, teacher, steps in (("other", TEACHER, 30), ("itself", PARAMS, 1)):
         run = open_run(tmp_path / name, config)
         train(MODELS | {"teacher": teacher}, TASK, config, run, programs, phase="grpo", until=steps)
@@ -210,3 +212,57 @@ def test_a_policy_nears_its_teacher_without_a_reward(tmp_path):
     assert divergences[-1] < 0.3 * divergences[0]
     assert all(line["reward"] is None and line["not_applicable_share"] == 1 for line in lines["other"])
     assert lines["itself"][0]["grad_norm"] < 1e-4
+
+
+# ---- with a critic
+
+
+def test_ppo_with_a_teacher_adds_its_term_and_leaves_the_critic_as_it_is():
+    """Gradients and advantages are the sums of those of PPO and of the teacher's term by brute force."""
+    config = with_options(PPO, critic="shared", distillation="reverse_kl", distillation_coef=0.7, reward_coef=0.5)
+    policies = {"policy": POLICY, "teacher": POLICY}
+    both = make_method(policies, config)
+    alone = make_method(policies, replace(config, distillation=DistillationConfig()))
+    critic = Headed(None, jnp.linspace(-1, 1, D))
+    models, batch = MODELS | {"critic": critic}, a_batch()._replace(truncated=np.zeros((4, 3), bool))
+
+    @jax.jit
+    def actual(params):
+        scored = batch._replace(**scores_of(both, models | {"reference": PARAMS}, batch))
+        learned, logged, _ = both.advantage(some_rewards(), scored, 0.02)
+        expected, expected_logged, _ = alone.advantage(some_rewards(), scored, 0.02)
+        gradient = jax.grad(lambda params: loss_of(both)(models | params, learned)[0])(params)
+        return gradient, learned, expected, logged, expected_logged
+
+    @jax.jit
+    def by_hand(params, learned):
+        def loss(params):
+            divergence = by_brute_force("reverse_kl", 0, 0.5, params["policy"], batch)
+            taught = 0.7 * jnp.sum(batch.weights * jnp.where(batch.completion_mask, divergence, 0))
+            return loss_of(alone)(models | params, learned)[0] + taught
+
+        return jax.grad(loss)(params)
+
+    trained = {"policy": PARAMS, "critic": critic}
+    gradient, learned, of_ppo, logged, expected_logged = actual(trained)
+    assert_close(learned.advantages, 0.5 * of_ppo.advantages, rtol=1e-6)
+    assert_close((learned.returns, logged), (of_ppo.returns, expected_logged), rtol=1e-6)
+    assert_close(gradient, by_hand(trained, learned), rtol=1e-4, atol=1e-5)
+    assert np.abs(gradient["critic"].head).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_ppo_with_a_teacher_trains_both(tmp_path):
+    def earned(examples, completions):
+        return [float("1" in text) for text in completions]
+
+    task = TASK._replace(reward=earned)
+    config = with_options(PPO, steps=20, num_prompts=8, max_tokens=3, critic="shared", distillation="reverse_kl")
+    config = with_options(config, learning_rate=1e-2, critic_learning_rate=1e-2, devices=1)
+    programs = make_programs({"policy": POLICY, "teacher": POLICY}, task, config)
+    run = open_run(tmp_path, config)
+    start = MODELS | {"critic": Headed(None, jnp.zeros(D))}
+    state = train(start, task, config, run, programs, phase="ppo")
+    lines = run.lines()
+    assert lines[-1]["distillation"] < 0.7 * lines[0]["distillation"]
+    assert np.abs(state.params["critic"].head).max() > 1e-3

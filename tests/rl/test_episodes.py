@@ -18,7 +18,8 @@ from grpo_jax.devices import Mesh, first_devices
 from grpo_jax.functional import turn_advantages
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups, grade_completions, reward_arrays
-from grpo_jax.rl.grpo import grpo_method, make_programs
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Forward, noise_of
 from grpo_jax.sampling.sampler import Completions

@@ -12,13 +12,12 @@ from bigrams import PARAMS, POLICY, D, V
 from tiny import recorder, slow_unless
 
 from grpo_jax import functional as F
-from grpo_jax.config import PPOConfig, recipe, run_of, with_options
+from grpo_jax.config import PPO, recipe, with_options
 from grpo_jax.devices import place, to_numpy
 from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.ppo import ppo_method
-from grpo_jax.rl.programs import make_method_programs
+from grpo_jax.rl.programs import make_method, make_method_programs
 from grpo_jax.rl.scorers import needs_old_logprobs
 from grpo_jax.rl.update import minibatch_order
 from grpo_jax.step import Batch, has_weight_decay, make_optimizer, score_completion_tokens, states_of
@@ -38,20 +37,19 @@ def a_batch(num_prompts: int = N) -> Batch:
 @cache
 def programs_of(config):
     """Programs of a run with a recorder for an optimizer, and where it starts."""
-    run, params = run_of(config), {"policy": PARAMS}
-    method = grpo_method(POLICY, run)
-    if isinstance(config, PPOConfig):
-        method = ppo_method(POLICY, POLICY, config)
+    params = {"policy": PARAMS}
+    method = make_method({"policy": POLICY, "critic": POLICY}, config)
+    if config.has_critic:
         decoder = None if config.critic.critic == "shared" else {"before": 0.9 * PARAMS["before"]}
         params["critic"] = Headed(decoder, HEAD)
-    method = method._replace(optimizer=recorder(run.optimizer.epochs * run.optimizer.minibatches))
-    return make_method_programs(method, POLICY, TASK, run), params
+    method = method._replace(optimizer=recorder(config.optimizer.epochs * config.optimizer.minibatches))
+    return make_method_programs(method, POLICY, TASK, config), params
 
 
 def learned(config, batch, rewards):
     """(state, what was learned) after an iteration. Without a KL the batch has no numbers of a reference."""
     programs, params = programs_of(config)
-    if not run_of(config).loss.kl_coef:
+    if not config.loss.kl_coef:
         batch = batch._replace(ref_logprobs=None)
     return rl_helpers.placed(programs, params, batch, rewards).learned(programs)
 
@@ -166,7 +164,7 @@ def test_second_epoch_starts_from_the_first_epochs_parameters():
 
 
 def test_ppo_iterations_have_the_gradient_of_their_loss():
-    programs, models = programs_of(with_options(PPOConfig(), num_prompts=4, group_size=G, kl_coef=0.1))
+    programs, models = programs_of(with_options(PPO, num_prompts=4, group_size=G, kl_coef=0.1))
     unscored = a_batch(4)._replace(old_logprobs=None, ref_logprobs=None, old_entropy=None, old_values=None)
     reference, rewards = jax.tree.map(lambda x: 1.1 * x, PARAMS), rl_helpers.ragged_rewards(4, G)
     start = rl_helpers.placed(programs, models, unscored, rewards).scored(programs, reference)
@@ -218,7 +216,7 @@ def test_single_step_has_ratio_one_despite_environment_room():
 
 def test_loss_uses_the_synced_reference():
     changes = {"critic": "shared", "divergence": "reverse", "kl_in_reward": False, "ref_mixup_alpha": 0.5}
-    config = with_options(PPOConfig(), num_prompts=4, group_size=G, ref_sync_steps=1, **changes)
+    config = with_options(PPO, num_prompts=4, group_size=G, ref_sync_steps=1, **changes)
     state, actual = learned(config, a_batch(4)._replace(ref_logprobs=None), rl_helpers.ragged_rewards(4, G))
     assert actual.metrics["kl"] == pytest.approx(0, abs=1e-6)  # it began as the policy, and nothing else was given
     assert state.extras["reference"].keys() == PARAMS.keys()  # of the policy only
@@ -270,8 +268,8 @@ SPLITS = {
     "luspo": (recipe("luspo"), 0),
     "lite_ppo": (recipe("lite_ppo", minibatches=2, mask_truncated=True, correction="token"), 0),
     "gdpo": (recipe("dapo", advantages_of="components", minibatches=2), 3),
-    "ppo_own": (with_options(PPOConfig(), minibatches=2, kl_coef=0.1, kl_target=0.05), 0),
-    "ppo_shared": (with_options(PPOConfig(), critic="shared", epochs=2, bootstrap_truncated=True), 0),
+    "ppo_own": (with_options(PPO, minibatches=2, kl_coef=0.1, kl_target=0.05), 0),
+    "ppo_shared": (with_options(PPO, critic="shared", epochs=2, bootstrap_truncated=True), 0),
 }
 
 
@@ -283,7 +281,7 @@ def test_split_batches_have_the_gradient_of_the_whole(name):
     scored, updates = [], []
     for each in (config, with_options(config, devices=2, microbatches=2)):
         programs, params = programs_of(each)
-        reference = jax.tree.map(lambda x: 1.1 * x, PARAMS) if run_of(config).loss.objective.has_reference else None
+        reference = jax.tree.map(lambda x: 1.1 * x, PARAMS) if config.loss.objective.has_reference else None
         unscored = a_batch()._replace(old_logprobs=None, ref_logprobs=None, old_entropy=None, old_values=None)
         start = rl_helpers.placed(programs, params, unscored, rl_helpers.ragged_rewards(N, G, components))
         start = start.scored(programs, place(reference, programs.sampler.devices))
@@ -301,7 +299,7 @@ def test_split_batches_have_the_gradient_of_the_whole(name):
     rl_helpers.assert_same_means(by_one.metrics, by_other.metrics)
     np.testing.assert_allclose(by_other.advantages, by_one.advantages, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(by_other.order, by_one.order)
-    assert one.extras.keys() == other.extras.keys() == ({"kl_coef"} if run_of(config).reference.kl_target else set())
+    assert one.extras.keys() == other.extras.keys() == ({"kl_coef"} if config.reference.kl_target else set())
     if one.extras:
         assert one.extras["kl_coef"] != pytest.approx(0.1, rel=1e-3)
         np.testing.assert_allclose(other.extras["kl_coef"], one.extras["kl_coef"], rtol=1e-5)

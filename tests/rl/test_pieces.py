@@ -11,7 +11,7 @@ from bigrams import PARAMS, POLICY, V
 from rl_helpers import assert_same_gradient, assert_same_means, placed, ragged_batch
 from tiny import random_params, recorder, slow_unless, task_of_tokens, tiny_config
 
-from grpo_jax.config import PPOConfig, recipe, with_options
+from grpo_jax.config import PPO, recipe, with_options
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.functional.products import CPU, assume_traits
@@ -20,7 +20,7 @@ from grpo_jax.models.geometry import PromptTokens, PromptWidths, choose_widths, 
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.rl import ppo
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.programs import make_method_programs
+from grpo_jax.rl.programs import make_method, make_method_programs
 from grpo_jax.rl.scorers import with_ends
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, RewardArrays, noise_of
@@ -193,7 +193,7 @@ def of_ppo(kind):
     policy, critic = decoder_policy(MODEL), ppo.critic_policy(MODEL)
     models = ppo.add_critic(MODEL, random_params(MODEL), kind)
     models["critic"] = models["critic"]._replace(head=jnp.linspace(-1, 1, MODEL.hidden_size))
-    method = ppo.ppo_method(policy, critic, with_options(PPOConfig(), critic=kind))
+    method = make_method({"policy": policy, "critic": critic}, with_options(PPO, critic=kind))
     return method, models, partial(ppo.score, policy, critic, models)
 
 

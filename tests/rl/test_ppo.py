@@ -7,13 +7,14 @@ import pytest
 from bigrams import PARAMS as TABLE, POLICY, D, V
 from rl_helpers import assert_close, loss_of, near, ragged_batch
 
-from grpo_jax.config import PPOConfig, recipe, with_options
+from grpo_jax.config import PPO, GRPOConfig, recipe, with_options
 from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
 from grpo_jax.rl.grpo import grpo_method, kl_in_reward
-from grpo_jax.rl.ppo import explained_variance, ppo_method, token_advantages
+from grpo_jax.rl.ppo import explained_variance, token_advantages
+from grpo_jax.rl.programs import make_method
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.step import Batch
 
@@ -21,9 +22,9 @@ PARAMS = {"policy": TABLE, "critic": Headed({"before": TABLE["before"]}, jnp.zer
 HEAD = jnp.linspace(-1, 1, D)
 
 
-def of_ppo(**options) -> PPOConfig:
+def of_ppo(**options) -> GRPOConfig:
     """The defaults, but for these options."""
-    return with_options(PPOConfig(), **options)
+    return with_options(PPO, **options)
 
 
 def a_batch() -> Batch:
@@ -54,7 +55,7 @@ def test_advantages_are_those_of_a_loop(steps):
     assert goes_on.any()
     assert not goes_on.all()
     config = of_ppo(gamma=0.9, gae_lambda=0.8, gae_steps=steps, kl_coef=0.3, whiten=False, bootstrap_truncated=True)
-    penalty, _, _ = kl_in_reward(batch, config.run.loss, 0.3)
+    penalty, _, _ = kl_in_reward(batch, config.loss, 0.3)
     actual, returns = token_advantages(
         rewards.astype(np.float32), valued(batch, values.astype(np.float32), goes_on), penalty, options=config.critic
     )
@@ -106,10 +107,10 @@ def test_group_mean_critic_gives_grpos_gradient():
     config = of_ppo(kl_coef=0.1, kl_in_reward=False, gae_lambda=1.0, whiten=False)
     centered = np.asarray(centered_advantages(jnp.asarray(rewards)))
     by_token, returns = token_advantages(centered, valued(batch), None, options=config.critic)
-    weights = config.run.loss.objective.aggregation(batch.completion_mask)
+    weights = config.loss.objective.aggregation(batch.completion_mask)
     of_grpo = batch._replace(advantages=centered, weights=weights)
     for_ppo = of_grpo._replace(advantages=by_token, returns=returns, old_values=np.zeros_like(batch.old_values))
-    loss_of_both = loss_of(ppo_method(POLICY, POLICY, config))
+    loss_of_both = loss_of(make_method({"policy": POLICY, "critic": POLICY}, config))
     loss_alone = loss_of(grpo_method(POLICY, recipe("lite_ppo", kl_coef=0.1)))
 
     @jax.jit
@@ -134,7 +135,7 @@ def test_critic_gradient_is_that_of_clipped_squares():
     # What is in masked places counts nowhere.
     returns = np.where(batch.completion_mask, batch.returns, np.nan)
     batch = batch._replace(weights=weights, ref_logprobs=None, returns=returns)
-    gradient = jax.value_and_grad(loss_of(ppo_method(POLICY, POLICY, config)), has_aux=True)
+    gradient = jax.value_and_grad(loss_of(make_method({"policy": POLICY, "critic": POLICY}, config)), has_aux=True)
 
     @jax.jit
     def everything(params):
@@ -157,7 +158,7 @@ def test_critic_gradient_is_that_of_clipped_squares():
 def test_shared_decoders_add_both_gradients():
     params, config = PARAMS | {"critic": Headed(None, HEAD)}, of_ppo(critic="shared", kl_coef=0.0, value_coef=2.0)
     batch = a_batch()._replace(ref_logprobs=None)
-    batch = batch._replace(weights=config.run.loss.objective.aggregation(batch.completion_mask))
+    batch = batch._replace(weights=config.loss.objective.aggregation(batch.completion_mask))
 
     def critic_alone(params):
         values = heads.values(POLICY, Headed(params["policy"], params["critic"].head), *batch[:3])[..., :-1]
@@ -165,10 +166,10 @@ def test_shared_decoders_add_both_gradients():
         return weighted_sum(error, batch.weights, batch.completion_mask)
 
     def policy_alone(params):
-        return loss_of(grpo_method(POLICY, config.run))(params, batch)[0]
+        return loss_of(grpo_method(POLICY, config))(params, batch)[0]
 
     def whole(params):
-        return loss_of(ppo_method(POLICY, POLICY, config))(params, batch)[0]
+        return loss_of(make_method({"policy": POLICY, "critic": POLICY}, config))(params, batch)[0]
 
     @jax.jit
     def gradients(params):
@@ -185,7 +186,9 @@ def test_shared_decoders_add_both_gradients():
 
 def test_policy_and_critic_have_their_own_rates():
     """The first step of Adam is the rate, whatever the gradient."""
-    optimizer = ppo_method(POLICY, POLICY, of_ppo(learning_rate=1e-2, critic_learning_rate=1e-3)).optimizer
+    optimizer = make_method(
+        {"policy": POLICY, "critic": POLICY}, of_ppo(learning_rate=1e-2, critic_learning_rate=1e-3)
+    ).optimizer
     params = {"policy": {"kernel": jnp.ones((2, 2))}, "critic": {"kernel": jnp.ones((2, 2))}}
     updates = jax.jit(lambda params: optimizer.update(params, optimizer.init(params), params)[0])(params)
     np.testing.assert_allclose(updates["policy"]["kernel"], -1e-2, rtol=1e-3)
@@ -198,7 +201,7 @@ def test_unrewarded_rows_are_excluded_and_truncated_ones_bootstrapped():
     truncated[0], applicable[0, 1] = True, False
     rewards = np.where(applicable, 0.5, 0).astype(np.float32)
     batch = a_batch()._replace(ref_logprobs=None, truncated=truncated)
-    method = ppo_method(POLICY, POLICY, config)
+    method = make_method({"policy": POLICY, "critic": POLICY}, config)
     actual, advantages, logs = method.advantage(RewardArrays(rewards, applicable), batch, 0.0)
     expected = np.full((4, 2), 0.5)
     expected[0] = [0.5 + batch.end_values[0, 0, 0], 0]
@@ -219,7 +222,7 @@ def test_masked_truncated_rows_do_not_shift_advantages():
     truncated = np.arange(8).reshape(4, 2) % 3 == 0
     rewards, everyone = np.arange(8, dtype=np.float32).reshape(4, 2), np.ones((4, 2), bool)
     batch = valued(a_batch()._replace(ref_logprobs=None), truncated=truncated)
-    method, results = ppo_method(POLICY, POLICY, config), []
+    method, results = make_method({"policy": POLICY, "critic": POLICY}, config), []
     for missed in (0.0, -50.0):  # the rewards of truncated completions count for nothing
         earned = RewardArrays(np.where(truncated, missed, rewards).astype(np.float32), everyone)
         results.append(method.advantage(earned, batch, 0.0)[0])

@@ -15,7 +15,7 @@ from tiny import digit_prompts as prompts, says_three, slow_unless
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component
 from grpo_jax.devices import to_devices
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.update import minibatch_order
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.folder import RunFolder
@@ -69,6 +69,17 @@ def test_resumed_runs_compile_each_program_once(tmp_path, caplog, logged_compila
         train_grpo(task, config, open_run(tmp_path, config), programs)
     assert len(run.lines()) == config.steps
     assert PROGRAMS.items() <= count_compilations(caplog).items()
+
+
+def test_changes_of_the_caller_come_last_and_in_order():
+    def twice(method):
+        return method._replace(terms=2 * method.terms)
+
+    def only_first(method):
+        return method._replace(terms=method.terms[:1])
+
+    counts = [len(make_programs(POLICY, TASK, CONFIG, method=it).method.terms) for it in (twice, (twice, only_first))]
+    assert counts == [2, 1]
 
 
 # ---- what moves between host and devices

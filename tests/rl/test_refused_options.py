@@ -7,7 +7,7 @@ from bigrams import POLICY, TASK, V
 from rl_helpers import RUN, some_pairs
 from tiny import refused, says_three
 
-from grpo_jax.config import PPOConfig, validate, with_options
+from grpo_jax.config import PPO, validate, with_options
 from grpo_jax.data.packing import pack, packed_batches
 from grpo_jax.data.types import Component
 from grpo_jax.devices import Mesh, first_devices, place
@@ -18,12 +18,11 @@ from grpo_jax.offline.pairs import pair_batches
 from grpo_jax.offline.phase import SupervisedConfig, check_rows, make_fit_programs
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.prepare import check_vocabulary
-from grpo_jax.rl import distillation, guards
-from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.ppo import make_ppo_programs
+from grpo_jax.rl import guards
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.programs import make_programs
 
 TAUGHT = with_options(RUN, kl_coef=0.0, distillation="reverse_kl", reward_coef=0.0)
-PPO = PPOConfig()
 EPISODES = with_options(RUN, max_turns=3, environment_tokens=6)
 PLAYED, ENDLESS = TASK._replace(environment=object()), TASK._replace(open_ended=True)
 
@@ -86,7 +85,7 @@ OPTIONS = [
     (PPO, {"divergence": "full", "kl_in_reward": False, "kl_coef": 0.0}, "divergence full"),
     (PPO, {"advantages_of": "components"}, "advantages_of"),
     (PPO, {"num_prompts": 6, "microbatches": 4}, "num_prompts"),
-    (PPO, {"distillation": "jsd"}, "distillation jsd"),
+    (PPO, {"distillation": "jsd", "reward_coef": 0.0}, "reward_coef is 0, so critic"),
 ]
 
 
@@ -136,14 +135,22 @@ CALLS = [
         (lambda task=task, config=with_options(config, **changes): make_programs(POLICY, task, config), words)
         for task, config, changes, words in PROGRAMS
     ),
-    (lambda: distillation.make_programs(POLICY, POLICY, TASK, RUN), "distillation is none"),
+    (lambda: make_programs({"policy": POLICY, "teacher": POLICY}, TASK, RUN), "distillation is none"),
+    (lambda: make_programs(POLICY, TASK, PPO), "critic_policy"),
+    (lambda: make_programs(POLICY, PLAYED, with_options(EPISODES, critic="shared")), "leave critic out"),
+    (lambda: make_programs(POLICY, TASK, with_options(RUN, gae_lambda=0.5)), "gae_lambda has no effect"),
     (
-        lambda: distillation.make_programs(POLICY, POLICY, TASK, with_options(TAUGHT, distillation_top_k=V)),
+        lambda: make_programs({"policy": POLICY, "teacher": POLICY}, TASK, with_options(TAUGHT, distillation_top_k=V)),
         f"{V} tokens",
     ),
     (lambda: check_vocabulary({"a": 0, "b": 2}, OURS, "teacher"), "'b' is 2 there and 1 here"),
     (lambda: check_vocabulary(OURS | {"c": 2}, OURS, "teacher"), "'c' is 2 there and no token here"),
-    (lambda: make_ppo_programs(POLICY, POLICY, ENDLESS, with_options(PPO, bootstrap_truncated=True)), "bootstrap"),
+    (
+        lambda: make_programs(
+            {"policy": POLICY, "critic": POLICY}, ENDLESS, with_options(PPO, bootstrap_truncated=True)
+        ),
+        "bootstrap",
+    ),
     (lambda: guards.check_tokens(TASK._replace(eos_ids=())), "EOS"),
     (lambda: guards.check_tokens(TASK._replace(vocab_size=5)), "EOS"),
     (  # key-value heads are never cut

@@ -12,7 +12,7 @@ from tiny import digit_prompts as prompts
 
 from grpo_jax.config import BEST_CORRECTION, with_options
 from grpo_jax.devices import to_numpy
-from grpo_jax.rl.grpo import grpo_method, make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
 from grpo_jax.rl.types import SAMPLING, noise_of
 
@@ -161,7 +161,7 @@ def test_the_run_as_one_program_is_as_stale(tmp_path):
 
     task = DeviceTask(TASK, lambda rows: np.zeros(len(rows)), on_device, on_device)
     heldout = heldout_of(task, config)
-    history = jax.jit(whole_run(POLICY, task, config, grpo_method))(
+    history = jax.jit(whole_run({"policy": POLICY}, task, config))(
         {"policy": PARAMS}, prompts_of(task, config.steps), heldout, config.seed, {}
     )
     state, run = trained(tmp_path, None, config)

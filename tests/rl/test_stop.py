@@ -15,7 +15,7 @@ from grpo_jax.config import recipe, with_options
 from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.devices import ONE_DEVICE, Mesh, first_devices
 from grpo_jax.rl.grade import decode_groups, token_texts
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of
 

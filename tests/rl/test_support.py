@@ -11,11 +11,11 @@ from rl_helpers import assert_same_gradient, open_run, placed, ragged_batch, rag
 from tiny import random_params, recorder, refused, task_of_tokens, tiny_config
 
 from grpo_jax import functional as F
-from grpo_jax.config import PPOConfig, recipe, validate, with_options
+from grpo_jax.config import PPO, recipe, validate, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl import ppo
-from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.programs import make_method_programs
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.programs import make_method_programs, make_programs
 from grpo_jax.rl.scorers import with_ends
 
 LIMITS = {"top_p": 0.8, "top_k": 6, "min_p": 0.1, "support": "sampler"}
@@ -154,11 +154,11 @@ def test_logits_outside_the_support_get_no_gradient():
 
 def test_critics_score_the_end_of_completions_with_supports():
     batch, decoder = a_batch(), decoder_policy(MODEL)
-    config = with_options(PPOConfig(), critic="shared", bootstrap_truncated=True, **LIMITS)
+    config = with_options(PPO, critic="shared", bootstrap_truncated=True, **LIMITS)
     params = {"policy": random_params(MODEL)}
     params["critic"] = ppo.heads.Headed(None, jnp.linspace(-1, 1, MODEL.hidden_size))
     scores, ends = (jax.jit(partial(ppo.score, decoder, decoder))(params, x) for x in (batch, with_ends(batch)))
-    assert config.run.sampling.kept_tokens == 6
+    assert config.sampling.kept_tokens == 6
     for name in ("old_logprobs", "old_entropy"):
         mask, whole = batch.completion_mask, ends[name][:, :, :-1]
         np.testing.assert_allclose(np.where(mask, whole, 0), np.where(mask, scores[name], 0), atol=1e-5)
