@@ -1,14 +1,15 @@
 """Options of a training run: groups of fields, whose types declare their ranges, and checks that they work together."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import PRESETS, Objective
-from grpo_jax.functional.numerics import is_zero
+from grpo_jax.functional.numerics import constants_of, is_zero
+from grpo_jax.functional.presets import CORRECTIONS
 from grpo_jax.models.config import AttentionKind, Dtype, Rounding, Router
 from grpo_jax.models.params import TARGETS, Quantize, Target
 from grpo_jax.options import (
@@ -29,17 +30,17 @@ from grpo_jax.options import (
     check_ranges,
     options_of,
     replace_options,
-    suggestion,
 )
+from grpo_jax.presets import check_objective, name_preset, preset_of
 
 if TYPE_CHECKING:
     Preset = str
 else:
-    Preset = Literal[tuple(PRESETS)]  # a type checker cannot read this; the command line offers these names
+    Preset = Literal[tuple(PRESETS)] | str  # a type checker cannot read this; the command line offers these names
 
-# Options that a preset sets: fields of `Objective`, and constants of its term.
-NUMBERS = ("kl_coef", "entropy_coef", "kl_in_reward", "kl_bias_correction")
-CONSTANTS = ("epsilon_low", "epsilon_high", "delta")
+# Options that a preset sets: fields of `Objective`, and constants that have options of their own.
+FIELDS = ("kl_coef", "entropy_coef", "kl_in_reward", "kl_bias_correction")
+SHORT = ("epsilon_low", "epsilon_high", "delta")
 
 AdvantagesOf = Literal["sum", "components", "turns", "spans"]
 BY_PART = ("turns", "spans")  # values that compare parts of completions
@@ -249,7 +250,10 @@ class LossConfig:
     """The loss: a published method and its constants."""
 
     preset: Preset = "grpo"
-    """Published method: advantage, ratio, surrogate, aggregation, KL and their numbers, which other options replace."""
+    """Published method: advantage, ratio, surrogate, aggregation, KL and their numbers, which other options replace.
+    file.py:NAME: an `Objective` of yours."""
+    constant: tuple[str, ...] = ()
+    """Other constants of the preset or the correction, such as tau_positive=2. `--preset NAME --help` lists them."""
     kl_coef: Weight = 0.04
     """Weight β of the KL divergence from the reference, which is the start unless ref_sync_steps moves it. 0: no
     KL."""
@@ -290,25 +294,26 @@ class LossConfig:
     @property
     def objective(self) -> Objective:
         """The preset with the numbers of these options."""
-        numbers = {name: getattr(self, name) for name in NUMBERS}
-        return preset_of(self.preset)._replace(constants=self.constants, **numbers)
+        published = preset_of(self.preset)._replace(**{name: getattr(self, name) for name in FIELDS})
+        numbers = {name: getattr(self, name) for name in SHORT if getattr(self, name) is not None}
+        numbers |= {name: value for name, value in self.constants.items() if name in published.numbers}
+        return published.with_constants(**numbers)
 
     @property
-    def constants(self) -> Mapping[str, float]:
-        """Constants of the preset's term, by name, with the numbers of these options."""
-        numbers = {name: getattr(self, name) for name in CONSTANTS if getattr(self, name) is not None}
-        return {**preset_of(self.preset).constants, **numbers}
+    def constants(self) -> dict[str, float]:
+        """The numbers of `constant`, by name."""
+        pairs = (text.partition("=") for text in self.constant)
+        try:
+            numbers = {name: float(number) for name, _, number in pairs}
+        except ValueError:
+            raise UsageError(f"constant is {' '.join(self.constant)}: write NAME=NUMBER, as tau_positive=2") from None
+        return {name: int(number) if number.is_integer() else number for name, number in numbers.items()}
 
 
-def preset_of(name: str) -> Objective:
-    """Returns a preset.
-
-    Raises:
-      UsageError: There is no such preset. The message lists the closest names.
-    """
-    if name not in PRESETS:
-        raise UsageError(f"there is no preset {name}: {suggestion(name, PRESETS)}")
-    return PRESETS[name]
+def constant_names(preset: str) -> set[str]:
+    """Returns the names of the constants of a preset, of corrections and of comparisons."""
+    weights = (weights for _, weights in CORRECTIONS.values())
+    return {"ddof", "eps", *preset_of(preset).numbers}.union(*map(constants_of, weights))
 
 
 _INSIDE = Range(lambda beta: 0 < beta < 1, "between 0 and 1; at the ends take forward_kl or reverse_kl")
@@ -537,8 +542,9 @@ def with_options(config: Config, **options: Any) -> Config:
 
     Args:
       config: A dataclass whose fields are options or dataclasses of options.
-      options: New values by name, which may be traced. `preset` also sets the numbers of its recipe, unless another
-        option sets them.
+      options: New values by name, which may be traced. `preset` is a name, "file.py:NAME" or an `Objective`, and also
+        sets the numbers of its recipe, unless another option sets them. Other constants than those that are options,
+        such as tau_positive, become part of `constant`.
 
     Raises:
       UsageError: An option or the preset is unknown.
@@ -547,17 +553,23 @@ def with_options(config: Config, **options: Any) -> Config:
       >>> with_options(GRPOConfig(), preset="dapo", group_size=16).loss.epsilon_high
       0.28
     """
-    check_known(options, options_of(config))
-    if "preset" in options:
-        options = _preset_numbers(options["preset"]) | options
+    known = options_of(config)
+    if "preset" in known:
+        preset = name_preset(options.get("preset", known["preset"]))
+        if "preset" in options:
+            options = _preset_numbers(preset) | options | {"preset": preset}
+        if names := options.keys() & constant_names(preset) - known.keys():
+            others = [text for text in options.get("constant", known["constant"]) if text.split("=")[0] not in names]
+            options["constant"] = (*others, *(f"{name}={options.pop(name)}" for name in sorted(names)))
+    check_known(options, known)
     return replace_options(config, options)
 
 
-def recipe(preset: str = "grpo", **options: Any) -> GRPOConfig:
+def recipe(preset: str | Objective = "grpo", **options: Any) -> GRPOConfig:
     """Returns the configuration of a published recipe: a preset, and the sampling options of its authors.
 
     Args:
-      preset: The name of a preset of `functional.presets`.
+      preset: The name of a preset of `functional.presets`, "file.py:NAME", or an `Objective`.
       options: Options to replace, as in `with_options`.
 
     Raises:
@@ -575,15 +587,16 @@ RECIPES: dict[str, dict[str, Any]] = {
     "companion_post": {"temperature": 0.7, "temperature_spread": 0.3},
     "introduction_post": {"group_size": 12},
     "introduction_post_rank": {"group_size": 12},
+    "kl_cov": {"microbatches": 1},
 }
 
 
 def _preset_numbers(preset: str) -> dict[str, Any]:
     """Returns the options that a preset sets, by name."""
     published = preset_of(preset)
-    numbers = {name: getattr(published, name) for name in NUMBERS}
-    constants = {name: published.constants.get(name) for name in CONSTANTS}
-    return numbers | constants | RECIPES.get(preset, {})
+    numbers = {name: getattr(published, name) for name in FIELDS}
+    constants = {name: published.constants.get(name) for name in SHORT}
+    return {"constant": (), **numbers, **constants, **RECIPES.get(preset, {})}
 
 
 # PPO: one completion per prompt suffices with a critic. The objective of Lite PPO is PPO's: ratios of tokens clipped at
@@ -625,7 +638,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     check_effects(config.critic)
     sentences = chain(
         config.conflicts(),
-        _constants(config.loss),
+        _constants(replace(config.loss, correction=config.correction), config),
         _steps(config, num_devices),
         _sampling(config, compares_groups=config.needs_rewards and not config.has_critic),
         _kl(config),
@@ -690,14 +703,27 @@ def check_models(config: GRPOConfig, roles: Collection[str]) -> None:
         raise UsageError(f"the options need a {role}: name a model with the same tokenizer as {role}")
 
 
-def _constants(loss: LossConfig) -> Iterator[str]:
+def _constants(loss: LossConfig, config: GRPOConfig) -> Iterator[str]:
     published = preset_of(loss.preset)
-    for name in CONSTANTS:
+    ignored = constants_of(published.advantages) if config.has_critic or loss.advantages_of != "sum" else {}
+    known = published.numbers.keys() - ignored.keys() - {*FIELDS}
+    known |= {"ddof", "eps"} if loss.advantages_of != "sum" else set()
+    known |= constants_of(CORRECTIONS[loss.correction][1]).keys() if loss.correction in CORRECTIONS else set()
+    for name in SHORT:
         value, number = getattr(loss, name), published.constants.get(name)
-        if value is not None and number is None and not (name == "delta" and published.takes_delta):
+        if value is not None and name not in known:
             yield f"{name} is {value}, but preset {loss.preset} has no such constant: leave it out"
         if value is None and number is not None:
             yield f"{name} is None, but preset {loss.preset} needs it: {number} is its own"
+    for name, value in loss.constants.items():
+        if name not in known - {*SHORT}:
+            yield f"{name} is no constant of this run: constant sets {', '.join(sorted(known - {*SHORT})) or 'none'}"
+        if not FLOAT32.contains(value) or (value < 0 and loss.preset in PRESETS):
+            yield f"{name} is {value}: it must be at least 0, and {FLOAT32.words}"
+    if loss.preset not in PRESETS or loss.constants:
+        size = max(config.sampling.group_size, published.min_group_size if config.has_critic else 1)
+        for reason in check_objective(loss.objective, size):
+            yield f"preset {loss.preset} cannot be used: {reason}"
     if loss.epsilon_low is not None and loss.epsilon_low > 1 and not published.bounds_log_ratio:
         yield f"epsilon_low is {loss.epsilon_low}: a ratio is at least 0, so set it to at most 1, which is no bound"
     if loss.delta is not None and loss.epsilon_high is not None and loss.delta <= 1 + loss.epsilon_high:
@@ -734,6 +760,11 @@ def _steps(config: GRPOConfig, num_devices: int) -> Iterator[str]:
     if num_prompts % pieces:
         product = f"minibatches x microbatches x devices / tensor, {pieces}"
         yield f"num_prompts is {num_prompts}: it must be a multiple of {product}"
+    if config.loss.objective.whole_batch and (options.microbatches != 1 or num_devices > 1):
+        yield (
+            f"preset {config.loss.preset} chooses among all tokens of an optimizer step: set microbatches and devices "
+            "to 1"
+        )
     if not config.loss.objective.has_ratio and options.epochs * options.minibatches > 1:
         yield f"preset {config.loss.preset} has no ratio, so it can use a rollout once: set epochs and minibatches to 1"
 

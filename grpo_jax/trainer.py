@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, ModelOptions, check_effects, validate, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, check_effects, constant_names, validate, with_options
 from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.generators import PREFIX, parse_generators
 from grpo_jax.data.rows import SUFFIXES, read_rows, remove_nulls
@@ -25,6 +25,7 @@ from grpo_jax.models.lora import merge
 from grpo_jax.models.params import Adapted, format_of, join, split
 from grpo_jax.options import check_known, check_ranges, check_type, check_types, option_types
 from grpo_jax.prepare import RunOptions, begin, load_models, prepare, prompt_options
+from grpo_jax.presets import name_preset
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
@@ -225,6 +226,9 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     hints = option_types(GRPOConfig) | option_types(ModelOptions)
     for name in ("model", "eval_every", "eval_samples", "keep_best", "patience"):
         del hints[name]
+    if isinstance(preset := name_preset(options.get("preset", "grpo")), str):
+        options = {**options, "preset": preset} if "preset" in options else options
+        hints = dict.fromkeys(constant_names(preset), float) | hints
     check_known(options, [*hints, "model", "reward_model", "run_dir"])
     return {name: _checked(name, value, hints[name]) for name, value in options.items()}
 

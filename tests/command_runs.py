@@ -58,6 +58,7 @@ def write_inputs(folder: Path) -> None:
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "user.py").write_text(USER_CODE)
+    shutil.copy(Path(__file__).with_name("own_presets.py"), folder / "own.py")
 
 
 def write_model(folder: Path, *, hidden: int) -> None:

@@ -62,6 +62,7 @@ USUAL = {"kl_in_reward": False, "group_size": 8, "temperature": 1.0, "temperatur
 USUAL |= {"entropy_coef": 0.0, "delta": None, "kl_bias_correction": False}
 UNUSUAL = {
     "rloo": {"kl_in_reward": True},
+    "reinforce_pp": {"kl_in_reward": True},
     "companion_post": {"temperature": 0.7, "temperature_spread": 0.3},
     "introduction_post": {"group_size": 12},
     "introduction_post_rank": {"group_size": 12},
@@ -78,7 +79,8 @@ def test_recipes_have_the_published_numbers_of_their_preset(preset):
 
 
 def test_command_line_lists_all_presets():
-    assert set(get_args(configs.Preset)) == PRESETS.keys()
+    names, text = get_args(configs.Preset)
+    assert (set(get_args(names)), text) == (PRESETS.keys(), str)
     assert configs.RECIPES.keys() <= PRESETS.keys()
 
 

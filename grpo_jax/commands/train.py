@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Literal, get_args
 
 from grpo_jax.errors import UsageError, user_path
+from grpo_jax.functional import PRESETS
 from grpo_jax.options import COUNTERPARTS, DIFFERENCES, check_known, current_name, option_types, suggestion
 from grpo_jax.runs import flags
 from grpo_jax.runs.files import read_object
@@ -33,8 +34,7 @@ def module_of(method: str) -> ModuleType:
       UsageError: There is no such method.
     """
     if method not in METHODS:
-        presets = get_args(option_types(module_of("grpo").Config)["preset"])
-        remedy = f"--preset {method} names it" if method in presets else suggestion(method, METHODS)
+        remedy = f"--preset {method} names it" if method in PRESETS else suggestion(method, METHODS)
         raise UsageError(f"there is no method {method}: {remedy}")
     return import_module(f"grpo_jax.commands.{method.replace('-', '_')}")
 

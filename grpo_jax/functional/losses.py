@@ -13,6 +13,7 @@ and Dr.GRPO's constant divisor means the same.
 are then global. `num_completions` is global already.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.divergence import kl_k3
-from grpo_jax.functional.numerics import AxisName, is_zero, maybe_psum, takes, upcast
+from grpo_jax.functional.numerics import AxisName, call_with, constants_of, is_zero, maybe_psum, takes, upcast
 from grpo_jax.functional.policy_gradient import (
     Term,
     clipped_surrogate,
@@ -249,7 +250,9 @@ class Objective(NamedTuple):
     """The functions and constants of one published method."""
 
     advantages: Callable[..., jax.Array]
-    """(rewards `[..., G]`, lengths `[..., G]` in tokens, *, where `[..., G]`, axis_name) -> `[..., G]`."""
+    """(rewards `[..., G]`, lengths `[..., G]` in tokens, *, where `[..., G]`, axis_name) -> `[..., G]`. With a keyword
+    mask `[..., G, T]` it may return `[..., G, T]`. With token_penalty `[..., G, T]`, β k1 of a KL in the reward, the
+    rewards are without this penalty."""
     term: Term = clipped_term
     """(logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`."""
     constants: Mapping[str, float] = _CLIP
@@ -270,8 +273,6 @@ class Objective(NamedTuple):
     """The ratio is against the log-probabilities that the sampler reported, not recomputed ones."""
     per_completion: bool = False
     """The term is one number per completion, repeated on its tokens, so that weights must not count the tokens."""
-    takes_delta: bool = True
-    """The term also takes the constant `delta` of `clipped_surrogate`."""
     has_ratio: bool = True
     """The term reads old_logprobs. If not, a rollout can be used for one step only."""
     bounds_log_ratio: bool = False
@@ -282,6 +283,8 @@ class Objective(NamedTuple):
     """Smallest group whose completions the advantages can compare."""
     reads_outcomes: bool = False
     """The advantages depend on the sign of a reward or of a group's mean, which a KL in the reward would change."""
+    whole_batch: bool = False
+    """The term chooses among all tokens of an optimizer batch, which must then be computed in one piece."""
 
     def __hash__(self) -> int:
         # A mapping has no hash.
@@ -292,11 +295,22 @@ class Objective(NamedTuple):
         """True if there is a KL term; also true if its coefficient is traced."""
         return not is_zero(self.kl_coef)
 
+    @property
+    def functions(self) -> tuple[Callable[..., jax.Array], ...]:
+        """The functions that have constants, those of the term bound."""
+        return self.advantages, self.aggregation, partial(self.term, **self.constants)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """All constants by name: kl_coef, entropy_coef, and those of the functions."""
+        numbers = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
+        return numbers | {name: value for function in self.functions for name, value in constants_of(function).items()}
+
     def with_constants(self, **constants: float) -> "Objective":
         """Returns the same method with other constants.
 
         Args:
-          **constants: the new constants of the term, by name, such as epsilon_high, or kl_coef or entropy_coef.
+          **constants: the new constants by name, as in `numbers`, such as epsilon_high, ddof or kl_coef.
 
         Examples:
           >>> from grpo_jax.functional import PRESETS
@@ -305,8 +319,36 @@ class Objective(NamedTuple):
           >>> PRESETS["grpo"].with_constants(kl_coef=0.0).has_reference
           False
         """
-        numbers: dict[str, Any] = {name: constants.pop(name) for name in {"kl_coef", "entropy_coef"} & constants.keys()}
-        return self._replace(constants=MappingProxyType({**self.constants, **constants}), **numbers)
+        changes: dict[str, Any] = {name: constants.pop(name) for name in {"kl_coef", "entropy_coef"} & constants.keys()}
+        for field, function in (("advantages", self.advantages), ("aggregation", self.aggregation)):
+            if names := constants_of(function).keys() & constants.keys():
+                changes[field] = partial(function, **{name: constants.pop(name) for name in names})
+        return self._replace(constants=MappingProxyType({**self.constants, **constants}), **changes)
+
+    def compute_advantages(
+        self, rewards: jax.Array, mask: jax.Array, *, where: jax.Array | None = None, penalty: jax.Array | None = None
+    ) -> jax.Array:
+        """Calls `advantages` with the keywords that it takes.
+
+        Args:
+          rewards: `[..., G]`.
+          mask: bool `[..., G, T]`.
+          where: bool `[..., G]`, true for completions that count. None: all.
+          penalty: `[..., G, T]`, β k1 of a KL in the reward. None: there is none.
+
+        Returns:
+          `[..., G]` or `[..., G, T]`.
+
+        Examples:
+          >>> from grpo_jax.functional import PRESETS
+          >>> print(PRESETS["dr_grpo"].compute_advantages(jnp.array([1.0, 0.0]), jnp.ones((2, 3), bool)))
+          [ 0.5 -0.5]
+        """
+        if penalty is not None and "token_penalty" not in inspect.signature(self.advantages).parameters:
+            rewards = rewards - jnp.sum(penalty, axis=-1)
+        lengths = jnp.sum(mask, axis=-1, dtype=jnp.int32)
+        counted = mask if where is None else mask & where[..., None]
+        return call_with(self.advantages, rewards, lengths, where=where, mask=counted, token_penalty=penalty)
 
     def loss(
         self,

@@ -73,6 +73,24 @@ def device_index_and_count(axis_name: AxisName) -> tuple[jax.Array | int, int]:
     return (0, 1) if axis_name is None else (jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name))
 
 
+# ---- keywords of functions
+
+
+def constants_of(function: Callable[..., Any]) -> dict[str, float]:
+    """Returns the constants of a function: its keywords whose defaults are numbers, and these defaults.
+
+    The values that a `functools.partial` binds are its defaults.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY and is_known(x.default)}
+
+
+def call_with(function: Callable[..., Any], *args: Any, **context: Any) -> Any:
+    """Calls a function with those keywords that it takes."""
+    known = inspect.signature(function).parameters
+    return function(*args, **{name: value for name, value in context.items() if name in known})
+
+
 # ---- shapes of arguments
 
 F = TypeVar("F", bound=Callable)

@@ -283,6 +283,7 @@ def ratio_term(log_ratio: Callable[..., jax.Array], surrogate: Callable[..., jax
         refuse_epsilon(constants)
         return surrogate(log_ratio(logprobs, old_logprobs, mask), advantages, **constants)
 
+    term.__wrapped__ = surrogate  # whose constants `inspect.signature` then finds
     return term
 
 

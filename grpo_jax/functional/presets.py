@@ -5,18 +5,18 @@ A preset is data. `PRESETS["dapo"].loss(...)` is its loss on arrays. A variant i
 """
 
 import difflib
-import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp  # noqa: F401, read by the examples
 
-from grpo_jax.functional import advantages as A, losses as L, policy_gradient as P
+from grpo_jax.functional import advantages as A, correction as C, losses as L, policy_gradient as P, returns as R
 from grpo_jax.functional.advantages import group_advantages
 from grpo_jax.functional.divergence import kl_k1, kl_k2, kl_unbiased
 from grpo_jax.functional.losses import Objective, token_mean_weights
-from grpo_jax.functional.numerics import AxisName
+from grpo_jax.functional.numerics import call_with
 
 _NONE: Mapping[str, float] = MappingProxyType({})
 
@@ -25,30 +25,30 @@ def ignore_lengths(advantages: Callable[..., jax.Array], **constants) -> Callabl
     """Adapts a function of only rewards to the arguments of `Objective.advantages`.
 
     Args:
-      advantages: (rewards `[..., G]`, *, where, **constants) -> `[..., G]`. A function of the whole batch also has an
-        argument `axis_name`, which is then passed to it.
+      advantages: (rewards `[..., G]`, ...) -> `[..., G]` or `[..., G, T]`. It gets those of the keywords of
+        `Objective.advantages` that it takes.
       **constants: constants of the function, by name.
 
     Returns:
-      (rewards, lengths, *, where, axis_name) -> `[..., G]`, which does not read the lengths.
+      (rewards, lengths, **keywords) -> advantages, which does not read the lengths.
 
     Examples:
       >>> print(ignore_lengths(group_advantages, ddof=0)(jnp.array([1.0, 0.0]), jnp.array([3, 4])))
       [ 1. -1.]
     """
-    takes_axis_name = "axis_name" in inspect.signature(advantages).parameters
+    function = partial(advantages, **constants)
 
-    def rewards_advantage(rewards, lengths, *, where=None, axis_name: AxisName = None):
-        axis = {"axis_name": axis_name} if takes_axis_name else {}
-        return advantages(rewards, where=where, **axis, **constants)
+    def rewards_advantage(rewards, lengths, **context):
+        return call_with(function, rewards, **context)
 
+    rewards_advantage.__wrapped__ = function  # whose keywords `inspect.signature` then finds
     return rewards_advantage
 
 
 _GROUP = ignore_lengths(group_advantages)
 _BY_SEQUENCE = Objective(_GROUP)
 _BY_TOKEN = Objective(_GROUP, aggregation=token_mean_weights)
-_ON_POLICY = _BY_TOKEN._replace(term=P.reinforce_term, constants=_NONE, takes_delta=False, has_ratio=False)
+_ON_POLICY = _BY_TOKEN._replace(term=P.reinforce_term, constants=_NONE, has_ratio=False)
 _GRPO = Objective(_GROUP, kl_coef=0.04)
 _SEQUENCE_TERM = P.ratio_term(P.sequence_log_ratio, P.clipped_surrogate)
 _POST = Objective(
@@ -81,9 +81,9 @@ PRESETS: dict[str, Objective] = {
         epsilon_low=3e-4, epsilon_high=4e-4
     ),
     # 2506.13585: a cap of 5 and no lower bound.
-    "cispo": _BY_TOKEN._replace(
-        term=P.ratio_term(P.token_log_ratio, P.cispo_surrogate), takes_delta=False
-    ).with_constants(epsilon_low=1.0, epsilon_high=4.0),
+    "cispo": _BY_TOKEN._replace(term=P.ratio_term(P.token_log_ratio, P.cispo_surrogate)).with_constants(
+        epsilon_low=1.0, epsilon_high=4.0
+    ),
     # 2402.14740
     "rloo": Objective(
         ignore_lengths(A.leave_one_out_advantages),
@@ -101,15 +101,13 @@ PRESETS: dict[str, Objective] = {
         advantages=ignore_lengths(A.rank_advantages, ddof=0, eps=1e-8)
     ).with_constants(epsilon_low=0.15, epsilon_high=0.15),
     # 2507.20673; epsilons bound the log-ratio.
-    "gmpo": _BY_SEQUENCE._replace(
-        term=P.gmpo_term, per_completion=True, takes_delta=False, bounds_log_ratio=True
-    ).with_constants(epsilon_low=0.4, epsilon_high=0.4),
-    # 2511.20347
-    "sapo": _BY_SEQUENCE._replace(
-        term=P.ratio_term(P.token_log_ratio, P.sapo_surrogate), constants=_NONE, takes_delta=False
+    "gmpo": _BY_SEQUENCE._replace(term=P.gmpo_term, per_completion=True, bounds_log_ratio=True).with_constants(
+        epsilon_low=0.4, epsilon_high=0.4
     ),
+    # 2511.20347
+    "sapo": _BY_SEQUENCE._replace(term=P.ratio_term(P.token_log_ratio, P.sapo_surrogate), constants=_NONE),
     # 2602.04879
-    "dppo": _BY_TOKEN._replace(term=P.dppo_term, constants=_NONE, takes_delta=False, ratio_to_sampler=True),
+    "dppo": _BY_TOKEN._replace(term=P.dppo_term, constants=_NONE, ratio_to_sampler=True),
     # 2602.05261: the sum over |o| tokens weighs a completion by its length; epsilons as in GSPO.
     "luspo": _BY_SEQUENCE._replace(
         term=P.ratio_term(P.sequence_mean_log_ratio, P.clipped_surrogate),
@@ -117,7 +115,7 @@ PRESETS: dict[str, Objective] = {
         per_completion=True,
     ).with_constants(epsilon_low=3e-4, epsilon_high=4e-4),
     # 2602.10693
-    "vespo": _BY_TOKEN._replace(term=P.vespo_term, constants=_NONE, takes_delta=False),
+    "vespo": _BY_TOKEN._replace(term=P.vespo_term, constants=_NONE),
     # 2505.23585: exactly on-policy.
     "opo": _ON_POLICY._replace(advantages=A.opo_advantages),
     # 2504.02546
@@ -130,8 +128,28 @@ PRESETS: dict[str, Objective] = {
     "pass_at_k": _BY_TOKEN._replace(
         advantages=ignore_lengths(A.pass_at_k_advantages, k=4), min_group_size=5, reads_outcomes=True
     ),
+    # 2503.19595
+    "best_of_group": _BY_TOKEN._replace(advantages=ignore_lengths(A.best_of_group_advantages)),
+    # 2501.03262. β is the default of the authors' OpenRLHF. One completion per prompt suffices.
+    "reinforce_pp": _BY_TOKEN._replace(
+        advantages=ignore_lengths(R.reinforce_pp_advantages), kl_coef=0.01, kl_in_reward=True, min_group_size=1
+    ),
+    "reinforce_pp_baseline": _BY_TOKEN._replace(advantages=ignore_lengths(R.reinforce_pp_baseline_advantages)),
+    # 2505.22617. Clip-Cov is no preset, since its term takes a random key.
+    "kl_cov": _BY_TOKEN._replace(term=P.kl_cov_term, constants=_NONE, whole_batch=True),
 }
 PRESETS = _Presets(PRESETS)
+
+
+# The log-ratio of each correction for the policy that sampled, and the function from log-ratios to weights.
+CORRECTIONS: Mapping[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
+    "token": (P.token_log_ratio, C.truncated_weights),
+    "sequence": (P.sequence_log_ratio, partial(C.truncated_weights, cap=3.0)),
+    "sequence_mask": (P.sequence_log_ratio, partial(C.masked_weights, low=0.0, high=3.0)),
+    "icepop": (P.token_log_ratio, C.masked_weights),
+    "glm5": (P.token_log_ratio, partial(C.masked_weights, low=0.8, high=1.2)),
+    "geometric": (P.sequence_mean_log_ratio, C.rejection_weights),
+}
 
 
 def check(objective: Objective, *, group_size: int = 8) -> None:

@@ -3,6 +3,8 @@
 Rewards of completions are `[...]`, and arrays of tokens are `[..., T]`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -98,9 +100,9 @@ def reinforce_pp_advantages(
     return whiten(returns, mask, eps=eps, axis_name=axis_name)
 
 
-@takes(mask="... G T", rewards="... G")
+@takes(mask="... G T", rewards="... G", where="... G")
 def reinforce_pp_baseline_advantages(
-    rewards: jax.Array, mask: jax.Array, *, eps: float = 1e-4, axis_name: AxisName = None
+    rewards: jax.Array, mask: jax.Array, *, eps: float = 1e-4, where: Any = None, axis_name: AxisName = None
 ) -> jax.Array:
     """A = whiten(r − μ), μ of the group, over all tokens of the batch. REINFORCE++ with baseline (2501.03262).
 
@@ -109,6 +111,7 @@ def reinforce_pp_baseline_advantages(
       mask: bool `[..., G, T]`. A completion counts as many times as it has tokens in the batch's mean and deviation,
         as in verl.
       eps: see `whiten`.
+      where: bool `[..., G]`, true for completions that count; others are in no mean and get 0. None: all.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -119,7 +122,8 @@ def reinforce_pp_baseline_advantages(
       [[[ 0.707]
         [-0.707]]]
     """
-    centered = jnp.broadcast_to(centered_advantages(upcast(rewards))[..., None], mask.shape)
+    centered = jnp.broadcast_to(centered_advantages(upcast(rewards), where=where)[..., None], mask.shape)
+    mask = mask if where is None else mask & where[..., None]
     return whiten(centered, mask, eps=eps, axis_name=axis_name)
 
 

@@ -6,7 +6,6 @@ optionally, the KL over the whole vocabulary. PPO and distillation add further t
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +14,8 @@ import optax
 
 from grpo_jax import functional as F
 from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig
+from grpo_jax.functional.numerics import call_with
+from grpo_jax.functional.presets import CORRECTIONS
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
@@ -104,27 +105,31 @@ def make_group_advantage(config: LossConfig) -> Advantage:
 
     def advantage(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, Any]]:
         penalty, logs, batch = kl_in_reward(batch, config, kl_coef)
-        total = rewards.rewards if penalty is None else rewards.rewards - jnp.sum(penalty, axis=-1)
+        mask = batch.completion_mask
         if compare is not None:
-            advantages = compare(rewards)
+            advantages = logged = compare(rewards, **config.constants)
         else:
-            lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
-            advantages = config.objective.advantages(total, lengths, where=rewards.applicable)
-        return masked(batch._replace(advantages=advantages), config), advantages, logs
+            advantages = config.objective.compute_advantages(
+                rewards.rewards, mask, where=rewards.applicable, penalty=penalty
+            )
+            logged = advantages if advantages.ndim == 2 else masked_mean(advantages, mask, axis=-1)
+        return masked(batch._replace(advantages=advantages), config), logged, logs
 
     return advantage
 
 
-def by_component(rewards: RewardArrays) -> jax.Array:
+def by_component(rewards: RewardArrays, **constants: float) -> jax.Array:
     """Returns `gdpo_advantages` of several rewards, `[N, G]`."""
-    advantages = F.gdpo_advantages(jnp.moveaxis(rewards.components, -1, 0), weights=rewards.weights)
+    components = jnp.moveaxis(rewards.components, -1, 0)
+    advantages = call_with(F.gdpo_advantages, components, weights=rewards.weights, **constants)
     return jnp.where(jnp.isnan(rewards.rewards), jnp.nan, advantages)  # a reward that is NaN stays visible
 
 
-def by_part(rewards: RewardArrays) -> jax.Array:
+def by_part(rewards: RewardArrays, **constants: float) -> jax.Array:
     """Returns `span_advantages` of turns or spans, `[N, G, T]`."""
     ends = ~jnp.isnan(rewards.parts)
-    advantages = F.span_advantages(jnp.where(ends, rewards.parts, 0), ends, where=rewards.applicable)
+    parts = jnp.where(ends, rewards.parts, 0)
+    advantages = call_with(F.span_advantages, parts, ends, where=rewards.applicable, **constants)
     is_bad = rewards.applicable & jnp.isnan(rewards.rewards)
     return jnp.where(is_bad[..., None], jnp.nan, advantages)  # a reward that is NaN stays visible
 
@@ -152,6 +157,11 @@ def kl_in_reward(
     return kl_coef * k1, logs | {"kl_coef": jnp.asarray(kl_coef)}, batch._replace(ref_logprobs=None)
 
 
+def masked_mean(values: jax.Array, mask: jax.Array, *, axis: int | None = None) -> jax.Array:
+    """Returns the mean over the mask, or 0 if the mask is empty."""
+    return jnp.sum(jnp.where(mask, values, 0), axis=axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)
+
+
 def masked(batch: Batch, config: LossConfig) -> Batch:
     """Masks truncated completions and tokens of low entropy, if the options ask for it.
 
@@ -176,16 +186,6 @@ def keep_top_entropy(advantages: jax.Array, batch: Batch, config: LossConfig) ->
 
 
 # ---- terms of the loss, which are added
-
-# The log-ratio of each correction, and the function from log-ratios to weights.
-_CORRECTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
-    "token": (F.token_log_ratio, F.truncated_weights),
-    "sequence": (F.sequence_log_ratio, partial(F.truncated_weights, cap=3.0)),
-    "sequence_mask": (F.sequence_log_ratio, partial(F.masked_weights, low=0.0, high=3.0)),
-    "icepop": (F.token_log_ratio, F.masked_weights),
-    "glm5": (F.token_log_ratio, partial(F.masked_weights, low=0.8, high=1.2)),
-    "geometric": (F.sequence_mean_log_ratio, F.rejection_weights),
-}
 
 
 def forward_of(policy: Policy) -> Callable[[Params, Batch], Forward]:
@@ -270,9 +270,9 @@ def corrected_advantages(
     """
     advantages, mask, metrics = batch.advantages, batch.completion_mask, {}
     if config.correction != "none":
-        log_ratio, weights_of = _CORRECTIONS[config.correction]
+        log_ratio, weights_of = CORRECTIONS[config.correction]
         sampled = batch.sampler_logprobs if batch.processed_logprobs is None else batch.processed_logprobs
-        weights = weights_of(log_ratio(old_logprobs, sampled, mask))
+        weights = call_with(weights_of, log_ratio(old_logprobs, sampled, mask), **config.constants)
         advantages = F.per_token(advantages, weights) * weights
         metrics["correction"] = F.masked_sum(weights, mask)
     if config.off_policy_threshold is not None:

@@ -20,7 +20,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import TokenStates
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import kl_in_reward, masked, optimizer_of
+from grpo_jax.rl.grpo import kl_in_reward, masked, masked_mean, optimizer_of
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
 from grpo_jax.rl.types import Forward, LossTerm, Method, RewardArrays
 from grpo_jax.step import Array, Batch, Logs, learning_rate_schedule, score_completion_tokens, states_of
@@ -211,8 +211,3 @@ def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -
 
     total = variance(returns)
     return jnp.where(total > 0, 1 - variance(returns - values) / total, jnp.nan)
-
-
-def masked_mean(values: jax.Array, mask: jax.Array, *, axis: int | None = None) -> jax.Array:
-    """Returns the mean over the mask, or 0 if the mask is empty."""
-    return jnp.sum(jnp.where(mask, values, 0), axis=axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)

@@ -28,11 +28,12 @@ import tyro
 import yaml
 from rich.console import Console
 
-from grpo_jax import hosts
+from grpo_jax import functional, hosts
 from grpo_jax.config import check_effects, with_options
 from grpo_jax.devices import COMPILING
 from grpo_jax.errors import Interruption, UsageError, flush_output, lacking, open_nowhere, reading, user_path
-from grpo_jax.functional.presets import PRESETS
+from grpo_jax.functional.numerics import constants_of
+from grpo_jax.functional.presets import CORRECTIONS
 from grpo_jax.hosts import HostOptions
 from grpo_jax.options import (
     Escaped,
@@ -45,6 +46,7 @@ from grpo_jax.options import (
     options_of,
     replace_options,
 )
+from grpo_jax.presets import parts_of, preset_of
 from grpo_jax.runs import progress, runner
 from grpo_jax.runs.files import COMMAND, read_object, weights_and_biases
 from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs
@@ -142,13 +144,37 @@ def program() -> str:
 def _read(config_class: type[Config], default: Config, args: list[str], prog: str, description: str | None) -> Config:
     """Reads the command line with these defaults. --help shows the main options, --help-all every option."""
     if {"-h", "--help"} & {*args}:
-        text = f"{description or ''}\n\n--help-all shows all {len(options_of(default))} options."
+        text = f"{description or ''}\n\n--help-all shows all {len(options_of(default))} options.{_constants(default)}"
         read_flags(_first_options(config_class, default), args=["--help"], prog=prog, description=text)
     args = ["--help" if arg == "--help-all" else arg for arg in args]
     flat = (tyro.conf.OmitArgPrefixes,)
     config = read_flags(config_class, args=args, default=default, config=flat, prog=prog, description=description)
     check_effects(config)
     return config
+
+
+def _constants(default: Any) -> str:
+    """Returns the paragraph of the help on the constants that --constant sets; "" without a preset."""
+    loss = next((group.loss for group in vars(default).values() if hasattr(group, "loss")), None)
+    if loss is None:
+        return ""
+    functions = (*preset_of(loss.preset).functions, *(weights for _, weights in CORRECTIONS.values()))
+    lines = [
+        f"  {name}: {_text_of(function, name)} (default: {default:g})"
+        for function in functions
+        for name, default in constants_of(function).items()
+        if name not in options_of(loss)
+    ]
+    return "\n\n".join(["", f"--constant sets constants of preset {loss.preset}, or of corrections:", *lines])
+
+
+def _text_of(function: Any, name: str) -> str:
+    """Returns the text on an argument in the docstrings of a function and of those that it wraps."""
+    docs = "\n\n".join(part.__doc__ or "" for part in parts_of(function))
+    found = re.search(rf"^ +{name}: (.*?)(?=\n *\w+: |\n\s*\n|\Z)", docs, re.DOTALL | re.MULTILINE)
+    text = " ".join(found[1].split()) if found else ""
+    other = re.match(r"see `(\w+)`", text)
+    return _text_of(getattr(functional, other[1]), name) if other else text
 
 
 def _first_options(config_class: type, default: Any) -> type:
@@ -218,8 +244,8 @@ def prepare_terminal() -> None:
 
 
 def _with_preset(default: Config, preset: Any) -> Config:
-    """Returns the defaults, with the values of a preset if it is known; an unknown preset is refused later."""
-    has_one = preset in list(PRESETS) and "preset" in options_of(default)  # in a file it may be anything
+    """Returns the defaults, with the values of a preset if there is one; in a file it may be anything."""
+    has_one = preset and isinstance(preset, str) and "preset" in options_of(default)
     return with_options(default, preset=preset) if has_one else default
 
 

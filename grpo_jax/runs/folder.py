@@ -378,7 +378,7 @@ FREE_OPTIONS |= {"engine_dtype", "engine_timeout", "engine_folder"}
 ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 # Options that runs of earlier commits lack, with the values that they had in effect.
-_ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, **options_of(CriticConfig())}
+_ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, "constant": [], **options_of(CriticConfig())}
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
 _MACHINE = "machine"  # the part of inputs.json that may change, with a warning
 _UNBEGUN = ("lock", f"{OPTIONS_FILE}*{TEMPORARY}")  # left by a run that was killed before it had written its options

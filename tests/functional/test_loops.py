@@ -216,8 +216,8 @@ def discounted(rewards, penalty, gamma=0.5):
     return [sum(gamma**k * x for k, x in enumerate(token_rewards[n:])) for n in range(len(token_rewards))]
 
 
-def reinforce_pp(rewards, penalty, mask):
-    return whitened(over_rows(discounted)(rewards[:, None], penalty, mask), mask)
+def reinforce_pp(rewards, penalty, mask, gamma=0.5):
+    return whitened(over_rows(partial(discounted, gamma=gamma))(rewards[:, None], penalty, mask), mask)
 
 
 def reinforce_pp_baseline(rewards, mask):

@@ -52,7 +52,20 @@ LOSSES = {
     "max_rl": (clip(loops.differences, 0.2, 0.2), TOKEN_MEAN, 0),
     "lite_ppo": (clip(loops.differences, 0.2, 0.2), TOKEN_MEAN, 0),
     "pass_at_k": (clip(loops.differences, 0.2, 0.2), TOKEN_MEAN, 0),
+    "best_of_group": (clip(loops.differences, 0.2, 0.2), TOKEN_MEAN, 0),
+    "reinforce_pp": (clip(loops.differences, 0.2, 0.2), TOKEN_MEAN, 0),
+    "reinforce_pp_baseline": (clip(loops.differences, 0.2, 0.2), TOKEN_MEAN, 0),
+    "kl_cov": (loops.of_surrogate(loops.differences, lambda ratio, a: -ratio * a), TOKEN_MEAN, 0),
 }
+IN_REWARD = ("rloo", "reinforce_pp")
+
+
+def penalty_of_kl_cov():
+    """The penalty |d| on the one token of the batch with the largest covariance."""
+    by_token = np.broadcast_to(ADVANTAGES[:, None], MASK.shape)
+    covariance = (by_token - by_token[MASK].mean()) * (NEW - NEW[MASK].mean())
+    place = np.unravel_index(np.argmax(np.where(MASK, covariance, -np.inf)), MASK.shape)
+    return np.sum(TOKEN_MEAN[place] * np.abs(NEW - OLD)[place])
 
 
 @cache
@@ -70,9 +83,10 @@ def test_loss_is_the_formula_written_out(name):
     loss, metrics = losses()[name]
     row, weights, kl_coef = LOSSES[name]
     per_token, x = loops.over_rows(row)(NEW, OLD, ADVANTAGES[:, None], MASK), NEW - REF
-    assert_allclose(loss, np.sum(weights * (per_token + kl_coef * (np.exp(-x) - 1 + x))), rtol=1e-5)
+    penalty = penalty_of_kl_cov() if name == "kl_cov" else 0
+    assert_allclose(loss, np.sum(weights * (per_token + kl_coef * (np.exp(-x) - 1 + x))) + penalty, rtol=1e-5)
     # Its reference, if there is one, may be read in the reward instead.
-    assert ("kl" in metrics) == (name != "rloo")
+    assert ("kl" in metrics) == (name not in IN_REWARD)
 
 
 # --- advantages, written out ---
@@ -80,10 +94,17 @@ def test_loss_is_the_formula_written_out(name):
 REWARDS = np.array([[1, 0, 0, 1, 0, 0, 0, 0.5], [0, 0, 1, 1, 1, 0, 1, 1], [0.5] * 8], np.float32)
 REWARD_LENGTHS = np.array([[3, 1, 4, 1, 5, 9, 2, 6]] * 3, np.float32)
 R = REWARDS.astype(float)
+REWARD_MASK = np.arange(9) < REWARD_LENGTHS[..., None]
+PENALTY = np.float32(0.1 * rng.normal(size=REWARD_MASK.shape))
 
 
 def of_groups(loop, scale=1.0):
     return scale * np.array([loop(group) for group in R.tolist()])
+
+
+def of_tokens(penalty):
+    rows = (x.reshape(-1, x.shape[-1]) for x in (penalty, REWARD_MASK))
+    return loops.reinforce_pp(REWARDS.ravel(), *rows, gamma=1.0).reshape(REWARD_MASK.shape)
 
 
 # The population deviation of eight is √(7/8) of the sample deviation.
@@ -100,18 +121,36 @@ ADVANTAGES_OF = {
     "max_rl": of_groups(loops.max_rl),
     "lite_ppo": of_groups(loops.centered) / (R.std(ddof=1) + 1e-6),
     "pass_at_k": of_groups(partial(loops.pass_at, 4)),
+    "best_of_group": of_groups(loops.best_of_group),
+    "reinforce_pp": of_tokens(0 * PENALTY),
+    "reinforce_pp_baseline": loops.reinforce_pp_baseline(REWARDS, REWARD_MASK),
 }
 
 
 @cache
 def advantages():
     presets = F.PRESETS.items()
-    return jax.jit(lambda: {name: objective.advantages(REWARDS, REWARD_LENGTHS) for name, objective in presets})()
+    return jax.jit(lambda: {name: objective.compute_advantages(REWARDS, REWARD_MASK) for name, objective in presets})()
 
 
 @every_preset
 def test_advantages_are_the_formula_written_out(name):
     assert_allclose(advantages()[name], ADVANTAGES_OF.get(name, of_groups(loops.standardised)), rtol=1e-4, atol=1e-6)
+
+
+def test_a_kl_in_the_reward_is_of_each_token_or_of_completions():
+    """And completions that do not count are in no statistic."""
+    by_token, of_sum = (
+        F.PRESETS[name].compute_advantages(REWARDS, REWARD_MASK, penalty=PENALTY) for name in ("reinforce_pp", "rloo")
+    )
+    assert_allclose(by_token, of_tokens(PENALTY), rtol=1e-3, atol=1e-5)
+    assert_allclose(of_sum, F.leave_one_out_advantages(REWARDS - PENALTY.sum(-1)), atol=1e-6)
+    where = np.arange(8) < 6
+    for name in ("reinforce_pp", "reinforce_pp_baseline", "grpo"):
+        compute = F.PRESETS[name].compute_advantages
+        some = compute(REWARDS, REWARD_MASK, where=np.broadcast_to(where, REWARDS.shape))
+        assert_allclose(some[:, :6], compute(REWARDS[:, :6], REWARD_MASK[:, :6]), rtol=1e-4, atol=1e-6)
+        assert not np.any(some[:, 6:])
 
 
 @pytest.mark.parametrize("name", ["gpg", "lite_ppo"])  # those of other presets look only at their group
@@ -125,8 +164,9 @@ def test_advantages_over_devices_equal_the_whole_batch(name, spread):
 def test_where_presets_have_their_kl_and_their_ratio():
     assert {name for name, a in F.PRESETS.items() if a.ratio_to_sampler} == {"dppo"}
     kl_coefs = {name: a.kl_coef for name, a in F.PRESETS.items() if a.kl_coef}
-    assert kl_coefs == {"grpo": 0.04, "rank": 0.04, "rloo": 0.05} | dict.fromkeys(POSTS, 0.01)
-    assert {name for name, a in F.PRESETS.items() if a.kl_in_reward} == {"rloo"}
+    of_posts = dict.fromkeys((*POSTS, "reinforce_pp"), 0.01)
+    assert kl_coefs == {"grpo": 0.04, "rank": 0.04, "rloo": 0.05} | of_posts
+    assert {name for name, a in F.PRESETS.items() if a.kl_in_reward} == {*IN_REWARD}
     assert not any(a.kl_bias_correction for a in F.PRESETS.values())
 
 
@@ -141,6 +181,17 @@ def test_constants_are_replaced_by_name_and_never_shared():
     for objective in (*F.PRESETS.values(), changed):
         with pytest.raises(TypeError):
             objective.constants["epsilon_high"] = 0.5
+
+
+def test_constants_reach_the_function_that_has_them():
+    grpo, sapo = F.PRESETS["grpo"].with_constants(ddof=0, eps=0.5), F.PRESETS["sapo"]
+    expected = F.group_advantages(REWARDS, ddof=0, eps=0.5)
+    assert_allclose(grpo.advantages(REWARDS, REWARD_LENGTHS), expected)
+    assert_allclose(grpo.compute_advantages(REWARDS, REWARD_MASK), expected)
+    assert grpo.constants == F.PRESETS["grpo"].constants
+    assert sapo.numbers.items() >= {"tau_positive": 1.0, "tau_negative": 1.05, "ddof": 1, "kl_coef": 0.0}.items()
+    assert sapo.with_constants(tau_positive=2.0).numbers == sapo.numbers | {"tau_positive": 2.0}
+    assert F.PRESETS["pass_at_k"].with_constants(k=2).numbers["k"] == 2
 
 
 def test_objectives_are_hashed_by_their_fields():
@@ -196,7 +247,7 @@ def test_what_a_preset_declares(name):
     objective, (slopes, of_all) = F.PRESETS[name], one_completion()
     # At a ratio of 1 a token of a completion's number depends on the other one.
     assert (of_all[name][1] != 0) == objective.per_completion == (name in {"rloo", "gmpo", "luspo", *POSTS})
-    if objective.takes_delta:
+    if "delta" in objective.numbers:
         jax.eval_shape(partial(slopes, objective, delta=4.0))
     else:
         with pytest.raises(TypeError, match="delta"):
@@ -208,11 +259,11 @@ def small_groups():
     """Returns the advantages of groups of the smallest size, and of one less."""
 
     def of(name, size):
-        rewards, lengths = np.float32([1, 0, 0, 0, 0])[:size], np.array([3, 1, 2, 5, 4])[:size]
-        return F.PRESETS[name].advantages(rewards, lengths)
+        rewards, mask = np.float32([[1, 0, 0, 0, 0], [0] * 5])[:, :size], np.ones((2, 5, 3), bool)[:, :size]
+        return F.PRESETS[name].compute_advantages(rewards, mask)
 
     sizes = {name: objective.min_group_size for name, objective in F.PRESETS.items()}
-    return jax.jit(lambda: {name: [of(name, size), of(name, size - 1)] for name, size in sizes.items()})()
+    return jax.jit(lambda: {name: [of(name, size), of(name, max(size - 1, 1))] for name, size in sizes.items()})()
 
 
 @every_preset
@@ -220,7 +271,7 @@ def test_the_smallest_group_is_declared(name):
     enough, too_few = small_groups()[name]
     assert np.isfinite(enough).all()
     assert np.any(enough)
-    assert not np.any(too_few)
+    assert name == "reinforce_pp" or not np.any(too_few)  # whose smallest group is of one completion
     with pytest.raises(ValueError, match=r"group_size is .*at least"):
         F.check(F.PRESETS[name], group_size=F.PRESETS[name].min_group_size - 1)
 

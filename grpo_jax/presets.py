@@ -1,0 +1,97 @@
+"""Presets of a run: the published ones by name, and an `Objective` of the user's, from a file or as a value."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.data.types import hash_values
+from grpo_jax.errors import UsageError, user_path
+from grpo_jax.functional import PRESETS, Objective, check
+from grpo_jax.options import suggestion
+from grpo_jax.rewards.worker import digest_of_source, look_up, one_line
+
+
+class OwnPreset(str):
+    """The name of an `Objective` that was passed as a value. It depends on the numbers and the source."""
+
+    objective: Objective
+
+    def __deepcopy__(self, memo: Any) -> "OwnPreset":
+        return self
+
+
+def name_preset(preset: str | Objective) -> str:
+    """Returns the name of a preset. That of an `Objective` holds it, for `preset_of`."""
+    if not isinstance(preset, Objective):
+        return preset
+    sources = []
+    for part in (part for field in preset if callable(field) for part in parts_of(field)):
+        with suppress(OSError, TypeError):  # it was typed into a shell, or is no function
+            sources.append(inspect.getsource(part))
+    flags = [field for field in preset if isinstance(field, bool | int | float)]
+    name = OwnPreset(f"Objective {hash_values(preset.numbers, flags, sources)[:12]}")
+    name.objective = preset
+    return name
+
+
+def parts_of(function: Any) -> Iterator[Callable[..., Any]]:
+    """Yields a function and those that it wraps or encloses."""
+    yield function
+    cells = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+    for part in filter(callable, (getattr(function, "func", None), *cells)):
+        yield from parts_of(part)
+
+
+def preset_of(name: str) -> Objective:
+    """Returns a preset.
+
+    Args:
+      name: The name of a published preset, "file.py:NAME" or "module:NAME" for an `Objective`, or a name that
+        `name_preset` returned.
+
+    Raises:
+      UsageError: There is no such preset. The message lists the closest names, or says why it cannot be loaded.
+    """
+    if isinstance(name, OwnPreset):
+        return name.objective
+    if ":" in str(name):
+        file = user_path(name.rpartition(":")[0])
+        return _load(name, file.stat().st_mtime_ns if file.is_file() else 0)
+    if name not in PRESETS:
+        raise UsageError(f"there is no preset {name}: {suggestion(name, PRESETS)}")
+    return PRESETS[name]
+
+
+@cache
+def _load(name: str, modified: int) -> Objective:
+    """Loads an `Objective` from a file, and again when the file is modified."""
+    objective = look_up("preset", name)
+    if not isinstance(objective, Objective):
+        raise UsageError(f"the preset {name!r} is of type {type(objective).__name__}: it must be an Objective")
+    return objective
+
+
+def preset_inputs(name: str) -> dict[str, str]:
+    """Returns the digest of the file that a preset was loaded from, by its description; {} without a file."""
+    digest = digest_of_source(name) if ":" in name else ""
+    return {"source of the preset": digest} if digest else {}
+
+
+def check_objective(objective: Objective, group_size: int) -> Iterator[str]:
+    """Yields the reason why an objective makes no sense or cannot be computed, if there is one."""
+
+    def compute(x: jax.Array) -> Any:
+        check(objective, group_size=group_size)
+        mask, in_loss = jnp.ones(x.shape, bool), objective._replace(kl_in_reward=False)
+        advantages = objective.compute_advantages(x[..., 0], mask, where=mask[..., 0], penalty=x)
+        return in_loss.loss(x, x, advantages, mask, ref_logprobs=x if objective.has_reference else None, entropy=x)
+
+    try:
+        jax.eval_shape(compute, jax.ShapeDtypeStruct((2, group_size, 3), jnp.float32))
+    except Exception as error:  # a user's function may raise any type of error
+        yield one_line(error)
