@@ -10,6 +10,7 @@ T tokens; advantages are `[...]`, one per completion, or `[..., T]`, one per tok
 """
 
 from collections.abc import Callable, Container
+from functools import update_wrapper
 
 import jax
 import jax.numpy as jnp
@@ -283,8 +284,7 @@ def ratio_term(log_ratio: Callable[..., jax.Array], surrogate: Callable[..., jax
         refuse_epsilon(constants)
         return surrogate(log_ratio(logprobs, old_logprobs, mask), advantages, **constants)
 
-    term.__wrapped__ = surrogate  # whose constants `inspect.signature` then finds
-    return term
+    return update_wrapper(term, surrogate, ())  # `inspect.signature` then finds the constants of the surrogate
 
 
 @takes(**_TERM)

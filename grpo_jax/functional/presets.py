@@ -6,7 +6,7 @@ A preset is data. `PRESETS["dapo"].loss(...)` is its loss on arrays. A variant i
 
 import difflib
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, update_wrapper
 from types import MappingProxyType
 
 import jax
@@ -41,8 +41,7 @@ def ignore_lengths(advantages: Callable[..., jax.Array], **constants) -> Callabl
     def rewards_advantage(rewards, lengths, **context):
         return call_with(function, rewards, **context)
 
-    rewards_advantage.__wrapped__ = function  # whose keywords `inspect.signature` then finds
-    return rewards_advantage
+    return update_wrapper(rewards_advantage, function, ())  # `inspect.signature` then finds its keywords
 
 
 _GROUP = ignore_lengths(group_advantages)

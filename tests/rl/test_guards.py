@@ -18,9 +18,9 @@ from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grade import make_grading, reward_arrays
-from grpo_jax.rl.grpo import by_part, make_programs
+from grpo_jax.rl.grpo import by_part
 from grpo_jax.rl.interaction import ONE_TURN
-from grpo_jax.rl.programs import check_programs
+from grpo_jax.rl.programs import check_programs, make_programs
 from grpo_jax.rl.types import Graded, Rollout
 from grpo_jax.statistics import paired_difference
 
