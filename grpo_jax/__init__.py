@@ -10,7 +10,7 @@ __all__ = ["GRPOTrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the trainer at its first use, so that `grpo_jax.functional` needs only jax and chex."""
+    """Imports the trainer at its first use, so that `grpo_jax.functional` needs only jax."""
     if name != "GRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from grpo_jax.trainer import GRPOTrainer

@@ -55,11 +55,11 @@ grpo_jax.commands.main(["train"])
     assert {"grpo_jax", "grpo_jax.commands", "grpo_jax.config", "grpo_jax.statistics"} <= works
 
 
-def test_base_package_needs_only_jax_and_chex(capsys):
-    assert {need.split(">")[0] for need in PROJECT["dependencies"]} == {"jax", "chex"}
+def test_base_package_needs_only_jax(capsys):
+    assert {need.split(">")[0] for need in PROJECT["dependencies"]} == {"jax"}
     assert not [need for extra in PROJECT["optional-dependencies"].values() for need in extra if "<" in need]
     listing = "import sys, grpo_jax.commands as c; c.main(['--help'])"
-    ran = python("-c", f"{listing}; assert not {{'jax', 'numpy', 'chex'}} & set(sys.modules)")
+    ran = python("-c", f"{listing}; assert not {{'jax', 'numpy'}} & set(sys.modules)")
     assert ran.returncode == 0, ran.stderr
     for name in ("train", "sample", "evaluate", "export", "report"):
         assert f"\n  {name} " in ran.stdout

@@ -1,4 +1,4 @@
-"""Losses on arrays: pure functions that depend only on jax and chex, not on the rest of this library.
+"""Losses on arrays: pure functions that depend only on jax, not on the rest of this library.
 
 Arrays keep any leading axes: per-token arrays are `[..., T]`, rewards and advantages of groups `[..., G]`, masks bool.
 Everything works under jit, grad, vmap, `jax.pmap` and `shard_map`. Hyperparameters are keyword-only; floats may be
