@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -122,6 +123,13 @@ def exit_status(call: Callable[[], None]) -> int:
         except SystemExit as ended:
             return int(ended.code or 0)
     return 0
+
+
+def override(start: str, *args: Any) -> list[str]:
+    """Returns the arguments of a command line, in which `args` replace the same flags of `start`."""
+    flags = {str(arg).partition("=")[0] for arg in args}
+    parts = (part.split() for part in re.split(r"\s+(?=--)", start))
+    return [word for part in parts if part and part[0] not in flags for word in part] + [str(arg) for arg in args]
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *args: Any) -> str:

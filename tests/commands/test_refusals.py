@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from command_helpers import refusal
+from command_helpers import override, refusal
 from tiny import STORIES, needs_data, refused, write_rows
 
 from grpo_jax import commands, prepare
@@ -50,7 +50,6 @@ REFUSED = [
     ("task", "--task ''", "--task is needed"),
     ("task", "", "--reward is needed for rows.jsonl"),
     ("task", "--reward 'lenght(maximum=1)'", "no built-in reward 'lenght'"),
-    ("grpo", "--reward exact_answer", "--reward is given twice"),
     ("task", "--reward 'exact_answer(column=\"nope\")'", "compares with the column 'nope'"),
     ("task", "--reward rewards.py:low 'exact_answer(column=\"nope\")'", "compares with the column 'nope'"),
     ("task", "--reward 'repetition(n=1e9)'", "is 1000000000.0: it must be a whole number"),
@@ -125,7 +124,31 @@ REFUSED = [
 
 @pytest.mark.parametrize(("start", "args", "words"), REFUSED, ids=[" ".join(row[:2]) for row in REFUSED])
 def test_bad_input_is_refused_before_a_run_exists(folder, capsys, start, args, words):
-    assert words in refusal(capsys, *STARTS[start].split(), *shlex.split(args))
+    assert words in refusal(capsys, *override(STARTS[start], *shlex.split(args)))
+    assert not (folder / "run").exists()
+
+
+TWICE = [
+    ("grpo", "--reward exact_answer", "--reward is given twice, as '--reward rewards.py:low' and as '--reward exact"),
+    ("grpo", "--num_prompts=5", "--num-prompts is given twice, as '--num-prompts 4' and as '--num_prompts=5'"),
+    ("grpo", "--compilation-cache", "--compilation-cache is given twice, as '--no-compilation-cache' and as '--comp"),
+    ("sft", "--config numbers.json --config other.json", "--config is given twice, as '--config numbers.json' and"),
+    ("", "evaluate model --samples 3 --samples 4", "--samples is given twice, as '--samples 3' and as '--samples 4'"),
+]
+
+
+@pytest.mark.parametrize(("start", "args", "words"), TWICE)
+def test_an_option_that_is_given_twice_is_refused_with_both_values(folder, capsys, start, args, words):
+    (folder / "numbers.json").write_text("{}")
+    (folder / "other.json").write_text("{}")
+    assert words in refusal(capsys, *STARTS[start].split(), *args.split())
+
+
+@pytest.mark.parametrize("start", ["grpo", "grpo --method ppo", "sft", "taught", "dpo", "kto", "reward-model"])
+def test_a_warmup_that_never_ends_is_refused(folder, capsys, start):
+    start, *method = start.split(maxsplit=1)
+    line = [*STARTS[start].split(), *" ".join(method).split()]
+    assert "warmup_steps is 3: set it below the 3 updates" in refusal(capsys, *line, "--steps", 3, "--warmup-steps", 3)
     assert not (folder / "run").exists()
 
 
