@@ -252,7 +252,7 @@ def test_flags_are_flat_and_reach_every_group(tmp_path):
     assert config.train.loss.kl_coef == 0.5  # the experiment's
 
 
-@pytest.mark.parametrize("named", [["--preset", "dapo"], ["--preset=dapo"]])
+@pytest.mark.parametrize("named", [["--preset", "dapo"], ["--preset=dapo"], ["--preset", "grpo", "--preset", "dapo"]])
 def test_preset_flags_work_in_any_order(tmp_path, named):
     where = ["--run-dir", tmp_path / "run"]
     config = parse(*named, *where)

@@ -18,10 +18,10 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -80,6 +80,7 @@ _NARROWEST = 40  # columns; with fewer than three, the layout of the help never 
 Config = TypeVar("Config", bound=Any)  # a dataclass of options in groups, of which `output` is a `RunConfig`
 Options = TypeVar("Options")
 say_note = partial(progress.say_aside, "note")
+_note_once = cache(say_note)
 
 
 @contextmanager
@@ -186,10 +187,11 @@ def read_flags(config_class: type[Options], **settings: Any) -> Options:
       settings: Further arguments of `tyro.cli`.
 
     Raises:
-      UsageError: A number is not in the range of its option, or an option is given twice.
+      UsageError: A number is not in the range of its option, or --config or an option of several values is given twice.
     """
     prepare_terminal()
-    _check_repeated(settings.get("args") or sys.argv[1:])
+    lists = {f"--{name.replace('_', '-')}" for name, x in option_types(config_class).items() if get_origin(x) is tuple}
+    _check_repeated(settings.get("args") or sys.argv[1:], {"--config", *lists})
     options = tyro.cli(config_class, **settings)
     check_ranges(options)
     values, types = options_of(options), option_types(config_class, include_extras=True)
@@ -198,12 +200,16 @@ def read_flags(config_class: type[Options], **settings: Any) -> Options:
     return replace_options(options, {name: tuple(map(_unescaped, values[name])) for name in escaped})
 
 
-def _check_repeated(args: Sequence[str]) -> None:
-    """Raises if a flag is given twice, of which tyro would take the last."""
+def _check_repeated(args: Sequence[str], refused: Collection[str]) -> None:
+    """Refuses some flags that are given twice. A note says of all others that the last one counts, as tyro takes it."""
     starts = [place for place, arg in enumerate(args) if arg.startswith("--")]
     names = ["--" + re.sub("^--(no[-_])?|=.*", "", args[start], flags=re.DOTALL).replace("_", "-") for start in starts]
     texts = [" ".join(args[start:end]) for start, end in pairwise([*starts, len(args)])]
-    unique_names([*zip(names, texts, strict=True)])
+    pairs = [*zip(names, texts, strict=True)]
+    unique_names([pair for pair in pairs if pair[0] in refused])
+    for name, text in pairs:
+        if text != (last := dict(pairs)[name]):
+            _note_once(f"{name} is given twice, as {text!r} and as {last!r}: the last one counts")
 
 
 def _unescaped(text: str) -> str:

@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -125,13 +124,6 @@ def exit_status(call: Callable[[], None]) -> int:
     return 0
 
 
-def override(start: str, *args: Any) -> list[str]:
-    """Returns the arguments of a command line, in which `args` replace the same flags of `start`."""
-    flags = {str(arg).partition("=")[0] for arg in args}
-    parts = (part.split() for part in re.split(r"\s+(?=--)", start))
-    return [word for part in parts if part and part[0] not in flags for word in part] + [str(arg) for arg in args]
-
-
 def refusal(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
     """Runs a command of the program that must end with status 2 and one sentence, which it returns."""
     capsys.readouterr()
@@ -141,7 +133,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
 
 def read_refusal(capsys: pytest.CaptureFixture[str], status: int) -> str:
     """Returns what a command wrote, which must be one sentence of an error, and its status 2."""
-    sentence = capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    sentence = "".join(line for line in lines if not line.startswith("note: "))
     assert status == 2, sentence
     assert sentence.startswith("error: ")
     assert sentence.count("\n") == 1
