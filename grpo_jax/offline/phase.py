@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import AdamWConfig, CheckpointConfig, PhaseConfig, check_warmup
+from grpo_jax.config import AdamWConfig, CheckpointConfig, PhaseConfig
 from grpo_jax.data.types import Skipped, StepLog
 from grpo_jax.devices import (
     ONE_DEVICE,
@@ -167,7 +167,7 @@ def row_scorer(
 
 
 def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
-    """Checks that a batch can be divided among pieces and devices, and that the warm-up ends.
+    """Checks that a batch can be divided among pieces and devices.
 
     Args:
       config: The configuration of the phase.
@@ -175,9 +175,8 @@ def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
       name: The name of the option that sets `rows`.
 
     Raises:
-      UsageError: The batch cannot be divided, or the warm-up does not end. The message says what to change.
+      UsageError: The batch cannot be divided. The message says what to change.
     """
-    check_warmup(config, config.steps)
     devices = devices_of(config)
     pieces = config.microbatches * parts(devices)
     if rows < 1 or rows % pieces:

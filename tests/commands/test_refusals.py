@@ -1,5 +1,6 @@
 """Checks that commands refuse bad input of every kind in one sentence, before there is a run."""
 
+import json
 import shlex
 import sys
 from dataclasses import dataclass
@@ -127,6 +128,22 @@ REFUSED = [
 def test_bad_input_is_refused_before_a_run_exists(folder, capsys, start, args, words):
     assert words in refusal(capsys, *STARTS[start].split(), *shlex.split(args))
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["evaluate", "sample"])
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({"method": "reward-model", "heldout_share": 0.1}, "is the run of a reward model, which writes no completions"),
+        ({"method": "dpo", "heldout_share": 0.1}, "learned from rows without a reward: name others with --task"),
+    ],
+)
+def test_a_run_without_a_task_says_what_it_is(folder, tmp_path, capsys, command, saved, words):
+    (tmp_path / "checkpoints/x").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"task": "rows.jsonl"}))
+    assert words in refusal(capsys, command, tmp_path)
+    has_task = refusal(capsys, command, tmp_path, "--task", "rows.jsonl", "--reward", "rewards.py:low")
+    assert (words in has_task) == (saved["method"] == "reward-model")
 
 
 TWICE = [
