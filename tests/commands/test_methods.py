@@ -99,7 +99,9 @@ def test_runs_and_commands_with_the_former_name_of_rows_continue(folder, tmp_pat
     assert {line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")} == {0, 4, 8}
     (tmp_path / "both.json").write_text('{"data": "a.jsonl", "task": "b.jsonl"}')
     assert "no option data" in refusal(capsys, "train", "--method", "dpo", "--config", tmp_path / "both.json")
-    assert "learned from rows without a reward" in refusal(capsys, "evaluate", tmp_path / "run")  # other prompts would be held out
+    assert "learned from rows without a reward" in refusal(
+        capsys, "evaluate", tmp_path / "run"
+    )  # other prompts would be held out
 
 
 @pytest.mark.slow
