@@ -636,6 +636,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     """
     check_ranges(config)
     check_effects(config.critic)
+    check_warmup(config.optimizer, config.num_updates)
     sentences = chain(
         config.conflicts(),
         _constants(replace(config.loss, correction=config.correction), config),
@@ -647,6 +648,20 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     )
     for sentence in sentences:
         raise UsageError(sentence)
+
+
+def check_warmup(options: AdamWConfig, num_updates: int) -> None:
+    """Raises if the learning rate never reaches its peak.
+
+    Args:
+      options: The options of the optimizer.
+      num_updates: The number of optimizer steps of the run.
+
+    Raises:
+      UsageError: The warm-up lasts to the end of the run, or longer.
+    """
+    if options.warmup_steps >= num_updates:
+        raise UsageError(f"warmup_steps is {options.warmup_steps}: set it below the {num_updates} updates of the run")
 
 
 def validate_mesh(config: MeshConfig) -> None:

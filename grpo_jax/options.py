@@ -244,6 +244,21 @@ def flattened(options: Mapping[str, Any], groups: Collection[str] | None = None)
     return flat
 
 
+def unique_names(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Makes a dict of pairs, which must have different names.
+
+    Raises:
+      UsageError: A name is given twice. The sentence has both values.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        first, second, *_ = (abbreviate(value) for name, value in pairs if name == twice)
+        raise UsageError(f"{twice} is given twice, as {first} and as {second}: give it once")
+    return values
+
+
 _FORMER = {"data": "task"}  # former names of options, in whose place they still work
 
 

@@ -105,6 +105,9 @@ class GRPOTrainer:
         self._chat = chat
         pretrained, self._lower_num_prompts = None, "num_prompts" not in options
         if isinstance(model, Pretrained):
+            check_types(Pretrained, model._asdict())
+            if model.tokenizer is None:
+                raise UsageError("the model has no tokenizer: give Pretrained one of transformers as tokenizer")
             pretrained, settings = model, _settings_of(model)
             for name in settings.keys() & options.keys():
                 raise UsageError(f"the model is loaded already: give {name} to load_pretrained")

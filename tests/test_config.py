@@ -409,8 +409,9 @@ UNFIT_FILES = [
     ("a.yaml", 'steps: !!int ""', "a.yaml cannot be read (IndexError"),
     ("a.yaml", 'steps: !!bool ""', "a.yaml cannot be read (KeyError"),
     ("a.yaml", 'steps: !!timestamp ""', "a.yaml cannot be read (AttributeError"),
-    ("a.json", '{"train": {"seed": 1, "seed": 2}}', "seed is given twice"),
-    ("a.yaml", "number: 1\nnumber: 2", "number is given twice"),
+    ("a.json", '{"train": {"seed": 1, "seed": 2}}', "seed is given twice, as 1 and as 2"),
+    ("a.yaml", "number: 1\nnumber: 2", "number is given twice, as '1' and as '2'"),
+    ("a.yaml", "train: {}\ntrain: {seed: 2}", "train is given twice"),
     ("a.yaml", "1: 2", "no option 1"),
     ("a.yaml", "lora_targets: &a [*a]", "write the value out"),
     ("a.json", '{"a":' * 200_000 + "1" + "}" * 200_000, "cannot be read"),
@@ -430,6 +431,12 @@ def test_invalid_option_files_are_refused_in_one_sentence(tmp_path, capsys, name
     with pytest.raises(SystemExit):
         parse("--config", tmp_path / name, "--run-dir", tmp_path / "run")
     assert re.fullmatch(rf"error: .*{re.escape(sentence)}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", '{"number": 5}'), ("a.yaml", "number: 5")])
+def test_option_files_may_begin_with_a_byte_order_mark(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert parse("--config", tmp_path / name, "--run-dir", tmp_path / "run").number == 5
 
 
 # ---- ranges of options

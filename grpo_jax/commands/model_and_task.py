@@ -174,6 +174,10 @@ def check_subject(options: Options, *, needs_reward: bool = True, **shape: Any) 
     saved, folder = saved_options(options.model), Path(options.model)
     if not options.task and not folder.exists():
         raise UsageError(f"there is no folder {folder}: name that of a run; a model needs --task as well")
+    if saved.get("method") == "reward-model":
+        raise UsageError(f"{folder} is the run of a reward model, which writes no completions: name another model")
+    if saved and not options.task:
+        raise UsageError(f"the run in {folder} learned from rows without a reward: name others with --task")
     if not saved and (options.phase or options.step is not None):
         raise UsageError(f"--phase and --step choose a checkpoint, and {folder} is no run: leave them out")
     if saved and options.dtype not in ("auto", saved.get("dtype", "float32")):

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import ModelOptions, with_options
+from grpo_jax.config import ModelOptions, check_warmup, with_options
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
 from grpo_jax.data.text import prompt_limit, uses_chat
 from grpo_jax.data.types import hash_values
@@ -205,6 +205,7 @@ def pair_job(
       UsageError: One sentence that says what to change.
     """
     size, devices = getattr(config, number), devices_of(config.train)
+    check_warmup(config.train, config.train.steps)
     check_rows(config.train, rows=size, name=number)
     if not config.task:
         raise UsageError(f"--task is needed: name a file of {number.removeprefix('num_')}")

@@ -22,7 +22,7 @@ import numpy as np
 
 from grpo_jax.commands.offline import Job, PairOptions, Values, encoding, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import ModelOptions, TeacherConfig, with_options
+from grpo_jax.config import ModelOptions, TeacherConfig, check_warmup, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.prompts import Prompts, hash_prompts, pad_prompts
 from grpo_jax.data.rows import Row, completion_text, is_plain_answer, read_messages, read_rows, text_column
@@ -98,6 +98,7 @@ def prepare(config: Config) -> Job:
     """
     for role in config.divergence.frozen_models:
         check_alone(f"phases with a {role}")
+    check_warmup(config.train, config.train.steps)
     check_rows(config.train, rows=config.num_rows, name="num_rows")
     check_options(config.divergence, config.nll_coef)
     devices = devices_of(config.train)

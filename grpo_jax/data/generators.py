@@ -4,6 +4,9 @@ A text such as "2*chain_sum?min_terms=2&max_terms=3,leg_counting" names generato
 """
 
 import re
+import signal
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
@@ -15,6 +18,7 @@ from grpo_jax.options import suggestion
 
 PREFIX = "reasoning_gym:"
 AnswerIn = Literal["tags", "line", "text", "stop"]
+_LONGEST = 10  # seconds that an entry may take
 
 _SPEC = re.compile(r"(?:(\d++\.?\d*+|\.\d++)\*)?([A-Za-z_]\w*(?:\?.*)?)", re.DOTALL)
 _COMMA = re.compile(r",(?=(?:[\d.]+\*)?[A-Za-z_]\w*(?:\?|,|$))")  # others are in the values of options
@@ -56,12 +60,29 @@ def generate(text: str, level: int | None, index: int) -> tuple[Any, dict[str, A
     """
     dataset = open_generator(text, level)
     try:
-        return dataset, dataset[index]
+        return dataset, _in_time(lambda: dataset[index])
     except IndexError:  # it made a list of its first entries
         dataset = open_generator.__wrapped__(text, level, seed=index)
         return dataset, dataset[0]
     except Exception as error:  # some generators check no options
         raise UsageError(f"the generator {text} fails: {reason_of(error)}: set other options") from error
+
+
+def _in_time(make: Callable[[], Any]) -> Any:
+    """Calls a function, which may take `_LONGEST` seconds in the main thread. Other threads receive no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        return make()
+    before = signal.signal(signal.SIGALRM, _stop)
+    signal.setitimer(signal.ITIMER_REAL, _LONGEST, 1)  # again each second: a callback of C code may lose the error
+    try:
+        return make()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise TimeoutError(f"an entry takes more than {_LONGEST} seconds")
 
 
 @lru_cache(maxsize=256)
@@ -86,7 +107,8 @@ def open_generator(text: str, level: int | None = None, seed: int = 0) -> Any:
             curriculum = factory.create_curriculum(name)
             curriculum.set_global_level(level)
             options = vars(curriculum.generate_configuration()) | options
-        return factory.create_dataset(name, **options | {"seed": seed, "size": 1})
+        options |= {"seed": seed, "size": 1}
+        return _in_time(lambda: factory.create_dataset(name, **options))  # some make their entries now
     except Exception as error:  # generators check their options by assertions
         raise UsageError(f"the generator {text} refuses its options: {reason_of(error)}") from error
 

@@ -22,6 +22,7 @@ from grpo_jax.data.text import Message, check_text, progress
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError, abbreviate, reason_of, user_path
 from grpo_jax.models.chat import DEEPEST, is_learned, parse_calls
+from grpo_jax.options import unique_names
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".parquet")
 _SAVED = ("state.json", "dataset_dict.json", "dataset_info.json")  # files of save_to_disk that hold no rows
@@ -348,7 +349,10 @@ def _csv_rows(path: Path) -> list[Row]:
 
 def _json(content: bytes, where: str, remedy: str = "") -> Any:
     try:
-        return json.loads(content.decode("utf-8-sig"))  # the first line may have a byte order mark
+        # The first line may have a byte order mark.
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=unique_names)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
     except (RecursionError, ValueError) as error:
         raise UsageError(f"{where} is not JSON in UTF-8 ({reason_of(error)}){remedy}") from None
 

@@ -438,9 +438,8 @@ def encode_answers(
       UsageError: See `encode_prompts` and `fit_answers`.
     """
     write = prompt_writer(chat, in_chat)
-    encoded = encode_prompts(
-        chat, list(map(write, prompts)), max_prompt_tokens=max_prompt_tokens, overlong=overlong, kwargs=kwargs
-    )
+    written = [write(prompt, x) for prompt, x in zip(prompts, kwargs or [{}] * len(prompts), strict=True)]
+    encoded = encode_prompts(chat, written, max_prompt_tokens=max_prompt_tokens, overlong=overlong, kwargs=kwargs)
     several = [answers[number] for number in encoded.numbers]
     rows = answer_prompts(chat, encoded, several, scored=scored, pad_id=pad_id)
     fitted, numbers, notes = fit_answers(rows, overlong=overlong, **limits)

@@ -8,7 +8,7 @@ samples of π: http://joschu.net/blog/kl-approx.html. If an older policy sampled
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import check_beta, takes, upcast
+from grpo_jax.functional.numerics import check_above, check_beta, takes, upcast
 
 
 @takes(logprobs="number | ...", ref_logprobs="number | ...")
@@ -135,10 +135,14 @@ def adaptive_kl_coef(
     Returns:
       The next β, a scalar.
 
+    Raises:
+      ValueError: target or horizon is not above 0 (a traced value is not checked).
+
     Examples:
       >>> print(adaptive_kl_coef(jnp.array(0.1), jnp.array(9.0), target=6.0, num_samples=1000))
       0.102
     """
+    check_above(0, target=target, horizon=horizon)
     return kl_coef * (1 + jnp.clip(kl / target - 1, -0.2, 0.2) * (num_samples / horizon))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import check_beta, softcapped, takes
+from grpo_jax.functional.numerics import check_above, check_beta, softcapped, takes
 from grpo_jax.functional.products import Traits, accumulator_of, einsum, exp_sums, traits_of_backend, transposed
 
 
@@ -307,6 +307,8 @@ def _logits_of(*models: tuple[jax.Array, jax.Array, Any], temperature: jax.Array
     the type of its input. Adding a zero that varies gives all arrays one type, and JAX sums the gradient of the matrix
     over devices. XLA removes the addition.
     """
+    for *_, softcap in models:
+        check_above(0, temperature=temperature, softcap=softcap)
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
     arrays = jax.tree.leaves(([model[:2] for model in models], scale))
     zeros = (jnp.zeros_like(x, shape=(), dtype=jnp.float32) for x in arrays)

@@ -23,7 +23,16 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.divergence import kl_k3
-from grpo_jax.functional.numerics import AxisName, call_with, constants_of, is_zero, maybe_psum, takes, upcast
+from grpo_jax.functional.numerics import (
+    AxisName,
+    call_with,
+    check_above,
+    constants_of,
+    is_zero,
+    maybe_psum,
+    takes,
+    upcast,
+)
 from grpo_jax.functional.policy_gradient import (
     Term,
     clipped_surrogate,
@@ -129,11 +138,15 @@ def constant_length_weights(
     Returns:
       float32 `[..., T]`.
 
+    Raises:
+      ValueError: max_length is not above 0 (a traced value is not checked).
+
     Examples:
       >>> print(constant_length_weights(jnp.array([[True, True], [True, False]]), max_length=4))
       [[0.125 0.125]
        [0.125 0.   ]]
     """
+    check_above(0, max_length=max_length)
     max_length = mask.shape[-1] if max_length is None else max_length
     return mask.astype(jnp.float32) / (max_length * _count(mask, num_completions, axis_name))
 

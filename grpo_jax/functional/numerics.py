@@ -43,6 +43,17 @@ def is_zero(coefficient: Any) -> bool:
     return is_known(coefficient) and coefficient == 0
 
 
+def check_above(least: float, **constants: Any) -> None:
+    """Refuses constants that are not above `least`. A traced number is not checked.
+
+    Raises:
+      ValueError: a constant is not above `least`; the sentence names it.
+    """
+    for name, constant in constants.items():
+        if is_known(constant) and not constant > least:
+            raise ValueError(f"{name} is {constant}: it must be above {least}")
+
+
 def check_beta(beta: Any) -> None:
     """Refuses a β outside (0, 1), with which a divergence is 0 for all arguments. A traced number is not checked.
 

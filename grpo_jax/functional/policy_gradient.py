@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import (
     AxisName,
+    check_above,
     device_index_and_count,
     is_known,
     maybe_all_gather,
@@ -167,8 +168,7 @@ def clipped_surrogate(
       >>> print(clipped_surrogate(log_ratio, jnp.array(-1.0), delta=4.0))
       [1.5 0.8 4. ]
     """
-    if is_known(delta) and not delta > 1:
-        raise ValueError(f"delta is {delta}: it must be above 1, or it would bound a policy that has not moved")
+    check_above(1, delta=delta)  # else it would bound a policy that has not moved
     # Comparisons rather than minimum and clip: their gradients are halved at ties, so that a ratio at exactly its bound
     # would lose gradient, and they take several more arrays.
     advantages, ratio = per_token(advantages, log_ratio), jnp.exp(log_ratio)
@@ -254,9 +254,7 @@ def sapo_surrogate(
       >>> print(sapo_surrogate(jnp.zeros(1), jnp.array(1.0)))  # 4 σ(0)
       [-2.]
     """
-    for name, constant in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        if is_known(constant) and not constant > 0:
-            raise ValueError(f"{name} is {constant}: it must be above 0")
+    check_above(0, tau_positive=tau_positive, tau_negative=tau_negative)
     advantages = per_token(advantages, log_ratio)
     tau = jnp.where(advantages > 0, tau_positive, tau_negative)
     return -advantages * (4 / tau) * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1))

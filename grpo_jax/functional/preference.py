@@ -12,7 +12,7 @@ take their mean over pairs.
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import AxisName, maybe_psum, takes, upcast
+from grpo_jax.functional.numerics import AxisName, check_above, is_known, maybe_psum, takes, upcast
 
 # Shapes that losses of pairs take, as in `takes`.
 _PAIR = {"chosen": "...", "rejected": "..."}
@@ -102,11 +102,16 @@ def robust_dpo_loss(
     Returns:
       `[...]`.
 
+    Raises:
+      ValueError: label_smoothing is not from 0 to below ½ (a traced value is not checked).
+
     Examples:
       >>> log_ratios = jnp.array([5.0]), jnp.array([-5.0])
       >>> print(robust_dpo_loss(*log_ratios, jnp.zeros(1), jnp.zeros(1)))  # (0.9 · 0.3133 − 0.1 · 1.3133) / 0.8
       [0.1883]
     """
+    if is_known(label_smoothing) and not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is {label_smoothing}: it must be at least 0, and below 0.5")
     z = beta * _difference(chosen, rejected, ref_chosen, ref_rejected)
     right, wrong = jax.nn.softplus(-z), jax.nn.softplus(z)
     return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
@@ -175,11 +180,15 @@ def ipo_loss(
     Returns:
       `[...]`.
 
+    Raises:
+      ValueError: tau is not above 0 (a traced value is not checked).
+
     Examples:
       >>> log_ratios = jnp.array([2.0]), jnp.array([-2.0])
       >>> print(ipo_loss(*log_ratios, jnp.zeros(1), jnp.zeros(1)))  # (4 − 5)²
       [1.]
     """
+    check_above(0, tau=tau)
     _refuse_one(chosen_length=chosen_length, rejected_length=rejected_length)
     if chosen_length is not None and rejected_length is not None:
         chosen, ref_chosen = (_per_token(x, chosen_length) for x in (chosen, ref_chosen))

@@ -16,7 +16,7 @@ from grpo_jax.functional import advantages as A, correction as C, losses as L, p
 from grpo_jax.functional.advantages import group_advantages
 from grpo_jax.functional.divergence import kl_k1, kl_k2, kl_unbiased
 from grpo_jax.functional.losses import Objective, token_mean_weights
-from grpo_jax.functional.numerics import call_with
+from grpo_jax.functional.numerics import call_with, check_above
 
 _NONE: Mapping[str, float] = MappingProxyType({})
 
@@ -170,8 +170,7 @@ def check(objective: Objective, *, group_size: int = 8) -> None:
     for name, value in (epsilons | {"kl_coef": objective.kl_coef, "entropy_coef": objective.entropy_coef}).items():
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name} is {value}: it must be at least 0, and finite")
-    if not objective.constants.get("delta", float("inf")) > 1:
-        raise ValueError(f"delta is {objective.constants['delta']}: it must be above 1")
+    check_above(1, delta=objective.constants.get("delta"))
     if group_size < objective.min_group_size:
         raise ValueError(f"group_size is {group_size}: these advantages need at least {objective.min_group_size}")
     if objective.reads_outcomes and objective.kl_in_reward and objective.kl_coef:

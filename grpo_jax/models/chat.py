@@ -327,7 +327,7 @@ def decode(chat: Chat, ids: Sequence[int], end: Sequence[int] = ()) -> str:
 # ---- prompts
 
 
-def prompt_writer(chat: Chat, in_chat: bool, system: str | None = None) -> Callable[[Turns], Turns]:
+def prompt_writer(chat: Chat, in_chat: bool, system: str | None = None) -> Callable[..., Turns]:
     """Makes the function that turns a prompt into the text or the messages to encode.
 
     Args:
@@ -336,8 +336,9 @@ def prompt_writer(chat: Chat, in_chat: bool, system: str | None = None) -> Calla
       system: A system message before prompts that have none. Prompts that are text need `in_chat` with it.
 
     Returns:
-      The function. It raises UsageError if chat is on without a template, if a system message is given for text with
-      chat off, or if a text is written in the template already.
+      The function, which may also take the prompt's own variables of the template. It raises UsageError if chat is on
+      without a template, if a system message or variables are given for text with chat off, or if a text is written in
+      the template already.
     """
     bos, opening, header = getattr(chat.tokenizer, "bos_token", None) or "", "", ""
     if in_chat and chat.tokenizer.chat_template:
@@ -356,10 +357,10 @@ def prompt_writer(chat: Chat, in_chat: bool, system: str | None = None) -> Calla
             header and header in text
         )
 
-    def write(prompt: Turns) -> Turns:
+    def write(prompt: Turns, kwargs: Mapping[str, Any] = {}) -> Turns:
         if isinstance(prompt, str):
             if not in_chat:
-                if system is not None or chat.kwargs:
+                if system is not None or chat.kwargs or kwargs.keys() - {"tools"}:
                     what = "a system message needs" if system is not None else "chat_template_kwargs need"
                     raise UsageError(f"{what} chat messages: turn chat on, or write it into the prompts")
                 return prompt

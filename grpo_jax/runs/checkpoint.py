@@ -38,7 +38,7 @@ class Checkpoints:
         keep: int = 2,
         keep_best: bool = False,
         run: Callable[[], str | None] = lambda: None,
-        lines: Callable[[], dict[str, int]] = dict,
+        lines: Callable[[], dict[str, Any]] = dict,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         """Sets the folder; `restore` and `save` create it.
@@ -49,13 +49,13 @@ class Checkpoints:
           keep_best: True to keep the checkpoint of the best trained step as well.
           run: Returns the digest of the run's options and inputs, as in `write_seal`. Checkpoints with another digest
             are skipped.
-          lines: Writes the lines of the phase to the disk, and returns their numbers by file.
+          lines: Writes the lines of the phase to the disk, and returns their number and checksum by file.
           warn: Prints a warning, one sentence; None: to stderr.
         """
         self._folder, self._keep, self._keep_best = folder.absolute(), keep, keep_best
         self._run, self._warn = run, warn or partial(say_aside, "warning")
         self._saving, self._count_lines = 0, lines  # the step
-        self.lines: dict[str, int] = {}  # the lines that the restored or saved checkpoint covers
+        self.lines: dict[str, Any] = {}  # the lines that the restored or saved checkpoint covers
         self.scores: dict[int, float] = {}  # held-out scores by step, larger is better
         self._saved_scores: dict[int, float] = {}  # those that the checkpoint in `_saving` covers
 
@@ -148,7 +148,7 @@ class Checkpoints:
         _return_free_memory()
         return shapes._replace(params=restored["params"], **restored["rest"]), step
 
-    def _where_to_go_on(self) -> tuple[int, dict[str, int], dict[int, float]] | None:
+    def _where_to_go_on(self) -> tuple[int, dict[str, Any], dict[int, float]] | None:
         """Returns the newest step that verifies, with the numbers of lines and the scores that its seal contains.
 
         Newer checkpoints are renamed. None: nothing was saved.
@@ -321,7 +321,7 @@ def write_seal(
     *,
     step: int,
     run: str | None = None,
-    lines: Mapping[str, int] = {},
+    lines: Mapping[str, Any] = {},
     scores: Mapping[int, float] = {},
 ) -> None:
     """Seals a complete checkpoint.
@@ -330,7 +330,7 @@ def write_seal(
       folder: The folder of the checkpoint.
       step: The step of the checkpoint.
       run: The digest of the options and inputs that the run began with; None: not recorded.
-      lines: The numbers of lines that the run had written, by file.
+      lines: The numbers and checksums of lines that the run had written, by file.
       scores: The held-out scores so far, by step. They decide which checkpoint is kept and when the run ends.
     """
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import filelock
 
 from grpo_jax.errors import UsageError, reading, reason_of
-from grpo_jax.options import fits
+from grpo_jax.options import fits, unique_names
 
 COMMAND = "command.txt"  # command lines of the run, one for each start
 TEMPORARY = ".tmp"  # the ending of files that are being written
@@ -43,7 +43,7 @@ def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
       UsageError: The file cannot be read, or holds a value of another type.
     """
     with reading(file, "mend it, or start a new run"):
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=unique_names)
     if not fits(value, hint):
         raise UsageError(f"{file} is not as a run writes it: mend it, or start a new run")
     return value
@@ -70,7 +70,7 @@ def each_line(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[int, dict
     for number, line in enumerate(_complete_lines(file), 1):
         where = f"line {number} of {file}"
         try:
-            record = json.loads(line.decode())
+            record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique_names)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{where} is not JSON in UTF-8 ({reason_of(error)}): mend or remove it") from None
         if not isinstance(record, dict):

@@ -15,11 +15,10 @@ import signal
 import sys
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -45,6 +44,7 @@ from grpo_jax.options import (
     option_types,
     options_of,
     replace_options,
+    unique_names,
 )
 from grpo_jax.presets import parts_of, preset_of
 from grpo_jax.runs import progress, runner
@@ -82,6 +82,7 @@ _NARROWEST = 40  # columns; with fewer than three, the layout of the help never 
 Config = TypeVar("Config", bound=Any)  # a dataclass of options in groups, of which `output` is a `RunConfig`
 Options = TypeVar("Options")
 say_note = partial(progress.say_aside, "note")
+_note_once = cache(say_note)
 
 
 @contextmanager
@@ -212,18 +213,29 @@ def read_flags(config_class: type[Options], **settings: Any) -> Options:
       settings: Further arguments of `tyro.cli`.
 
     Raises:
-      UsageError: A number is not in the range of its option, or an option of several values is given twice.
+      UsageError: A number is not in the range of its option, or --config or an option of several values is given twice.
     """
     prepare_terminal()
-    lists = {"__" + name for name, hint in option_types(config_class).items() if get_origin(hint) is tuple}
-    flags = [arg.partition("=")[0] for arg in settings.get("args") or sys.argv[1:]]
-    _unique([(flag, None) for flag in flags if flag.replace("-", "_") in lists])  # tyro would take the last
+    lists = {f"--{name.replace('_', '-')}" for name, x in option_types(config_class).items() if get_origin(x) is tuple}
+    _check_repeated(settings.get("args") or sys.argv[1:], {"--config", *lists})
     options = tyro.cli(config_class, **settings)
     check_ranges(options)
     values, types = options_of(options), option_types(config_class, include_extras=True)
     default = options_of(settings["default"]) if settings.get("default") else {}  # its texts are not typed in a shell
     escaped = [name for name, hint in types.items() if Escaped in get_args(hint) and values[name] != default.get(name)]
     return replace_options(options, {name: tuple(map(_unescaped, values[name])) for name in escaped})
+
+
+def _check_repeated(args: Sequence[str], refused: Collection[str]) -> None:
+    """Refuses some flags that are given twice. A note says of all others that the last one counts, as tyro takes it."""
+    starts = [place for place, arg in enumerate(args) if arg.startswith("--")]
+    names = ["--" + re.sub("^--(no[-_])?|=.*", "", args[start], flags=re.DOTALL).replace("_", "-") for start in starts]
+    texts = [" ".join(args[start:end]) for start, end in pairwise([*starts, len(args)])]
+    pairs = [*zip(names, texts, strict=True)]
+    unique_names([pair for pair in pairs if pair[0] in refused])
+    for name, text in pairs:
+        if text != (last := dict(pairs)[name]):
+            _note_once(f"{name} is given twice, as {text!r} and as {last!r}: the last one counts")
 
 
 def _unescaped(text: str) -> str:
@@ -305,21 +317,13 @@ def read_options(file: Path, groups: Collection[str] | None = None) -> dict[str,
       UsageError: The file cannot be read, sets an option twice, or has a group of another name.
     """
     with reading(file, "mend it"):
-        text, is_yaml = file.read_text(encoding="utf-8"), file.suffix in (".yaml", ".yml")
-        saved = yaml.load(text, _UniqueLoader) if is_yaml else json.loads(text, object_pairs_hook=_unique)
+        text, is_yaml = file.read_text(encoding="utf-8-sig"), file.suffix in (".yaml", ".yml")
+        saved = yaml.load(text, _UniqueLoader) if is_yaml else json.loads(text, object_pairs_hook=unique_names)
         if is_yaml and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise UsageError("it refers to a value by *name, which may never end: write the value out")
         if not isinstance(saved, dict):
             raise UsageError("it holds no options: it must be a mapping of names to values")
         return flattened(saved, groups)
-
-
-def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Makes a dict of pairs, which must have different names."""
-    (twice, count), *_ = [*Counter(name for name, _ in pairs).most_common(1), ("", 0)]
-    if count > 1:
-        raise UsageError(f"{twice} is given twice: give it once, with all its values")
-    return dict(pairs)
 
 
 class _UniqueLoader(yaml.SafeLoader):
@@ -334,7 +338,8 @@ class _UniqueLoader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        _unique([(name.value, None) for name, _ in node.value if isinstance(name, yaml.ScalarNode)])
+        scalars = [pair for pair in node.value if isinstance(pair[0], yaml.ScalarNode)]
+        unique_names([(name.value, value.value if value.id == "scalar" else value.id) for name, value in scalars])
         return super().construct_mapping(node, deep)
 
 

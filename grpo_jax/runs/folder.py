@@ -14,7 +14,8 @@ import json
 import os
 import re
 import time
-from collections import Counter
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -90,7 +91,8 @@ class RunFolder:
         self.console = console or RunConsole(quiet=not self.writes)
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = {}
-        self._lines = Counter[tuple[str, str]]()  # the lines of a phase in a file
+        # Of the lines of a phase in a file, the number and the CRC-32
+        self._lines = defaultdict[tuple[str, str], tuple[int, int]](lambda: (0, 0))
         self._started = self._logged = time.perf_counter()
         self.trackers: list[Tracker] = []
         if self.writes:
@@ -216,25 +218,30 @@ class RunFolder:
         for group in groups:
             self._append("rollouts.jsonl", phase, step, group)
 
-    def rewind(self, phase: str, step: int, lines_before: Mapping[str, int] = {}) -> None:
+    def rewind(self, phase: str, step: int, lines_before: Mapping[str, Any] = {}) -> None:
         """Drops the lines of a phase after a step, and a last line that a crash cut off.
 
         Args:
           phase: The phase that starts or resumes.
           step: The step that was reached; 0: all lines are dropped.
-          lines_before: The lines that a file had at this step. If fewer are left, the run warns.
+          lines_before: The number and CRC-32 of the lines that a file had at this step, or as in earlier versions only
+            the number. If the remaining lines are others, the run warns.
         """
         if not self.writes:
             return
         for name in _PHASE_FILES:
-            self._lines[phase, name] = 0
+            self._lines.pop((phase, name), None)
             if (self.path / name).exists():
                 write_parts(
                     self.path / name, self._remaining(name, phase, step or -1)
                 )  # a phase that starts logs step 0 again
-            if (left := self._lines[phase, name]) < lines_before.get(name, 0):
-                lost = lines_before[name] - left
-                self.warn_once(f"{name} of {phase}", f"{name} has lost {lost} lines of {phase}: its curves have gaps")
+            now, before = [*self._lines[phase, name]], lines_before.get(name, [])
+            before = [before] if isinstance(before, int) else before
+            if now[: len(before)] != before:
+                words = f"{name} has lines of {phase} that the run did not write: its curves may be wrong"
+                if now[0] < before[0]:
+                    words = f"{name} has lost {before[0] - now[0]} lines of {phase}: its curves have gaps"
+                self.warn_once(f"{name} of {phase}", words)
         numbers = [line for name in _NUMBER_FILES for line in self.lines(name) if line["phase"] == phase]
         for tracker in self.trackers:
             tracker.restart(phase, numbers)
@@ -242,9 +249,11 @@ class RunFolder:
     def _remaining(self, name: str, phase: str, step: int) -> Iterator[str]:
         """Yields the lines of a file that `rewind` leaves in it, and counts those of the phase."""
         for _, line in each_line(self.path / name, LINE):
+            text = json.dumps(line)
+            if line["phase"] == phase and line["step"] <= step:
+                self._count(phase, name, text)
             if line["phase"] != phase or line["step"] <= step:
-                self._lines[phase, name] += line["phase"] == phase
-                yield json.dumps(line) + "\n"
+                yield text + "\n"
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """Reads the lines of a file of the run, which may not exist yet.
@@ -263,9 +272,13 @@ class RunFolder:
         line = json.dumps(finite(record), allow_nan=False)
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        self._lines[phase, name] += 1
+        self._count(phase, name, line)
         for tracker in self.trackers if name in _NUMBER_FILES else ():
             tracker.log(record)
+
+    def _count(self, phase: str, name: str, line: str) -> None:
+        count, checksum = self._lines[phase, name]
+        self._lines[phase, name] = count + 1, zlib.crc32(line.encode(), checksum)
 
     def _check_present(self) -> None:
         if self.writes and not (self.path / OPTIONS_FILE).exists():
@@ -280,13 +293,13 @@ class RunFolder:
             self._check_present()
             raise
 
-    def _sync(self, phase: str) -> dict[str, int]:
-        """Writes the lines of a phase to the disk, and returns their numbers by file."""
+    def _sync(self, phase: str) -> dict[str, list[int]]:
+        """Writes the lines of a phase to the disk, and returns their number and CRC-32 by file."""
         for name in _PHASE_FILES if self.writes else ():
             if (self.path / name).exists():
                 with (self.path / name).open("rb") as file:
                     os.fsync(file.fileno())
-        return {name: self._lines[phase, name] for name in _PHASE_FILES}
+        return {name: [*self._lines[phase, name]] for name in _PHASE_FILES}
 
     # ---- checkpoints, times, messages
 

@@ -212,9 +212,14 @@ def _find_groups(file: Path) -> _Places:
     """Checks the groups of rollouts.jsonl, which may be too many to hold, and returns their places."""
     places: _Places = {}
     for number, (place, line) in enumerate(each_line(file, _GROUP), 1):
-        count, parts = len(line["completions"]), line.get("components") or {}
-        if len(line["rewards"]) != count or any(len(values) != count for values in parts.values()):
-            raise UsageError(f"line {number} of {file} has other numbers of rewards than of completions: mend it")
+        lists = line.get("components") or {}
+        lists = lists | {name: line[name] for name in _GROUP if name != "prompt" and isinstance(line.get(name), list)}
+        wrong = [name for name, values in lists.items() if len(values) != len(line["completions"])]
+        tokens, logprobs = ([*map(len, line.get(name) or ())] for name in ("tokens", "logprobs"))
+        if tokens and logprobs and tokens != logprobs:
+            wrong.append("tokens")
+        if wrong:
+            raise UsageError(f'line {number} of {file} has "{wrong[0]}" of another length than other lists: mend it')
         places.setdefault(line["phase"], {}).setdefault(line["step"], []).append(place)
     return places
 

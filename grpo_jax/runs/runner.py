@@ -26,7 +26,7 @@ from grpo_jax import hosts
 from grpo_jax.config import LoggingConfig
 from grpo_jax.data.types import Skipped, StepLog
 from grpo_jax.devices import Devices, place, shardings
-from grpo_jax.errors import Interruption
+from grpo_jax.errors import Interruption, UsageError
 from grpo_jax.runs.checkpoint import best_step
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
@@ -174,6 +174,7 @@ def run_steps(
       The final state.
 
     Raises:
+      UsageError: The newest checkpoint is of a step after the last one.
       FloatingPointError: Gradients were not finite too many times in a row.
     """
     end = steps if until is None else until
@@ -185,6 +186,8 @@ def run_steps(
         run.checkpoints(phase, keep=logging.keep_checkpoints, keep_best=logging.keep_best) as checkpoints,
     ):
         state, done = checkpoints.restore(initial_state, partial(shardings, devices=devices, axes=axes))
+        if done > steps:
+            raise UsageError(f"{phase} has taken {done} steps, and steps is {steps}: set steps to {done} or more")
         if done:
             run.say(f"{phase}: continues after step {done} of {steps}")
         state = place(state, devices, axes)
@@ -192,11 +195,12 @@ def run_steps(
         def is_due(step: int) -> bool:
             return step % logging.eval_every == 0 or (step == end and evaluates_end)
 
+        run.rewind(phase, done, checkpoints.lines)
         if evaluate and done and is_due(done) and done not in checkpoints.scores:
             missing = evaluate(state, done)
             run.amend(phase, done, missing)
             checkpoints.note_score(done, score(missing))
-        run.rewind(phase, done, checkpoints.lines)
+            run.rewind(phase, done)  # trackers and checksums need the amended line
         first = {} if done else dict(start or (evaluate(state, 0) if evaluate else {}))
         if first:
             run.log(phase, 0, first)

@@ -314,9 +314,10 @@ def encode_rows(
     prompt_of = partial(_prompt, prompt_column=prompt_column, template=template)
 
     def encode(rows: Sequence[Mapping[str, Any]], **options: Any) -> Encoded:
-        prompts = [write(prompt_of(row, "a row")) for row in rows]
+        kwargs = [row_kwargs(chat, row) for row in rows]
+        prompts = [write(prompt_of(row, "a row"), x) for row, x in zip(rows, kwargs, strict=True)]
         options = {"max_prompt_tokens": max_prompt_tokens, "overlong": overlong} | options
-        return encode_prompts(chat, prompts, kwargs=[row_kwargs(chat, row) for row in rows], **options)
+        return encode_prompts(chat, prompts, kwargs=kwargs, **options)
 
     check = partial(_check, chat, prompt_of, write)
     checked = check(rows, "row")
@@ -428,7 +429,8 @@ def _check(
     for number, row in enumerate(progress(rows, "checking rows")):
         where = getattr(row, "where", f"{name} {number}")
         prompt = prompt_of(row, where)
-        place, messages, kwargs = hash_of_prompt(prompt, where), write(prompt), row_kwargs(chat, row)
+        place, kwargs = hash_of_prompt(prompt, where), row_kwargs(chat, row)
+        messages = write(prompt, kwargs)
         parts = [{"role": "", "content": messages}] if isinstance(messages, str) else messages
         contents = (f"{part.get('content') or ''}{part.get('tool_calls', '')}" for part in parts)
         text, kind = "".join(contents), (repr(kwargs), *(part["role"] for part in parts))

@@ -20,6 +20,7 @@ from grpo_jax.models.chat import Chat, Message, end_marks, render, turn_end, wit
 from grpo_jax.rewards.worker import import_place, load
 
 Tools = Mapping[str, Callable[..., Any]]  # by name
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # arguments that calls can name
 
 
 class Call(NamedTuple):
@@ -35,19 +36,22 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
     """Returns the JSON schemas of functions for chat templates, from type hints and docstrings.
 
     Raises:
-      UsageError: A function lacks a type hint, or a line of its docstring.
+      UsageError: A function lacks a type hint, or a line of its docstring, or has arguments that a call cannot name.
     """
     from transformers.utils import get_json_schema
 
     schemas = []
     for name, function in tools.items():
         try:
-            schema = get_json_schema(function)
+            unnamed = [x for x in inspect.signature(function).parameters.values() if x.kind not in _NAMED]
+            schema = {} if unnamed else get_json_schema(function)
         except Exception as error:  # transformers raises several types
             reason = " ".join(str(error).split())
             raise UsageError(
                 f"the tool {name} needs a type hint and a line of its docstring for each argument: {reason}"
             ) from None
+        if unnamed:
+            raise UsageError(f"the tool {name} takes {unnamed[0]}, but calls name each argument: name them all")
         schemas.append(schema | {"function": schema["function"] | {"name": name}})  # calls name the key
     return schemas
 

@@ -133,7 +133,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
 
 def read_refusal(capsys: pytest.CaptureFixture[str], status: int) -> str:
     """Returns what a command wrote, which must be one sentence of an error, and its status 2."""
-    sentence = capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    sentence = "".join(line for line in lines if not line.startswith("note: "))
     assert status == 2, sentence
     assert sentence.startswith("error: ")
     assert sentence.count("\n") == 1

@@ -27,8 +27,8 @@ from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.folder import run_digest
 
 SFT = ("--steps", 12, "--num-rows", 16, "--learning-rate", 1e-2, "--eval-every", 6, "--checkpoint-every", 4)
-PAIRS = ("--steps", 8, "--num-pairs", 16, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
-KTO = ("--steps", 8, "--num-completions", 16, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
+TIMES = ("--warmup-steps", 0, "--steps", 8, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
+PAIRS, KTO = ("--num-pairs", 16, *TIMES), ("--num-completions", 16, *TIMES)
 OFFLINE = {"sft": SFT, "dpo": PAIRS, "kto": KTO, "reward-model": PAIRS}
 TEACHER = ("--teacher", "teacher", "--distillation", "forward_kl", "--nll-coef", 0.1)
 TAUGHT = sft.Config(divergence=TeacherConfig("jsd", teacher="DIR"))
@@ -75,7 +75,8 @@ def test_a_transcript_becomes_messages_by_default(folder, tmp_path, capsys):
 def test_long_texts_stay_whole_by_default_and_losses_are_warnings(folder, tmp_path, capsys, method):
     rows = [{"prompt": 18 * "1+" + f"{i % 10}{i // 10}=", "label": True} for i in range(40)]
     rows = [row | {"completion": "1", "chosen": "1", "rejected": "2"} for row in rows]
-    options = (*OFFLINE[method], "--steps", 1, "--eval-every", 0, "--task", write_rows(tmp_path / "rows.jsonl", rows))
+    short = ("--warmup-steps", 0, "--steps", 1, "--eval-every", 0)
+    options = (*OFFLINE[method], *short, "--task", write_rows(tmp_path / "rows.jsonl", rows))
     for name, limits in (("whole", ()), ("cut", ("--max-prompt-tokens", 16, "--overlong", "truncate"))):
         run(folder, tmp_path / name, method, *options, *limits)
         file = tmp_path / name / "warnings.jsonl"
@@ -98,7 +99,9 @@ def test_runs_and_commands_with_the_former_name_of_rows_continue(folder, tmp_pat
     assert {line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")} == {0, 4, 8}
     (tmp_path / "both.json").write_text('{"data": "a.jsonl", "task": "b.jsonl"}')
     assert "no option data" in refusal(capsys, "train", "--method", "dpo", "--config", tmp_path / "both.json")
-    assert "--task is needed" in refusal(capsys, "evaluate", tmp_path / "run")  # other prompts would be held out
+    assert "learned from rows without a reward" in refusal(
+        capsys, "evaluate", tmp_path / "run"
+    )  # other prompts would be held out
 
 
 @pytest.mark.slow

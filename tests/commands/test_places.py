@@ -27,7 +27,7 @@ def origin(inputs, tmp_path_factory):
     """A folder with a tiny model, rows, and a run of one step of supervised fine-tuning."""
     folder = shutil.copytree(inputs, tmp_path_factory.mktemp("places") / "inputs")
     (folder / "model/LICENSE").write_text("free")
-    run(folder, folder / "run", "sft", "--steps", 1, "--num-rows", 8)
+    run(folder, folder / "run", "sft", "--warmup-steps", 0, "--steps", 1, "--num-rows", 8)
     return folder
 
 

@@ -1,7 +1,9 @@
 """Checks that commands refuse bad input of every kind in one sentence, before there is a run."""
 
+import json
 import shlex
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax
@@ -50,7 +52,6 @@ REFUSED = [
     ("task", "--task ''", "--task is needed"),
     ("task", "", "--reward is needed for rows.jsonl"),
     ("task", "--reward 'lenght(maximum=1)'", "no built-in reward 'lenght'"),
-    ("grpo", "--reward exact_answer", "--reward is given twice"),
     ("task", "--reward 'exact_answer(column=\"nope\")'", "compares with the column 'nope'"),
     ("task", "--reward rewards.py:low 'exact_answer(column=\"nope\")'", "compares with the column 'nope'"),
     ("task", "--reward 'repetition(n=1e9)'", "is 1000000000.0: it must be a whole number"),
@@ -129,6 +130,65 @@ def test_bad_input_is_refused_before_a_run_exists(folder, capsys, start, args, w
     assert not (folder / "run").exists()
 
 
+@pytest.mark.parametrize("command", ["evaluate", "sample"])
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({"method": "reward-model", "heldout_share": 0.1}, "is the run of a reward model, which writes no completions"),
+        ({"method": "dpo", "heldout_share": 0.1}, "learned from rows without a reward: name others with --task"),
+    ],
+)
+def test_a_run_without_a_task_says_what_it_is(folder, tmp_path, capsys, command, saved, words):
+    (tmp_path / "checkpoints/x").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"task": "rows.jsonl"}))
+    assert words in refusal(capsys, command, tmp_path)
+    has_task = refusal(capsys, command, tmp_path, "--task", "rows.jsonl", "--reward", "rewards.py:low")
+    assert (words in has_task) == (saved["method"] == "reward-model")
+
+
+TWICE = [
+    ("grpo", "--reward exact_answer", "--reward is given twice, as '--reward rewards.py:low' and as '--reward exact"),
+    ("sft", "--config numbers.json --config other.json", "--config is given twice, as '--config numbers.json' and"),
+]
+
+
+@pytest.mark.parametrize(("start", "args", "words"), TWICE)
+def test_lists_and_files_of_options_are_given_once(folder, capsys, start, args, words):
+    (folder / "numbers.json").write_text("{}")
+    (folder / "other.json").write_text("{}")
+    assert words in refusal(capsys, *STARTS[start].split(), *args.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--seed", "3", "--seed=4"), "--seed is given twice, as '--seed 3' and as '--seed=4': the last one counts"),
+        (("--no-heldout", "--heldout"), "--heldout is given twice, as '--no-heldout' and as '--heldout'"),
+        (("--dry_run", "--no-dry-run"), "--dry-run is given twice, as '--dry_run' and as '--no-dry-run'"),
+        (("--seed", "4", "--seed", "4"), ""),
+    ],
+)
+def test_a_note_has_both_values_of_an_option_that_is_given_twice(capsys, args, words):
+    @dataclass(frozen=True)
+    class Options:
+        seed: int = 0
+        heldout: bool = False
+        dry_run: bool = False
+
+    flags.read_flags(Options, args=[*args])
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert printed.count("\n") == bool(words)
+
+
+@pytest.mark.parametrize("start", ["grpo", "grpo --method ppo", "sft", "taught", "dpo", "kto", "reward-model"])
+def test_a_warmup_that_never_ends_is_refused(folder, capsys, start):
+    start, *method = start.split(maxsplit=1)
+    line = [*STARTS[start].split(), *" ".join(method).split()]
+    assert "warmup_steps is 3: set it below the 3 updates" in refusal(capsys, *line, "--steps", 3, "--warmup-steps", 3)
+    assert not (folder / "run").exists()
+
+
 def test_dry_run_prints_the_plan_without_loading_weights(folder, capsys):
     (folder / "half.py").write_text("def half(rows, texts): return [1 / len(text) for text in texts]\n")
     (folder / "hides.py").write_text("def hides(rows, texts): raise ValueError('\\x1b[2J')\n")
@@ -153,9 +213,8 @@ def test_rates_ten_times_off_are_told_before_the_run(folder, tmp_path, capsys, o
     commands.main([*args, "--dry-run"])
     sentence = f"but {usual} trained models of about"
     assert sentence in capsys.readouterr().out
-    commands.main(
-        [*args, "--steps", "1", "--eval-every", "0", "--num-heldout", "2", "--run-dir", str(tmp_path / "run")]
-    )
+    short = ("--steps", "1", "--eval-every", "0", "--num-heldout", "2", "--run-dir", tmp_path / "run")
+    commands.main([*args, *map(str, short)])
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.index(sentence) < printed.index("evaluating the initial model")
     commands.main([*args, "--learning-rate", usual, "--dry-run"])

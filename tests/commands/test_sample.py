@@ -67,7 +67,7 @@ def test_sample_shows_what_training_sees_next(folder, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_sample_of_a_run_without_rewards_prints_completions(folder, tmp_path, capsys):
-    run(folder, tmp_path / "run", "sft", "--steps", 1, "--num-rows", 8)
+    run(folder, tmp_path / "run", "sft", "--warmup-steps", 0, "--steps", 1, "--num-rows", 8)
     printed, lines = sampled(capsys, tmp_path / "out", tmp_path / "run", "--max-tokens", 4)
     assert "reward" not in printed
     assert all(line["components"] == {"reward": [None] * 8} for line in lines)

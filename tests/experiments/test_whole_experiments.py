@@ -133,7 +133,7 @@ PAIRS = "--steps 8 --num-pairs 32 --num-seeds 1 --warmup-steps 2 --eval-every 4"
 RUNS = {
     "arithmetic": ("arithmetic", WARM, "before, after, control", check_arithmetic),
     "calculator": ("calculator", WARM, "before, after, control", None),
-    "guess": ("guess", f"{WARM} --group-size 2", "before, after, control, noise", None),
+    "guess": ("guess", f"{WARM} --group-size 2 --warmup-steps 0", "before, after, control, noise", None),
     "curriculum": ("curriculum", "--warm-steps 2 --steps 2 --num-seeds 1", "uniform, curriculum", None),
     "dtypes": (
         "dtypes",

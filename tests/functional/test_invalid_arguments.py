@@ -3,6 +3,8 @@
 test_properties.py gives other shapes and lists to every function of `cases.py`.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ def ones(*shape):
 
 X, MASK, A = ones(2, 3), np.ones((2, 3), bool), ones(2)
 HIDDEN, WEIGHT, IDS = ones(2, 3, 4), ones(7, 4), np.zeros((2, 3), np.int32)
+COLUMN_IDS = IDS[..., None]
 COLUMN = A[:, None]  # of which broadcasting would make every completion's number with every other's
 ARGUMENTS = X, X, A, MASK
 KEY = jax.random.key(0)
@@ -79,6 +82,25 @@ OPTIONS = [
     (lambda: F.token_jsd(HIDDEN, WEIGHT, HIDDEN, WEIGHT, beta=1.0), ["beta"]),
     *((lambda delta=delta: F.clipped_surrogate(X, A, delta=delta), ["delta"]) for delta in (1.0, -3, float("nan"))),
     (lambda: F.cispo_surrogate(X, A, epsilon_high=-0.5), ["epsilon_high"]),
+    *(
+        (lambda share=share: F.robust_dpo_loss(A, A, A, A, label_smoothing=share), ["label_smoothing"])
+        for share in (0.5, 0.6, -0.1, float("nan"))
+    ),
+    *((lambda tau=tau: F.ipo_loss(A, A, A, A, tau=tau), ["tau"]) for tau in (0, 0.0, -1.0)),
+    (lambda: F.constant_length_weights(MASK, max_length=0), ["max_length is 0"]),
+    (lambda: F.adaptive_kl_coef(0.1, 1.0, target=0.0, num_samples=1), ["target is 0.0"]),
+    (lambda: F.adaptive_kl_coef(0.1, 1.0, target=1.0, num_samples=1, horizon=0), ["horizon is 0"]),
+    *(
+        (lambda call=call, option=option: call(**option), [f"{next(iter(option))} is 0"])
+        for option in ({"temperature": 0.0}, {"softcap": 0})
+        for call in (
+            *(partial(F.token_logprobs, HIDDEN, WEIGHT, IDS), partial(F.token_kl, HIDDEN, WEIGHT, HIDDEN, WEIGHT)),
+            *(
+                partial(F.token_jsd, HIDDEN, WEIGHT, HIDDEN, WEIGHT),
+                partial(F.bucket_logits, HIDDEN, WEIGHT, COLUMN_IDS),
+            ),
+        )
+    ),
     (lambda: F.sapo_surrogate(X, A, tau_positive=0), ["tau_positive"]),
     (lambda: F.sapo_surrogate(X, A, tau_negative=-1.0), ["tau_negative"]),
     *(

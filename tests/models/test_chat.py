@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.commands import sft
 from grpo_jax.data.packing import pack
+from grpo_jax.data.preferences import Preference, encode_preferences
 from grpo_jax.data.rows import read_messages
 from grpo_jax.data.text import (
     Answers,
@@ -253,6 +254,11 @@ def test_tasks_record_messages_and_template_variables_per_row(tokenizer):
         text_task(tokenizer, (), [rows[0] | {"chat_template_kwargs": {"thinkz": 1}}], chat=True, **options)
     with refused("chat_template_kwargs need chat messages"):
         text_task(tokenizer, (), rows, chat_template_kwargs={"thinks": False}, **options)
+    with refused("chat_template_kwargs need chat messages"):
+        text_task(tokenizer, (), rows, **options)
+    with refused("chat_template_kwargs need chat messages"):
+        pair = Preference("1+1=", "2", "3", kwargs={"chat_template_kwargs": {"thinks": True}})
+        encode_preferences(Chat(tokenizer, ()), [pair])
 
 
 # ---- texts that are written in a template already

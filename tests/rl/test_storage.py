@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from bigrams import PARAMS, TASK, train_grpo
 from rl_helpers import RUN, assert_same_files, open_run, run_programs
-from tiny import digit_prompts as prompts, refused
+from tiny import digit_prompts as prompts, read_lines, refused, write_rows
 
 from grpo_jax import __version__
 from grpo_jax.config import with_options
@@ -436,6 +436,44 @@ def test_lost_lines_before_a_checkpoint_are_noticed(finished, tmp_path):
     (tmp_path / "run/model").mkdir()
     (tmp_path / "run/inputs.json").unlink()
     assert "inputs.json is gone" in open_run(tmp_path / "run", CONFIG).lines("warnings.jsonl")[-1]["message"]
+
+
+def edit_number(file: Path) -> None:
+    lines = read_lines(file)
+    number = next(name for name, value in lines[1].items() if type(value) is float)
+    lines[1][number] += 1
+    write_rows(file, lines)
+
+
+def repeat_line(file: Path) -> None:
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines, lines[-1]]))
+
+
+def replace_line(file: Path) -> None:
+    """Removes a line, and repeats another."""
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[1:], lines[-1]]))
+
+
+@pytest.mark.parametrize("harm", [edit_number, repeat_line, replace_line])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "times.jsonl"])
+def test_changed_lines_before_a_checkpoint_are_noticed(finished, tmp_path, name, harm):
+    shutil.copytree(finished[0], tmp_path / "run")
+    harm(tmp_path / "run" / name)
+    run = open_run(tmp_path / "run", CONFIG)
+    train_grpo(TASK, CONFIG, run, run_programs())
+    (warning,) = [line["message"] for line in run.lines("warnings.jsonl")]
+    assert warning == f"{name} has lines of grpo that the run did not write: its curves may be wrong"
+
+
+def test_a_run_has_no_fewer_steps_than_it_has_taken(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "run")
+    file = tmp_path / "run/config.json"
+    config = with_options(CONFIG, steps=1)
+    shutil.copy(open_run(tmp_path / "other", config).path / "config.json", file)
+    with refused(f"grpo has taken {CONFIG.steps} steps, and steps is 1"):
+        train_grpo(TASK, config, open_run(tmp_path / "run", config), run_programs())
 
 
 def cut_lines(file: Path) -> None:

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import refused, save_tiny_model
+from tiny import random_params, refused, save_tiny_model
 
 from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.data.episodes import Reply, episode_return
 from grpo_jax.data.types import Component
-from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_pretrained
 from grpo_jax.options import flattened, option_types
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
@@ -247,6 +248,12 @@ def test_trl_environments_show_tools_and_first_observation(folder, tmp_path):
     assert {*group["rewards"]} == {0.0}
 
 
+def pretrained(**fields):
+    """Returns a loaded model without a tokenizer."""
+    config = ModelConfig(12, 8, 16, 1, 2, 1, 4)
+    return Pretrained(config, random_params(config, 0.1), None, (), Path("model"))._replace(**fields)
+
+
 BAD_OPTIONS = [
     ({"tools": [add], "prompts": PROMPTS}, "tools need a tokenizer with a chat template"),
     ({"tools": [add], "environment": higher}, "give one of them"),
@@ -288,6 +295,8 @@ BAD_OPTIONS = [
     ({"reward_model": {"a": 3}}, "reward_model is .*: it must be a function"),
     ({"reward_model": {"a": Component(Threes(), "1")}}, "weight is '1': it must be a number"),
     ({"model": 3}, "model is 3"),
+    ({"model": pretrained()}, "the model has no tokenizer"),
+    ({"model": pretrained(tokenizer=print, folder=3)}, "folder is 3"),
     ({"run_dir": None}, "run_dir is None"),
     ({"environment": "game"}, "environment is 'game': it must be a function"),
     ({"environment_factory": 3}, "environment_factory is 3: it must be a function"),

@@ -51,11 +51,11 @@ def test_groups_may_lack_tokens_components_and_columns(tmp_path):
 
 
 def test_token_texts_may_differ_from_the_completion(tmp_path):
-    odd = group(1, completions=["é", "é"], tokens=[["\ud83d", "\ufffd", ""]] * 2, logprobs=[[-1, None], []])
+    odd = group(1, completions=["é", "é"], tokens=[["\ud83d", "\ufffd", ""]] * 2, logprobs=[[-1, None, 0]] * 2)
     shown = write_page(tmp_path / "run", metrics(1), [odd])["rollouts"]["grpo"][0][1][0]
     assert shown["completions"] == ["é", "é"]
     assert shown["tokens"][0] == ["\ufffd", "\ufffd", ""]
-    assert shown["cents"] == [[100, None], []]
+    assert shown["cents"] == [[100, None, 0]] * 2
 
 
 def test_the_terminal_prints_an_episode_turn_by_turn(tmp_path):
@@ -183,7 +183,18 @@ DAMAGED_LINES = [
     ("metrics.jsonl", [], r"line 2 of .*metrics\.jsonl holds no object"),
     ("rollouts.jsonl", {"phase": "grpo", "step": 1}, r'line 2 of .*rollouts\.jsonl has no "prompt"'),
     ("rollouts.jsonl", group(1, tokens=[[1]]), r'line 2 of .*rollouts\.jsonl has no "tokens"'),
-    ("rollouts.jsonl", group(1, rewards=[1.0]), r"line 2 of .*rollouts\.jsonl has other numbers of rewards"),
+    *(
+        ("rollouts.jsonl", group(1, **{name: value}), rf'line 2 of .*rollouts\.jsonl has "{name}" of another length')
+        for name, value in {
+            "rewards": [1.0],
+            "advantages": [1.0] * 3,
+            "lengths": [],
+            "tokens": [["Tom", " sat."]] * 2,
+            "logprobs": [[0, 0, 0]],
+            "endings": ["stop"],
+        }.items()
+    ),
+    ("rollouts.jsonl", '{"phase": "grpo", "step": 1, "step": 2}', r"step is given twice, as 1 and as 2"),
     ("results.json", "rubbish", r"results\.json cannot be read"),
     ("config.json", None, "name the folder of a run"),
 ]

@@ -376,6 +376,8 @@ def test_a_folder_has_splits(tmp_path):
 
 UNREADABLE = [
     ("r.jsonl", b'{"a": 1}\n{"a": }', "r.jsonl, line 2 is not JSON in UTF-8 (Expecting value: line 1 column 7"),
+    ("r.jsonl", b'{"a": 1}\n{"b": {"a": 2, "a": 3}}', "r.jsonl, line 2: a is given twice, as 2 and as 3: give it once"),
+    ("r.json", b'[{"a": 1}, {"a": 2, "a": "x"}]', "r.json: a is given twice, as 2 and as 'x': give it once"),
     ("r.jsonl", b"\n[1]", "r.jsonl, line 2 holds a list, not an object"),
     ("r.jsonl", b'{"a": "\xff"}', "r.jsonl, line 1 is not JSON in UTF-8"),
     ("r.jsonl", b'{"a": ' + b"[" * 100_000, "r.jsonl, line 1 is not JSON in UTF-8"),

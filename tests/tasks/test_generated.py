@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import signal
 import sys
 import tracemalloc
 from importlib import import_module
@@ -14,6 +15,7 @@ from tiny import refused, save_tiny_model
 from experiments.tasks import arithmetic
 from experiments.tasks.characters import Characters
 from grpo_jax import GRPOTrainer
+from grpo_jax.data import generators
 from grpo_jax.data.generators import generate, highest_level, parse_generators, read_answer
 from grpo_jax.data.types import Completion
 from grpo_jax.models.config import ModelConfig
@@ -120,6 +122,16 @@ REFUSED = [
 def test_generators_that_do_not_work_are_refused(pretrained, text, options, sentence):
     with refused(sentence), opened(pretrained, text, **options) as task:
         task.prompts(0)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("name", ["long", "advance"])
+def test_an_entry_that_takes_too_long_is_refused(pretrained, monkeypatch, name):
+    monkeypatch.setattr(generators, "_LONGEST", 0.2)
+    with refused("an entry takes more than 0.2 seconds"), opened(pretrained, f"{name}?high=100000000"):
+        pass
+    before = signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM)
+    assert before == ((0.0, 0.0), signal.SIG_DFL)
 
 
 def test_an_answers_place_without_generators_is_refused():

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from tiny import refused
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import get_json_schema
 
 from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Turn
@@ -315,3 +316,37 @@ def test_names_of_tools_on_a_command_line():
 def test_results_keep_the_letters_of_every_language():
     call = '<tool_call>{"name": "later", "arguments": {"word": "Zürich 東京"}}</tool_call>'
     assert ask(call).text == '{"said": "Zürich 東京"}'
+
+
+def texts(*words: str) -> str:
+    """Joins.
+
+    Args:
+      words: the words.
+    """
+    return " ".join(words)
+
+
+def pairs(**words: str) -> str:
+    """Joins.
+
+    Args:
+      words: the words.
+    """
+    return " ".join(words)
+
+
+def first(word: str, /) -> str:
+    """Returns the word.
+
+    Args:
+      word: the word.
+    """
+    return word
+
+
+@pytest.mark.parametrize(("tool", "argument"), [(texts, r"\*words"), (pairs, r"\*\*words"), (first, "word")])
+def test_arguments_that_a_call_cannot_name_are_refused(tool, argument):
+    assert "words" in get_json_schema(tool)["function"]["parameters"]["properties"] or tool is first
+    with refused(f"the tool f takes {argument}: str, but calls name each argument"):
+        schemas_of({"f": tool})
