@@ -240,19 +240,25 @@ class PieceShape(NamedTuple):
     is_packed: bool = False
 
 
-def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int) -> Pieces:
+def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int, packs: bool = True) -> Pieces:
     """Returns the pieces in which one device computes its rows of a batch.
 
     Args:
       batch: N prompts with their completions. A piece has the least of their widths that fits its longest prompt.
       microbatches: The number of pieces of whole prompts. 0: `piece_tokens` decides.
       piece_tokens: The largest number of tokens of a piece. 0: the backend decides.
+      packs: False to pack no completions. Default: if that saves work.
     """
     num_prompts, group_size, tokens = batch.completion_ids.shape
     local, prompt, group_tokens = num_prompts // batch_parts(), batch.prompt.width, group_size * tokens
     piece_tokens = piece_tokens or traits_of_backend().piece_tokens
     choose = partial(
-        choose_piece, group_size=group_size, tokens=tokens, microbatches=microbatches, piece_tokens=piece_tokens
+        choose_piece,
+        group_size=group_size,
+        tokens=tokens,
+        microbatches=microbatches,
+        piece_tokens=piece_tokens,
+        packs=packs,
     )
     widths = useful_widths(batch.prompt.widths.pieces, prompt, group_tokens)
     piece = choose(local, prompt)
@@ -271,7 +277,14 @@ def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int) -> Pieces
 
 
 def choose_piece(
-    num_prompts: int, prompt: int, group_size: int, tokens: int, *, microbatches: int, piece_tokens: int
+    num_prompts: int,
+    prompt: int,
+    group_size: int,
+    tokens: int,
+    *,
+    microbatches: int,
+    piece_tokens: int,
+    packs: bool = True,
 ) -> PieceShape:
     """Chooses the shape of the pieces in which a batch is computed.
 
@@ -287,6 +300,7 @@ def choose_piece(
         saves work.
       piece_tokens: The largest number of tokens of a piece, padding included. One prompt with its completions may
         exceed it.
+      packs: False to pack no completions.
     """
     whole = prompt + group_size * tokens
     if microbatches:
@@ -294,7 +308,7 @@ def choose_piece(
     if num_prompts == 1 or num_prompts * whole <= 2 * piece_tokens:
         return PieceShape(num_prompts, group_size, tokens)
     most = _MAX_LONG_TOGETHER if tokens >= _LONG else _MAX_TOGETHER
-    for together in range(1, min(most + 1, group_size)):
+    for together in range(1, min(most + 1, group_size) if packs else 1):
         rows, width = -(-group_size // together), together * tokens
         if rows * (prompt + width) <= _MAX_OVERHEAD * whole:
             # Slightly larger than other pieces, so that rows of full length also fill the last piece.

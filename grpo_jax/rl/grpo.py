@@ -61,6 +61,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         initial_extras=initial_extras,
         hooks=hooks,
         rounded=policy.rounded,
+        packs=policy.packs,
         summarise=summarise,
     )
 
@@ -239,10 +240,10 @@ def objective_term(config: LossConfig) -> LossTerm:
 def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
     """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
 
-    kind = Divergence("forward_kl" if config.divergence == "reverse" else "reverse_kl")
+    kind, head = Divergence("forward_kl" if config.divergence == "reverse" else "reverse_kl"), policy.head
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        heads = policy.head(models["policy"]), policy.head(models["reference"])
+        heads = head(models["policy"]), head(models["reference"])
 
         def divergence(states: jax.Array, ref_states: jax.Array, temperature: jax.Array) -> jax.Array:
             return token_divergence(kind, heads, states, TargetOutputs(hidden=ref_states), temperature)

@@ -46,7 +46,9 @@ def score_rollout(
         tokens = rows.completion_ids.shape[-1]
         rows = with_ends(rows) if method.scores_ends else rows
         options = config.optimizer
-        pieces = choose_pieces(rows, microbatches=options.microbatches, piece_tokens=options.piece_tokens)
+        pieces = choose_pieces(
+            rows, microbatches=options.microbatches, piece_tokens=options.piece_tokens, packs=method.packs
+        )
         scores = computed_in_pieces(score_piece, rows, pieces)
         return jax.tree.map(lambda x: x[:, :, :tokens], scores)
 

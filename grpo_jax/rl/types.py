@@ -116,6 +116,7 @@ class Method(NamedTuple):
     initial_extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> initial extras
     hooks: tuple[Hook, ...] = ()
     rounded: Callable[[Params], Params] | None = None  # `Policy.rounded`
+    packs: bool = True  # `Policy.packs`
     scores_ends: bool = False  # true if scorers also compute the state after the last token
     # metrics of an optimizer step -> metrics to log
     summarise: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda metrics: metrics

@@ -153,7 +153,12 @@ def optimizer_step(
         loss_fn=partial(loss_of, method),
         weights_of=partial(weights_of, num_completions=minibatch.temperature.size),
         optimizer=method.optimizer,
-        pieces=partial(choose_pieces, microbatches=options.microbatches, piece_tokens=options.piece_tokens),
+        pieces=partial(
+            choose_pieces,
+            microbatches=options.microbatches,
+            piece_tokens=options.piece_tokens,
+            packs=method.packs,
+        ),
         devices=devices,
         rounded=method.rounded and partial(_rounded_policy, method.rounded),
     )
