@@ -8,9 +8,9 @@ D features.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,9 @@ def nnx_policy(
     def of_params(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda params, *inputs: function(nnx.merge(graph, params, *others), *inputs)
 
-    given = {"cache": cache, "unembedding": unembedding}
-    policy = function_policy(of_params(call), **{name: fn and of_params(fn) for name, fn in given.items()})
+    policy = function_policy(
+        of_params(call), cache=cache and of_params(cache), unembedding=unembedding and of_params(unembedding)
+    )
     return policy, jax.tree.map(jnp.copy, nnx.to_pure_dict(trained))
 
 
@@ -65,25 +66,23 @@ def function_policy(
         token. With a cache, (params, tokens, positions int32 `[B, L]`, cache, mask bool `[B, L, C]`) -> (outputs, cache
         after these tokens). The tokens take the next L slots in all B sequences, and the mask is true where a token may
         see a slot. In training the cache is None, C is L, and a sequence may hold several completions.
-      cache: (params, B, C) -> an empty cache, a tree of arrays. Default: there is none, and for each sampled token the
-        whole sequence is computed again.
+      cache: (params, B, C) -> an empty cache, a tree of arrays `[B, ...]`, and of scalars that all sequences share.
+        Default: there is none, and for each sampled token the whole sequence is computed again.
       unembedding: params -> `[V, D]`, if outputs are hidden states `[B, L, D]`. Default: outputs are logits
         `[B, L, V]`, which a training step holds for all tokens of a piece.
 
     Returns:
       The policy. It has no `init`. It cannot continue completions after replies of an environment.
     """
-    has_cache = cache is not None
-    compute = partial(_compute if has_cache else _recompute, call)
+    model = _without_cache(call) if cache is None else _with_cache(call, cache)
     return Policy(
         _no_init,
         unembedding,
-        partial(_states, compute, has_cache),
-        partial(_prefill, compute, cache or _no_texts),
-        select=_Sequences.take,
-        widen=_Sequences.widened,
-        packs=has_cache,
-        notes=() if has_cache else (_RECOMPUTES,),
+        partial(_states, model),
+        partial(_prefill, model),
+        select=_take,
+        packs=model.packs,
+        notes=() if model.packs else (_RECOMPUTES,),
     )
 
 
@@ -97,47 +96,49 @@ def _no_init(key: jax.Array) -> Params:
     raise UsageError("a model from elsewhere brings its parameters: pass those")
 
 
-# ---- models with a cache, and without one. A negative position marks padding
+# ---- models with a cache and without
 
 
-def _compute(
-    call: Callable[..., Any], params: Params, tokens: jax.Array, positions: jax.Array, memory: Any, mask: jax.Array
-) -> tuple[jax.Array, Any]:
-    return call(params, tokens, jnp.maximum(positions, 0), memory, mask)
+class _Model(NamedTuple):
+    # (params, tokens, positions, of which negative ones are padding, cache or None, mask) -> (outputs, cache)
+    compute: Callable[..., tuple[jax.Array, Any]]
+    cache: Callable[[Params, int, int], Any]
+    packs: bool  # true if it uses the mask
 
 
-def _no_texts(params: Params, rows: int, slots: int) -> jax.Array:
-    return jnp.zeros((rows, slots), jnp.int32)
+def _with_cache(call: Callable[..., Any], cache: Callable[[Params, int, int], Any]) -> _Model:
+    return _Model(lambda params, ids, places, *others: call(params, ids, jnp.maximum(places, 0), *others), cache, True)
 
 
-def _recompute(
-    call: Callable[..., Any], params: Params, tokens: jax.Array, positions: jax.Array, texts: Any, mask: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Computes whole texts. The cache `[B, C]` is the tokens so far, by their positions, so that padding comes last."""
-    texts = jnp.zeros_like(tokens) if texts is None else texts
-    places = jnp.where(positions < 0, texts.shape[1], positions)
-    texts = texts.at[jnp.arange(len(texts))[:, None], places].set(tokens, mode="drop")
-    return jnp.take_along_axis(call(params, texts), jnp.maximum(positions, 0)[..., None], axis=1), texts
+def _without_cache(call: Callable[..., Any]) -> _Model:
+    """Returns a model whose cache `[B, C]` is the tokens so far, by their positions, so that padding comes last."""
+
+    def compute(params: Params, ids: jax.Array, places: jax.Array, texts: Any, mask: jax.Array) -> Any:
+        texts = jnp.zeros_like(ids) if texts is None else texts
+        used = jnp.where(places < 0, texts.shape[1], places)
+        texts = texts.at[jnp.arange(len(ids))[:, None], used].set(ids, mode="drop")
+        return jnp.take_along_axis(call(params, texts), jnp.maximum(places, 0)[..., None], axis=1), texts
+
+    return _Model(compute, lambda params, rows, slots: jnp.zeros((rows, slots), jnp.int32), False)
 
 
 # ---- training
 
 
-def _states(compute: Callable[..., Any], packs: bool, params: Params, rows: Rows) -> tuple[jax.Array, None]:
+def _states(model: _Model, params: Params, rows: Rows) -> tuple[jax.Array, None]:
     """Computes `Policy.states`. Each prompt and one part are a sequence."""
-    if rows.numbers is not None and not packs:
-        raise UsageError("a model without masks computes one text in a row, and these rows are packed: pass cache")
-    flat = (-1, 1, rows.ids.shape[2])
-    numbers = None if rows.numbers is None else rows.numbers.reshape(flat)
-    row = jnp.repeat(jnp.arange(len(rows.ids)), rows.ids.shape[1])
-    rows_of_parts = replace(rows, prompt=rows.prompt.take(row), ids=rows.ids.reshape(flat), numbers=numbers)
-    prompt = rows_of_parts.prompt.mask
+    if rows.numbers is not None and not model.packs:
+        raise UsageError("a model without a cache computes one text in a row, and these rows hold several: pass cache")
+    shape = rows.ids.shape
+    ids, numbers = jax.tree.map(lambda x: x.reshape(-1, 1, shape[2]), (rows.ids, rows.numbers))
+    rows = replace(rows, prompt=rows.prompt.take(jnp.repeat(jnp.arange(shape[0]), shape[1])), ids=ids, numbers=numbers)
+    prompt = rows.prompt.mask
     texts = jnp.ones((len(prompt), rows.inputs), jnp.int32) if numbers is None else numbers[:, 0]
     places = jnp.sum(prompt, axis=-1, keepdims=True, dtype=jnp.int32) + positions_in_texts(texts)
     positions = jnp.concatenate([_positions(prompt), places], axis=-1)
     mask = _mask(jnp.concatenate([-prompt.astype(jnp.int32), texts], axis=-1))
-    outputs, _ = compute(params, rows_of_parts.tokens, positions, None, mask)
-    return rows_of_parts.predicting(outputs).reshape(*rows.ids.shape, -1), None
+    outputs, _ = model.compute(params, rows.tokens, positions, None, mask)
+    return rows.predicting(outputs).reshape(*shape, -1), None
 
 
 def _positions(prompt_mask: jax.Array) -> jax.Array:
@@ -153,72 +154,29 @@ def _mask(texts: jax.Array) -> jax.Array:
 
 # ---- sampling
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Sequences:
-    """The cache of B completions, with room for T tokens of each."""
-
-    memory: list[jax.Array]  # the leaves of the model's cache
-    mask: jax.Array  # bool [B, P + T], true on tokens of prompts
-    width: int = field(metadata={"static": True})  # P
-    # the axes of B and of the slots in each leaf, or None
-    axes: tuple[tuple[int | None, int | None], ...] = field(metadata={"static": True})
-
-    def take(self, chosen: jax.Array) -> "_Sequences":
-        """Returns the completions with these numbers."""
-        pairs = zip(self.memory, self.axes, strict=True)
-        memory = [x if axis is None else jnp.take(x, chosen, axis) for x, (axis, _) in pairs]
-        return replace(self, memory=memory, mask=self.mask[chosen])
-
-    def widened(self, room: int) -> "_Sequences":
-        """Returns the same completions with room for more tokens."""
-        more = self.width + room - self.mask.shape[1]
-
-        def pad(x: jax.Array, axis: int | None) -> jax.Array:
-            return x if axis is None else jnp.pad(x, [(0, more * (place == axis)) for place in range(x.ndim)])
-
-        memory = [pad(x, axis) for x, (_, axis) in zip(self.memory, self.axes, strict=True)]
-        return replace(self, memory=memory, mask=pad(self.mask, 1))
+_Sequences = tuple[Any, jax.Array]  # the model's cache of B completions, and the mask of their prompts, bool [B, P]
 
 
-def _cache_axes(cache: Callable[..., Any], params: Params) -> tuple[tuple[int | None, int | None], ...]:
-    """Returns the axes of sequences and of slots in each leaf of a cache: those whose sizes follow the arguments."""
-    plain, rows, slots = (
-        jax.tree.leaves(jax.eval_shape(lambda params, size=size: cache(params, *size), params))
-        for size in ((2, 256), (4, 256), (2, 512))
-    )
-
-    def axis(x: Any, y: Any) -> int | None:
-        return next((axis for axis in range(x.ndim) if x.shape[axis] != y.shape[axis]), None)
-
-    return tuple((axis(x, y), axis(x, z)) for x, y, z in zip(plain, rows, slots, strict=True))
+def _take(sequences: _Sequences, chosen: jax.Array) -> _Sequences:
+    """Computes `Policy.select`."""
+    return jax.tree.map(lambda x: x[chosen] if x.ndim else x, sequences)
 
 
 def _prefill(
-    compute: Callable[..., Any],
-    cache: Callable[..., Any],
-    params: Params,
-    prompt: PromptTokens,
-    group_size: int,
-    max_tokens: int,
+    model: _Model, params: Params, prompt: PromptTokens, group_size: int, max_tokens: int
 ) -> tuple[jax.Array, Callable[..., Any], _Sequences]:
     """Computes `Policy.prefill`. The cache of a prompt is copied for each of its completions."""
     prompt = jax.tree.map(jnp.asarray, prompt)
-    num_prompts, width = prompt.ids.shape
-    room = [(0, 0), (0, max_tokens)]
-    seen = jnp.pad(_mask(-prompt.mask.astype(jnp.int32)), [(0, 0), *room])
-    empty = cache(params, num_prompts, width + max_tokens)
-    hidden, memory = compute(params, prompt.ids, _positions(prompt.mask), empty, seen)
-    leaves, tree = jax.tree.flatten(memory)
+    mask = jnp.pad(_mask(-prompt.mask.astype(jnp.int32)), [(0, 0), (0, 0), (0, max_tokens)])
+    cache = model.cache(params, len(prompt), prompt.width + max_tokens)
+    hidden, cache = model.compute(params, prompt.ids, _positions(prompt.mask), cache, mask)
 
     def decode(sequences: _Sequences, ids: jax.Array, step: jax.Array) -> tuple[jax.Array, _Sequences]:
-        places = jnp.arange(sequences.mask.shape[1])
-        seen = sequences.mask | ((places >= width) & (places <= width + step))
-        position = jnp.sum(sequences.mask, axis=-1, keepdims=True, dtype=jnp.int32) + step
-        memory = jax.tree.unflatten(tree, sequences.memory)
-        hidden, memory = compute(params, ids.reshape(-1, 1), position, memory, seen[:, None])
-        return hidden.reshape(*ids.shape, -1), replace(sequences, memory=jax.tree.leaves(memory))
+        cache, prompt_mask = sequences
+        is_filled = jnp.broadcast_to(jnp.arange(max_tokens) <= step, (ids.size, max_tokens))
+        mask = jnp.concatenate([prompt_mask, is_filled], axis=-1)[:, None]
+        position = jnp.sum(prompt_mask, axis=-1, keepdims=True, dtype=jnp.int32) + step
+        hidden, cache = model.compute(params, ids.reshape(-1, 1), position, cache, mask)
+        return hidden.reshape(*ids.shape, -1), (cache, prompt_mask)
 
-    sequences = _Sequences(leaves, jnp.pad(prompt.mask, room), width, _cache_axes(cache, params))
-    return hidden[:, -1], decode, sequences.take(jnp.repeat(jnp.arange(num_prompts), group_size))
+    return hidden[:, -1], decode, _take((cache, prompt.mask), jnp.repeat(jnp.arange(len(prompt)), group_size))

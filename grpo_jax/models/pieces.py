@@ -247,18 +247,15 @@ def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int, packs: bo
       batch: N prompts with their completions. A piece has the least of their widths that fits its longest prompt.
       microbatches: The number of pieces of whole prompts. 0: `piece_tokens` decides.
       piece_tokens: The largest number of tokens of a piece. 0: the backend decides.
-      packs: False to pack no completions. Default: if that saves work.
+      packs: False to pack no completions. Default: they are packed if that saves work.
     """
     num_prompts, group_size, tokens = batch.completion_ids.shape
+    if not packs:
+        group_size, tokens = 1, group_size * tokens  # a single completion of a prompt is never packed
     local, prompt, group_tokens = num_prompts // batch_parts(), batch.prompt.width, group_size * tokens
     piece_tokens = piece_tokens or traits_of_backend().piece_tokens
     choose = partial(
-        choose_piece,
-        group_size=group_size,
-        tokens=tokens,
-        microbatches=microbatches,
-        piece_tokens=piece_tokens,
-        packs=packs,
+        choose_piece, group_size=group_size, tokens=tokens, microbatches=microbatches, piece_tokens=piece_tokens
     )
     widths = useful_widths(batch.prompt.widths.pieces, prompt, group_tokens)
     piece = choose(local, prompt)
@@ -277,14 +274,7 @@ def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int, packs: bo
 
 
 def choose_piece(
-    num_prompts: int,
-    prompt: int,
-    group_size: int,
-    tokens: int,
-    *,
-    microbatches: int,
-    piece_tokens: int,
-    packs: bool = True,
+    num_prompts: int, prompt: int, group_size: int, tokens: int, *, microbatches: int, piece_tokens: int
 ) -> PieceShape:
     """Chooses the shape of the pieces in which a batch is computed.
 
@@ -300,7 +290,6 @@ def choose_piece(
         saves work.
       piece_tokens: The largest number of tokens of a piece, padding included. One prompt with its completions may
         exceed it.
-      packs: False to pack no completions.
     """
     whole = prompt + group_size * tokens
     if microbatches:
@@ -308,7 +297,7 @@ def choose_piece(
     if num_prompts == 1 or num_prompts * whole <= 2 * piece_tokens:
         return PieceShape(num_prompts, group_size, tokens)
     most = _MAX_LONG_TOGETHER if tokens >= _LONG else _MAX_TOGETHER
-    for together in range(1, min(most + 1, group_size) if packs else 1):
+    for together in range(1, min(most + 1, group_size)):
         rows, width = -(-group_size // together), together * tokens
         if rows * (prompt + width) <= _MAX_OVERHEAD * whole:
             # Slightly larger than other pieces, so that rows of full length also fill the last piece.

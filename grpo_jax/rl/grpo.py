@@ -15,6 +15,7 @@ import optax
 
 from grpo_jax import functional as F
 from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig
+from grpo_jax.models.pieces import choose_pieces
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
@@ -61,7 +62,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         initial_extras=initial_extras,
         hooks=hooks,
         rounded=policy.rounded,
-        packs=policy.packs,
+        pieces=partial(choose_pieces, packs=policy.packs),
         summarise=summarise,
     )
 
