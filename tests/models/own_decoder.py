@@ -42,9 +42,9 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([Layer(width, hidden, *heads, rngs) for _ in range(layers)])
         self.heads = heads
 
-    def init_cache(self, rows, slots):
-        shape = rows, slots, *self.heads[1:]
-        return [{"k": jnp.zeros(shape), "v": jnp.zeros(shape), "end": jnp.int32(0)} for _ in self.layers]
+    def init_cache(self, rows, slots, dtype):
+        empty = jnp.zeros((rows, slots, *self.heads[1:]), dtype)
+        return [{"k": empty, "v": empty, "end": jnp.int32(0)} for _ in self.layers]
 
     def hidden(self, tokens, positions, cache, mask):
         x, new = self.embed(tokens), []

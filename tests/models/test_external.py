@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache, partial
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -19,14 +20,17 @@ from tiny import (
     row_numbers,
     sampler_of,
     says_three,
+    slow_unless,
     tiny_config,
 )
 
 from grpo_jax.config import recipe, with_options
+from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.external import function_policy, nnx_policy
 from grpo_jax.models.geometry import rows_of_packed_groups
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.pieces import choose_piece
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.rl.grpo import make_programs
@@ -42,7 +46,7 @@ IDS = np.random.default_rng(0).integers(0, V, (3, 2, 4), np.int32)
 
 
 def init_cache(model, rows, slots):
-    return model.init_cache(rows, slots)
+    return model.init_cache(rows, slots, jnp.float32)
 
 
 def without_cache(model, tokens):
@@ -134,8 +138,8 @@ def test_sampled_tokens_are_those_of_our_decoder(kind, leave, assume):
 
 # ---- training
 
-RUN = recipe("grpo", steps=4, num_prompts=8, group_size=4, max_tokens=3, kl_coef=0.1, learning_rate=1e-2)
-RUN = with_options(RUN, minibatches=2, checkpoint_every=2)
+RUN = recipe("grpo", steps=4, num_prompts=8, group_size=4, max_tokens=6, kl_coef=0.1, learning_rate=1e-2)
+RUN = with_options(RUN, minibatches=2, piece_tokens=20, checkpoint_every=2)
 TASK = digit_task(says_three)
 
 
@@ -146,29 +150,38 @@ def trained(folder, policy, params, config=RUN, **options):
     return train({"policy": params}, TASK, config, run, programs, phase="grpo", **options).params["policy"], run
 
 
-@cache
-def ours_trained(folder):
-    params, run = trained(folder, OURS, random_params(CONFIG))
+@pytest.fixture(scope="module")
+def our_run(tmp_path_factory):
+    """Trains our decoder, and returns the parameters and the rewards of the steps."""
+    assert choose_piece(4, 3, 4, 6, microbatches=0, piece_tokens=20).is_packed
+    params, run = trained(tmp_path_factory.mktemp("ours"), OURS, random_params(CONFIG))
     return renamed(params), [line["reward"] for line in run.lines()]
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory):
-    return ours_trained(tmp_path_factory.mktemp("ours"))
+MESH = {"devices": 4, "parallel": "mesh", "fsdp": 2}
+RUNS = slow_unless([("logits", ()), ("no_cache", ())], [(k, d) for k in KINDS for d in [(), {"devices": 2}, MESH]])
 
 
-@pytest.mark.parametrize("kind", ["logits", "no_cache"])
-def test_training_is_that_of_our_decoder_and_resumes(kind, tmp_path, ours):
-    policy, params = KINDS[kind](model())
-    trained(tmp_path, policy, params, until=2)
-    ends, run = trained(tmp_path, policy, params)
-    assert [line["reward"] for line in run.lines()] == ours[1]
-    jax.tree.map(partial(assert_allclose, atol=1e-4), ends, ours[0])
-    decoder = nnx.clone(model())
-    nnx.update(decoder, ends)
-    assert_array_equal(decoder.embed.embedding[...], ends["embed"]["embedding"])
-    warnings = (tmp_path / "warnings.jsonl").read_text() if (tmp_path / "warnings.jsonl").exists() else ""
-    assert ("has no cache" in warnings) == (kind == "no_cache")
+@pytest.mark.parametrize(("kind", "devices"), RUNS)
+def test_training_is_that_of_our_decoder_and_resumes(kind, devices, tmp_path, our_run):
+    """Our decoder packs completions, and a model without a cache cannot."""
+    (policy, params), config = KINDS[kind](model()), with_options(RUN, **dict(devices))
+    trained(tmp_path, policy, params, config, until=2)
+    end, run = trained(tmp_path, policy, params, config)
+    assert [line["reward"] for line in run.lines()] == our_run[1]
+    jax.tree.map(partial(assert_allclose, atol=1e-4), end, our_run[0])
+    warnings = tmp_path / "warnings.jsonl"
+    assert (warnings.exists() and "has no cache" in warnings.read_text()) == (kind == "no_cache")
+
+
+def test_the_program_of_the_page_changes_the_module(tmp_path):
+    decoder, page = nnx.clone(model()), (Path(__file__).parents[2] / "docs/own_model.md").read_text()
+    names = {"jnp": jnp, "nnx": nnx, "nnx_policy": nnx_policy, "make_programs": make_programs, "train": train}
+    names |= {"model": decoder, "task": TASK, "config": RUN, "run": RunFolder(tmp_path, dataclasses.asdict(RUN))}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    end = names["state"].params["policy"]["embed"]["embedding"]
+    assert_array_equal(decoder.embed.embedding[...], end)
+    assert np.abs(end - model().embed.embedding[...]).max() > 1e-3
 
 
 def test_steps_after_the_first_call_no_module_and_compile_nothing(tmp_path, caplog):
@@ -185,10 +198,6 @@ def test_steps_after_the_first_call_no_module_and_compile_nothing(tmp_path, capl
     assert set(calls) == {0}
     compiled = programs.sampler.program, programs.score_program, programs.learn
     assert [program._cache_size() for program in compiled] == [1, 1, 1]
-
-
-def test_completions_without_masks_are_not_packed(tmp_path):
-    """Pieces so small that our decoder packs completions."""
 
 
 def test_linen_modules_and_functions(tmp_path):
@@ -227,3 +236,47 @@ def test_what_these_models_lack_is_refused():
         make_programs(policy, TASK, with_options(RUN, divergence="reverse"))
     with refused("leave out the environment"):
         make_programs(policy, TASK._replace(environment=object()), with_options(RUN, max_turns=2, environment_tokens=4))
+    rows = rows_of_packed_groups(PROMPTS, IDS, np.zeros((3, 4), np.int32))
+    with refused("pass cache"):
+        nnx_policy(model(), without_cache)[0].states(params, rows)
+
+
+# ---- Tunix
+
+
+def test_qwen3_of_tunix_is_our_decoder():
+    """With both calls of docs/own_model.md."""
+    tunix = pytest.importorskip("tunix.models.qwen3.model", reason="needs google-tunix")
+    sizes = {"vocab_size": V, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "norm_eps": 1e-6}
+    sizes |= {"embed_dim": 16, "hidden_dim": 32, "rope_theta": 1_000_000, "use_tied_embedding": True}
+    config = ModelConfig(V, 16, 32, 2, 4, 2, 8, rope_theta=1e6, qk_norm=True)
+    ours, our_params = decoder_policy(config), random_params(config)
+
+    def tunix_names(params):
+        mixer, mlp = params["layers"]["attention"], params["layers"]["mlp"]
+        layers = {"attn": {name: {"w": leaf} for name, x in mixer.items() for leaf in x.values()}, "mlp": mlp}
+        for name in ("input", "post_attention"):
+            layers[f"{name}_layernorm"] = {"w": params["layers"][f"{name}_norm"]["scale"]}
+        layers = {number: jax.tree.map(lambda x, i=number: x[i], layers) for number in range(2)}
+        ends = {
+            "embedder": {"input_embedding": params["embedding"]},
+            "final_norm": {"w": params["final_norm"]["scale"]},
+        }
+        return ends | {"layers": layers}
+
+    qwen = tunix.Qwen3(tunix.ModelConfig(**sizes), rngs=nnx.Rngs(0))
+    nnx.update(qwen, tunix_names(our_params))
+    page = (Path(__file__).parents[2] / "docs/own_model.md").read_text()
+    names = {"jnp": jnp, "nnx": nnx, "nnx_policy": nnx_policy, "model": qwen}
+    exec(page.split("```python\n")[2].split("```")[0], names)
+    inputs = PROMPTS, row_numbers(3, 8), jax.random.key(0)
+    expected = sampler_of(ours, max_tokens=12, eos_ids=(7,))(our_params, *inputs)
+    value_and_grad = jax.value_and_grad(lambda policy, params: mean_of(policy, None, params), argnums=1, has_aux=True)
+    compute = jax.jit(value_and_grad, static_argnums=0)
+    (_, scores), gradient = compute(ours, our_params)
+    for policy, params in [nnx_policy(qwen, cache=init_cache), (names["policy"], names["params"])]:
+        samples = sampler_of(policy, max_tokens=12, eos_ids=(7,))(params, *inputs)
+        assert_array_equal(samples.completion_ids, expected.completion_ids)
+        (_, tunix_scores), tunix_gradient = compute(policy, params)
+        pair = (tunix_scores, tunix_gradient), (scores, tunix_names(gradient))
+        jax.tree.map(partial(assert_allclose, atol=1e-5), *pair)
