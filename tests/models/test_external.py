@@ -33,7 +33,7 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.pieces import choose_piece
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step import Batch, score_completion_tokens
 from grpo_jax.train import train
