@@ -55,7 +55,7 @@ def all_completions(policy: Policy, params: Params, prompts: Prompts, *, length:
       eos_id: ends a completion.
       pad_id: fills it up.
     """
-    vocabulary = policy.unembedding(params).shape[0]
+    vocabulary = len(policy.head(params)[0])
     rows = all_token_lists(vocabulary, length)
     # The probabilities of the last token depend on the tokens before it alone.
     asked = all_token_lists(vocabulary, length - 1)
@@ -127,7 +127,7 @@ def _next_tokens(policy: Policy, params: Params, prompt: PromptTokens, rows: jax
     """Probabilities of each token of rows and of the one behind, `[N, rows, T, V]`."""
     forced = jnp.broadcast_to(jnp.pad(rows, [(0, 0), (0, 1)]), (len(prompt), len(rows), rows.shape[1] + 1))
     hidden = policy.hidden(params, prompt, forced)
-    return jax.nn.softmax(jnp.einsum("ngtd,vd->ngtv", hidden, policy.unembedding(params)))
+    return jax.nn.softmax(jnp.einsum("ngtd,vd->ngtv", hidden, policy.head(params)[0]))
 
 
 @partial(jax.jit, static_argnums=0)

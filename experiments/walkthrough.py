@@ -286,7 +286,7 @@ def exact_kl(policy: Policy, params: Params, reference: Params, batch: Batch) ->
 
     def logits(params: Params) -> jax.Array:
         hidden = policy.hidden(params, batch.prompt, batch.completion_ids)
-        unembedding = policy.unembedding(params)
+        unembedding, _ = policy.head(params)
         products = jnp.einsum("ngtd,vd->ngtv", hidden, unembedding, preferred_element_type=jnp.float32)
         return products / batch.temperature[..., None, None]
 

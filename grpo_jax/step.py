@@ -300,7 +300,7 @@ def _token_logprobs(
 ) -> F.TokenLogprobs:
     """Computes `token_logprobs`, or `support_logprobs`. On a mesh tokens are sharded over all devices, including the
     tensor axis."""
-    unembedding, softcap = policy.unembedding(params), policy.softcap
+    unembedding, softcap = policy.unembedding and policy.unembedding(params), policy.softcap
 
     def scored(hidden, ids, temperature, support_ids):
         if support_ids is None:

@@ -86,7 +86,7 @@ def train(
     """
     check_programs(programs, config)
     pop_bytes_moved()  # the first line counts only what this phase moves
-    for note in task.notes:
+    for note in (*task.notes, *programs.notes):
         run.warn_once(note, note)
     run.keep_inputs(phase, inputs_of(task) | preset_inputs(config.loss.preset))
     devices, logging = programs.sampler.devices, config.logging

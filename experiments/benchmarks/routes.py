@@ -94,7 +94,7 @@ def compare(config: ModelConfig, options: Options) -> tuple[float, float, float,
     completions = sampled.completion_ids
     _, by_step = jax.jit(partial(decoded, config))(params, ids, completions)
     hidden, routing = jax.jit(policy.states)(params, rows_of_groups(whole(ids), completions))
-    scores = token_logprobs(hidden, policy.unembedding(params), completions, temperature=1.0)
+    scores = token_logprobs(hidden, policy.head(params)[0], completions, temperature=1.0)
     # State t predicts token t. The first state belongs to the prompt, and no decode step computes it.
     same = np.sort(by_step, axis=-1) == np.sort(routing.experts[:, :, 1:], axis=-1)
     places = ~same.all(-1)

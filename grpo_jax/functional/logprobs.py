@@ -5,6 +5,8 @@ the vocabulary at a time, in the forward and in the backward pass. Only small lo
 
 Letters: T tokens (with any leading axes), D features, V vocabulary, R tokens of all leading axes in one, C width of a
 slice of the vocabulary, K slices.
+
+A model of which only the logits are known has no unembedding: where it is None, hidden states `[..., V]` are logits.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ class TokenLogprobs(NamedTuple):
 @takes(ids="...", hidden="... D", unembedding="V D")
 def token_logprobs(
     hidden: jax.Array,
-    unembedding: jax.Array,
+    unembedding: jax.Array | None,
     ids: jax.Array,
     *,
     temperature: jax.Array | float = 1.0,
@@ -73,9 +75,9 @@ def token_logprobs(
 @takes(hidden="... D", unembedding="V D", ref_hidden="... E", ref_unembedding="V E")
 def token_kl(
     hidden: jax.Array,
-    unembedding: jax.Array,
+    unembedding: jax.Array | None,
     ref_hidden: jax.Array,
-    ref_unembedding: jax.Array,
+    ref_unembedding: jax.Array | None,
     *,
     temperature: jax.Array | float = 1.0,
     reverse: bool = False,
@@ -118,9 +120,9 @@ def token_kl(
 @takes(hidden="... D", unembedding="V D", ref_hidden="... E", ref_unembedding="V E", beta="number")
 def token_jsd(
     hidden: jax.Array,
-    unembedding: jax.Array,
+    unembedding: jax.Array | None,
     ref_hidden: jax.Array,
-    ref_unembedding: jax.Array,
+    ref_unembedding: jax.Array | None,
     *,
     beta: jax.Array | float = 0.5,
     temperature: jax.Array | float = 1.0,
@@ -166,7 +168,7 @@ def token_jsd(
 
 
 @takes(hidden="... D", unembedding="V D")
-def top_tokens(hidden: jax.Array, unembedding: jax.Array, k: int) -> jax.Array:
+def top_tokens(hidden: jax.Array, unembedding: jax.Array | None, k: int) -> jax.Array:
     """argtop_k W h, the k likeliest tokens, without holding `[..., T, V]`.
 
     Args:
@@ -185,10 +187,10 @@ def top_tokens(hidden: jax.Array, unembedding: jax.Array, k: int) -> jax.Array:
       >>> print(top_tokens(jnp.ones((1, 1)), jnp.array([[0.0], [2.0], [1.0]]), 2))
       [[1 2]]
     """
-    if not 1 <= k <= unembedding.shape[0]:
-        raise ValueError(f"k is {k}: it must be between 1 and the {unembedding.shape[0]} tokens of the vocabulary")
     # Neither a temperature nor a cap changes their order.
     (logits,) = _logits_of((*jax.lax.stop_gradient((hidden, unembedding)), None), temperature=1.0)
+    if not 1 <= k <= logits.vocab_size:
+        raise ValueError(f"k is {k}: it must be between 1 and the {logits.vocab_size} tokens of the vocabulary")
 
     def merge(best, index):
         values, ids = best
@@ -208,7 +210,7 @@ def top_tokens(hidden: jax.Array, unembedding: jax.Array, k: int) -> jax.Array:
 @takes(ids="... K", hidden="... D", unembedding="V D")
 def bucket_logits(
     hidden: jax.Array,
-    unembedding: jax.Array,
+    unembedding: jax.Array | None,
     ids: jax.Array,
     *,
     temperature: jax.Array | float = 1.0,
@@ -245,7 +247,7 @@ def bucket_logits(
 @takes(ids="...", support_ids="... K", hidden="... D", unembedding="V D")
 def support_logprobs(
     hidden: jax.Array,
-    unembedding: jax.Array,
+    unembedding: jax.Array | None,
     ids: jax.Array,
     support_ids: jax.Array,
     *,
@@ -280,7 +282,7 @@ def support_logprobs(
       [-1.313]
     """
     logits = bucket_logits(hidden, unembedding, support_ids, temperature=temperature, softcap=softcap)[..., :-1]
-    is_member = (support_ids >= 0) & (support_ids < unembedding.shape[0])
+    is_member = (support_ids >= 0) & (support_ids < (hidden.shape[-1] if unembedding is None else len(unembedding)))
     is_chosen = is_member & (support_ids == ids[..., None])
     lowest = jnp.finfo(logits.dtype).min  # finite, because a support may be empty, or have no other tokens
     chosen = jnp.sum(jnp.where(is_chosen, logits, 0), axis=-1)
@@ -295,12 +297,16 @@ class _Logits(NamedTuple):
     """z = scale · W h, or scale · c·tanh(W h / c), not yet computed; or the gradients of its fields."""
 
     hidden: jax.Array  # [R, D]
-    unembedding: jax.Array  # [V, D]
+    unembedding: jax.Array | None  # [V, D]; None: W h is `hidden`
     scale: jax.Array  # float32 [R], 1/τ
     softcap: jax.Array | None  # float32 scalar, c
 
+    @property
+    def vocab_size(self) -> int:
+        return self.hidden.shape[1] if self.unembedding is None else self.unembedding.shape[0]
 
-def _logits_of(*models: tuple[jax.Array, jax.Array, Any], temperature: jax.Array | float) -> list[_Logits]:
+
+def _logits_of(*models: tuple[jax.Array, jax.Array | None, Any], temperature: jax.Array | float) -> list[_Logits]:
     """Makes one `_Logits` for each (hidden, unembedding, softcap).
 
     Under shard_map hidden states vary over devices, while a replicated matrix does not, and a custom gradient must have
@@ -314,7 +320,7 @@ def _logits_of(*models: tuple[jax.Array, jax.Array, Any], temperature: jax.Array
     zeros = (jnp.zeros_like(x, shape=(), dtype=jnp.float32) for x in arrays)
     zero = sum(zeros, start=jnp.float32(0))
 
-    def logits(hidden: jax.Array, unembedding: jax.Array, softcap: Any) -> _Logits:
+    def logits(hidden: jax.Array, unembedding: jax.Array | None, softcap: Any) -> _Logits:
         flat = hidden.reshape(-1, hidden.shape[-1])
         scales = jnp.broadcast_to(scale, hidden.shape[:-1]).ravel()
         cap = None if softcap is None else jnp.asarray(softcap, jnp.float32)
@@ -338,7 +344,7 @@ def _logprobs_forward(logits, ids):
     probability near 1 then loses no digits, as it does where the sum over all tokens is subtracted from z[id].
     """
 
-    keeps = keeps_logits(logits.hidden.shape[0], logits.unembedding.shape[0], traits_of_backend())
+    keeps = logits.unembedding is not None and keeps_logits(len(logits.hidden), logits.vocab_size, traits_of_backend())
 
     def reduce_slice(index):
         products, part = _slice_products(logits, index)
@@ -588,7 +594,7 @@ def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> 
         (d_hidden, d_unembedding, d_rest), (index, products_of_slice) = carry, slice_
         weight, part = _slice_weight(logits, index)
         if products_of_slice is None:
-            products_of_slice = einsum("rd,cd->rc", hidden, weight)
+            products_of_slice = _products(logits, weight, part)
         z, pull = jax.vjp(_logits_of_products, products_of_slice, scale, softcap)
         slope = _only_new(d_logits(z, part), part, 0)
         if softcap is None:
@@ -597,13 +603,13 @@ def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> 
             slope, *d_slice = pull(slope)
             d_rest = jax.tree.map(jnp.add, d_rest, tuple(d_slice))
         slope = slope.astype(hidden.dtype)
+        if weight is None:
+            return (_add_at(d_hidden, slope, part.start, axis=1), None, d_rest), None
         d_hidden += einsum("rc,cd->rd", slope, weight)
         d_weight = einsum("cr,rd->cd", transposed(slope), hidden, dtype=d_unembedding.dtype)
-        previous = jax.lax.dynamic_slice_in_dim(d_unembedding, part.start, weight.shape[0])
-        d_unembedding = jax.lax.dynamic_update_slice_in_dim(d_unembedding, previous + d_weight, part.start, axis=0)
-        return (d_hidden, d_unembedding, d_rest), None
+        return (d_hidden, _add_at(d_unembedding, d_weight, part.start, axis=0), d_rest), None
 
-    zeros = jnp.zeros_like(hidden, dtype=jnp.float32), accumulator_of(unembedding)
+    zeros = jnp.zeros_like(hidden, dtype=jnp.float32), jax.tree.map(accumulator_of, unembedding)
     scalar_grads: tuple[Any, ...] = () if softcap is None else (jnp.zeros_like(scale), jnp.zeros_like(softcap))
     # One slice at a time: of several, XLA on GPUs would write each ∂L/∂h to memory before it adds them up.
     carry, _ = jax.lax.scan(accumulate, (*zeros, scalar_grads), (jnp.arange(_num_slices(logits)), products))
@@ -611,12 +617,18 @@ def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> 
     if softcap is None:
         # Σ_v ∂L/∂z[v] · (W h)[v] = h · ∂L/∂h / scale, which saves a pass over the logits.
         d_rest = (jnp.sum(d_hidden * hidden.astype(jnp.float32), axis=-1) / scale, None)
-    return _Logits(d_hidden.astype(hidden.dtype), d_unembedding.astype(unembedding.dtype), *d_rest)
+    d_inputs = jax.tree.map(lambda d, x: d.astype(x.dtype), (d_hidden, d_unembedding), (hidden, unembedding))
+    return _Logits(*d_inputs, *d_rest)
+
+
+def _add_at(total: jax.Array, x: jax.Array, start: jax.Array, *, axis: int) -> jax.Array:
+    """Adds x to a slice of `total` that begins at `start`."""
+    previous = jax.lax.dynamic_slice_in_dim(total, start, x.shape[axis], axis)
+    return jax.lax.dynamic_update_slice_in_dim(total, previous + x, start, axis)
 
 
 def _num_slices(logits: _Logits) -> int:
-    rows, size = logits.hidden.shape[0], logits.unembedding.shape[0]
-    return slices_of_vocabulary(rows, size, traits_of_backend())
+    return slices_of_vocabulary(logits.hidden.shape[0], logits.vocab_size, traits_of_backend())
 
 
 def _map_slices(reduce_slice, logits: _Logits):
@@ -658,18 +670,30 @@ def _slice_weight(logits: _Logits, index):
     All slices are equally wide. If V is no multiple of C, the last one starts early and overlaps the one before it:
     padding would copy the whole matrix.
     """
-    size, slices = logits.unembedding.shape[0], _num_slices(logits)
-    width = -(-size // slices)
+    size, width = logits.vocab_size, _slice_width(logits)
+    slices = _num_slices(logits)
     is_disjoint = size == slices * width
     start = index * width if is_disjoint else jnp.minimum(index * width, size - width)
     part = _Slice(index, start, 0 if is_disjoint else index * width - start)
-    return jax.lax.dynamic_slice_in_dim(logits.unembedding, start, width), part
+    return jax.tree.map(lambda matrix: jax.lax.dynamic_slice_in_dim(matrix, start, width), logits.unembedding), part
+
+
+def _slice_width(logits: _Logits) -> int:
+    return -(-logits.vocab_size // _num_slices(logits))
 
 
 def _slice_products(logits: _Logits, index):
     """Returns W h `[R, C]` of slice `index`, and the slice."""
     weight, part = _slice_weight(logits, index)
-    return einsum("rd,cd->rc", logits.hidden, weight), part
+    return _products(logits, weight, part), part
+
+
+def _products(logits: _Logits, weight, part):
+    """Returns W h `[R, C]` of a slice, float32, from the part of the matrix."""
+    if weight is None:
+        logits_of_slice = jax.lax.dynamic_slice_in_dim(logits.hidden, part.start, _slice_width(logits), axis=1)
+        return logits_of_slice.astype(jnp.float32)
+    return einsum("rd,cd->rc", logits.hidden, weight)
 
 
 def _logits_of_products(products, scale, softcap):

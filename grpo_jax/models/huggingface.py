@@ -23,7 +23,7 @@ from grpo_jax.models.chat import Chat, turn_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface, config_to_huggingface, text_part
 from grpo_jax.models.heads import Headed, without_vocabulary
-from grpo_jax.models.params import Adapted, Params, Quantize, check_full_precision
+from grpo_jax.models.params import Adapted, Params, Quantize, check_decoder, check_full_precision
 from grpo_jax.models.weights import (
     ignored_index,
     load_params,
@@ -307,12 +307,13 @@ def save_pretrained(
       The folder.
 
     Raises:
-      UsageError: The folder is in use, the parameters have adapters or are quantised, or no architecture of
-        transformers has this configuration.
+      UsageError: The folder is in use, the parameters have adapters, are quantised or belong to another model, or no
+        architecture of transformers has this configuration.
     """
     decoder = params.decoder if isinstance(params, Headed) else params
     if isinstance(decoder, Adapted):
         raise UsageError("these parameters have adapters: save lora.merge of them, or peft.save_adapter")
+    check_decoder(decoder)
     check_full_precision(decoder, "save the original ones, or quantised.dequantise_params of them")
     source = None if source is None else Path(source)
     dtype = np.dtype(dtype or decoder["embedding"].dtype)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import TARGETS, Adapted, Params, Target, check_full_precision, split_shape
+from grpo_jax.models.params import TARGETS, Adapted, Params, Target, check_decoder, check_full_precision, split_shape
 from grpo_jax.models.rounding import round_leaf
 
 
@@ -40,10 +40,12 @@ def add_adapters(
       The adapted parameters. The base shares its arrays with `params`.
 
     Raises:
-      UsageError: The parameters have adapters already, or rank, alpha or targets are invalid.
+      UsageError: The parameters have adapters already or belong to another model, or rank, alpha or targets are
+        invalid.
     """
     if isinstance(params, Adapted):
         raise UsageError("these parameters have adapters already: merge them first")
+    check_decoder(params)
     if rank < 1:
         raise UsageError(f"the rank of LoRA is {rank}: it must be at least 1")
     if not targets or set(targets) - set(TARGETS):

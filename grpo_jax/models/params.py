@@ -147,6 +147,19 @@ def check_full_precision(params: Any, remedy: str) -> None:
         raise UsageError(f"these parameters are quantised: {remedy}")
 
 
+def check_decoder(params: Any) -> None:
+    """Checks that parameters are those of `transformer`, by the names of their parts.
+
+    Raises:
+      UsageError: They are those of another model.
+    """
+    if not (isinstance(params, dict) and {"embedding", "final_norm", "layers"} <= params.keys()):
+        raise UsageError(
+            "these are not the parameters of a decoder of this package, and only those can be adapted, quantised and "
+            "saved for transformers: train all parameters of your model, and save them with its own package"
+        )
+
+
 TRAINED_ROLES = ("policy", "critic")
 
 

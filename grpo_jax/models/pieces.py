@@ -240,15 +240,18 @@ class PieceShape(NamedTuple):
     is_packed: bool = False
 
 
-def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int) -> Pieces:
+def choose_pieces(batch: Any, *, microbatches: int, piece_tokens: int, packs: bool = True) -> Pieces:
     """Returns the pieces in which one device computes its rows of a batch.
 
     Args:
       batch: N prompts with their completions. A piece has the least of their widths that fits its longest prompt.
       microbatches: The number of pieces of whole prompts. 0: `piece_tokens` decides.
       piece_tokens: The largest number of tokens of a piece. 0: the backend decides.
+      packs: False to pack no completions. Default: they are packed if that saves work.
     """
     num_prompts, group_size, tokens = batch.completion_ids.shape
+    if not packs:
+        group_size, tokens = 1, group_size * tokens  # a single completion of a prompt is never packed
     local, prompt, group_tokens = num_prompts // batch_parts(), batch.prompt.width, group_size * tokens
     piece_tokens = piece_tokens or traits_of_backend().piece_tokens
     choose = partial(

@@ -1,7 +1,7 @@
 """The functions of a model that sampling and training call: four pure functions and optional ones.
 
-Any model that provides them can be trained: the decoder here, an nnx model through split and merge, or a fake in a
-test. Letters: see `transformer`.
+Any model that provides them can be trained: the decoder here, a model of yours through `external`, or a fake in a test.
+Letters: see `transformer`.
 """
 
 from collections.abc import Callable
@@ -49,8 +49,8 @@ class Policy(NamedTuple):
 
     # key -> params
     init: Callable[[jax.Array], Params]
-    # params -> [V, D]
-    unembedding: Callable[[Params], jax.Array]
+    # params -> [V, D]. None: the states are logits `[..., V]`, so that D is V
+    unembedding: Callable[[Params], jax.Array] | None
     # (params, `geometry.Rows`) -> (hidden [R, G, S, D]: at s, the state that predicts token s of a part; the experts of
     # these states, as `experts.Routing` with axes [R, G, S, L], or None if the model has no experts)
     states: Callable[[Params, Rows], tuple[jax.Array, Any]]
@@ -78,6 +78,8 @@ class Policy(NamedTuple):
     expert_share: float = 1.0  # the share of them that compute a token
     # params -> the numbers that products use, if these have fewer bits than the parameters; None: they are the same
     rounded: Callable[[Params], Params] | None = None
+    packs: bool = True  # false if a row can hold only one completion: see `Rows.numbers`
+    notes: tuple[str, ...] = ()  # facts about the model for the user of a run, one sentence each
 
     def hidden(self, params: Params, prompt: PromptTokens, completion_ids: jax.Array) -> jax.Array:
         """Returns hidden states `[N, G, T, D]` of completions. State t predicts completion token t.
@@ -94,9 +96,20 @@ class Policy(NamedTuple):
         hidden, routing = self.states(params, rows)
         return TokenStates(rows, hidden, jax.tree.map(rows.unpack, routing))
 
-    def head(self, params: Params) -> tuple[jax.Array, float | None]:
-        """Returns the unembedding `[V, D]` and the softcap, which turn hidden states into logits."""
-        return self.unembedding(params), self.softcap
+    @property
+    def head(self) -> Callable[[Params], tuple[jax.Array, float | None]]:
+        """The function from params to the unembedding `[V, D]` and the softcap, which turn hidden states into logits.
+
+        Raises:
+          UsageError: There is no unembedding.
+        """
+        unembedding = self.unembedding
+        if unembedding is None:
+            raise UsageError(
+                "a divergence over the whole vocabulary needs hidden states, and this model returns logits: pass "
+                "unembedding, as in docs/own_model.md"
+            )
+        return lambda params: (unembedding(params), self.softcap)
 
 
 def suits_cudnn(config: ModelConfig, traits: Traits) -> bool:

@@ -30,6 +30,7 @@ from grpo_jax.models.params import (
     Params,
     Quantised,
     Quantize,
+    check_decoder,
     format_of,
     is_quantised,
     split_shape,
@@ -95,12 +96,13 @@ def quantise_params(params: Params, format: Quantize) -> Params:
       The quantised parameters. They cannot be trained themselves, but LoRA adapters on them can.
 
     Raises:
-      UsageError: The parameters are quantised already.
+      UsageError: The parameters are quantised already, or belong to another model.
     """
     if format == "none":
         return params
     if format_of(params) != "none":
         raise UsageError("these parameters are quantised already: give those of the original model")
+    check_decoder(params)
 
     def leaf(path: Any, x: jax.Array) -> Any:
         names = [str(getattr(key, "key", "")) for key in path]

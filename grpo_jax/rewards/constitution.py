@@ -204,7 +204,7 @@ def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: An
 
     def total(tokens: jax.Array) -> jax.Array:
         # The denominator of the softmax cancels in the difference.
-        words = policy.unembedding(params)[tokens]
+        words = policy.head(params)[0][tokens]
         logits = jnp.einsum("ngd,yd->ngy", last, words, preferred_element_type=jnp.float32)
         return jax.nn.logsumexp(softcapped(logits, policy.softcap), axis=-1)
 

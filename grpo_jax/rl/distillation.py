@@ -42,9 +42,10 @@ def distillation_method(method: Method, policies: Mapping[str, Policy], config: 
       config: The configuration of the run.
     """
     policy, teacher, options = policies["policy"], policies["teacher"], config.distillation
+    head = policy.head
 
     def scorer(models: Params, batch: Batch) -> dict[str, Any]:
-        size = len(policy.unembedding(models["policy"]))
+        size = len(head(models["policy"])[0])
         return {"target": teacher_outputs(teacher, models["teacher"], options, batch, vocab_size=size)}
 
     def without_rewards(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, Any]]:

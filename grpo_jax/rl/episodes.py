@@ -72,7 +72,16 @@ def make_draw(
 
 
 def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
-    """Makes the programs of `begin_episodes` and `continue_episodes`, which are compiled at their first call."""
+    """Makes the programs of `begin_episodes` and `continue_episodes`, which are compiled at their first call.
+
+    Raises:
+      UsageError: The policy cannot continue after a reply.
+    """
+    if policy.decoder is None:
+        raise UsageError(
+            "this model cannot append the replies of an environment to its cache: leave out the environment, or add "
+            "decoder to its Policy"
+        )
     common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids, "stop": task.stop}
 
     def begin_rows(shared, prompt, numbers, temperature) -> Episodes:

@@ -16,6 +16,7 @@ from grpo_jax import functional as F
 from grpo_jax.config import BY_PART, Divergence, GRPOConfig, LossConfig
 from grpo_jax.functional.numerics import call_with
 from grpo_jax.functional.presets import CORRECTIONS
+from grpo_jax.models.pieces import choose_pieces
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.scorers import old_scorer, reference_scorer
@@ -62,6 +63,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         initial_extras=initial_extras,
         hooks=hooks,
         rounded=policy.rounded,
+        pieces=partial(choose_pieces, packs=policy.packs),
         summarise=summarise,
     )
 
@@ -239,10 +241,10 @@ def objective_term(config: LossConfig) -> LossTerm:
 def full_kl_term(policy: Policy, config: LossConfig) -> LossTerm:
     """β Σ w KL(π ‖ π_ref), or KL(π_ref ‖ π), over the whole vocabulary. The reference runs again in every update."""
 
-    kind = Divergence("forward_kl" if config.divergence == "reverse" else "reverse_kl")
+    kind, head = Divergence("forward_kl" if config.divergence == "reverse" else "reverse_kl"), policy.head
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
-        heads = policy.head(models["policy"]), policy.head(models["reference"])
+        heads = head(models["policy"]), head(models["reference"])
 
         def divergence(states: jax.Array, ref_states: jax.Array, temperature: jax.Array) -> jax.Array:
             return token_divergence(kind, heads, states, TargetOutputs(hidden=ref_states), temperature)

@@ -55,6 +55,7 @@ class Programs(NamedTuple):
     score_program: Any  # the compiled part of `score`; None without scorers
     compiling: list[Thread]  # the thread of `compile_ahead`, once it has started
     expert_share: float  # that of the policy, for `update_flops`
+    notes: tuple[str, ...] = ()  # `Policy.notes`
 
 
 MethodChange = Callable[[Method], Method]
@@ -157,6 +158,7 @@ def make_method_programs(
         score_program,
         [],
         policy.expert_share,
+        policy.notes,
     )
 
 

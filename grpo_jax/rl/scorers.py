@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, map_rows
-from grpo_jax.models.pieces import choose_pieces, computed_in_pieces, lengths_of
+from grpo_jax.models.pieces import computed_in_pieces, lengths_of
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import Method, Scorer
@@ -46,7 +46,7 @@ def score_rollout(
         tokens = rows.completion_ids.shape[-1]
         rows = with_ends(rows) if method.scores_ends else rows
         options = config.optimizer
-        pieces = choose_pieces(rows, microbatches=options.microbatches, piece_tokens=options.piece_tokens)
+        pieces = method.pieces(rows, microbatches=options.microbatches, piece_tokens=options.piece_tokens)
         scores = computed_in_pieces(score_piece, rows, pieces)
         return jax.tree.map(lambda x: x[:, :, :tokens], scores)
 

@@ -18,6 +18,7 @@ from grpo_jax.config import SamplingConfig
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.types import Completion, Reward, Rewards
 from grpo_jax.models.geometry import TokenStates
+from grpo_jax.models.pieces import Pieces, choose_pieces
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Array, Batch, Logs, TrainState
@@ -116,6 +117,7 @@ class Method(NamedTuple):
     initial_extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> initial extras
     hooks: tuple[Hook, ...] = ()
     rounded: Callable[[Params], Params] | None = None  # `Policy.rounded`
+    pieces: Callable[..., Pieces] = choose_pieces  # cuts a batch into pieces
     scores_ends: bool = False  # true if scorers also compute the state after the last token
     # metrics of an optimizer step -> metrics to log
     summarise: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda metrics: metrics

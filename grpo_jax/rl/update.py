@@ -14,7 +14,6 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, spread_over
 from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.models.params import join
-from grpo_jax.models.pieces import choose_pieces
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import SHUFFLING, Hook, Learned, Method, RewardArrays, step_key
 from grpo_jax.step import Array, Batch, Logs, TrainState, steps_taken, train_step
@@ -153,7 +152,7 @@ def optimizer_step(
         loss_fn=partial(loss_of, method),
         weights_of=partial(weights_of, num_completions=minibatch.temperature.size),
         optimizer=method.optimizer,
-        pieces=partial(choose_pieces, microbatches=options.microbatches, piece_tokens=options.piece_tokens),
+        pieces=partial(method.pieces, microbatches=options.microbatches, piece_tokens=options.piece_tokens),
         devices=devices,
         rounded=method.rounded and partial(_rounded_policy, method.rounded),
     )

@@ -404,6 +404,8 @@ def make_logits(policy: Policy, params: Params) -> Callable[[jax.Array], jax.Arr
 
     `functional.token_logprobs` computes the same logits.
     """
+    if policy.unembedding is None:
+        return lambda hidden: softcapped(hidden.astype(jnp.float32), policy.softcap)
     unembedding = policy.unembedding(params)
     token_axis, feature_axis = unembedding_axes(unembedding.shape[0])
     unembedding = spread(unembedding, token_axis, feature_axis)
@@ -437,8 +439,8 @@ def _widths(policy: Policy, params: Params, cache: Any, num_completions: int, ma
         return ()
     weights = 0
     if traits.is_bound_by_memory:
-        dtype = jax.eval_shape(policy.unembedding, params).dtype
-        weights = dtype.itemsize * sum(x.size for x in jax.tree.leaves(params))
+        computed = jax.eval_shape(policy.unembedding, params) if policy.unembedding else jax.tree.leaves(params)[0]
+        weights = computed.dtype.itemsize * sum(x.size for x in jax.tree.leaves(params))
     widths: list[int] = []
     bytes_read, fewer = weights + _num_bytes(cache), num_completions // _QUARTER
     while fewer >= _FEWEST and len(widths) < traits.narrowings:

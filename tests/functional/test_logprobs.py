@@ -180,6 +180,23 @@ def test_values_and_gradients_equal_the_dense_ones(vocabulary, width, kind):
             assert not np.any(gradients["ref_unembedding"])
 
 
+def of_logits(name, arrays, **options):
+    """Passes the logits of the first model, of which no unembedding is known."""
+    logits = arrays["hidden"] @ arrays["unembedding"].T
+    return sliced(name, arrays | {"hidden": logits, "unembedding": None}, **options)
+
+
+@pytest.mark.parametrize("is_capped", slow_unless([True], [True, False]))
+def test_a_model_may_be_known_by_its_logits(is_capped):
+    """The other model of a divergence has an unembedding."""
+    arrays = random_arrays()
+    result, expected = (program(function, is_capped=is_capped)(arrays) for function in (of_logits, dense))
+    assert_close(result, expected)
+    logits = arrays["hidden"] @ arrays["unembedding"].T
+    with sliced_by(4):
+        assert_array_equal(F.top_tokens(logits, None, 11), np.argsort(-logits, axis=-1))
+
+
 @pytest.mark.parametrize(("vocabulary", "width"), SLICINGS)
 def test_top_tokens_are_those_of_all_logits(vocabulary, width):
     arrays = random_arrays(vocabulary)
