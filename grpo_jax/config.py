@@ -31,6 +31,7 @@ from grpo_jax.options import (
     replace_options,
     suggestion,
 )
+from grpo_jax.rewards.worker import digest_of_source, load_value
 
 if TYPE_CHECKING:
     Preset = str
@@ -122,7 +123,10 @@ class PhaseConfig:
 
 @dataclass(frozen=True)
 class AdamWConfig:
-    """AdamW and its schedule."""
+    """The optimizer, AdamW by default, and its schedule.
+
+    In Python, `optimizer` may also be an optax transformation, or a function from a schedule to one.
+    """
 
     learning_rate: Positive = 1e-6
     """Peak learning rate of AdamW, by size of the model: 4e-4 up to a million parameters, 1e-6 from 0.1 billion; for
@@ -132,9 +136,12 @@ class AdamWConfig:
     decay: Literal["none", "linear", "cosine"] = "none"
     """Shape of the learning rate's fall to 0 between warm-up and end."""
     weight_decay: Weight = 0.0
-    """Weight decay of AdamW; applies to matrices only."""
+    """Weight decay of AdamW; applies to matrices only. Of muon: only to the matrices of layers."""
     max_grad_norm: Bound = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
+    optimizer: str = "adamw"
+    """adamw; muon, for the matrices of layers, and AdamW for the rest; or file.py:name, an optax transformation or a
+    function of the schedule."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,53 @@ class CheckpointConfig:
     """Also keep the checkpoint with the best held-out score, which `grpo-jax export --step best` writes."""
     patience: Count = 0
     """End the run after this many held-out evaluations in a row without a better score. 0: never."""
+
+
+OPTIMIZERS = ("adamw", "muon")
+
+
+def load_optimizer(optimizer: Any) -> Any:
+    """Returns an optimizer: a name in `OPTIMIZERS`, an optax transformation, or a function from a schedule to one.
+
+    Args:
+      optimizer: The optimizer, or a text such as file.py:name, whose value is loaded.
+
+    Raises:
+      UsageError: There is no such optimizer, or it is something else.
+    """
+    if optimizer in OPTIMIZERS:
+        return optimizer
+    if isinstance(optimizer, str) and ":" not in optimizer:
+        raise UsageError(
+            f"there is no optimizer {optimizer!r}: take {' or '.join(OPTIMIZERS)}, or name your own as file.py:name"
+        )
+    own = load_value("optimizer", optimizer) if isinstance(optimizer, str) else optimizer
+    if not (callable(own) or (isinstance(own, tuple) and hasattr(own, "update"))):
+        raise UsageError(
+            f"the optimizer {optimizer!r} is of type {type(own).__name__}: it must be an optax transformation, or a "
+            "function from a schedule to one"
+        )
+    return own
+
+
+def check_optimizer(options: AdamWConfig) -> None:
+    """Raises if there is no such optimizer, or if options are set that your own optimizer does not read.
+
+    Raises:
+      UsageError: Options do not work. The message says what to change.
+    """
+    if load_optimizer(options.optimizer) in OPTIMIZERS:
+        return
+    for name in ("weight_decay", "max_grad_norm", "adam_epsilon"):
+        if (value := getattr(options, name, None)) != getattr(type(options), name, None):
+            raise UsageError(f"{name} is {value}, but your own optimizer does not read it: leave it out")
+
+
+def optimizer_source(options: AdamWConfig) -> dict[str, str]:
+    """Returns the digest of the file of a loaded optimizer by its description, or nothing."""
+    if not isinstance(options.optimizer, str) or options.optimizer in OPTIMIZERS:
+        return {}
+    return {"source of the optimizer": digest_of_source(options.optimizer)}
 
 
 # ---- groups of GRPO and PPO
@@ -623,6 +677,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     """
     check_ranges(config)
     check_effects(config.critic)
+    check_optimizer(config.optimizer)
     sentences = chain(
         config.conflicts(),
         _constants(config.loss),

@@ -58,13 +58,7 @@ def load(kind: str, spec: str, arguments: Mapping[str, Any] | None = None, modul
     Raises:
       UsageError: The function does not exist, cannot be imported, is not callable, or does not take these keywords.
     """
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
-        raise UsageError(f"the {kind} {spec!r} must be module:function or path/to/file.py:function")
-    try:
-        function = getattr(module or import_place(kind, place, spec), name)
-    except AttributeError:
-        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {place} has no {name!r}") from None
+    function = load_value(kind, spec, module)
     if not callable(function):
         raise UsageError(f"the {kind} {spec!r} is no function but of type {type(function).__name__}")
     if arguments is None or _takes_questions(function, _PARAMETERS[kind], arguments):
@@ -72,6 +66,21 @@ def load(kind: str, spec: str, arguments: Mapping[str, Any] | None = None, modul
             check_takes_examples_first(f"the reward {spec!r}", function)
         return function if arguments is None else partial(function, **arguments)
     return _call_maker(kind, spec, function, arguments)
+
+
+def load_value(kind: str, spec: str, module: Any = None) -> Any:
+    """Loads the value named by a text. The arguments are those of `load`.
+
+    Raises:
+      UsageError: The value does not exist, or cannot be imported.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise UsageError(f"the {kind} {spec!r} must be module:function or path/to/file.py:function")
+    try:
+        return getattr(module or import_place(kind, place, spec), name)
+    except AttributeError:
+        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {place} has no {name!r}") from None
 
 
 def _takes_questions(function: Any, parameters: Sequence[str], arguments: Mapping[str, Any]) -> bool:

@@ -73,6 +73,7 @@ def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.Gradient
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
         adam_epsilon=options.adam_epsilon,
+        optimizer=options.optimizer,
     )
 
 
