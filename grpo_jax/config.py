@@ -34,9 +34,10 @@ from grpo_jax.options import (
 from grpo_jax.rewards.worker import digest_of_source, load_value
 
 if TYPE_CHECKING:
-    Preset = str
+    Preset, Optimizer = str, Any
 else:
     Preset = Literal[tuple(PRESETS)]  # a type checker cannot read this; the command line offers these names
+    Optimizer = str  # in Python also an optax transformation, or a function from a schedule to one
 
 # Options that a preset sets: fields of `Objective`, and constants of its term.
 NUMBERS = ("kl_coef", "entropy_coef", "kl_in_reward", "kl_bias_correction")
@@ -123,25 +124,22 @@ class PhaseConfig:
 
 @dataclass(frozen=True)
 class AdamWConfig:
-    """The optimizer, AdamW by default, and its schedule.
-
-    In Python, `optimizer` may also be an optax transformation, or a function from a schedule to one.
-    """
+    """The optimizer, AdamW by default, and its schedule."""
 
     learning_rate: Positive = 1e-6
-    """Peak learning rate of AdamW, by size of the model: 4e-4 up to a million parameters, 1e-6 from 0.1 billion; for
+    """Peak learning rate, by size of the model: 4e-4 up to a million parameters, 1e-6 from 0.1 billion; for
     LoRA 3e-3 to 1e-5."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
     decay: Literal["none", "linear", "cosine"] = "none"
     """Shape of the learning rate's fall to 0 between warm-up and end."""
     weight_decay: Weight = 0.0
-    """Weight decay of AdamW; applies to matrices only. Of muon: only to the matrices of layers."""
+    """Weight decay; applies to matrices only, with muon only to the matrices of layers."""
     max_grad_norm: Bound = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
-    optimizer: str = "adamw"
-    """adamw; muon, for the matrices of layers, and AdamW for the rest; or file.py:name, an optax transformation or a
-    function of the schedule."""
+    optimizer: Optimizer = "adamw"
+    """Optimizer: adamw, muon (for matrices of layers; AdamW trains the rest), or file.py:name, an optax transformation
+    or a function of the schedule."""
 
 
 @dataclass(frozen=True)

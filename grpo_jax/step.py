@@ -301,8 +301,8 @@ def muon_matrices(params: Params) -> Any:
             return None
         inputs, outputs, *_ = PROJECTIONS[module]
         num_inputs, num_outputs = 1 if leaf == "b" else len(inputs), 1 if leaf == "a" else len(outputs)
-        first, *ends = -num_inputs - num_outputs, -num_outputs, 0
-        return optax.contrib.MuonDimensionNumbers(tuple(range(first, ends[0])), tuple(range(*ends)))
+        places = tuple(range(-num_inputs - num_outputs, 0))
+        return optax.contrib.MuonDimensionNumbers(places[:num_inputs], places[num_inputs:])
 
     return jax.tree_util.tree_map_with_path(axes, params)
 

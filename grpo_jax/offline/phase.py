@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from grpo_jax.config import AdamWConfig, CheckpointConfig, PhaseConfig, check_optimizer
 from grpo_jax.data.types import Skipped, StepLog
@@ -63,6 +64,22 @@ class FitPrograms(NamedTuple):
     init_state: Callable[[Params], TrainState]
 
 
+def make_fit_optimizer(config: SupervisedConfig) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """Returns the learning rate of a phase, and its optimizer.
+
+    Raises:
+      UsageError: There is no such optimizer, or options are set that it does not read.
+    """
+    check_optimizer(config)
+    learning_rate = learning_rate_schedule(config, config.steps)
+    return learning_rate, make_optimizer(
+        learning_rate,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        optimizer=config.optimizer,
+    )
+
+
 @lru_cache(maxsize=8)
 def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitPrograms:
     """Checks the configuration and makes the programs of a phase, which are compiled at their first call.
@@ -81,14 +98,7 @@ def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitP
     """
     devices = devices_of(config)
     check_ranges(config)
-    check_optimizer(config)
-    learning_rate = learning_rate_schedule(config, config.steps)
-    optimizer = make_optimizer(
-        learning_rate,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        optimizer=config.optimizer,
-    )
+    learning_rate, optimizer = make_fit_optimizer(config)
 
     def pieces(rows: Any) -> Pieces:
         return by_prompts(jax.tree.leaves(rows)[0].shape[0], config.microbatches)
