@@ -38,8 +38,9 @@ class Rows(NamedTuple):
 
 
 def height(params: Any) -> Any:
-    """A function of the parameters whose gradients are matrices of full rank."""
-    return sum(jnp.sum(jnp.sin(3 * x + jnp.arange(x.size).reshape(x.shape))) for x in jax.tree.leaves(params))
+    """A function of the parameters whose gradients are of full rank, and nowhere near 0, where Adam's steps jump."""
+    places = [(x, jnp.arange(x.size).reshape(x.shape)) for x in jax.tree.leaves(params)]
+    return sum(jnp.sum(4 * jnp.sign(jnp.cos(i)) * x + jnp.sin(3 * x + i)) for x, i in places)
 
 
 def weighted_height(params: Any, batch: Rows) -> tuple[Any, Logs]:
