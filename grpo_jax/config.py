@@ -34,7 +34,8 @@ from grpo_jax.options import (
 from grpo_jax.rewards.worker import digest_of_source, load_value
 
 if TYPE_CHECKING:
-    Preset, Optimizer = str, Any
+    Preset = str
+    Optimizer = Any
 else:
     Preset = Literal[tuple(PRESETS)]  # a type checker cannot read this; the command line offers these names
     Optimizer = str  # in Python also an optax transformation, or a function from a schedule to one
