@@ -10,16 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rl_helpers import assert_close, open_run
-from tiny import random_params, randomly_adapted, refused, slow_unless
+from rl_helpers import assert_close, open_run, placed, ragged_batch, ragged_rewards
+from tiny import random_params, randomly_adapted, recorder, refused, slow_unless
 
 from grpo_jax import functional as F
-from grpo_jax.config import load_optimizer, recipe, validate, with_options
+from grpo_jax.config import PPO, load_optimizer, recipe, validate, with_options
 from grpo_jax.devices import Mesh, devices_of, first_devices, place, to_devices, to_numpy
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.params import split
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.phase import FitObjective, SupervisedConfig, make_fit_programs
-from grpo_jax.step import Logs, make_optimizer
+from grpo_jax.rl.ppo import add_critic, critic_policy
+from grpo_jax.rl.programs import make_method, make_method_programs
+from grpo_jax.step import Logs, make_optimizer, muon_matrices, steps_taken
+from grpo_jax.tasks.task import Task
 
 D, ROWS = 16, 16
 # Eight key-value heads, so that eight devices can share them out.
@@ -154,6 +158,66 @@ def test_steps_of_muon_are_those_of_optax_on_matrices(name, devices):
     assert [line["learning_rate"] for line in lines] == pytest.approx([0, RATE, RATE])
     moved = [np.abs(x - y).max() for x, y in zip(*map(jax.tree.leaves, (params, split(start)[0])), strict=True)]
     assert min(moved) > 0.1 * RATE
+
+
+# ---- methods
+
+TASK = Task(None, None, None, None, (0,), 1, MODEL.vocab_size)
+RATES = {"policy": 1e-3, "critic": 1e-2}
+LARGE = 1e-2  # an ε with which rounding of small gradients does not become steps
+
+
+def learned(name: str, devices: Any, *, recording: bool = False) -> Any:
+    """Returns the state after an update of a method, its metrics, and the parameters that it started from."""
+    model = dataclasses.replace(MODEL, dtype="bfloat16", rounding="stochastic") if name == "bfloat16" else MODEL
+    critic = name if name in ("own", "shared") else "none"
+    options = {"num_prompts": ROWS, "group_size": 4, "max_tokens": 5, "kl_coef": 0.0, "optimizer": "muon"}
+    options |= {"adam_epsilon": LARGE, "max_grad_norm": NORM, "learning_rate": RATES["policy"]}
+    config = with_options(recipe() if critic == "none" else PPO, **options, critic=critic)
+    config = config if critic == "none" else with_options(config, critic_learning_rate=RATES["critic"])
+    mesh = {"parallel": "mesh", "fsdp": 2, "tensor": 2} if devices.mesh else {}
+    config = with_options(config, devices=len(devices.all), **mesh)
+    policies = {"policy": decoder_policy(model), "critic": critic_policy(model)}
+    method, params = make_method(policies, config), start_of("all")
+    method = method._replace(optimizer=recorder(1)) if recording else method
+    programs = make_method_programs(method, policies["policy"], TASK, config)
+    models = {"policy": params} if critic == "none" else add_critic(model, params, critic)
+    unscored = dict.fromkeys(("old_logprobs", "ref_logprobs", "old_entropy", "old_values"))
+    batch = ragged_batch((ROWS, 4, 3, 5), MODEL.vocab_size, shortest=1)._replace(**unscored)
+    state, result = placed(programs, models, batch, ragged_rewards(ROWS, 4)).scored(programs).learned(programs)
+    return state, result.metrics, models
+
+
+@cache
+def expected_update(name: str) -> Any:
+    """Returns the parameters by role after a step of Muon on recorded gradients, each clipped by its own norm."""
+    state, _, models = learned(name, ONE, recording=True)
+
+    def stepped(role: str) -> Any:
+        gradient, params = jax.tree.map(lambda x: x[0], state.opt_state.gradients[role]), models[role]
+        muon = optax.contrib.muon(
+            RATES[role], eps=LARGE, consistent_rms=0.2, muon_weight_dimension_numbers=muon_matrices
+        )
+        chain = optax.chain(optax.clip_by_global_norm(NORM), muon)
+        return optax.apply_updates(params, chain.update(gradient, chain.init(params), params)[0])
+
+    return to_numpy({role: stepped(role) for role in models})
+
+
+METHODS = [(name, devices) for name in ("grpo", "own", "shared") for devices in PLACES] + [("bfloat16", ONE)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "devices"), METHODS)
+def test_methods_and_critics_take_a_step_of_muon(name, devices):
+    state, metrics, models = learned(name, devices)
+    assert_close(state.params, expected_update(name), atol=1e-6, rtol=0)
+    assert metrics["learning_rate"] == pytest.approx(RATES["policy"])
+    assert ("changed_share" in metrics) == (name == "bfloat16")
+    assert steps_taken(state) == 1
+    moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), state.params, to_numpy(models))
+    # The gradient of a critic's own decoder is 0 in the first step, because its head begins at 0.
+    assert all(0.1 * RATES[role] < max(jax.tree.leaves(moved[role])) < 10 * RATES[role] for role in moved)
 
 
 # ---- a user's
