@@ -31,12 +31,15 @@ from grpo_jax.options import (
     options_of,
     replace_options,
 )
-from grpo_jax.presets import check_objective, name_preset, preset_of
+from grpo_jax.presets import check_objective, name_preset, preset_inputs, preset_of
+from grpo_jax.rewards.worker import digest_of_source, look_up
 
 if TYPE_CHECKING:
     Preset = str
+    Optimizer = Any
 else:
     Preset = Literal[tuple(PRESETS)] | str  # a type checker cannot read this; the command line offers these names
+    Optimizer = str  # in Python also an optax transformation, or a function from a schedule to one
 
 # Options that a preset sets: fields of `Objective`, and constants that have options of their own.
 FIELDS = ("kl_coef", "entropy_coef", "kl_in_reward", "kl_bias_correction")
@@ -123,19 +126,22 @@ class PhaseConfig:
 
 @dataclass(frozen=True)
 class AdamWConfig:
-    """AdamW and its schedule."""
+    """The optimizer, AdamW by default, and its schedule."""
 
     learning_rate: Positive = 1e-6
-    """Peak learning rate of AdamW, by size of the model: 4e-4 up to a million parameters, 1e-6 from 0.1 billion; for
+    """Peak learning rate, by size of the model: 4e-4 up to a million parameters, 1e-6 from 0.1 billion; for
     LoRA 3e-3 to 1e-5."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
     decay: Literal["none", "linear", "cosine"] = "none"
     """Shape of the learning rate's fall to 0 between warm-up and end."""
     weight_decay: Weight = 0.0
-    """Weight decay of AdamW; applies to matrices only."""
+    """Weight decay; applies to matrices only, with muon only to the matrices of layers."""
     max_grad_norm: Bound = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
+    optimizer: Optimizer = "adamw"
+    """Optimizer: adamw, muon (for matrices of layers; AdamW trains the rest), or file.py:name, an optax transformation
+    or a function of the schedule."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,53 @@ class CheckpointConfig:
     """Also keep the checkpoint with the best held-out score, which `grpo-jax export --step best` writes."""
     patience: Count = 0
     """End the run after this many held-out evaluations in a row without a better score. 0: never."""
+
+
+OPTIMIZERS = ("adamw", "muon")
+
+
+def load_optimizer(optimizer: Any) -> Any:
+    """Returns an optimizer: a name in `OPTIMIZERS`, an optax transformation, or a function from a schedule to one.
+
+    Args:
+      optimizer: The optimizer, or a text such as file.py:name, whose value is loaded.
+
+    Raises:
+      UsageError: There is no such optimizer, or it is something else.
+    """
+    if optimizer in OPTIMIZERS:
+        return optimizer
+    if isinstance(optimizer, str) and ":" not in optimizer:
+        raise UsageError(
+            f"there is no optimizer {optimizer!r}: take {' or '.join(OPTIMIZERS)}, or name your own as file.py:name"
+        )
+    own = look_up("optimizer", optimizer) if isinstance(optimizer, str) else optimizer
+    if not (callable(own) or (isinstance(own, tuple) and hasattr(own, "update"))):
+        raise UsageError(
+            f"the optimizer {optimizer!r} is of type {type(own).__name__}: it must be an optax transformation, or a "
+            "function from a schedule to one"
+        )
+    return own
+
+
+def check_optimizer(options: AdamWConfig) -> None:
+    """Raises if there is no such optimizer, or if options are set that your own optimizer does not read.
+
+    Raises:
+      UsageError: Options do not work. The message says what to change.
+    """
+    if load_optimizer(options.optimizer) in OPTIMIZERS:
+        return
+    for name in ("weight_decay", "max_grad_norm", "adam_epsilon"):
+        if (value := getattr(options, name, None)) != getattr(type(options), name, None):
+            raise UsageError(f"{name} is {value}, but your own optimizer does not read it: leave it out")
+
+
+def optimizer_source(options: AdamWConfig) -> dict[str, str]:
+    """Returns the digest of the file of a loaded optimizer by its description, or nothing."""
+    if not isinstance(options.optimizer, str) or options.optimizer in OPTIMIZERS:
+        return {}
+    return {"source of the optimizer": digest_of_source(options.optimizer)}
 
 
 # ---- groups of GRPO and PPO
@@ -486,6 +539,11 @@ class GRPOConfig(PhaseConfig):
         return self.distillation.frozen_models
 
     @property
+    def sources(self) -> dict[str, str]:
+        """Digests of the user's files that options name, by their descriptions."""
+        return preset_inputs(self.loss.preset) | optimizer_source(self.optimizer)
+
+    @property
     def has_critic(self) -> bool:
         """True if a critic gives advantages of tokens, instead of comparing the completions of a group."""
         return self.critic.critic != "none"
@@ -636,6 +694,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     """
     check_ranges(config)
     check_effects(config.critic)
+    check_optimizer(config.optimizer)
     check_warmup(config.optimizer, config.num_updates)
     sentences = chain(
         config.conflicts(),

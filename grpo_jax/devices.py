@@ -375,7 +375,9 @@ def load_shardings(devices: Devices) -> Callable[[Any], Any] | None:
 
 def _check_heads(params: Any, mesh: Mesh) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: hasattr(x, "shape")):
-        heads = x.shape[-2] if [getattr(key, "key", "") for key in path[-2:]] == ["k_proj", "kernel"] else mesh.tensor
+        is_keys = [getattr(key, "key", "") for key in path[-2:]] == ["k_proj", "kernel"]
+        # The state of an optimizer also has arrays of other shapes by this name.
+        heads = x.shape[-2] if is_keys and len(x.shape) == 4 else mesh.tensor
         if heads % mesh.tensor:
             raise UsageError(
                 f"tensor is {mesh.tensor}, but the model has {heads} key-value heads, which are never cut: set tensor "

@@ -290,12 +290,13 @@ COUNTERPARTS |= dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_con
 COUNTERPARTS |= dict.fromkeys(("dataset", "dataset_name", "train_dataset"), "task")
 COUNTERPARTS |= {"eval_dataset": "heldout", "reward_funcs": "reward reward_model", "reward_weights": "reward"}
 COUNTERPARTS |= {"use_vllm": "engine", "vllm_server_base_url": "engine", "gradient_checkpointing": "remat"}
+COUNTERPARTS |= {"optim": "optimizer", "optimizers": "optimizer"}
 COUNTERPARTS |= {"report_to": "wandb", "logging_steps": "log_every", "log_completions": "rollouts_every"}
 COUNTERPARTS |= {"eval_steps": "eval_every", "save_steps": "checkpoint_every", "save_total_limit": "keep_checkpoints"}
 COUNTERPARTS |= {"load_best_model_at_end": "keep_best", "lr_scheduler_type": "decay", "warmup_ratio": "warmup_steps"}
 # The same names -> the difference from the option here, or the reason why there is none
 DIFFERENCES = {
-    **dict.fromkeys(("args", "rollout_func", "optimizers"), "every setting is an argument of GRPOTrainer by itself"),
+    **dict.fromkeys(("args", "rollout_func"), "every setting is an argument of GRPOTrainer by itself"),
     **dict.fromkeys(
         ("processing_class", "reward_processing_classes", "tokenizer"), "a model's folder has its tokenizer"
     ),
@@ -313,6 +314,7 @@ DIFFERENCES = {
     "lr_scheduler_type": "TRL's default is linear, and that of GRPO here is none",
     **dict.fromkeys(("scale_rewards", "importance_sampling_level"), "dr_grpo has no scale, and gspo one ratio a text"),
     "use_vllm": "this process samples, unless engine names the address of a server",
+    "optimizers": "it is an optax transformation, or a function from a schedule to one",
     "report_to": "TensorBoard's files are always written, and wandb names a project",
     "logging_steps": "GRPO and PPO write every step",
     "peft_config": "lora_rank, lora_alpha and lora_targets are options of their own",

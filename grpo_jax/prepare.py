@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 
 from grpo_jax.config import (
+    OPTIMIZERS,
     RATES,
     DecodingConfig,
     EngineOptions,
@@ -357,10 +358,11 @@ def rate_warning(options: RunOptions, pretrained: Pretrained) -> dict[str, str]:
       options: The options of the run.
       pretrained: The policy.
     """
-    rate, count = options.train.optimizer.learning_rate, num_params(pretrained.config)
+    optimizer, count = options.train.optimizer, num_params(pretrained.config)
     row = next(row for row in RATES if count <= row.most_params)
     usual, kind = (row.lora, "LoRA") if options.model.lora_rank else (row.full, "full training")
-    if usual is None or max(rate / usual, usual / rate) < 9.99:
+    rate = optimizer.learning_rate
+    if usual is None or optimizer.optimizer not in OPTIMIZERS or max(rate / usual, usual / rate) < 9.99:
         return {}
     return {
         "rate": f"learning_rate is {rate:.2g}, but {usual:.0e} trained models of about {count / 1e6:.2g} million "

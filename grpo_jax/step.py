@@ -20,16 +20,17 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax import functional as F
-from grpo_jax.config import AdamWConfig, Divergence
+from grpo_jax.config import AdamWConfig, Divergence, load_optimizer
 from grpo_jax.devices import ONE_DEVICE, Devices, sum_rows
 from grpo_jax.functional import Metrics
 from grpo_jax.models.geometry import PromptTokens, Rows, TokenStates, rows_of_groups
-from grpo_jax.models.params import Adapted, check_full_precision
+from grpo_jax.models.params import PROJECTIONS, Adapted, check_full_precision
 from grpo_jax.models.pieces import Microbatches, Pieces, take
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rounding import changed_share
 from grpo_jax.models.sharding import AXES, BATCH, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.worker import one_line
 
 Array = Any  # jax.Array on a device, np.ndarray on the host
 
@@ -234,8 +235,12 @@ def make_optimizer(
     weight_decay: float = 0.0,
     max_grad_norm: float = 1.0,
     adam_epsilon: float = 1e-8,
+    optimizer: Any = "adamw",
 ) -> optax.GradientTransformation:
-    """Makes AdamW (1711.05101), with gradients clipped by their global norm.
+    """Makes AdamW (1711.05101) or Muon, with gradients clipped by their global norm, or your own optimizer.
+
+    Muon (2502.16982) is `optax.contrib.muon` with updates as large as those of AdamW. It trains the matrices of
+    `muon_matrices`. Everything else has AdamW with Nesterov momentum, and no weight decay.
 
     Args:
       learning_rate: A learning rate, or a schedule.
@@ -243,9 +248,34 @@ def make_optimizer(
         TRL, nor to attention sinks, decay rates of delta nets, and routers of experts, which may be frozen.
       max_grad_norm: The norm above which a gradient is scaled down. Default: 1.
       adam_epsilon: The constant ε of a step m / (√v + ε). Default: 1e-8.
+      optimizer: "adamw", "muon", or your own, which reads no other options: an optax transformation, a function from
+        the schedule to one, or a text such as file.py:name. Default: "adamw".
+
+    Raises:
+      UsageError: There is no such optimizer.
     """
-    adamw = optax.adamw(learning_rate, eps=adam_epsilon, weight_decay=weight_decay, mask=has_weight_decay)
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
+    own = load_optimizer(optimizer)
+    if own == "adamw":
+        adamw = optax.adamw(learning_rate, eps=adam_epsilon, weight_decay=weight_decay, mask=has_weight_decay)
+        return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
+    if own == "muon":
+        muon = optax.contrib.muon(
+            learning_rate,
+            eps=adam_epsilon,
+            weight_decay=weight_decay,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=muon_matrices,
+        )
+        return optax.chain(optax.clip_by_global_norm(max_grad_norm), muon)
+    if callable(own):
+        try:
+            own = own(learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate))
+        except Exception as error:  # a user's function may raise any type of error
+            raise UsageError(f"the optimizer {optimizer!r} must take a schedule, but: {one_line(error)}") from error
+    if not isinstance(own, optax.GradientTransformation):
+        raise UsageError(f"the optimizer {optimizer!r} must return an optax transformation: it is {own!r}")
+    # It may count no steps, or several things. The factor 1 changes nothing, and its count comes first.
+    return optax.chain(optax.scale_by_schedule(lambda count: 1.0), own)
 
 
 def has_weight_decay(params: Params) -> Any:
@@ -256,6 +286,31 @@ def has_weight_decay(params: Params) -> Any:
         return not names & {"scale", "offset", "bias", "sinks", "log_rate", "router"}
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def muon_matrices(params: Params) -> Any:
+    """Returns for each parameter the axes of its matrix, for Muon, or None if AdamW trains it.
+
+    Each projection of each layer and expert is a matrix from its inputs to its outputs, of all heads. So are its
+    adapters A and B, each by itself. Embeddings, heads, routers, norms, biases and all others have None.
+    """
+
+    def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        module, leaf = [None, None, *(getattr(key, "key", None) for key in path)][-2:]
+        if module not in PROJECTIONS or leaf not in ("kernel", "a", "b"):
+            return None
+        inputs, outputs, *_ = PROJECTIONS[module]
+        num_inputs, num_outputs = 1 if leaf == "b" else len(inputs), 1 if leaf == "a" else len(outputs)
+        places = tuple(range(-num_inputs - num_outputs, 0))
+        return optax.contrib.MuonDimensionNumbers(places[:num_inputs], places[num_inputs:])
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
+def logged_rate(options: AdamWConfig, schedule: optax.Schedule, state: TrainState) -> dict[str, jax.Array]:
+    """Returns the learning rate of the next step, to log. An optimizer that is a transformation hides its own."""
+    is_transformation = isinstance(load_optimizer(options.optimizer), tuple)
+    return {} if is_transformation else {"learning_rate": jnp.asarray(schedule(steps_taken(state)))}
 
 
 def steps_taken(state: TrainState) -> jax.Array:

@@ -16,7 +16,6 @@ from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.devices import devices_of, place, pop_bytes_moved, to_devices
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.presets import preset_inputs
 from grpo_jax.rl.evaluate import (
     Evaluation,
     Samples,
@@ -88,7 +87,7 @@ def train(
     pop_bytes_moved()  # the first line counts only what this phase moves
     for note in (*task.notes, *programs.notes):
         run.warn_once(note, note)
-    run.keep_inputs(phase, inputs_of(task) | preset_inputs(config.loss.preset))
+    run.keep_inputs(phase, inputs_of(task) | config.sources)
     devices, logging = programs.sampler.devices, config.logging
     trained, frozen = split(with_fixed_reference(place(params, devices), config))
     it = make_iteration(phase, programs, trained, frozen, task, reward or task.reward, config, timed=run.timed)
@@ -281,7 +280,7 @@ def train_with_control(
         return {"summary": summary(held.evaluation), "row": row(held), "means": prompt_means(held.evaluation)}
 
     for phase in phases:  # before the initial evaluation, which takes long
-        run.keep_inputs(phase, inputs_of(task) | preset_inputs(config.loss.preset))
+        run.keep_inputs(phase, inputs_of(task) | config.sources)
     if max(saved_steps(run.path / "checkpoints" / phases[0]), default=0) < config.steps:
         compile_ahead(programs, params, task, task.reward)
     start = run.remember(phases[0], evaluate_start)

@@ -75,7 +75,8 @@ class GRPOTrainer:
             tokenizer has one, as in the command.
           run_dir: The folder of the run. If it already holds a run, a number is appended.
           **options: Options of `config.recipe` and fields of `ModelOptions`, with their defaults: steps 100,
-            learning_rate 1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … The default
+            learning_rate 1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … `optimizer` may
+            be an optax transformation, or a function such as `optax.lion` from a schedule to one. The default
             num_prompts (32) is lowered if there are fewer prompts, and to a multiple of minibatches, microbatches and
             devices. The trainer has no held-out set, and so no eval_every, eval_samples, keep_best or patience.
 
@@ -227,6 +228,7 @@ def _fitting_num_prompts(config: GRPOConfig, num_left: int) -> int:
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Checks the names and types of options, and returns the converted options."""
     hints = option_types(GRPOConfig) | option_types(ModelOptions)
+    hints["optimizer"] = Any  # `validate` checks it
     for name in ("model", "eval_every", "eval_samples", "keep_best", "patience"):
         del hints[name]
     if isinstance(preset := name_preset(options.get("preset", "grpo")), str):

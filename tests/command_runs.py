@@ -26,6 +26,14 @@ def make():
         return Reply(str(len(text) % 10), reward=float(sum(map(text.count, "01234"))))
 
     return reply
+
+
+def chain(schedule):
+    """The optimizer: its state has noise, a trace and no other moments."""
+    import optax
+
+    noise = optax.add_noise(1e-4, 0.5, 0)
+    return optax.chain(optax.clip_by_global_norm(1.0), noise, optax.sgd(schedule, momentum=0.9))
 '''
 
 # With a large ε, AdamW's step is nearly proportional to the gradient, so rounding errors do not grow with the steps.
@@ -42,6 +50,7 @@ KTO = f"--method kto {FIT} --task rows.jsonl --num-completions 8"
 REWARD_MODEL = f"--method reward-model {FIT} --task rows.jsonl --num-pairs 8"
 # No command trains on online preferences, so the experiment does.
 ONLINE = "--warm-steps 2 --labels 128 --rounds 2 --steps 2 --num-prompts 8 --group-size 4 --eval-every 1 --num-seeds 1"
+OWN, MUON = (f"{ROLLOUTS} --group-size 4 --reward user.py:low --optimizer {x}" for x in ("user.py:chain", "muon"))
 PMAP, MESH = "--parallel pmap --devices 4", "--parallel mesh --devices 8 --fsdp 2 --tensor 2"
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import ModelOptions, check_warmup, with_options
+from grpo_jax.config import ModelOptions, check_warmup, optimizer_source, with_options
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
 from grpo_jax.data.text import prompt_limit, uses_chat
 from grpo_jax.data.types import hash_values
@@ -27,7 +27,7 @@ from grpo_jax.models.huggingface import Pretrained, for_texts, load_tokenizer, m
 from grpo_jax.models.params import join, split
 from grpo_jax.models.weights import read_json
 from grpo_jax.offline.pairs import pair_batches, pair_widths, whole_batch, with_intervals
-from grpo_jax.offline.phase import FitObjective, SupervisedConfig, check_rows
+from grpo_jax.offline.phase import FitObjective, SupervisedConfig, check_rows, make_fit_optimizer
 from grpo_jax.options import Fraction, Seed, Size
 from grpo_jax.prepare import load_model
 from grpo_jax.rl.guards import length_warning
@@ -103,6 +103,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
       config: The options of the run.
     """
     started = time.perf_counter()
+    make_fit_optimizer(config.train)  # refuses a bad one before the data is read
     job = prepare(config)
     # A resumed run keeps the dtype, even on another kind of device.
     config = with_options(job.config, dtype=job.model.config.dtype)
@@ -157,7 +158,7 @@ def open_run(job: Job) -> RunFolder:
     for note in job.notes:
         run.say(note)
     run.warn({**{loss: loss for loss in job.losses}, **job.warnings})
-    run.keep_inputs(job.phase, job.inputs)
+    run.keep_inputs(job.phase, {**job.inputs, **optimizer_source(job.config.train)})
     return run
 
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from grpo_jax.config import AdamWConfig, CheckpointConfig, PhaseConfig
+from grpo_jax.config import AdamWConfig, CheckpointConfig, PhaseConfig, check_optimizer
 from grpo_jax.data.types import Skipped, StepLog
 from grpo_jax.devices import (
     ONE_DEVICE,
@@ -27,7 +28,7 @@ from grpo_jax.models.params import join
 from grpo_jax.models.pieces import Pieces, by_prompts, computed_in_pieces
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import Size, check_ranges
-from grpo_jax.step import Logs, TrainState, init_state, learning_rate_schedule, make_optimizer, steps_taken, train_step
+from grpo_jax.step import Logs, TrainState, init_state, learning_rate_schedule, logged_rate, make_optimizer, train_step
 
 _MAX_SKIPPED = 5  # steps in a row without finite gradients
 
@@ -63,6 +64,22 @@ class FitPrograms(NamedTuple):
     init_state: Callable[[Params], TrainState]
 
 
+def make_fit_optimizer(config: SupervisedConfig) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """Returns the learning rate of a phase, and its optimizer.
+
+    Raises:
+      UsageError: There is no such optimizer, or options are set that it does not read.
+    """
+    check_optimizer(config)
+    learning_rate = learning_rate_schedule(config, config.steps)
+    return learning_rate, make_optimizer(
+        learning_rate,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        optimizer=config.optimizer,
+    )
+
+
 @lru_cache(maxsize=8)
 def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitPrograms:
     """Checks the configuration and makes the programs of a phase, which are compiled at their first call.
@@ -81,8 +98,7 @@ def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitP
     """
     devices = devices_of(config)
     check_ranges(config)
-    learning_rate = learning_rate_schedule(config, config.steps)
-    optimizer = make_optimizer(learning_rate, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
+    learning_rate, optimizer = make_fit_optimizer(config)
 
     def pieces(rows: Any) -> Pieces:
         return by_prompts(jax.tree.leaves(rows)[0].shape[0], config.microbatches)
@@ -94,7 +110,7 @@ def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitP
         return map_rows(map_piece, devices)(params, batch)
 
     def step(state: TrainState, batch: Any, frozen: Any):
-        rate = learning_rate(steps_taken(state))
+        rate = logged_rate(config, learning_rate, state)
         if objective.prepare is not None:
             batch = objective.prepare(join(state.params, frozen), batch, map_pieces)
         state, metrics = train_step(
@@ -107,7 +123,7 @@ def make_fit_programs(objective: FitObjective, config: SupervisedConfig) -> FitP
             pieces=pieces,
             devices=devices,
         )
-        return state, metrics | {"learning_rate": jnp.asarray(rate)}
+        return state, metrics | rate
 
     def initial_state(params: Params) -> TrainState:
         return init_state(jax.tree.map(jnp.copy, params), optimizer)

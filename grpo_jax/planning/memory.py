@@ -6,12 +6,12 @@ number, compile a program and call its `memory_analysis()`, as `python -m experi
 peak = process + held + max(sampling, scoring, learning), in bytes:
 
 - process = what a process takes in addition to arrays, on a CPU, whose memory the arrays share
-- held = parameters + two moments of AdamW + a copy of trained parameters (the reference) + a model that scores rollouts
-  + supports of sampled tokens
+- held = parameters + the optimizer's state + a copy of trained parameters (the reference) + a model that scores
+  rollouts + supports of sampled tokens
 - sampling = layers laid out for decoding + keys and values + the largest of the prompts' pass, one token's logits, and
   a part of the previous keys and values while their arrays grow + the workspace of a matrix product on a GPU
 - scoring = the scoring model's pass over one piece
-- learning = max(gradients + activations of one piece, 1.2 moments: the step of the optimizer)
+- learning = max(gradients + activations of one piece, the step of the optimizer)
 
 Parameters are counted from the model's trees, sharded as in `models.sharding`. The other terms are rough formulas.
 tests/planning/test_memory.py compares them with XLA's plans for `sample` and `learn`. On a CPU they are at most 10% too
@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat
+from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, load_optimizer
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.functional.products import GPU, Traits, traits_of_backend
@@ -50,11 +50,13 @@ from grpo_jax.models.pieces import PieceShape, choose_piece
 from grpo_jax.models.policy import suits_cudnn
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.transformer import Params, param_shapes, repetition
+from grpo_jax.step import make_optimizer
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
-# The optimizer's step holds a gradient, updates, and copies of moments: 9.2 to 10.2 bytes a parameter, moments are 8.
-_STEP = 1.2
+# Bytes that AdamW's step holds for each byte of parameters: a gradient, updates, and copies of moments. We measured 2.3
+# to 2.55, and assume the same for other optimizers.
+_STEP = 2.4
 # While a cache grows, or is copied to fewer rows, another cache is in memory: this share of the whole cache.
 _PREVIOUS = 0.3
 _WORKSPACE = 32 * 2**20  # bytes that a matrix product of a library takes on an NVIDIA GPU
@@ -83,6 +85,7 @@ class Shape(NamedTuple):
     output_bytes: int = 0  # bytes of the scorer's outputs for a token of a rollout
     process_bytes: int = 0  # the device's part of what the process takes in addition to arrays, if they share memory
     support_bytes: int = 0  # bytes of the supports of a token of a rollout, in all rollouts that are kept
+    optimizer: Any = "adamw"  # as `load_optimizer` returns it
     copies: int = 1  # copies of trained parameters: the start, and a reference that moves
     fsdp: int = 1
     tensor: int = 1
@@ -123,7 +126,7 @@ class Estimate(NamedTuple):
     """The memory of a run on one device, in bytes by purpose."""
 
     params: int  # parameters of the decoder, adapters and a critic
-    optimizer: int  # the two moments of AdamW
+    optimizer: int  # the optimizer's state, such as the two moments of AdamW
     start: int  # the initial trained parameters, for the reference; and a reference that moves
     scorer: int  # the parameters of a model that scores rollouts, and its outputs for one rollout
     support: int  # the tokens that each token was sampled from, for training on supports
@@ -132,6 +135,7 @@ class Estimate(NamedTuple):
     choosing: int  # prompts' pass, logits of one token of each completion, or part of a previous cache; and a workspace
     scoring: int  # a pass of the scoring model over one piece; other scores need less than learning
     gradients: int  # gradients of one piece, and their sum if there are several pieces
+    updates: int  # gradients, updates and copies of moments while the optimizer steps
     activations: int  # activations of one piece, with its logits
     process: int  # the process without arrays, on a CPU
 
@@ -148,7 +152,7 @@ class Estimate(NamedTuple):
     @property
     def learning(self) -> int:
         """The bytes that `learn` adds."""
-        return max(self.gradients + self.activations, round(_STEP * self.optimizer))
+        return max(self.gradients + self.activations, self.updates)
 
     @property
     def peak(self) -> int:
@@ -166,7 +170,9 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     Returns:
       The bytes by purpose.
     """
-    trained, scorer = bytes_on_device(trained_shapes(model, shape), shape.mesh), shape.scorer
+    shapes, scorer = trained_shapes(model, shape), shape.scorer
+    trained = bytes_on_device(shapes, shape.mesh)
+    optimizer_state = jax.eval_shape(make_optimizer(1.0, optimizer=shape.optimizer).init, shapes)
     prompts, rows = shape.num_prompts * shape.prompt_tokens, shape.num_prompts * shape.group_size
     layers, forms = _attention_layers(model), set(model.forms)
     prefill = 2 * layers * _keys(model, shape) + max(_projected(model, shape, form) for form in forms)
@@ -184,7 +190,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     gradients = 3 if shape.traits.backend == "tpu" and shape.fsdp * shape.tensor == 1 else 2
     return Estimate(
         params=trained + (bytes_on_device(frozen_shapes(model, shape), shape.mesh) if shape.lora_rank else 0),
-        optimizer=2 * trained,
+        optimizer=bytes_on_device(optimizer_state, shape.mesh),
         start=shape.copies * trained,
         scorer=_scorer(model, shape),
         support=shape.support_bytes * rows * shape.max_tokens,
@@ -193,6 +199,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         choosing=max(prefill, logits, previous) + workspace,
         scoring=_activations(replace(scorer, dtype=model.dtype, remat="layer"), shape) if scorer else 0,
         gradients=trained * min(shape.num_pieces, gradients),
+        updates=round(_STEP * trained),
         activations=_activations(model, shape),
         process=shape.process_bytes,
     )
@@ -490,6 +497,7 @@ def shape_of(
         max_tokens=run.sampling.completion_width,
         critic=run.critic.critic,
         support_bytes=FLOAT32 * run.sampling.kept_tokens * (1 + run.sampling.staleness),
+        optimizer=load_optimizer(run.optimizer.optimizer),
         copies=1 + (run.reference.ref_sync_steps > 0),
         process_bytes=_PROCESS // devices if traits.backend == "cpu" else 0,
         traits=traits,

@@ -6,6 +6,7 @@ optionally, the KL over the whole vocabulary. PPO and distillation add further t
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,6 +77,7 @@ def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.Gradient
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
         adam_epsilon=options.adam_epsilon,
+        optimizer=options.optimizer,
     )
 
 

@@ -16,7 +16,7 @@ from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.models.params import join
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import SHUFFLING, Hook, Learned, Method, RewardArrays, step_key
-from grpo_jax.step import Array, Batch, Logs, TrainState, steps_taken, train_step
+from grpo_jax.step import Array, Batch, Logs, TrainState, logged_rate, train_step
 
 # Metrics of optimizer steps, not of tokens.
 STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate", "changed_share"})
@@ -140,7 +140,8 @@ def optimizer_step(
     minibatch: Batch,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Takes one optimizer step of a method on a minibatch. For the arguments see `learn` and `train_step`."""
-    rate, weights_of, options = method.schedule(steps_taken(state)), method.aggregation, config.optimizer
+    weights_of, options = method.aggregation, config.optimizer
+    rate = logged_rate(options, method.schedule, state)
     if config.loss.objective.fixed_length:
         # With an environment the mask also has room for observations, which do not count.
         longest = min(minibatch.completion_ids.shape[-1], config.sampling.max_tokens)
@@ -157,7 +158,7 @@ def optimizer_step(
         rounded=method.rounded and partial(_rounded_policy, method.rounded),
     )
     tokens = jnp.sum(minibatch.completion_mask)
-    return state, method.summarise(metrics) | {"learning_rate": jnp.asarray(rate), "_tokens": tokens}
+    return state, method.summarise(metrics) | rate | {"_tokens": tokens}
 
 
 def _rounded_policy(rounded: Callable[[Params], Params], trained: Params) -> Params:

@@ -81,7 +81,7 @@ class RunFolder:
 
         Args:
           path: The path of the folder.
-          config: All options of the run, as values that JSON can hold.
+          config: All options of the run, as values that JSON can hold, or functions, of which it holds the names.
           console: The console that messages are printed to; None: the terminal.
 
         Raises:
@@ -114,6 +114,7 @@ class RunFolder:
 
     def _keep_options(self, config: dict[str, Any]) -> None:
         """Writes the options of a new run, or refuses to resume with other options."""
+        config = _with_names(config)
         file, now = self.path / OPTIONS_FILE, flattened(json.loads(json.dumps(config)))  # as the file holds them
         began = flattened(read_object(file)) if file.exists() else now
         differing = differing_options(began, now)
@@ -391,7 +392,8 @@ FREE_OPTIONS |= {"engine_dtype", "engine_timeout", "engine_folder"}
 ROUNDING_OPTIONS = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # change only rounding; with defaults
 FREE_OPTIONS |= ROUNDING_OPTIONS.keys()
 # Options that runs of earlier commits lack, with the values that they had in effect.
-_ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, "constant": [], **options_of(CriticConfig())}
+_ADDED_OPTIONS = {"support": "vocabulary", "support_size": 64, "constant": [], "optimizer": "adamw"}
+_ADDED_OPTIONS |= options_of(CriticConfig())
 OPTIONS_FILE, INPUTS_FILE = "config.json", "inputs.json"
 _MACHINE = "machine"  # the part of inputs.json that may change, with a warning
 _UNBEGUN = ("lock", f"{OPTIONS_FILE}*{TEMPORARY}")  # left by a run that was killed before it had written its options
@@ -461,6 +463,15 @@ def _with_steps(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """Returns the content of a config.json with another number of steps, in whichever group it is."""
     inner = {name: _with_steps(value, steps) for name, value in options.items() if isinstance(value, Mapping)}
     return {**options, **inner} | ({"steps": steps} if "steps" in options else {})
+
+
+def _with_names(value: Any) -> Any:
+    """Returns options in which functions, and tuples of functions such as an optax transformation, are names."""
+    if isinstance(value, Mapping):
+        return {name: _with_names(part) for name, part in value.items()}
+    function = value[0] if isinstance(value, tuple) and value else value
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{function.__module__}.{name}" if callable(function) else value
 
 
 def _shaping(options: Mapping[str, Any]) -> dict[str, Any]:

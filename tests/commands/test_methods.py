@@ -165,6 +165,29 @@ def test_methods_train_export_and_evaluate_on_rows(folder, tmp_path, capsys, mon
     assert "training rows" in refusal(capsys, "train", "--resume", "--run-dir", out)
 
 
+OPTIMIZED = [(method, name) for method in train.METHODS for name in ("muon", "sign.py:signs")]
+
+
+@pytest.mark.parametrize(("method", "name"), slow_unless([("grpo", "muon"), ("sft", "sign.py:signs")], OPTIMIZED))
+def test_methods_train_with_muon_and_with_a_users_optimizer(folder, tmp_path, capsys, method, name):
+    """A sign moves each number by the rate. Muon moves those of a matrix by about a fifth of it."""
+    file, out = tmp_path / "sign.py", tmp_path / "run"
+    file.write_text("import optax\n\ndef signs(schedule): return optax.sign_sgd(schedule)\n")
+    named = f"{tmp_path}/{name}" if ":" in name else name
+    options = (*options_of(method), "--steps", 1, "--eval-every", 1, "--warmup-steps", 0, "--decay", "none")
+    lines, _ = run(folder, out, method, *options, "--learning-rate", 1e-2, "--optimizer", named)
+    assert lines[-1]["learning_rate"] == pytest.approx(1e-2)
+    if method != "reward-model":
+        export(Options(out, tmp_path / "exported"))
+        paths = folder / "model", tmp_path / "exported"
+        before, after = (load_pretrained(path).params["layers"]["mlp"]["down_proj"]["kernel"] for path in paths)
+        rms = np.sqrt(np.mean((after - before) ** 2))
+        assert rms == pytest.approx(1e-2 if ":" in name else 2e-3, rel=0.4)
+    if ":" in name:
+        file.write_text(file.read_text() + "# changed\n")
+        assert "source of the optimizer" in refusal(capsys, "train", "--resume", "--run-dir", out)
+
+
 def test_ppo_uses_its_defaults_and_exports_no_critic(folder, tmp_path):
     out = tmp_path / "run"
     lines, results = run(folder, out, "ppo", *options_of("ppo"), "--control")

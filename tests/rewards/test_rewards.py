@@ -400,7 +400,7 @@ UNLOADABLE = [
     ("no_such_module:f", None, "No module named 'no_such_module'"),
     ("json:no_such_function", None, "json has no 'no_such_function'"),
     ("no/such/file.py:f", None, "there is no file"),
-    ("json", None, "must be module:function"),
+    ("json", None, "must be module:name"),
     ("FILE:number", None, "is no function but of type int"),
     ("FILE:of_trl", None, r"takes completions first, .* make it f\(examples, completions\)"),
     ("json:dumps", {"obj": 1}, "must return the reward"),

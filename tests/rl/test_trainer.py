@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tiny import random_params, refused, save_tiny_model
 
@@ -100,6 +101,19 @@ def test_the_five_lines(folder, tmp_path, monkeypatch, capsys):
     checksum = json.loads((run.path / "results.json").read_text())["params_sha256"]
     assert checksum in (run.path / "report.html").read_text()
     assert "report:" in capsys.readouterr().out
+
+
+def test_trainer_takes_an_optimizer(folder, tmp_path):
+    """A sign moves every number by the rate, wherever its gradient is not 0."""
+    optimizer, rate = optax.sign_sgd(1e-2), np.float32(1e-2)
+    trainer = GRPOTrainer(folder, Rising(), run_dir=tmp_path / "run", steps=1, max_tokens=2, optimizer=optimizer)
+    before, after = (x.params["layers"]["mlp"] for x in (load_pretrained(folder), trainer.train(PROMPTS)))
+    for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True):
+        np.testing.assert_allclose(np.abs(y - x), rate, rtol=1e-4)
+    (line,) = trainer.run.lines()
+    assert "learning_rate" not in line
+    options = flattened(json.loads((trainer.run.path / "config.json").read_text()))
+    assert options["optimizer"].startswith("optax.")
 
 
 def test_a_chat_models_texts_are_written_into_its_template(folder, tmp_path, capsys):

@@ -16,7 +16,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-from command_runs import DPO, EPISODES, GRPO, KTO, MESH, ONLINE, PMAP, PPO, REWARD_MODEL, SFT, write_inputs
+from command_runs import DPO, EPISODES, GRPO, KTO, MESH, MUON, ONLINE, OWN, PMAP, PPO, REWARD_MODEL, SFT, write_inputs
 
 from grpo_jax.commands import train
 from grpo_jax.runs import flags
@@ -34,6 +34,8 @@ RUNS = {
     "environment": (1, f"{EPISODES} {LONG} --environment user.py:make", "line save"),
     "delta_nets": (1, f"{LOW} --model qwen3_5", "line save"),
     "lora": (1, f"{LOW} --lora-rank 2", "line save"),
+    "own_optimizer": (1, f"{OWN} {FIT} --learning-rate 1e-2", "line save"),
+    "muon": (1, f"{MUON} {FIT} --learning-rate 1e-2", "line"),
     "moving_reference": (1, f"{LOW} --ref-sync-steps 2 --ref-mixup-alpha 0.5 --kl-coef 0.1", "line"),
     "adaptive_kl": (1, f"{LOW} --preset rloo --kl-coef 0.1 --kl-target 0.01 --kl-horizon 16", "line"),
     "distillation": (1, f"{LOW} --teacher teacher --distillation reverse_kl", "line"),
