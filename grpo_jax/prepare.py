@@ -30,7 +30,6 @@ from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
 from grpo_jax.planning.memory import Plan, choose, num_params, shape_of
-from grpo_jax.rewards.reward import named_components, try_reward
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.programs import Programs, make_programs
@@ -296,15 +295,13 @@ def try_rewards(
     """
     if interaction_of(task).parts == "turns":
         return {}
-    named = named_components(task.reward)
     answer = answer_of(row)
     texts = {"the empty completion": ""} | ({} if answer is None else {"the row's own answer": answer})
     tries: dict[str, dict[str, tuple[float | None, str]]] = {}
     for what, text in texts.items():
         completion = Completion(text, pretrained.tokenizer(text, add_special_tokens=False)["input_ids"])
-        group = [completion] * group_size
-        tries[what] = {name: try_reward(component.reward, row, group) for name, component in named.items()}
-    counted = [name for name, component in named.items() if component.weight]
+        tries[what] = task.rewards.try_each(row, [completion] * group_size)
+    counted = [name for name, weight in task.rewards.weights.items() if weight]
     failures = [(name, tried[name][1]) for name in counted for tried in tries.values()]
     if failures and all(failure for _, failure in failures):
         name, failure = failures[len(texts) - 1]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from grpo_jax.config import GRPOConfig, LoggingConfig
-from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.devices import devices_of, place, pop_bytes_moved, to_devices
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.reward import RewardLike, to_rewards
 from grpo_jax.rl.evaluate import (
     Evaluation,
     Samples,
@@ -25,7 +25,7 @@ from grpo_jax.rl.evaluate import (
     sample_heldout,
     summary,
 )
-from grpo_jax.rl.grade import grader_warnings
+from grpo_jax.rl.grade import gather_failures
 from grpo_jax.rl.iteration import iterate, make_iteration
 from grpo_jax.rl.programs import Programs, check_programs, compile_ahead
 from grpo_jax.rl.update import with_fixed_reference
@@ -53,7 +53,7 @@ def train(
     programs: Programs,
     *,
     phase: str,
-    reward: Reward | Rewards | None = None,
+    reward: RewardLike | None = None,
     start: Mapping[str, float] | None = None,
     evaluate: Callable[[Params, int], dict[str, float]] | None = None,
     until: int | None = None,
@@ -90,13 +90,14 @@ def train(
     run.keep_inputs(phase, inputs_of(task))
     devices, logging = programs.sampler.devices, config.logging
     trained, frozen = split(with_fixed_reference(place(params, devices), config))
-    it = make_iteration(phase, programs, trained, frozen, task, reward or task.reward, config, timed=run.timed)
+    rewards = to_rewards(reward or task.reward)
+    it = make_iteration(phase, programs, trained, frozen, task, rewards, config, timed=run.timed)
 
     def initial_state() -> TrainState:
         return programs.initial_state(trained)._replace(source=it.initial_source())
 
     def take_step(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[TrainState, Pending]:
-        compile_ahead(programs, params, task, reward or task.reward)  # while the first step samples
+        compile_ahead(programs, params, task, len(rewards.components))  # while the first step samples
         return iterate(it, state, step, on_dispatch)
 
     return run_steps(
@@ -199,7 +200,7 @@ def evaluate_heldout(
     sampled = sample_heldout(programs.sampler, params, task, config)
     calls = list(watched(sampled, run.console, "evaluation", num_heldout_calls(task, config)))
     evaluation = evaluate(calls, task, block=config.sampling.num_prompts * config.sampling.group_size)
-    run.warn(grader_warnings(task.reward))
+    run.warn(gather_failures(task.rewards)[1])
     return HeldoutResult(evaluation, calls)
 
 
@@ -211,7 +212,7 @@ def train_with_evaluation(
     programs: Programs,
     *,
     phase: str,
-    reward: Reward | Rewards | None = None,
+    reward: RewardLike | None = None,
     start: HeldoutResult | Mapping[str, float] | None = None,
 ) -> tuple[TrainState, HeldoutResult]:
     """Trains, and logs held-out evaluations. No parameters are evaluated twice.
@@ -282,7 +283,7 @@ def train_with_control(
     for phase in phases:  # before the initial evaluation, which takes long
         run.keep_inputs(phase, inputs_of(task))
     if max(saved_steps(run.path / "checkpoints" / phases[0]), default=0) < config.steps:
-        compile_ahead(programs, params, task, task.reward)
+        compile_ahead(programs, params, task, len(task.rewards.components))
     start = run.remember(phases[0], evaluate_start)
     rows, checksum = {"before": start["row"]}, ""
     for phase in phases:

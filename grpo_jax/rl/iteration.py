@@ -5,7 +5,7 @@ decodes text and computes rewards. It dispatches work to the devices as early as
 iteration while the devices sample for the next iteration.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import Reward, Rewards, StepLog
+from grpo_jax.data.types import StepLog
 from grpo_jax.devices import devices_of, to_devices, update_flops
 from grpo_jax.models.params import TRAINED_ROLES, join
 from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.reward import Rewards
 from grpo_jax.rl.grade import make_grading
 from grpo_jax.rl.guards import make_damage_check
 from grpo_jax.rl.lines import read_line
@@ -74,7 +75,7 @@ def make_iteration(
     trained: Params,
     frozen: Any,
     task: Task,
-    reward: Reward | Rewards,
+    rewards: Rewards,
     config: GRPOConfig,
     *,
     timed: Callable[[str], AbstractContextManager],
@@ -86,12 +87,12 @@ def make_iteration(
       programs: The programs of the run.
       trained, frozen: Initial parameters by role, on the devices, as `models.params.split` returns them.
       task: Supplies the prompts and decodes completions.
-      reward: One reward function, or several with weights.
+      rewards: The rewards of the run.
       config: The configuration of the run.
       timed: Adds the seconds of a block to the time of the named part of the iteration.
     """
     devices = devices_of(config)
-    grading = make_grading(task, reward, config, devices, compares="critic" not in trained)
+    grading = make_grading(task, rewards, config, devices, compares="critic" not in trained)
 
     def grade(rollout: Rollout) -> Rollout:
         with timed("rollout"):
@@ -107,8 +108,8 @@ def make_iteration(
 
     source = make_source(draw, task, config)
     if config.sampling.max_rollouts > 1:
-        # A phase may replace the rewards of the task with one function, which has no named components.
-        metric = config.sampling.filter_metric if isinstance(reward, Mapping) else ""
+        # A phase may replace the rewards of the task with others, which have other names.
+        metric = config.sampling.filter_metric if config.sampling.filter_metric in rewards.components else ""
         source = with_spread(source, draw, grade, grading.report, config, devices, metric=metric)
 
     if config.sampling.curriculum:
