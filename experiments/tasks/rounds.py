@@ -20,7 +20,7 @@ from scipy import special
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import Preference, encode_preferences, read_preferences
 from grpo_jax.data.rows import batches
-from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
+from grpo_jax.data.types import Completion, Component, Example, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import Chat
@@ -133,12 +133,11 @@ def train_online(
     return state, reward_model
 
 
-def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> Rewards:
+def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> dict[str, Component]:
     """Returns the task's rewards and "reward_model", which always has the same shapes."""
-    assert isinstance(task.reward, Mapping)
     shapes = {"max_prompt_tokens": task.heldout.tokens.width, "max_tokens": config.sampling.max_tokens}
     size = config.sampling.num_prompts * config.sampling.group_size
-    return {"reward_model": Component(reward_function(model, batch_size=size, **shapes)), **task.reward}
+    return {"reward_model": Component(reward_function(model, batch_size=size, **shapes)), **task.rewards.components}
 
 
 def sample_pairs(

@@ -15,6 +15,7 @@ from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.rewards.processes import Grader
+from grpo_jax.rewards.reward import to_rewards
 from grpo_jax.runs import flags
 
 TRAIN = "train --run-dir run --no-compilation-cache --model model"
@@ -174,7 +175,7 @@ def test_rewards_are_tried_on_the_first_row():
 
     def tried(**rewards):
         named = {name: Component(reward, 0.0 if name == "logged" else 1.0) for name, reward in rewards.items()}
-        return prepare.try_rewards(SimpleNamespace(environment=None, reward=named), row, pretrained, 3)
+        return prepare.try_rewards(SimpleNamespace(environment=None, rewards=to_rewards(named)), row, pretrained, 3)
 
     def words(rows, texts):
         seen.append((rows, list(texts)))
