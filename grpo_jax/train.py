@@ -26,13 +26,13 @@ from grpo_jax.rl.evaluate import (
     summary,
 )
 from grpo_jax.rl.grade import gather_failures
-from grpo_jax.rl.iteration import iterate, make_iteration
+from grpo_jax.rl.iteration import OnRollout, iterate, make_iteration
 from grpo_jax.rl.programs import Programs, check_programs, compile_ahead
 from grpo_jax.rl.update import with_fixed_reference
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import watched
-from grpo_jax.runs.runner import Pending, run_steps
+from grpo_jax.runs.runner import OnLine, Pending, run_steps
 from grpo_jax.statistics import paired_difference
 from grpo_jax.step import TrainState
 from grpo_jax.tasks.task import Task, inputs_of, random_reward
@@ -57,6 +57,8 @@ def train(
     start: Mapping[str, float] | None = None,
     evaluate: Callable[[Params, int], dict[str, float]] | None = None,
     until: int | None = None,
+    on_rollout: OnRollout = lambda step, rollout: None,
+    on_line: OnLine = lambda step, line: None,
 ) -> TrainState:
     """Trains with the programs of a method. Resumes from the newest checkpoint of this phase in the run.
 
@@ -75,6 +77,11 @@ def train(
         and at the end.
       until: The step at which to stop. A later call continues from there, even with another reward. Default: the last
         step.
+      on_rollout: (step, rollout) -> None, called before each update with the `rl.types.Rollout` that it learns from:
+        prompts, batch, and rewards in `graded`. Steps count from 1, as in metrics.jsonl.
+      on_line: (step, line) -> None, called with each line of metrics.jsonl, a dict, once it is written. A step's line
+        follows while the devices work on the next step. With several hosts, every host calls both functions with the
+        same step. An exception in either ends the run.
 
     Returns:
       The final state. The models are `join(state.params, split(params)[1])`, both of `models.params`.
@@ -92,6 +99,7 @@ def train(
     trained, frozen = split(with_fixed_reference(place(params, devices), config))
     rewards = to_rewards(reward or task.reward)
     it = make_iteration(phase, programs, trained, frozen, task, rewards, config, timed=run.timed)
+    it = it._replace(on_rollout=on_rollout)
 
     def initial_state() -> TrainState:
         return programs.initial_state(trained)._replace(source=it.initial_source())
@@ -112,6 +120,7 @@ def train(
         start=start,
         evaluate=(lambda state, step: evaluate(join(state.params, frozen)["policy"], step)) if evaluate else None,
         until=until,
+        on_line=on_line,
     )
 
 
@@ -214,6 +223,7 @@ def train_with_evaluation(
     phase: str,
     reward: RewardLike | None = None,
     start: HeldoutResult | Mapping[str, float] | None = None,
+    **hooks: Any,
 ) -> tuple[TrainState, HeldoutResult]:
     """Trains, and logs held-out evaluations. No parameters are evaluated twice.
 
@@ -226,6 +236,7 @@ def train_with_evaluation(
       phase: The name of the phase, which names lines and checkpoints.
       reward: Replaces the reward of the task in training.
       start: The evaluation of the initial policy, or its `summary`, if it is known.
+      **hooks: `on_rollout` and `on_line` of `train`.
 
     Returns:
       The final state, and the evaluation of its policy.
@@ -241,7 +252,9 @@ def train_with_evaluation(
         return named(summary(latest[step].evaluation))
 
     first = named(summary(start.evaluation) if isinstance(start, HeldoutResult) else start or {})
-    state = train(params, task, config, run, programs, phase=phase, reward=reward, start=first, evaluate=heldout)
+    state = train(
+        params, task, config, run, programs, phase=phase, reward=reward, start=first, evaluate=heldout, **hooks
+    )
     final = join(state.params, split(params)[1])["policy"]
     return state, next(iter(latest.values()), None) or evaluate_heldout(programs, final, task, config, run)
 

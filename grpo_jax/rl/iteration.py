@@ -28,6 +28,8 @@ from grpo_jax.rl.types import REWARD_AXES, Learned, Rollout
 from grpo_jax.step import Batch, TrainState
 from grpo_jax.tasks.task import Task
 
+OnRollout = Callable[[int, Rollout], None]  # (number of the step, from 1, graded rollout)
+
 
 class Iteration(NamedTuple):
     """The functions that an iteration of a phase calls."""
@@ -39,6 +41,7 @@ class Iteration(NamedTuple):
     grade: Callable[[Rollout, int], Rollout]  # decodes and rewards completions
     learn: Callable[[TrainState, Batch, Rollout, int], tuple[TrainState, Learned]]  # the state is donated
     line: Callable[..., StepLog]  # (step, rollout, scored batch, learned) -> the line to write
+    on_rollout: OnRollout = lambda step, rollout: None  # called before the update
 
 
 def iterate(
@@ -63,6 +66,7 @@ def iterate(
 
     # ---- grade: decode and reward completions on the host; dynamic sampling has done this already
     rollout = it.grade(rollout, step)
+    it.on_rollout(step + 1, rollout)
 
     # ---- learn: compute advantages, then use each prompt once per epoch, in shuffled minibatches
     state, learned = it.learn(state, batch, rollout, step)

@@ -159,9 +159,10 @@ class RunFolder:
 
     # ---- lines
 
-    def log(self, phase: str, step: int, values: dict[str, Any]) -> None:
-        """Writes a line of metrics.jsonl, with numbers that are the same in a rerun."""
+    def log(self, phase: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        """Writes a line of metrics.jsonl, with numbers that are the same in a rerun. Returns the line on all hosts."""
         self._append("metrics.jsonl", phase, step, values)
+        return finite({"phase": phase, "step": step, **values})
 
     def amend(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Adds numbers to the line of a step in metrics.jsonl, which has been written already."""
