@@ -69,7 +69,7 @@ def main(config: Config) -> None:
     run = flags.open_run(config)
     run.console.print(PHASES, highlight=False, soft_wrap=True)
     params = warm_start(policy, config.warm, config.train.seed, run)
-    rows, checksum = train_with_control({"policy": params}, task, config.train, run, programs)
+    rows, checksum, _ = train_with_control({"policy": params}, task, config.train, run, programs)
     show(run, rows)
     finish(run, rows, checksum, started)
 

@@ -88,7 +88,7 @@ def main(config: Config) -> None:
     games = partial(guess.deaf_games, deaf_share=config.warm.deaf_share)
     params = common.imitate(policy, games, config.warm, run, seed=train.seed)
     measure = partial(examine, task)
-    rows, checksum = train_with_control({"policy": params}, task, train, run, programs, measure)
+    rows, checksum, _ = train_with_control({"policy": params}, task, train, run, programs, measure)
     if config.noise:
         deaf = guess.guess_task(num_prompts=train.sampling.num_prompts, seed=train.seed, reply=guess.noise)
         hearing_noise = programs._replace(sampler=make_programs(policy, deaf, train).sampler)

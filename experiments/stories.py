@@ -85,7 +85,7 @@ def main(config: Config) -> None:
         stories.append(task.decode([*prompts.ids[0][prompts.mask[0]], *completions.completion_ids[0, 0]]))
         return describe(evaluation, calls)
 
-    rows, checksum = train_with_control({"policy": start}, task, config.train, run, programs, examine)
+    rows, checksum, _ = train_with_control({"policy": start}, task, config.train, run, programs, examine)
     for title, story in zip(("before", "after"), stories, strict=False):
         run.console.print(f"\n[bold]{title}:[/] ", end="")
         run.say(story)

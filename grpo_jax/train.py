@@ -268,7 +268,8 @@ def train_with_control(
     examine: Callable[[Evaluation, list[Samples]], dict[str, float]] = lambda evaluation, calls: {},
     *,
     phases: Sequence[str] = PHASES,
-) -> tuple[dict[str, dict[str, float]], str]:
+    **hooks: Any,
+) -> tuple[dict[str, dict[str, float]], str, TrainState]:
     """Trains on the task's reward, and then a control from the same initial parameters on coin tosses.
 
     Args:
@@ -279,10 +280,12 @@ def train_with_control(
       programs: The programs of both phases.
       examine: (evaluation, its calls of the sampler) -> further metrics of a row.
       phases: The names of the phases: the method, and "control" to train a control.
+      **hooks: `on_rollout` and `on_line` of `train`, in all phases.
 
     Returns:
       Rows "before", "after" and, with a control, "control": summaries of held-out evaluations, the last two with the
-      change of avg over the same prompts. And the SHA-256 of the policy's trained parameters after the first phase.
+      change of avg over the same prompts. The SHA-256 of the policy's trained parameters after the first phase. And the
+      final state of the last phase.
     """
 
     def row(held: HeldoutResult) -> dict[str, float]:
@@ -299,13 +302,14 @@ def train_with_control(
         compile_ahead(programs, params, task, len(task.rewards.components))
     start = run.remember(phases[0], evaluate_start)
     rows, checksum = {"before": start["row"]}, ""
+    state: Any = None
     for phase in phases:
+        del state  # its optimizer's memory, before the next phase
         reward = random_reward(config.seed) if phase == CONTROL else task.reward
         state, end = train_with_evaluation(
-            params, task, config, run, programs, phase=phase, reward=reward, start=start["summary"]
+            params, task, config, run, programs, phase=phase, reward=reward, start=start["summary"], **hooks
         )
         change = paired_difference(prompt_means(end.evaluation), start["means"])
         rows[phase if phase == CONTROL else "after"] = row(end) | change.named("change")
         checksum = checksum or params_sha256(state.params["policy"])
-        del state  # its optimizer's memory, before the next phase
-    return rows, checksum
+    return rows, checksum, state

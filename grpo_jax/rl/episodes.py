@@ -280,10 +280,10 @@ def find_turns(
     for place in np.ndindex(parts.shape):
         turn = np.where(completions.completion_mask[place], completions.turn[place], 0)
         has_failed = ENDINGS[completions.ending[place]] in FAILURES
-        rewards = np.nan_to_num(completions.turn_rewards[place]) * (0 if has_failed else weight)
+        earned = np.nan_to_num(completions.turn_rewards[place]) * (0 if has_failed else weight)
         tokens = {number: np.flatnonzero(turn == number) for number in range(1, turn.max() + 1)}
         parts[place] = tuple(
-            Span(int(at[0]), int(at[-1]) + 1, float(rewards[number - 1]), "tokens") for number, at in tokens.items()
+            Span(int(at[0]), int(at[-1]) + 1, float(earned[number - 1]), "tokens") for number, at in tokens.items()
         )
     return parts
 

@@ -162,7 +162,7 @@ def text_task(
     rows: Sequence[Mapping[str, Any]],
     *,
     vocab_size: int,
-    num_prompts: int,
+    num_prompts: int | Callable[[int], int],
     seed: int,
     reward: RewardLike,
     answer: Answer | None = None,
@@ -182,7 +182,7 @@ def text_task(
       eos_ids: The ids of the tokens that end a completion.
       rows: The rows for training and, without `heldout_rows`, for the held-out set.
       vocab_size: The size of the model's vocabulary.
-      num_prompts: The number of prompts in a step, N.
+      num_prompts: The number of prompts in a step, N. A function gets the number of all training prompts.
       seed: The seed of the order of prompts.
       reward: One reward function, or several by name. An example has all columns of its row, with the encoded text as
         "prompt" (which replaces a column of that name).
@@ -205,6 +205,7 @@ def text_task(
     writer = make_chat(tokenizer, eos_ids, chat_template_kwargs, tools)
     training, heldout, notes, width = encode_rows(writer, rows, vocab_size=vocab_size, in_chat=chat, **encoding)
     size = len(training.rows)
+    num_prompts = num_prompts(size) if callable(num_prompts) else num_prompts
     check_step_size("num_prompts", num_prompts, size)
     batch = batches(size, num_prompts, seed)
     lengths = np.array([len(ids) for _, ids in training.sample])

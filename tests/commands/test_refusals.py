@@ -166,7 +166,7 @@ def test_rates_ten_times_off_are_told_before_the_run(folder, tmp_path, capsys, o
 def test_a_dry_run_finds_missing_packages_of_trackers(folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     args = (*STARTS["task"].split(), "--reward", "rewards.py:low", "--wandb", "project", "--dry-run")
-    assert "--wandb needs the package wandb" in refusal(capsys, *args)
+    assert "wandb needs the package of this name" in refusal(capsys, *args)
 
 
 def test_rewards_are_tried_on_the_first_row():
