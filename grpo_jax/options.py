@@ -281,10 +281,7 @@ COUNTERPARTS |= {"load_best_model_at_end": "keep_best", "lr_scheduler_type": "de
 # The same names -> the difference from the option here, or the reason why there is none
 DIFFERENCES = {
     **dict.fromkeys(("args", "rollout_func", "optimizers"), "every setting is an argument of GRPOTrainer by itself"),
-    **dict.fromkeys(
-        ("processing_class", "tokenizer"),
-        "a model's folder has its tokenizer, and tokenizer of GRPOTrainer replaces it",
-    ),
+    **dict.fromkeys(("processing_class", "tokenizer"), "a model's folder has one, and GRPOTrainer takes another"),
     "reward_processing_classes": "a model's folder has its tokenizer",
     **dict.fromkeys(("dataset", "dataset_name", "train_dataset"), "GRPOTrainer takes it as the argument of train"),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "set it to nf4 or int8, with lora_rank"),

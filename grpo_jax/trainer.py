@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -42,6 +43,13 @@ from grpo_jax.tasks.tools import check_calls, count_calls, reply_with, schemas_o
 from grpo_jax.train import PHASES, train, train_with_control
 
 Prompt = str | Sequence[Message] | Mapping[str, Any]  # a text, chat messages or a row
+
+
+@dataclass(frozen=True)
+class _Options(RunOptions):
+    """The options in config.json."""
+
+    train: GRPOConfig = GRPOConfig()
 
 
 class GRPOTrainer:
@@ -106,15 +114,16 @@ class GRPOTrainer:
                 raise UsageError("clip_epsilon is epsilon_low and epsilon_high in one: give it or them")
             clip_epsilon = _checked("clip_epsilon", clip_epsilon, float)
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
-        options, hints = (
-            _checked_options(options, has_heldout=heldout is not None),
-            get_type_hints(GRPOTrainer.__init__),
-        )
+        options = _checked_options(options, has_heldout=heldout is not None)
+        hooks: dict[str, Any] = {"on_rollout": on_rollout, "on_line": on_line}
         functions = {"environment": environment, "tools": tools, "environment_factory": environment_factory}
-        settings = {"model": model, "reward_model": reward_model, "chat": chat, "run_dir": run_dir, "resume": resume}
-        settings |= {"wandb": wandb, "on_rollout": on_rollout, "on_line": on_line}
-        for name, value in (settings | functions).items():
+        settings = {"model": model, "reward_model": reward_model, "chat": chat, "run_dir": run_dir}
+        settings |= {"resume": resume, "wandb": wandb, **functions, **hooks}
+        hints = get_type_hints(GRPOTrainer.__init__)
+        for name, value in settings.items():
             check_type(name, value, hints[name])
+        if tokenizer is not None and not hasattr(tokenizer, "apply_chat_template"):
+            raise UsageError(f"tokenizer is {abbreviate(tokenizer)}: give a tokenizer of transformers")
         names = [getattr(tool, "__name__", "") for tool in tools]
         if "" in names or len({*names}) < len(names):
             raise UsageError(f"tools are {names}: each must be a function with a name of its own, defined by def")
@@ -125,17 +134,16 @@ class GRPOTrainer:
         self._reply = reply_with(self._tools) if tools else environment
         if environment_factory is not None:
             self._tools, self._reply = trl_tools(environment_factory), trl_environment(environment_factory)
-        self._chat, self._wandb, self._hooks = chat, wandb, {"on_rollout": on_rollout, "on_line": on_line}
-        self._heldout = None if heldout is None else self._begun(_rows(heldout, "heldout"))
+        self._chat, self._wandb, self._hooks = chat, wandb, hooks
+        self._heldout = None if heldout is None else self._reset(_rows(heldout, "heldout"))
         if isinstance(self._heldout, str):
             raise UsageError(_HELDOUT_ROWS)
         if wandb:
             import_wandb()  # before the weights are loaded
-        default = RunOptions(GRPOConfig() if heldout is None else recipe(eval_every=20))
+        default = _Options(recipe(eval_every=0 if heldout is None else 20))
         self._resumed = choose_folder(self._run_dir, resume=True) if resume else None
-        default = options_of_run(default, self._resumed) if self._resumed else default
-        if tokenizer is not None and not hasattr(tokenizer, "apply_chat_template"):
-            raise UsageError(f"tokenizer is {abbreviate(tokenizer)}: give a tokenizer of transformers")
+        if self._resumed:
+            default = options_of_run(default, self._resumed)
         pretrained, self._lower_num_prompts = None, "num_prompts" not in options and not resume
         if isinstance(model, Pretrained):
             pretrained, settings = model, _settings_of(model)
@@ -173,14 +181,15 @@ class GRPOTrainer:
           FloatingPointError: Gradients were not finite too many times in a row.
         """
         started = time.perf_counter()
-        task = self._task(self._begun(_rows(prompts, "prompts")))
+        task = self._task(self._reset(_rows(prompts, "prompts")))
         options = with_options(self._options, num_prompts=len(task.prompts(0).examples))
         prepared = prepare(options, self._models, task)
         folder = self._resumed or choose_folder(self._run_dir, resume=False)
         self.run = open_folder(folder, dataclasses.asdict(prepared.options), wandb=self._wandb)
         begin(self.run, prepared, chat=self._chat)
         programs, phase = prepared.programs, PHASES[0]
-        arguments, rows = (prepared.params, task, programs.config, self.run, programs), {}
+        arguments = (prepared.params, task, programs.config, self.run, programs)
+        rows: dict[str, Any] = {}
         if self._heldout is None:
             state = train(*arguments, phase=phase, **self._hooks)
         else:
@@ -195,8 +204,8 @@ class GRPOTrainer:
         trained = prepared.models["policy"]._replace(params=params)
         return trained._replace(folder=self.run.path / "model") if trained.brings_tokenizer else trained
 
-    def _begun(self, rows: str | list[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
-        """Returns rows, to whose prompts an environment written for TRL adds what its `reset` returns."""
+    def _reset(self, rows: str | list[Mapping[str, Any]]) -> Any:
+        """Returns rows, to whose prompts an environment written for TRL adds the result of its `reset`."""
         if self._factory is None:
             return rows
         if isinstance(rows, str):
@@ -211,16 +220,13 @@ class GRPOTrainer:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them, and chat")
         chat = make_chat(pretrained.tokenizer, pretrained.eos_ids, model.chat_template_kwargs)
         environment = self._reply and _environment(self._reply, bool(self._tools), chat, in_chat=in_chat)
-        num_prompts: Any = run.sampling.num_prompts
-        if self._lower_num_prompts:
-            num_prompts = partial(_fitting_num_prompts, run)
+        lower = partial(_fitting_num_prompts, run) if self._lower_num_prompts else lambda _: run.sampling.num_prompts
         if not isinstance(rows, str):
-            held = {"heldout_share": 0.0} if self._heldout is None else {"heldout_rows": self._heldout}
-            make: Any = partial(text_task, rows=rows, num_prompts=num_prompts, **held)
+            held: Any = {"heldout_share": 0.0} if self._heldout is None else {"heldout_rows": self._heldout}
+            make: Any = partial(text_task, rows=rows, num_prompts=lower, **held)
         elif self._heldout is None:
-            num_prompts = num_prompts(sys.maxsize) if self._lower_num_prompts else num_prompts
             generators = parse_generators(rows.removeprefix(PREFIX))
-            make = partial(generated_task, generators=generators, num_prompts=num_prompts)
+            make = partial(generated_task, generators=generators, num_prompts=lower(sys.maxsize))
         else:
             raise UsageError(_HELDOUT_ROWS)
         task = make(

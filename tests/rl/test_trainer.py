@@ -263,7 +263,7 @@ BAD_OPTIONS = [
     ({"model": None, "reward_model": None, "reward_funcs": [Threes()]}, "reward_funcs is called reward_model here"),
     ({"train_dataset": PROMPTS}, "no option train_dataset: GRPOTrainer takes it as the argument of train"),
     ({"args": {}}, "no option args: every setting is an argument of GRPOTrainer by itself"),
-    ({"processing_class": None}, "no option processing_class: .*tokenizer of GRPOTrainer"),
+    ({"processing_class": None}, "no option processing_class: a model's folder has one"),
     ({"callbacks": []}, "no option callbacks: on_rollout and on_line"),
     ({"peft_config": {"r": 8}}, "peft_config is called lora_rank here .lora_rank, lora_alpha and lora_targets"),
     ({"load_in_4bit": True}, "load_in_4bit is called quantize here .set it to nf4 or int8, with lora_rank"),
