@@ -44,7 +44,7 @@ from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.tasks.task import Task, random_reward, text_task
-from grpo_jax.train import PHASES, evaluate_heldout, train_with_evaluation
+from grpo_jax.training import PHASES, evaluate_heldout, train_with_evaluation
 
 RIGHT = exact_answer()
 TESTBED: Any = None  # rewards are computed on the host, so there is none

@@ -34,7 +34,7 @@ from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.runs.report import finish
 from grpo_jax.statistics import cell
 from grpo_jax.step import Batch, score_completion_tokens
-from grpo_jax.train import train_with_control
+from grpo_jax.training import train_with_control
 
 
 @dataclass(frozen=True)

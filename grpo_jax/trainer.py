@@ -1,4 +1,4 @@
-"""GRPO in five lines: a model, a reward and prompts. Use `train.train` for everything else."""
+"""GRPO in five lines: a model, a reward and prompts. Use `training.train` for everything else."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.generated import generated_task
 from grpo_jax.tasks.task import Task, text_task
 from grpo_jax.tasks.tools import check_calls, count_calls, reply_with, schemas_of
-from grpo_jax.train import PHASES, train, train_with_control
+from grpo_jax.training import PHASES, train, train_with_control
 
 Prompt = str | Sequence[Message] | Mapping[str, Any]  # a text, chat messages or a row
 

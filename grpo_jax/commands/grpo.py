@@ -41,7 +41,7 @@ from grpo_jax.runs.files import import_wandb
 from grpo_jax.runs.progress import RunConsole, say
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import CONTROL, train_with_control
+from grpo_jax.training import CONTROL, train_with_control
 
 
 @dataclass(frozen=True)
