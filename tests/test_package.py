@@ -144,7 +144,8 @@ def loss(logprobs: jax.Array, rewards: jax.Array, mask: jax.Array) -> tuple[jax.
     advantages, weights = group_advantages(rewards), token_mean_weights(mask)
     return grpo_loss(logprobs, logprobs, advantages, mask, weights=weights)
 
-print(loss(jnp.zeros((2, 3)), jnp.ones(2), jnp.ones((2, 3), bool))[0], interval_over_runs([1.0, 2.0]).mean, GRPOTrainer, train)
+print(loss(jnp.zeros((2, 3)), jnp.ones(2), jnp.ones((2, 3), bool))[0], interval_over_runs([1.0, 2.0]).mean)
+print(GRPOTrainer, train)
 '''
 
 

@@ -59,8 +59,8 @@ def test_hooks_see_each_rollout_before_its_update_and_each_line(tmp_path, change
 @pytest.mark.parametrize("hook", ["on_rollout", "on_line"])
 def test_an_error_in_a_hook_ends_the_run_which_can_resume(tmp_path, hook):
     whole = train_grpo(TASK, RUN, open_run(tmp_path / "whole", RUN), run_programs())
+    failing = {hook: stopping(lambda step, value: None, 4)}
     with pytest.raises(Stop):
-        failing = {hook: stopping(lambda step, value: None, 4)}
         train_grpo(TASK, RUN, open_run(tmp_path / "cut", RUN), run_programs(), **failing)
     steps, run = [], open_run(tmp_path / "cut", RUN)
     state = train_grpo(TASK, RUN, run, run_programs(), **{hook: lambda step, value: steps.append(step)})

@@ -3,7 +3,9 @@
 import functools
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import pytest
 from tiny import refused, save_tiny_model
 
 from experiments.tasks import arithmetic
-from grpo_jax import GRPOTrainer
+from grpo_jax import GRPOTrainer, commands
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.data.episodes import Reply, episode_return
 from grpo_jax.data.types import Component
@@ -24,7 +26,7 @@ from grpo_jax.tasks.adapters import trl_reward
 
 PROMPTS = ["1+1=", "2+2=", "12+3="]
 LINES = """
-from grpo_jax import GRPOTrainer
+from grpo_jax import GRPOTrainer, commands
 
 trainer = GRPOTrainer(
     model=model,
@@ -362,3 +364,127 @@ def test_loaded_models_print_briefly_and_refuse_new_settings(folder, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with refused("is no run"):
         GRPOTrainer(loaded, Threes(), run_dir=tmp_path).train(PROMPTS)
+
+
+# ---- evaluation, resume, tokenizer, Weights & Biases
+
+SHORT = {"steps": 3, "num_prompts": 3, "group_size": 4, "max_tokens": 2, "learning_rate": 0.1, "checkpoint_every": 1}
+HELDOUT = ["5+4=", "6+1="]
+REWARD = "def rising(examples, completions):\n    return [float(i % 4) for i in range(len(completions))]\n"
+
+
+def rising(examples, completions):
+    return [float(i % 4) for i in range(len(completions))]
+
+
+def write_prompts(file, prompts):
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return str(file)
+
+
+def test_heldout_prompts_are_evaluated_as_in_the_command(folder, tmp_path, capsys):
+    options = SHORT | {"eval_every": 2, "eval_samples": 2}
+    files = [write_prompts(tmp_path / f"{name}.jsonl", rows) for name, rows in (("rows", PROMPTS), ("held", HELDOUT))]
+    (tmp_path / "rewards.py").write_text(REWARD)
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    flags += ["--model", folder, "--task", files[0], "--heldout", files[1], "--reward", f"{tmp_path}/rewards.py:rising"]
+    commands.main(["train", *flags, "--run-dir", str(tmp_path / "command")])
+    lines = []
+    trainer = GRPOTrainer(
+        folder,
+        {"rising": rising},
+        heldout=tmp_path / "held.jsonl",
+        on_line=lambda step, line: lines.append(line),
+        run_dir=tmp_path / "run",
+        **options,
+    )
+    trained = trainer.train(PROMPTS)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "command" / name).read_bytes()
+    assert lines == trainer.run.lines()
+    assert [line["step"] for line in lines if "heldout_avg" in line] == [0, 2, 3]
+    results, of_command = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("run", "command"))
+    assert results == of_command
+    assert results.keys() == {"before", "after", "params_sha256"}
+    assert results["params_sha256"] == params_sha256(trained.params)
+    assert "2 held-out prompts [95% interval]" in capsys.readouterr().out
+
+
+class Killed(Exception):
+    """The end of a run at a step."""
+
+
+def killed_at(number):
+    """Returns a hook that ends the run at a step."""
+
+    def hook(step, value):
+        if step == number:
+            raise Killed
+
+    return hook
+
+
+def test_a_trainer_continues_its_newest_run(folder, tmp_path):
+    options = SHORT | {"heldout": HELDOUT, "eval_every": 2}
+    whole = GRPOTrainer(folder, rising, run_dir=tmp_path / "whole", **options)
+    expected = params_sha256(whole.train(PROMPTS).params)
+    for kill in ({"on_rollout": killed_at(2)}, {"on_line": killed_at(2)}):
+        with pytest.raises(Killed):
+            GRPOTrainer(folder, rising, run_dir=tmp_path / "cut", **kill, **options).train(PROMPTS)
+    rollouts = []
+    # The options are those of the run, and need not be repeated.
+    trainer = GRPOTrainer(
+        folder,
+        rising,
+        heldout=HELDOUT,
+        run_dir=tmp_path / "cut",
+        resume=True,
+        on_rollout=lambda step, rollout: rollouts.append(step),
+    )
+    assert params_sha256(trainer.train(PROMPTS).params) == expected
+    assert rollouts == [2, 3]
+    assert trainer.run.path == tmp_path / "cut-2"
+    assert trainer.run.lines() == whole.run.lines()
+    assert trainer.run.lines("rollouts.jsonl") == whole.run.lines("rollouts.jsonl")
+    assert params_sha256(trainer.train(PROMPTS).params) == expected  # nothing is left to do
+    resume = functools.partial(GRPOTrainer, folder, rising, run_dir=tmp_path / "cut", resume=True)
+    with refused("began with other options .learning_rate"):
+        resume(heldout=HELDOUT, learning_rate=0.2).train(PROMPTS)
+    for prompts, heldout in ((["9+9=", *PROMPTS[1:]], HELDOUT), (PROMPTS, ["9+9="])):
+        with refused("not what they were when the run in .* began"):
+            resume(heldout=heldout).train(prompts)
+
+
+def test_a_given_tokenizer_is_that_of_the_run_and_of_the_export(folder, tmp_path):
+    bare, tokenizer = tmp_path / "bare", load_pretrained(folder).tokenizer
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
+    with refused("holds no tokenizer"):
+        GRPOTrainer(bare, rising)
+    options = SHORT | {"steps": 1, "run_dir": tmp_path / "run"}
+    trained = GRPOTrainer(bare, rising, tokenizer=tokenizer, **options).train(PROMPTS)
+    expected = GRPOTrainer(folder, rising, **options).train(PROMPTS)
+    assert params_sha256(trained.params) == params_sha256(expected.params)
+    saved = save_pretrained(tmp_path / "saved", trained.params, trained.config, source=trained.folder)
+    export(Options(tmp_path / "run", tmp_path / "exported"))
+    for out in (saved, tmp_path / "exported"):
+        assert load_pretrained(out).tokenizer.get_vocab() == tokenizer.get_vocab()
+        assert load_pretrained(out).eos_ids == expected.eos_ids
+    loaded = load_pretrained(folder)._replace(tokenizer=None)
+    with refused("the model has no tokenizer: give one as tokenizer"):
+        GRPOTrainer(loaded, rising)
+    again = GRPOTrainer(loaded, rising, tokenizer=tokenizer, **options).train(PROMPTS)
+    assert params_sha256(again.params) == params_sha256(expected.params)
+
+
+def test_numbers_go_to_a_project_of_weights_and_biases(folder, tmp_path, monkeypatch):
+    logged, started = [], {}
+    run = SimpleNamespace(log=lambda values, **_: logged.append(values), define_metric=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: started.update(options) or run))
+    trainer = GRPOTrainer(folder, rising, wandb="sums", run_dir=tmp_path / "run", **SHORT | {"steps": 1})
+    trainer.train(PROMPTS)
+    assert (started["project"], started["config"]["group_size"]) == ("sums", 4)
+    (reward,) = {value for values in logged for name, value in values.items() if name.endswith("/reward")}
+    assert reward == trainer.run.lines()[0]["reward"]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with refused("wandb needs the package of this name"):
+        GRPOTrainer("nowhere", rising, wandb="sums")
