@@ -44,17 +44,9 @@ class RewardScores(NamedTuple):
 class Rewards(NamedTuple):
     """The rewards of a run, as `to_rewards` makes them."""
 
-    components: Mapping[str, Component]  # by name; empty if there is nothing to compute
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """The weights of the rewards in their sum, by name."""
-        return {name: component.weight for name, component in self.components.items()}
-
-    @property
-    def graders(self) -> dict[str, Any]:
-        """The functions that count ungraded completions, as `processes.Grader` does, by name."""
-        return {name: part.reward for name, part in self.components.items() if hasattr(part.reward, "counts")}
+    components: dict[str, Component]  # by name; empty if there is nothing to compute
+    weights: dict[str, float]  # in the sum, by name
+    graders: dict[str, Any]  # the functions that count ungraded completions, as `processes.Grader` does, by name
 
     @np.errstate(invalid="ignore", over="ignore")  # the run warns once about an infinite reward
     def score(self, examples: Sequence[Example], completions: Sequence[Completion]) -> RewardScores:
@@ -146,7 +138,9 @@ def to_rewards(reward: RewardLike) -> Rewards:
     components = {name: part if isinstance(part, Component) else Component(part) for name, part in named.items()}
     for name, component in components.items():
         _check_weight(name, component.weight)
-    return Rewards(components)
+    weights = {name: component.weight for name, component in components.items()}
+    graders = {name: part.reward for name, part in components.items() if hasattr(part.reward, "counts")}
+    return Rewards(components, weights, graders)
 
 
 def _check_weight(name: str, weight: float) -> None:

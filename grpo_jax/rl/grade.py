@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from grpo_jax.data.text import token_pieces
 from grpo_jax.data.types import Completion, Example, Span
 from grpo_jax.devices import Devices, gather_rows, local_numbers, local_rows
 from grpo_jax.hosts import gather
-from grpo_jax.rewards.reward import Rewards
+from grpo_jax.rewards.reward import Rewards, to_rewards
 from grpo_jax.rl.guards import check_first_rewards, has_spread, rollout_metrics, rollout_warnings
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import Graded, RewardArrays, Rollout
@@ -31,7 +32,13 @@ class Grading(NamedTuple):
 
 
 def make_grading(
-    task: Task, rewards: Rewards, config: GRPOConfig, devices: Devices, *, compares: bool = True
+    task: Task,
+    rewards: Rewards,
+    config: GRPOConfig,
+    devices: Devices,
+    *,
+    compares: bool = True,
+    timed: Callable[[str], AbstractContextManager] = nullcontext,
 ) -> Grading:
     """Returns the functions that grade the rollouts of a run.
 
@@ -41,19 +48,23 @@ def make_grading(
       config: The configuration of the run.
       devices: The devices that share the rows.
       compares: True if the method compares rewards within groups, and not with a critic.
+      timed: Adds the seconds of a block to the time of the named part of the iteration. Default: nothing is timed.
     """
-    read = rewards if config.needs_rewards else Rewards({})
+    read = rewards if config.needs_rewards else to_rewards({})
     names, by_part = [""], config.loss.advantages_of in BY_PART
     if config.loss.advantages_of == "components":
         names = [name for name, weight in rewards.weights.items() if weight]
 
     def grade(rollout: Rollout) -> Rollout:
-        before = read.counts()
-        completions = read_completions(rollout)
-        prompts = rollout.prompts.take(local_numbers(devices, len(rollout.prompts.examples)))
-        graded = grade_completions(prompts, completions, task, read)
-        counts, warnings = gather_failures(read, before)
-        everywhere = gather_rows("rewards", graded, devices)
+        with timed("rollout"):
+            jax.block_until_ready(rollout.batch.completion_ids)
+        with timed("reward"):
+            before = read.counts()
+            completions = read_completions(rollout)
+            prompts = rollout.prompts.take(local_numbers(devices, len(rollout.prompts.examples)))
+            graded = grade_completions(prompts, completions, task, read)
+            counts, warnings = gather_failures(read, before)
+            everywhere = gather_rows("rewards", graded, devices)
         return rollout._replace(graded=everywhere, metrics=counts, warnings=warnings)
 
     def report(rollout: Rollout, step: int) -> Rollout:
