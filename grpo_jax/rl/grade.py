@@ -51,9 +51,9 @@ def make_grading(
       timed: Adds the seconds of a block to the time of the named part of the iteration. Default: nothing is timed.
     """
     read = rewards if config.needs_rewards else to_rewards({})
-    names, by_part = [""], config.loss.advantages_of in BY_PART
+    names, weights, by_part = [""], rewards.weights, config.loss.advantages_of in BY_PART
     if config.loss.advantages_of == "components":
-        names = [name for name, weight in rewards.weights.items() if weight]
+        names = [name for name, weight in weights.items() if weight]
 
     def grade(rollout: Rollout) -> Rollout:
         with timed("rollout"):
@@ -71,7 +71,7 @@ def make_grading(
         graded = rollout.graded
         assert graded is not None
         if step == 0:  # a resumed run must continue like an uninterrupted run
-            check_first_rewards(graded, rewards)
+            check_first_rewards(graded, rewards.failures())
         metrics, warnings = interaction_of(task).report(task, graded, step)
         spread = np.any([has_spread(graded, name, by_part=by_part) for name in names], axis=0)
         metrics = rollout_metrics(graded, spread) | metrics
@@ -79,7 +79,7 @@ def make_grading(
         return rollout._replace(metrics=metrics | rollout.metrics, warnings=warnings | rollout.warnings)
 
     def arrays(graded: Graded, num_tokens: int) -> RewardArrays:
-        return reward_arrays(graded, config.loss.advantages_of, num_tokens, rewards.weights)
+        return reward_arrays(graded, config.loss.advantages_of, num_tokens, weights)
 
     return Grading(grade, report, arrays)
 

@@ -9,7 +9,6 @@ import numpy as np
 from grpo_jax.config import BY_PART, GRPOConfig
 from grpo_jax.data.types import Span
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.reward import Rewards
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import Graded
 from grpo_jax.step import check_top_k
@@ -149,19 +148,19 @@ def _which(graded: Graded) -> str:
 _FAILED = ("_raised", "_died", "_wrong_length", "_not_numbers", "_bad_spans")
 
 
-def check_first_rewards(graded: Graded, rewards: Rewards) -> None:
+def check_first_rewards(graded: Graded, failures: Mapping[str, str]) -> None:
     """Raises if rewards failed on every completion of the first rollout: the run would never learn anything.
 
     Args:
       graded: The rewards of the rollout.
-      rewards: The rewards that graded it.
+      failures: The result of `Rewards.failures`.
 
     Raises:
       UsageError: The rewards failed. The message says how and where.
     """
-    failures = [message for name, message in rewards.failures().items() if name.endswith(_FAILED)]
-    if failures and not graded.applicable.any():
-        raise UsageError(f"no completion of the first rollout has a reward: {failures[0]}")
+    sentences = [sentence for name, sentence in failures.items() if name.endswith(_FAILED)]
+    if sentences and not graded.applicable.any():
+        raise UsageError(f"no completion of the first rollout has a reward: {sentences[0]}")
 
 
 def ratio_warning(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -370,11 +370,11 @@ def test_loaded_models_print_briefly_and_refuse_new_settings(folder, tmp_path):
 
 SHORT = {"steps": 3, "num_prompts": 3, "group_size": 4, "max_tokens": 2, "learning_rate": 0.1, "checkpoint_every": 1}
 HELDOUT = ["5+4=", "6+1="]
-REWARD = "def rising(examples, completions):\n    return [float(i % 4) for i in range(len(completions))]\n"
+REWARD = "def odd(examples, completions):\n    return [float(sum(map(ord, text)) % 3) for text in completions]\n"
 
 
-def rising(examples, completions):
-    return [float(i % 4) for i in range(len(completions))]
+def odd(examples, completions):
+    return [float(sum(map(ord, text)) % 3) for text in completions]
 
 
 def write_prompts(file, prompts):
@@ -387,12 +387,12 @@ def test_heldout_prompts_are_evaluated_as_in_the_command(folder, tmp_path, capsy
     files = [write_prompts(tmp_path / f"{name}.jsonl", rows) for name, rows in (("rows", PROMPTS), ("held", HELDOUT))]
     (tmp_path / "rewards.py").write_text(REWARD)
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    flags += ["--model", folder, "--task", files[0], "--heldout", files[1], "--reward", f"{tmp_path}/rewards.py:rising"]
+    flags += ["--model", folder, "--task", files[0], "--heldout", files[1], "--reward", f"{tmp_path}/rewards.py:odd"]
     commands.main(["train", *flags, "--run-dir", str(tmp_path / "command")])
     lines = []
     trainer = GRPOTrainer(
         folder,
-        {"rising": rising},
+        {"odd": odd},
         heldout=tmp_path / "held.jsonl",
         on_line=lambda step, line: lines.append(line),
         run_dir=tmp_path / "run",
@@ -426,16 +426,16 @@ def killed_at(number):
 
 def test_a_trainer_continues_its_newest_run(folder, tmp_path):
     options = SHORT | {"heldout": HELDOUT, "eval_every": 2}
-    whole = GRPOTrainer(folder, rising, run_dir=tmp_path / "whole", **options)
+    whole = GRPOTrainer(folder, odd, run_dir=tmp_path / "whole", **options)
     expected = params_sha256(whole.train(PROMPTS).params)
     for kill in ({"on_rollout": killed_at(2)}, {"on_line": killed_at(2)}):
         with pytest.raises(Killed):
-            GRPOTrainer(folder, rising, run_dir=tmp_path / "cut", **kill, **options).train(PROMPTS)
+            GRPOTrainer(folder, odd, run_dir=tmp_path / "cut", **kill, **options).train(PROMPTS)
     rollouts = []
     # The options are those of the run, and need not be repeated.
     trainer = GRPOTrainer(
         folder,
-        rising,
+        odd,
         heldout=HELDOUT,
         run_dir=tmp_path / "cut",
         resume=True,
@@ -447,7 +447,7 @@ def test_a_trainer_continues_its_newest_run(folder, tmp_path):
     assert trainer.run.lines() == whole.run.lines()
     assert trainer.run.lines("rollouts.jsonl") == whole.run.lines("rollouts.jsonl")
     assert params_sha256(trainer.train(PROMPTS).params) == expected  # nothing is left to do
-    resume = functools.partial(GRPOTrainer, folder, rising, run_dir=tmp_path / "cut", resume=True)
+    resume = functools.partial(GRPOTrainer, folder, odd, run_dir=tmp_path / "cut", resume=True)
     with refused("began with other options .learning_rate"):
         resume(heldout=HELDOUT, learning_rate=0.2).train(PROMPTS)
     for prompts, heldout in ((["9+9=", *PROMPTS[1:]], HELDOUT), (PROMPTS, ["9+9="])):
@@ -459,10 +459,10 @@ def test_a_given_tokenizer_is_that_of_the_run_and_of_the_export(folder, tmp_path
     bare, tokenizer = tmp_path / "bare", load_pretrained(folder).tokenizer
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
     with refused("holds no tokenizer"):
-        GRPOTrainer(bare, rising)
+        GRPOTrainer(bare, odd)
     options = SHORT | {"steps": 1, "run_dir": tmp_path / "run"}
-    trained = GRPOTrainer(bare, rising, tokenizer=tokenizer, **options).train(PROMPTS)
-    expected = GRPOTrainer(folder, rising, **options).train(PROMPTS)
+    trained = GRPOTrainer(bare, odd, tokenizer=tokenizer, **options).train(PROMPTS)
+    expected = GRPOTrainer(folder, odd, **options).train(PROMPTS)
     assert params_sha256(trained.params) == params_sha256(expected.params)
     saved = save_pretrained(tmp_path / "saved", trained.params, trained.config, source=trained.folder)
     export(Options(tmp_path / "run", tmp_path / "exported"))
@@ -471,8 +471,8 @@ def test_a_given_tokenizer_is_that_of_the_run_and_of_the_export(folder, tmp_path
         assert load_pretrained(out).eos_ids == expected.eos_ids
     loaded = load_pretrained(folder)._replace(tokenizer=None)
     with refused("the model has no tokenizer: give one as tokenizer"):
-        GRPOTrainer(loaded, rising)
-    again = GRPOTrainer(loaded, rising, tokenizer=tokenizer, **options).train(PROMPTS)
+        GRPOTrainer(loaded, odd)
+    again = GRPOTrainer(loaded, odd, tokenizer=tokenizer, **options).train(PROMPTS)
     assert params_sha256(again.params) == params_sha256(expected.params)
 
 
@@ -480,11 +480,11 @@ def test_numbers_go_to_a_project_of_weights_and_biases(folder, tmp_path, monkeyp
     logged, started = [], {}
     run = SimpleNamespace(log=lambda values, **_: logged.append(values), define_metric=lambda *_, **__: None)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: started.update(options) or run))
-    trainer = GRPOTrainer(folder, rising, wandb="sums", run_dir=tmp_path / "run", **SHORT | {"steps": 1})
+    trainer = GRPOTrainer(folder, odd, wandb="sums", run_dir=tmp_path / "run", **SHORT | {"steps": 1})
     trainer.train(PROMPTS)
     assert (started["project"], started["config"]["group_size"]) == ("sums", 4)
     (reward,) = {value for values in logged for name, value in values.items() if name.endswith("/reward")}
     assert reward == trainer.run.lines()[0]["reward"]
     monkeypatch.setitem(sys.modules, "wandb", None)
     with refused("wandb needs the package of this name"):
-        GRPOTrainer("nowhere", rising, wandb="sums")
+        GRPOTrainer("nowhere", odd, wandb="sums")
