@@ -117,7 +117,7 @@ class GRPOTrainer:
         options = _checked_options(options, has_heldout=heldout is not None)
         hooks: dict[str, Any] = {"on_rollout": on_rollout, "on_line": on_line}
         functions = {"environment": environment, "tools": tools, "environment_factory": environment_factory}
-        settings = {"model": model, "reward_model": reward_model, "chat": chat, "run_dir": run_dir}
+        settings: dict[str, Any] = {"model": model, "reward_model": reward_model, "chat": chat, "run_dir": run_dir}
         settings |= {"resume": resume, "wandb": wandb, **functions, **hooks}
         hints = get_type_hints(GRPOTrainer.__init__)
         for name, value in settings.items():
