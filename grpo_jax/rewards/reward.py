@@ -154,14 +154,13 @@ def _try_reward(reward: Reward, example: Example, completions: Sequence[Completi
     before, failure, value = (dict(counts), dict(messages)), "", None
     try:
         scores = to_rewards(reward).score([example] * len(completions), completions)
+        value = float(scores.rewards[0]) if scores.applicable[0] else None
+        if not scores.applicable.any():
+            failure = next((messages[reason] for reason in counts if counts[reason] > before[0][reason]), "")
     except UsageError:
         raise
     except Exception:  # a function may raise any type of error
         failure = traceback.format_exc()
-    else:
-        value = float(scores.rewards[0]) if scores.applicable[0] else None
-        failures = [messages[reason] for reason, count in counts.items() if count > before[0][reason]]
-        failure = failures[0] if failures and not scores.applicable.any() else ""
     for values, saved in zip((counts, messages), before, strict=True):
         values.clear()
         values.update(saved)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +12,12 @@ from grpo_jax.config import BY_PART, AdvantagesOf, GRPOConfig
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.text import token_pieces
 from grpo_jax.data.types import Completion, Example, Span
-from grpo_jax.devices import Devices, gather_rows, local_numbers, local_rows
+from grpo_jax.devices import Devices, devices_of, gather_rows, local_numbers, local_rows
 from grpo_jax.hosts import gather
 from grpo_jax.rewards.reward import Rewards, to_rewards
 from grpo_jax.rl.guards import check_first_rewards, has_spread, rollout_metrics, rollout_warnings
 from grpo_jax.rl.interaction import interaction_of
-from grpo_jax.rl.types import Graded, RewardArrays, Rollout
+from grpo_jax.rl.types import Graded, RewardArrays, Rollout, Timed
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
@@ -32,13 +32,7 @@ class Grading(NamedTuple):
 
 
 def make_grading(
-    task: Task,
-    rewards: Rewards,
-    config: GRPOConfig,
-    devices: Devices,
-    *,
-    compares: bool = True,
-    timed: Callable[[str], AbstractContextManager] = nullcontext,
+    task: Task, rewards: Rewards, config: GRPOConfig, *, compares: bool = True, timed: Timed = nullcontext
 ) -> Grading:
     """Returns the functions that grade the rollouts of a run.
 
@@ -46,11 +40,10 @@ def make_grading(
       task: Decodes completions, and supplies an environment if there is one.
       rewards: The rewards of the run.
       config: The configuration of the run.
-      devices: The devices that share the rows.
       compares: True if the method compares rewards within groups, and not with a critic.
       timed: Adds the seconds of a block to the time of the named part of the iteration. Default: nothing is timed.
     """
-    read = rewards if config.needs_rewards else to_rewards({})
+    devices, read = devices_of(config), rewards if config.needs_rewards else to_rewards({})
     names, weights, by_part = [""], rewards.weights, config.loss.advantages_of in BY_PART
     if config.loss.advantages_of == "components":
         names = [name for name, weight in weights.items() if weight]
@@ -91,15 +84,13 @@ def gather_failures(rewards: Rewards, before: Mapping[str, int] = {}) -> tuple[d
       rewards: The rewards of the run.
       before: The earlier result of `rewards.counts`, from which on completions are counted.
     """
-    counts, warnings = Counter[str](), dict[str, str]()
-    mine = (Counter(rewards.counts()) - Counter(before), rewards.failures())
-    for more, failures in gather("what was not graded", mine) if rewards.graders else ():
-        counts.update(more)
-        for name, failure in failures.items():
-            warnings[name] = (
-                f"{failure}; metrics.jsonl counts them as {name}, and those of evaluations as not_graded_share"
-            )
-    return dict(counts), warnings
+    if not rewards.graders:
+        return {}, {}
+    local = Counter(rewards.counts()) - Counter(before), rewards.failures()
+    counts, failures = zip(*gather("what was not graded", local), strict=True)
+    words = "metrics.jsonl counts them as {}, and those of evaluations as not_graded_share"
+    warnings = {name: f"{why}; {words.format(name)}" for some in failures for name, why in some.items()}
+    return dict(sum(counts, Counter())), warnings
 
 
 def read_completions(rollout: Rollout) -> Completions:

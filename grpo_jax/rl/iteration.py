@@ -6,7 +6,6 @@ iteration while the devices sample for the next iteration.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from grpo_jax.rl.guards import make_damage_check
 from grpo_jax.rl.lines import read_line
 from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import by_solve_rate, make_draw, make_source, with_spread
-from grpo_jax.rl.types import REWARD_AXES, Learned, Rollout
+from grpo_jax.rl.types import REWARD_AXES, Learned, Rollout, Timed
 from grpo_jax.step import Batch, TrainState
 from grpo_jax.tasks.task import Task
 
@@ -82,7 +81,7 @@ def make_iteration(
     rewards: Rewards,
     config: GRPOConfig,
     *,
-    timed: Callable[[str], AbstractContextManager],
+    timed: Timed,
 ) -> Iteration:
     """Builds the functions of a phase's iterations.
 
@@ -96,7 +95,7 @@ def make_iteration(
       timed: Adds the seconds of a block to the time of the named part of the iteration.
     """
     devices = devices_of(config)
-    grading = make_grading(task, rewards, config, devices, compares="critic" not in trained, timed=timed)
+    grading = make_grading(task, rewards, config, compares="critic" not in trained, timed=timed)
     sample = make_draw(programs.sampler, task, config)
 
     def draw(policy: Params, *args: Any) -> Rollout:

@@ -6,6 +6,7 @@ Rewards pass through four containers: the list that a function returns becomes `
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,8 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Array, Batch, Logs, TrainState
 from grpo_jax.tasks.task import Task
 
+# Name of a part of the iteration -> a block whose seconds are added to the time of the part
+Timed = Callable[[str], AbstractContextManager[Any]]
 _NOTHING: Any = MappingProxyType({})  # read-only, since it is shared
 
 
