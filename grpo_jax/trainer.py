@@ -5,7 +5,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -43,13 +42,6 @@ from grpo_jax.tasks.tools import check_calls, count_calls, reply_with, schemas_o
 from grpo_jax.training import PHASES, train, train_with_control
 
 Prompt = str | Sequence[Message] | Mapping[str, Any]  # a text, chat messages or a row
-
-
-@dataclass(frozen=True)
-class _Options(RunOptions):
-    """The options in config.json."""
-
-    train: GRPOConfig = GRPOConfig()
 
 
 class GRPOTrainer:
@@ -140,7 +132,7 @@ class GRPOTrainer:
             raise UsageError(_HELDOUT_ROWS)
         if wandb:
             import_wandb()  # before the weights are loaded
-        default = _Options(recipe(eval_every=0 if heldout is None else 20))
+        default = RunOptions(recipe(eval_every=0 if heldout is None else 20))
         self._resumed = choose_folder(self._run_dir, resume=True) if resume else None
         if self._resumed:
             default = options_of_run(default, self._resumed)
