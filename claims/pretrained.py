@@ -30,20 +30,21 @@ from experiments.stories import make_description
 from experiments.tasks.rewards import happy_sentences
 from experiments.tasks.stories import stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
-from grpo_jax.data.types import Component, Reward, Rewards
+from grpo_jax.data.types import Component, Reward
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size, options_of
 from grpo_jax.prepare import load_model
 from grpo_jax.rewards.builtin import exact_answer
+from grpo_jax.rewards.reward import RewardLike
 from grpo_jax.rl.grpo import grpo_method, make_group_advantage
 from grpo_jax.rl.programs import Programs, make_method_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import use_cache
 from grpo_jax.tasks.task import Task, random_reward, text_task
-from grpo_jax.train import PHASES, evaluate_heldout, train_with_evaluation
+from grpo_jax.training import PHASES, evaluate_heldout, train_with_evaluation
 
 RIGHT = exact_answer()
 TESTBED: Any = None  # rewards are computed on the host, so there is none
@@ -173,7 +174,7 @@ def seeds_of(config: Config) -> range:
     return range(config.seed, config.seed + config.num_seeds)
 
 
-def make_coin(reward: Reward, seed: int) -> Rewards:
+def make_coin(reward: Reward, seed: int) -> dict[str, Component]:
     """Returns rewards of which a coin toss is learned, and that of the task is only measured."""
     return {"measured": Component(reward, weight=0.0), "coin": Component(random_reward(seed))}
 
@@ -182,7 +183,7 @@ def make_run(
     file: Path,
     model: Pretrained,
     task: Task,
-    reward: Reward | Rewards,
+    reward: RewardLike,
     config: GRPOConfig,
     programs: Programs,
     *,

@@ -30,7 +30,7 @@ from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.report import finish
-from grpo_jax.train import train_with_control
+from grpo_jax.training import train_with_control
 
 MODEL = ModelConfig(vocab_size=arithmetic.VOCAB_SIZE, initializer_range=0.1)
 PHASES = "Phases: warm (supervised, most labels are wrong), grpo (true reward), control (a coin toss as the reward)."
@@ -69,7 +69,7 @@ def main(config: Config) -> None:
     run = flags.open_run(config)
     run.console.print(PHASES, highlight=False, soft_wrap=True)
     params = warm_start(policy, config.warm, config.train.seed, run)
-    rows, checksum = train_with_control({"policy": params}, task, config.train, run, programs)
+    rows, checksum, _ = train_with_control({"policy": params}, task, config.train, run, programs)
     show(run, rows)
     finish(run, rows, checksum, started)
 

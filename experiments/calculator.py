@@ -26,7 +26,7 @@ from grpo_jax.rl.evaluate import Evaluation, Samples
 from grpo_jax.runs import flags
 from grpo_jax.runs.report import finish
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import train_with_control
+from grpo_jax.training import train_with_control
 
 MODEL = ModelConfig(vocab_size=calculator.VOCAB_SIZE, initializer_range=0.1)
 COLUMNS = {
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
     policy, programs, run = common.open_experiment(config, MODEL, calculator.TEXT, task)
     episodes = partial(calculator.mixed_episodes, call_share=config.warm.call_share)
     params = common.imitate(policy, episodes, config.warm, run, seed=train.seed)
-    rows, checksum = train_with_control({"policy": params}, task, train, run, programs, partial(examine, task))
+    rows, checksum, _ = train_with_control({"policy": params}, task, train, run, programs, partial(examine, task))
     common.print_last_groups(run)
     common.print_heldout(run, f"{calculator.NUM_HELDOUT} held-out tasks, with a 95% interval", rows, COLUMNS)
     finish(run, rows, checksum, started)

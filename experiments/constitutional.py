@@ -38,7 +38,7 @@ from experiments.tasks import letters
 from experiments.tasks.characters import Characters
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
-from grpo_jax.data.types import Completion, Component, Reward, Rewards, rng
+from grpo_jax.data.types import Completion, Component, Reward, rng
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
 from grpo_jax.models.policy import Policy
@@ -46,12 +46,13 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Positive, Size
 from grpo_jax.rewards.constitution import Judge, constitution, model_judge, read_principles
+from grpo_jax.rewards.reward import RewardLike
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.runs import flags, report
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.train import HeldoutResult, evaluate_heldout, train_with_evaluation
+from grpo_jax.training import HeldoutResult, evaluate_heldout, train_with_evaluation
 
 TEXT = Characters(letters.LETTERS + ": ?")
 MODEL = ModelConfig(TEXT.vocab_size, initializer_range=0.1)
@@ -109,7 +110,7 @@ def main(config: Config) -> None:
         judge = judge_of(start, run)
         held = evaluate_heldout(programs, start, task, settings.train, run)
         results = {"start": numbers(held) | judgement(judge, held, task)}
-        rewards: dict[str, Reward | Rewards] = {
+        rewards: dict[str, RewardLike] = {
             "control": random_reward(seed),
             "untrained": constitution(PRINCIPLES, judge_of(untrained, run, probability=not config.log_odds)),
             "constitution": constitution(PRINCIPLES, judge_of(start, run, probability=not config.log_odds)),

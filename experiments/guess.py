@@ -37,7 +37,7 @@ from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.report import finish
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import train_with_control, train_with_evaluation
+from grpo_jax.training import train_with_control, train_with_evaluation
 
 MODEL = ModelConfig(vocab_size=guess.VOCAB_SIZE, initializer_range=0.1)
 COLUMNS = {"avg": "sampled", "greedy": "greedy", "above_blind": "above blind", "turns_to_win": "turns of games won"}
@@ -88,7 +88,7 @@ def main(config: Config) -> None:
     games = partial(guess.deaf_games, deaf_share=config.warm.deaf_share)
     params = common.imitate(policy, games, config.warm, run, seed=train.seed)
     measure = partial(examine, task)
-    rows, checksum = train_with_control({"policy": params}, task, train, run, programs, measure)
+    rows, checksum, _ = train_with_control({"policy": params}, task, train, run, programs, measure)
     if config.noise:
         deaf = guess.guess_task(num_prompts=train.sampling.num_prompts, seed=train.seed, reply=guess.noise)
         hearing_noise = programs._replace(sampler=make_programs(policy, deaf, train).sampler)

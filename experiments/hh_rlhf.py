@@ -100,7 +100,7 @@ from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.tasks.task import Task, random_reward, text_task
-from grpo_jax.train import evaluate_heldout, fit, train_with_evaluation
+from grpo_jax.training import evaluate_heldout, fit, train_with_evaluation
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
 CURVES = (

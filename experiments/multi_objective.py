@@ -45,13 +45,14 @@ from experiments import common, plots
 from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds
 from experiments.tasks import letters
 from grpo_jax.config import GRPOConfig, recipe, with_options
-from grpo_jax.data.types import Component, Rewards, pad_completions, rng
+from grpo_jax.data.types import Component, pad_completions, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.options import Size
+from grpo_jax.rewards.reward import RewardLike
 from grpo_jax.rl.grade import grade_completions
 from grpo_jax.rl.programs import Programs, make_programs
 from grpo_jax.rl.source import completion_numbers, group_temperatures
@@ -62,7 +63,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.train import HeldoutResult, evaluate_heldout, train_with_evaluation
+from grpo_jax.training import HeldoutResult, evaluate_heldout, train_with_evaluation
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, initializer_range=0.1)
 ENOUGH = 8  # number of the prompt's letters that earns the full reward
@@ -133,7 +134,7 @@ def gold(examples, words) -> list[float]:
     return np.mean([own_letters(examples, words), order_score(examples, words)], axis=0).tolist()
 
 
-def weighted(weight: float, scales: Sequence[float] = (1.0, 1.0)) -> Rewards:
+def weighted(weight: float, scales: Sequence[float] = (1.0, 1.0)) -> dict[str, Component]:
     """Returns both rewards divided by their scales, with `weight` on `own` and the rest on `order`, and scores."""
     parts = {"own": Component(own_letters, weight / scales[0]), "order": Component(order, (1 - weight) / scales[1])}
     return parts | WATCHED
@@ -167,7 +168,7 @@ def main(config: Config) -> None:
         seeded = with_options(config, seed=seed)
         start, task = warm_start(policy, seeded, run), task_of(seeded)
         coin = {"coin": Component(random_reward(seed)), "own": Component(own_letters, 0.0)} | WATCHED
-        rewards: dict[tuple[str, float], Rewards] = {("coin", EQUAL): coin}
+        rewards: dict[tuple[str, float], RewardLike] = {("coin", EQUAL): coin}
         scales = deviations(sum_programs, start, task, seeded.train)
         for weight in sorted({EQUAL, *(config.weights if seed == config.train.seed else ())}):
             for method in METHODS:
@@ -229,7 +230,7 @@ def deviations(programs: Programs, params: Params, task: Task, config: GRPOConfi
     numbers, temperature = completion_numbers(config.sampling), np.ones_like(group_temperatures(config.sampling))
     prompts, noise = task.prompts(0), noise_of(config.seed, LABELLING, 0)
     completions = programs.sampler.complete(params, prompts, numbers, temperature, noise)
-    graded = grade_completions(prompts, completions, task, task.reward)
+    graded = grade_completions(prompts, completions, task, task.rewards)
     return tuple(float(graded.components[name].std(-1).mean()) or 1.0 for name in ("own", "order"))
 
 

@@ -34,7 +34,7 @@ from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.runs.report import finish
 from grpo_jax.statistics import cell
 from grpo_jax.step import Batch, score_completion_tokens
-from grpo_jax.train import train_with_control
+from grpo_jax.training import train_with_control
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def main(config: Config) -> None:
         stories.append(task.decode([*prompts.ids[0][prompts.mask[0]], *completions.completion_ids[0, 0]]))
         return describe(evaluation, calls)
 
-    rows, checksum = train_with_control({"policy": start}, task, config.train, run, programs, examine)
+    rows, checksum, _ = train_with_control({"policy": start}, task, config.train, run, programs, examine)
     for title, story in zip(("before", "after"), stories, strict=False):
         run.console.print(f"\n[bold]{title}:[/] ", end="")
         run.say(story)

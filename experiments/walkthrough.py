@@ -44,6 +44,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
 from grpo_jax.prepare import load_model
+from grpo_jax.rewards.reward import to_rewards
 from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.guards import has_spread
@@ -162,7 +163,7 @@ def main(config: Config) -> Walk:
     show_completions(task, sampled)
     correct(*chapter.about_sampling(pretrained.tokenizer, config.prompts[0]))
 
-    heading("2. A reward for each completion", "rewards.reward.score_completions")
+    heading("2. A reward for each completion", "rewards.reward.Rewards")
     rule, graded, advantages = grade_by_rules(config, task, sampled, algorithm)
 
     heading("3. Advantages: (reward − mean) / (standard deviation + ε)", "functional.group_advantages")
@@ -204,7 +205,7 @@ def grade_by_rules(
 ) -> tuple[str, Graded, np.ndarray]:
     """Returns the first rule whose rewards differ within a prompt, the graded completions, and the advantages."""
     for name in list(RULES) if config.reward == "auto" else [config.reward]:
-        graded = grade_completions(task.heldout, sampled, task, RULES[name])
+        graded = grade_completions(task.heldout, sampled, task, to_rewards(RULES[name]))
         lengths = sampled.completion_mask.sum(-1)
         advantages = np.asarray(algorithm.advantages(graded.rewards, lengths, where=graded.applicable))
         say(f"{name}: {RULES[name].__doc__}")

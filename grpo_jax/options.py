@@ -297,15 +297,13 @@ COUNTERPARTS |= {"load_best_model_at_end": "keep_best", "lr_scheduler_type": "de
 # The same names -> the difference from the option here, or the reason why there is none
 DIFFERENCES = {
     **dict.fromkeys(("args", "rollout_func"), "every setting is an argument of GRPOTrainer by itself"),
-    **dict.fromkeys(
-        ("processing_class", "reward_processing_classes", "tokenizer"), "a model's folder has its tokenizer"
-    ),
+    **dict.fromkeys(("processing_class", "tokenizer"), "a model's folder has one, and GRPOTrainer takes another"),
+    "reward_processing_classes": "a model's folder has its tokenizer",
     **dict.fromkeys(("dataset", "dataset_name", "train_dataset"), "GRPOTrainer takes it as the argument of train"),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "set it to nf4 or int8, with lora_rank"),
-    "callbacks": "metrics.jsonl has a line for each step, and your own loop may call the steps itself",
+    "callbacks": "on_rollout and on_line of GRPOTrainer are called with each rollout and each line of metrics.jsonl",
     "reward_funcs": "it takes (examples, completions), and an example is a row with its prompt",
     "reward_weights": "a reward is written as name=weight*function",
-    "eval_dataset": "the command evaluates the rows of heldout, and GRPOTrainer evaluates nothing",
     "gradient_accumulation_steps": "it multiplies a batch, and microbatches only divide its computation",
     "per_device_train_batch_size": "it counts completions or rows of a device, and a step here is that of all devices",
     "num_train_epochs": "it counts passes over the rows, and a step takes some of them",

@@ -26,12 +26,11 @@ from grpo_jax.data.types import Completion, Example
 from grpo_jax.devices import devices_of, load_shardings, memory_limit, parts, place, size
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
-from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained
+from grpo_jax.models.huggingface import Pretrained, for_texts, load_pretrained, with_tokenizer
 from grpo_jax.models.policy import decoder_policy, resolve_dtype
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import check_ranges
 from grpo_jax.planning.memory import Plan, choose, num_params, shape_of
-from grpo_jax.rewards.reward import named_components, try_reward
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.programs import Programs, make_programs
@@ -58,7 +57,12 @@ Options = TypeVar("Options", bound=RunOptions)
 
 
 def load_models(
-    options: ModelOptions, config: GRPOConfig, *, pretrained: Pretrained | None = None, weights: bool = True
+    options: ModelOptions,
+    config: GRPOConfig,
+    *,
+    pretrained: Pretrained | None = None,
+    weights: bool = True,
+    tokenizer: Any = None,
 ) -> Models:
     """Loads the policy, and its teacher if there is one, sharded over the devices of the run.
 
@@ -67,6 +71,7 @@ def load_models(
       config: The configuration of the run.
       pretrained: A model that is already loaded, as in `load_model`.
       weights: False to load no weights, only what a plan needs.
+      tokenizer: A tokenizer for the policy, as in `load_pretrained`.
 
     Raises:
       UsageError: A model is missing, or models and options do not match.
@@ -74,7 +79,7 @@ def load_models(
     names = {role: name for role, name in config.frozen_models.items() if name}
     check_models(config, names)
     loading: Any = {"sharding": load_shardings(devices_of(config)), "weights": weights}
-    policy = load_model(options, seed=config.seed, pretrained=pretrained, **loading)
+    policy = load_model(options, seed=config.seed, pretrained=pretrained, tokenizer=tokenizer, **loading)
     return {"policy": policy} | {
         role: load_frozen(role, name, options, policy, **loading) for role, name in names.items()
     }
@@ -87,6 +92,7 @@ def load_model(
     pretrained: Pretrained | None = None,
     sharding: Any = None,
     weights: bool = True,
+    tokenizer: Any = None,
 ) -> Pretrained:
     """Loads the model that the options name. Its parameters have adapters if the options ask for them.
 
@@ -94,7 +100,7 @@ def load_model(
       options: The options of the model.
       seed: The random seed of new adapters.
       pretrained: A model that is already loaded. Only the LoRA options then apply.
-      sharding, weights: As in `load_pretrained`. Without weights there are no adapters.
+      sharding, weights, tokenizer: As in `load_pretrained`. Without weights there are no adapters.
 
     Raises:
       UsageError: There is no such model, or it cannot be trained with these options.
@@ -118,7 +124,10 @@ def load_model(
             router=options.router,
             sharding=sharding,
             weights=weights,
+            tokenizer=tokenizer,
         )
+    elif tokenizer is not None:
+        pretrained = with_tokenizer(pretrained, tokenizer)
     decoder_policy(pretrained.config)  # raises if this machine does not support the kind of attention
     width = pretrained.config.hidden_size
     if rank > width:
@@ -297,15 +306,13 @@ def try_rewards(
     """
     if interaction_of(task).parts == "turns":
         return {}
-    named = named_components(task.reward)
     answer = answer_of(row)
     texts = {"the empty completion": ""} | ({} if answer is None else {"the row's own answer": answer})
     tries: dict[str, dict[str, tuple[float | None, str]]] = {}
     for what, text in texts.items():
         completion = Completion(text, pretrained.tokenizer(text, add_special_tokens=False)["input_ids"])
-        group = [completion] * group_size
-        tries[what] = {name: try_reward(component.reward, row, group) for name, component in named.items()}
-    counted = [name for name, component in named.items() if component.weight]
+        tries[what] = task.rewards.try_each(row, [completion] * group_size)
+    counted = [name for name, weight in task.rewards.weights.items() if weight]
     failures = [(name, tried[name][1]) for name in counted for tried in tries.values()]
     if failures and all(failure for _, failure in failures):
         name, failure = failures[len(texts) - 1]

@@ -81,6 +81,31 @@ def test_functional_imports_no_framework_or_other_modules():
     assert all(name.startswith("grpo_jax.functional") for name in names if name.startswith("grpo_jax."))
 
 
+PUBLIC = {"GRPOTrainer", "GRPOConfig", "recipe", "make_programs", "load_pretrained", "text_task", "PRESETS", "train"}
+ORDERS = """
+import importlib, inspect, pkgutil, sys, grpo_jax
+assert "jax" not in sys.modules
+modules = [module.name for module in pkgutil.iter_modules(grpo_jax.__path__) if module.name != "__main__"]
+def load_names():
+    for name in grpo_jax.__all__:
+        exec(f"from grpo_jax import {name}")
+        assert not inspect.ismodule(getattr(grpo_jax, name)), name
+def load_modules():
+    for name in modules:
+        assert importlib.import_module(f"grpo_jax.{name}") is getattr(grpo_jax, name), name
+print(*grpo_jax.__all__)
+"""
+
+
+@pytest.mark.parametrize("order", ["load_names(); load_modules()", "load_modules(); load_names()"])
+def test_public_names_are_never_modules_and_load_no_jax_before(order):
+    ran = python("-c", f"{ORDERS}\n{order}; load_names(); load_modules()")
+    assert ran.returncode == 0, ran.stderr
+    assert {*ran.stdout.split()} == PUBLIC <= {*dir(grpo_jax)}
+    page = (ROOT / "docs/own_loop.md").read_text().partition("## What is public")[2]
+    assert all(f"`{name}`" in page for name in PUBLIC)
+
+
 def test_the_page_of_a_run_is_packaged():
     package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert "*.html" in package_data["grpo_jax.runs"]
@@ -107,9 +132,9 @@ USER = '''
 import jax
 import jax.numpy as jnp
 
-from grpo_jax import GRPOTrainer
-from grpo_jax.config import GRPOConfig, recipe, with_options
-from grpo_jax.functional import PRESETS, Objective, group_advantages, grpo_loss, losses, token_mean_weights
+from grpo_jax import PRESETS, GRPOConfig, GRPOTrainer, recipe, train
+from grpo_jax.config import with_options
+from grpo_jax.functional import Objective, group_advantages, grpo_loss, losses, token_mean_weights
 from grpo_jax.statistics import interval_over_runs
 
 config: GRPOConfig = with_options(recipe("dapo", steps=3), seed=1)
@@ -119,7 +144,8 @@ def loss(logprobs: jax.Array, rewards: jax.Array, mask: jax.Array) -> tuple[jax.
     advantages, weights = group_advantages(rewards), token_mean_weights(mask)
     return grpo_loss(logprobs, logprobs, advantages, mask, weights=weights)
 
-print(loss(jnp.zeros((2, 3)), jnp.ones(2), jnp.ones((2, 3), bool))[0], interval_over_runs([1.0, 2.0]).mean, GRPOTrainer)
+print(loss(jnp.zeros((2, 3)), jnp.ones(2), jnp.ones((2, 3), bool))[0], interval_over_runs([1.0, 2.0]).mean)
+print(GRPOTrainer, train)
 '''
 
 

@@ -73,7 +73,7 @@ def test_sampled_padding_ids_are_part_of_the_text(completions, inside):
     assert list(texts[i][j].ids) == [token for token in sampled if token != EOS]
     assert PAD in texts[i][j].ids
     batch = to_batch(PROMPTS.tokens, np.full((2, 16), 2.0, np.float32), completions)
-    rollout = Rollout(PROMPTS, batch, graded=grade_completions(PROMPTS, completions, TASK, TASK.reward))
+    rollout = Rollout(PROMPTS, batch, graded=grade_completions(PROMPTS, completions, TASK, TASK.rewards))
     group = readable(rollout, completions, completions.sampler_logprobs, np.zeros((2, 16)), TASK, 1)[i]
     assert group["lengths"][j] == len(group["tokens"][j]) == len(group["logprobs"][j]) == length
     assert "".join(group["tokens"][j]) == texts[i][j]

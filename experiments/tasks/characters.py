@@ -9,8 +9,9 @@ import numpy as np
 
 from grpo_jax.data.prompts import Prompts, pad_prompts
 from grpo_jax.data.rows import check_step_size
-from grpo_jax.data.types import Answer, Example, Reward, Rewards, rng
+from grpo_jax.data.types import Answer, Example, rng
 from grpo_jax.errors import missing
+from grpo_jax.rewards.reward import RewardLike
 from grpo_jax.tasks.task import Task
 
 try:
@@ -66,7 +67,7 @@ def characters_task(
     examples: Callable[[np.ndarray], list[Example]],
     split: tuple[np.ndarray, np.ndarray],
     *,
-    reward: Reward | Rewards,
+    reward: RewardLike,
     num_prompts: int,
     seed: int,
     answer: Answer | None = None,

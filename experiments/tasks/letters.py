@@ -11,7 +11,8 @@ from itertools import permutations
 import numpy as np
 
 from experiments.tasks.characters import Characters, characters_task
-from grpo_jax.data.types import Example, Reward, Rewards, rng
+from grpo_jax.data.types import Example, rng
+from grpo_jax.rewards.reward import RewardLike
 from grpo_jax.tasks.task import Task
 
 LETTERS = string.ascii_lowercase
@@ -26,7 +27,7 @@ _ORDER = rng(261).permutation(len(_PROMPTS))
 _TRAIN, _HELDOUT = _ORDER[NUM_HELDOUT:], _ORDER[:NUM_HELDOUT]
 
 
-def letters_task(reward: Reward | Rewards, *, num_prompts: int, seed: int) -> Task:
+def letters_task(reward: RewardLike, *, num_prompts: int, seed: int) -> Task:
     """Returns the task.
 
     Args:

@@ -20,7 +20,7 @@ from scipy import special
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import Preference, encode_preferences, read_preferences
 from grpo_jax.data.rows import batches
-from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
+from grpo_jax.data.types import Completion, Component, Example, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.chat import Chat
@@ -37,7 +37,7 @@ from grpo_jax.rl.types import LABELLING, noise_of
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step import TrainState
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import fit, train
+from grpo_jax.training import fit, train
 
 # (examples, first completions, second completions) -> whether the first is better; None: the judge does not choose
 PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
@@ -87,8 +87,8 @@ def train_online(
       online: The configuration of the rounds.
       run: The folder of the run.
       phase: The name of the policy's phase; phases of the reward model append "_reward_" and the round's number.
-      programs: The compiled programs, as in `train.train`.
-      evaluate: (reward model of the round, parameters of the policy, step) -> numbers to log, as in `train.train`.
+      programs: The compiled programs, as in `training.train`.
+      evaluate: (reward model of the round, parameters of the policy, step) -> numbers to log, as in `training.train`.
 
     Returns:
       The final state of the policy, and the last reward model.
@@ -133,12 +133,11 @@ def train_online(
     return state, reward_model
 
 
-def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> Rewards:
+def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> dict[str, Component]:
     """Returns the task's rewards and "reward_model", which always has the same shapes."""
-    assert isinstance(task.reward, Mapping)
     shapes = {"max_prompt_tokens": task.heldout.tokens.width, "max_tokens": config.sampling.max_tokens}
     size = config.sampling.num_prompts * config.sampling.group_size
-    return {"reward_model": Component(reward_function(model, batch_size=size, **shapes)), **task.reward}
+    return {"reward_model": Component(reward_function(model, batch_size=size, **shapes)), **task.rewards.components}
 
 
 def sample_pairs(

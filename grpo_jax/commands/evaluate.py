@@ -38,7 +38,6 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size
 from grpo_jax.prepare import make_engine_sampler
-from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, num_heldout_calls, sample_heldout, summary
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.source import make_sampler
@@ -95,7 +94,7 @@ def main(options: Options) -> None:
         warn(console, notes)
         block = saved.get("num_prompts", 32) * group_size
         evaluation = sample_and_score(options, pretrained, task, config, console, block=block)
-        warn(console, ungraded_messages(task.reward).values())
+        warn(console, task.rewards.failures().values())
         warn(console, interaction_of(task).failures(task).values())
     numbers = summary(evaluation)
     checkpoint = "" if step is None else f", step {step}"

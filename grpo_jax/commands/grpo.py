@@ -41,7 +41,7 @@ from grpo_jax.runs.files import import_wandb
 from grpo_jax.runs.progress import RunConsole, say
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import CONTROL, train_with_control
+from grpo_jax.training import CONTROL, train_with_control
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def main(options: Config) -> None:
         run, programs = flags.open_run(prepared.options), prepared.programs
         begin(run, prepared, chat=options.task.chat)
         phases = (options.method, CONTROL) if options.control else (options.method,)
-        results = train_with_control(prepared.params, task, programs.config, run, programs, phases=phases)
-        report.print_results(run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", results[0])
-        report.finish(run, *results, started)
+        rows, checksum, _ = train_with_control(prepared.params, task, programs.config, run, programs, phases=phases)
+        report.print_results(run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", rows)
+        report.finish(run, rows, checksum, started)
 
 
 def show_start(options: Config, models: Models, task: Task) -> None:

@@ -36,7 +36,7 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.statistics import paired_difference
-from grpo_jax.train import fit
+from grpo_jax.training import fit
 
 Values = Mapping[str, np.ndarray]  # name -> one number for each held-out pair or text; the first is minimised
 Rows = dict[str, dict[str, Any]]  # name of a row of the final table -> numbers by name

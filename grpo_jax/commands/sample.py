@@ -39,7 +39,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import Size
 from grpo_jax.prepare import answer_of
-from grpo_jax.rewards.reward import RewardScores, named_components, no_reward, score_completions, ungraded_messages
+from grpo_jax.rewards.reward import RewardScores
 from grpo_jax.rl.grade import decode_groups, grade_completions, readable_group
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.interaction import interaction_of
@@ -88,8 +88,8 @@ def main(options: Options) -> None:
         warn(console, notes)
         prompts = task.prompts(step or 0)
         completions = sample(pretrained, task, subject.config, step or 0, console)
-        graded = grade_completions(prompts, completions, task, task.reward)
-        warn(console, (ungraded_messages(task.reward) | interaction_of(task).failures(task)).values())
+        graded = grade_completions(prompts, completions, task, task.rewards)
+        warn(console, (task.rewards.failures() | interaction_of(task).failures(task)).values())
         texts, examples = decode_groups(completions, task), prompts.examples
         groups = [readable_group(task, row, graded, i, completions, i, texts[i]) for i, row in enumerate(examples)]
         if file:  # first, for nobody may read the terminal to its end
@@ -112,8 +112,8 @@ def main(options: Options) -> None:
 
 def names_of(task: Task) -> list[str]:
     """Returns the names of the rewards, after "" for the weighted sum. A single reward is the sum."""
-    names = [] if task.reward is no_reward else ["", *named_components(task.reward)]
-    return names[:-1] if len(names) == 2 else names
+    names = [*task.rewards.components]
+    return ["", *names] if len(names) > 1 else [""] * len(names)
 
 
 def sample(pretrained: Pretrained, task: Task, config: GRPOConfig, step: int, console: Console) -> Completions:
@@ -157,7 +157,7 @@ def try_texts(task: Task, examples: Sequence[Example], group_size: int) -> dict[
     for what, write in tries.items() if interaction_of(task).parts != "turns" else ():
         written = [(row, Completion(text)) for row in examples if (text := write(row)) is not None]
         if groups := [pair for pair in written for _ in range(group_size)]:
-            scores[what] = score_completions(task.reward, *map(list, zip(*groups, strict=True)))
+            scores[what] = task.rewards.score(*map(list, zip(*groups, strict=True)))
     return scores
 
 

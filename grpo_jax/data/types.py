@@ -131,9 +131,6 @@ class Component(NamedTuple):
     weight: float = 1.0
 
 
-Rewards = Mapping[str, Component]
-
-
 def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Pads groups of completions on the right into arrays.
 

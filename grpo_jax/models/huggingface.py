@@ -50,6 +50,7 @@ class Pretrained(NamedTuple):
     eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json, tokenizer and chat template
     folder: Path
     notes: tuple[str, ...] = ()  # messages about the model for the user
+    brings_tokenizer: bool = False  # the tokenizer is not that of the folder, so a run writes it to its own
 
     def __repr__(self) -> str:  # without the arrays
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -64,6 +65,7 @@ def load_pretrained(
     quantize: Quantize = "none",
     sharding: Any = None,
     weights: bool = True,
+    tokenizer: Any = None,
     **overrides: Any,
 ) -> Pretrained:
     """Loads config.json, *.safetensors and the tokenizer of a model.
@@ -77,6 +79,7 @@ def load_pretrained(
       sharding: A `jax.sharding.Sharding` for all parameters, a tree of shardings that is a prefix of the parameters, or
         a function from the parameters' shapes to either; None: the default device.
       weights: False to load everything but the weights. `params` then holds only shapes.
+      tokenizer: A tokenizer of transformers instead of the folder's.
       **overrides: The fields of ModelConfig that config.json does not determine: dtype, rounding, remat, attention,
         router, longest_text.
 
@@ -94,13 +97,21 @@ def load_pretrained(
         raise UsageError(f"param_dtype is unknown: {error}") from None
     if not jnp.issubdtype(param_dtype, jnp.floating):
         raise UsageError(f"param_dtype is {param_dtype}: it must be float32, bfloat16 or float16")
-    tokenizer = load_tokenizer(folder)  # before the weights, which take longest
+    brings_tokenizer = tokenizer is not None
+    tokenizer = tokenizer if brings_tokenizer else load_tokenizer(folder)  # before the weights, which take longest
     ends, notes = eos_ids(folder, tokenizer, config.vocab_size)
     config, untied = (without_vocabulary(config), ()) if head else untie_if_different(folder, config)
     notes = (*notes, *ignored_index(folder), *untied)
     settings = {"head": head, "dtype": param_dtype, "quantize": quantize, "sharding": sharding, "weights": weights}
     params = load_params(folder, config, **settings)
-    return Pretrained(config, params, tokenizer, ends, folder, notes)
+    return Pretrained(config, params, tokenizer, ends, folder, notes, brings_tokenizer)
+
+
+def with_tokenizer(pretrained: Pretrained, tokenizer: Any) -> Pretrained:
+    """Returns a model with another tokenizer, and the tokens that then end a text."""
+    ends, notes = eos_ids(pretrained.folder, tokenizer, pretrained.config.vocab_size)
+    notes = (*pretrained.notes, *notes)
+    return pretrained._replace(tokenizer=tokenizer, eos_ids=ends, notes=notes, brings_tokenizer=True)
 
 
 def read_config(folder: Path, **overrides: Any) -> ModelConfig:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.data.text import check_ids, encode_prompts
-from grpo_jax.data.types import Completion, Component, Example, Number, Rewards
+from grpo_jax.data.types import Completion, Component, Example, Number
 from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models.chat import Chat, continue_text, control_tokens
@@ -98,7 +98,9 @@ def parse_principles(lines: Iterable[str]) -> dict[str, str]:
     return principles
 
 
-def constitution(principles: Mapping[str, str], judge: Judge, *, weights: Mapping[str, float] | None = None) -> Rewards:
+def constitution(
+    principles: Mapping[str, str], judge: Judge, *, weights: Mapping[str, float] | None = None
+) -> dict[str, Component]:
     """Makes one reward for each principle, which is logged by its name.
 
     Args:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, get_type_hints
 import numpy as np
 
 from grpo_jax.data import coroutines
-from grpo_jax.data.types import LARGEST_REWARD, Checked, Completion, Component, Example, Reward, Rewards
+from grpo_jax.data.types import LARGEST_REWARD, Checked, Completion, Component, Example, Reward
 from grpo_jax.errors import UsageError
 from grpo_jax.options import check_type
 from grpo_jax.rewards import builtin
@@ -41,90 +41,106 @@ class RewardScores(NamedTuple):
     parts: np.ndarray  # object [B], tuples of `Span` with the weighted parts of `rewards`; () without parts
 
 
-@np.errstate(invalid="ignore", over="ignore")  # the run warns once about an infinite reward
-def score_completions(
-    rewards: Reward | Rewards, examples: Sequence[Example], completions: Sequence[Completion]
-) -> RewardScores:
-    """Computes the rewards of completions. Async functions run concurrently.
+class Rewards(NamedTuple):
+    """The rewards of a run, as `to_rewards` makes them."""
 
-    Args:
-      rewards: One reward function, or several with weights.
-      examples: The columns of each completion's prompt, B.
-      completions: The B completions.
+    components: dict[str, Component]  # by name; empty if there is nothing to compute
+    weights: dict[str, float]  # in the sum, by name
+    graders: dict[str, Any]  # the functions that count ungraded completions, as `processes.Grader` does, by name
 
-    Returns:
-      The scores. A NaN that a function returned stays NaN in the sum. A reward of None does not apply.
+    @np.errstate(invalid="ignore", over="ignore")  # the run warns once about an infinite reward
+    def score(self, examples: Sequence[Example], completions: Sequence[Completion]) -> RewardScores:
+        """Computes the rewards of completions. Async functions run concurrently.
 
-    Raises:
-      UsageError: A function returned a wrong number of rewards, anything other than numbers, or bad spans, or exited.
-    """
-    named, count = named_components(rewards), len(completions)
-    try:
-        answers = [component.reward(examples, completions) for component in named.values()]
-        if any(map(inspect.isawaitable, answers)):
-            answers = coroutines.resolve(answers)
-    except SystemExit as error:  # it would end the run as if it were finished
-        raise UsageError(
-            f"a reward called sys.exit({error.code!r}), perhaps in code of a completion: wrap it in a Grader, which "
-            "runs it in another process"
-        ) from error
-    # functional.combine_rewards reads NaN as a reward that does not apply; here NaN must stay visible.
-    total, applicable = np.zeros(count, np.float32), np.zeros(count, bool)
-    components: dict[str, np.ndarray] = {}
-    parts = np.empty(count, object)
-    parts[:] = [()] * count
-    for (name, component), answer in zip(named.items(), answers, strict=True):
-        earned = _checked(name, answer, completions)
-        applies = np.array([value is not None for value in earned], bool)
-        components[name] = np.array([_total(value) for value in earned], np.float32)
-        if component.weight:  # rewards with weight 0 are only logged
-            total += np.where(applies, np.float32(component.weight) * components[name], 0)
-            applicable |= applies
-            for place, value in enumerate(earned):
-                if isinstance(value, tuple):
-                    parts[place] += tuple(part._replace(reward=component.weight * part.reward) for part in value)
-    return RewardScores(total, applicable, components, parts)
+        Args:
+          examples: The columns of each completion's prompt, B.
+          completions: The B completions.
+
+        Returns:
+          The scores. A NaN that a function returned stays NaN in the sum. A reward of None does not apply.
+
+        Raises:
+          UsageError: A function returned a wrong number of rewards, anything other than numbers, or bad spans, or
+            exited.
+        """
+        count = len(completions)
+        try:
+            answers = [component.reward(examples, completions) for component in self.components.values()]
+            if any(map(inspect.isawaitable, answers)):
+                answers = coroutines.resolve(answers)
+        except SystemExit as error:  # it would end the run as if it were finished
+            raise UsageError(
+                f"a reward called sys.exit({error.code!r}), perhaps in code of a completion: wrap it in a Grader, "
+                "which runs it in another process"
+            ) from error
+        # functional.combine_rewards reads NaN as a reward that does not apply; here NaN must stay visible.
+        total, applicable = np.zeros(count, np.float32), np.zeros(count, bool)
+        components: dict[str, np.ndarray] = {}
+        parts = np.empty(count, object)
+        parts[:] = [()] * count
+        for (name, component), answer in zip(self.components.items(), answers, strict=True):
+            earned = _checked(name, answer, completions)
+            applies = np.array([value is not None for value in earned], bool)
+            components[name] = np.array([_total(value) for value in earned], np.float32)
+            if component.weight:  # rewards with weight 0 are only logged
+                total += np.where(applies, np.float32(component.weight) * components[name], 0)
+                applicable |= applies
+                for place, value in enumerate(earned):
+                    if isinstance(value, tuple):
+                        parts[place] += tuple(part._replace(reward=component.weight * part.reward) for part in value)
+        return RewardScores(total, applicable, components, parts)
+
+    def counts(self) -> dict[str, int]:
+        """Returns the number of completions without a reward since the start of the graders, by "ungraded_" names."""
+        return {
+            _ungraded(name, reason): count
+            for name, grader in self.graders.items()
+            for reason, count in grader.counts.items()
+        }
+
+    def failures(self) -> dict[str, str]:
+        """Returns a sentence about each reason why graders gave no reward, by the names of `counts`."""
+        return {
+            _ungraded(name, reason): (
+                f"the reward {name} gave {grader.counts[reason]} completions no number ({reason}), so it is left out "
+                f"of theirs: {place_and_reason(message)}"
+            )
+            for name, grader in self.graders.items()
+            for reason, message in list(grader.messages.items())
+        }
+
+    def try_each(self, example: Example, completions: Sequence[Completion]) -> dict[str, tuple[float | None, str]]:
+        """Calls each reward on one group, without counting a failure.
+
+        Returns:
+          By name, the reward of the first completion, None without one, and the reason if the whole call failed, else
+          "".
+
+        Raises:
+          UsageError: A reward refuses its arguments or the example.
+        """
+        return {name: _try_reward(part.reward, example, completions) for name, part in self.components.items()}
 
 
-def try_reward(reward: Reward, example: Example, completions: Sequence[Completion]) -> tuple[float | None, str]:
-    """Calls a reward on one group, without counting a failure.
-
-    Returns:
-      The reward of the first completion, None without one, and the reason if the whole call failed, else "".
-
-    Raises:
-      UsageError: The reward refuses its arguments or the example.
-    """
-    counts, messages = getattr(reward, "counts", {}), getattr(reward, "messages", {})
-    before, failure, value = (dict(counts), dict(messages)), "", None
-    try:
-        scores = score_completions(reward, [example] * len(completions), completions)
-    except UsageError:
-        raise
-    except Exception:  # a function may raise any type of error
-        failure = traceback.format_exc()
-    else:
-        value = float(scores.rewards[0]) if scores.applicable[0] else None
-        failures = [messages[reason] for reason, count in counts.items() if count > before[0][reason]]
-        failure = failures[0] if failures and not scores.applicable.any() else ""
-    for values, saved in zip((counts, messages), before, strict=True):
-        values.clear()
-        values.update(saved)
-    if f"{UsageError.__module__}.{UsageError.__name__}: " in failure:
-        raise UsageError(place_and_reason(failure))
-    return value, place_and_reason(failure) if failure else ""
+# What a caller may give as a reward: one function, several by name, with or without weights, or the value made of them
+RewardLike = Reward | Mapping[str, Reward | Component] | Rewards
 
 
-def named_components(rewards: Reward | Rewards) -> Rewards:
-    """Returns rewards by name. A single function is called "reward".
+def to_rewards(reward: RewardLike) -> Rewards:
+    """Returns rewards as one value. A single function is called "reward". The default weight is 1.
 
     Raises:
       UsageError: A weight is not finite.
     """
-    named = rewards if isinstance(rewards, Mapping) else {"reward": Component(rewards)}
-    for name, component in named.items():
+    if isinstance(reward, Rewards):
+        return reward
+    named = reward if isinstance(reward, Mapping) else {"reward": reward}
+    components = {name: part if isinstance(part, Component) else Component(part) for name, part in named.items()}
+    for name, component in components.items():
         _check_weight(name, component.weight)
-    return named
+    weights = {name: component.weight for name, component in components.items()}
+    graders = {name: part.reward for name, part in components.items() if hasattr(part.reward, "counts")}
+    return Rewards(components, weights, graders)
 
 
 def _check_weight(name: str, weight: float) -> None:
@@ -132,41 +148,25 @@ def _check_weight(name: str, weight: float) -> None:
         raise UsageError(f"the weight of the reward {name} is {weight:g}: it must be a number that float32 holds")
 
 
-def no_reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[None]:
-    """Returns None for each completion, for runs that do not learn from rewards."""
-    return [None] * len(completions)
-
-
-def graders(rewards: Reward | Rewards) -> dict[str, Any]:
-    """Returns the rewards that count ungraded completions, as `processes.Grader` does, by name."""
-    named = named_components(rewards)
-    return {name: component.reward for name, component in named.items() if hasattr(component.reward, "counts")}
-
-
-def sources(rewards: Reward | Rewards) -> dict[str, str]:
-    """Returns the digests of the files that graders were loaded from, by the name of the reward."""
-    return {name: grader.source for name, grader in graders(rewards).items() if getattr(grader, "source", "")}
-
-
-def ungraded_counts(rewards: Reward | Rewards) -> dict[str, int]:
-    """Returns the number of completions without a reward since the start of the graders, by "ungraded_" names."""
-    return {
-        _ungraded(name, reason): count
-        for name, grader in graders(rewards).items()
-        for reason, count in grader.counts.items()
-    }
-
-
-def ungraded_messages(rewards: Reward | Rewards) -> dict[str, str]:
-    """Returns a sentence about each reason why graders gave no reward, by the names of `ungraded_counts`."""
-    return {
-        _ungraded(name, reason): (
-            f"the reward {name} gave {grader.counts[reason]} completions no number ({reason}), so it is left out of "
-            f"theirs: {place_and_reason(message)}"
-        )
-        for name, grader in graders(rewards).items()
-        for reason, message in list(grader.messages.items())
-    }
+def _try_reward(reward: Reward, example: Example, completions: Sequence[Completion]) -> tuple[float | None, str]:
+    """Calls a reward as `Rewards.try_each` does."""
+    counts, messages = getattr(reward, "counts", {}), getattr(reward, "messages", {})
+    before, failure, value = (dict(counts), dict(messages)), "", None
+    try:
+        scores = to_rewards(reward).score([example] * len(completions), completions)
+        value = float(scores.rewards[0]) if scores.applicable[0] else None
+        if not scores.applicable.any():
+            failure = next((messages[reason] for reason in counts if counts[reason] > before[0][reason]), "")
+    except UsageError:
+        raise
+    except Exception:  # a function may raise any type of error
+        failure = traceback.format_exc()
+    for values, saved in zip((counts, messages), before, strict=True):
+        values.clear()
+        values.update(saved)
+    if f"{UsageError.__module__}.{UsageError.__name__}: " in failure:
+        raise UsageError(place_and_reason(failure))
+    return value, place_and_reason(failure) if failure else ""
 
 
 def _ungraded(name: str, reason: str) -> str:
@@ -190,11 +190,6 @@ def place_and_reason(message: str) -> str:
     words = lines[0] if stack else (errors or lines)[-1]
     words = words.removeprefix("grpo_jax.errors.UsageError: ").split("; the end of its stderr")[0][:300]
     return f"{words} ({place['file']}, line {place['line']}, in {place['name']})" if place else words
-
-
-def new_counts(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Returns the increases of counts, without those that did not increase."""
-    return {name: count - before[name] for name, count in after.items() if count > before[name]}
 
 
 def _checked(name: str, answer: Any, completions: Sequence[Completion]) -> list[Checked]:
@@ -267,7 +262,7 @@ def parse_reward(text: str) -> Spec:
 
 
 @contextmanager
-def open_rewards(texts: Sequence[str], *, group_size: int, **limits: Any) -> Iterator[Rewards]:
+def open_rewards(texts: Sequence[str], *, group_size: int, **limits: Any) -> Iterator[dict[str, Component]]:
     """Opens the rewards named by texts, each in its own child processes, which end with the block.
 
     Args:

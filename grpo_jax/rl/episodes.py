@@ -9,13 +9,13 @@ import numpy as np
 
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.episodes import ENDINGS, FAILURES, MAX_CHARACTERS, Reply, episode_return
-from grpo_jax.data.types import Completion, Example, Reward, Rewards, Span, Turn
+from grpo_jax.data.types import Completion, Example, Span, Turn
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices, to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.reward import named_components, place_and_reason
+from grpo_jax.rewards.reward import Rewards, place_and_reason
 from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
 from grpo_jax.sampling.sampler import Completions, truncation_of
@@ -278,26 +278,26 @@ def read_episode(task: Task, completions: Completions, content: Any, place: tupl
 
 
 def find_turns(
-    task: Task, completions: Completions, texts: Sequence[Completion], spans: np.ndarray, reward: Reward | Rewards
+    task: Task, completions: Completions, texts: Sequence[Completion], spans: np.ndarray, rewards: Rewards
 ) -> np.ndarray:
     """Returns the turns of each episode as parts: object `[N, G]`, tuples of `Span` in tokens.
 
     The reward of a part is the environment's reward of the turn, multiplied by `turn_weight`. It is 0 if the
     environment failed, since the reward of such an episode does not add up its turns.
     """
-    weight, parts = turn_weight(reward, task.reward), np.empty(completions.truncated.shape, object)
+    weight, parts = turn_weight(rewards, task.rewards), np.empty(completions.truncated.shape, object)
     for place in np.ndindex(parts.shape):
         turn = np.where(completions.completion_mask[place], completions.turn[place], 0)
         has_failed = ENDINGS[completions.ending[place]] in FAILURES
-        rewards = np.nan_to_num(completions.turn_rewards[place]) * (0 if has_failed else weight)
+        earned = np.nan_to_num(completions.turn_rewards[place]) * (0 if has_failed else weight)
         tokens = {number: np.flatnonzero(turn == number) for number in range(1, turn.max() + 1)}
         parts[place] = tuple(
-            Span(int(at[0]), int(at[-1]) + 1, float(rewards[number - 1]), "tokens") for number, at in tokens.items()
+            Span(int(at[0]), int(at[-1]) + 1, float(earned[number - 1]), "tokens") for number, at in tokens.items()
         )
     return parts
 
 
-def turn_weight(reward: Reward | Rewards, task_reward: Reward | Rewards) -> float:
+def turn_weight(rewards: Rewards, task_rewards: Rewards) -> float:
     """Returns the weight with which the environment's rewards of turns are in a run's reward.
 
     It is that of `episode_return`. Other functions may add up the turns as well. Without `episode_return`, it is
@@ -307,7 +307,7 @@ def turn_weight(reward: Reward | Rewards, task_reward: Reward | Rewards) -> floa
     would learn from them, even if they cancel in the sum of an episode: the loss weighs a token by the length of its
     completion, and later turns change that length.
     """
-    parts, known = named_components(reward).values(), [part.reward for part in named_components(task_reward).values()]
+    parts, known = rewards.components.values(), [part.reward for part in task_rewards.components.values()]
     # A `Grader` has the name of its function.
     sums = [part.weight for part in parts if getattr(part.reward, "spec", part.reward) in _RETURNS]
     return sum(sums) if sums else max((part.weight for part in parts if part.reward in known), key=abs, default=0.0)

@@ -1,6 +1,6 @@
 """Held-out evaluation, whose completions do not depend on the shape of the sampler's calls."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from grpo_jax.devices import all_rows, place
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import share_out
 from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.reward import RewardScores, score_completions
+from grpo_jax.rewards.reward import RewardScores
 from grpo_jax.rl.grade import decode_groups, final_texts
 from grpo_jax.rl.source import Sampler
 from grpo_jax.rl.types import EVALUATION, noise_of
@@ -142,10 +142,9 @@ def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: i
       The evaluation. A metric that is None, NaN or infinite counts as 0 and as not graded.
 
     Raises:
-      UsageError: There is no such component, or `score_completions` raised the error.
+      UsageError: There is no such component, or `Rewards.score` raised the error.
     """
-    names = list(task.reward) if isinstance(task.reward, Mapping) else ["reward"]
-    if metric and metric not in names:
+    if metric and metric not in (names := task.rewards.components):
         raise UsageError(f"the task has no reward {metric!r} to evaluate: its rewards are {', '.join(names)}")
     total = len(task.heldout.examples)
     flat: list[Completion] = []
@@ -240,7 +239,7 @@ def _scored(task: Task, texts: list[list[Completion]], size: int) -> RewardScore
         groups = texts[start : start + step]
         examples = task.heldout.examples[start : start + step]
         flat = [(example, text) for example, group in zip(examples, groups, strict=True) for text in group]
-        earned = score_completions(task.reward, [example for example, _ in flat], [text for _, text in flat])
+        earned = task.rewards.score([example for example, _ in flat], [text for _, text in flat])
         return jax.tree.map(lambda x: x.reshape(len(groups), -1), earned)
 
     return jax.tree.map(lambda *x: np.concatenate(x), *share_out("rewards of held-out prompts", starts, block))

@@ -1,7 +1,8 @@
 """Decodes and grades completions on the host. Each host grades the completions on its own devices."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -10,21 +11,13 @@ import numpy as np
 from grpo_jax.config import BY_PART, AdvantagesOf, GRPOConfig
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.text import token_pieces
-from grpo_jax.data.types import Completion, Example, Reward, Rewards, Span
-from grpo_jax.devices import Devices, gather_rows, local_numbers, local_rows
+from grpo_jax.data.types import Completion, Example, Span
+from grpo_jax.devices import Devices, devices_of, gather_rows, local_numbers, local_rows
 from grpo_jax.hosts import gather
-from grpo_jax.rewards.reward import (
-    graders,
-    named_components,
-    new_counts,
-    no_reward,
-    score_completions,
-    ungraded_counts,
-    ungraded_messages,
-)
+from grpo_jax.rewards.reward import Rewards, to_rewards
 from grpo_jax.rl.guards import check_first_rewards, has_spread, rollout_metrics, rollout_warnings
 from grpo_jax.rl.interaction import interaction_of
-from grpo_jax.rl.types import Graded, RewardArrays, Rollout
+from grpo_jax.rl.types import Graded, RewardArrays, Rollout, Timed
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
@@ -39,36 +32,39 @@ class Grading(NamedTuple):
 
 
 def make_grading(
-    task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: Devices, *, compares: bool = True
+    task: Task, rewards: Rewards, config: GRPOConfig, *, compares: bool = True, timed: Timed = nullcontext
 ) -> Grading:
     """Returns the functions that grade the rollouts of a run.
 
     Args:
       task: Decodes completions, and supplies an environment if there is one.
-      reward: One reward function, or several with weights.
+      rewards: The rewards of the run.
       config: The configuration of the run.
-      devices: The devices that share the rows.
       compares: True if the method compares rewards within groups, and not with a critic.
+      timed: Adds the seconds of a block to the time of the named part of the iteration. Default: nothing is timed.
     """
-    read = reward if config.needs_rewards else no_reward
-    names, by_part = [""], config.loss.advantages_of in BY_PART
+    devices, read = devices_of(config), rewards if config.needs_rewards else to_rewards({})
+    names, weights, by_part = [""], rewards.weights, config.loss.advantages_of in BY_PART
     if config.loss.advantages_of == "components":
-        names = [name for name, component in named_components(reward).items() if component.weight]
+        names = [name for name, weight in weights.items() if weight]
 
     def grade(rollout: Rollout) -> Rollout:
-        before = ungraded_counts(read)
-        completions = read_completions(rollout)
-        prompts = rollout.prompts.take(local_numbers(devices, len(rollout.prompts.examples)))
-        graded = grade_completions(prompts, completions, task, read)
-        counts = _sum_everywhere(read, new_counts(before, ungraded_counts(read)))
-        everywhere = gather_rows("rewards", graded, devices)
-        return rollout._replace(graded=everywhere, metrics=counts, warnings=grader_warnings(read))
+        with timed("rollout"):
+            jax.block_until_ready(rollout.batch.completion_ids)
+        with timed("reward"):
+            before = read.counts()
+            completions = read_completions(rollout)
+            prompts = rollout.prompts.take(local_numbers(devices, len(rollout.prompts.examples)))
+            graded = grade_completions(prompts, completions, task, read)
+            counts, warnings = gather_failures(read, before)
+            everywhere = gather_rows("rewards", graded, devices)
+        return rollout._replace(graded=everywhere, metrics=counts, warnings=warnings)
 
     def report(rollout: Rollout, step: int) -> Rollout:
         graded = rollout.graded
         assert graded is not None
         if step == 0:  # a resumed run must continue like an uninterrupted run
-            check_first_rewards(graded, reward)
+            check_first_rewards(graded, rewards.failures())
         metrics, warnings = interaction_of(task).report(task, graded, step)
         spread = np.any([has_spread(graded, name, by_part=by_part) for name in names], axis=0)
         metrics = rollout_metrics(graded, spread) | metrics
@@ -76,32 +72,25 @@ def make_grading(
         return rollout._replace(metrics=metrics | rollout.metrics, warnings=warnings | rollout.warnings)
 
     def arrays(graded: Graded, num_tokens: int) -> RewardArrays:
-        return reward_arrays(graded, config.loss.advantages_of, num_tokens, reward)
+        return reward_arrays(graded, config.loss.advantages_of, num_tokens, weights)
 
     return Grading(grade, report, arrays)
 
 
-def grader_warnings(reward: Reward | Rewards) -> dict[str, str]:
-    """Returns a warning for each reason why completions were not graded, by key. All hosts must call this."""
-    if not graders(reward):
-        return {}
-    messages: dict[str, str] = {}
-    for some in gather("why completions were not graded", ungraded_messages(reward)):
-        messages |= some
-    return {
-        name: f"{message}; metrics.jsonl counts them as {name}, and those of evaluations as not_graded_share"
-        for name, message in messages.items()
-    }
+def gather_failures(rewards: Rewards, before: Mapping[str, int] = {}) -> tuple[dict[str, int], dict[str, str]]:
+    """Returns the new counts of ungraded completions on all hosts, and a warning for each reason. All hosts call this.
 
-
-def _sum_everywhere(reward: Reward | Rewards, counts: dict[str, int]) -> dict[str, int]:
-    """Sums the counts of the graders over all hosts, by name."""
-    if not graders(reward):
-        return counts
-    total: Counter[str] = Counter()
-    for some in gather("what was not graded", counts):
-        total.update(some)
-    return dict(total)
+    Args:
+      rewards: The rewards of the run.
+      before: The earlier result of `rewards.counts`, from which on completions are counted.
+    """
+    if not rewards.graders:
+        return {}, {}
+    local = Counter(rewards.counts()) - Counter(before), rewards.failures()
+    counts, failures = zip(*gather("what was not graded", local), strict=True)
+    words = "metrics.jsonl counts them as {}, and those of evaluations as not_graded_share"
+    warnings = {name: f"{why}; {words.format(name)}" for some in failures for name, why in some.items()}
+    return dict(sum(counts, Counter())), warnings
 
 
 def read_completions(rollout: Rollout) -> Completions:
@@ -110,14 +99,14 @@ def read_completions(rollout: Rollout) -> Completions:
     return Completions(**local_rows({name: fields[name] for name in Completions._fields}))
 
 
-def grade_completions(prompts: Prompts, completions: Completions, task: Task, reward: Reward | Rewards) -> Graded:
+def grade_completions(prompts: Prompts, completions: Completions, task: Task, rewards: Rewards) -> Graded:
     """Decodes completions and computes their rewards.
 
     Args:
       prompts: The N prompts.
       completions: The completions, as returned by `read_completions`.
       task: Decodes completions.
-      reward: One reward function, or several with weights.
+      rewards: The rewards to compute.
 
     Raises:
       UsageError: A reward function returned the wrong number of rewards.
@@ -126,8 +115,8 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
     examples = [example for example in prompts.examples for _ in range(shape[1])]
     flat = [text for group in texts for text in group]
     read = final_texts(task, examples, flat)
-    scores = score_completions(reward, examples, read)
-    parts = interaction.find_parts(task, completions, read, scores.parts, reward)
+    scores = rewards.score(examples, read)
+    parts = interaction.find_parts(task, completions, read, scores.parts, rewards)
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     return Graded(
         scores.rewards,
@@ -161,7 +150,7 @@ def decode_groups(completions: Completions, task: Task) -> list[list[Completion]
 
 
 def reward_arrays(
-    graded: Graded, advantages_of: AdvantagesOf, num_tokens: int, reward: Reward | Rewards
+    graded: Graded, advantages_of: AdvantagesOf, num_tokens: int, weights: Mapping[str, float]
 ) -> RewardArrays:
     """Converts the rewards of a rollout to the arrays from which advantages are computed.
 
@@ -169,28 +158,26 @@ def reward_arrays(
       graded: The rewards of the rollout.
       advantages_of: The option of this name.
       num_tokens: Tokens of a completion, T.
-      reward: The reward of the run, for the weights of components.
+      weights: The weights of the rewards by name.
     """
     if advantages_of in BY_PART:
         return RewardArrays(graded.rewards, graded.applicable, parts=_part_rewards(graded, num_tokens))
     if advantages_of == "sum":
         return RewardArrays(graded.rewards, graded.applicable)
-    named = named_components(reward)
-    weights = np.array([component.weight for component in named.values()], np.float32)
-    components = np.stack([graded.components[name] for name in named], axis=-1)
-    return RewardArrays(graded.rewards, graded.applicable, np.where(weights != 0, components, np.nan), weights)
+    components = np.stack([graded.components[name] for name in weights], axis=-1)
+    weight = np.array([*weights.values()], np.float32)
+    return RewardArrays(graded.rewards, graded.applicable, np.where(weight != 0, components, np.nan), weight)
 
 
-def empty_rewards(shape: tuple[int, int, int], advantages_of: AdvantagesOf, reward: Reward | Rewards) -> RewardArrays:
+def empty_rewards(shape: tuple[int, int, int], advantages_of: AdvantagesOf, num_rewards: int) -> RewardArrays:
     """Returns zeros with the shapes of `reward_arrays`, for completions of shape `[N, G, T]`."""
     groups = shape[:2]
     if advantages_of in BY_PART:
         return RewardArrays(np.zeros(groups, np.float32), np.zeros(groups, bool), parts=np.zeros(shape, np.float32))
     if advantages_of == "sum":
         return RewardArrays(np.zeros(groups, np.float32), np.zeros(groups, bool))
-    count = len(named_components(reward))
-    components = np.zeros((*groups, count), np.float32)
-    return RewardArrays(components[..., 0], np.zeros(groups, bool), components, np.zeros(count, np.float32))
+    components = np.zeros((*groups, num_rewards), np.float32)
+    return RewardArrays(components[..., 0], np.zeros(groups, bool), components, np.zeros(num_rewards, np.float32))
 
 
 def _part_rewards(graded: Graded, num_tokens: int) -> np.ndarray:

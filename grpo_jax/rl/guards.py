@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.config import BY_PART, GRPOConfig
-from grpo_jax.data.types import Reward, Rewards, Span
+from grpo_jax.data.types import Span
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.rl.interaction import interaction_of
 from grpo_jax.rl.types import Graded
 from grpo_jax.step import check_top_k
@@ -57,8 +56,7 @@ def check_task(task: Task, config: GRPOConfig) -> None:
             f'advantages_of "{loss.advantages_of}" does not suit this task: "turns" is for tasks with an environment, '
             '"spans" for completions of one turn'
         )
-    rewards = task.reward if isinstance(task.reward, Mapping) else {}
-    counting = [name for name, component in rewards.items() if component.weight]
+    counting = [name for name, weight in task.rewards.weights.items() if weight]
     if loss.advantages_of == "components" and len(counting) < 2:
         raise UsageError(
             'advantages_of "components" compares several rewards, but fewer than two of this task have a weight: give '
@@ -67,7 +65,7 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     if sampling.filter_metric and sampling.filter_metric not in counting:
         raise UsageError(
             f'filter_metric "{sampling.filter_metric}" is no reward with a weight; such are: '
-            f"{', '.join(counting) or 'none, for the reward has no parts'}"
+            f"{', '.join(counting) or 'none'}"
         )
 
 
@@ -150,19 +148,19 @@ def _which(graded: Graded) -> str:
 _FAILED = ("_raised", "_died", "_wrong_length", "_not_numbers", "_bad_spans")
 
 
-def check_first_rewards(graded: Graded, reward: Reward | Rewards) -> None:
+def check_first_rewards(graded: Graded, failures: Mapping[str, str]) -> None:
     """Raises if rewards failed on every completion of the first rollout: the run would never learn anything.
 
     Args:
       graded: The rewards of the rollout.
-      reward: The reward that graded it: one function, or several with weights.
+      failures: The result of `Rewards.failures`.
 
     Raises:
       UsageError: The rewards failed. The message says how and where.
     """
-    failures = [message for name, message in ungraded_messages(reward).items() if name.endswith(_FAILED)]
-    if failures and not graded.applicable.any():
-        raise UsageError(f"no completion of the first rollout has a reward: {failures[0]}")
+    sentences = [sentence for name, sentence in failures.items() if name.endswith(_FAILED)]
+    if sentences and not graded.applicable.any():
+        raise UsageError(f"no completion of the first rollout has a reward: {sentences[0]}")
 
 
 def ratio_warning(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -8,12 +8,13 @@ import numpy as np
 
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.text import spans_in_tokens
-from grpo_jax.data.types import Completion, Reward, Rewards
+from grpo_jax.data.types import Completion
 from grpo_jax.devices import Devices, jit_on_devices, map_rows, to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.reward import Rewards
 from grpo_jax.rl.types import Graded, Interaction, step_key
 from grpo_jax.sampling.sampler import Completions, sample_groups, truncation_of
 from grpo_jax.tasks.task import Task
@@ -97,7 +98,7 @@ def read_text(task: Task, completions: Completions, content: Any, place: tuple[i
 
 
 def find_spans(
-    task: Task, completions: Completions, texts: Sequence[Completion], spans: np.ndarray, reward: Reward | Rewards
+    task: Task, completions: Completions, texts: Sequence[Completion], spans: np.ndarray, rewards: Rewards
 ) -> np.ndarray:
     """Converts the spans of texts from characters to tokens."""
     for number, (parts, text) in enumerate(zip(spans, texts, strict=True) if any(spans) else ()):

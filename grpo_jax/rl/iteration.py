@@ -5,27 +5,28 @@ decodes text and computes rewards. It dispatches work to the devices as early as
 iteration while the devices sample for the next iteration.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import Reward, Rewards, StepLog
+from grpo_jax.data.types import StepLog
 from grpo_jax.devices import devices_of, to_devices, update_flops
 from grpo_jax.models.params import TRAINED_ROLES, join
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grade import make_grading
+from grpo_jax.rewards.reward import Rewards
+from grpo_jax.rl.grade import Grading, make_grading
 from grpo_jax.rl.guards import make_damage_check
 from grpo_jax.rl.lines import read_line
 from grpo_jax.rl.programs import Programs
 from grpo_jax.rl.source import by_solve_rate, make_draw, make_source, with_spread
-from grpo_jax.rl.types import REWARD_AXES, Learned, Rollout
+from grpo_jax.rl.types import REWARD_AXES, Learned, Rollout, Timed
 from grpo_jax.step import Batch, TrainState
 from grpo_jax.tasks.task import Task
+
+OnRollout = Callable[[int, Rollout], None]  # (number of the step, from 1, graded rollout)
 
 
 class Iteration(NamedTuple):
@@ -35,9 +36,10 @@ class Iteration(NamedTuple):
     # (state, step, on_dispatch) -> (state of the source, rollout)
     source: Callable[[TrainState, int, Callable[[], None]], tuple[Any, Rollout]]
     score: Callable[[TrainState, Batch], Batch]
-    grade: Callable[[Rollout, int], Rollout]  # decodes and rewards completions
+    grading: Grading  # decodes and rewards completions
     learn: Callable[[TrainState, Batch, Rollout, int], tuple[TrainState, Learned]]  # the state is donated
     line: Callable[..., StepLog]  # (step, rollout, scored batch, learned) -> the line to write
+    on_rollout: OnRollout = lambda step, rollout: None  # called before the update
 
 
 def iterate(
@@ -61,7 +63,9 @@ def iterate(
     batch = it.score(state, rollout.batch)
 
     # ---- grade: decode and reward completions on the host; dynamic sampling has done this already
-    rollout = it.grade(rollout, step)
+    if rollout.graded is None:
+        rollout = it.grading.report(it.grading.grade(rollout), step)
+    it.on_rollout(step + 1, rollout)
 
     # ---- learn: compute advantages, then use each prompt once per epoch, in shuffled minibatches
     state, learned = it.learn(state, batch, rollout, step)
@@ -74,10 +78,10 @@ def make_iteration(
     trained: Params,
     frozen: Any,
     task: Task,
-    reward: Reward | Rewards,
+    rewards: Rewards,
     config: GRPOConfig,
     *,
-    timed: Callable[[str], AbstractContextManager],
+    timed: Timed,
 ) -> Iteration:
     """Builds the functions of a phase's iterations.
 
@@ -86,19 +90,12 @@ def make_iteration(
       programs: The programs of the run.
       trained, frozen: Initial parameters by role, on the devices, as `models.params.split` returns them.
       task: Supplies the prompts and decodes completions.
-      reward: One reward function, or several with weights.
+      rewards: The rewards of the run.
       config: The configuration of the run.
       timed: Adds the seconds of a block to the time of the named part of the iteration.
     """
     devices = devices_of(config)
-    grading = make_grading(task, reward, config, devices, compares="critic" not in trained)
-
-    def grade(rollout: Rollout) -> Rollout:
-        with timed("rollout"):
-            jax.block_until_ready(rollout.batch.completion_ids)
-        with timed("reward"):
-            return grading.grade(rollout)
-
+    grading = make_grading(task, rewards, config, compares="critic" not in trained, timed=timed)
     sample = make_draw(programs.sampler, task, config)
 
     def draw(policy: Params, *args: Any) -> Rollout:
@@ -107,12 +104,12 @@ def make_iteration(
 
     source = make_source(draw, task, config)
     if config.sampling.max_rollouts > 1:
-        # A phase may replace the rewards of the task with one function, which has no named components.
-        metric = config.sampling.filter_metric if isinstance(reward, Mapping) else ""
-        source = with_spread(source, draw, grade, grading.report, config, devices, metric=metric)
+        # A phase may replace the rewards of the task with others, which have other names.
+        metric = config.sampling.filter_metric if config.sampling.filter_metric in rewards.components else ""
+        source = with_spread(source, draw, grading.grade, grading.report, config, devices, metric=metric)
 
     if config.sampling.curriculum:
-        source = by_solve_rate(draw, grade, grading.report, task, config.sampling, devices)
+        source = by_solve_rate(draw, grading.grade, grading.report, task, config.sampling, devices)
 
     def sample_rollout(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[Any, Rollout]:
         if programs.sampler.program is None:  # it waits for the completions, which are no part of the previous step
@@ -143,7 +140,7 @@ def make_iteration(
         initial_source=source.initial_state,
         source=sample_rollout,
         score=score,
-        grade=lambda rollout, step: rollout if rollout.graded else grading.report(grade(rollout), step),
+        grading=grading,
         learn=learn,
         line=partial(read_line, phase, config, task, devices, flops, damage, timed),
     )

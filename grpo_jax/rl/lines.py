@@ -1,7 +1,6 @@
 """The line of an iteration in the log: metrics, warnings, times, and groups for people to read."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from grpo_jax.devices import Devices, local_rows, peak_flops, pop_bytes_moved, s
 from grpo_jax.models.geometry import PromptTokens
 from grpo_jax.rl.grade import read_completions, readable
 from grpo_jax.rl.guards import ratio_warning, support_warning
-from grpo_jax.rl.types import Learned, Rollout
+from grpo_jax.rl.types import Learned, Rollout, Timed
 from grpo_jax.step import Batch
 from grpo_jax.tasks.task import Task
 
@@ -24,7 +23,7 @@ def read_line(
     devices: Devices,
     flops: float,
     damage: Callable[[Mapping[str, Any]], dict[str, str]],
-    timed: Callable[[str], AbstractContextManager],
+    timed: Timed,
     step: int,
     rollout: Rollout,
     batch: Batch,

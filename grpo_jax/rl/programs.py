@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig, check_models, validate
-from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.devices import COMPILING, abstract, devices_of, jit_on_devices, num_cores, parts, sampling_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.models.params import split
@@ -180,7 +179,7 @@ def check_programs(programs: Programs, config: GRPOConfig) -> None:
 # ---- compiling in advance
 
 
-def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward | Rewards) -> None:
+def compile_ahead(programs: Programs, params: Params, task: Task, num_rewards: int) -> None:
     """Starts to compile scoring and learning in a thread, which overlaps with sampling the first completions.
 
     Further calls do nothing, nor does a call on one core. The first call of `iterate` waits for the thread.
@@ -189,7 +188,7 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
       programs: The programs of the run.
       params: Initial parameters by role.
       task: Supplies the prompts, which determine shapes.
-      reward: One reward function, or several with weights.
+      num_rewards: The number of rewards, K.
     """
     if programs.compiling or num_cores() == 1:  # on one core it would only take memory
         return
@@ -203,7 +202,7 @@ def compile_ahead(programs: Programs, params: Params, task: Task, reward: Reward
         if programs.score_program:
             programs.score_program.lower(trained, state.extras, frozen, batch).compile()
         batch = abstract(jax.eval_shape(programs.score, trained, state.extras, frozen, batch), devices, 0)
-        rewards = empty_rewards(batch.completion_ids.shape, config.loss.advantages_of, reward)
+        rewards = empty_rewards(batch.completion_ids.shape, config.loss.advantages_of, num_rewards)
         rewards, seed_and_step = abstract(rewards, devices, REWARD_AXES), abstract(np.zeros(2, np.uint32), devices)
         programs.learn.lower(state, frozen, batch, rewards, seed_and_step).compile()
 

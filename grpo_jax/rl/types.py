@@ -6,6 +6,7 @@ Rewards pass through four containers: the list that a function returns becomes `
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -16,14 +17,17 @@ import optax
 
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.data.types import Completion, Reward, Rewards
+from grpo_jax.data.types import Completion
 from grpo_jax.models.geometry import TokenStates
 from grpo_jax.models.pieces import Pieces, choose_pieces
 from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.reward import Rewards
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.step import Array, Batch, Logs, TrainState
 from grpo_jax.tasks.task import Task
 
+# Name of a part of the iteration -> a block whose seconds are added to the time of the part
+Timed = Callable[[str], AbstractContextManager[Any]]
 _NOTHING: Any = MappingProxyType({})  # read-only, since it is shared
 
 
@@ -50,8 +54,8 @@ class Interaction(NamedTuple):
     make_draw: Callable[..., tuple[Callable[..., Completions], Callable[..., Completions] | None]]
     # (task, completions as NumPy arrays, mask [N, G, T] of their tokens without EOS, place in [N, G]) -> a text
     read: Callable[[Task, Completions, Any, tuple[int, int]], Completion]
-    # (task, completions, texts that are rewarded [N · G], their spans, reward) -> `Graded.parts`
-    find_parts: Callable[[Task, Completions, Sequence[Completion], np.ndarray, Reward | Rewards], np.ndarray]
+    # (task, completions, texts that are rewarded [N · G], their spans, rewards) -> `Graded.parts`
+    find_parts: Callable[[Task, Completions, Sequence[Completion], np.ndarray, Rewards], np.ndarray]
     # (task, rewards, number of the step, from 0) -> metrics and warnings. Raises if the run cannot learn
     report: Callable[[Task, Graded, int], tuple[dict[str, Any], dict[str, str]]]
     # (rewards, number of a group, completions on this host, place of the group in them, texts) -> columns to read

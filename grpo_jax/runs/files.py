@@ -211,7 +211,7 @@ def import_wandb() -> Any:
     try:
         import wandb
     except ImportError:
-        raise UsageError("--wandb needs the package wandb: install it, or leave out the option") from None
+        raise UsageError("wandb needs the package of this name: install it, or leave out the option") from None
     return wandb
 
 

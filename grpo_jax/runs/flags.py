@@ -48,8 +48,8 @@ from grpo_jax.options import (
 )
 from grpo_jax.presets import parts_of, preset_of
 from grpo_jax.runs import progress, runner
-from grpo_jax.runs.files import COMMAND, read_object, weights_and_biases
-from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs
+from grpo_jax.runs.files import COMMAND
+from grpo_jax.runs.folder import RunFolder, choose_folder, open_folder, options_of_run
 
 
 @dataclass(frozen=True)
@@ -125,15 +125,11 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     hosts.start(config.output.hosts, say_refusal, say_note)
     folder = user_path(config.output.run_dir)
     folder = folder if folder.name else folder.absolute()
-    if not config.output.resume:
-        fresh = fresh_folder(folder) if hosts.is_first() else folder
-        return with_options(config, run_dir=hosts.first_says("the run folder", fresh))
-    runs = hosts.first_says("the runs", numbered_runs(folder))
-    if not runs:
-        raise UsageError(f"there is no run to resume in {folder}: leave out --resume, or name the run's --run-dir")
-    newest = runs[max(runs)]
-    default = _with_file(_options_of_run(config_class, newest / "config.json"), args, resumes=True)
-    return with_options(_read(config_class, default, args, prog, description), run_dir=newest)
+    folder = choose_folder(folder, resume=config.output.resume)
+    if config.output.resume:
+        default = _with_file(options_of_run(config_class(), folder), args, resumes=True)
+        config = _read(config_class, default, args, prog, description)
+    return with_options(config, run_dir=folder)
 
 
 def program() -> str:
@@ -283,19 +279,6 @@ def _with_file(default: Config, args: list[str], *, resumes: bool = False) -> Co
         raise UsageError(f"{file} does not fit ({error})") from None
 
 
-def _options_of_run(config_class: type[Config], file: Path) -> Config:
-    """Returns the options that a run began with.
-
-    Raises:
-      UsageError: The file cannot be read, or one of its options does not fit.
-    """
-    saved = read_object(file)
-    try:
-        return from_json(config_class(), saved)
-    except UsageError as error:
-        raise UsageError(f"{file} is of another experiment or version ({error}): start a new run") from None
-
-
 def value_of(flag: str, args: Sequence[str]) -> str:
     """Returns the last value of a flag, such as "--run-dir", on the command line; "" if it is absent."""
     value = ""
@@ -425,15 +408,10 @@ def open_run(config: Any) -> RunFolder:
     for name in ("run_dir", "resume", "config", "hosts"):
         del values["output"][name]
     values.pop("dry_run", None)  # it makes no run
-    hosts.check_same(flattened(values))
-    run = RunFolder(output.run_dir, values)
-    if not run.writes:
-        return run
-    with (output.run_dir / COMMAND).open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(shlex.join([*program().split(), *sys.argv[1:]]) + "\n")
-    if output.wandb:
-        run.trackers.append(weights_and_biases(output.wandb, output.run_dir, flattened(values)))
-    run.say(f"run folder: {output.run_dir}")
+    run = open_folder(output.run_dir, values, wandb=output.wandb)
+    if run.writes:
+        with (output.run_dir / COMMAND).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(shlex.join([*program().split(), *sys.argv[1:]]) + "\n")
     return run
 
 

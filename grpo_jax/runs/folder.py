@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ from grpo_jax.config import CriticConfig
 from grpo_jax.data.types import hash_values
 from grpo_jax.devices import peak_memory_mb
 from grpo_jax.errors import UsageError
-from grpo_jax.options import current_name, flattened, options_of
+from grpo_jax.options import current_name, flattened, from_json, options_of
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.files import (
     TEMPORARY,
@@ -43,12 +43,14 @@ from grpo_jax.runs.files import (
     read_lines,
     read_object,
     tensorboard,
+    weights_and_biases,
     write_json,
     write_parts,
     write_text,
 )
 from grpo_jax.runs.progress import RunConsole, Show, programs_so_far, progress, say, waiting
 
+Options = TypeVar("Options")
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
 _PHASE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
 LINE = {"phase": str, "step": int}  # the fields of each line in these files
@@ -162,9 +164,10 @@ class RunFolder:
 
     # ---- lines
 
-    def log(self, phase: str, step: int, values: dict[str, Any]) -> None:
-        """Writes a line of metrics.jsonl, with numbers that are the same in a rerun."""
+    def log(self, phase: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        """Writes a line of metrics.jsonl, with numbers that are the same in a rerun. Returns the line on all hosts."""
         self._append("metrics.jsonl", phase, step, values)
+        return finite({"phase": phase, "step": step, **values})
 
     def amend(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Adds numbers to the line of a step in metrics.jsonl, which has been written already."""
@@ -449,6 +452,52 @@ def fresh_folder(folder: Path) -> Path:
     if not runs and folder.exists() and not is_unbegun:
         raise UsageError(f"{folder} exists and is no run: name another run_dir")
     return folder.with_name(f"{folder.name}-{max(runs) + 1}") if runs else folder
+
+
+def choose_folder(folder: Path, *, resume: bool) -> Path:
+    """Returns the folder of the newest run in `folder` to resume, or else that of a new run, on all hosts.
+
+    Raises:
+      UsageError: There is no run to resume, or `folder` holds other files.
+    """
+    if not resume:
+        return hosts.first_says("the run folder", fresh_folder(folder) if hosts.is_first() else folder)
+    runs = hosts.first_says("the runs", numbered_runs(folder))
+    if not runs:
+        raise UsageError(f"there is no run to resume in {folder}: leave out resume, or name the run's run_dir")
+    return runs[max(runs)]
+
+
+def options_of_run(default: Options, folder: Path) -> Options:
+    """Returns the options that a run began with.
+
+    Args:
+      default: The options that the run may lack, as a dataclass of its class.
+      folder: The folder of the run.
+
+    Raises:
+      UsageError: Its config.json cannot be read, or one of its options does not fit.
+    """
+    file = folder / OPTIONS_FILE
+    saved = read_object(file)
+    try:
+        return from_json(default, saved)
+    except UsageError as error:
+        raise UsageError(f"{file} is of another experiment or version ({error}): start a new run") from None
+
+
+def open_folder(path: Path, config: dict[str, Any], *, wandb: str = "") -> RunFolder:
+    """Opens the folder of a run on all hosts, prints its path, and logs to a project of Weights & Biases if named.
+
+    Raises:
+      UsageError: `path` holds a run with other options, options differ between hosts, or Weights & Biases refuses.
+    """
+    hosts.check_same(flattened(config))
+    run = RunFolder(path, config)
+    if wandb and run.writes:
+        run.trackers.append(weights_and_biases(wandb, path, flattened(config)))
+    run.say(f"run folder: {path}")
+    return run
 
 
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:

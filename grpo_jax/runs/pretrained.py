@@ -90,6 +90,8 @@ def keep_description(
     lora = _describe_lora(pretrained, options) if options.lora_rank else None  # on all hosts: weights may be sharded
     if run.writes:
         huggingface.save_description(run.path / "model", pretrained.config, source=pretrained.folder)
+        if pretrained.brings_tokenizer:
+            pretrained.tokenizer.save_pretrained(run.path / "model")
         if lora:
             files.write_json(run.path / "model" / _LORA_FILE, lora._asdict())
     written = hosts.first_says("the description of the model", _description(run.path) if run.writes else {})

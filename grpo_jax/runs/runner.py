@@ -133,6 +133,7 @@ os.register_at_fork(after_in_child=_forget)
 
 S = TypeVar("S", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
 Pending = Callable[[], StepLog]  # waits for the metrics of a step
+OnLine = Callable[[int, dict[str, Any]], None]  # (step, its line of metrics.jsonl)
 
 
 def run_steps(
@@ -150,6 +151,7 @@ def run_steps(
     evaluates_end: bool = True,
     score: Callable[[Mapping[str, float]], float] = lambda numbers: next(iter(numbers.values()), math.nan),
     until: int | None = None,
+    on_line: OnLine = lambda step, line: None,
 ) -> S:
     """Takes the steps of a phase, continuing from its newest checkpoint.
 
@@ -169,6 +171,7 @@ def run_steps(
       score: (numbers of an evaluation) -> the score for `keep_best` and `patience`, of which more is better. Default:
         the first number.
       until: The step to stop at, from which a later call continues. None: the last step.
+      on_line: Called on every host with each line of metrics.jsonl that this call writes.
 
     Returns:
       The final state.
@@ -203,7 +206,7 @@ def run_steps(
             run.rewind(phase, done)  # trackers and checksums need the amended line
         first = {} if done else dict(start or (evaluate(state, 0) if evaluate else {}))
         if first:
-            run.log(phase, 0, first)
+            on_line(0, run.log(phase, 0, first))
             name = next(iter(first))
             run.say(f"{phase}: step 0 of {steps}, {name} {cell(first, name)}")
             if evaluate:
@@ -219,7 +222,7 @@ def run_steps(
                 nonlocal pending
                 if pending is not None:
                     line = pending()
-                    if words := write_line(run, phase, reached, line, evaluated):
+                    if words := write_line(run, phase, reached, line, evaluated, on_line):
                         show(reached, words)
                 pending = None
 
@@ -258,7 +261,14 @@ def is_stale(scores: Mapping[int, float], patience: int) -> bool:
     return patience > 0 and len(scores) > 0 and sum(step > best_step(scores) for step in scores) >= patience
 
 
-def write_line(run: RunFolder, phase: str, step: int, line: StepLog, evaluated: dict[str, float]) -> str:
+def write_line(
+    run: RunFolder,
+    phase: str,
+    step: int,
+    line: StepLog,
+    evaluated: dict[str, float],
+    on_line: OnLine = lambda step, line: None,
+) -> str:
     """Writes the metrics, rollouts, times and warnings of a step.
 
     Args:
@@ -267,6 +277,7 @@ def write_line(run: RunFolder, phase: str, step: int, line: StepLog, evaluated: 
       step: The number of the step, from 1.
       line: The metrics, rollouts, times and warnings.
       evaluated: The numbers of an evaluation after the step.
+      on_line: Called with the metrics as written.
 
     Returns:
       The words that describe the step in the progress, with the sampled tokens per second; "" for none.
@@ -276,7 +287,7 @@ def write_line(run: RunFolder, phase: str, step: int, line: StepLog, evaluated: 
     """
     run.warn(line.warnings)
     if line.metrics or evaluated:
-        run.log(phase, step, {**line.metrics, **evaluated})  # before `_keep_skipped`, which may stop the run
+        on_line(step, run.log(phase, step, {**line.metrics, **evaluated}))  # `_keep_skipped` may stop the run
     if line.skipped is not None:
         _keep_skipped(run, line.skipped)
     run.log_rollout(phase, step, list(line.groups))

@@ -11,12 +11,12 @@ import numpy as np
 from grpo_jax.data.generators import PREFIX, AnswerIn, parse_generators
 from grpo_jax.data.rows import read_rows
 from grpo_jax.data.text import uses_chat
-from grpo_jax.data.types import Reward, rng
+from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.chat import make_chat
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.options import Bound, Size
-from grpo_jax.rewards.reward import no_reward, open_rewards, parse_reward
+from grpo_jax.rewards.reward import RewardLike, open_rewards, parse_reward
 from grpo_jax.tasks.task import Task, text_task
 
 # Strict and lenient grading are both logged: a model that learns only the format raises just the strict reward.
@@ -166,7 +166,7 @@ def open_task(
       chat_template_kwargs: Variables of the chat template, as JSON.
       training: False if the task is only evaluated, so that all rows may be held out.
       has_levels: True for a curriculum, in which the levels of generators rise.
-      needs_reward: False if the task may have no reward. It is then `no_reward`.
+      needs_reward: False if the task may have no reward. It then has none.
       prompts: Further arguments of `text_task`: num_prompts and seed, and others such as stop and max_prompt_tokens.
 
     Yields:
@@ -179,7 +179,7 @@ def open_task(
     chat = uses_chat(options.chat, pretrained.tokenizer)
     schemas, named = None, {"tools": options.tools, "factory": options.environment_factory}
     opened: AbstractContextManager[Any] = nullcontext()
-    otherwise: Reward = no_reward
+    otherwise: RewardLike = {}
     if options.environment or any(named.values()):
         from grpo_jax.tasks import environments  # imported only by tasks with an environment
 
@@ -194,7 +194,7 @@ def open_task(
             budget=options.reply_budget,
             memory_mb=options.reply_memory_mb,
         )
-        otherwise = environments.episode_return if options.environment else no_reward
+        otherwise = environments.episode_return if options.environment else {}
     make = _task_maker(options, training, has_levels)
     graded = open_rewards(
         texts,

@@ -22,7 +22,6 @@ from grpo_jax.data.types import (
     Example,
     Prompt,
     Reward,
-    Rewards,
     hash_values,
     rng,
 )
@@ -30,7 +29,7 @@ from grpo_jax.errors import UsageError, abbreviate, reason_of
 from grpo_jax.models.chat import Chat, make_chat, make_decoder, prompt_writer, render, row_kwargs, with_kwargs
 from grpo_jax.models.geometry import PromptWidths, choose_widths
 from grpo_jax.options import Size, check_number, check_type
-from grpo_jax.rewards.reward import sources
+from grpo_jax.rewards.reward import RewardLike, Rewards, to_rewards
 from grpo_jax.sampling.stopping import Stop, make_stop, read_token_bytes
 
 if TYPE_CHECKING:  # imported only by tasks with an environment, and by curricula
@@ -49,7 +48,7 @@ class Task(NamedTuple):
 
     # step -> prompts: a pure function, so that a resumed run sees the same prompts
     prompts: Callable[[int], Prompts]
-    reward: Reward | Rewards
+    reward: RewardLike
     heldout: Prompts  # never among `prompts`, unless a note says so
     decode: Callable[[Sequence[int]], str]  # completion ids, without the token that ended it -> text
     eos_ids: tuple[int, ...]
@@ -67,6 +66,11 @@ class Task(NamedTuple):
     curriculum: "Callable[[Window, int, float], Drawn] | None" = None
     # Other rows -> the numbers of those whose prompts have room, with the prompts. None: the task is not from rows
     encode: "Callable[[Sequence[Mapping[str, Any]]], dict[int, EncodedPrompt]] | None" = None
+
+    @property
+    def rewards(self) -> Rewards:
+        """The reward as one value."""
+        return to_rewards(self.reward)
 
     def read(self, ids: Sequence[int], *, truncated: bool) -> Completion:
         """Returns a completion, or the action of a turn, from its tokens without EOS. Its text ends before a stop text.
@@ -89,7 +93,8 @@ def inputs_of(task: Task) -> dict[str, str]:
     }
     if task.environment and task.environment.source:
         named |= {"source of the environment": task.environment.source}
-    return named | {f"source of reward {name}": digest for name, digest in sources(task.reward).items()}
+    sources = {name: getattr(grader, "source", "") for name, grader in task.rewards.graders.items()}
+    return named | {f"source of reward {name}": digest for name, digest in sources.items() if digest}
 
 
 def padding_id(tokenizer: Any, vocab_size: int) -> int:
@@ -157,9 +162,9 @@ def text_task(
     rows: Sequence[Mapping[str, Any]],
     *,
     vocab_size: int,
-    num_prompts: int,
+    num_prompts: int | Callable[[int], int],
     seed: int,
-    reward: Reward | Rewards,
+    reward: RewardLike,
     answer: Answer | None = None,
     stop: Sequence[str] = (),
     chat: bool = False,
@@ -177,7 +182,7 @@ def text_task(
       eos_ids: The ids of the tokens that end a completion.
       rows: The rows for training and, without `heldout_rows`, for the held-out set.
       vocab_size: The size of the model's vocabulary.
-      num_prompts: The number of prompts in a step, N.
+      num_prompts: The number of prompts in a step, N. A function gets the number of all training prompts.
       seed: The seed of the order of prompts.
       reward: One reward function, or several by name. An example has all columns of its row, with the encoded text as
         "prompt" (which replaces a column of that name).
@@ -200,6 +205,7 @@ def text_task(
     writer = make_chat(tokenizer, eos_ids, chat_template_kwargs, tools)
     training, heldout, notes, width = encode_rows(writer, rows, vocab_size=vocab_size, in_chat=chat, **encoding)
     size = len(training.rows)
+    num_prompts = num_prompts(size) if callable(num_prompts) else num_prompts
     check_step_size("num_prompts", num_prompts, size)
     batch = batches(size, num_prompts, seed)
     lengths = np.array([len(ids) for _, ids in training.sample])

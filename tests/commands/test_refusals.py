@@ -17,6 +17,7 @@ from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.rewards.processes import Grader
+from grpo_jax.rewards.reward import to_rewards
 from grpo_jax.runs import flags
 
 TRAIN = "train --run-dir run --no-compilation-cache --model model"
@@ -230,7 +231,7 @@ def test_rates_ten_times_off_are_told_before_the_run(folder, tmp_path, capsys, o
 def test_a_dry_run_finds_missing_packages_of_trackers(folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     args = (*STARTS["task"].split(), "--reward", "rewards.py:low", "--wandb", "project", "--dry-run")
-    assert "--wandb needs the package wandb" in refusal(capsys, *args)
+    assert "wandb needs the package of this name" in refusal(capsys, *args)
 
 
 def test_rewards_are_tried_on_the_first_row():
@@ -239,7 +240,7 @@ def test_rewards_are_tried_on_the_first_row():
 
     def tried(**rewards):
         named = {name: Component(reward, 0.0 if name == "logged" else 1.0) for name, reward in rewards.items()}
-        return prepare.try_rewards(SimpleNamespace(environment=None, reward=named), row, pretrained, 3)
+        return prepare.try_rewards(SimpleNamespace(environment=None, rewards=to_rewards(named)), row, pretrained, 3)
 
     def words(rows, texts):
         seen.append((rows, list(texts)))

@@ -36,7 +36,7 @@ from grpo_jax.models.quantised import quantise_params
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step import Batch, score_completion_tokens
-from grpo_jax.train import train
+from grpo_jax.training import train
 
 V = 8
 CONFIG = tiny_config(V)

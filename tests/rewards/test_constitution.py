@@ -13,7 +13,7 @@ from grpo_jax.data.types import Completion, Prompt, Turn
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.constitution import NO, YES, constitution, model_judge, parse_principles, read_principles
-from grpo_jax.rewards.reward import score_completions
+from grpo_jax.rewards.reward import to_rewards
 
 CONFIG = tiny_config(arithmetic.VOCAB_SIZE)
 POLICY = decoder_policy(CONFIG)
@@ -130,11 +130,11 @@ def test_any_function_can_judge_with_equal_default_weights():
 
     texts = [Completion("ab"), Completion("b"), Completion("")]
     for asked in (judge, slowly):
-        scores = score_completions(constitution({"first": "a", "second": "b"}, asked), [{}] * 3, texts)
+        scores = to_rewards(constitution({"first": "a", "second": "b"}, asked)).score([{}] * 3, texts)
         np.testing.assert_array_equal(scores.rewards, [1, 0.5, 0])
         np.testing.assert_array_equal(scores.components["first"], [1, 0, 0])
     weighted = constitution({"first": "a", "second": "b"}, judge, weights={"second": 3.0})
-    np.testing.assert_array_equal(score_completions(weighted, [{}] * 3, texts).rewards, [3.5, 3, 0])
+    np.testing.assert_array_equal(to_rewards(weighted).score([{}] * 3, texts).rewards, [3.5, 3, 0])
 
 
 BAD_CALLS = [

@@ -16,7 +16,7 @@ from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.rl.programs import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.train import train_with_evaluation
+from grpo_jax.training import train_with_evaluation
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,18 @@ class Threes:
 
 
 def run(config: Config) -> None:
-    """Trains, with evaluations; host 0 prints the checksum."""
+    """Trains, with evaluations. Each host prints the calls of its hooks; host 0 prints the checksum."""
     from bigrams import PARAMS, POLICY, TASK  # arrays: JAX has to know the hosts before
 
     task = TASK._replace(reward=Threes(config.mode))
     programs = make_programs(POLICY, task, config.train)
     folder = flags.open_run(config)
-    state, _ = train_with_evaluation({"policy": PARAMS}, task, config.train, folder, programs, phase="grpo")
+    hooks = {
+        "on_rollout": lambda step, rollout: print("hook", step, rollout.graded.rewards.tolist(), flush=True),
+        "on_line": lambda step, line: print("hook", step, line.get("reward"), line.get("heldout_avg"), flush=True),
+    }
+    models = {"policy": PARAMS}
+    state, _ = train_with_evaluation(models, task, config.train, folder, programs, phase="grpo", **hooks)
     checksum = params_sha256(state.params)
     if folder.writes:
         print("checksum", checksum, flush=True)

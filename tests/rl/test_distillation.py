@@ -26,7 +26,7 @@ from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_method, make_programs
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.step import Batch, score_completion_tokens, states_of
-from grpo_jax.train import train
+from grpo_jax.training import train
 
 WIDTH = 9
 CONFIG = with_options(RUN, kl_coef=0.0, distillation="reverse_kl", reward_coef=0.0)

@@ -17,6 +17,7 @@ from grpo_jax.data.types import Component, rng
 from grpo_jax.devices import Mesh, first_devices
 from grpo_jax.functional import turn_advantages
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rewards.reward import to_rewards
 from grpo_jax.rl.grade import decode_groups, grade_completions, reward_arrays
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.programs import make_programs
@@ -194,9 +195,9 @@ def test_turn_rewards_have_the_weight_of_their_sum(weight, ending):
     arrays = (np.array(x)[None, None] for x in (False, turn, [2.0, 4.0, np.nan], REASONS.index(ending)))
     completions = Completions(*(np.array(x)[None, None] for x in (ids, mask)), None, None, *arrays)
     reward = BOTH | {"environment": Component(episode_return, weight)}
-    graded = grade_completions(prompts(0).take(np.arange(1)), completions, PLAYED, reward)
+    graded = grade_completions(prompts(0).take(np.arange(1)), completions, PLAYED, to_rewards(reward))
     threes, of_turns = graded.components["threes"].item(), weight * (ending != "raised") * np.array([2, 4])
-    at_ends = reward_arrays(graded, "turns", len(ids), reward).parts[0, 0, [1, 4]]
+    at_ends = reward_arrays(graded, "turns", len(ids), {}).parts[0, 0, [1, 4]]
     np.testing.assert_allclose(at_ends, np.add(of_turns, [0, threes]), rtol=1e-6)
 
 

@@ -13,8 +13,8 @@ from tiny import digit_prompts as prompts, refused
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component, Span
-from grpo_jax.devices import ONE_DEVICE
 from grpo_jax.rewards.processes import Grader
+from grpo_jax.rewards.reward import to_rewards
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grade import make_grading, reward_arrays
@@ -205,7 +205,7 @@ def test_spread_of_parts_is_where_their_advantages_are():
     applicable = noise.random((len(groups), 2)) < 0.8
     applicable[:7] = True
     graded = graded_parts(rewards, parts, applicable)
-    advantages = by_part(reward_arrays(graded, "turns", 10, lambda examples, texts: None))
+    advantages = by_part(reward_arrays(graded, "turns", 10, {}))
     spread = guards.has_spread(graded, by_part=True)
     np.testing.assert_array_equal(spread, np.any(np.asarray(advantages) != 0, axis=(1, 2)))
     assert (guards.has_spread(graded) != spread).sum() > 2
@@ -218,8 +218,8 @@ def test_spread_of_parts_is_where_their_advantages_are():
 def test_equal_sums_warn_unless_what_is_compared_differs(changes, compares, share):
     ones = [[1, 1], [1, 1]]
     graded = graded_parts(ones, [[[1, 0], [0, 1]]] * 2, a=[[0, 1]] * 2, b=[[2, 1]] * 2, c=ones)
-    rewards = {name: Component(None, weight) for name, weight in {"a": 1.0, "b": 1.0, "c": 0.0}.items()}
-    grading = make_grading(TASK, rewards, with_options(RUN, **changes), ONE_DEVICE, compares=compares)
+    rewards = to_rewards({name: Component(None, weight) for name, weight in {"a": 1.0, "b": 1.0, "c": 0.0}.items()})
+    grading = make_grading(TASK, rewards, with_options(RUN, **changes), compares=compares)
     report = grading.report(Rollout(None, None, graded), 1)
     assert report.metrics["zero_spread_share"] == share
     assert ("spread" in report.warnings) == (compares and share == 1)

@@ -95,6 +95,9 @@ def test_two_hosts_have_the_numbers_of_one(tmp_path, one_host):
     (out, error), (other, _) = finish(processes)
     assert "checksum" in out
     assert "checksum" not in other
+    calls = re.findall("^hook .*", out, re.M)
+    assert calls == re.findall("^hook .*", other, re.M)
+    assert [int(call.split()[1]) for call in calls] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert "waits until all hosts are there" in error
     actual, expected = lines(tmp_path), lines(one_host)
     assert_close(actual, expected)

@@ -17,6 +17,7 @@ from grpo_jax.config import with_options
 from grpo_jax.data.types import Component, Span
 from grpo_jax.errors import Interruption
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
+from grpo_jax.rewards.reward import to_rewards
 from grpo_jax.rl.grade import grade_completions, reward_arrays
 from grpo_jax.rl.grpo import by_part, corrected_advantages
 from grpo_jax.rl.programs import make_method_programs, make_programs
@@ -309,19 +310,19 @@ def grade(ids, reward) -> Graded:
     first = prompts(0)
     first = first.take(np.arange(1))
     completions = Completions(ids, ids != PAD, None, None, ~(ids == EOS).any(-1))
-    return grade_completions(first, completions, MARKED, reward)
+    return grade_completions(first, completions, MARKED, to_rewards(reward))
 
 
 def test_rewards_lie_at_the_ends_of_spans():
     graded = grade([[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], {"a": Component(threes), "b": Component(lambda *_: [5, 7])})
-    earned = reward_arrays(graded, "spans", WIDTH, threes).parts
+    earned = reward_arrays(graded, "spans", WIDTH, {}).parts
     np.testing.assert_array_equal(earned, [[[1, 0, 6, np.nan], [7, np.nan, np.nan, np.nan]]])
     np.testing.assert_array_equal(np.nansum(earned, -1), graded.rewards)
 
 
 def test_without_spans_a_completion_is_one():
     graded = grade([[[3, 0, 3, EOS], [0, EOS, PAD, PAD], [1, 2, 3, 4]]], lambda *_: [1.0, None, 3.0])
-    arrays = reward_arrays(graded, "spans", WIDTH, threes)
+    arrays = reward_arrays(graded, "spans", WIDTH, {})
     np.testing.assert_array_equal(np.isnan(arrays.parts).argmin(-1), [[3, 1, 3]])
     advantages = jax.jit(by_part)(arrays)
     expected = jax.jit(group_advantages)(graded.rewards, where=graded.applicable)
@@ -330,7 +331,7 @@ def test_without_spans_a_completion_is_one():
 
 def test_a_reward_that_is_nan_stays_visible():
     graded = grade([[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], lambda *_: [float("nan"), 1.0])
-    advantages = jax.jit(by_part)(reward_arrays(graded, "spans", WIDTH, threes))
+    advantages = jax.jit(by_part)(reward_arrays(graded, "spans", WIDTH, {}))
     assert np.isnan(advantages[0, 0]).all()
 
 

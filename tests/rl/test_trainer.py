@@ -3,7 +3,9 @@
 import functools
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import pytest
 from tiny import random_params, refused, save_tiny_model
 
 from experiments.tasks import arithmetic
-from grpo_jax import GRPOTrainer
+from grpo_jax import GRPOTrainer, commands
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.data.episodes import Reply, episode_return
 from grpo_jax.data.types import Component
@@ -26,7 +28,7 @@ from grpo_jax.tasks.adapters import trl_reward
 
 PROMPTS = ["1+1=", "2+2=", "12+3="]
 LINES = """
-from grpo_jax import GRPOTrainer
+from grpo_jax import GRPOTrainer, commands
 
 trainer = GRPOTrainer(
     model=model,
@@ -284,12 +286,25 @@ BAD_OPTIONS = [
     ({"model": None, "reward_model": None, "reward_funcs": [Threes()]}, "reward_funcs is called reward_model here"),
     ({"train_dataset": PROMPTS}, "no option train_dataset: GRPOTrainer takes it as the argument of train"),
     ({"args": {}}, "no option args: every setting is an argument of GRPOTrainer by itself"),
-    ({"processing_class": None}, "no option processing_class: a model's folder has its tokenizer"),
-    ({"callbacks": []}, "no option callbacks: metrics.jsonl has"),
+    ({"processing_class": None}, "no option processing_class: a model's folder has one"),
+    ({"callbacks": []}, "no option callbacks: on_rollout and on_line"),
     ({"peft_config": {"r": 8}}, "peft_config is called lora_rank here .lora_rank, lora_alpha and lora_targets"),
     ({"load_in_4bit": True}, "load_in_4bit is called quantize here .set it to nf4 or int8, with lora_rank"),
     ({"use_vllm": True}, "no option use_vllm: this process samples"),
-    ({"report_to": "wandb"}, "no option report_to: TensorBoard's files are always written"),
+    ({"report_to": "wandb"}, "report_to is called wandb here .TensorBoard's files are always written"),
+    ({"eval_dataset": PROMPTS}, "eval_dataset is called heldout here"),
+    ({"eval_every": 2}, "eval_every is for held-out prompts: give them as heldout"),
+    ({"heldout": PROMPTS, "eval_every": 0, "patience": 2}, "patience has no effect while eval_every is 0"),
+    ({"heldout": []}, "heldout is empty"),
+    ({"heldout": "reasoning_gym:sums"}, "heldout is for rows"),
+    ({"heldout": ["1+1="], "prompts": "reasoning_gym:sums"}, "heldout is for rows"),
+    ({"heldout": PROMPTS, "prompts": PROMPTS}, "no prompt is left for training"),
+    ({"resume": True}, "there is no run to resume in"),
+    ({"resume": 1}, "resume is 1: it must be True or False"),
+    ({"tokenizer": "gpt2"}, "tokenizer is 'gpt2': give a tokenizer of transformers"),
+    ({"wandb": True}, "wandb is True: it must be a text"),
+    ({"on_rollout": 3}, "on_rollout is 3: it must be a function"),
+    ({"on_line": 3}, "on_line is 3: it must be a function"),
     ({"output_dir": "run"}, "output_dir is called run_dir here"),
     (
         {"gradient_accumulation_steps": 4},
@@ -372,3 +387,125 @@ def test_loaded_models_print_briefly_and_refuse_new_settings(folder, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with refused("is no run"):
         GRPOTrainer(loaded, Threes(), run_dir=tmp_path).train(PROMPTS)
+
+
+# ---- evaluation, resume, tokenizer, Weights & Biases
+
+SHORT = {"steps": 3, "num_prompts": 3, "group_size": 4, "max_tokens": 2, "learning_rate": 0.1, "checkpoint_every": 1}
+HELDOUT = ["5+4=", "6+1="]
+REWARD = "def odd(examples, completions):\n    return [float(sum(map(ord, text)) % 3) for text in completions]\n"
+
+
+def odd(examples, completions):
+    return [float(sum(map(ord, text)) % 3) for text in completions]
+
+
+def write_prompts(file, prompts):
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return str(file)
+
+
+def test_heldout_prompts_are_evaluated_as_in_the_command(folder, tmp_path, capsys):
+    options = SHORT | {"eval_every": 2, "eval_samples": 2}
+    files = [write_prompts(tmp_path / f"{name}.jsonl", rows) for name, rows in (("rows", PROMPTS), ("held", HELDOUT))]
+    (tmp_path / "rewards.py").write_text(REWARD)
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    flags += ["--model", folder, "--task", files[0], "--heldout", files[1], "--reward", f"{tmp_path}/rewards.py:odd"]
+    commands.main(["train", *flags, "--run-dir", str(tmp_path / "command")])
+    lines = []
+    trainer = GRPOTrainer(
+        folder,
+        {"odd": odd},
+        heldout=tmp_path / "held.jsonl",
+        on_line=lambda step, line: lines.append(line),
+        run_dir=tmp_path / "run",
+        **options,
+    )
+    trained = trainer.train(PROMPTS)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "command" / name).read_bytes()
+    assert lines == trainer.run.lines()
+    assert [line["step"] for line in lines if "heldout_avg" in line] == [0, 2, 3]
+    results, of_command = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("run", "command"))
+    assert results == of_command
+    assert results.keys() == {"before", "after", "params_sha256"}
+    assert results["params_sha256"] == params_sha256(trained.params)
+    assert "2 held-out prompts [95% interval]" in capsys.readouterr().out
+
+
+class Killed(Exception):
+    """The end of a run at a step."""
+
+
+def killed_at(number):
+    """Returns a hook that ends the run at a step."""
+
+    def hook(step, value):
+        if step == number:
+            raise Killed
+
+    return hook
+
+
+def test_a_trainer_continues_its_newest_run(folder, tmp_path):
+    options = SHORT | {"heldout": HELDOUT, "eval_every": 2}
+    whole = GRPOTrainer(folder, odd, run_dir=tmp_path / "whole", **options)
+    expected = params_sha256(whole.train(PROMPTS).params)
+    killed = GRPOTrainer(folder, odd, run_dir=tmp_path / "cut", on_rollout=killed_at(2), **options)
+    with pytest.raises(Killed):
+        killed.train(PROMPTS)
+    rollouts = []
+    # The options are those of the run, and need not be repeated.
+    trainer = GRPOTrainer(
+        folder,
+        odd,
+        heldout=HELDOUT,
+        run_dir=tmp_path / "cut",
+        resume=True,
+        on_rollout=lambda step, rollout: rollouts.append(step),
+    )
+    assert params_sha256(trainer.train(PROMPTS).params) == expected
+    assert rollouts == [2, 3]
+    assert trainer.run.path == killed.run.path
+    assert trainer.run.lines() == whole.run.lines()
+    assert trainer.run.lines("rollouts.jsonl") == whole.run.lines("rollouts.jsonl")
+    assert params_sha256(trainer.train(PROMPTS).params) == expected  # nothing is left to do
+    resume = functools.partial(GRPOTrainer, folder, odd, run_dir=tmp_path / "cut", resume=True)
+    with refused("began with other options .learning_rate"):
+        resume(heldout=HELDOUT, learning_rate=0.2).train(PROMPTS)
+    for prompts, heldout in ((["9+9=", *PROMPTS[1:]], HELDOUT), (PROMPTS, ["9+9="])):
+        with refused("not what they were when the run in .* began"):
+            resume(heldout=heldout).train(prompts)
+
+
+def test_a_given_tokenizer_is_that_of_the_run_and_of_the_export(folder, tmp_path):
+    bare, tokenizer = tmp_path / "bare", load_pretrained(folder).tokenizer
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
+    with refused("holds no tokenizer"):
+        GRPOTrainer(bare, odd)
+    options = SHORT | {"steps": 1, "run_dir": tmp_path / "run"}
+    trained = GRPOTrainer(bare, odd, tokenizer=tokenizer, **options).train(PROMPTS)
+    loaded = load_pretrained(folder)
+    with refused("the model has no tokenizer: give one as tokenizer"):
+        GRPOTrainer(loaded._replace(tokenizer=None), odd)
+    expected = GRPOTrainer(loaded._replace(tokenizer=None), odd, tokenizer=tokenizer, **options).train(PROMPTS)
+    assert params_sha256(trained.params) == params_sha256(expected.params)
+    saved = save_pretrained(tmp_path / "saved", trained.params, trained.config, source=trained.folder)
+    export(Options(tmp_path / "run", tmp_path / "exported"))
+    for out in (saved, tmp_path / "exported"):
+        assert load_pretrained(out).tokenizer.get_vocab() == tokenizer.get_vocab()
+        assert load_pretrained(out).eos_ids == expected.eos_ids == loaded.eos_ids
+
+
+def test_numbers_go_to_a_project_of_weights_and_biases(folder, tmp_path, monkeypatch):
+    logged, started = [], {}
+    run = SimpleNamespace(log=lambda values, **_: logged.append(values), define_metric=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: started.update(options) or run))
+    trainer = GRPOTrainer(folder, odd, wandb="sums", run_dir=tmp_path / "run", **SHORT | {"steps": 1})
+    trainer.train(PROMPTS)
+    assert (started["project"], started["config"]["group_size"]) == ("sums", 4)
+    (reward,) = {value for values in logged for name, value in values.items() if name.endswith("/reward")}
+    assert reward == trainer.run.lines()[0]["reward"]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with refused("wandb needs the package of this name"):
+        GRPOTrainer("nowhere", odd, wandb="sums")

@@ -52,7 +52,11 @@ def grade(folder, reward, **settings):
     rows = [tokenizer.encode(reply, add_special_tokens=False) for reply in REPLIES]
     ids = np.array([row + [-1] * (99 - len(row)) for row in rows])[None]
     completions = Completions(ids, ids >= 0, None, None, ~np.isin(ids, ends).any(-1))
-    return task, decode_groups(completions, task)[0], grade_completions(task.prompts(0), completions, task, reward)
+    return (
+        task,
+        decode_groups(completions, task)[0],
+        grade_completions(task.prompts(0), completions, task, task.rewards),
+    )
 
 
 def test_rewards_and_spans_read_the_final_channel(tmp_path):

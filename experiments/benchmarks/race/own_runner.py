@@ -21,7 +21,7 @@ from grpo_jax.models.weights import save_params
 from grpo_jax.prepare import RunOptions, begin, load_models, prepare
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.step import Batch, score_completion_tokens
-from grpo_jax.train import train
+from grpo_jax.training import train
 
 
 def main(recorder: Recorder) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from grpo_jax.config import GRPOConfig, LoggingConfig
-from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.devices import devices_of, place, pop_bytes_moved, to_devices
 from grpo_jax.models.params import join, split
 from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.reward import RewardLike, to_rewards
 from grpo_jax.rl.evaluate import (
     Evaluation,
     Samples,
@@ -25,14 +25,14 @@ from grpo_jax.rl.evaluate import (
     sample_heldout,
     summary,
 )
-from grpo_jax.rl.grade import grader_warnings
-from grpo_jax.rl.iteration import iterate, make_iteration
+from grpo_jax.rl.grade import gather_failures
+from grpo_jax.rl.iteration import OnRollout, iterate, make_iteration
 from grpo_jax.rl.programs import Programs, check_programs, compile_ahead
 from grpo_jax.rl.update import with_fixed_reference
 from grpo_jax.runs.checkpoint import params_sha256, saved_steps
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.progress import watched
-from grpo_jax.runs.runner import Pending, run_steps
+from grpo_jax.runs.runner import OnLine, Pending, run_steps
 from grpo_jax.statistics import paired_difference
 from grpo_jax.step import TrainState
 from grpo_jax.tasks.task import Task, inputs_of, random_reward
@@ -53,10 +53,12 @@ def train(
     programs: Programs,
     *,
     phase: str,
-    reward: Reward | Rewards | None = None,
+    reward: RewardLike | None = None,
     start: Mapping[str, float] | None = None,
     evaluate: Callable[[Params, int], dict[str, float]] | None = None,
     until: int | None = None,
+    on_rollout: OnRollout = lambda step, rollout: None,
+    on_line: OnLine = lambda step, line: None,
 ) -> TrainState:
     """Trains with the programs of a method. Resumes from the newest checkpoint of this phase in the run.
 
@@ -75,6 +77,11 @@ def train(
         and at the end.
       until: The step at which to stop. A later call continues from there, even with another reward. Default: the last
         step.
+      on_rollout: (step, rollout) -> None, called before each update with the `rl.types.Rollout` that it learns from:
+        prompts, batch, and rewards in `graded`. Steps count from 1, as in metrics.jsonl.
+      on_line: (step, line) -> None, called with each line of metrics.jsonl, a dict, once it is written. A step's line
+        follows while the devices work on the next step. With several hosts, every host calls both functions with the
+        same step. An exception in either ends the run.
 
     Returns:
       The final state. The models are `join(state.params, split(params)[1])`, both of `models.params`.
@@ -90,13 +97,15 @@ def train(
     run.keep_inputs(phase, inputs_of(task) | config.sources)
     devices, logging = programs.sampler.devices, config.logging
     trained, frozen = split(with_fixed_reference(place(params, devices), config))
-    it = make_iteration(phase, programs, trained, frozen, task, reward or task.reward, config, timed=run.timed)
+    rewards = to_rewards(reward or task.reward)
+    it = make_iteration(phase, programs, trained, frozen, task, rewards, config, timed=run.timed)
+    it = it._replace(on_rollout=on_rollout)
 
     def initial_state() -> TrainState:
         return programs.initial_state(trained)._replace(source=it.initial_source())
 
     def take_step(state: TrainState, step: int, on_dispatch: Callable[[], None]) -> tuple[TrainState, Pending]:
-        compile_ahead(programs, params, task, reward or task.reward)  # while the first step samples
+        compile_ahead(programs, params, task, len(rewards.components))  # while the first step samples
         return iterate(it, state, step, on_dispatch)
 
     return run_steps(
@@ -111,6 +120,7 @@ def train(
         start=start,
         evaluate=(lambda state, step: evaluate(join(state.params, frozen)["policy"], step)) if evaluate else None,
         until=until,
+        on_line=on_line,
     )
 
 
@@ -199,7 +209,7 @@ def evaluate_heldout(
     sampled = sample_heldout(programs.sampler, params, task, config)
     calls = list(watched(sampled, run.console, "evaluation", num_heldout_calls(task, config)))
     evaluation = evaluate(calls, task, block=config.sampling.num_prompts * config.sampling.group_size)
-    run.warn(grader_warnings(task.reward))
+    run.warn(gather_failures(task.rewards)[1])
     return HeldoutResult(evaluation, calls)
 
 
@@ -211,8 +221,9 @@ def train_with_evaluation(
     programs: Programs,
     *,
     phase: str,
-    reward: Reward | Rewards | None = None,
+    reward: RewardLike | None = None,
     start: HeldoutResult | Mapping[str, float] | None = None,
+    **hooks: Any,
 ) -> tuple[TrainState, HeldoutResult]:
     """Trains, and logs held-out evaluations. No parameters are evaluated twice.
 
@@ -225,6 +236,7 @@ def train_with_evaluation(
       phase: The name of the phase, which names lines and checkpoints.
       reward: Replaces the reward of the task in training.
       start: The evaluation of the initial policy, or its `summary`, if it is known.
+      **hooks: `on_rollout` and `on_line` of `train`.
 
     Returns:
       The final state, and the evaluation of its policy.
@@ -240,7 +252,9 @@ def train_with_evaluation(
         return named(summary(latest[step].evaluation))
 
     first = named(summary(start.evaluation) if isinstance(start, HeldoutResult) else start or {})
-    state = train(params, task, config, run, programs, phase=phase, reward=reward, start=first, evaluate=heldout)
+    state = train(
+        params, task, config, run, programs, phase=phase, reward=reward, start=first, evaluate=heldout, **hooks
+    )
     final = join(state.params, split(params)[1])["policy"]
     return state, next(iter(latest.values()), None) or evaluate_heldout(programs, final, task, config, run)
 
@@ -254,7 +268,8 @@ def train_with_control(
     examine: Callable[[Evaluation, list[Samples]], dict[str, float]] = lambda evaluation, calls: {},
     *,
     phases: Sequence[str] = PHASES,
-) -> tuple[dict[str, dict[str, float]], str]:
+    **hooks: Any,
+) -> tuple[dict[str, dict[str, float]], str, TrainState]:
     """Trains on the task's reward, and then a control from the same initial parameters on coin tosses.
 
     Args:
@@ -265,10 +280,12 @@ def train_with_control(
       programs: The programs of both phases.
       examine: (evaluation, its calls of the sampler) -> further metrics of a row.
       phases: The names of the phases: the method, and "control" to train a control.
+      **hooks: `on_rollout` and `on_line` of `train`, in all phases.
 
     Returns:
       Rows "before", "after" and, with a control, "control": summaries of held-out evaluations, the last two with the
-      change of avg over the same prompts. And the SHA-256 of the policy's trained parameters after the first phase.
+      change of avg over the same prompts. The SHA-256 of the policy's trained parameters after the first phase. And the
+      final state of the last phase.
     """
 
     def row(held: HeldoutResult) -> dict[str, float]:
@@ -282,16 +299,17 @@ def train_with_control(
     for phase in phases:  # before the initial evaluation, which takes long
         run.keep_inputs(phase, inputs_of(task) | config.sources)
     if max(saved_steps(run.path / "checkpoints" / phases[0]), default=0) < config.steps:
-        compile_ahead(programs, params, task, task.reward)
+        compile_ahead(programs, params, task, len(task.rewards.components))
     start = run.remember(phases[0], evaluate_start)
     rows, checksum = {"before": start["row"]}, ""
+    state: Any = None
     for phase in phases:
+        del state  # its optimizer's memory, before the next phase
         reward = random_reward(config.seed) if phase == CONTROL else task.reward
         state, end = train_with_evaluation(
-            params, task, config, run, programs, phase=phase, reward=reward, start=start["summary"]
+            params, task, config, run, programs, phase=phase, reward=reward, start=start["summary"], **hooks
         )
         change = paired_difference(prompt_means(end.evaluation), start["means"])
         rows[phase if phase == CONTROL else "after"] = row(end) | change.named("change")
         checksum = checksum or params_sha256(state.params["policy"])
-        del state  # its optimizer's memory, before the next phase
-    return rows, checksum
+    return rows, checksum, state
