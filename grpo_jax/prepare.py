@@ -262,8 +262,6 @@ def prepare(
         try_rewards(task, row, models["policy"], group_size)
     options, models, plan = apply_memory_plan(options, models, task)
     config = run_of(options.train)
-    if engine.engine and config.sampling.support == "sampler":
-        raise UsageError("an engine does not say which tokens it drew from: leave support out, or leave out engine")
     sampler = make_engine_sampler(engine, models["policy"], task, config, note=note)
     programs, params = programs_of(models, task, options.train, sampler)
     return Prepared(options, models, task, programs, place(params, devices_of(config)), plan)

@@ -10,9 +10,10 @@ import numpy as np
 
 from grpo_jax.config import EngineOptions, GRPOConfig
 from grpo_jax.devices import Devices, jit_on_devices, parts, sampling_devices, to_devices, to_numpy
-from grpo_jax.engines.completions import request_body
+from grpo_jax.engines.completions import OTHER_SAMPLING, request_body
 from grpo_jax.engines.servers import Engine, Model, Request
-from grpo_jax.errors import UsageError
+from grpo_jax.engines.supports import make_add_supports, truncation_fields
+from grpo_jax.errors import Interruption, UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.geometry import PromptTokens
@@ -44,7 +45,7 @@ def sampler_of(
     Raises:
       UsageError: No engine answers, or an engine does not support the run.
     """
-    _check(pretrained, task, config)
+    _check(pretrained, task, config, options.engine_kind)
     policy, devices = decoder_policy(pretrained.config), sampling_devices(config)
     max_tokens = config.sampling.max_tokens
 
@@ -58,6 +59,7 @@ def sampler_of(
 
     model = Model(save, make_score(policy, devices), pretrained.config.dtype, task.vocab_size, task.stop)
     engine = Engine(options, model, config.sampling.temperature, note=note)
+    add_supports = make_add_supports(policy, config.sampling, devices, engine.rounding)
 
     def turns(params, prompts: list[list[int]], numbers, temperature, noise) -> Turns:
         """Samples turns. The prompt of a request holds the ids of all turns and replies before it."""
@@ -79,6 +81,7 @@ def sampler_of(
                         max_tokens=max_tokens - int(out.completion_mask[i, j].sum()),
                         eos_ids=task.eos_ids,
                         stop=config.sampling.stop,
+                        truncation=truncation_fields(config.sampling),
                     ),
                 )
                 for i, j in places.tolist()
@@ -91,14 +94,26 @@ def sampler_of(
             replies = yield out
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        ids, mask, numbers, temperature = to_numpy((prompts.tokens.ids, prompts.tokens.mask, numbers, temperature))
+        ids, mask, numbers, temperatures = to_numpy((prompts.tokens.ids, prompts.tokens.mask, numbers, temperature))
         rows = [row[is_token].tolist() for row, is_token in zip(ids, mask, strict=True)]
-        sampled = turns(params, rows, numbers, temperature, noise)
+        sampled = turns(params, rows, numbers, temperatures, noise)
         if task.environment:
             out = play(sampled, numbers, noise, prompts.examples, task, config.sampling)
         else:
             out = next(sampled)._replace(turn=None)
-        return to_devices(out, devices)
+        out = to_devices(out, devices)
+        if not config.sampling.kept_tokens:
+            return out
+        out, differences = add_supports(params, prompts.tokens, temperature, out)
+        mask, is_border, differences = to_numpy((out.completion_mask, out.is_border, differences))
+        compared = differences[mask & ~is_border & (temperatures > 0)[..., None]]
+        difference = compared.mean() if compared.size else 0.0
+        if not difference <= engine.rounding:
+            raise Interruption(
+                f"the engine's log-probabilities after truncation differ from the trainer's by {difference:.2g} nats a "
+                f"token, where {engine.rounding:g} is possible: {OTHER_SAMPLING}"
+            )
+        return out
 
     return Sampler(draw, devices)
 
@@ -160,7 +175,7 @@ def append(
         arrays.completion_mask[tokens], arrays.sampler_logprobs[tokens] = True, logprobs
 
 
-def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
+def _check(pretrained: Pretrained, task: Task, config: GRPOConfig, kind: str) -> None:
     """Checks that an engine supports the run, before the first request."""
     check_full_precision(
         pretrained.params, "an engine samples with the original weights, so leave out quantize, or leave out engine"
@@ -171,9 +186,9 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
             "a stop text begins with a space, which the model's tokenizer drops at the beginning of a text and servers "
             "keep: leave out the space, or leave out engine"
         )
-    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+    if sampling.truncates and (sampling.support == "vocabulary" or sampling.staleness or kind != "vllm"):
         raise UsageError(
-            "with top_k, top_p or min_p an engine reports probabilities after truncation, and not those of the "
-            "policy: leave them out, or leave out engine"
+            "with top_k, top_p or min_p an engine reports probabilities after truncation, and not those of the policy: "
+            "leave them out, or leave out engine, or set support to sampler, for vLLM and without staleness"
         )
     check_alone("engines")

@@ -96,6 +96,7 @@ class Engine:
         """
         self._timeout = options.engine_timeout
         self._dtype: Dtype = model.dtype if options.engine_dtype == "auto" else options.engine_dtype
+        self.rounding = _BOUNDS[self._dtype]  # mean difference in nats of log-probabilities, if servers are right
         self._model, self._temperature, self._note = model, temperature, note
         self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
         self._folder = user_path(self._temporary.name if self._temporary else options.engine_folder).absolute()
@@ -302,9 +303,9 @@ class Engine:
         for text in texts:
             scores = self._model.score(params, text.ids, text.temperature)[-len(text.logprobs) :]
             difference = np.abs(scores - text.logprobs).mean() if text.logprobs else 0.0
-            if not difference <= _BOUNDS[self._dtype]:
+            if not difference <= self.rounding:
                 return (
                     f"its log-probabilities of {text.name} differ from the trainer's by {difference:.2g} nats a token, "
-                    f"where {_BOUNDS[self._dtype]:g} is possible in {self._dtype}: {text.causes}"
+                    f"where {self.rounding:g} is possible in {self._dtype}: {text.causes}"
                 )
         return ""
