@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from server import Server
-from test_runs_through_engines import EOS, NOWHERE, PAD, POLICY, PRETRAINED, TASK, params, scores
+from test_runs_through_engines import EOS, NOWHERE, POLICY, PRETRAINED, TASK, scores
 from tiny import refused
 
 from grpo_jax.config import EngineOptions, recipe, with_options
@@ -19,6 +19,11 @@ from grpo_jax.rl.types import SAMPLING, noise_of
 CONFIG = recipe(steps=1, num_prompts=4, group_size=4, max_tokens=6, support="sampler", temperature=0.8)
 LIMITS = [{"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2}, {"top_p": 0.9, "support_size": 2}]
 ROUNDING = 1e-3
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(POLICY.init)(jax.random.key(0))
 
 
 def inputs_of(config):
@@ -82,11 +87,12 @@ def test_log_probabilities_before_truncation_end_the_run(params, is_processed):
     own = sample(params, config, prompts, numbers, temperature)
     whole = sample(params, with_options(config, support="vocabulary"), prompts, numbers, temperature)
     logprobs = own.processed_logprobs if is_processed else whole.sampler_logprobs
-    answers = {}
-    for number, (ids, mask, values) in enumerate(
-        zip(own.completion_ids.reshape(16, -1), own.completion_mask.reshape(16, -1), logprobs.reshape(16, -1))
-    ):
-        answers[seed_of(noise_of(0, SAMPLING, 0), number)] = ids[mask].tolist(), values[mask].tolist()
+    answers = {
+        seed_of(noise_of(0, SAMPLING, 0), numbers[place]): tuple(
+            x[place][own.completion_mask[place]].tolist() for x in (own.completion_ids, logprobs)
+        )
+        for place in np.ndindex(4, 4)
+    }
     requests = []
 
     def answer(folder, body):
@@ -101,7 +107,7 @@ def test_log_probabilities_before_truncation_end_the_run(params, is_processed):
             np.testing.assert_array_equal(sampler.complete(*arguments).completion_ids, own.completion_ids)
             assert {(body["top_p"], body["top_k"], body["min_p"]) for body in requests} == {(0.6, -1, 0.0)}
         else:
-            with pytest.raises(Interruption, match="after truncation differ .* --logprobs-mode processed_logprobs"):
+            with pytest.raises(Interruption, match=r"after truncation differ .* --logprobs-mode processed_logprobs"):
                 sampler.complete(*arguments)
     finally:
         server.stop()
