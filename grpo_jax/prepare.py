@@ -262,6 +262,13 @@ def prepare(
         try_rewards(task, row, models["policy"], group_size)
     options, models, plan = apply_memory_plan(options, models, task)
     config = run_of(options.train)
+    sampling = config.sampling
+    learns = sampling.support == "sampler" and not sampling.staleness and engine.engine_kind == "vllm"
+    if engine.engine and sampling.truncates and not learns:
+        raise UsageError(
+            "with top_k, top_p or min_p an engine reports probabilities after truncation, and not those of the policy: "
+            "leave them out, or leave out engine, or set support to sampler, for vLLM and without staleness"
+        )
     sampler = make_engine_sampler(engine, models["policy"], task, config, note=note)
     programs, params = programs_of(models, task, options.train, sampler)
     return Prepared(options, models, task, programs, place(params, devices_of(config)), plan)

@@ -12,7 +12,7 @@ from grpo_jax.config import EngineOptions, GRPOConfig
 from grpo_jax.devices import Devices, jit_on_devices, parts, sampling_devices, to_devices, to_numpy
 from grpo_jax.engines.completions import OTHER_SAMPLING, request_body
 from grpo_jax.engines.servers import Engine, Model, Request
-from grpo_jax.engines.supports import make_add_supports, truncation_fields
+from grpo_jax.engines.supports import make_add_supports
 from grpo_jax.errors import Interruption, UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models import huggingface, peft
@@ -45,9 +45,10 @@ def sampler_of(
     Raises:
       UsageError: No engine answers, or an engine does not support the run.
     """
-    _check(pretrained, task, config, options.engine_kind)
+    _check(pretrained, task, config)
     policy, devices = decoder_policy(pretrained.config), sampling_devices(config)
-    max_tokens = config.sampling.max_tokens
+    sampling, max_tokens = config.sampling, config.sampling.max_tokens
+    truncation = {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
     def save(folder: Path, params: Params) -> None:
         if isinstance(params, Adapted):
@@ -58,12 +59,12 @@ def sampler_of(
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
     model = Model(save, make_score(policy, devices), pretrained.config.dtype, task.vocab_size, task.stop)
-    engine = Engine(options, model, config.sampling.temperature, note=note)
-    add_supports = make_add_supports(policy, config.sampling, devices, engine.rounding)
+    engine = Engine(options, model, sampling.temperature, note=note)
+    add_supports = make_add_supports(policy, sampling, devices, engine.rounding)
 
     def turns(params, prompts: list[list[int]], numbers, temperature, noise) -> Turns:
         """Samples turns. The prompt of a request holds the ids of all turns and replies before it."""
-        shape = *numbers.shape, config.sampling.completion_width
+        shape = *numbers.shape, sampling.completion_width
         out = empty_completions(shape, task.pad_id)
         replies = np.zeros(shape, np.int32), np.zeros(numbers.shape, np.int32), np.ones(numbers.shape, bool)
         for number in itertools.count(1):
@@ -80,8 +81,8 @@ def sampler_of(
                         seed=seed_of(noise, numbers[i, j], number),
                         max_tokens=max_tokens - int(out.completion_mask[i, j].sum()),
                         eos_ids=task.eos_ids,
-                        stop=config.sampling.stop,
-                        truncation=truncation_fields(config.sampling),
+                        stop=sampling.stop,
+                        truncation=truncation,
                     ),
                 )
                 for i, j in places.tolist()
@@ -98,11 +99,11 @@ def sampler_of(
         rows = [row[is_token].tolist() for row, is_token in zip(ids, mask, strict=True)]
         sampled = turns(params, rows, numbers, temperatures, noise)
         if task.environment:
-            out = play(sampled, numbers, noise, prompts.examples, task, config.sampling)
+            out = play(sampled, numbers, noise, prompts.examples, task, sampling)
         else:
             out = next(sampled)._replace(turn=None)
         out = to_devices(out, devices)
-        if not config.sampling.kept_tokens:
+        if not sampling.kept_tokens:
             return out
         out, differences = add_supports(params, prompts.tokens, temperature, out)
         mask, is_border, differences = to_numpy((out.completion_mask, out.is_border, differences))
@@ -175,7 +176,7 @@ def append(
         arrays.completion_mask[tokens], arrays.sampler_logprobs[tokens] = True, logprobs
 
 
-def _check(pretrained: Pretrained, task: Task, config: GRPOConfig, kind: str) -> None:
+def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
     """Checks that an engine supports the run, before the first request."""
     check_full_precision(
         pretrained.params, "an engine samples with the original weights, so leave out quantize, or leave out engine"
@@ -185,10 +186,5 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig, kind: str) ->
         raise UsageError(
             "a stop text begins with a space, which the model's tokenizer drops at the beginning of a text and servers "
             "keep: leave out the space, or leave out engine"
-        )
-    if sampling.truncates and (sampling.support == "vocabulary" or sampling.staleness or kind != "vllm"):
-        raise UsageError(
-            "with top_k, top_p or min_p an engine reports probabilities after truncation, and not those of the policy: "
-            "leave them out, or leave out engine, or set support to sampler, for vLLM and without staleness"
         )
     check_alone("engines")

@@ -5,12 +5,11 @@ these are. The trainer truncates its own logits in the same way. Rounding decide
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import DecodingConfig, SamplingConfig
+from grpo_jax.config import SamplingConfig
 from grpo_jax.devices import Devices, jit_on_devices, map_rows
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.functional.products import einsum
@@ -22,11 +21,6 @@ from grpo_jax.step import Batch, states_of
 
 _AT_ONCE = 128  # tokens whose logits are held
 _SLACK = 0.1  # of the rounding, in the limits that decide if a token is at the border
-
-
-def truncation_fields(sampling: DecodingConfig) -> dict[str, Any]:
-    """Returns the fields of a request that truncate."""
-    return {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
 
 def make_add_supports(
@@ -48,17 +42,18 @@ def make_add_supports(
     def add(
         params: Params, prompt: PromptTokens, temperature: jax.Array, out: Completions
     ) -> tuple[Completions, jax.Array]:
-        unembedding = policy.unembedding(params)
+        head, softcap = policy.unembedding(params), policy.softcap
 
         def token_support(token: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             hidden, chosen, temperature = token
-            products = softcapped(einsum("d,vd->v", hidden, unembedding), policy.softcap)
-            return support_of(products / jnp.where(temperature == 0, 1, temperature), chosen, sampling, rounding)
+            logits = softcapped(einsum("d,vd->v", hidden, head), softcap)
+            return support_of(logits / jnp.where(temperature == 0, 1, temperature), chosen, sampling, rounding)
 
-        def supports(hidden: jax.Array, ids: jax.Array, temperature: jax.Array) -> tuple[jax.Array, ...]:
-            flat = hidden.reshape(-1, hidden.shape[-1]), ids.ravel(), jnp.broadcast_to(temperature, ids.shape).ravel()
-            found = jax.lax.map(token_support, flat, batch_size=_AT_ONCE)
-            return jax.tree.map(lambda x: x.reshape(*ids.shape, *x.shape[1:]), found)
+        def supports(hidden: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+            shape = hidden.shape[:-1]
+            flat = hidden.reshape(-1, hidden.shape[-1]), *(jnp.broadcast_to(x, shape).ravel() for x in others)
+            results = jax.lax.map(token_support, flat, batch_size=_AT_ONCE)
+            return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), results)
 
         batch = Batch(prompt, out.completion_ids, out.completion_mask, temperature)
         states, mask = states_of(policy, params, batch), out.completion_mask
@@ -101,7 +96,7 @@ def support_of(
     return ids, logits[chosen] - jax.nn.logsumexp(truncated), kept_logprob, is_missing | (spread > rounding)
 
 
-def _truncate(logits: jax.Array, sampling: DecodingConfig, slack: float) -> jax.Array:
+def _truncate(logits: jax.Array, sampling: SamplingConfig, slack: float) -> jax.Array:
     """Truncates as vLLM does, which applies min-p first, with limits that are wider by `slack`."""
     logits = truncate(logits, truncation_of(0, 1.0, sampling.min_p * (1 - slack)), ())
     top_p = sampling.top_p + slack if sampling.top_p < 1 else 1.0

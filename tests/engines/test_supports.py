@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from server import Server
-from test_runs_through_engines import EOS, NOWHERE, POLICY, PRETRAINED, TASK, scores
-from tiny import refused
+from test_runs_through_engines import EOS, POLICY, PRETRAINED, TASK, scores
 
 from grpo_jax.config import EngineOptions, recipe, with_options
 from grpo_jax.devices import ONE_DEVICE
@@ -111,10 +110,3 @@ def test_log_probabilities_before_truncation_end_the_run(params, is_processed):
                 sampler.complete(*arguments)
     finally:
         server.stop()
-
-
-@pytest.mark.parametrize("options", [{"support": "vocabulary"}, {"staleness": 1}, {}], ids=str)
-def test_truncation_that_cannot_be_learned_from_is_refused(options):
-    engine = NOWHERE if options else EngineOptions(NOWHERE.engine, engine_kind="sglang")
-    with refused("set support to sampler, for vLLM and without staleness"):
-        sampler_of(engine, PRETRAINED, TASK, with_options(CONFIG, top_p=0.8, **options), note=print)
