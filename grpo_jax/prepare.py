@@ -262,6 +262,9 @@ def prepare(
         try_rewards(task, row, models["policy"], group_size)
     options, models, plan = apply_memory_plan(options, models, task)
     config = run_of(options.train)
+    if config.loss.correction == "auto" and engine.engine_dtype not in ("auto", plan.model.dtype):
+        options = with_options(options, correction=config.off_policy_correction)
+        config = run_of(options.train)
     sampling = config.sampling
     learns = sampling.support == "sampler" and not sampling.staleness and engine.engine_kind == "vllm"
     if engine.engine and sampling.truncates and not learns:

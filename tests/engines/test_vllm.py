@@ -267,3 +267,4 @@ def test_another_dtype_ends_a_run_unless_it_is_named(folder, serve, tmp_path):
         train(folder, tmp_path / "run", "untied", server.url)
     train(folder, tmp_path / "named", "untied", server.url, "--engine-dtype", "bfloat16")
     assert len(steps_of(tmp_path / "named")) == 3
+    assert all("correction" in line for line in steps_of(tmp_path / "named"))  # auto is then token
