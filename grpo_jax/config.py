@@ -335,7 +335,7 @@ class LossConfig:
     at sampling, by an older policy with `staleness`."""
     correction: Literal[Correction, "auto"] = "auto"
     """Weights of advantages by trainer's over sampler's probability. token is at most 2, sequence 3, icepop 0.5 to 5.
-    auto: token with staleness."""
+    auto: token with staleness, or with an engine of another dtype."""
     off_policy_threshold: Positive | None = None
     """Leave out completions with a negative advantage if mean log(sampler's / trainer's probability) exceeds this
     (DeepSeek-V3.2, 2512.02556). None: use all."""
@@ -555,10 +555,14 @@ class GRPOConfig(PhaseConfig):
 
     @property
     def correction(self) -> Correction:
-        """The correction of the run. auto is `BEST_CORRECTION` if an older policy samples and no option refuses it."""
-        if self.loss.correction != "auto":
-            return self.loss.correction
-        fits = self.sampling.staleness > 0 and self.has_advantages and not any(_correction(self, BEST_CORRECTION))
+        """The correction of the run. auto is `off_policy_correction` if an older policy samples, else none."""
+        chosen = self.off_policy_correction if self.sampling.staleness > 0 else "none"
+        return chosen if self.loss.correction == "auto" else self.loss.correction
+
+    @property
+    def off_policy_correction(self) -> Correction:
+        """`BEST_CORRECTION`, or none if an option refuses it."""
+        fits = self.has_advantages and not any(_correction(self, BEST_CORRECTION))
         return BEST_CORRECTION if fits else "none"
 
     @property

@@ -265,8 +265,16 @@ def prepare(
         try_rewards(task, row, models["policy"], group_size)
     options, models, plan = apply_memory_plan(options, models, task)
     config = options.train
-    if engine.engine and config.sampling.support == "sampler":
-        raise UsageError("an engine does not say which tokens it drew from: leave support out, or leave out engine")
+    if config.loss.correction == "auto" and engine.engine_dtype not in ("auto", plan.model.dtype):
+        options = with_options(options, correction=config.off_policy_correction)
+        config = options.train
+    sampling = config.sampling
+    learns = sampling.support == "sampler" and not sampling.staleness and engine.engine_kind == "vllm"
+    if engine.engine and sampling.truncates and not learns:
+        raise UsageError(
+            "with top_k, top_p or min_p an engine reports probabilities after truncation, and not those of the policy: "
+            "leave them out, or leave out engine, or set support to sampler, for vLLM and without staleness"
+        )
     sampler = make_engine_sampler(engine, models["policy"], task, config, note=note)
     programs, params = programs_of(models, task, options.train, sampler)
     return Prepared(options, models, task, programs, place(params, devices_of(config)), plan)

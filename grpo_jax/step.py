@@ -70,6 +70,7 @@ class Batch(NamedTuple):
     processed_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
     truncated: Array = None  # bool [N, G], true if no token ended the completion
     support_ids: Array = None  # int32 [N, G, T, K], as in `Completions`
+    is_border: Array = None  # bool [N, G, T], as in `Completions`
     # ---- for episodes, as in `Completions`; None: there is one turn
     turn: Array = None  # int32 [N, G, T]
     turn_rewards: Array = None  # float32 [N, G, K]

@@ -42,8 +42,11 @@ def request_body(
     max_tokens: int,
     eos_ids: Sequence[int],
     stop: Sequence[str] = (),
+    truncation: Mapping[str, float] = {},
 ) -> dict[str, Any]:
     """Returns the request for a completion, without the name of the model.
+
+    `truncation` has the fields `top_p`, `top_k` and `min_p`, which by default do nothing.
 
     Each completion is a separate request with its own seed, so that a failed request can be repeated with the same
     result. The server caches the prompt that the completions of a group share.
@@ -65,6 +68,7 @@ def request_body(
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        **truncation,
     }
 
 
@@ -129,7 +133,7 @@ _OTHER_WEIGHTS = (
     "engine_dtype), or have kept an old tied head (start vLLM with --worker-extension-cls "
     "grpo_jax.engines.worker.PolicyWorker)"
 )
-_OTHER_SAMPLING = (
+OTHER_SAMPLING = (
     "it may report them before temperature and truncation: start vLLM with --logprobs-mode processed_logprobs, and "
     "SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
 )
@@ -163,7 +167,7 @@ def score_sampled(complete: Complete, prompt: list[int], temperature: float, cou
     """
     body = request_body(prompt, temperature=temperature, seed=0, max_tokens=count, eos_ids=()) | {"ignore_eos": True}
     ids, logprobs = read_completion(complete(body), body, vocab_size)
-    return ScoredText(prompt + ids, logprobs, temperature, "sampled tokens", _OTHER_SAMPLING)
+    return ScoredText(prompt + ids, logprobs, temperature, "sampled tokens", OTHER_SAMPLING)
 
 
 def score_prompt(complete: Complete, prompt: list[int]) -> ScoredText:

@@ -10,9 +10,10 @@ import numpy as np
 
 from grpo_jax.config import EngineOptions, GRPOConfig
 from grpo_jax.devices import Devices, jit_on_devices, parts, sampling_devices, to_devices, to_numpy
-from grpo_jax.engines.completions import request_body
+from grpo_jax.engines.completions import OTHER_SAMPLING, request_body
 from grpo_jax.engines.servers import Engine, Model, Request
-from grpo_jax.errors import UsageError
+from grpo_jax.engines.supports import make_add_supports
+from grpo_jax.errors import Interruption, UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.geometry import PromptTokens
@@ -46,7 +47,8 @@ def sampler_of(
     """
     _check(pretrained, task, config)
     policy, devices = decoder_policy(pretrained.config), sampling_devices(config)
-    max_tokens = config.sampling.max_tokens
+    sampling, max_tokens = config.sampling, config.sampling.max_tokens
+    truncation = {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
     def save(folder: Path, params: Params) -> None:
         if isinstance(params, Adapted):
@@ -57,11 +59,12 @@ def sampler_of(
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 
     model = Model(save, make_score(policy, devices), pretrained.config.dtype, task.vocab_size, task.stop)
-    engine = Engine(options, model, config.sampling.temperature, note=note)
+    engine = Engine(options, model, sampling.temperature, note=note)
+    add_supports = make_add_supports(policy, sampling, devices, engine.rounding)
 
     def turns(params, prompts: list[list[int]], numbers, temperature, noise) -> Turns:
         """Samples turns. The prompt of a request holds the ids of all turns and replies before it."""
-        shape = *numbers.shape, config.sampling.completion_width
+        shape = *numbers.shape, sampling.completion_width
         out = empty_completions(shape, task.pad_id)
         replies = np.zeros(shape, np.int32), np.zeros(numbers.shape, np.int32), np.ones(numbers.shape, bool)
         for number in itertools.count(1):
@@ -78,7 +81,8 @@ def sampler_of(
                         seed=seed_of(noise, numbers[i, j], number),
                         max_tokens=max_tokens - int(out.completion_mask[i, j].sum()),
                         eos_ids=task.eos_ids,
-                        stop=config.sampling.stop,
+                        stop=sampling.stop,
+                        truncation=truncation,
                     ),
                 )
                 for i, j in places.tolist()
@@ -91,14 +95,26 @@ def sampler_of(
             replies = yield out
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        ids, mask, numbers, temperature = to_numpy((prompts.tokens.ids, prompts.tokens.mask, numbers, temperature))
+        ids, mask, numbers, temperatures = to_numpy((prompts.tokens.ids, prompts.tokens.mask, numbers, temperature))
         rows = [row[is_token].tolist() for row, is_token in zip(ids, mask, strict=True)]
-        sampled = turns(params, rows, numbers, temperature, noise)
+        sampled = turns(params, rows, numbers, temperatures, noise)
         if task.environment:
-            out = play(sampled, numbers, noise, prompts.examples, task, config.sampling)
+            out = play(sampled, numbers, noise, prompts.examples, task, sampling)
         else:
             out = next(sampled)._replace(turn=None)
-        return to_devices(out, devices)
+        out = to_devices(out, devices)
+        if not sampling.kept_tokens:
+            return out
+        out, differences = add_supports(params, prompts.tokens, temperature, out)
+        mask, is_border, differences = to_numpy((out.completion_mask, out.is_border, differences))
+        compared = differences[mask & ~is_border & (temperatures > 0)[..., None]]
+        difference = compared.mean() if compared.size else 0.0
+        if not difference <= engine.rounding:
+            raise Interruption(
+                f"the engine's log-probabilities after truncation differ from the trainer's by {difference:.2g} nats a "
+                f"token, where {engine.rounding:g} is possible: {OTHER_SAMPLING}"
+            )
+        return out
 
     return Sampler(draw, devices)
 
@@ -170,10 +186,5 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
         raise UsageError(
             "a stop text begins with a space, which the model's tokenizer drops at the beginning of a text and servers "
             "keep: leave out the space, or leave out engine"
-        )
-    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
-        raise UsageError(
-            "with top_k, top_p or min_p an engine reports probabilities after truncation, and not those of the "
-            "policy: leave them out, or leave out engine"
         )
     check_alone("engines")

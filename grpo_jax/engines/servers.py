@@ -92,10 +92,11 @@ class Engine:
           note: Tells the user the reason for a delay.
 
         Raises:
-          UsageError: No server of the protocol answers at an address.
+          UsageError: No server answers, or an address has no server of the protocol.
         """
         self._timeout = options.engine_timeout
         self._dtype: Dtype = model.dtype if options.engine_dtype == "auto" else options.engine_dtype
+        self.rounding = _BOUNDS[self._dtype]  # mean difference in nats of log-probabilities, if servers are right
         self._model, self._temperature, self._note = model, temperature, note
         self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
         self._folder = user_path(self._temporary.name if self._temporary else options.engine_folder).absolute()
@@ -106,23 +107,40 @@ class Engine:
         self._parameters: Path | None = None  # the folder of the last parcel
         self._probe: Probe | None = None
         self._rollouts = ThreadPoolExecutor(1)
-        self._servers = [self._connect(url, options.engine_kind) for url in options.engine]
+        self._servers = [self._server_at(url, options.engine_kind) for url in options.engine]
+        silent: list[Gone] = []
+        for server in self._servers:
+            try:
+                self._connect(server)
+            except Gone as error:
+                silent.append(error)
+        if len(silent) == len(self._servers):
+            raise UsageError(str(silent[0]))
+        for failure in silent:
+            note(f"{failure}; until then the other servers sample")
 
-    def _connect(self, url: str, kind: str) -> Server:
+    def _server_at(self, url: str, kind: str) -> Server:
         if "@" in url:  # the address is not repeated
             raise UsageError(
                 f"an address in engine holds a user or a password: leave it out, and set the variable {KEY}"
             )
-        server = Server(url.rstrip("/").removesuffix("/v1"), kind, self._timeout)
+        return Server(url.rstrip("/").removesuffix("/v1"), kind, self._timeout)
+
+    def _connect(self, server: Server) -> None:
+        """Asks a server for the name of its model.
+
+        Raises:
+          Gone: It does not answer now.
+          UsageError: It is no server of the protocol, or refuses the request.
+        """
         try:
             models = parse_json(ask(f"{server.url}/v1/models", timeout=min(self._timeout, SOON)))
             server.model = str(models["data"][0]["id"])
         except (Failure, ValueError, LookupError, TypeError) as error:
-            raise UsageError(
-                f"no engine that serves /v1/models answers at {url} ({error}): start it, or correct the option engine, "
-                f"its address, or the variable {KEY}, its key"
+            raise (Gone if isinstance(error, Gone) else UsageError)(
+                f"no engine that serves /v1/models answers at {server.url} ({error}): start it, or correct the option "
+                f"engine, its address, or the variable {KEY}, its key"
             ) from None
-        return server
 
     # ---- rollouts
 
@@ -196,6 +214,8 @@ class Engine:
           Interruption: See `submit`.
         """
         try:
+            if not server.model:
+                self._connect(server)
             handover = handover_of(server, parcel.params)
             self._load(server, handover, parcel)
             sampled, failure = self._ask_all(server, handover, parcel.version, requests, places)
@@ -302,9 +322,9 @@ class Engine:
         for text in texts:
             scores = self._model.score(params, text.ids, text.temperature)[-len(text.logprobs) :]
             difference = np.abs(scores - text.logprobs).mean() if text.logprobs else 0.0
-            if not difference <= _BOUNDS[self._dtype]:
+            if not difference <= self.rounding:
                 return (
                     f"its log-probabilities of {text.name} differ from the trainer's by {difference:.2g} nats a token, "
-                    f"where {_BOUNDS[self._dtype]:g} is possible in {self._dtype}: {text.causes}"
+                    f"where {self.rounding:g} is possible in {self._dtype}: {text.causes}"
                 )
         return ""

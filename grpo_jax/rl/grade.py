@@ -95,7 +95,8 @@ def gather_failures(rewards: Rewards, before: Mapping[str, int] = {}) -> tuple[d
 
 def read_completions(rollout: Rollout) -> Completions:
     """Copies the completions on this host's devices to the host, without log-probabilities and supports."""
-    fields = rollout.batch._replace(sampler_logprobs=None, processed_logprobs=None, support_ids=None)._asdict()
+    unread = dict.fromkeys(("sampler_logprobs", "processed_logprobs", "support_ids", "is_border"))
+    fields = rollout.batch._asdict() | unread
     return Completions(**local_rows({name: fields[name] for name in Completions._fields}))
 
 

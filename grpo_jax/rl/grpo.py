@@ -229,12 +229,15 @@ def objective_term(config: LossConfig) -> LossTerm:
         )
         # Compare with the sampler's log-probabilities if they are known, even if the loss uses other old ones.
         sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
-        mismatch = jnp.where(mask, fresh - sampled, 0)
+        is_compared = mask if batch.is_border is None else mask & ~batch.is_border
+        mismatch = jnp.where(is_compared, fresh - sampled, 0)
         metrics["entropy"] = F.masked_sum(forward.entropy, mask)
         metrics["sampler_mismatch"] = F.masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
         if batch.support_ids is not None:
             left_out = -jnp.expm1(batch.processed_logprobs - batch.sampler_logprobs)
             metrics["support_left_out"] = F.masked_sum(left_out, mask)
+        if batch.is_border is not None:
+            metrics["support_border"] = F.masked_sum(batch.is_border, mask)
         return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
 
     return term

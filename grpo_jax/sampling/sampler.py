@@ -256,6 +256,8 @@ class Completions(NamedTuple):
     ending: Any = None  # int8 [N, G], the reason why the episode ended, as an index into `data.episodes.ENDINGS`
     # ---- int32 [N, G, T, K], the tokens over which a scorer normalises, −1 for padding; None: the whole vocabulary
     support_ids: Any = None
+    # bool [N, G, T], true if rounding decides over which tokens a server normalised (`engines.supports`); None: nowhere
+    is_border: Any = None
 
     @property
     def attention_mask(self) -> jax.Array:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 # (parameters' folder, request) -> ids and log-probabilities
 Sample = Callable[[str, dict[str, Any]], tuple[list[int], list[float]]]
@@ -177,6 +179,50 @@ class Server:
             scores = zip(body["prompt"][1:], self._score(folder, body["prompt"], 1.0), strict=True)
             choice["prompt_logprobs"] = [None, *({str(i): {"logprob": float(score), "rank": 1}} for i, score in scores)]
         return {"object": "text_completion", "model": body["model"], "choices": [choice]}
+
+
+class Dropping:
+    """Passes requests on to a server, but answers those of a method or path itself, with success.
+
+    Attributes:
+      url: of it.
+      drops: the method of workers, or the path, of these requests.
+    """
+
+    def __init__(self, url: str):
+        self.drops = ""
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.pass_on(None)
+
+            def do_POST(self):
+                self.pass_on(self.rfile.read(int(self.headers["Content-Length"])))
+
+            def pass_on(self, data):
+                status, answer = 200, b'{"results": [""]}'
+                if outer.drops not in (self.path, json.loads(data or b"{}").get("method")):
+                    try:
+                        with urlopen(Request(url + self.path, data, {"Content-Type": "application/json"})) as answered:
+                            answer = answered.read()
+                    except HTTPError as error:
+                        status, answer = error.code, error.read()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self):
+        self._server.shutdown()
+        self._server.server_close()
 
 
 def is_proof(body: dict[str, Any]) -> bool:

@@ -429,6 +429,17 @@ def test_the_groups_of_a_failed_server_go_to_the_others(servers, tmp_path, capsy
     assert all(server.version != INITIAL for server in servers)
 
 
+def test_a_server_that_starts_later_samples_from_then_on(servers, tmp_path, capsys):
+    servers[0].stop()
+    engine = engine_of(servers, tmp_path)
+    assert f"{servers[0].url} (" in capsys.readouterr().out
+    complete(engine, np.ones(2), PAIRS)
+    assert len(servers[1].completions()) == len(PAIRS)
+    servers[0] = Server(echo, digits, (EOS,), port=servers[0].port)
+    complete(engine, np.zeros(2), PAIRS)
+    assert len(servers[0].completions()) == len(PAIRS) / 2
+
+
 # ---- addresses
 
 

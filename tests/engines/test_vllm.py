@@ -6,6 +6,7 @@ A server takes one to three minutes to start, so the tests are ordered by server
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,8 @@ from urllib.request import urlopen
 
 import jax
 import pytest
-from tiny import read_lines, refused, tiny_config, write_rows, write_tokenizer
+from server import Dropping
+from tiny import TEMPLATE, read_lines, refused, tiny_config, write_rows, write_tokenizer
 
 from grpo_jax.commands import grpo
 from grpo_jax.models.huggingface import save_pretrained
@@ -39,12 +41,20 @@ RUN += " --eval-samples 1 --learning-rate 1e-3 --checkpoint-every 0 --engine-tim
 
 REWARD = "def variety(examples, completions):\n    return [len({*text.split()}) / 8 for text in completions]\n"
 
-GAME = """
+GAME = '''
 from grpo_jax.data.episodes import Reply
+
+def add(a: int) -> int:
+    """Adds one.
+
+    Args:
+        a: a number.
+    """
+    return a + 1
 
 def make():
     return lambda example, transcript, key: Reply(ids=[7, 5, 9][: 1 + key[3] % 3], reward=float(key[4]))
-"""
+'''
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +188,61 @@ def test_stop_texts_end_completions_as_in_the_trainer(folder, serve, tmp_path):
     assert max(line["first_ratio_deviation"] for line in steps_of(tmp_path / "run")) < 1e-4
 
 
+LIMITS = [("--top-p", 0.8), ("--top-k", 20), ("--min-p", 0.1), ("--top-p", 0.9, "--top-k", 20, "--min-p", 0.02)]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_supports_are_computed_as_the_server_truncates(folder, serve, tmp_path, limits):
+    server = serve("untied", *RIGHT)
+    train(
+        folder, tmp_path / "run", "untied", server.url, *limits, "--support", "sampler", "--temperature", 0.8, steps=6
+    )
+    lines = steps_of(tmp_path / "run")
+    assert max(line["first_ratio_deviation"] for line in lines) < 1e-3
+    assert max(line["support_border"] for line in lines) < 0.1
+    assert max(line["support_left_out"] for line in lines) < 1e-5
+
+
+def test_replies_of_tools_continue_the_ids_that_were_sampled(folder, serve, tmp_path):
+    """Half of the tokens are calls of a tool, so that a random model calls it."""
+    model = shutil.copytree(folder / "untied", folder / "calling", dirs_exist_ok=True)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    calls = ({"name": "add", "arguments": {"a": i}} for i in range(VOCAB_SIZE))
+    words = [f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls]
+    tokenizer["model"]["vocab"] = {words[i] if i > VOCAB_SIZE // 2 else f"t{i}": i for i in range(VOCAB_SIZE)}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    options = ("--tools", f"{folder}/game.py:add", "--max-turns", 3, "--environment-tokens", 24, "--max-tokens", 16)
+    url = serve("untied", *RIGHT).url
+    train(folder, tmp_path / "run", "calling", url, *options, "--rollouts-every", 1, steps=4)
+    lines = steps_of(tmp_path / "run")
+    assert max(line["environment_calls"] for line in lines) > 0.2
+    assert max(line["turns_mean"] for line in lines) > 1.2
+    assert max(line["first_ratio_deviation"] for line in lines) < 1e-4
+
+
+# the model, options of the run, the method or path that is dropped, and words of the refusal
+DROPS = {
+    "a load of plain vLLM": ("untied", (), "reload_weights", "log-probabilities of a prompt differ"),
+    "a load by the worker": ("tied", (), "load_policy", "told to load .* does not hold it"),
+    "an adapter": ("tied", ("--lora-rank", 4), "/v1/load_lora_adapter", "told to load .* does not hold it"),
+}
+
+
+@pytest.mark.parametrize("case", DROPS)
+def test_dropped_loads_end_a_run_before_an_update(folder, serve, tmp_path, case):
+    model, options, dropped, words = DROPS[case]
+    proxy = Dropping(serve(model, *SERVERS[model]).url)
+    try:
+        train(folder, tmp_path / "right", model, proxy.url, *options, steps=2)
+        proxy.drops = dropped
+        with refused(words):
+            train(folder, tmp_path / "run", model, proxy.url, *options)
+    finally:
+        proxy.stop()
+    assert not steps_of(tmp_path / "run")
+
+
 FAULTS = {
     "another model, and a head that stays stale": ("tied", (), "log-probabilities of a prompt differ .* tied head"),
     "a head that stays stale": ("other", (), "log-probabilities of a prompt differ .* tied head"),
@@ -202,3 +267,4 @@ def test_another_dtype_ends_a_run_unless_it_is_named(folder, serve, tmp_path):
         train(folder, tmp_path / "run", "untied", server.url)
     train(folder, tmp_path / "named", "untied", server.url, "--engine-dtype", "bfloat16")
     assert len(steps_of(tmp_path / "named")) == 3
+    assert all("correction" in line for line in steps_of(tmp_path / "named"))  # auto is then token
