@@ -42,7 +42,7 @@ def make_add_supports(
     def add(
         params: Params, prompt: PromptTokens, temperature: jax.Array, out: Completions
     ) -> tuple[Completions, jax.Array]:
-        head, softcap = policy.unembedding(params), policy.softcap
+        head, softcap = policy.head(params)
 
         def token_support(token: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             hidden, chosen, temperature = token
