@@ -29,7 +29,7 @@ Letters as in `models.transformer`: N prompts of P tokens, G completions of T to
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -170,9 +170,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     Returns:
       The bytes by purpose.
     """
-    shapes, scorer = trained_shapes(model, shape), shape.scorer
-    trained = bytes_on_device(shapes, shape.mesh)
-    optimizer_state = jax.eval_shape(make_optimizer(1.0, optimizer=shape.optimizer).init, shapes)
+    trained, scorer = bytes_on_device(trained_shapes(model, shape), shape.mesh), shape.scorer
     prompts, rows = shape.num_prompts * shape.prompt_tokens, shape.num_prompts * shape.group_size
     layers, forms = _attention_layers(model), set(model.forms)
     prefill = 2 * layers * _keys(model, shape) + max(_projected(model, shape, form) for form in forms)
@@ -190,7 +188,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     gradients = 3 if shape.traits.backend == "tpu" and shape.fsdp * shape.tensor == 1 else 2
     return Estimate(
         params=trained + (bytes_on_device(frozen_shapes(model, shape), shape.mesh) if shape.lora_rank else 0),
-        optimizer=bytes_on_device(optimizer_state, shape.mesh),
+        optimizer=_optimizer_state(replace(model, remat="none"), shape._replace(piece_tokens=0)),
         start=shape.copies * trained,
         scorer=_scorer(model, shape),
         support=shape.support_bytes * rows * shape.max_tokens,
@@ -229,6 +227,13 @@ def _trained_part(model: ModelConfig, shape: Shape) -> Params:
         return params
     adapters = partial(add_adapters, rank=shape.lora_rank, alpha=1.0, targets=shape.lora_targets)
     return jax.eval_shape(adapters, params, jax.random.key(0)).adapters
+
+
+@lru_cache
+def _optimizer_state(model: ModelConfig, shape: Shape) -> int:
+    """Returns the bytes of the optimizer's state. The plans of a run differ only in what it does not depend on."""
+    optimizer = make_optimizer(1.0, optimizer=shape.optimizer)
+    return bytes_on_device(jax.eval_shape(optimizer.init, trained_shapes(model, shape)), shape.mesh)
 
 
 def num_params(model: ModelConfig) -> int:
