@@ -99,7 +99,7 @@ REFUSED = [
     ("dpo", "--report_to wandb", "report_to is called wandb here"),
     ("grpo", "--load_in_4bit", "load_in_4bit is called quantize here (set it to nf4 or int8, with lora_rank)"),
     ("grpo", "--reward_funcs f", "reward_funcs is called reward here (it takes (examples, completions)"),
-    ("grpo", "--callbacks f", "no option callbacks: metrics.jsonl has a line"),
+    ("grpo", "--callbacks f", "no option callbacks: on_rollout and on_line"),
     ("sft", "--task ''", "--task is needed"),
     ("grpo", "--optimizer adam", "no optimizer 'adam': take adamw or muon, or name your own as file.py:name"),
     ("kto", "--optimizer rewards.py:none", "has no 'none'"),

@@ -7,7 +7,7 @@ from bigrams import PARAMS, POLICY, TASK, train_grpo
 from rl_helpers import RUN, Stop, assert_same_runs, open_run, run_programs, stopping
 
 from grpo_jax.config import with_options
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.programs import make_programs
 from grpo_jax.rl.types import Rollout
 from grpo_jax.tasks.curriculum import Drawn
 from grpo_jax.training import train_with_control
