@@ -721,9 +721,9 @@ def check_warmup(options: AdamWConfig, num_updates: int) -> None:
       num_updates: The number of optimizer steps of the run.
 
     Raises:
-      UsageError: The warm-up lasts to the end of the run, or longer.
+      UsageError: The warm-up lasts to the end of the run, or longer. That of the defaults may, in a short trial.
     """
-    if options.warmup_steps >= num_updates:
+    if options.warmup_steps >= num_updates and options.warmup_steps != type(options)().warmup_steps:
         raise UsageError(f"warmup_steps is {options.warmup_steps}: set it below the {num_updates} updates of the run")
 
 

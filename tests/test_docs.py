@@ -81,7 +81,7 @@ def test_what_pages_and_the_notebook_import_is_there():
     code = NOTEBOOK + [block for page in PAGES for block in blocks(page, "python")]
     imports = [node for part in code for node in ast.walk(ast.parse(part)) if isinstance(node, ast.ImportFrom)]
     ours = {(node.module, name.name) for node in imports for name in node.names if node.module.startswith("grpo_jax")}
-    assert len(ours) > 40
+    assert len(ours) > 30
     for module, name in ours:
         exists = hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
         assert exists, f"{module} has no {name}"

@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_jax.config import DecodingConfig, GRPOConfig, check_effects, recipe, validate
+from grpo_jax.config import CriticConfig, DecodingConfig, GRPOConfig, check_effects, recipe, validate
 from grpo_jax.data.generators import PREFIX
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError, user_path
@@ -125,6 +125,8 @@ def saved_options(model: str) -> dict[str, Any]:
         return {}
     file = folder / "config.json"
     saved, types = flattened(read_json(file)), option_types(GRPOConfig) | option_types(SamplingOptions)
+    for name in options_of(CriticConfig()):  # nothing reads them, and DPO has a gamma of its own
+        del types[name]
     if "heldout_share" in saved:
         saved.pop("task", None)  # preferences or ratings, which hold out other prompts than a task does
     types["max_tokens"] = int | None  # None: the run did not limit completions

@@ -36,9 +36,9 @@ STARTS = {
 }
 # start, further arguments, words of the refusal
 REFUSED = [
-    ("train", "--critic shared", "--critic is an option of --method ppo"),
-    ("train", "--method grpo --critic_learning_rate=1", "--critic-learning-rate is an option of --method ppo"),
-    ("train", "--method sft --no-whiten", "--no-whiten is an option of --method ppo"),
+    ("train", "--method sft --critic shared", "--critic is an option of --method grpo and ppo"),
+    ("train", "--method grpo --critic_learning_rate=1", "critic_learning_rate has no effect while critic is 'none'"),
+    ("train", "--method sft --no-whiten", "--no-whiten is an option of --method grpo and ppo"),
     ("train", "--method sft --reward f", "--reward is an option of --method grpo and ppo"),
     ("train", "--method dpo --data ''", "--task is needed: name a file of pairs"),
     ("train", "--method sft --data nowhere.jsonl", "there is no nowhere.jsonl"),
