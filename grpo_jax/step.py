@@ -259,13 +259,8 @@ def make_optimizer(
         adamw = optax.adamw(learning_rate, eps=adam_epsilon, weight_decay=weight_decay, mask=has_weight_decay)
         return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
     if own == "muon":
-        muon = optax.contrib.muon(
-            learning_rate,
-            eps=adam_epsilon,
-            weight_decay=weight_decay,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=muon_matrices,
-        )
+        make = partial(optax.contrib.muon, consistent_rms=0.2, muon_weight_dimension_numbers=muon_matrices)
+        muon = make(learning_rate, eps=adam_epsilon, weight_decay=weight_decay)
         return optax.chain(optax.clip_by_global_norm(max_grad_norm), muon)
     if callable(own):
         try:
