@@ -260,13 +260,8 @@ def make_optimizer(
         adamw = optax.adamw(learning_rate, eps=adam_epsilon, weight_decay=weight_decay, mask=has_weight_decay)
         return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
     if own == "muon":
-        muon = optax.contrib.muon(
-            learning_rate,
-            eps=adam_epsilon,
-            weight_decay=weight_decay,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=muon_matrices,
-        )
+        make = partial(optax.contrib.muon, consistent_rms=0.2, muon_weight_dimension_numbers=muon_matrices)
+        muon = make(learning_rate, eps=adam_epsilon, weight_decay=weight_decay)
         return optax.chain(optax.clip_by_global_norm(max_grad_norm), muon)
     if callable(own):
         try:
@@ -294,6 +289,9 @@ def muon_matrices(params: Params) -> Any:
 
     Each projection of each layer and expert is a matrix from its inputs to its outputs, of all heads. So are its
     adapters A and B, each by itself. Embeddings, heads, routers, norms, biases and all others have None.
+
+    Raises:
+      UsageError: No parameter is such a matrix, as in a model of another library.
     """
 
     def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers | None:
@@ -305,7 +303,10 @@ def muon_matrices(params: Params) -> Any:
         places = tuple(range(-num_inputs - num_outputs, 0))
         return optax.contrib.MuonDimensionNumbers(places[:num_inputs], places[num_inputs:])
 
-    return jax.tree_util.tree_map_with_path(axes, params)
+    matrices = jax.tree_util.tree_map_with_path(axes, params)
+    if not jax.tree.leaves(matrices) and any(x.ndim > 1 for x in jax.tree.leaves(params)):
+        raise UsageError("muon finds no projections of our decoders in this model: make one with optax.contrib.muon")
+    return matrices
 
 
 def logged_rate(options: AdamWConfig, schedule: optax.Schedule, state: TrainState) -> dict[str, jax.Array]:

@@ -263,12 +263,12 @@ def with_counts(schedule: optax.Schedule) -> optax.GradientTransformation:
 def test_skipped_steps_change_neither_parameters_nor_the_schedule(optimizer):
     """Whatever the state of the optimizer counts."""
     config = SupervisedConfig(4, RATE, warmup_steps=2, optimizer=optimizer)
-    start, batches = {"w": jnp.ones((3, 2))}, [a_batch(), a_batch(np.nan), a_batch(), a_batch()]
+    start, batches = {"up_proj": {"kernel": jnp.ones((1, 3, 2))}}, [a_batch(), a_batch(np.nan), a_batch(), a_batch()]
     params, lines = taken(config, start, batches)
     assert [line["skipped"] for line in lines] == [0, 1, 0, 0]
     assert [line["learning_rate"] for line in lines] == pytest.approx([0, RATE / 2, RATE / 2, RATE])
     expected, _ = taken(config, start, [a_batch()] * 3)
-    np.testing.assert_array_equal(params["w"], expected["w"])
+    assert_close(params, expected, rtol=0)
 
 
 # ---- what is refused, and what a run's folder holds
@@ -286,6 +286,8 @@ def test_what_is_no_optimizer_is_refused(tmp_path):
         make_optimizer(0.1, optimizer=lambda schedule: schedule(0))
     with refused("must take a schedule, but: TypeError"):
         make_optimizer(0.1, optimizer=lambda: CHAIN)
+    with refused("muon finds no projections of our decoders in this model: make one with optax.contrib.muon"):
+        make_optimizer(0.1, optimizer="muon").init({"w": jnp.ones((3, 2))})
     for name in ("weight_decay", "adam_epsilon", "max_grad_norm"):
         with refused(f"{name} is 0.5, but your own optimizer does not read it: leave it out"):
             validate(recipe(**{name: 0.5}, optimizer=CHAIN))
