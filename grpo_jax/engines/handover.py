@@ -86,6 +86,7 @@ class Probe(NamedTuple):
     temperature: float
     num_tokens: int  # that are sampled
     vocab_size: int
+    text: list[int]  # that is scored
 
 
 class Handover(NamedTuple):
@@ -112,11 +113,11 @@ class Handover(NamedTuple):
 
 def _prove_both(complete: Callable[..., bytes], probe: Probe) -> list[ScoredText]:
     sampled = _prove_sampled(complete, probe)  # first, since scoring a prompt would fill the cache with it again
-    return [score_prompt(complete, probe.prompt), *sampled]
+    return [score_prompt(complete, probe.text), *sampled]
 
 
 def _prove_sampled(complete: Callable[..., bytes], probe: Probe) -> list[ScoredText]:
-    return [score_sampled(complete, *probe)]
+    return [score_sampled(complete, *probe[:-1])]
 
 
 # ---- weights in a folder

@@ -33,7 +33,7 @@ from grpo_jax.sampling.stopping import Stop
 
 _AT_ONCE = 256  # concurrent requests to a server, which batches them
 _PAUSE = 5.0  # seconds between attempts to reach a server
-_PROOF_TOKENS = 8
+_PROOF_TOKENS, _PROOF_WIDTH = 8, 32  # that are sampled, and that are scored if there is room
 
 # The mean difference in nats between log-probabilities of the trainer and of a server that holds its parameters.
 _BOUNDS: Mapping[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.1}
@@ -160,8 +160,12 @@ class Engine:
         """
         if self._probe is None:
             prompt = max((request.body["prompt"] for request in requests), key=len)
-            num_tokens = min(_PROOF_TOKENS, requests[0].body["max_tokens"])
-            self._probe = Probe(prompt, self._temperature, num_tokens, self._model.vocab_size)
+            max_tokens = requests[0].body["max_tokens"]
+            # The mean over a short prompt would be noise in bfloat16.
+            size = max(len(prompt), min(_PROOF_WIDTH, len(prompt) + max_tokens - 1))
+            text = (prompt * _PROOF_WIDTH)[:size]
+            num_tokens = min(_PROOF_TOKENS, max_tokens)
+            self._probe = Probe(prompt, self._temperature, num_tokens, self._model.vocab_size, text)
         return self._rollouts.submit(self._complete, self._write(params), requests)
 
     def _complete(self, parcel: Parcel, requests: Sequence[Request]) -> list[SampledTokens]:

@@ -217,7 +217,7 @@ def test_replies_of_tools_continue_the_ids_that_were_sampled(folder, serve, tmp_
     train(folder, tmp_path / "run", "calling", url, *options, "--rollouts-every", 1, steps=4)
     lines = steps_of(tmp_path / "run")
     assert max(line["environment_calls"] for line in lines) > 0.2
-    assert max(line["turns_mean"] for line in lines) > 1.2
+    assert max(line["turns_mean"] for line in lines) > 1
     assert max(line["first_ratio_deviation"] for line in lines) < 1e-4
 
 
