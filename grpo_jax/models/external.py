@@ -7,6 +7,10 @@ Letters: B sequences of L tokens, C slots of a cache, N prompts of P tokens, G c
 D features.
 """
 
+from grpo_jax.errors import UsageError, need
+
+need("flax")
+
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from grpo_jax.errors import UsageError
 from grpo_jax.models.geometry import PromptTokens, Rows, positions_in_texts, prompt_positions
 from grpo_jax.models.params import Params
 from grpo_jax.models.policy import Policy
