@@ -432,8 +432,8 @@ class CriticConfig:
     """A critic, whose values rewards are compared with, and the advantages of tokens that it gives."""
 
     critic: Critic = "none"
-    """Critic (PPO). none: completions of a group are compared. own: as large as the policy. shared: a head on the
-    policy's decoder, which saves a forward pass."""
+    """none: groups are compared. own: a critic (PPO) as large as the policy. shared: a head on its decoder, which saves
+    a forward pass."""
     gamma: Fraction = 1.0
     """Discount for each token. 1: the length of a completion does not change its value."""
     gae_lambda: Fraction = 0.95

@@ -271,7 +271,8 @@ class Objective(NamedTuple):
     constants: Mapping[str, float] = _CLIP
     """Constants of the term, by name. Default: the constants of the clip."""
     aggregation: Callable[..., jax.Array] = sequence_mean_weights
-    """(mask, *, num_completions, axis_name) -> weights `[..., T]`."""
+    """(mask, *, num_completions, axis_name) -> weights `[..., T]`. In training a keyword max_length is the limit of
+    completions."""
     divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3
     """(logprobs, ref_logprobs) -> `[..., T]`."""
     kl_coef: float = 0.0
@@ -290,8 +291,6 @@ class Objective(NamedTuple):
     """The term reads old_logprobs. If not, a rollout can be used for one step only."""
     bounds_log_ratio: bool = False
     """The epsilons bound the logarithm of the ratio, so that they may exceed 1."""
-    fixed_length: bool = False
-    """The weights divide by a length, `max_length`, which is the limit of completions in training."""
     min_group_size: int = 2
     """Smallest group whose completions the advantages can compare."""
     reads_outcomes: bool = False
