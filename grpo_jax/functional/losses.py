@@ -338,7 +338,13 @@ class Objective(NamedTuple):
         return self._replace(constants=MappingProxyType({**self.constants, **constants}), **changes)
 
     def compute_advantages(
-        self, rewards: jax.Array, mask: jax.Array, *, where: jax.Array | None = None, penalty: jax.Array | None = None
+        self,
+        rewards: jax.Array,
+        mask: jax.Array,
+        *,
+        where: jax.Array | None = None,
+        penalty: jax.Array | None = None,
+        axis_name: AxisName = None,
     ) -> jax.Array:
         """Calls `advantages` with the keywords that it takes.
 
@@ -347,6 +353,7 @@ class Objective(NamedTuple):
           mask: bool `[..., G, T]`.
           where: bool `[..., G]`, true for completions that count. None: all.
           penalty: `[..., G, T]`, β k1 of a KL in the reward. None: there is none.
+          axis_name: mapped axes over which the batch is spread.
 
         Returns:
           `[..., G]` or `[..., G, T]`.
@@ -360,7 +367,8 @@ class Objective(NamedTuple):
             rewards = rewards - jnp.sum(penalty, axis=-1)
         lengths = jnp.sum(mask, axis=-1, dtype=jnp.int32)
         counted = mask if where is None else mask & where[..., None]
-        return call_with(self.advantages, rewards, lengths, where=where, mask=counted, token_penalty=penalty)
+        context: dict[str, Any] = {"where": where, "mask": counted, "token_penalty": penalty, "axis_name": axis_name}
+        return call_with(self.advantages, rewards, lengths, **context)
 
     def loss(
         self,
