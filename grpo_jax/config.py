@@ -334,8 +334,8 @@ class LossConfig:
     """Denominator of the ratio. trainer: the update's own pass, before its first step. sampler: probabilities reported
     at sampling, by an older policy with `staleness`."""
     correction: Literal[Correction, "auto"] = "auto"
-    """Weights of advantages by trainer's over sampler's probability. token is at most 2, sequence 3, icepop 0.5 to 5.
-    auto: token with staleness, or with an engine of another dtype."""
+    """Weights of advantages by trainer's over sampler's probability. auto: token with staleness, or with an engine of
+    another dtype. `--correction NAME --help` lists constants."""
     off_policy_threshold: Positive | None = None
     """Leave out completions with a negative advantage if mean log(sampler's / trainer's probability) exceeds this
     (DeepSeek-V3.2, 2512.02556). None: use all."""

@@ -296,7 +296,8 @@ class Objective(NamedTuple):
     reads_outcomes: bool = False
     """The advantages depend on the sign of a reward or of a group's mean, which a KL in the reward would change."""
     whole_batch: bool = False
-    """The term chooses among all tokens of an optimizer batch, which must then be computed in one piece."""
+    """The term chooses among all tokens of an optimizer batch, which must then be computed in one piece. Over devices
+    it gets axis_name."""
 
     def __hash__(self) -> int:
         # A mapping has no hash.
@@ -412,7 +413,7 @@ class Objective(NamedTuple):
             old_logprobs,
             advantages,
             completion_mask,
-            term=self.term,
+            term=partial(self.term, axis_name=axis_name) if self.whole_batch and axis_name else self.term,
             ref_logprobs=ref_logprobs,
             kl_coef=0.0 if self.kl_in_reward else self.kl_coef,
             divergence=self.divergence,
