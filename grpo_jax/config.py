@@ -334,8 +334,8 @@ class LossConfig:
     """Denominator of the ratio. trainer: the update's own pass, before its first step. sampler: probabilities reported
     at sampling, by an older policy with `staleness`."""
     correction: Literal[Correction, "auto"] = "auto"
-    """Weights of advantages by trainer's over sampler's probability. token is at most 2, sequence 3, icepop 0.5 to 5.
-    auto: token with staleness, or with an engine of another dtype."""
+    """Weights of advantages by trainer's over sampler's probability. auto: token with staleness, or with an engine of
+    another dtype. `--correction NAME --help` lists constants."""
     off_policy_threshold: Positive | None = None
     """Leave out completions with a negative advantage if mean log(sampler's / trainer's probability) exceeds this
     (DeepSeek-V3.2, 2512.02556). None: use all."""
@@ -432,8 +432,8 @@ class CriticConfig:
     """A critic, whose values rewards are compared with, and the advantages of tokens that it gives."""
 
     critic: Critic = "none"
-    """Critic (PPO). none: completions of a group are compared. own: as large as the policy. shared: a head on the
-    policy's decoder, which saves a forward pass."""
+    """none: groups are compared. own: a critic (PPO) as large as the policy. shared: a head on its decoder, which saves
+    a forward pass."""
     gamma: Fraction = 1.0
     """Discount for each token. 1: the length of a completion does not change its value."""
     gae_lambda: Fraction = 0.95

@@ -137,7 +137,7 @@ def check_type(name: str, value: Any, hint: Any) -> None:
 
 
 _TYPES: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
-_TYPES |= {Callable: "a function", Sequence: "a list of functions"}
+_TYPES |= {Callable: "a function", Sequence: "a list of functions", Literal: "a name"}
 
 
 def _ranges_of(hint: Any) -> list[Range]:

@@ -281,13 +281,14 @@ def _checked_options(options: Mapping[str, Any], *, has_heldout: bool) -> dict[s
     hints = option_types(GRPOConfig) | option_types(ModelOptions)
     hints["optimizer"] = Any  # `validate` checks it
     del hints["model"]
-    if isinstance(preset := name_preset(options.get("preset", "grpo")), str):
-        options = {**options, "preset": preset} if "preset" in options else options
-        hints = dict.fromkeys(constant_names(preset), float) | hints
+    preset = name_preset(options.get("preset", "grpo"))
+    if isinstance(preset, str):
+        hints |= dict.fromkeys(constant_names(preset) - hints.keys(), float)
     check_known(options, [*hints, *_ARGUMENTS])
     for name in ("eval_every", "eval_samples", "keep_best", "patience"):
         if name in options and not has_heldout:
             raise UsageError(f"{name} is for held-out prompts: give them as heldout")
+    options = {**options, **({"preset": preset} if "preset" in options else {})}
     return {name: _checked(name, value, hints[name]) for name, value in options.items()}
 
 

@@ -271,7 +271,8 @@ class Objective(NamedTuple):
     constants: Mapping[str, float] = _CLIP
     """Constants of the term, by name. Default: the constants of the clip."""
     aggregation: Callable[..., jax.Array] = sequence_mean_weights
-    """(mask, *, num_completions, axis_name) -> weights `[..., T]`."""
+    """(mask, *, num_completions, axis_name) -> weights `[..., T]`. In training a keyword max_length is the limit of
+    completions."""
     divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3
     """(logprobs, ref_logprobs) -> `[..., T]`."""
     kl_coef: float = 0.0
@@ -290,14 +291,13 @@ class Objective(NamedTuple):
     """The term reads old_logprobs. If not, a rollout can be used for one step only."""
     bounds_log_ratio: bool = False
     """The epsilons bound the logarithm of the ratio, so that they may exceed 1."""
-    fixed_length: bool = False
-    """The weights divide by a length, `max_length`, which is the limit of completions in training."""
     min_group_size: int = 2
     """Smallest group whose completions the advantages can compare."""
     reads_outcomes: bool = False
     """The advantages depend on the sign of a reward or of a group's mean, which a KL in the reward would change."""
     whole_batch: bool = False
-    """The term chooses among all tokens of an optimizer batch, which must then be computed in one piece."""
+    """The term chooses among all tokens of an optimizer batch, which must then be computed in one piece. Over devices
+    it gets axis_name."""
 
     def __hash__(self) -> int:
         # A mapping has no hash.
@@ -339,7 +339,13 @@ class Objective(NamedTuple):
         return self._replace(constants=MappingProxyType({**self.constants, **constants}), **changes)
 
     def compute_advantages(
-        self, rewards: jax.Array, mask: jax.Array, *, where: jax.Array | None = None, penalty: jax.Array | None = None
+        self,
+        rewards: jax.Array,
+        mask: jax.Array,
+        *,
+        where: jax.Array | None = None,
+        penalty: jax.Array | None = None,
+        axis_name: AxisName = None,
     ) -> jax.Array:
         """Calls `advantages` with the keywords that it takes.
 
@@ -348,6 +354,7 @@ class Objective(NamedTuple):
           mask: bool `[..., G, T]`.
           where: bool `[..., G]`, true for completions that count. None: all.
           penalty: `[..., G, T]`, β k1 of a KL in the reward. None: there is none.
+          axis_name: mapped axes over which the batch is spread.
 
         Returns:
           `[..., G]` or `[..., G, T]`.
@@ -361,7 +368,8 @@ class Objective(NamedTuple):
             rewards = rewards - jnp.sum(penalty, axis=-1)
         lengths = jnp.sum(mask, axis=-1, dtype=jnp.int32)
         counted = mask if where is None else mask & where[..., None]
-        return call_with(self.advantages, rewards, lengths, where=where, mask=counted, token_penalty=penalty)
+        context: dict[str, Any] = {"where": where, "mask": counted, "token_penalty": penalty, "axis_name": axis_name}
+        return call_with(self.advantages, rewards, lengths, **context)
 
     def loss(
         self,
@@ -405,7 +413,7 @@ class Objective(NamedTuple):
             old_logprobs,
             advantages,
             completion_mask,
-            term=self.term,
+            term=partial(self.term, axis_name=axis_name) if self.whole_batch and axis_name else self.term,
             ref_logprobs=ref_logprobs,
             kl_coef=0.0 if self.kl_in_reward else self.kl_coef,
             divergence=self.divergence,

@@ -241,8 +241,8 @@ def sapo_surrogate(
     Args:
       log_ratio: `[..., T]`, per token.
       advantages: `[...]` or `[..., T]`.
-      tau_positive: τ where A > 0; 1.0 from the paper.
-      tau_negative: τ where A ≤ 0; 1.05 from the paper, a tighter clip.
+      tau_positive: τ where A > 0, above 0; 1.0 from the paper.
+      tau_negative: τ where A ≤ 0, above 0; 1.05 from the paper, a tighter clip.
 
     Returns:
       `[..., T]`.

@@ -67,9 +67,7 @@ PRESETS: dict[str, Objective] = {
     "grpo": _GRPO,
     "rank": _GRPO._replace(advantages=ignore_lengths(A.rank_advantages)),
     # 2503.20783
-    "dr_grpo": Objective(
-        ignore_lengths(A.centered_advantages), aggregation=L.constant_length_weights, fixed_length=True
-    ),
+    "dr_grpo": Objective(ignore_lengths(A.centered_advantages), aggregation=L.constant_length_weights),
     # TRL's loss_type "bnpo", with the mean over the whole optimizer batch. TRL's mean is over the local batch, so that
     # its value depends on how the batch is split over devices and gradient accumulation.
     "bnpo": _BY_TOKEN,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import ONE_DEVICE, Devices, spread_over
 from grpo_jax.functional import adaptive_kl_coef
+from grpo_jax.functional.numerics import call_with
 from grpo_jax.models.params import join
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import SHUFFLING, Hook, Learned, Method, RewardArrays, step_key
@@ -140,18 +141,18 @@ def optimizer_step(
     minibatch: Batch,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Takes one optimizer step of a method on a minibatch. For the arguments see `learn` and `train_step`."""
-    weights_of, options = method.aggregation, config.optimizer
+    options = config.optimizer
     rate = logged_rate(options, method.schedule, state)
-    if config.loss.objective.fixed_length:
-        # With an environment the mask also has room for observations, which do not count.
-        longest = min(minibatch.completion_ids.shape[-1], config.sampling.max_tokens)
-        weights_of = partial(weights_of, max_length=longest)
+    # With an environment the mask also has room for observations, which do not count.
+    longest = min(minibatch.completion_ids.shape[-1], config.sampling.max_tokens)
     state, metrics = train_step(
         state,
         (frozen, state.extras),
         minibatch,
         loss_fn=partial(loss_of, method),
-        weights_of=partial(weights_of, num_completions=minibatch.temperature.size),
+        weights_of=partial(
+            call_with, method.aggregation, num_completions=minibatch.temperature.size, max_length=longest
+        ),
         optimizer=method.optimizer,
         pieces=partial(method.pieces, microbatches=options.microbatches, piece_tokens=options.piece_tokens),
         devices=devices,

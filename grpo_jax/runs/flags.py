@@ -28,7 +28,7 @@ import yaml
 from rich.console import Console
 
 from grpo_jax import functional, hosts
-from grpo_jax.config import check_effects, with_options
+from grpo_jax.config import BEST_CORRECTION, check_effects, with_options
 from grpo_jax.devices import COMPILING
 from grpo_jax.errors import Interruption, UsageError, flush_output, lacking, open_nowhere, reading, user_path
 from grpo_jax.functional.numerics import constants_of
@@ -141,7 +141,8 @@ def program() -> str:
 def _read(config_class: type[Config], default: Config, args: list[str], prog: str, description: str | None) -> Config:
     """Reads the command line with these defaults. --help shows the main options, --help-all every option."""
     if {"-h", "--help"} & {*args}:
-        text = f"{description or ''}\n\n--help-all shows all {len(options_of(default))} options.{_constants(default)}"
+        text = f"{description or ''}\n\n--help-all shows all {len(options_of(default))} options."
+        text += _constants(default, value_of("--correction", args))
         read_flags(_first_options(config_class, default), args=["--help"], prog=prog, description=text)
     args = ["--help" if arg == "--help-all" else arg for arg in args]
     flat = (tyro.conf.OmitArgPrefixes,)
@@ -150,19 +151,19 @@ def _read(config_class: type[Config], default: Config, args: list[str], prog: st
     return config
 
 
-def _constants(default: Any) -> str:
+def _constants(default: Any, correction: str) -> str:
     """Returns the paragraph of the help on the constants that --constant sets; "" without a preset."""
     loss = next((group.loss for group in vars(default).values() if hasattr(group, "loss")), None)
     if loss is None:
         return ""
-    functions = (*preset_of(loss.preset).functions, *(weights for _, weights in CORRECTIONS.values()))
+    functions = *preset_of(loss.preset).functions, CORRECTIONS.get(correction, CORRECTIONS[BEST_CORRECTION])[1]
     lines = [
-        f"  {name}: {_text_of(function, name)} (default: {default:g})"
+        f"\n  {name}={default:g}: {_text_of(function, name)}"
         for function in functions
         for name, default in constants_of(function).items()
-        if name not in options_of(loss)
+        if not hasattr(loss, name)
     ]
-    return "\n\n".join(["", f"--constant sets constants of preset {loss.preset}, or of corrections:", *lines])
+    return f"\n\n--constant sets numbers of at least 0, of preset {loss.preset} and of a correction:{''.join(lines)}"
 
 
 def _text_of(function: Any, name: str) -> str:

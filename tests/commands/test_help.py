@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import own_presets
 import pytest
 
 from grpo_jax.commands import evaluate, sample, train
@@ -36,11 +37,20 @@ def test_short_help_says_how_to_see_all_options(capsys, monkeypatch, method):
     types = option_types(COMMANDS[method])
     first, everything = (page(capsys, monkeypatch, "--method", method, flag) for flag in ("--help", "--help-all"))
     assert lines_in_80_columns(first) <= 140
-    assert 15 <= len(names_in(first)) <= 31
+    assert 15 <= len(names_in(first)) <= 32
     assert all(len(paragraph.split()) < 80 for paragraph in first.partition("--help-all")[0].split("\n\n"))
     assert "--method {grpo,ppo,sft,reward-model,dpo,kto}" in everything
     assert {"model", "steps", "learning_rate", "run_dir"} <= names_in(first) < names_in(everything) == types.keys()
     assert f"\n--help-all shows all {len(types)} options.\n" in first
+
+
+def test_help_lists_the_constants_of_a_preset_with_default_range_and_source(capsys, monkeypatch):
+    words = " ".join(page(capsys, monkeypatch, "--preset", "sapo", "--correction", "icepop", "--help").split())
+    assert "tau_positive=1: τ where A > 0, above 0; 1.0 from the paper." in words
+    assert "ddof=1: the number subtracted from G in the variance. 1, the sample deviation, as in TRL" in words
+    assert "high=5: 5 from IcePop." in words
+    page_of_file = page(capsys, monkeypatch, "--preset", f"{own_presets.__file__}:spo", "--help")
+    assert "width=0.2: ε, above 0; 0.2 in the paper." in " ".join(page_of_file.split())
 
 
 def test_help_of_grpo_shows_texts_and_defaults(capsys, monkeypatch):
