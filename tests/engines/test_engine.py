@@ -388,6 +388,21 @@ def test_other_parameters_and_other_processing_have_their_own_sentence(scoring, 
     complete(engine_with_proof(scoring, tmp_path, engine_dtype="bfloat16"), np.array([1.0]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_single_tokens_may_be_far_off_in_bfloat16(scoring, tmp_path, monkeypatch, dtype):
+    def one_off(*args):
+        return [*score_of_file(*args)[:-1], -9.0]
+
+    monkeypatch.setattr(scoring, "_score", one_off)
+    engine = engine_with_proof(scoring, tmp_path, engine_dtype=dtype)
+    if dtype == "float32":
+        assert "differ from the trainer's by" in stop_words(engine, np.array([1.0]))
+    else:
+        complete(engine, np.array([1.0]))
+    (scored, *_) = (body for _, body in scoring.asked if "prompt_logprobs" in body)
+    assert len(scored["prompt"]) == 3 + 3 - 1  # a longer text than the prompt, as long as a completion allows
+
+
 @pytest.mark.parametrize(("base", "loads"), [(0.9, 0), (0.8, 1)])
 def test_the_base_of_adapters_is_loaded_if_the_server_holds_another(scoring, tmp_path, base, loads):
     """The adapters of this stub replace the base."""
