@@ -15,6 +15,8 @@ from grpo_jax.functional import PRESETS, Objective, check
 from grpo_jax.options import suggestion
 from grpo_jax.rewards.worker import digest_of_source, look_up, one_line
 
+_OWN = "Objective "  # begins the names of presets that were passed as values
+
 
 class OwnPreset(str):
     """The name of an `Objective` that was passed as a value. It depends on the numbers and the source."""
@@ -34,7 +36,7 @@ def name_preset(preset: str | Objective) -> str:
         with suppress(OSError, TypeError):  # it was typed into a shell, or is no function
             sources.append(inspect.getsource(part))
     flags = [field for field in preset if isinstance(field, bool | int | float)]
-    name = OwnPreset(f"Objective {hash_values(preset.numbers, flags, sources)[:12]}")
+    name = OwnPreset(f"{_OWN}{hash_values(preset.numbers, flags, sources)[:12]}")
     name.objective = preset
     return name
 
@@ -59,6 +61,8 @@ def preset_of(name: str) -> Objective:
     """
     if isinstance(name, OwnPreset):
         return name.objective
+    if str(name).startswith(_OWN):
+        raise UsageError(f"the run began with an Objective as preset ({name}): pass it again")
     if ":" in str(name):
         file = user_path(name.rpartition(":")[0])
         return _load(name, file.stat().st_mtime_ns if file.is_file() else 0)

@@ -11,7 +11,7 @@ import numpy as np
 import own_presets
 import pytest
 from bigrams import POLICY, TASK, train_grpo
-from rl_helpers import RUN, assert_close, loss_of, near, open_run, ragged_batch, run_programs
+from rl_helpers import RUN, Stop, assert_close, loss_of, near, open_run, ragged_batch, run_programs
 from tiny import refused, save_tiny_model
 
 from experiments.tasks import arithmetic
@@ -157,23 +157,34 @@ def test_a_run_goes_on_only_with_the_file_it_began_with(tmp_path):
         train_grpo(TASK, config, open_run(tmp_path / "run", config))
 
 
+def threes(rows, texts):
+    return [text.count("3") for text in texts]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_the_trainer_takes_a_file_and_a_value(tmp_path, name):
+def test_the_trainer_takes_a_file_and_a_value_and_resumes_bit_for_bit(tmp_path, name):
     model = str(save_tiny_model(tmp_path / "tiny", arithmetic.TEXT))
-    options = {"steps": 2, "group_size": 4, "max_tokens": 4, "learning_rate": 1e-2, "microbatches": 1}
-    sums = []
-    for preset in (f"{FILE}:{name}", getattr(own_presets, name)):
-        trainer = GRPOTrainer(
-            model,
-            lambda rows, texts: [text.count("3") for text in texts],
-            preset=preset,
-            **options,
-            run_dir=tmp_path / "run",
-        )
+    options = {"steps": 3, "group_size": 4, "max_tokens": 4, "learning_rate": 1e-2, "microbatches": 1}
+    options |= {"checkpoint_every": 1}
+
+    def stop(step, line):
+        if step == 2:
+            raise Stop
+
+    def trained(folder, preset, **hooks):
+        trainer = GRPOTrainer(model, threes, preset=preset, run_dir=tmp_path / folder, **options, **hooks)
         trainer.train(["1+1=", "2+2=", "12+3="])
-        sums.append(json.loads((trainer.run.path / "results.json").read_text())["params_sha256"])
-    assert sums[0] == sums[1]
+        return json.loads((trainer.run.path / "results.json").read_text())["params_sha256"]
+
+    by_file, by_value = f"{FILE}:{name}", getattr(own_presets, name)
+    whole = trained("whole", by_file)
+    for folder, preset in (("file", by_file), ("value", by_value)):
+        with pytest.raises(Stop):
+            trained(folder, preset, on_line=stop)
+        assert trained(folder, preset, resume=True) == whole
+    with refused("pass it again"):
+        GRPOTrainer(model, threes, run_dir=tmp_path / "value", resume=True)
 
 
 def test_the_trainer_takes_constants_and_refuses_others(tmp_path):
