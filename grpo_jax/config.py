@@ -713,17 +713,18 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
         raise UsageError(sentence)
 
 
-def check_warmup(options: AdamWConfig, num_updates: int) -> None:
+def check_warmup(options: AdamWConfig, num_updates: int, *, default: int = 0) -> None:
     """Raises if the learning rate never reaches its peak.
 
     Args:
       options: The options of the optimizer.
       num_updates: The number of optimizer steps of the run.
+      default: The default warm-up of the command, which may be longer than a short trial.
 
     Raises:
-      UsageError: The warm-up lasts to the end of the run, or longer. That of the defaults may, in a short trial.
+      UsageError: The warm-up lasts to the end of the run, or longer.
     """
-    if options.warmup_steps >= num_updates and options.warmup_steps != type(options)().warmup_steps:
+    if options.warmup_steps >= num_updates and options.warmup_steps != default:
         raise UsageError(f"warmup_steps is {options.warmup_steps}: set it below the {num_updates} updates of the run")
 
 

@@ -95,8 +95,8 @@ def test_operations_are_of_the_parameters_that_tokens_use():
     experts = layers["experts"]
     share = decoder_policy(config).expert_share
     assert update_flops({"experts": experts}, None, 1, share) == 6 * 2 * (8 * 64 + 2 * 3 * 64 * 32)
-    coded = jax.eval_shape(partial(quantise_params, format="nf4"), {"layers": {"attention": layers["attention"]}})
-    assert update_flops(None, coded, 1) == 4 * 2 * 2 * (64 * 64 + 64 * 32)
+    coded = jax.eval_shape(partial(quantise_params, format="nf4"), param_shapes(config))["layers"]["attention"]
+    assert update_flops(None, {"layers": {"attention": coded}}, 1) == 4 * 2 * 2 * (64 * 64 + 64 * 32)
     looked_up = {"per_layer": {"embedding": experts["router"]["kernel"]}}
     assert update_flops(looked_up, None, 1) == 0
 

@@ -206,7 +206,7 @@ def pair_job(
       UsageError: One sentence that says what to change.
     """
     size, devices = getattr(config, number), devices_of(config.train)
-    check_warmup(config.train, config.train.steps)
+    check_warmup(config.train, config.train.steps, default=type(config)().train.warmup_steps)
     check_rows(config.train, rows=size, name=number)
     if not config.task:
         raise UsageError(f"--task is needed: name a file of {number.removeprefix('num_')}")

@@ -98,7 +98,7 @@ def prepare(config: Config) -> Job:
     """
     for role in config.divergence.frozen_models:
         check_alone(f"phases with a {role}")
-    check_warmup(config.train, config.train.steps)
+    check_warmup(config.train, config.train.steps, default=type(config)().train.warmup_steps)
     check_rows(config.train, rows=config.num_rows, name="num_rows")
     check_options(config.divergence, config.nll_coef)
     devices = devices_of(config.train)

@@ -427,7 +427,7 @@ def test_an_options_file_can_choose_another_method(folder, tmp_path):
     (tmp_path / "file.yaml").write_text("method: ppo\nmodel: model\ncritic: shared\nsteps: 2\n")
     args = ["--config", str(tmp_path / "file.yaml"), "--preset", "dapo", "--run-dir", str(tmp_path / "run")]
     config = flags.parse(train.module_of(train.method_of(args)).Config, None, args)
-    assert (config.method, config.train.critic.critic, config.train.run.steps) == ("ppo", "shared", 2)
+    assert (config.method, config.train.critic.critic, config.train.steps) == ("ppo", "shared", 2)
     assert config.train.run.loss.epsilon_high == 0.28
 
 
