@@ -428,7 +428,7 @@ def test_an_options_file_can_choose_another_method(folder, tmp_path):
     args = ["--config", str(tmp_path / "file.yaml"), "--preset", "dapo", "--run-dir", str(tmp_path / "run")]
     config = flags.parse(train.module_of(train.method_of(args)).Config, None, args)
     assert (config.method, config.train.critic.critic, config.train.steps) == ("ppo", "shared", 2)
-    assert config.train.run.loss.epsilon_high == 0.28
+    assert config.train.loss.epsilon_high == 0.28
 
 
 @pytest.mark.parametrize(("method", "config"), [(kto, kto.Config()), (sft, TAUGHT)])
